@@ -77,7 +77,7 @@ def run_cli(
     args = list(sys.argv[1:] if argv is None else argv)
     app_name = INVOKED_AS.get() or (app_name if " " in app_name else f"python -m {app_name}")
     try:
-        files = {"presets": list_presets(preset_dir), "overlays": list_presets(_overlay_dir(preset_dir))}
+        files = {"presets": list_presets(preset_dir), "overlays": list_presets(preset_dir and preset_dir / "overlays")}
         if _HELP_JSON in args:
             _print_and_exit(json.dumps(help_tree(config_cls, doc=doc, **files), indent=1) + "\n")
         if any(arg in _HELP for arg in args):
@@ -187,12 +187,8 @@ def _not_an_override(arg: str, cls: type) -> str:
     return f"unknown argument {arg!r}{hint}; --help lists every key"
 
 
-def _overlay_dir(preset_dir: Path | None) -> Path | None:
-    return preset_dir / "overlays" if preset_dir is not None else None
-
-
 def _named_file(kind: str, name: str, preset_dir: Path | None, problems: list[ConfigProblem]) -> Path:
-    files: list[PresetFile] = list_presets(_overlay_dir(preset_dir)) if kind == "overlay" else []
+    files: list[PresetFile] = list_presets(preset_dir and preset_dir / "overlays") if kind == "overlay" else []
     files += list_presets(preset_dir)
     for file in files:
         if file.name == name:

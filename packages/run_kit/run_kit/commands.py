@@ -29,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = registered()
     name = arguments[0] if arguments else "--help"
     if name in ("--help", "-h", "help"):
-        print(_overview(commands))
+        width = max(map(len, commands), default=0)
+        lines = [f"  {name:<{width}}  {summary(command)}" for name, command in commands.items()]
+        print("usage: plinth COMMAND [argument ...]; plinth COMMAND --help describes one", "", *lines, sep="\n")
         return 0
     if name not in commands:
         near = difflib.get_close_matches(name, commands, n=1)
@@ -39,7 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         command = commands[name].load()
     except (ImportError, AttributeError) as error:
-        what = f"{commands[name].value}, which the package {_package(commands[name])} registers, cannot be loaded"
+        found = commands[name]
+        package = found.dist.name if found.dist is not None else found.module.partition(".")[0]
+        what = f"{found.value}, which the package {package} registers, cannot be loaded"
         print(f"error: {what} ({error}); install that package again", file=sys.stderr)
         return 2
     _find_modules_of_working_folder()
@@ -57,13 +61,6 @@ def _find_modules_of_working_folder() -> None:
         sys.path.append(os.getcwd())
 
 
-def _overview(commands: dict[str, EntryPoint]) -> str:
-    width = max(map(len, commands), default=0)
-    lines = ["usage: plinth COMMAND [argument ...]; plinth COMMAND --help describes one", ""]
-    lines += [f"  {name:<{width}}  {summary(command)}" for name, command in commands.items()]
-    return "\n".join(lines)
-
-
 def summary(command: EntryPoint) -> str:
     """First line of the docstring of the command's module, read without importing the module."""
     try:
@@ -73,10 +70,6 @@ def summary(command: EntryPoint) -> str:
     except (ImportError, OSError, SyntaxError, ValueError) as error:
         doc = f"(cannot be loaded: {error})"
     return doc.partition("\n")[0]
-
-
-def _package(command: EntryPoint) -> str:
-    return command.dist.name if command.dist is not None else command.module.partition(".")[0]
 
 
 if __name__ == "__main__":

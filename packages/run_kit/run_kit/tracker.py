@@ -16,9 +16,9 @@ from .tracking.progress import Progress, duration_text
 from .tracking.rollouts import write_rollouts
 from .tracking.run_folder import RunFolder
 from .tracking.run_state import StateFile
-from .tracking.services import check_services, open_services
+from .tracking.services import SentOnce, check_services, open_services
 from .tracking.summary import summarize, tail_mean
-from .tracking.writers import MetricWriter, TensorBoardWriter
+from .tracking.writers import TensorBoardWriter
 
 SCORE = "critic/score/mean"
 
@@ -101,12 +101,9 @@ class Tracker:
         self._closed = False
         self._state: StateFile | None = None
         run.write_config(config, comment)
-        self._writers: list[MetricWriter] = []
-        if self._config.tensorboard:
-            self._writers.append(TensorBoardWriter(run.tensorboard_dir))
-        settings = tree_without_secrets(config)
-        self._services = open_services(self._config, run.path, settings, before=resumes)
-        self._writers += self._services
+        board = [TensorBoardWriter(run.tensorboard_dir)] if self._config.tensorboard else []
+        self._services = open_services(self._config, run.path, tree_without_secrets(config), before=resumes)
+        self._writers: list[TensorBoardWriter | SentOnce] = [*board, *self._services]
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record the metrics of a finished step and print its line; a second call for a step adds to its row.

@@ -7,19 +7,16 @@ the end. Keys of the job and of the app may come in any order.
 import importlib.metadata
 import re
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, NoReturn
 
 import yaml
 
-from ..cli import run_cli
 from ..errors import ConfigError
-from .app import ADDRESS, SAVE_FREQ, App, default_cores, read_app, split_arguments
-from .writing import write_job
+from .app import ADDRESS, SAVE_FREQ, App, default_cores
+from .job import require_at_least, run_job, write_job
 
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,45}[a-z0-9])?")  # KubeRay adds to the name, which then has at most 63
 _QUANTITY = re.compile(r"\d+(\.\d+)?([KMGTP]i?)?")
@@ -65,14 +62,9 @@ class RayJobConfig:
     def __post_init__(self) -> None:
         if not self.image:
             raise ValueError("image is empty; allowed: a container image with Plinth, such as registry/plinth:0.2")
-        if self.nodes < 1:
-            raise ValueError(f"nodes is {self.nodes}; allowed: 1 or more")
-        for name in ("gpus_per_node", "retries"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; allowed: 0 or more")
-        for name in ("cpus_per_node", "time_limit_s"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; allowed: 1 or more, or null")
+        require_at_least(1, self, "nodes")
+        require_at_least(0, self, "gpus_per_node", "retries")
+        require_at_least(1, self, "cpus_per_node", "time_limit_s", or_null=True)
         for name in ("mem", "shm"):
             if not _QUANTITY.fullmatch(getattr(self, name)):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: a quantity such as 64Gi")
@@ -182,9 +174,8 @@ def _versions() -> dict[str, str]:
         return {}
 
 
-def write(config: RayJobConfig, *, app_arguments: Sequence[str]) -> None:
-    """Checks the app's arguments and writes the manifest."""
-    app = read_app(app_arguments, job_keys=[each.name for each in fields(RayJobConfig)])
+def write(config: RayJobConfig, app: App) -> None:
+    """Writes the manifest."""
     text = yaml.safe_dump(manifest(config, app), sort_keys=False, width=100)
     write_job(config.file, text, app, _notes(config, app), submit="kubectl apply -f")
 
@@ -202,14 +193,5 @@ def _notes(config: RayJobConfig, app: App) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Writes the manifest; exits with 2 if the app or the job refuses a key."""
-    app_arguments, own = split_arguments(
-        sys.argv[1:] if argv is None else argv, [each.name for each in fields(RayJobConfig)]
-    )
-    run_cli(
-        RayJobConfig,
-        partial(write, app_arguments=app_arguments),
-        app_name="plinth rayjob APP",
-        argv=own,
-        doc=(__doc__ or "").partition("\n")[0],
-        examples=("image=registry/plinth:0.2 nodes=2 gpus_per_node=8 claim=models trainer.output_dir=/data/outputs",),
-    )
+    example = "image=registry/plinth:0.2 nodes=2 gpus_per_node=8 claim=models trainer.output_dir=/data/outputs"
+    run_job(RayJobConfig, write, name="rayjob", doc=__doc__, example=example, argv=argv)

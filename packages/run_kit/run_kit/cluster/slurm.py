@@ -8,15 +8,13 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from ..cli import run_cli
 from ..signals import STOPPED_BY_USR1
-from .app import ADDRESS, SAVE_FREQ, App, default_cores, read_app, split_arguments
-from .writing import write_job
+from .app import ADDRESS, SAVE_FREQ, App, default_cores
+from .job import require_at_least, run_job, write_job
 
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
@@ -62,20 +60,14 @@ class SlurmConfig:
     """The batch file to write; - prints it."""
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "stop_before_s", "start_timeout_s"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; allowed: 1 or more")
-        for name in ("gpus_per_node", "max_requeues"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; allowed: 0 or more")
-        if self.cpus_per_node is not None and self.cpus_per_node < 1:
-            raise ValueError(f"cpus_per_node is {self.cpus_per_node}; allowed: 1 or more, or null")
+        require_at_least(1, self, "nodes", "stop_before_s", "start_timeout_s")
+        require_at_least(0, self, "gpus_per_node", "max_requeues")
+        require_at_least(1, self, "cpus_per_node", or_null=True)
         if not _TIME.fullmatch(self.time):
             raise ValueError(f"time is {self.time!r}; allowed: minutes, HH:MM:SS or D-HH:MM:SS")
         if time_limit_s(self.time) <= self.stop_before_s:
             raise ValueError(f"stop_before_s is {self.stop_before_s}; allowed: less than time ({self.time})")
-        if self.object_store_gib < 0.1:
-            raise ValueError(f"object_store_gib is {self.object_store_gib}; allowed: 0.1 or more")
+        require_at_least(0.1, self, "object_store_gib")
         if not self.temp_dir.startswith("/") or len(self.temp_dir) > _MAX_TEMP_DIR:
             raise ValueError(
                 f"temp_dir is {self.temp_dir!r}; allowed: an absolute path of at most {_MAX_TEMP_DIR} characters, "
@@ -184,9 +176,8 @@ def _filled(template: str, **values: str) -> str:
     return re.sub(r"@([a-z_]+)@", lambda match: values[match[1]], text)
 
 
-def write(config: SlurmConfig, *, app_arguments: Sequence[str]) -> None:
-    """Checks the app's arguments and writes the file."""
-    app = read_app(app_arguments, job_keys=[each.name for each in fields(SlurmConfig)])
+def write(config: SlurmConfig, app: App) -> None:
+    """Writes the batch file."""
     command = shlex.join(["plinth", "slurm", *sys.argv[2:]]) if sys.argv[1:2] == ["slurm"] else "plinth slurm"
     text = batch_file(config, app, command=command, folder=Path.cwd())
     write_job(config.file, text, app, _notes(app), submit="sbatch")
@@ -203,14 +194,5 @@ def _notes(app: App) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Writes the batch file; exits with 2 if the app or the job refuses a key."""
-    app_arguments, own = split_arguments(
-        sys.argv[1:] if argv is None else argv, [field.name for field in fields(SlurmConfig)]
-    )
-    run_cli(
-        SlurmConfig,
-        partial(write, app_arguments=app_arguments),
-        app_name="plinth slurm APP",
-        argv=own,
-        doc=(__doc__ or "").partition("\n")[0],
-        examples=("nodes=2 gpus_per_node=4 time=1-00:00:00 partition=gpu setup=[module load cuda]",),
-    )
+    example = "nodes=2 gpus_per_node=4 time=1-00:00:00 partition=gpu setup=[module load cuda]"
+    run_job(SlurmConfig, write, name="slurm", doc=__doc__, example=example, argv=argv)

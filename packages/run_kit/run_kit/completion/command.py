@@ -17,22 +17,15 @@ _PLACES = {
 def script(shell: str, words: Words) -> str:
     """The script of a shell: bash (3.2 or newer), zsh or fish."""
     template = (Path(__file__).parent / f"plinth.{shell}").read_text(encoding="utf-8")
-    case = _fish_case if shell == "fish" else _posix_case
-    cases = "\n".join(case(command, found) for command, found in words.items())
-    return template.replace("@place@", _PLACES[shell]).replace("@cases@", cases)
-
-
-def _posix_case(command: str, words: Sequence[str]) -> str:
-    return f"    '{command}') found='{_lines(words)}' ;;"
-
-
-def _fish_case(command: str, words: Sequence[str]) -> str:
-    lines = _lines(words).replace("\n", " \\\n")
-    return f"        case '{command}'\n            printf '%s\\n' {lines}"
-
-
-def _lines(words: Sequence[str]) -> str:
-    return "\n".join(textwrap.wrap(" ".join(words), 118, break_long_words=False, break_on_hyphens=False))
+    cases = []
+    for command, found in words.items():
+        lines = "\n".join(textwrap.wrap(" ".join(found), 118, break_long_words=False, break_on_hyphens=False))
+        if shell == "fish":
+            lines = lines.replace("\n", " \\\n")
+            cases.append(f"        case '{command}'\n            printf '%s\\n' {lines}")
+        else:
+            cases.append(f"    '{command}') found='{lines}' ;;")
+    return template.replace("@place@", _PLACES[shell]).replace("@cases@", "\n".join(cases))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

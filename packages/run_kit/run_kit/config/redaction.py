@@ -6,7 +6,6 @@ values of configuration keys whose names say so (`rollout.api_key`).
 
 import os
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from .trees import plain_tree
@@ -30,8 +29,10 @@ _MIN_LENGTH = 8
 def redact(text: str) -> str:
     """`text` with `***` for credentials and secret parameters of URLs, and for secrets of the environment."""
     text = _QUERY.sub(rf"\1{_MASK}", _CREDENTIALS.sub(f"{_MASK}@", text))
-    for value in _environment_secrets():
-        text = text.replace(value, _MASK)
+    found = {value for name, value in os.environ.items() if _SECRET_VARIABLE.search(name)}
+    for value in sorted(found, key=len, reverse=True):  # the longest first: one may be part of another
+        if len(value) >= _MIN_LENGTH:
+            text = text.replace(value, _MASK)
     return text
 
 
@@ -51,12 +52,6 @@ def secrets_in(overrides: list[str]) -> list[str]:
     return [
         key for key, _, value in pairs if _SECRET_KEY.search(key) and value not in ("", "null") and "${" not in value
     ]
-
-
-def _environment_secrets() -> Iterator[str]:
-    """The longest first: one may be part of another."""
-    found = {value for name, value in os.environ.items() if _SECRET_VARIABLE.search(name)}
-    yield from sorted((value for value in found if len(value) >= _MIN_LENGTH), key=len, reverse=True)
 
 
 def _redacted(tree: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 import socket
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -81,7 +82,7 @@ def check_disks(folders: Mapping[str, Path]) -> list[Check]:
             )
             continue
         device = existing.stat().st_dev
-        free[device] = _free(existing)
+        free[device] = shutil.disk_usage(existing).free
         uses.setdefault(device, []).append(f"{use} {folder}")
     return [*rows, *(check_disk(", ".join(uses[device]), free[device]) for device in uses)]
 
@@ -95,7 +96,8 @@ def check_disk(use: str, free: int) -> Check:
 def read_limits() -> dict[str, float]:
     """Soft limits of this process: open files, processes (also those of the cgroup that are left), locked bytes."""
     kinds = {"files": resource.RLIMIT_NOFILE, "processes": resource.RLIMIT_NPROC, "locked": resource.RLIMIT_MEMLOCK}
-    found = {name: _limit(resource.getrlimit(kind)[0]) for name, kind in kinds.items()}
+    soft = {name: resource.getrlimit(kind)[0] for name, kind in kinds.items()}
+    found = {name: UNLIMITED if value == resource.RLIM_INFINITY else value for name, value in soft.items()}
     most, now = _read("/sys/fs/cgroup/pids.max"), _read("/sys/fs/cgroup/pids.current")
     if most.isdecimal() and now.isdecimal():
         found["processes"] = min(found["processes"], int(most) - int(now))
@@ -137,47 +139,32 @@ def check_ports(total: int, used: int) -> Check:
     return at_least("ports", f"{total - used} of {total} free", total - used, warn=2000, refuse=100, remedy=remedy)
 
 
-def read_name_error() -> str:
-    """Why this host's name has no address; empty if it has one."""
-    try:
-        socket.getaddrinfo(socket.gethostname(), None)
-    except OSError as error:
-        return f"{socket.gethostname()}: {error}"
-    return ""
-
-
-def check_name(error: str) -> Check:
+def check_name() -> Check:
     """The host's name, by which gloo and Ray find this host."""
-    if not error:
-        return Check(subject="host name", found="has an address")
-    remedy = "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo"
-    return Check(subject="host name", found=f"has no address: {error}", state="warning", remedy=remedy)
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError as error:
+        remedy = "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo"
+        return Check(subject="host name", found=f"has no address: {name}: {error}", state="warning", remedy=remedy)
+    return Check(subject="host name", found="has an address")
 
 
 def check_host(*, num_gpus: int, environment: Mapping[str, str]) -> Iterable[Check]:
     """All of the above for this process."""
     yield from check_cores(read_cores(), environment.get("OMP_NUM_THREADS"))
     yield check_memory(*read_memory())
-    yield check_shared_memory(_free("/dev/shm"), num_gpus=num_gpus)
+    yield check_shared_memory(shutil.disk_usage("/dev/shm").free, num_gpus=num_gpus)
     yield from check_disks(run_folders(environment, Path.home(), Path.cwd()))
     yield from check_limits(read_limits(), infiniband=any(Path("/sys/class/infiniband").glob("*")))
     yield check_ports(*read_ports())
-    yield check_name(read_name_error())
+    yield check_name()
 
 
 def _read(path: str) -> str:
     with suppress(OSError):
         return Path(path).read_text(encoding="utf-8", errors="replace").strip()
     return ""
-
-
-def _free(folder: str | Path) -> int:
-    stats = os.statvfs(folder)
-    return stats.f_bavail * stats.f_frsize
-
-
-def _limit(value: int) -> float:
-    return UNLIMITED if value == resource.RLIM_INFINITY else value
 
 
 def _count(value: float) -> str:

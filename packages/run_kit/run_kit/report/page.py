@@ -54,20 +54,17 @@ def assemble(name: str, top: str, sections: Sequence[tuple[str, str, str]], reco
     links = "".join(f'<a href="#{key}">{escape(title)}</a>' for key, title, _ in present)
     bodies = "".join(f'<section><h2 id="{key}">{escape(title)}</h2>{body}</section>' for key, title, body in present)
     name = escape(name)
+    # JSON that cannot close the script element around it.
+    data = json.dumps(records, ensure_ascii=False, allow_nan=False, default=str).replace("<", "\\u003c")
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{STYLE}</style></head><body><nav><div><b>{name}</b>{links}</div></nav>"
         f"<main><h1>{name}</h1>{top}{bodies}</main>"
-        f'<script type="application/json" id="records">{_json_in_html(records)}</script>'
+        f'<script type="application/json" id="records">{data}</script>'
         f"<script>{SCRIPT}</script></body></html>\n"
     )
-
-
-def _json_in_html(value: Any) -> str:
-    """JSON that cannot close the script element around it."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, default=str).replace("<", "\\u003c")
 
 
 def _tiles(data: RunData) -> str:

@@ -70,11 +70,6 @@ def as_number(name: str, value: Any) -> float | int:
     raise TrackingError(f"metric {name!r}: expected a number, got {value!r}")
 
 
-def number_text(value: float | int) -> str:
-    """A number for the table: integers in full, floats with nine digits (exact for float32)."""
-    return str(value) if isinstance(value, int) else f"{value:.9g}"
-
-
 class MetricsTable:
     """The metrics of a run, in memory and in a tab-separated file.
 
@@ -156,9 +151,9 @@ class MetricsTable:
             atomic_write(self.path, self._text())
 
     def _line(self, step: int) -> str:
-        row = self._rows[step]
-        cells = [number_text(row[name]) if name in row else "" for name in self._columns]
-        return "\t".join([str(step), *cells]) + "\n"
+        cells = [self._rows[step].get(name, "") for name in self._columns]
+        # Nine digits are exact for float32.
+        return "\t".join(f"{cell:.9g}" if isinstance(cell, float) else str(cell) for cell in (step, *cells)) + "\n"
 
     def _text(self) -> str:
         return "\t".join(["step", *self._columns]) + "\n" + "".join(self._line(step) for step in self._rows)

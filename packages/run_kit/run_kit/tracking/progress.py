@@ -81,7 +81,7 @@ class Progress:
         if throughput is not None:
             parts.append(f"{throughput:>7,.0f} tok/s")
         parts.append(f"{wall_s if step_s is None else step_s:5.1f} s/step")
-        parts += [f"{name} {_short_value(value)}" for name, value in (extra or {}).items()]
+        parts += [f"{k} {v if isinstance(v, str) else format(v, '.3g')}" for k, v in (extra or {}).items()]
         parts.append(f"{duration_text(self.time_left_s):>6} left" if step < self.total_steps else "  done")
         line = "  ".join(parts)
         self._print(line)
@@ -132,10 +132,6 @@ class Progress:
 
     def _out(self) -> TextIO:
         return self._stream if self._stream is not None else sys.stdout
-
-
-def _short_value(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:.3g}"
 
 
 def _is_terminal(stream: TextIO) -> bool:

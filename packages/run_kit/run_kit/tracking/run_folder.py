@@ -115,16 +115,13 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._log and error is not None and not _is_orderly(error):
+        is_orderly = isinstance(error, RunStopped) or (isinstance(error, SystemExit) and error.code in (0, None))
+        if self._log and error is not None and not is_orderly:
             self._log.write_text("".join(traceback.format_exception(kind, error, trace)))
             if not self._log.is_closed:
                 error.add_note(f"The traceback is in {self.log_file}")
         self._log = None
         self._stack.close()
-
-
-def _is_orderly(error: BaseException) -> bool:
-    return isinstance(error, RunStopped) or (isinstance(error, SystemExit) and error.code in (0, None))
 
 
 def _make_new(parent: Path, stem: str, mode: int) -> Path:

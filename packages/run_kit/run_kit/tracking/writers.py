@@ -1,4 +1,4 @@
-"""Metric writers: TensorBoard event files."""
+"""TensorBoard event files."""
 
 import math
 import os
@@ -6,20 +6,10 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import TrackingError
 from .metrics_table import naming_full_disk
-
-
-class MetricWriter(Protocol):
-    """Receives the scalars of a step."""
-
-    def write(self, step: int, metrics: Mapping[str, float | int]) -> None: ...
-
-    def rewind(self, step: int, *, last_step: int) -> str: ...
-
-    def close(self, *, failed: bool = False) -> None: ...
 
 
 class TensorBoardWriter:
