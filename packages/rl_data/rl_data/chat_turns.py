@@ -55,7 +55,9 @@ class ChatTurns:
         self._tokenizer, self._renderer, self._turns = tokenizer, renderer, turns
         template = tokenizer.chat_template
         self.has_markers = renderer.with_template and isinstance(template, str) and bool(_MARKER.search(template))
-        self._stops = tuple({str(token) for token in _special_tokens(tokenizer)})
+        # Tokens that end turns in templates: the end-of-sequence token and other special ones.
+        special = (token for token in tokenizer.added_tokens_decoder.values() if token.special)
+        self._stops = tuple({str(token) for token in (tokenizer.eos_token, *special)})
 
     def scripts(
         self, messages: Sequence[Message], tools: Sequence[Tool], place: Place, *, first: int = 0
@@ -135,9 +137,3 @@ class ChatTurns:
 def _squeezed(text: str) -> str:
     """The text without white space, which templates trim and add."""
     return "".join(text.split())
-
-
-def _special_tokens(tokenizer: TokenizerLike) -> set[str]:
-    """Texts of the tokens that end turns in templates: the end-of-sequence token and other special ones."""
-    added = tokenizer.added_tokens_decoder.values()
-    return {str(tokenizer.eos_token), *(str(token) for token in added if token.special)}

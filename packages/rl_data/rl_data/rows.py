@@ -77,7 +77,8 @@ def find_schema(table: Table, config: DataConfig) -> Schema:
     is_gsm8k = prompt == "question" and columns.ground_truth is None and "ground_truth" not in names
     required = [prompt, *filter(None, (columns.data_source, columns.tools)), *(config.extra_columns or ())]
     if columns.ground_truth is not None:
-        truth = _path(columns.ground_truth, names)
+        path = columns.ground_truth
+        truth = (path,) if path in names else tuple(path.split("."))  # a column of this whole name comes first
         required.append(truth[0])
     elif is_gsm8k:
         truth = ("answer",)
@@ -114,11 +115,6 @@ def _prompt_column(names: Sequence[str]) -> str:
     if "messages" in names:
         return "messages"
     return "question" if "answer" in names else "prompt"
-
-
-def _path(name: str, names: Sequence[str]) -> tuple[str, ...]:
-    """The column and the fields of `column.field`; a column of this whole name comes first."""
-    return (name,) if name in names else tuple(name.split("."))
 
 
 def left_out(table: Table, schema: Schema) -> str:

@@ -1,5 +1,6 @@
 """The data card of prepared files, as Markdown and as a page without external resources."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -117,24 +118,13 @@ def _markdown(block: Block) -> str:
         case Paragraph(text):
             return text
         case Code(text):
-            fence = "`" * max(3, _longest_run(text) + 1)
+            fence = "`" * (max(map(len, ["``", *re.findall("`+", text)])) + 1)
             return f"{fence}\n{text}\n{fence}"
         case Table(header, rows):
-            lines = [header, ["---:" if _is_number(rows, index) else "---" for index in range(len(header))]]
+            first = rows[0] if rows else [""] * len(header)
+            lines = [header, ["---:" if isinstance(cell, int) else "---" for cell in first]]
             lines += [[_cell(cell) for cell in row] for row in rows]
             return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _longest_run(text: str) -> int:
-    """The number of backticks in the longest run of them."""
-    longest = 0
-    while "`" * (longest + 1) in text:
-        longest += 1
-    return longest
-
-
-def _is_number(rows: Sequence[Sequence[str | int | float]], column: int) -> bool:
-    return bool(rows) and isinstance(rows[0][column], int)
 
 
 def _cell(cell: str | int | float) -> str:

@@ -37,12 +37,9 @@ def choose_bands(similarity: float) -> Bands:
     """
     if similarity == 1:
         return Bands(1, NUM_PERMUTATIONS)
-    return min(_possible_bands(), key=lambda bands: _error(bands, similarity))
-
-
-def _possible_bands() -> list[Bands]:
     lengths = range(1, NUM_PERMUTATIONS + 1)
-    return [Bands(num_bands, rows) for rows in lengths for num_bands in range(1, NUM_PERMUTATIONS // rows + 1)]
+    possible = [Bands(num, rows) for rows in lengths for num in range(1, NUM_PERMUTATIONS // rows + 1)]
+    return min(possible, key=lambda bands: _error(bands, similarity))
 
 
 def _error(bands: Bands, similarity: float) -> float:

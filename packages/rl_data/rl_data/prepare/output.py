@@ -35,7 +35,8 @@ def output_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
         except BlockingIOError:
             raise DataError(f"{out}: another process is writing it. Wait for it, or give another --out.") from None
         try:
-            _clear(partial)
+            for path in partial.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
             yield partial
             _publish(partial, out)
         finally:
@@ -56,11 +57,6 @@ def check_replaceable(out: Path, *, overwrite: bool) -> None:
         raise DataError(f"{what}. Give a new folder as --out.", file=str(out))
     if found and not overwrite:
         raise DataError(f"{out}: exists. Give another --out, or replace it: --overwrite.", file=str(out))
-
-
-def _clear(folder: Path) -> None:
-    for path in folder.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _publish(partial: Path, out: Path) -> None:

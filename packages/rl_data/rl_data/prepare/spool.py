@@ -34,13 +34,15 @@ class Spool:
         """
         import pyarrow as pa
 
-        table = to_table(records, places)
+        names = dict.fromkeys(name for record in records for name in record)
+        table = pa.table({name: _column(name, [row.get(name) for row in records], places) for name in names})
         try:
             schemas = [table.schema] if self.schema is None else [self.schema, table.schema]
             self.schema = pa.unify_schemas(schemas, promote_options="permissive")
         except (pa.ArrowException, ValueError) as error:
             raise _other_types(f"{places[0].file}: from {places[0].number} on", error) from error
-        with pa.ipc.new_file(self._path(self._num_tables), table.schema, options=_compressed()) as writer:
+        compressed = pa.ipc.IpcWriteOptions(compression="lz4")
+        with pa.ipc.new_file(self._path(self._num_tables), table.schema, options=compressed) as writer:
             writer.write_table(table)
         for name, values in keys.items():
             self._dtypes[name] = values.dtype
@@ -67,21 +69,8 @@ class Spool:
         return str(self._folder / f"{number}.arrow")
 
 
-def _compressed() -> Any:
-    import pyarrow as pa
-
-    return pa.ipc.IpcWriteOptions(compression="lz4")
-
-
-def to_table(records: Sequence[Mapping[str, Any]], places: Sequence[Place]) -> Any:
-    """A `pyarrow.Table` of rows that may lack columns. Raises DataError at the first value of another type."""
-    import pyarrow as pa
-
-    names = dict.fromkeys(name for record in records for name in record)
-    return pa.table({name: _column(name, [record.get(name) for record in records], places) for name in names})
-
-
 def _column(name: str, values: list[Any], places: Sequence[Place]) -> Any:
+    """A `pyarrow.Array`. Raises DataError at the first value of another type."""
     import pyarrow as pa
 
     def convert(num_values: int) -> Any:

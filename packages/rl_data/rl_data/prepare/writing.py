@@ -60,7 +60,11 @@ class Writer:
         for file in files.values():
             file.close()
         self._count_duplicates()
-        return self._report(command, inputs, schema, [_output(file) for file in files.values()])
+        outputs = []
+        for name, file in files.items():
+            num_bytes, sha256 = fingerprint(str(file.path))
+            outputs.append(Output(name=name, num_rows=file.num_rows, num_bytes=num_bytes, sha256=sha256))
+        return self._report(command, inputs, schema, outputs)
 
     def _add(self, table: Any, start: int, masks: dict[str, Mask], files: dict[str, ParquetFile]) -> None:
         import pyarrow as pa
@@ -139,8 +143,3 @@ def _prompt_text(record: dict[str, Any]) -> str:
     if "question" in record:
         return str(record["question"])
     return "\n".join(str(message["content"]) for message in record["prompt"])
-
-
-def _output(file: ParquetFile) -> Output:
-    num_bytes, sha256 = fingerprint(str(file.path))
-    return Output(name=file.path.name, num_rows=file.num_rows, num_bytes=num_bytes, sha256=sha256)
