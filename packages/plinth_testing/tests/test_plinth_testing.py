@@ -39,6 +39,7 @@ with record_calls() as calls:
     dist.all_reduce(total)
     dist.barrier()
 print(total.item(), calls)
+dist.destroy_process_group()  # gloo's threads must end before the interpreter does
 """
 FORKED = """
 import os, sys
