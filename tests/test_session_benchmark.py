@@ -257,9 +257,15 @@ def test_a_call_without_time_starts_nothing_and_an_interrupt_ends_what_runs(tmp_
         interrupted.clear()
 
 
-def test_only_tables_that_several_have_are_joined() -> None:
-    one, two = "| x | y |\n| --- | --- |\n| 1 | 2 |\n", "text\n| x | y |\n| --- | --- |\n| 1 | 3 |\n| 4 | 5 |"
-    assert joined_tables([one, two, "| z |\n| --- |\n| 1 |"]) == ["| x | y |\n| --- | --- |\n| 1 | 3 |\n| 4 | 5 |"]
+def test_tables_of_cases_are_joined_if_several_outputs_have_them() -> None:
+    one = "| case | y |\n| --- | --- |\n| a | 2 |\n"
+    two = "text\n| case | y |\n| --- | --- |\n| a | 3 |\n| b | 5 |\n| step | s |\n"
+    steps = "| step | s |\n| --- | --- |\n| 1 | 9 |\n\n"
+    other = "| case | z |\n| --- | --- |\n| a | 1 |"
+    assert joined_tables([one + "\n" + steps, two, steps + other]) == [
+        "| case | y |\n| --- | --- |\n| a | 3 |\n| b | 5 |\n| step | s |"
+    ]
+    assert joined_tables([one, steps, steps]) == []
 
 
 def test_a_plan_with_a_wrong_measurement_is_refused(tmp_path: Path) -> None:

@@ -42,12 +42,15 @@ def markdown_tables(text: str) -> Iterator[list[str]]:
 
 
 def joined_tables(outputs: Sequence[str]) -> list[str]:
-    """Tables whose header several outputs have, in one each; of rows with one first cell the last one stays."""
-    rows: dict[str, dict[str, str]] = {}
-    times: dict[str, int] = {}
-    rules: dict[str, str] = {}
-    for output in outputs:
-        for header, rule, *lines in (table for table in markdown_tables(output) if len(table) > 2):
-            times[header], rules[header] = times.get(header, 0) + 1, rule
-            rows.setdefault(header, {}).update({line.split("|")[1].strip(): line for line in lines})
-    return ["\n".join([head, rules[head], *found.values()]) for head, found in rows.items() if times[head] > 1]
+    """Tables of cases whose header several outputs have, in one each; of rows of one case the last one stays."""
+    found: dict[str, list[list[str]]] = {}
+    for table in (table for output in outputs for table in markdown_tables(output)):
+        if table[0].startswith("| case |"):
+            found.setdefault(table[0], []).append(table)
+    several = {header: tables for header, tables in found.items() if len(tables) > 1}
+    return [
+        "\n".join(
+            [header, tables[0][1], *{line.split("|")[1]: line for table in tables for line in table[2:]}.values()]
+        )
+        for header, tables in several.items()
+    ]
