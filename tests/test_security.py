@@ -36,7 +36,7 @@ def test_what_is_unpickled() -> None:
             safe = {"weights_only": "True"}.items() <= {k.arg: ast.unparse(k.value) for k in call.keywords}.items()
             if name.endswith(("pickle.load", "pickle.loads", "Unpickler")) or (name == "torch.load" and not safe):
                 found.add(f"{path.parent.name}/{path.name}")
-    assert found == {"episodes/rewards.py", "episodes/async_rewards.py"}
+    assert found == {"episodes/rewards.py"}
 
 
 def test_every_load_by_transformers_refuses_code_of_the_folder() -> None:

@@ -78,20 +78,9 @@ def seed_of(request: Request, part: PartialSample) -> int | None:
 
 
 def _finished_sample(request: Request, part: PartialSample) -> Sample:
-    assert part.finish_reason is not None
-    return Sample(
-        prompt_id=request.prompt_id,
-        sample_index=part.sample_index,
-        response_ids=part.response_ids,
-        log_probs=part.log_probs,
-        finish_reason=part.finish_reason,
-        policy_version=part.version_spans[0].policy_version if part.version_spans else part.last_policy_version,
-        last_policy_version=part.last_policy_version,
-        server_url=part.server_url,
-        num_attempts=part.num_attempts,
-        duration_s=part.duration_s,
-        version_spans=part.version_spans,
-    )
+    """The sample has all fields of its last part."""
+    first = part.version_spans[0].policy_version if part.version_spans else part.last_policy_version
+    return Sample(prompt_id=request.prompt_id, policy_version=first, **vars(part))
 
 
 class GroupRun:

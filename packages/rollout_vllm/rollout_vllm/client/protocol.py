@@ -48,35 +48,19 @@ def completion_body(
 
     log_probs: ask for the log-prob of every token.
     """
-    body: dict[str, Any] = {
+    optional = {"model": model, "seed": seed, "logprobs": 0 if log_probs else None}
+    return {
         "prompt": list(prompt_ids),
-        "n": sampling.n,
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
+        **vars(sampling),  # its fields have the names of vLLM's parameters
+        "stop_token_ids": list(sampling.stop_token_ids),
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
         "vllm_xargs": {"plinth_ids_only": 1},
         "stream": False,
+        **{name: value for name, value in optional.items() if value is not None},
     }
-    if log_probs:
-        body["logprobs"] = 0
-    if model is not None:
-        body["model"] = model
-    if seed is not None:
-        body["seed"] = seed
-    if sampling.stop_token_ids:
-        body["stop_token_ids"] = list(sampling.stop_token_ids)
-    if sampling.ignore_eos:
-        body["ignore_eos"] = True
-    if sampling.min_tokens:
-        body["min_tokens"] = sampling.min_tokens
-    return body
 
 
 def engine_request_id(request_id: str) -> str:

@@ -8,7 +8,8 @@ import secrets
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import aiohttp
 
@@ -20,6 +21,8 @@ from .metrics import ClientCounters
 from .protocol import Choice, MalformedAnswerError, completion_body, engine_request_id, error_message, parse_completion
 from .retry import ABORTED, CONNECTION_LOST, MALFORMED, TIMED_OUT, RetryDecision, backoff_s, classify_status
 from .transport import Transport
+
+T = TypeVar("T")
 
 _ABORT_TIMEOUT_S = 30.0
 
@@ -61,7 +64,7 @@ class RequestFailure:
 
 
 @dataclass(frozen=True)
-class _AttemptFailure:
+class AttemptFailure:
     """An attempt without a usable response."""
 
     decision: RetryDecision
@@ -127,13 +130,12 @@ class RequestRunner:
                     return completion
                 if any(choice.response_ids for choice in outcome):
                     # Aborted by another client: the generated tokens are kept, and the caller resumes the response.
-                    await self._back_off(server, _AttemptFailure(ABORTED, ""), 1)
+                    await self.back_off(server, AttemptFailure(ABORTED, ""), 1)
                     return completion
-                outcome = _AttemptFailure(ABORTED, "the server aborted the request")
+                outcome = AttemptFailure(ABORTED, "the server aborted the request")
             if attempt > self._config.max_retries or not outcome.decision.retry:
                 return RequestFailure(kind=outcome.decision.kind, message=outcome.message, num_attempts=attempt)
-            avoid = {server} if outcome.decision.blame_server else set()
-            await self._back_off(server, outcome, attempt)
+            avoid = await self.back_off(server, outcome, attempt)
         raise AssertionError("unreachable")
 
     def has_attempts_in_flight(self, owners: Collection[Owner]) -> bool:
@@ -171,47 +173,53 @@ class RequestRunner:
         if status in (401, 403):
             raise ControlError(f"interrupting requests: {error_message(status, raw.decode('utf-8', 'replace'))}")
 
-    async def _attempt(self, attempt: _Attempt, request: CompletionRequest) -> list[Choice] | _AttemptFailure:
+    async def _attempt(self, attempt: _Attempt, request: CompletionRequest) -> list[Choice] | AttemptFailure:
         request_id = f"{self._id_prefix}-{next(self._numbers)}"
         with self.lock:
             self._in_flight[request_id] = attempt
+        log_probs = self._config.log_probs
+        body = partial(completion_body, request.prompt_ids, request.sampling, seed=request.seed, log_probs=log_probs)
+        read = partial(parse_completion, n=request.sampling.n, log_probs=log_probs)
         try:
-            model = self.model or await self._transport.model_of(attempt.server)
-            body = completion_body(
-                request.prompt_ids,
-                request.sampling,
-                model=model,
-                seed=request.seed,
-                log_probs=self._config.log_probs,
-            )
-            status, headers, raw = await self._transport.exchange(
-                attempt.server, "POST", "/v1/completions", body, request_id=request_id
-            )
-        except TimeoutError:
-            return _AttemptFailure(TIMED_OUT, f"no answer within {self._config.request_timeout_s:g} s")
-        except aiohttp.ServerDisconnectedError as error:
-            return _AttemptFailure(CONNECTION_LOST, f"connection lost: {error}", maybe_stale=True)
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-            return _AttemptFailure(CONNECTION_LOST, f"connection lost: {type(error).__name__}: {error}")
-        except (MalformedAnswerError, aiohttp.ClientResponseError) as error:
-            return _AttemptFailure(MALFORMED, f"malformed answer: {error}")
+            return await self.attempt(attempt.server, body, read, request_id=request_id)
         finally:
             with self.lock:
                 del self._in_flight[request_id]
+
+    async def attempt(
+        self, server: int, body: Callable[..., Any], read: Callable[[Any], T], *, request_id: str | None = None
+    ) -> T | AttemptFailure:
+        """One completion request: what `read` makes of the answer, or why there is none.
+
+        body: the JSON to send, for the `model` of the server. read: raises ValueError for an incomplete answer.
+        """
+        try:
+            model = self.model or await self._transport.model_of(server)
+            status, headers, raw = await self._transport.exchange(
+                server, "POST", "/v1/completions", body(model=model), request_id=request_id
+            )
+        except TimeoutError:
+            return AttemptFailure(TIMED_OUT, f"no answer within {self._config.request_timeout_s:g} s")
+        except aiohttp.ServerDisconnectedError as error:
+            return AttemptFailure(CONNECTION_LOST, f"connection lost: {error}", maybe_stale=True)
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+            return AttemptFailure(CONNECTION_LOST, f"connection lost: {type(error).__name__}: {error}")
+        except (MalformedAnswerError, aiohttp.ClientResponseError) as error:
+            return AttemptFailure(MALFORMED, f"malformed answer: {error}")
         if status != 200:
             message = error_message(status, raw.decode("utf-8", "replace"))
-            return _AttemptFailure(classify_status(status, message), message, _seconds(headers.get("Retry-After")))
+            return AttemptFailure(classify_status(status, message), message, _seconds(headers.get("Retry-After")))
         try:
-            return parse_completion(json.loads(raw), request.sampling.n, log_probs=self._config.log_probs)
+            return read(json.loads(raw))
         except ValueError as error:  # MalformedAnswerError, or not JSON at all
-            return _AttemptFailure(MALFORMED, f"malformed answer: {error}")
+            return AttemptFailure(MALFORMED, f"malformed answer: {error}")
 
-    async def _back_off(self, server: int, failure: _AttemptFailure, attempt: int) -> None:
-        """Count a retry, update the state of the server, and wait before the next attempt."""
+    async def back_off(self, server: int, failure: AttemptFailure, attempt: int) -> set[int]:
+        """Count a retry, update the state of the server, and wait. Returns the servers to avoid in the next attempt."""
         with self.lock:
             self.counters.count_retry(server)
         if failure.maybe_stale and attempt == 1:
-            return  # the server is not at fault
+            return {server}  # which is not at fault
         if failure.decision.blame_server:
             self._dispatcher.failed(server)
         if failure.decision in (CONNECTION_LOST, TIMED_OUT):
@@ -224,6 +232,7 @@ class RequestRunner:
             retry_after_s=failure.retry_after_s,
         )
         await asyncio.sleep(delay)
+        return {server} if failure.decision.blame_server else set()
 
 
 def _seconds(header: str | None) -> float | None:

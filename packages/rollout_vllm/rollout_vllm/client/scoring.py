@@ -9,15 +9,13 @@ read the prefix cache for such a request. A server of vLLM 0.32 with LoRA enable
 Shapes: R response tokens, k of the teacher's most likely tokens.
 """
 
-import asyncio
-import json
 import math
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from typing import Any
 
-import aiohttp
 import numpy as np
 import numpy.typing as npt
 
@@ -25,8 +23,8 @@ from ..config import RolloutConfig
 from ..errors import NoServerError, ScoringError
 from ..samples import Endpoint
 from .balanced import BalancedClient
-from .protocol import MalformedAnswerError, error_message
-from .retry import CONNECTION_LOST, MALFORMED, TIMED_OUT, RetryDecision, backoff_s, classify_status
+from .protocol import MalformedAnswerError
+from .request_runner import RequestRunner
 from .transport import gather_or_cancel
 
 
@@ -54,6 +52,7 @@ class TokenScorer(BalancedClient):
         if not endpoints:
             raise NoServerError("no endpoints: launch a ServerGroup or give urls")
         super().__init__(endpoints, config or RolloutConfig(), thread_name="token-scorer")
+        self._runner = RequestRunner(self.config, self._transport, self._dispatcher, self._suspect)
 
     async def score(
         self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]], *, top_k: int = 0
@@ -71,53 +70,28 @@ class TokenScorer(BalancedClient):
         return await gather_or_cancel(self._score(prompt, response, top_k) for prompt, response in sequences)
 
     async def _score(self, prompt: Sequence[int], response: Sequence[int], top_k: int) -> TokenScores:
+        body = partial(scoring_body, [*prompt, *response], top_k)
+        read = partial(parse_scores, response=response, top_k=top_k)
         avoid = set[int]()
-        for attempt in range(1, self.config.max_retries + 2):
+        for attempt in count(1):
             server = await self._dispatcher.acquire("", 1, avoid)
             if server is None:
                 raise ScoringError("no server is left")
-            url = self._urls[server]
             try:
-                decision, outcome = await self._attempt(server, prompt, response, top_k)
+                outcome = await self._runner.attempt(server, body, read)
             finally:
                 self._dispatcher.release(server, 1)
             if isinstance(outcome, TokenScores):
                 self._dispatcher.succeeded(server)
                 return outcome
-            if not decision.retry or attempt > self.config.max_retries:
-                break
-            avoid = {server} if decision.blame_server else set()
-            if decision.blame_server:
-                self._dispatcher.failed(server)
-            if decision in (CONNECTION_LOST, TIMED_OUT):
-                self._suspect(server)
-            await asyncio.sleep(self._delay_s(attempt))
-        raise ScoringError(f"{url} did not score {len(prompt) + len(response)} tokens: {outcome}")
-
-    async def _attempt(
-        self, server: int, prompt: Sequence[int], response: Sequence[int], top_k: int
-    ) -> tuple[RetryDecision, TokenScores | str]:
-        """One request: the scores, or why there are none."""
-        try:
-            body = scoring_body([*prompt, *response], top_k, model=await self._transport.model_of(server))
-            status, _, raw = await self._transport.exchange(server, "POST", "/v1/completions", body)
-            if status != 200:
-                message = error_message(status, raw.decode("utf-8", "replace"))
-                return classify_status(status, message), message
-            return MALFORMED, parse_scores(json.loads(raw), response, top_k)
-        except TimeoutError:
-            return TIMED_OUT, f"no answer within {self.config.request_timeout_s:g} s"
-        except ValueError as error:  # MalformedAnswerError, or not JSON at all
-            return MALFORMED, f"malformed answer: {error}"
-        except aiohttp.ClientError as error:
-            return CONNECTION_LOST, f"{type(error).__name__}: {error}"
-
-    def _delay_s(self, attempt: int) -> float:
-        config = self.config
-        return backoff_s(attempt, base_s=config.retry_base_s, max_s=config.retry_max_s, jitter=random.random())
+            if not outcome.decision.retry or attempt > self.config.max_retries:
+                what = f"did not score {len(prompt) + len(response)} tokens: {outcome.message}"
+                raise ScoringError(f"{self._urls[server]} {what}")
+            avoid = await self._runner.back_off(server, outcome, attempt)
+        raise AssertionError("unreachable")
 
 
-def scoring_body(token_ids: Sequence[int], top_k: int, *, model: str) -> dict[str, Any]:
+def scoring_body(token_ids: Sequence[int], top_k: int, model: str) -> dict[str, Any]:
     """The JSON of a request. vLLM generates at least one token, which nobody reads."""
     return {
         "model": model,

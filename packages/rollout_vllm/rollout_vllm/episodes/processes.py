@@ -53,11 +53,14 @@ def run_kept(
         return
     keeper = os.getpid()
     output = None if printed is None else os.pipe()
+    # Until the copier runs: a fast child may have printed and answered by then, and `end` waits for the copier.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     child = os.fork()
     if child == 0:
         if output is not None:
             _print_into(*output)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == keeper:
             work(pipe)
@@ -67,6 +70,7 @@ def run_kept(
         os.close(output[1])
         copier = threading.Thread(target=_copy_printed, args=(output[0], printed), daemon=True)
         copier.start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     ended = status = 0
     while ended != child:
         ended, status = os.wait()

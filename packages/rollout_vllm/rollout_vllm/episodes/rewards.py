@@ -18,14 +18,19 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 from .processes import describe, end_kept, run_kept
+
+_TICK_S = 0.02
+"""Time between looks for new calls and for late ones while calls are in flight."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,11 @@ class RewardPool:
     `reward_<worker>.log` with what functions print (1 MiB each, the rest is dropped); None: it is dropped.
     """
 
+    max_in_flight = 1
+    """Calls in a worker at the same time."""
+    late_s, late_words = 0.0, ""
+    """How long after its time limit a call without an answer is lost, and what its message says of it."""
+
     def __init__(
         self,
         *,
@@ -89,7 +99,7 @@ class RewardPool:
         for name, value in (("timeout_s", timeout_s), ("start_timeout_s", start_timeout_s)):
             if not value > 0:
                 raise ValueError(f"{name}={value}: must be greater than 0")
-        self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
+        self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
         self._printed_dir = printed_dir
         self._failed_start: tuple[bytes, RewardOutcome, float] | None = None  # function, outcome, time
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -146,7 +156,7 @@ class RewardPool:
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
-            thread.join(timeout=self._start_timeout_s + self._timeout_s + 10.0)
+            thread.join(timeout=self.start_timeout_s + self.timeout_s + 10.0)
 
     def __enter__(self) -> "RewardPool":
         return self
@@ -154,32 +164,41 @@ class RewardPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @staticmethod
+    def work(pipe: Connection) -> None:
+        """Main function of a worker process."""
+        _answer_calls(pipe)
+
     # ---- the thread of one worker --------------------------------------------------------------------------------
     def _serve(self, index: int) -> None:
-        worker: _Worker | None = None
-        while (job := self._jobs.get()) is not None:
+        calls = _Calls(self, self._printed(index))
+        closing = False
+        while not closing or calls.pending:
+            closing = closing or self._admit(calls)
+            calls.advance()
+        calls.end()
+
+    def _admit(self, calls: "_Calls") -> bool:
+        """Sends the calls in the queue that there is room for; True if the pool is being closed."""
+        while calls.has_room:
+            try:
+                job = self._jobs.get(block=not calls.pending)
+            except queue.Empty:
+                return False
+            if job is None:
+                return True
             if not job.future.set_running_or_notify_cancel():
                 continue
             if failed := self._known_failure(job):
                 job.fail(failed)
-                continue
-            worker = worker or _Worker(_answer_calls, self._timeout_s, self._printed(index))
-            outcomes = worker.call(job, timeout_s=self._timeout_s, start_timeout_s=self._start_timeout_s)
-            if outcomes[0].kind == "start":
-                self._remember_failure(job, outcomes[0])
-            if outcomes[0].kind in ("timeout", "crash", "start"):
-                worker.kill()
-                worker = None
-                job.fail(outcomes[0])
             else:
-                job.finish(outcomes)
-        if worker is not None:
-            worker.kill()
+                calls.send(job)
+        return False
 
     def _printed(self, index: int) -> str:
         return "" if self._printed_dir is None else os.path.join(self._printed_dir, f"reward_{index}.log")
 
-    def _remember_failure(self, job: Job, outcome: RewardOutcome) -> None:
+    def remember_failure(self, job: Job, outcome: RewardOutcome) -> None:
         self._failed_start = job.function, outcome, time.monotonic()
 
     def _known_failure(self, job: Job) -> RewardOutcome | None:
@@ -187,8 +206,128 @@ class RewardPool:
         return outcome if function == job.function and at_s >= job.submitted_at_s else None
 
 
-class Worker:
+@dataclass
+class _Call:
+    job: Job
+    deadline: float
+    is_loaded: bool = False
+
+
+class _Calls:
+    """The calls in flight of one worker process, and the process."""
+
+    def __init__(self, pool: RewardPool, printed: str) -> None:
+        self._pool, self._printed = pool, printed
+        self._worker: _Worker | None = None
+        self._in_flight: dict[int, _Call] = {}
+        self._alone: deque[Job] = deque()
+        self._numbers = count()
+        self._is_stuck = False  # a call goes on although it was canceled
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._in_flight or self._alone)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a new call can be sent."""
+        num = len(self._in_flight)
+        return num < self._pool.max_in_flight and not self._alone and not (self._is_stuck and num)
+
+    def send(self, job: Job) -> None:
+        """Send a call to the worker, which is started if there is none."""
+        if self._is_stuck and not self._in_flight:
+            self.end()
+        number, start_timeout_s = next(self._numbers), self._pool.start_timeout_s
+        self._in_flight[number] = _Call(job, time.monotonic() + start_timeout_s)
+        message = pickle.dumps((number, job.function, job.num_scores, self._pool.timeout_s))
+        self._worker = self._worker or _Worker(self._pool.work, self._pool.timeout_s, self._printed)
+        try:
+            if self._worker.is_ready(start_timeout_s):
+                self._worker.pipe.send_bytes(message)
+                self._worker.pipe.send_bytes(job.arguments)
+        except (EOFError, OSError):
+            self._lose("crash", f"the worker process died {self._worker.how_it_died()}")
+
+    def advance(self) -> None:
+        """Waits a moment for answers; ends a worker that died, takes too long or has a blocked event loop."""
+        if self._alone and not self._in_flight:
+            self.send(self._alone.popleft())
+        if not self._in_flight or self._worker is None:
+            return
+        try:
+            while self._in_flight and self._worker.pipe.poll(_TICK_S):
+                self._receive(*pickle.loads(self._worker.pipe.recv_bytes()))
+        except (EOFError, OSError):
+            self._lose("crash", f"the worker process died {self._worker.how_it_died()}")
+            return
+        late = [call for call in self._in_flight.values() if time.monotonic() > call.deadline]
+        if late and late[0].is_loaded:
+            self._lose("timeout", f"no reward within {self._pool.timeout_s:g} s{self._pool.late_words}")
+        elif late:
+            self._fail_start(late[0].job)
+
+    def end(self) -> None:
+        """Ends the worker."""
+        if self._worker is not None:
+            self._worker.kill()
+        self._worker, self._is_stuck = None, False
+
+    def _receive(self, number: int, kind: str, content: Any, duration_s: float) -> None:
+        if kind == "stuck":
+            self._is_stuck = True
+        elif kind == "loaded":
+            call = self._in_flight[number]
+            call.deadline = time.monotonic() + self._pool.timeout_s + self._pool.late_s
+            call.is_loaded = True
+        elif kind == "scores":
+            outcomes = [
+                RewardOutcome(score, "exception" if score is None else "ok", problem, duration_s)
+                for score, problem in content
+            ]
+            self._in_flight.pop(number).job.finish(outcomes)
+        else:
+            self._fail(self._in_flight.pop(number).job, RewardOutcome(None, kind, content, duration_s))  # type: ignore[arg-type]
+            if kind == "start" and not self._in_flight:  # its module may be loaded in part
+                self.end()
+
+    def _fail(self, job: Job, outcome: RewardOutcome) -> None:
+        if outcome.kind == "start":
+            self._pool.remember_failure(job, outcome)
+        job.fail(outcome)
+
+    def _fail_start(self, job: Job) -> None:
+        """Fails the calls of a function that is not loaded in time; the others are made again."""
+        timeout_s = self._pool.start_timeout_s
+        what = f"the reward function's process and module were not loaded within {timeout_s:g} s"
+        for one in self._given_up():
+            if one.job.function == job.function:
+                self._fail(one.job, RewardOutcome(None, "start", what, timeout_s))
+            else:
+                self._alone.append(one.job)
+
+    def _lose(self, kind: Literal["crash", "timeout"], message: str) -> None:
+        """The process and what ran in it are lost: a single call did it, several are made again one at a time."""
+        calls = self._given_up()
+        if len(calls) > 1:
+            self._alone.extend(call.job for call in calls)
+        elif calls and kind == "crash" and not calls[0].is_loaded:
+            self._fail(calls[0].job, RewardOutcome(None, "start", message.replace("died", "died before the call")))
+        elif calls:
+            self._fail(calls[0].job, RewardOutcome(None, kind, message, self._pool.timeout_s))
+
+    def _given_up(self) -> list[_Call]:
+        """The calls in flight, which end with the worker."""
+        calls = list(self._in_flight.values())
+        self._in_flight.clear()
+        self.end()
+        return calls
+
+
+class _Worker:
     """A worker process that runs `work(pipe)`, and the pipe to it."""
+
+    _is_ready = False
 
     def __init__(self, work: Callable[[Connection], None], send_timeout_s: float, printed: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -210,97 +349,71 @@ class Worker:
         end_kept(self.process)
         self.pipe.close()
 
-
-class _Worker(Worker):
-    """Makes one call at a time."""
-
-    _ready = False
-
-    def call(self, job: Job, *, timeout_s: float, start_timeout_s: float) -> list[RewardOutcome]:
-        """One outcome if the call failed; its duration_s is the time of the call, or of the failed load."""
-        begin, loaded = time.monotonic(), False
-        try:
-            if problem := self._load(job, start_timeout_s):
-                return [RewardOutcome(None, "start", problem, time.monotonic() - begin)]
-            begin, loaded = time.monotonic(), True
-            if not self.pipe.poll(timeout_s):
-                return [timed_out(timeout_s, time.monotonic() - begin)]
-            scores = pickle.loads(self.pipe.recv_bytes())
-        except (EOFError, OSError):
-            message = f"the worker process died{'' if loaded else ' before the call'} {self.how_it_died()}"
-            return [RewardOutcome(None, "crash" if loaded else "start", message, time.monotonic() - begin)]
-        return outcomes_of(scores, time.monotonic() - begin)
-
-    def _load(self, job: Job, timeout_s: float) -> str:
-        """Why the function could not be loaded, or "". Raises EOFError or OSError if the process is gone."""
-        deadline = time.monotonic() + timeout_s
-        too_late = f"the reward function's process and module were not loaded within {timeout_s:g} s"
-        if not self._ready:  # do not send to a process that may not read yet: a full pipe would block
-            if not self.pipe.poll(timeout_s):
-                return too_late
+    def is_ready(self, timeout_s: float) -> bool:
+        """Whether the process reads, after waiting for it: sending to one that does not read could block."""
+        if not self._is_ready and self.pipe.poll(timeout_s):
             self.pipe.recv_bytes()
-            self._ready = True
-        self.pipe.send_bytes(job.function)
-        self.pipe.send_bytes(job.arguments)
-        self.pipe.send_bytes(pickle.dumps(job.num_scores))
-        if not self.pipe.poll(max(0.0, deadline - time.monotonic())):
-            return too_late
-        problem = self.pipe.recv_bytes().decode()
-        return f"the reward function could not be loaded: {problem}" if problem else ""
-
-
-def timed_out(timeout_s: float, duration_s: float) -> RewardOutcome:
-    """The outcome of a call that took too long."""
-    return RewardOutcome(None, "timeout", f"no reward within {timeout_s:g} s", duration_s)
+            self._is_ready = True
+        return self._is_ready
 
 
 Scores = list[tuple[float | None, str]]
 """(score, "") or (None, problem) of each."""
 
 
-def outcomes_of(scores: Scores, duration_s: float) -> list[RewardOutcome]:
-    """What a worker process sent, as outcomes."""
-    return [
-        RewardOutcome(score, "exception" if score is None else "ok", problem, duration_s) for score, problem in scores
-    ]
-
-
+# ---- the worker process ----------------------------------------------------------------------------------------------
 def _answer_calls(pipe: Connection) -> None:
-    """Main loop of the process that calls the functions.
+    """Makes the calls that it receives one at a time.
 
-    It sends one message when it is ready. For each call it receives three messages (function, arguments, number of
-    scores) and sends two: why they could not be loaded (empty on success), and the result.
+    It sends one message when it reads. For each call it sends what `load` does, then (number, "scores", scores,
+    seconds).
     """
     pipe.send_bytes(b"ready")
     own = os.getpid()
     while True:
         try:
-            pickled = pipe.recv_bytes(), pipe.recv_bytes(), pipe.recv_bytes()
+            (number, pickled, num_scores, _), arguments = receive(pipe)
         except EOFError:
             return
-        try:
-            function, args, num_scores = (pickle.loads(part) for part in pickled)
-        except BaseException as error:  # a module that raises or exits when it is imported
-            pipe.send_bytes(describe(error).encode())
+        if (loaded := load(pipe, number, pickled, arguments)) is None:
             continue
-        pipe.send_bytes(b"")
-        scores = _evaluate(function, args, num_scores)
+        begin, (function, (args, keywords)) = time.monotonic(), loaded
+        try:
+            scores = read_scores(function(*args, **keywords), num_scores)
+        except BaseException as error:  # sys.exit in a reward function must not end the worker
+            scores = [(None, describe(error))] * (num_scores or 1)
         leave_if_forked(own)
-        pipe.send_bytes(pickle.dumps(scores))
+        answer(pipe, number, "scores", scores, begin)
+
+
+def receive(pipe: Connection) -> tuple[tuple[int, bytes, int | None, float], bytes]:
+    """A call: (number, function, number of scores, time limit), arguments. Raises EOFError when the pool has ended."""
+    return pickle.loads(pipe.recv_bytes()), pipe.recv_bytes()
+
+
+def answer(pipe: Connection, number: int, kind: str, content: Any, begin: float) -> None:
+    """Send a message about call `number`, with the seconds since `begin`."""
+    pipe.send_bytes(pickle.dumps((number, kind, content, time.monotonic() - begin)))
+
+
+def load(
+    pipe: Connection, number: int, function: bytes, arguments: bytes
+) -> tuple[Callable[..., Any], Arguments] | None:
+    """A function and its arguments; sends (number, "loaded", ...), or (number, "start", why, seconds) for None."""
+    begin = time.monotonic()
+    try:
+        loaded = pickle.loads(function), pickle.loads(arguments)
+    except BaseException as error:  # a module that raises or exits when it is imported
+        answer(pipe, number, "start", f"the reward function could not be loaded: {describe(error)}", begin)
+        return None
+    answer(pipe, number, "loaded", None, begin)
+    return loaded
 
 
 def leave_if_forked(own: int) -> None:
     """Ends a process that the function forked and that returned from it, before it answers in its parent's name."""
     if os.getpid() != own:
         os._exit(0)
-
-
-def _evaluate(function: Callable[..., Any], arguments: Arguments, num_scores: int | None) -> Scores:
-    args, keywords = arguments
-    try:
-        return read_scores(function(*args, **keywords), num_scores)
-    except BaseException as error:  # sys.exit in a reward function must not end the worker
-        return [(None, describe(error))] * (num_scores or 1)
 
 
 def read_scores(result: Any, num_scores: int | None) -> Scores:

@@ -76,26 +76,24 @@ class ServerSeat:
 class RayServer:
     """The launcher's handle of a server on a node. It restarts on the same node; it is lost when the node is lost."""
 
-    def __init__(self, index: int, actor: Any, endpoint: Endpoint, log_path: Path, stop_timeout_s: float) -> None:
+    def __init__(
+        self, ray: Any, index: int, actor: Any, endpoint: Endpoint, log_path: Path, stop_timeout_s: float
+    ) -> None:
         self.index, self.endpoint = index, endpoint
         self.log_path = log_path  # on its node
-        self._actor, self._stop_timeout_s = actor, stop_timeout_s
+        self._ray, self._actor, self._stop_timeout_s = ray, actor, stop_timeout_s
         self._stopping: Any = None
 
     @property
     def alive(self) -> bool:
-        import ray
-
-        with suppress(ray.exceptions.RayError):
-            return bool(ray.get(self._actor.call.remote("alive"), timeout=_CALL_TIMEOUT_S))
+        with suppress(self._ray.exceptions.RayError):
+            return bool(self._ray.get(self._actor.call.remote("alive"), timeout=_CALL_TIMEOUT_S))
         return False
 
     def reason(self) -> str:
-        import ray
-
         try:
-            return str(ray.get(self._actor.call.remote("reason"), timeout=_CALL_TIMEOUT_S))
-        except ray.exceptions.RayError as error:
+            return str(self._ray.get(self._actor.call.remote("reason"), timeout=_CALL_TIMEOUT_S))
+        except self._ray.exceptions.RayError as error:
             return f"its Ray actor is gone: {_first_line(error)}"
 
     def start(self) -> None:
@@ -109,41 +107,35 @@ class RayServer:
         self._run("wait_ready", left, timeout_s=left + _CALL_TIMEOUT_S)
 
     def _run(self, method: str, argument: Any, *, timeout_s: float) -> None:
-        import ray
-
         try:
-            ray.get(getattr(self._actor, method).remote(argument), timeout=timeout_s)
-        except ray.exceptions.RayError as error:
+            self._ray.get(getattr(self._actor, method).remote(argument), timeout=timeout_s)
+        except self._ray.exceptions.RayError as error:
             cause = getattr(error, "cause", None)
             if isinstance(cause, ServerStartError):
                 raise cause from None
             reason = f"its Ray actor is gone: {_first_line(error)}"
-            kind = ServerLostError if isinstance(error, ray.exceptions.RayActorError) else ServerStartError
+            kind = ServerLostError if isinstance(error, self._ray.exceptions.RayActorError) else ServerStartError
             raise kind(reason, self.index, self.log_path) from None
 
     def ask_to_stop(self) -> None:
-        import ray
-
-        if ray.is_initialized():  # else Ray was shut down, which stopped the server, and a call would start a new Ray
+        if (
+            self._ray.is_initialized()
+        ):  # else Ray was shut down, which stopped the server, and a call would start a new Ray
             with suppress(Exception):
                 self._stopping = self._stopping or self._actor.call.remote("stop")
 
     def stop(self) -> None:
         """Stop the server's process tree. The actor stays alive for a restart."""
-        import ray
-
         self.ask_to_stop()
-        if ray.is_initialized():
+        if self._ray.is_initialized():
             with suppress(Exception):
-                ray.get(self._stopping, timeout=self._stop_timeout_s)
+                self._ray.get(self._stopping, timeout=self._stop_timeout_s)
 
     def release_port(self) -> None:
         """Kill the actor, which releases the port it reserved."""
-        import ray
-
-        if ray.is_initialized():
+        if self._ray.is_initialized():
             with suppress(Exception):
-                ray.kill(self._actor)
+                self._ray.kill(self._actor)
 
 
 def launch_on_ray(
@@ -256,7 +248,7 @@ def _connect(index: int, actor: Any, launched: Any, config: RolloutConfig) -> Ra
         if isinstance(cause, RolloutConfigError):
             raise cause from None
         raise ServerStartError(_first_line(error), index, None) from error
-    return RayServer(index, actor, endpoint, log_path, config.stop_grace_s + _CALL_TIMEOUT_S)
+    return RayServer(ray, index, actor, endpoint, log_path, config.stop_grace_s + _CALL_TIMEOUT_S)
 
 
 def _first_line(error: BaseException) -> str:
