@@ -1,9 +1,13 @@
-"""What the scripts that run TRL share: their clock and their arguments."""
+"""What the scripts that run TRL share: clock, arguments and settings; and how an app runs beside it."""
 
 import argparse
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks.runs import Run, visible_gpus
 
 
 def step_clock(*, on_gpu: bool, updates: int = 1) -> Any:
@@ -33,3 +37,44 @@ def parser(description: str | None, *, steps: int, cpu: str) -> argparse.Argumen
     made.add_argument("--steps", type=int, default=steps)
     made.add_argument("--cpu", action="store_true", help=cpu)
     return made
+
+
+def settings(folder: Path, *, max_steps: int, per_forward: int, batch_size: int, cpu: bool) -> dict[str, Any]:
+    """Arguments of every config of TRL: sizes, and no checkpoints, trackers and bars."""
+    return {
+        "output_dir": str(folder / "trl"),
+        "max_steps": max_steps,
+        "per_device_train_batch_size": per_forward,
+        "gradient_accumulation_steps": batch_size // per_forward,
+        "bf16": not cpu,
+        "use_cpu": cpu,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+def add_arguments(made: argparse.ArgumentParser) -> None:
+    """The arguments of a script that compares an app with TRL."""
+    made.add_argument("--peer", choices=("trl", "none"), default="trl")
+    made.add_argument("--peer-args", default="", help="further arguments of trl_step.py, such as '--per-forward 16'")
+    made.add_argument("--one-gpu", action="store_true", help="one after the other on the first GPU")
+
+
+def peer(module: str, folder: Path, args: argparse.Namespace, *more: str) -> Run:
+    """TRL on the second GPU, or with `--one-gpu` on the first."""
+    command = [sys.executable, "-m", module, str(folder), f"--steps={args.steps}", *more, *args.peer_args.split()]
+    return Run("trl", command, folder / "trl.log", visible_gpus(1, first=int(not args.one_gpu)))
+
+
+def run_beside(apps: Sequence[Run], trl: Run | None, args: argparse.Namespace) -> list[int]:
+    """Runs the apps one after the other, TRL at the same time or after them, prints what each said; exit codes."""
+    codes = []
+    if trl and not args.one_gpu:
+        trl.start()
+    for run in [*apps, *([trl] if trl else [])]:
+        if run is not trl or args.one_gpu:
+            run.start()
+        codes.append(run.end(args.timeout))
+        print(run.report(codes[-1]), flush=True)
+    return codes

@@ -8,14 +8,14 @@ the app; TRL does what `full` does. Prints the table of README.md. Further `sect
 import math
 import re
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks import trl_peer
 from benchmarks.distill_step.trl_step import BATCH_SIZE
 from benchmarks.grpo_step.workload import NEW_TOKENS, PROMPT_TOKENS, write_prompts
 from benchmarks.random_model import CONFIGS, ensure_random_model
-from benchmarks.runs import Run, Steps, app, leave, parser, run_folder, table_header, table_row, visible_gpus
+from benchmarks.runs import Steps, app, leave, parser, run_folder, table_header, table_row, visible_gpus
 
 CASES = {
     "full": ("teacher.on=ranks", "teacher.signal=full", "teacher.divergence=reverse"),
@@ -69,34 +69,23 @@ def main() -> None:
     arguments = parser(__doc__, model="qwen3-0.6b", steps=4, timeout_s=300.0)
     arguments.add_argument("--teacher", choices=sorted(CONFIGS), default="qwen3-4b", help="`--model` is the student")
     arguments.add_argument("--case", action="append", choices=sorted(CASES), help="may be repeated; default: full")
-    arguments.add_argument("--peer", choices=("trl", "none"), default="trl")
-    arguments.add_argument("--peer-args", default="", help="further arguments of trl_step.py")
-    arguments.add_argument("--one-gpu", action="store_true", help="one after the other on the first GPU")
+    trl_peer.add_arguments(arguments)
     args, extra = arguments.parse_known_args()
     cases, folder = args.case or ["full"], args.folder
     folder.mkdir(parents=True, exist_ok=True)
     for role, model in (("student", args.model), ("teacher", args.teacher)):
         ensure_random_model(model, folder / role)
     write_prompts(folder, BATCH_SIZE * args.steps)
-    runs = [
+    apps = [
         app(folder, case, visible_gpus(1), [*settings(folder, case, args.steps), *extra], kind="distill")
         for case in cases
     ]
-    command = [sys.executable, "-m", "benchmarks.distill_step.trl_step", str(folder), f"--steps={args.steps}"]
-    gpu = visible_gpus(1, first=int(not args.one_gpu))
-    peer = Run("trl", [*command, *args.peer_args.split()], folder / "trl.log", gpu)
-    if args.peer == "trl" and not args.one_gpu:
-        peer.start()
-    codes = []
-    for run in [*runs, *([peer] if args.peer == "trl" else [])]:
-        if run is not peer or args.one_gpu:
-            run.start()
-        codes.append(run.end(args.timeout))
-        print(run.report(codes[-1]), flush=True)
+    trl = trl_peer.peer("benchmarks.distill_step.trl_step", folder, args) if args.peer == "trl" else None
+    codes = trl_peer.run_beside(apps, trl, args)
     print(table_header(["", "first step", "median after it", "peak GB", *PHASES[1:]]))
     print("\n".join(app_row(folder, case) for case in cases))
-    if args.peer == "trl":
-        print(trl_row(peer.text))
+    if trl:
+        print(trl_row(trl.text))
     leave(codes)
 
 

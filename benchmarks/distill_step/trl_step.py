@@ -17,24 +17,18 @@ BATCH_SIZE = 256
 
 def settings(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of DistillationConfig: the workload, and what TRL has no default for."""
-    return {
-        "output_dir": str(folder / "trl"),
-        "max_steps": args.steps,
-        "per_device_train_batch_size": args.per_forward,
-        "gradient_accumulation_steps": BATCH_SIZE // args.per_forward,
+    common = trl_peer.settings(
+        folder, max_steps=args.steps, per_forward=args.per_forward, batch_size=BATCH_SIZE, cpu=args.cpu
+    )
+    return common | {
         "max_completion_length": args.new_tokens,
         "beta": 1.0,  # reverse KL
-        "bf16": not args.cpu,
-        "use_cpu": args.cpu,
         "gradient_checkpointing": args.recompute,
         "use_vllm": not args.cpu,
         "vllm_mode": "colocate",
         "vllm_gpu_memory_utilization": 0.3,
         "vllm_max_model_length": PROMPT_TOKENS + args.new_tokens + 8,
-        "save_strategy": "no",
-        "report_to": "none",
         "logging_strategy": "no",
-        "disable_tqdm": True,
         "model_init_kwargs": {"dtype": "bfloat16"},
         "teacher_model_init_kwargs": {"dtype": "bfloat16"},
     }

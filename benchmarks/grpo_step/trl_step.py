@@ -29,27 +29,22 @@ def main(folder: Path, *, steps: int, vllm: bool, new_tokens: int, lora: bool, s
     updates = NUM_PROMPTS // MINI_BATCH
 
     table = datasets.Dataset.from_parquet(str(folder / "train.parquet")).rename_column("question", "prompt")
+    sizes = trl_peer.settings(
+        folder, max_steps=steps * updates, per_forward=PER_FORWARD, batch_size=MINI_BATCH * SAMPLES, cpu=not vllm
+    )
     config = GRPOConfig(
-        output_dir=str(folder / "trl"),
-        max_steps=steps * updates,
-        per_device_train_batch_size=PER_FORWARD,
-        gradient_accumulation_steps=MINI_BATCH * SAMPLES // PER_FORWARD,
+        **sizes,
         generation_batch_size=NUM_PROMPTS * SAMPLES,
         num_generations=SAMPLES,
         max_completion_length=new_tokens,
         beta=0.0,
-        bf16=vllm,
-        use_cpu=not vllm,
         gradient_checkpointing=lora,
         use_vllm=vllm,
         vllm_enable_sleep_mode=sleep,
         vllm_mode="colocate",
         vllm_gpu_memory_utilization=0.3,
         vllm_max_model_length=PROMPT_TOKENS + NEW_TOKENS + 8,
-        save_strategy="no",
-        report_to="none",
         logging_strategy="no",
-        disable_tqdm=True,
         model_init_kwargs={"dtype": "bfloat16"},
     )
     trainer = GRPOTrainer(

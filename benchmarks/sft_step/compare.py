@@ -7,12 +7,12 @@ after the other, each alone. Further keys go to the app.
 
 import json
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.runs import Run, Steps, app, leave, parser, run_folder, table_header, visible_gpus
+from benchmarks import trl_peer
+from benchmarks.runs import Steps, app, leave, parser, run_folder, table_header, visible_gpus
 from benchmarks.sft_step.trl_step import LORA_ALPHA, LORA_RANK
 from benchmarks.sft_step.workload import BATCH_SIZE, MAX_TOKENS, write_workload
 
@@ -91,30 +91,17 @@ def main() -> None:
     """Runs both and prints the table."""
     arguments = parser(__doc__, steps=12, timeout_s=560.0)
     arguments.add_argument("--case", choices=sorted(CASES), default="full")
-    arguments.add_argument("--peer", choices=("trl", "none"), default="trl")
-    arguments.add_argument("--peer-args", default="", help="further arguments of trl_step.py, such as '--packing'")
-    arguments.add_argument("--one-gpu", action="store_true", help="one after the other on the first GPU")
+    trl_peer.add_arguments(arguments)
     args, extra = arguments.parse_known_args()
     folder, case = args.folder, CASES[args.case]
-    folder.mkdir(parents=True, exist_ok=True)
     write_workload(folder, model=args.model or case.model, num_steps=args.steps)
-    runs = [app(folder, "sft_step", visible_gpus(1), [*settings(folder, case, args.steps), *extra], kind="sft")]
-    if args.peer == "trl":
-        trl = [sys.executable, "-m", "benchmarks.sft_step.trl_step", str(folder), f"--steps={args.steps}", *case.trl]
-        gpu = visible_gpus(1, first=int(not args.one_gpu))
-        runs.append(Run("trl", [*trl, *args.peer_args.split()], folder / "trl.log", gpu))
-    for run in runs if not args.one_gpu else ():
-        run.start()
-    codes = []
-    for run in runs:
-        if args.one_gpu:
-            run.start()
-        codes.append(run.end(args.timeout))
-        print(run.report(codes[-1]), flush=True)
+    ours = app(folder, "sft_step", visible_gpus(1), [*settings(folder, case, args.steps), *extra], kind="sft")
+    trl = trl_peer.peer("benchmarks.sft_step.trl_step", folder, args, *case.trl) if args.peer == "trl" else None
+    codes = trl_peer.run_beside([ours], trl, args)
     print(table_header(["", "tokens/s (median)", "seconds a step (median)", "all steps, s", "peak GB"]))
     print(summary("app", app_steps(folder)))
-    if args.peer == "trl":
-        print(summary("TRL", trl_steps(runs[1].text)))
+    if trl:
+        print(summary("TRL", trl_steps(trl.text)))
     leave(codes)
 
 

@@ -18,22 +18,16 @@ LORA_RANK, LORA_ALPHA = 16, 32
 
 def settings(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of SFTConfig: what S is, and what TRL has no default for."""
-    return {
-        "output_dir": str(folder / "trl"),
-        "max_steps": args.steps,
-        "per_device_train_batch_size": args.per_forward,
-        "gradient_accumulation_steps": BATCH_SIZE // args.per_forward,
+    common = trl_peer.settings(
+        folder, max_steps=args.steps, per_forward=args.per_forward, batch_size=BATCH_SIZE, cpu=args.cpu
+    )
+    return common | {
         "max_length": MAX_TOKENS,
         "packing": args.packing,
         "padding_free": args.padding_free,
-        "bf16": not args.cpu,
-        "use_cpu": args.cpu,
         "gradient_checkpointing": args.recompute,
         "learning_rate": 1e-4 if args.lora else 1e-5,
-        "save_strategy": "no",
-        "report_to": "none",
         "logging_steps": 1,
-        "disable_tqdm": True,
         "model_init_kwargs": {"dtype": "bfloat16", "attn_implementation": args.attention},
     }
 

@@ -44,6 +44,7 @@ def write_workload(folder: Path, *, model: str, num_steps: int) -> None:
     import pyarrow
     import pyarrow.parquet
 
+    folder.mkdir(parents=True, exist_ok=True)
     ensure_random_model(model, folder / "model")
     table = pyarrow.Table.from_pylist(rows(BATCH_SIZE * num_steps))
     pyarrow.parquet.write_table(table, folder / "train.parquet")
@@ -55,5 +56,4 @@ if __name__ == "__main__":
     parser.add_argument("--model", choices=sorted(CONFIGS), default="qwen3-0.6b")
     parser.add_argument("--steps", type=int, default=12)
     args = parser.parse_args()
-    args.folder.mkdir(parents=True, exist_ok=True)
     write_workload(args.folder, model=args.model, num_steps=args.steps)
