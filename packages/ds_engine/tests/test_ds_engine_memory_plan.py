@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from ds_engine_architectures import PACKED, ROWS, tiny_architecture
 from ds_engine_testkit import make_samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -261,6 +262,13 @@ def test_other_architectures_are_counted(family: str, tmp_path: Path) -> None:
     estimate = estimate_memory(tmp_path, config(2), tokens_per_micro_batch=1024)
     assert estimate.num_parameters == sum(p.numel() for p in model.parameters())
     assert "upper bound" in estimate.table()
+
+
+@pytest.mark.parametrize("family", [*PACKED, *ROWS])
+def test_every_architecture_that_trains_is_counted(family: str, tmp_path: Path) -> None:
+    tiny_architecture(family, (PACKED | ROWS)[family]).save_pretrained(tmp_path)
+    estimate = estimate_memory(tmp_path, config(2), tokens_per_micro_batch=64)
+    assert estimate.activations.device > 0
 
 
 def test_a_folder_without_sizes_is_refused(tmp_path: Path) -> None:

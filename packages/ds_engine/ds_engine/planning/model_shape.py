@@ -169,7 +169,8 @@ def count_shape(folder: str | Path) -> ModelShape:
     """The shape of any architecture that transformers knows, built on the meta device, without memory.
 
     Its parameters are exact. What a layer keeps is bounded from above: as the intermediate size counts half of all
-    inputs and outputs of the largest layer's matrices, of a mixture those of as many experts as a token uses.
+    inputs and outputs of the largest layer's matrices, of a mixture those of as many experts as a token uses. A model
+    without attention heads counts as if it had one as wide as the model.
 
     Raises:
         ValueError: transformers cannot build it, or its configuration lacks a size.
@@ -182,7 +183,7 @@ def count_shape(folder: str | Path) -> ModelShape:
         text = config.get_text_config()
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        heads = int(text.num_attention_heads)
+        heads = int(getattr(text, "num_attention_heads", None) or 1)  # state-space models have none
         layers, width = int(text.num_hidden_layers), int(text.hidden_size)
     except Exception as error:  # from_config runs the architecture's own code
         raise ValueError(f"the sizes of {str(folder)!r} cannot be counted: {type(error).__name__}: {error}") from error
