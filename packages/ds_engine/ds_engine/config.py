@@ -6,7 +6,8 @@ Imports no torch. Combinations that DeepSpeed does not support, or would silentl
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from operator import attrgetter
+from typing import Any, Literal, NoReturn, get_args
 
 from .deepspeed_keys import DEFAULTS, LIVE_PARAMETERS, OWNED, PREFETCH_BUCKET, REUSE_DISTANCE, SUB_GROUP, needs_stage_3
 from .dtypes import Dtype, dtype_bytes
@@ -20,15 +21,20 @@ Stage = Literal[1, 2, 3]
 BaseFormat = Literal["plain", "nf4"]
 
 
-def _require(ok: bool, name: str, value: Any, allowed: str) -> None:
+def _require(config: Any, name: str, ok: bool, allowed: str) -> None:
+    """Refuse the value of the key `name` unless it is `ok`."""
     if not ok:
-        raise ValueError(f"{name}={value!r} is not allowed: {allowed}")
+        _refuse(name, attrgetter(name)(config), allowed)
 
 
-def _require_one_of(choices: Any, name: str, value: Any) -> None:
-    """`value` must be one of the values of the Literal type `choices`."""
+def _refuse(name: str, value: Any, allowed: str) -> NoReturn:
+    raise ValueError(f"{name}={value!r} is not allowed: {allowed}")
+
+
+def _require_one_of(config: Any, name: str, choices: Any) -> None:
+    """The value must be one of those of the Literal type `choices`."""
     *first, last = get_args(choices)
-    _require(value in get_args(choices), name, value, f"{', '.join(map(str, first))} or {last}")
+    _require(config, name, getattr(config, name) in get_args(choices), f"{', '.join(map(str, first))} or {last}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +50,10 @@ class OffloadConfig:
     """Folder on a local NVMe drive; required if, and allowed only if, optimizer or param is nvme."""
 
     def __post_init__(self) -> None:
-        _require_one_of(OffloadDevice, "optimizer", self.optimizer)
-        _require_one_of(OffloadDevice, "param", self.param)
-        uses_nvme = "nvme" in (self.optimizer, self.param)
-        _require(
-            uses_nvme == (self.nvme_path is not None),
-            "nvme_path",
-            self.nvme_path,
-            "set it if and only if optimizer or param is nvme",
-        )
+        _require_one_of(self, "optimizer", OffloadDevice)
+        _require_one_of(self, "param", OffloadDevice)
+        uses_nvme, has_path = "nvme" in (self.optimizer, self.param), self.nvme_path is not None
+        _require(self, "nvme_path", uses_nvme == has_path, "set it if and only if optimizer or param is nvme")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,43 +84,22 @@ class ZeroConfig:
     sets itself or cannot support are refused with the reason."""
 
     def __post_init__(self) -> None:
-        _require_one_of(Stage, "stage", self.stage)
-        self._check_deepspeed()
-        _require(self.reduce_bucket_bytes >= 1024, "reduce_bucket_bytes", self.reduce_bucket_bytes, "at least 1024")
-        _require(
-            self.param_persistence_elements >= 0,
-            "param_persistence_elements",
-            self.param_persistence_elements,
-            "0 or more",
-        )
-        _require(
-            self.stage == 3 or self.offload.param == "none",
-            "offload.param",
-            self.offload.param,
-            f"parameters are sharded at stage 3 only; stage {self.stage} keeps them whole on the device: use none",
-        )
-        _require(
-            self.stage == 3 or self.offload.optimizer != "nvme",
-            "offload.optimizer",
-            self.offload.optimizer,
-            f"at stage {self.stage} DeepSpeed silently keeps the states in CPU memory: use cpu, or stage 3",
-        )
-        _require(
-            self.offload.param == "none" or self.offload.optimizer != "none",
-            "offload.optimizer",
-            self.offload.optimizer,
-            "DeepSpeed steps offloaded parameters on the CPU: with offload.param set, use cpu or nvme here too",
-        )
-
-    def _check_deepspeed(self) -> None:
+        _require_one_of(self, "stage", Stage)
         for key, value in self.deepspeed.items():
-            _require(key not in OWNED, f"deepspeed.{key}", value, OWNED.get(key, ""))
-            _require(
-                self.stage == 3 or not needs_stage_3(key),
-                f"deepspeed.{key}",
-                value,
-                f"DeepSpeed reads it at stage 3 only, and the stage is {self.stage}: remove it",
-            )
+            if key in OWNED:
+                _refuse(f"deepspeed.{key}", value, OWNED[key])
+            if self.stage < 3 and needs_stage_3(key):
+                only = f"DeepSpeed reads it at stage 3 only, and the stage is {self.stage}: remove it"
+                _refuse(f"deepspeed.{key}", value, only)
+        _require(self, "reduce_bucket_bytes", self.reduce_bucket_bytes >= 1024, "at least 1024")
+        _require(self, "param_persistence_elements", self.param_persistence_elements >= 0, "0 or more")
+        optimizer, param = self.offload.optimizer, self.offload.param
+        whole = f"parameters are sharded at stage 3 only; stage {self.stage} keeps them whole on the device: use none"
+        _require(self, "offload.param", self.stage == 3 or param == "none", whole)
+        in_memory = f"at stage {self.stage} DeepSpeed silently keeps the states in CPU memory: use cpu, or stage 3"
+        _require(self, "offload.optimizer", self.stage == 3 or optimizer != "nvme", in_memory)
+        both = "DeepSpeed steps offloaded parameters on the CPU: with offload.param set, use cpu or nvme here too"
+        _require(self, "offload.optimizer", param == "none" or optimizer != "none", both)
 
     @property
     def gathers_layers(self) -> bool:
@@ -157,22 +137,16 @@ class OptimConfig:
     """Final learning rate as a fraction of lr, for linear and cosine; 0 to 1."""
 
     def __post_init__(self) -> None:
-        _require(self.lr is None or 0 < self.lr < math.inf, "lr", self.lr, "a positive number")
-        _require(len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "betas", self.betas, "two in [0, 1)")
-        _require(0 < self.eps < math.inf, "eps", self.eps, "a positive number")
-        _require(0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, "0 or more")
-        _require(
-            self.grad_clip is None or self.grad_clip > 0, "grad_clip", self.grad_clip, "positive, or null for none"
-        )
-        _require_one_of(Schedule, "schedule", self.schedule)
-        _require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "0 or more")
-        _require(
-            self.total_steps is None or self.total_steps > self.warmup_steps,
-            "total_steps",
-            self.total_steps,
-            f"more than warmup_steps ({self.warmup_steps})",
-        )
-        _require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "0 to 1")
+        _require(self, "lr", self.lr is None or 0 < self.lr < math.inf, "a positive number")
+        _require(self, "betas", len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "two in [0, 1)")
+        _require(self, "eps", 0 < self.eps < math.inf, "a positive number")
+        _require(self, "weight_decay", 0 <= self.weight_decay < math.inf, "0 or more")
+        _require(self, "grad_clip", self.grad_clip is None or self.grad_clip > 0, "positive, or null for none")
+        _require_one_of(self, "schedule", Schedule)
+        _require(self, "warmup_steps", self.warmup_steps >= 0, "0 or more")
+        is_longer = self.total_steps is None or self.total_steps > self.warmup_steps
+        _require(self, "total_steps", is_longer, f"more than warmup_steps ({self.warmup_steps})")
+        _require(self, "min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "0 to 1")
 
     @property
     def peak_lr(self) -> float:
@@ -262,17 +236,13 @@ class LoraConfig:
     each matrix product). With nf4, log-probs, exports and weight sync use the quantized base."""
 
     def __post_init__(self) -> None:
-        _require(self.rank >= 1, "rank", self.rank, "1 or more")
-        _require_one_of(BaseFormat, "base_format", self.base_format)
-        _require(self.alpha >= 1, "alpha", self.alpha, "1 or more")
-        _require(0 <= self.dropout < 1, "dropout", self.dropout, "0 up to, not including, 1")
+        _require(self, "rank", self.rank >= 1, "1 or more")
+        _require_one_of(self, "base_format", BaseFormat)
+        _require(self, "alpha", self.alpha >= 1, "1 or more")
+        _require(self, "dropout", 0 <= self.dropout < 1, "0 up to, not including, 1")
         names = self.target_modules
-        _require(
-            names == "all-linear" or (isinstance(names, tuple) and len(names) > 0 and all(names)),
-            "target_modules",
-            names,
-            "all-linear, or a list of one or more names of linear layers",
-        )
+        is_right = names == "all-linear" or (isinstance(names, tuple) and len(names) > 0 and all(names))
+        _require(self, "target_modules", is_right, "all-linear, or a list of one or more names of linear layers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,30 +287,21 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
-            _require_one_of(Dtype, "dtype", self.dtype)
-        _require_one_of(Attention, "attention", self.attention)
-        _require(
-            not self.compile or self.zero.offload.param != "nvme",
-            "compile",
-            self.compile,
-            "weights on NVMe are fetched in hooks inside the layers, which break the graphs: "
-            "use zero.offload.param cpu or none",
-        )
-        _require(
-            not self.compile or self.lora is None or self.lora.base_format == "plain",
-            "compile",
-            self.compile,
-            "compiled layers would keep the dequantized weights of lora.base_format=nf4: use plain, or compile=false",
-        )
-        _require(self.sequence_parallel >= 1, "sequence_parallel", self.sequence_parallel, "1 or more")
-        _require(self.checkpoint_every >= 1, "checkpoint_every", self.checkpoint_every, "1 or more")
+            _require_one_of(self, "dtype", Dtype)
+        _require_one_of(self, "attention", Attention)
+        if self.compile and self.zero.offload.param == "nvme":
+            hooks = "weights on NVMe are fetched in hooks inside the layers, which break the graphs"
+            _refuse("compile", self.compile, f"{hooks}: use zero.offload.param cpu or none")
+        if self.compile and self.lora is not None and self.lora.base_format != "plain":
+            kept = "compiled layers would keep the dequantized weights of lora.base_format=nf4"
+            _refuse("compile", self.compile, f"{kept}: use plain, or compile=false")
+        _require(self, "sequence_parallel", self.sequence_parallel >= 1, "1 or more")
+        _require(self, "checkpoint_every", self.checkpoint_every >= 1, "1 or more")
         for name, default in (("checkpoint_every", 1), ("checkpoint_to_cpu", False)):
-            given = getattr(self, name)
-            _require(
-                self.gradient_checkpointing or given == default, name, given, "it needs gradient_checkpointing: true"
-            )
-        _require_one_of(Guard, "collective_guard", self.collective_guard)
-        _require(self.collective_stall_s > 0, "collective_stall_s", self.collective_stall_s, "a positive number")
+            is_used = self.gradient_checkpointing or getattr(self, name) == default
+            _require(self, name, is_used, "it needs gradient_checkpointing: true")
+        _require_one_of(self, "collective_guard", Guard)
+        _require(self, "collective_stall_s", self.collective_stall_s > 0, "a positive number")
 
     # Rules derived from the settings. The engine, DeepSpeed's configuration and the plans all read them from here.
 

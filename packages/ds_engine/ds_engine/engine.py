@@ -85,7 +85,7 @@ class ZeroEngine:
             deepspeed_settings = deepspeed_config(config, device_type=device.type, trainable=trainable)
         self._deepspeed = start_deepspeed(module, self._optimizer, config, deepspeed_settings)
         self._micro_batches = MicroBatches(
-            self._deepspeed,
+            deepspeed=self._deepspeed,
             head=head,
             device=device,
             kernel=kernel,
@@ -143,7 +143,6 @@ class ZeroEngine:
 
     # ------------------------------------------------- training and inference
 
-    @torch.no_grad()
     def log_probs(
         self, micro_batches: Sequence[TokenBatch], *, temperature: float = 1.0, adapters: bool = True
     ) -> list[TokenOutputs]:
@@ -160,17 +159,9 @@ class ZeroEngine:
             EngineError: the engine has a value head, or has no adapters to disable.
             PlanMismatchError: ranks have different numbers of micro batches.
         """
-        self._require_on_device("log_probs")
-        self._require_head("lm", "log_probs")
-        if not adapters:
-            self._require_adapters("log_probs(adapters=False)")
-        agree_on_plan("log_probs" if adapters else "log_probs(adapters=False)", micro_batches, self.device, sp=self._sp)
-        self._set_mode(training=False)
-        with nullcontext() if adapters else adapters_off(self.module):
-            rows = self._micro_batches.infer(micro_batches, temperature)
+        rows = self._infer("log_probs", micro_batches, adapters=adapters, temperature=temperature)
         return [TokenOutputs(log_probs_K=r[0], entropy_K=r[1]) for r in rows]
 
-    @torch.no_grad()
     def values(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
         """Value of the state before each target, without gradients; for head="value".
 
@@ -181,13 +172,8 @@ class ZeroEngine:
             EngineError: the engine has an LM head.
             PlanMismatchError: ranks have different numbers of micro batches.
         """
-        self._require_on_device("values")
-        self._require_head("value", "values")
-        agree_on_plan("values", micro_batches, self.device, sp=self._sp)
-        self._set_mode(training=False)
-        return [rows_1K[0] for rows_1K in self._micro_batches.infer(micro_batches)]
+        return [rows_1K[0] for rows_1K in self._infer("values", micro_batches, head="value")]
 
-    @torch.no_grad()
     def next_tokens(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
         """The most likely token in the place of each target, whose own ids do not matter: greedy decoding without a
         key/value cache.
@@ -199,13 +185,8 @@ class ZeroEngine:
             EngineError: the engine has a value head.
             PlanMismatchError: ranks have different numbers of micro batches.
         """
-        self._require_on_device("next_tokens")
-        self._require_head("lm", "next_tokens")
-        agree_on_plan("next_tokens", micro_batches, self.device, sp=self._sp)
-        self._set_mode(training=False)
-        return [rows_1K[0].long() for rows_1K in self._micro_batches.infer(micro_batches, temperature=0.0)]
+        return [rows_1K[0].long() for rows_1K in self._infer("next_tokens", micro_batches, temperature=0.0)]
 
-    @torch.no_grad()
     def hidden_states(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
         """The hidden states that predict the targets, without gradients: with `lm_head` a teacher's distributions.
 
@@ -216,11 +197,22 @@ class ZeroEngine:
             EngineError: the engine has a value head.
             PlanMismatchError: ranks have different numbers of micro batches.
         """
-        self._require_on_device("hidden_states")
-        self._require_head("lm", "hidden_states")
-        agree_on_plan("hidden_states", micro_batches, self.device, sp=self._sp)
+        return [rows_HK.T for rows_HK in self._infer("hidden_states", micro_batches, head_term=HIDDEN)]
+
+    @torch.no_grad()
+    def _infer(
+        self, method: str, batches: Sequence[TokenBatch], *, head: Head = "lm", adapters: bool = True, **options: Any
+    ) -> list[Tensor]:
+        """`MicroBatches.infer` for a method of an engine with this head, after the checks of all such methods."""
+        self._require_on_device(method)
+        self._require_head(head, method)
+        if not adapters:
+            method = f"{method}(adapters=False)"
+            self._require_adapters(method)
+        agree_on_plan(method, batches, self.device, sp=self._sp)
         self._set_mode(training=False)
-        return [rows_HK.T for rows_HK in self._micro_batches.infer(micro_batches, head_term=HIDDEN)]
+        with nullcontext() if adapters else adapters_off(self.module):
+            return self._micro_batches.infer(batches, **options)
 
     def lm_head(self) -> LmHead:
         """The whole LM head on every rank: a copy at stage 3, the model's own tensors at stages 1 and 2. Collective.
@@ -231,15 +223,14 @@ class ZeroEngine:
         self._require_on_device("lm_head")
         self._require_head("lm", "lm_head")
         head, soft_cap = lm_head_of(self.module)
+        parts = {"weight_VH": head.weight} if head.bias is None else {"weight_VH": head.weight, "bias_V": head.bias}
         if self.zero_stage < 3:
-            bias = None if head.bias is None else head.bias.detach()
-            return LmHead(weight_VH=head.weight.detach(), bias_V=bias, soft_cap=soft_cap)
+            return LmHead(**{name: part.detach() for name, part in parts.items()}, soft_cap=soft_cap)
         import deepspeed
 
-        with deepspeed.zero.GatheredParameters([p for p in (head.weight, head.bias) if p is not None]):
+        with deepspeed.zero.GatheredParameters(list(parts.values())):
             # Views are invalid after the context, so copies are made inside it.
-            bias = None if head.bias is None else head.bias.detach().clone()
-            return LmHead(weight_VH=head.weight.detach().clone(), bias_V=bias, soft_cap=soft_cap)
+            return LmHead(**{name: part.detach().clone() for name, part in parts.items()}, soft_cap=soft_cap)
 
     def train_mini_batch(
         self,

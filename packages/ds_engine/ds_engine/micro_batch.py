@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,26 +25,17 @@ DeviceBatch = tuple[tuple[PackedInputs, int], "TokenBatch"]
 """The model's inputs with the number of targets, and the batch for the loss function; all on the device."""
 
 
+@dataclass(kw_only=True)
 class MicroBatches:
     """Runs the micro batches of one engine."""
 
-    def __init__(
-        self,
-        deepspeed_engine: Any,
-        *,
-        head: Head,
-        device: torch.device,
-        kernel: str,
-        sp_group: SequenceGroup | None,
-        step_each_micro: bool,
-    ) -> None:
-        self._deepspeed = deepspeed_engine
-        self._head = head
-        self._device = device
-        self._kernel = kernel
-        self._sp_group = sp_group
-        self._step_each_micro = step_each_micro
-        self._has_partial_gradient = False
+    deepspeed: Any
+    head: Head
+    device: torch.device
+    kernel: str
+    sp_group: SequenceGroup | None
+    step_each_micro: bool
+    has_partial_gradient: bool = False
 
     def train(
         self,
@@ -62,15 +54,15 @@ class MicroBatches:
         Raises:
             EngineError: an earlier call failed between its first backward pass and its step.
         """
-        if self._has_partial_gradient:
+        if self.has_partial_gradient:
             raise EngineError(
                 "an earlier mini batch failed before its optimizer step, and its gradients would be added to this "
                 "one's: build a new engine"
             )
         losses: list[Tensor] = []
         metrics: dict[str, list[Tensor]] = {}
-        if self._step_each_micro:
-            set_num_micro_batches(self._deepspeed, len(micro_batches))
+        if self.step_each_micro:
+            set_num_micro_batches(self.deepspeed, len(micro_batches))
         # Copied before the first forward pass: a copy in between would synchronize host and device.
         on_device = [self.to_device(batch, with_columns=head_term is not None) for batch in micro_batches]
         for index, batch in enumerate(on_device):
@@ -78,9 +70,9 @@ class MicroBatches:
             is_last = index == len(micro_batches) - 1
             self.mark_boundary(is_last)
             losses.append(self.backward(batch, loss_fn, temperature, metrics, head_term))
-            if self._step_each_micro or is_last:
-                self._deepspeed.step()
-        self._has_partial_gradient = False
+            if self.step_each_micro or is_last:
+                self.deepspeed.step()
+        self.has_partial_gradient = False
         mark(f"after {label}")
         return losses, metrics
 
@@ -95,17 +87,17 @@ class MicroBatches:
         """Run forward and backward without any effect; `weight` is in the first layer or before it, so that the
         backward pass goes through all layers. Not at stage 3."""
         packed, _ = self._inputs(batch)
-        rows_RK = self._deepspeed.module(packed=packed, temperature=1.0)
+        rows_RK = self.deepspeed.module(packed=packed, temperature=1.0)
         # Gradients are captured, not accumulated, so that none of DeepSpeed's hooks run.
         torch.autograd.grad(rows_RK.sum(), [weight])
 
     def to_device(self, batch: TokenBatch, *, with_columns: bool = False) -> DeviceBatch:
         """The model's inputs, with columns for a head term, and `batch` itself on the device."""
-        return self._inputs(batch, with_columns=with_columns), batch.to(self._device)
+        return self._inputs(batch, with_columns=with_columns), batch.to(self.device)
 
     def _inputs(self, batch: TokenBatch, *, with_columns: bool = False) -> tuple[PackedInputs, int]:
         return packed_inputs(
-            batch, device=self._device, kernel=self._kernel, sp_group=self._sp_group, with_columns=with_columns
+            batch, device=self.device, kernel=self.kernel, sp_group=self.sp_group, with_columns=with_columns
         )
 
     def _forward(
@@ -114,7 +106,7 @@ class MicroBatches:
         """The head's output [R, K] for the targets, and a zero whose gradient reaches every parameter of the pass."""
         packed, num_targets = inputs
         term = {} if head_term is None or (num_targets == 0 and head_term != HIDDEN) else {"head_term": head_term}
-        rows_RK = self._deepspeed(packed=packed, temperature=temperature, **term)
+        rows_RK = self.deepspeed(packed=packed, temperature=temperature, **term)
         return rows_RK[:, :num_targets], rows_RK.sum() * 0.0
 
     def backward(
@@ -140,8 +132,8 @@ class MicroBatches:
                 metrics.setdefault(name, []).append(value.detach())
         # DeepSpeed averages gradients over ranks, but losses are summed. The gradients of sp ranks that share a micro
         # batch, each from its own tokens, are summed as well.
-        self._has_partial_gradient = True
-        self._deepspeed.backward(loss * dist.get_world_size(), scale_wrt_gas=False)
+        self.has_partial_gradient = True
+        self.deepspeed.backward(loss * dist.get_world_size(), scale_wrt_gas=False)
         return loss.detach()
 
     def mark_boundary(self, is_last: bool) -> None:
@@ -149,11 +141,11 @@ class MicroBatches:
 
         Without it, and without the count of `set_num_micro_batches`, stages 1 and 2 drop all but the last micro batch.
         """
-        if not self._step_each_micro:
-            self._deepspeed.set_gradient_accumulation_boundary(is_last)
+        if not self.step_each_micro:
+            self.deepspeed.set_gradient_accumulation_boundary(is_last)
 
     def _outputs(self, rows_RK: Tensor) -> TokenOutputs | ValueOutputs:
-        if self._head == "value":
+        if self.head == "value":
             return ValueOutputs(values_K=rows_RK[0])
         term_K = rows_RK[2] if len(rows_RK) > 2 else None
         return TokenOutputs(log_probs_K=rows_RK[0], entropy_K=rows_RK[1], term_K=term_K)

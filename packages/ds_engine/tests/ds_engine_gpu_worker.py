@@ -78,7 +78,7 @@ def check_attention(folder: str, device: torch.device, rank: int) -> None:
     for attention, dtype in (("auto", "bfloat16"), ("sdpa", "bfloat16"), ("sdpa", "float32")):
         engine = engine_for(folder, device, stage=2, dtype=dtype, attention=attention)
         outputs[attention, dtype] = engine.log_probs([batch])[0].log_probs_K
-        kernel = engine._micro_batches._kernel
+        kernel = engine._micro_batches.kernel
         norm = engine.train_mini_batch([batch], weighted_loss).grad_norm
         engine.close()
         error = float(

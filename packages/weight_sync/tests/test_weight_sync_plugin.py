@@ -18,7 +18,7 @@ from vllm.model_executor.utils import replace_parameter
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 
 from weight_sync import BucketPlan, ReceiverError, SyncConfigError, TensorEntry, WeightManifest, plan_buckets
-from weight_sync.vllm_plugin import layout, processing, stale_replies
+from weight_sync.vllm_plugin import layout, processing, stale_replies, verify
 from weight_sync.vllm_plugin import patch as patch_module
 from weight_sync.vllm_plugin.apply import ModelLoader
 from weight_sync.vllm_plugin.patch import PATCHES, Patch, records
@@ -29,11 +29,11 @@ from weight_sync.vllm_plugin.stale_replies import patch_executor
 def test_verify_waits_for_the_device_before_the_bucket_is_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     loader = ModelLoader(nn.Module(), None, torch.device("cpu"))
-    compare = SimpleNamespace(verify=lambda bucket, bytes_N: events.append(f"read {bucket}"))
-    monkeypatch.setattr(loader, "_verifier", compare)
-    monkeypatch.setattr(loader, "_synchronize", lambda: events.append("waited"))
+    verifier = loader.verifier()
+    monkeypatch.setattr(verifier, "_compare_bucket", lambda bucket, bytes_N: events.append(f"read {bucket}"))
+    monkeypatch.setattr(verify, "synchronize", lambda device: events.append("waited"))
     bucket: Any = 0
-    loader.verify(bucket, torch.empty(0))
+    verifier.verify(bucket, torch.empty(0))
     assert events == ["read 0", "waited"]
 
 
@@ -176,14 +176,14 @@ def test_derived_parameters_are_recomputed_and_not_required(monkeypatch: pytest.
     assert model.weight.eq(1).all()
     assert model.bias.eq(1).all()
     assert model.attention.get_parameter("W_UV").eq(2).all()
-    loader.begin_verify()
-    loader.verify(plan.buckets[0], ones)
-    assert loader.finish_verify() == 2
+    verifier = loader.verifier()
+    verifier.verify(plan.buckets[0], ones)
+    assert verifier.finish() == 2
     model.attention.get_parameter("W_UV")[1, 1] = 3
-    loader.begin_verify()
-    loader.verify(plan.buckets[0], ones)
+    verifier = loader.verifier()
+    verifier.verify(plan.buckets[0], ones)
     with pytest.raises(ReceiverError, match=r"verify 'attention': .* W_UV differ"):
-        loader.finish_verify()
+        verifier.finish()
 
 
 class Packing(QuantizeMethodBase):
@@ -245,13 +245,13 @@ def test_packed_weights_are_packed_again_and_verified(
     start = 64.0 if order[0] == "bias" else 0.0
     assert torch.equal(model.weight, torch.arange(start, start + 16).view(4, 4).flip(0))
     assert (model.quant_method.kernel, model.weight.data_ptr()) == (kernel, address)
-    loader.begin_verify()
-    loader.verify(*sent)
-    assert loader.finish_verify() == 2
+    verifier = loader.verifier()
+    verifier.verify(*sent)
+    assert verifier.finish() == 2
     model.weight.data.copy_(model.weight.flip(0))  # the bytes that were sent, unpacked
-    loader.begin_verify()
+    verifier = loader.verifier()
     with pytest.raises(ReceiverError, match=r"verify 'weight': .* bytes of the processed weight differ"):
-        loader.verify(*sent)
+        verifier.verify(*sent)
 
 
 def test_unchanged_weights_are_written_in_place(monkeypatch: pytest.MonkeyPatch) -> None:

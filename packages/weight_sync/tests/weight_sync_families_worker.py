@@ -58,18 +58,16 @@ class Served:
         source = HfFolderSource(folder)
         plan = plan_buckets(source.manifest(), 60_000)
         self.loader.begin(self.loader.check(plan), layerwise=layerwise)
-        for pass_ in (self.loader.load, self.loader.verify):
-            if pass_ == self.loader.verify:
-                self.loader.begin_verify()
-                if corrupts:
-                    self._corrupt()
+        verifier = self.loader.verifier()
+        for pass_, finish in ((self.loader.load, self.loader.finish), (verifier.verify, verifier.finish)):
+            if corrupts and pass_ == verifier.verify:
+                self._corrupt()
             for bucket in plan.buckets:
                 bytes_N = torch.empty(bucket.nbytes, dtype=torch.uint8)
                 source.fill(bucket, bytes_N)
                 pass_(bucket, bytes_N)
                 bytes_N.fill_(0xAB)  # the memory of a bucket is reused
-            count = self.loader.finish() if pass_ == self.loader.load else self.loader.finish_verify()
-            assert count == plan.num_tensors
+            assert finish() == plan.num_tensors
 
     def _corrupt(self) -> None:
         """Change one element of a tensor that vLLM's processing changed, such as packed experts."""

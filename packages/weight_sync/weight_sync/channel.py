@@ -19,7 +19,6 @@ nowhere, and delays no other, unless its peer is a process of this user or of ro
 most 64 KiB and within 2 s, holds the pusher's token.
 """
 
-import array
 import contextlib
 import errno
 import json
@@ -76,10 +75,7 @@ class Channel:
         body = json.dumps(message, separators=(",", ":")).encode()
         data = _HEADER.pack(len(body)) + body
         try:
-            sent = 0
-            if fds:
-                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
-                sent = self._sock.sendmsg([data], rights)
+            sent = socket.send_fds(self._sock, [data], list(fds)) if fds else 0
             self._sock.sendall(data[sent:])
         except OSError as error:
             raise ChannelError(f"cannot send {message.get('type')!r}: {_reason(error)}") from error
@@ -144,14 +140,10 @@ class Channel:
         left = size
         while left:
             try:
-                data, ancillary, _, _ = self._sock.recvmsg(min(left, 1 << 20), socket.CMSG_SPACE(_MAX_FDS * 4))
+                data, fds, _, _ = socket.recv_fds(self._sock, min(left, 1 << 20), _MAX_FDS)
             except OSError as error:
                 raise ChannelError(f"cannot receive: {_reason(error)}") from error
-            for level, kind, payload in ancillary:
-                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                    fds = array.array("i")
-                    fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-                    self._received_fds.extend(fds)
+            self._received_fds += fds
             if not data:
                 raise ChannelError("the other side closed the connection")
             parts.append(data)

@@ -1,12 +1,11 @@
 """Settings of a weight sync."""
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args, get_origin
 
 from .errors import SyncConfigError
 
-TRANSPORTS = ("auto", "shm", "ipc", "nccl", "tcp")
-RUNNING_REQUESTS = ("wait", "keep", "recompute")
+Transport = Literal["auto", "shm", "ipc", "nccl", "tcp"]
 
 #: The name of this package's weight-transfer engine in vLLM (``--weight-transfer-config``).
 BACKEND = "plinth"
@@ -23,7 +22,7 @@ def _is_number(value: Any, *types: type) -> bool:
 class SyncConfig:
     """Transport, checks and time limits of a weight sync."""
 
-    transport: Literal["auto", "shm", "ipc", "nccl", "tcp"] = "auto"
+    transport: Transport = "auto"
     """``shm``: shared memory; same host, servers on CPU or GPU. ``ipc``: CUDA IPC; same host, same GPU or a peer.
     ``nccl``: GPU to GPU, also across hosts. ``tcp``: any device, any host. A named transport is used for all servers.
     ``auto``: chosen per server. For a trainer on the CPU, ``shm`` to servers on its host and ``tcp`` to others; for a
@@ -67,15 +66,10 @@ class SyncConfig:
     """Longest wait, in seconds, for a server's running requests to finish, or to be held after the current step."""
 
     def __post_init__(self) -> None:
-        if self.transport not in TRANSPORTS:
-            raise SyncConfigError(f"transport: {self.transport!r} is not one of {', '.join(TRANSPORTS)}")
-        if self.apply not in ("auto", "layerwise"):
-            raise SyncConfigError(f"apply: {self.apply!r} is not one of auto, layerwise")
-        if self.quantize not in ("none", "fp8_blocks"):
-            raise SyncConfigError(f"quantize: {self.quantize!r} is not one of none, fp8_blocks")
-        if self.running_requests not in RUNNING_REQUESTS:
-            allowed = ", ".join(RUNNING_REQUESTS)
-            raise SyncConfigError(f"running_requests: {self.running_requests!r} is not one of {allowed}")
+        for field in fields(self):
+            value, choices = getattr(self, field.name), get_args(field.type)
+            if get_origin(field.type) is Literal and value not in choices:
+                raise SyncConfigError(f"{field.name}: {value!r} is not one of {', '.join(choices)}")
         if self.bucket_mib is not None and not (_is_number(self.bucket_mib, int) and self.bucket_mib >= 1):
             raise SyncConfigError(f"bucket_mib: {self.bucket_mib!r} given, must be an integer, at least 1")
         for name in ("timeout_s", "pause_timeout_s"):

@@ -52,11 +52,32 @@ def _block_weights(num_blocks: int, device: torch.device) -> Tensor:
 
 def digest(tensor: Tensor) -> tuple[int, int]:
     """Checksums of any tensor's contents by blocks and by positions in larger ones: detects exchanged elements, too."""
-    bytes_N = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    bytes_N = as_bytes(tensor)
     if bytes_N.numel() % _ROW_BYTES:
         bytes_N = torch.nn.functional.pad(bytes_N, (0, -bytes_N.numel() % _ROW_BYTES))
     sums_W = bytes_N.view(torch.int64).view(-1, _ROW_BYTES // 8).sum(0)
     return checksum(bytes_N), int((sums_W * _block_weights(sums_W.numel(), sums_W.device)).sum().item())
+
+
+def num_wrong_bytes(found: Tensor, expected: Tensor) -> int:
+    """Number of bytes that differ between two tensors of one shape and dtype."""
+    return int((as_bytes(found) != as_bytes(expected)).sum())
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The tensor's contents, uint8, 1-D."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Equal for tensors that share a storage, also on the meta device."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the current stream of a GPU."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def like(origin: Tensor, values: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any, Literal, Self
 
@@ -35,21 +35,13 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from ..errors import CollectiveMismatchError, RankStalledError
 from ..upstream import Patch
-from .collective_log import METHODS, CollectiveRecord, GroupLog, RankDump, call_site, describe_call, diagnose
+from .collective_log import METHODS, SIZED_BY, CollectiveRecord, GroupLog, RankDump, call_site, describe_call, diagnose
 
 COLLECTIVES = Patch(
     name="collective guard",
     reason="torch has no hook before a collective, and no public name of the rendezvous store and of the abort",
     stock=False,
-    replaces={
-        "torch.distributed:ProcessGroup": (
-            *("allgather", "allreduce", "alltoall", "barrier", "broadcast", "gather", "reduce", "reduce_scatter"),
-            *("scatter", "_allgather_base|all_gather_single", "_reduce_scatter_base|reduce_scatter_single"),
-            *("alltoall_base|all_to_all_single", "allreduce_coalesced", "allgather_coalesced"),
-            "allgather_into_tensor_coalesced|all_gather_single_coalesced",
-            "reduce_scatter_tensor_coalesced|reduce_scatter_single_coalesced",
-        )
-    },
+    replaces={"torch.distributed:ProcessGroup": tuple(METHODS)},
     reads={
         "torch.distributed.distributed_c10d": ("_get_default_store()",),
         "torch.distributed:ProcessGroup": ("_get_backend",),
@@ -102,7 +94,7 @@ def _patched(before: Callable[[Any, str, tuple[Any, ...]], None]) -> Iterator[No
 
         return call
 
-    wrapped = {name: wrap(name, getattr(group_class, name)) for name in METHODS if name in vars(group_class)}
+    wrapped = {name: wrap(name, getattr(group_class, name)) for name in SIZED_BY if name in vars(group_class)}
     restore = COLLECTIVES.replace(group_class, **wrapped)
     try:
         yield
@@ -345,7 +337,7 @@ class CollectiveGuard:
 
     def _answer_request(self, store: Any) -> None:
         group = store.get("request").decode().split(" ", 1)[1]
-        store.set(f"dump/{self._rank}", json.dumps(self._dump(group).to_json()))
+        store.set(f"dump/{self._rank}", json.dumps(asdict(self._dump(group))))
         if _wait(store, ["diagnosis"], 2 * _DUMP_WAIT_S):
             text, diverged, answered = json.loads(store.get("diagnosis"))
         else:

@@ -11,39 +11,25 @@ import sys
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 """Operations with a root: compared without their call site."""
 
-# Positional argument of the ProcessGroup method that has the same number of elements on every rank.
-_SIZED_BY = {
-    "allreduce": 0,
-    "allreduce_coalesced": 0,
-    "broadcast": 0,
-    "reduce": 0,
-    "allgather": 0,
-    "allgather_coalesced": 0,
-    "_allgather_base": 1,
-    "all_gather_single": 1,
-    "all_gather_single_coalesced": 1,
-    "allgather_into_tensor_coalesced": 1,
-    "reduce_scatter": 1,
-    "_reduce_scatter_base": 1,
-    "reduce_scatter_single": 1,
-    "reduce_scatter_single_coalesced": 1,
-    "reduce_scatter_tensor_coalesced": 1,
-    "gather": 1,
-    "scatter": 0,
-    "alltoall": None,
-    "alltoall_base": None,
-    "all_to_all_single": None,
-    "barrier": None,
+METHODS: dict[str, int | None] = {
+    **dict.fromkeys(("allgather", "allreduce", "broadcast", "reduce", "scatter"), 0),
+    **dict.fromkeys(("allgather_coalesced", "allreduce_coalesced"), 0),
+    **dict.fromkeys(("gather", "reduce_scatter"), 1),
+    **dict.fromkeys(("_allgather_base|all_gather_single", "_reduce_scatter_base|reduce_scatter_single"), 1),
+    "allgather_into_tensor_coalesced|all_gather_single_coalesced": 1,
+    "reduce_scatter_tensor_coalesced|reduce_scatter_single_coalesced": 1,
+    **dict.fromkeys(("alltoall", "alltoall_base|all_to_all_single", "barrier"), None),
 }
-METHODS = tuple(_SIZED_BY)
-"""Collective methods of torch's ProcessGroup. Point-to-point calls are not compared: they have no common order."""
+"""Collective methods of torch's ProcessGroup, "a|b" for one that torch renamed, with the positional argument that has
+the same number of elements on every rank. Point-to-point calls are not compared: they have no common order."""
+SIZED_BY = {name: position for names, position in METHODS.items() for name in names.split("|")}
 
 _NAMES = {
     "allreduce": "all_reduce",
@@ -131,20 +117,16 @@ class RankDump:
     position: str
     """Source line of the main thread."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Convert to JSON-serializable values."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> RankDump:
-        """Inverse of `to_json`."""
+        """Inverse of `asdict`, after JSON."""
         records = tuple(CollectiveRecord(**record) for record in value["records"])
         return cls(**{**value, "records": records})
 
 
 def describe_call(method: str, args: Sequence[Any]) -> tuple[str, str, int]:
     """(operation, dtype, elements) of a call `group.method(*args)` on torch's ProcessGroup."""
-    position = _SIZED_BY[method]
+    position = SIZED_BY[method]
     dtype, num_elements = "", 0
     for tensor in _tensors(args[position if position is not None else 0] if args else None):
         dtype = _dtype_name(tensor.dtype)

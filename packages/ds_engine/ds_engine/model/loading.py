@@ -24,7 +24,7 @@ from .parts import VALUE_HEAD
 from .recomputation import enable_checkpointing
 from .sequence_parallel import check_heads
 from .small_copy import turn_off_dropout
-from .trial import Trial, try_model
+from .trial import Trial, silenced_transformers, try_model
 
 if TYPE_CHECKING:
     from ..batch import Head, LogProbFn
@@ -230,7 +230,7 @@ def _read_folder(
     try:
         if head == "lm":
             return cast("nn.Module", AutoModelForCausalLM.from_pretrained(model_path, **options))
-        with _without_warnings():
+        with silenced_transformers():  # a missing head is normal for a new critic
             options["config"].num_labels = 1
             model, info = AutoModelForSequenceClassification.from_pretrained(
                 model_path, output_loading_info=True, **options
@@ -247,19 +247,6 @@ def _read_folder(
             raise ModelError(f"{model_path!r} has no value head ({new_head}), which a model that is not trained needs")
         _draw_value_head(model.get_parameter(new_head), seed)
     return cast("nn.Module", model)
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Silence transformers' warning about a missing head, which is normal for a new critic."""
-    from transformers.utils import logging
-
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
 
 
 def _draw_value_head(weight_1H: nn.Parameter, seed: int) -> None:

@@ -246,10 +246,8 @@ def _parts_in_folder(tensor: NamedTensor, views: list[TensorView]) -> list[Named
 
 def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The buffers of `module.state_dict()`, such as the bias of DeepSeek-V3's router."""
-    for prefix, part in module.named_modules():
-        for name, buffer in part.named_buffers(recurse=False):
-            if name not in part._non_persistent_buffers_set:
-                yield f"{prefix}.{name}".removeprefix("."), buffer
+    saved = module.state_dict()
+    return ((name, buffer) for name, buffer in module.named_buffers() if name in saved)
 
 
 def adapter_tensors(module: nn.Module) -> list[NamedTensor]:

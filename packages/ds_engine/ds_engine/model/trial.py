@@ -8,7 +8,6 @@ that noise in training is found too. The copy is in fp32 on the CPU, or on the G
 from __future__ import annotations
 
 import copy
-import functools
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -73,34 +72,30 @@ def try_model(config: Any, *, head: Head = "lm", device: torch.device = CPU) -> 
         UntriedModelError: no small copy can be built, or computed on these devices.
     """
     try:
-        return _try_once(_Key(config), head, CPU)
+        return _try_once(config, head, CPU)
     except UntriedModelError:
         if device == CPU:
             raise
-        return _try_once(_Key(config), head, device)
+        return _try_once(config, head, device)
 
 
-class _Key:
-    """A configuration that is equal to others of the same content."""
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
-        content = {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "dtype", "architectures")}
-        self.text = f"{type(config).__name__} {sorted(content.items(), key=str)}"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self.text == other.text
-
-    def __hash__(self) -> int:
-        return hash(self.text)
+def _try_once(config: Any, head: Head, device: torch.device) -> Trial:
+    content = {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "dtype", "architectures")}
+    key = f"{type(config).__name__} {sorted(content.items(), key=str)}", head, device
+    if key not in _TRIALS:
+        with silenced_transformers(), warnings.catch_warnings(action="ignore"):
+            _TRIALS[key] = _try(config, head, device)
+    return _TRIALS[key]
 
 
-@functools.lru_cache(maxsize=32)
-def _try_once(key: _Key, head: Head, device: torch.device) -> Trial:
+_TRIALS: dict[tuple[str, Head, torch.device], Trial] = {}
+
+
+def _try(config: Any, head: Head, device: torch.device) -> Trial:
     started = time.monotonic()
-    with _quiet(), torch.random.fork_rng([] if device == CPU else [device]), torch.enable_grad(), device:
+    with torch.random.fork_rng([] if device == CPU else [device]), torch.enable_grad(), device:
         torch.manual_seed(0)
-        small, model = _reference(key.config, head)
+        small, model = _reference(config, head)
         architecture = type(model).__name__
         sequences = _sequences(model)
         if not _is_causal(model, sequences[0], head):
@@ -130,9 +125,7 @@ def _why_not(way: str, small: Any, reference: Any, sequences: list[Tensor], head
     try:
         register_packed_attention()
         options = {"attn_implementation": ATTENTION_NAME} if way == "packed" else {}
-        model = _auto_class(head).from_config(
-            copy.deepcopy(small), dtype=torch.float32, trust_remote_code=False, **options
-        )
+        model = _build(small, head, **options)
         model.load_state_dict(reference.state_dict())
         install_packed_forward(model.train(), dense_log_prob if head == "lm" else None)
         with CPU:
@@ -156,10 +149,11 @@ def _why_not(way: str, small: Any, reference: Any, sequences: list[Tensor], head
     return ""
 
 
-def _auto_class(head: Head) -> Any:
+def _build(config: Any, head: Head, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    return AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
+    auto_class: Any = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
+    return auto_class.from_config(copy.deepcopy(config), dtype=torch.float32, trust_remote_code=False, **options)
 
 
 def _reference(config: Any, head: Head) -> tuple[Any, Any]:
@@ -174,16 +168,11 @@ def _reference(config: Any, head: Head) -> tuple[Any, Any]:
             small = small_config(config, widths=cast("Any", widths))
             small.num_labels = 1
             with torch.device("meta"):
-                size = sum(
-                    p.numel()
-                    for p in _auto_class(head).from_config(copy.deepcopy(small), trust_remote_code=False).parameters()
-                )
+                size = sum(p.numel() for p in _build(small, head).parameters())
             if size > _MAX_PARAMETERS:
                 failures.append(f"a copy has {size:,} parameters")
                 continue
-            model = (
-                _auto_class(head).from_config(copy.deepcopy(small), dtype=torch.float32, trust_remote_code=False).eval()
-            )
+            model = _build(small, head).eval()
             randomize(model)
             with torch.no_grad():
                 outputs = [_alone(model, ids, head) for ids in _sequences(model)]
@@ -238,15 +227,13 @@ def _outputs_and_gradients(model: nn.Module, outputs: list[Tensor]) -> Result:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence upstream's remarks about the copy, such as missing kernels."""
+def silenced_transformers() -> Iterator[None]:
+    """Context without transformers' remarks, such as those about a new head or missing kernels of a small copy."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        yield
     finally:
         logging.set_verbosity(level)

@@ -8,8 +8,7 @@ weights and Adam moments are fp32 on both sides, so they are restored bit for bi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -97,8 +96,7 @@ class StateSource(Protocol):
         """Elements [start, stop) of a flattened parameter or of its moment: 1-d fp32 on the CPU, read-only."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Fragment:
+class _Fragment(NamedTuple):
     """Elements [start, stop) of parameter `name`, located at `offset` in a flat buffer."""
 
     name: str
@@ -164,14 +162,8 @@ def _partitioned(engine: Any) -> Iterator[tuple[Tensor, dict[str, Any], list[_Fr
             mapping = parameter._hp_mapping
             if mapping is not None:
                 start, size = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
-                fragments.append(
-                    _Fragment(
-                        name=engine.param_names[parameter],
-                        start=start,
-                        stop=start + size,
-                        offset=mapping.hp_fragment_address.start,
-                    )
-                )
+                offset = mapping.hp_fragment_address.start
+                fragments.append(_Fragment(engine.param_names[parameter], start, start + size, offset))
         yield group["params"][0], group, fragments
 
 
@@ -185,7 +177,7 @@ def _sharded(engine: Any) -> Iterator[tuple[Tensor, dict[str, Any], list[_Fragme
             size = parameter.partition_numel()
             start = min(zero._get_param_partition_rank(parameter) * size, parameter.ds_numel)
             stop = min(start + size, parameter.ds_numel)
-            fragments.append(_Fragment(name=engine.param_names[parameter], start=start, stop=stop, offset=offset))
+            fragments.append(_Fragment(engine.param_names[parameter], start, stop, offset))
             offset += size
         yield zero.fp32_partitioned_groups_flat[index], group, fragments
 

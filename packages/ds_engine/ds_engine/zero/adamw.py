@@ -65,24 +65,15 @@ class AdamW(torch.optim.AdamW):
     def _step_group(self, group: dict[str, Any]) -> None:
         from .adamw_kernel import adamw
 
-        params: list[Tensor] = []
-        gradients: list[Tensor] = []
-        means: list[Tensor] = []
-        squares: list[Tensor] = []
-        counts: list[Tensor] = []
+        lists: list[list[Tensor]] = [[] for _ in range(5)]
+        params, gradients, means, squares, counts = lists
         self._init_group(group, params, gradients, means, squares, [], counts)
         if not params:
             return
         torch._foreach_add_(counts, 1)
-        for tensors in zip(params, gradients, means, squares, counts, strict=True):
-            adamw(
-                *tensors,
-                lr=group["lr"],
-                betas=group["betas"],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                grad_scale=self.grad_scale,
-            )
+        options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+        for tensors in zip(*lists, strict=True):
+            adamw(*tensors, **options, grad_scale=self.grad_scale)
 
 
 def _is_supported(param: Tensor) -> bool:

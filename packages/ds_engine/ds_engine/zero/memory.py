@@ -95,11 +95,6 @@ class StorageOffload:
         self._offloaded: list[tuple[torch.UntypedStorage, int]] = []
         self._host = _HostMemory(chunk_bytes)
 
-    @property
-    def is_offloaded(self) -> bool:
-        """Whether storages are in CPU memory now."""
-        return bool(self._offloaded)
-
     def offload(self, tensors: Iterable[Tensor]) -> int:
         """Copy the storages of `tensors` to the CPU and free them on the device; returns the bytes copied."""
         seen: set[int] = set()
@@ -192,7 +187,7 @@ class EngineMemory:
     def reload(self, device: torch.device) -> MemoryReport:
         """See `ZeroEngine.reload`."""
         before = _device_bytes(device)
-        moved = self._storages.reload() if self._storages.is_offloaded else 0
+        moved = self._storages.reload()
         self.is_offloaded = False
         return MemoryReport(moved_bytes=moved, device_bytes_before=before, device_bytes_after=_device_bytes(device))
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +23,7 @@ from ..config import SyncConfig
 from ..errors import ChannelError, ReceiverError, ServerError, SyncConfigError, WeightSyncError
 from ..plan import NUM_BUFFERS, Bucket, BucketPlan
 from ..sources.base import TensorSource
-from ..tensors import checksum
+from ..tensors import checksum, synchronize
 from ..transports.group import SenderGroup
 from ..transports.routes import ONE_HOST_TRANSPORTS, local_address
 from ..transports.select import make_senders
@@ -45,13 +45,13 @@ class Timings:
     finish_s: float = 0.0
 
 
+@dataclass(frozen=True)
 class Link:
     """The connection to one worker of one server."""
 
-    def __init__(self, channel: Channel, hello: Message, where: str) -> None:
-        self.channel = channel
-        self.hello = hello
-        self.where = where
+    channel: Channel
+    hello: Message
+    where: str
 
     @property
     def server(self) -> int:
@@ -106,8 +106,8 @@ class PushSession:
         collectives.
         """
         self.timings = Timings()
-        filler = _BucketFiller(source, plan, self._senders, self.timings, num_passes(self._config))
-        attempt = _Attempt(secrets.token_hex(8), len(self._controls))
+        filler = _BucketFiller(source, plan, self._senders, self.timings, self._config)
+        attempt = _Attempt(secrets.token_hex(8))
         try:
             self._senders.prepare(plan)
             self._claim()
@@ -149,9 +149,9 @@ class PushSession:
             }
             attempt.futures.append(run_in_thread(self._update_server, attempt, index, control, info))
         ahead = min(NUM_BUFFERS, len(plan.buckets))
-        sums = [self._fill(filler) for _ in range(ahead)]  # while the servers finish their requests
+        sums = [filler.fill_next() for _ in range(ahead)]  # while the servers finish their requests
         attempt.links = self._accept_workers(attempt)
-        self.timings.pause_s = max(attempt.pause_s)
+        self.timings.pause_s = max(attempt.pause_s.values())
         started = time.perf_counter()
         self._send_plan(attempt, plan, version)
         self._stream(attempt, filler, plan, sums)
@@ -169,7 +169,7 @@ class PushSession:
             if index >= NUM_BUFFERS:
                 self._await_replies(attempt, "taken", index - NUM_BUFFERS)
             if index >= ahead:
-                sums.append(self._fill(filler))
+                sums.append(filler.fill_next())
             self._announce(attempt, plan.buckets[index], sums[index])
         for index in range(max(0, num_buckets - NUM_BUFFERS), num_buckets):
             self._await_replies(attempt, "taken", index)
@@ -191,14 +191,9 @@ class PushSession:
             with contextlib.suppress(ServerError):
                 control.update({"trainer": info["trainer"], "abort": "taken over"}, self._config.timeout_s)
             control.start()
-        attempt.started[index] = True
+        attempt.started.add(index)
         attempt.raise_if_canceled()
         control.update(info, None)
-
-    def _fill(self, filler: "_BucketFiller") -> int | None:
-        """Fill the next bucket and return its checksum, or None without checksums."""
-        bytes_N = filler.fill_next()
-        return checksum(bytes_N) if self._config.checksum else None
 
     def _accept_workers(self, attempt: "_Attempt") -> list[Link]:
         """Wait until every worker of every server has connected. A server's failure ends the wait at once."""
@@ -311,7 +306,7 @@ class PushSession:
             link.channel.close()
         wait_futures(attempt.futures, timeout=_ABORT_WAIT_S)
         for index, control in enumerate(self._controls):
-            if attempt.started[index] and attempt.futures[index].done() and attempt.futures[index].exception() is None:
+            if index in attempt.started and attempt.futures[index].done() and not attempt.futures[index].exception():
                 with contextlib.suppress(ServerError):
                     control.update({"trainer": self._identity["trainer"], "abort": str(error)}, _ABORT_WAIT_S)
 
@@ -322,16 +317,16 @@ class PushSession:
         return [future.result() for future in futures]
 
 
+@dataclass
 class _Attempt:
-    """State of one attempt: its links, server threads and progress."""
+    """State of one attempt: its links, server threads and progress, the latter by the server's index."""
 
-    def __init__(self, session: str, num_servers: int) -> None:
-        self.session = session
-        self.links: list[Link] = []
-        self.futures: list[Future[None]] = []
-        self.pause_s = [0.0] * num_servers
-        self.started = [False] * num_servers
-        self.canceled = False
+    session: str
+    links: list[Link] = field(default_factory=list)
+    futures: list[Future[None]] = field(default_factory=list)
+    pause_s: dict[int, float] = field(default_factory=dict)
+    started: set[int] = field(default_factory=set)
+    canceled: bool = False
 
     def raise_if_canceled(self) -> None:
         """Stop a server's thread when the push has failed on another server."""
@@ -343,23 +338,23 @@ class _BucketFiller:
     """Fills the buckets in order, each once per pass."""
 
     def __init__(
-        self, source: TensorSource, plan: BucketPlan, senders: SenderGroup, timings: Timings, passes: int
+        self, source: TensorSource, plan: BucketPlan, senders: SenderGroup, timings: Timings, config: SyncConfig
     ) -> None:
         self._source = source
         self._senders = senders
         self._timings = timings
-        self._left: Iterator[Bucket] = iter(plan.buckets * passes)
+        self._with_checksum = config.checksum
+        self._left: Iterator[Bucket] = iter(plan.buckets * num_passes(config))
 
-    def fill_next(self) -> torch.Tensor:
-        """Fill the next bucket and return its bytes."""
+    def fill_next(self) -> int | None:
+        """Fill the next bucket and return its checksum; None without checksums."""
         bucket = next(self._left)
         start = time.perf_counter()
         out = self._senders.buffer(bucket)
         self._source.fill(bucket, out)
-        if out.device.type == "cuda":
-            torch.cuda.current_stream(out.device).synchronize()
+        synchronize(out.device)
         self._timings.gather_s += time.perf_counter() - start
-        return out[: bucket.nbytes]
+        return checksum(out[: bucket.nbytes]) if self._with_checksum else None
 
     def drain(self) -> None:
         """Take part in the collectives of the remaining buckets without sending them."""

@@ -115,7 +115,6 @@ class ZeroSource:
                 self._gather_with_deepspeed(special, out)
             if full and out is not None:
                 self._copy_full(bucket, full, out)
-            self._unpack([slot for slot in bucket.slots if slot.name in self._packings], out)
             self._merge([slot for slot in bucket.slots if slot.name in self._updates], out)
 
     def _entry(self, name: str, param: Any) -> TensorEntry:
@@ -131,13 +130,12 @@ class ZeroSource:
         return TensorEntry(name=name, shape=shape, dtype=dtype_name(dtype), padding=padding)
 
     def _group_slots(self, bucket: Bucket) -> tuple[list[Slot], list[Slot], list[Slot]]:
-        """Slots of full parameters, of plain shards, and of shards that only DeepSpeed can gather; no packed ones."""
+        """Slots of full parameters, of plain shards, and of packed ones and shards that only DeepSpeed can gather."""
         groups: tuple[list[Slot], list[Slot], list[Slot]] = ([], [], [])
         for slot in bucket.slots:
-            if slot.name in self._packings:
-                continue
             param = self._params[slot.name]
-            groups[0 if not hasattr(param, "ds_tensor") else 1 if _is_plain_shard(param) else 2].append(slot)
+            is_special = slot.name in self._packings or (hasattr(param, "ds_tensor") and not _is_plain_shard(param))
+            groups[2 if is_special else 1 if hasattr(param, "ds_tensor") else 0].append(slot)
         return groups
 
     def _copy_full(self, bucket: Bucket, slots: list[Slot], out: Tensor) -> None:
@@ -212,22 +210,15 @@ class ZeroSource:
             offset += width
 
     def _gather_with_deepspeed(self, slots: list[Slot], out: Tensor | None) -> None:
-        """Gather offloaded, quantized and hpZ shards, and copy them before DeepSpeed shards the parameters again."""
-        from deepspeed import zero
-
-        params = [self._params[slot.name] for slot in slots]
-        with zero.GatheredParameters(params):
-            if out is not None:
-                for slot, param in zip(slots, params, strict=True):
-                    slot_view(out, slot).copy_(param.data.view(slot.shape))
-
-    def _unpack(self, slots: list[Slot], out: Tensor | None) -> None:
-        """Gather packed parameters with DeepSpeed if they are sharded; the sending rank unpacks them."""
+        """Gather offloaded, quantized and hpZ shards and packed parameters; the sending rank copies or unpacks them
+        before DeepSpeed shards them again."""
         params = [self._params[slot.name] for slot in slots]
         with _gathered(params):
             if out is not None:
                 for slot, param in zip(slots, params, strict=True):
-                    slot_view(out, slot).copy_(self._packings[slot.name].unpack(param.data))
+                    packing = self._packings.get(slot.name)
+                    whole = param.data.view(slot.shape) if packing is None else packing.unpack(param.data)
+                    slot_view(out, slot).copy_(whole)
 
     def _merge(self, slots: list[Slot], out: Tensor | None) -> None:
         """Gather a bucket's low-rank updates, which are small, in one step, and merge them on their own device."""

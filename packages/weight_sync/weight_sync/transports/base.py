@@ -2,13 +2,16 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..channel import Channel
-from ..plan import Bucket, BucketPlan
+from ..errors import SyncConfigError
+from ..plan import NUM_BUFFERS, Bucket, BucketPlan
+
+CPU = torch.device("cpu")
 
 
 class Sender(ABC):
@@ -19,17 +22,30 @@ class Sender(ABC):
     can_borrow = False
     """Whether this sender can send from the buffers of another one on the same device."""
 
-    @abstractmethod
+    def __init__(self, device: torch.device = CPU) -> None:
+        self._device = device
+        self._buffers: list[Tensor] = []
+
     def prepare(self, plan: BucketPlan, lent: list[Tensor]) -> list[Tensor]:
-        """Allocate persistent buffers for this plan and return them. Called before every push.
+        """The buffers for this plan, which are kept between pushes and replaced when a plan needs more. Called before
+        every push.
 
-        Reuses buffers that are large enough. ``lent``: another sender's buffers for this plan, which a sender that can
-        borrow uses instead of its own; empty if there are none.
+        ``lent``: another sender's buffers for this plan, which a sender that can borrow uses instead of its own; empty
+        if there are none.
         """
+        sizes = plan.buffer_bytes()
+        if lent and self.can_borrow:
+            self._buffers = lent
+        elif not fits(self._buffers, sizes):
+            self._buffers = self._allocate(sizes)
+        return self._buffers
 
-    @abstractmethod
+    def _allocate(self, sizes: list[int]) -> list[Tensor]:
+        return new_buffers(sizes, self._device)
+
     def buffer(self, bucket: Bucket) -> Tensor:
         """The buffer into which the source writes this bucket: uint8, 1-D, at least ``bucket.nbytes`` long."""
+        return self._buffers[bucket.index % NUM_BUFFERS]
 
     @abstractmethod
     def greet(self, hello: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
@@ -38,6 +54,11 @@ class Sender(ABC):
         ``hello`` is the worker's first message plus ``where``, its name in errors. Raises SyncConfigError when the
         transport cannot reach the worker.
         """
+
+    def _require_gpu(self, hello: dict[str, Any]) -> None:
+        if hello.get("device") != "cuda":
+            device = hello.get("device")
+            raise SyncConfigError(f"transport: {self.name!r} cannot reach a server on {device}; use 'shm' or 'tcp'")
 
     def common_greeting(self) -> dict[str, Any]:
         """What all workers of this transport need to attach, in addition to `greet`. Called after all were greeted."""
@@ -51,32 +72,52 @@ class Sender(ABC):
         """Abort transfers in flight after a failed push."""
         return
 
-    @abstractmethod
     def close(self) -> None:
         """Free the buffers."""
+        self._buffers = []
 
 
-class Receiver(Protocol):
-    """A worker's end, inside the server."""
+class Receiver(ABC):
+    """A worker's end, inside the server. ``attach`` sets the buffers from which ``receive`` reads."""
 
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: list[Tensor] = []
+        self._staged: list[Tensor] = []
+        self.id = ""
+        """Name of the sender's buffers that are mapped."""
+
+    @abstractmethod
     def attach(self, greeting: dict[str, Any], fds: list[int], plan: BucketPlan) -> None:
         """Attach with the sender's greeting. Takes ownership of the descriptors."""
 
     def receive(self, bucket: Bucket, channel: Channel) -> Tensor:
         """The bucket's bytes (uint8, 1-D) on the model's device; valid until the buffer's next bucket is received."""
+        index = bucket.index % NUM_BUFFERS
+        bytes_N = self._buffers[index][: bucket.nbytes]
+        return self._staged[index][: bucket.nbytes].copy_(bytes_N) if self._staged else bytes_N
+
+    def _stage(self, plan: BucketPlan) -> None:
+        """Allocate memory on the model's device for buckets that arrive in CPU memory."""
+        if self._device.type != "cpu":
+            self._staged = grow_buffers(self._staged, plan, self._device)
 
     def close(self) -> None:
         """Free the buffers."""
+        self._buffers, self._staged, self.id = [], [], ""
 
 
-def fits(have: Sequence[int], needed: Sequence[int]) -> bool:
-    """Whether buffers of ``have`` bytes are enough for buffers of ``needed`` bytes."""
-    return len(have) >= len(needed) and all(size >= need for size, need in zip(have, needed, strict=False))
+def fits(have: Sequence[Tensor], needed: Sequence[int]) -> bool:
+    """Whether buffers are enough for ``needed`` bytes each."""
+    return len(have) >= len(needed) and all(len(buffer) >= need for buffer, need in zip(have, needed, strict=False))
 
 
 def grow_buffers(buffers: list[Tensor], plan: BucketPlan, device: torch.device, *, pin: bool = False) -> list[Tensor]:
-    """``buffers``, or new uint8 buffers if the plan needs more. Zeroed, because the first write to a page is slow."""
+    """``buffers``, or new uint8 buffers if the plan needs more."""
     sizes = plan.buffer_bytes()
-    if fits([buffer.numel() for buffer in buffers], sizes):
-        return buffers
+    return buffers if fits(buffers, sizes) else new_buffers(sizes, device, pin=pin)
+
+
+def new_buffers(sizes: Sequence[int], device: torch.device, *, pin: bool = False) -> list[Tensor]:
+    """uint8 buffers of these sizes. Zeroed, because the first write to a page is slow."""
     return [torch.zeros(size, dtype=torch.uint8, device=device, pin_memory=pin) for size in sizes]

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..channel import Channel
 from ..errors import SyncConfigError
-from ..plan import NUM_BUFFERS, Bucket, BucketPlan
-from .base import Sender, fits
+from ..plan import BucketPlan
+from .base import Receiver, Sender
 
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
@@ -103,59 +102,46 @@ class IpcSender(Sender):
     name = "ipc"
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._buffers: list[DeviceMemory] = []
-        self._handles: list[list[Any]] = []
-        self._id = ""
+        super().__init__(device)
+        self._memory: list[DeviceMemory] = []
+        self._greeting: dict[str, Any] = {}
 
-    def prepare(self, plan: BucketPlan, lent: list[Tensor]) -> list[Tensor]:
-        sizes = plan.buffer_bytes()
-        if not fits([buffer.num_bytes for buffer in self._buffers], sizes):
-            self.close()
-            self._buffers = [DeviceMemory.allocate(size, self._device) for size in sizes]
-            self._handles = [[buffer.handle().hex(), buffer.num_bytes] for buffer in self._buffers]
-            self._id = secrets.token_hex(8)
-        return [buffer.bytes_N for buffer in self._buffers]
-
-    def buffer(self, bucket: Bucket) -> Tensor:
-        return self._buffers[bucket.index % NUM_BUFFERS].bytes_N
+    def _allocate(self, sizes: list[int]) -> list[Tensor]:
+        self.close()
+        self._memory = [DeviceMemory.allocate(size, self._device) for size in sizes]
+        handles = [[memory.handle().hex(), memory.num_bytes] for memory in self._memory]
+        self._greeting = {"buffers": secrets.token_hex(8), "handles": handles}
+        return [memory.bytes_N for memory in self._memory]
 
     def greet(self, hello: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         """The buffers' handles. Raises SyncConfigError for a worker that is not on a GPU."""
-        if hello.get("device") != "cuda":
-            raise SyncConfigError(
-                f"transport: 'ipc' cannot reach a server on {hello.get('device')}; use 'shm' or 'tcp'"
-            )
-        return {"buffers": self._id, "handles": self._handles}, []
+        self._require_gpu(hello)
+        return self._greeting, []
 
     def close(self) -> None:
-        for buffer in self._buffers:
-            buffer.close()
-        self._buffers = []
+        for memory in self._memory:
+            memory.close()
+        self._memory, self._buffers = [], []
 
 
-class IpcReceiver:
+class IpcReceiver(Receiver):
     """The worker's end: mappings of the pusher's buffers."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._buffers: list[DeviceMemory] = []
-        self._id = ""
+        super().__init__(device)
+        self._memory: list[DeviceMemory] = []
 
     def attach(self, greeting: dict[str, Any], fds: list[int], plan: BucketPlan) -> None:
-        if greeting["buffers"] == self._id:
+        if greeting["buffers"] == self.id:
             return
         self.close()
-        self._buffers = [
-            DeviceMemory.open(bytes.fromhex(handle), num_bytes, self._device)
-            for handle, num_bytes in greeting["handles"]
-        ]
-        self._id = greeting["buffers"]
-
-    def receive(self, bucket: Bucket, channel: Channel) -> Tensor:
-        return self._buffers[bucket.index % NUM_BUFFERS].bytes_N[: bucket.nbytes]
+        handles = greeting["handles"]
+        self._memory = [DeviceMemory.open(bytes.fromhex(handle), size, self._device) for handle, size in handles]
+        self._buffers = [memory.bytes_N for memory in self._memory]
+        self.id = greeting["buffers"]
 
     def close(self) -> None:
-        for buffer in self._buffers:
-            buffer.close()
-        self._buffers, self._id = [], ""
+        for memory in self._memory:
+            memory.close()
+        self._memory = []
+        super().close()

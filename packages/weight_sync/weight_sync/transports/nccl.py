@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from ..channel import Channel
 from ..errors import ChannelError, SyncConfigError, WeightSyncError
 from ..plan import NUM_BUFFERS, Bucket, BucketPlan
-from .base import Sender, grow_buffers
+from .base import Receiver, Sender, grow_buffers
 
 _RENDEZVOUS_POLL_S = 0.002
 
@@ -32,7 +32,7 @@ class NcclSender(Sender):
     can_borrow = True
 
     def __init__(self, device: torch.device, host: str, timeout_s: float) -> None:
-        self._device = device
+        super().__init__(device)
         self._host = host
         self._timeout_s = timeout_s
         self._store: TCPStore | None = None
@@ -40,27 +40,22 @@ class NcclSender(Sender):
         self._greeted: list[str] = []
         self._where: list[str] = []
         self._members: tuple[str, ...] = ()
-        self._buffers: list[Tensor] = []
         self._comm: Any = None
         self._works: dict[int, Any] = {}
 
     def prepare(self, plan: BucketPlan, lent: list[Tensor]) -> list[Tensor]:
-        self._buffers = lent or grow_buffers(self._buffers, plan, self._device)
         self._greeted, self._where = [], []
-        return self._buffers
+        return super().prepare(plan, lent)
 
     def buffer(self, bucket: Bucket) -> Tensor:
         work = self._works.pop(bucket.index % NUM_BUFFERS, None)
         if work is not None:
             work.wait()  # every receiver has acknowledged it, so this only orders the streams
-        return self._buffers[bucket.index % NUM_BUFFERS]
+        return super().buffer(bucket)
 
     def greet(self, hello: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         """Address of the store and the worker's rank. Raises SyncConfigError for a worker that is not on a GPU."""
-        if hello.get("device") != "cuda":
-            raise SyncConfigError(
-                f"transport: 'nccl' cannot reach a server on {hello.get('device')}; use 'shm' or 'tcp'"
-            )
+        self._require_gpu(hello)
         if self._store is None:
             self._store = create_store(self._host, self._timeout_s)
         self._greeted.append(f"{hello['server']}/{hello['worker']}/{hello['process']}")
@@ -97,13 +92,12 @@ class NcclSender(Sender):
         self._buffers, self._store = [], None
 
 
-class NcclReceiver:
+class NcclReceiver(Receiver):
     """The worker's end: one rank of the communicator."""
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
-        self._device = device
+        super().__init__(device)
         self._timeout_s = timeout_s
-        self._buffers: list[Tensor] = []
         self._greeting: dict[str, Any] = {}
         self._key: tuple[Any, ...] = ()
         self._comm: Any = None

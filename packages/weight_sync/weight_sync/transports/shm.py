@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..channel import Channel
 from ..errors import SyncConfigError
-from ..plan import NUM_BUFFERS, Bucket, BucketPlan
-from .base import Sender, fits
+from ..plan import BucketPlan
+from .base import Receiver, Sender
 
 
 class Segment:
@@ -50,19 +49,15 @@ class ShmSender(Sender):
     name = "shm"
 
     def __init__(self) -> None:
+        super().__init__()
         self._segments: list[Segment] = []
         self._id = ""
 
-    def prepare(self, plan: BucketPlan, lent: list[Tensor]) -> list[Tensor]:
-        sizes = plan.buffer_bytes()
-        if not fits([segment.num_bytes for segment in self._segments], sizes):
-            self.close()
-            self._segments = [Segment.create(size) for size in sizes]
-            self._id = secrets.token_hex(8)
+    def _allocate(self, sizes: list[int]) -> list[Tensor]:
+        self.close()
+        self._segments = [Segment.create(size) for size in sizes]
+        self._id = secrets.token_hex(8)
         return [segment.bytes_N for segment in self._segments]
-
-    def buffer(self, bucket: Bucket) -> Tensor:
-        return self._segments[bucket.index % NUM_BUFFERS].bytes_N
 
     def greet(self, hello: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         """The segments' descriptors, unless this worker still has them mapped."""
@@ -73,39 +68,29 @@ class ShmSender(Sender):
     def close(self) -> None:
         for segment in self._segments:
             segment.close()
-        self._segments = []
+        self._segments, self._buffers = [], []
 
 
-class ShmReceiver:
+class ShmReceiver(Receiver):
     """The worker's end. Keeps the mapping between syncs; on CUDA it copies to a persistent device buffer."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        super().__init__(device)
         self._segments: list[Segment] = []
-        self._staged: list[Tensor] = []
-        self.id = ""
 
     def attach(self, greeting: dict[str, Any], fds: list[int], plan: BucketPlan) -> None:
-        if greeting["segments"] == self.id and not fds:
-            return
-        self.close()
-        if len(fds) != len(greeting["sizes"]):
-            raise SyncConfigError(f"received {len(fds)} shared-memory descriptors, expected {len(greeting['sizes'])}")
-        self._segments = [Segment(fd, size) for fd, size in zip(fds, greeting["sizes"], strict=True)]
-        if self._device.type != "cpu":
-            self._staged = [torch.empty(s.num_bytes, dtype=torch.uint8, device=self._device) for s in self._segments]
-        self.id = greeting["segments"]
-
-    def receive(self, bucket: Bucket, channel: Channel) -> Tensor:
-        index = bucket.index % NUM_BUFFERS
-        host = self._segments[index].bytes_N[: bucket.nbytes]
-        if self._device.type == "cpu":
-            return host
-        staged = self._staged[index][: bucket.nbytes]
-        staged.copy_(host)
-        return staged
+        if greeting["segments"] != self.id or fds:
+            self.close()
+            sizes = greeting["sizes"]
+            if len(fds) != len(sizes):
+                raise SyncConfigError(f"received {len(fds)} shared-memory descriptors, expected {len(sizes)}")
+            self._segments = [Segment(fd, size) for fd, size in zip(fds, sizes, strict=True)]
+            self._buffers = [segment.bytes_N for segment in self._segments]
+            self.id = greeting["segments"]
+        self._stage(plan)
 
     def close(self) -> None:
         for segment in self._segments:
             segment.close()
-        self._segments, self._staged, self.id = [], [], ""
+        self._segments = []
+        super().close()

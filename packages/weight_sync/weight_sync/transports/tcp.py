@@ -6,12 +6,11 @@ Buffers are in host memory on both sides; a CUDA receiver copies to its GPU. Sen
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..channel import Channel
 from ..plan import NUM_BUFFERS, Bucket, BucketPlan
-from .base import Sender, grow_buffers
+from .base import CPU, Receiver, Sender, grow_buffers
 
 
 class TcpSender(Sender):
@@ -21,15 +20,8 @@ class TcpSender(Sender):
     can_borrow = True
 
     def __init__(self) -> None:
-        self._buffers: list[Tensor] = []
+        super().__init__()
         self._pool: ThreadPoolExecutor | None = None
-
-    def prepare(self, plan: BucketPlan, lent: list[Tensor]) -> list[Tensor]:
-        self._buffers = lent or grow_buffers(self._buffers, plan, torch.device("cpu"))
-        return self._buffers
-
-    def buffer(self, bucket: Bucket) -> Tensor:
-        return self._buffers[bucket.index % NUM_BUFFERS]
 
     def greet(self, hello: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         """Empty: the bytes come over the same connection."""
@@ -51,31 +43,17 @@ class TcpSender(Sender):
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=False)
-        self._buffers = []
+        super().close()
 
 
-class TcpReceiver:
+class TcpReceiver(Receiver):
     """The worker's end: host buffers (pinned on a GPU worker) and, on a GPU, device buffers."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._buffers: list[Tensor] = []
-        self._staged: list[Tensor] = []
-
     def attach(self, greeting: dict[str, Any], fds: list[int], plan: BucketPlan) -> None:
-        self._buffers = grow_buffers(self._buffers, plan, torch.device("cpu"), pin=self._device.type == "cuda")
-        if self._device.type != "cpu":
-            self._staged = grow_buffers(self._staged, plan, self._device)
+        self._buffers = grow_buffers(self._buffers, plan, CPU, pin=self._device.type == "cuda")
+        self._stage(plan)
 
     def receive(self, bucket: Bucket, channel: Channel) -> Tensor:
-        index = bucket.index % NUM_BUFFERS
-        host = self._buffers[index][: bucket.nbytes]
+        host = self._buffers[bucket.index % NUM_BUFFERS][: bucket.nbytes]
         channel.receive_bytes_into(memoryview(host.numpy().data).cast("B"))
-        if self._device.type == "cpu":
-            return host
-        staged = self._staged[index][: bucket.nbytes]
-        staged.copy_(host)
-        return staged
-
-    def close(self) -> None:
-        self._buffers, self._staged = [], []
+        return super().receive(bucket, channel)

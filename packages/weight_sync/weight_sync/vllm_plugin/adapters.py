@@ -9,13 +9,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..adapter import Adapter
 from ..errors import ReceiverError, SyncConfigError
 from ..plan import Bucket, BucketPlan, Slot
-from ..tensors import slot_view
+from ..tensors import num_wrong_bytes, slot_view
 from .patch import Patch
 
 PATCH = Patch(
@@ -64,7 +63,6 @@ class AdapterLoader:
         self._manager: Any = getattr(model, "lora_manager", None)
         self._adapter: Adapter | None = None
         self._staged: dict[str, Tensor] = {}
-        self._num_compared = 0
         if self._manager is not None:
             setattr(self._manager, _STORE, {})
             patch_adapter_loading()
@@ -102,22 +100,15 @@ class AdapterLoader:
         """The number of tensors received."""
         return len(self._staged)
 
-    def begin_verify(self) -> None:
-        """Start comparing the received tensors with a second transfer."""
-        self._num_compared = 0
+    def verifier(self) -> "AdapterLoader":
+        """Compares the received tensors with a second transfer."""
+        return self
 
     def verify(self, bucket: Bucket, bytes_N: Tensor) -> None:
         """Compare one bucket. Raises ReceiverError('verify', name, ...) at the first difference."""
         for slot in bucket.slots:
-            held, sent = self._staged[slot.name], slot_view(bytes_N, slot).to("cpu")
-            wrong = int((held.view(torch.uint8) != sent.view(torch.uint8)).sum())
-            if wrong:
+            if wrong := num_wrong_bytes(self._staged[slot.name], slot_view(bytes_N, slot).to("cpu")):
                 raise ReceiverError("verify", slot.name, f"{wrong} bytes differ from the trainer's")
-        self._num_compared += len(bucket.slots)
-
-    def finish_verify(self) -> int:
-        """The number of tensors compared."""
-        return self._num_compared
 
     def abort(self) -> None:
         """Drop the received tensors; the previous version stays."""

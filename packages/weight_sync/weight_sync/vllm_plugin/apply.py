@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 
 from ..errors import ReceiverError
 from ..plan import Bucket, BucketPlan
-from ..tensors import like, slot_view
+from ..tensors import like, slot_view, storage_id, synchronize
 from .layout import Arrivals, DryRun, Layout, Target
 from .patch import Patch
 from .processing import first_processing, processed, record_of, take_over
@@ -53,9 +53,8 @@ class ModelLoader:
         self._model: Any = model
         self._device = device
         self._scratch = ScratchPool(device)
-        self._direct = DirectLoader(model, device, self._scratch)
+        self._direct = DirectLoader(model, self._scratch)
         self._layerwise = LayerwiseLoader(model, model_config)
-        self._verifier = Verifier(model, device, self._scratch)
         self._active: DirectLoader | LayerwiseLoader = self._direct
         self._layout = Layout()
         self._loaded: set[str] = set()
@@ -81,32 +80,19 @@ class ModelLoader:
         """Load one bucket; its memory may be reused when this returns. Raises ReceiverError('load', name, ...)."""
         self._active.load(bucket, bytes_N)
         self._loaded.update(slot.name for slot in bucket.slots)
-        self._synchronize()
+        synchronize(self._device)
 
     @torch.no_grad()
     def finish(self) -> int:
         """Complete the sync; returns the number of tensors loaded. Raises ReceiverError('count', name, ...)."""
         self._active.finish()
         derive_copies(self._model)
-        self._synchronize()
+        synchronize(self._device)
         return len(self._loaded)
 
-    def begin_verify(self) -> None:
-        """Start comparing the loaded parameters with a second transfer."""
-        self._verifier.begin(self._layout)
-
-    @torch.no_grad()
-    def verify(self, bucket: Bucket, bytes_N: Tensor) -> None:
-        """Compare one bucket; its memory may be reused when this returns.
-
-        Raises ReceiverError('verify', name, ...) at the first difference.
-        """
-        self._verifier.verify(bucket, bytes_N)
-        self._synchronize()  # no comparison waits for the copies of a bucket that completes no parameter
-
-    def finish_verify(self) -> int:
-        """The number of tensors compared. Raises ReceiverError('count', name, ...)."""
-        return self._verifier.finish()
+    def verifier(self) -> Verifier:
+        """Compares the loaded parameters with a second transfer."""
+        return Verifier(self._model, self._device, self._scratch, self._layout)
 
     def abort(self) -> None:
         """Restore the model's modules after a failed sync."""
@@ -115,17 +101,12 @@ class ModelLoader:
             self._scratch.release(target)
         self._active.abort()
 
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-
 
 class DirectLoader:
     """Writes into the live parameters; processes a module when it is complete."""
 
-    def __init__(self, model: nn.Module, device: torch.device, scratch: ScratchPool) -> None:
+    def __init__(self, model: nn.Module, scratch: ScratchPool) -> None:
         self._model: Any = model
-        self._device = device
         self._scratch = scratch
         self._layout = Layout()
         self._arrivals = Arrivals(self._layout)
@@ -142,18 +123,17 @@ class DirectLoader:
 
     def load(self, bucket: Bucket, bytes_N: Tensor) -> None:
         """Load one bucket; its memory may be reused after the device has finished the copies."""
-        for slot in bucket.slots:
-            for copy in self._layout.copies[slot.name]:
-                self._prepare(copy.target, bytes_N)
+        copies = self._layout.copies_of(bucket)
+        for copy in copies:
+            self._prepare(copy.target, bytes_N)
         if self._layout.replayable:
             self._replay(bucket, bytes_N)
         else:
             load_by_name(self._model, bucket, bytes_N)
-        for slot in bucket.slots:
-            for copy in self._layout.copies[slot.name]:
-                targets = self._arrivals.completed_by(copy)
-                if targets and not copy.target.in_place:
-                    self._process(targets)
+        for copy in copies:
+            targets = self._arrivals.completed_by(copy)
+            if targets and not copy.target.in_place:
+                self._process(targets)
 
     def finish(self) -> None:
         """Check that every parameter is complete. Raises ReceiverError('count', name, ...)."""
@@ -221,11 +201,11 @@ class LayerwiseLoader:
     def load(self, bucket: Bucket, bytes_N: Tensor) -> None:
         """Load one bucket and clone its tensors that are still pending."""
         load_by_name(self._model, bucket, bytes_N)
-        storage = bytes_N.untyped_storage().data_ptr()
+        storage = storage_id(bytes_N)
         for module in self._model.modules():
             for _, bound in get_layerwise_info(module).loaded_weights:
                 for key, value in bound.arguments.items():
-                    if _is_in_storage(value, storage):
+                    if isinstance(value, Tensor) and storage_id(value) == storage:
                         bound.arguments[key] = value.clone()
 
     def finish(self) -> None:
@@ -294,10 +274,6 @@ def process_again(module: nn.Module, raw: Mapping[str, Any]) -> None:
 def _view(tensor: Tensor, view: tuple[tuple[int, ...], tuple[int, ...], int]) -> Tensor:
     size, stride, offset = view
     return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
-
-
-def _is_in_storage(value: Any, storage_ptr: int) -> bool:
-    return isinstance(value, Tensor) and not value.is_meta and value.untyped_storage().data_ptr() == storage_ptr
 
 
 def _restore_tensors(module: nn.Module, info: Any) -> None:

@@ -27,7 +27,6 @@ from ..plan import Bucket, BucketPlan
 from ..tensors import checksum
 from ..transports.base import Receiver
 from ..transports.select import make_receiver
-from ..transports.shm import ShmReceiver
 from . import apply, held_requests, layout, processing, stale_replies
 from .adapters import AdapterLoader
 from .apply import ModelLoader
@@ -188,7 +187,7 @@ class PlinthEngine(WeightTransferEngine[PusherInfo, UpdateInfo]):
             "device": self.device.type,
             "plans": list(self._plans),
             "cannot_keep": held_requests.PATCH.problem() or "",
-            "segments": shm.id if isinstance(shm, ShmReceiver) else "",
+            "segments": shm.id if shm is not None else "",
         }
 
     def _run(self, channel: Channel, timeout_s: float) -> None:
@@ -214,8 +213,8 @@ class PlinthEngine(WeightTransferEngine[PusherInfo, UpdateInfo]):
         seconds = time.perf_counter() - started
         logger.info("weight sync: %d tensors in %.3f s; calls of replaced parts: %s", num_tensors, seconds, num_calls())
         if message.get("verify"):
-            loader.begin_verify()
-            self._stream(channel, plan, receiver, loader.verify, loader.finish_verify)
+            verifier = loader.verifier()
+            self._stream(channel, plan, receiver, verifier.verify, verifier.finish)
             logger.info("weight sync: verified after %.3f s", time.perf_counter() - started)
 
     def _stream(

@@ -20,7 +20,7 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 from ..errors import ReceiverError
 from ..plan import Bucket, BucketPlan, Slot
-from ..tensors import dtype_name, like, torch_dtype
+from ..tensors import dtype_name, like, storage_id, torch_dtype
 from .patch import Patch
 from .processing import layout_of, record_of
 
@@ -102,6 +102,10 @@ class Layout:
     contiguous: dict[Target, tuple[int, int]] = field(default_factory=dict)
     """Parameters whose bytes are contiguous in one bucket: bucket index and first byte."""
 
+    def copies_of(self, bucket: Bucket) -> list[Copy]:
+        """The copies that load a bucket, in order."""
+        return [copy for slot in bucket.slots for copy in self.copies[slot.name]]
+
 
 class Arrivals:
     """What is still to arrive in a pass over the plan, and what a copy completes."""
@@ -177,12 +181,12 @@ class DryRun:
             raise ValueError(f"shape {list(source.shape)} where the server has {list(to.shape)}")
         if source.dtype == torch.float8_e4m3fn != to.dtype:
             raise ValueError(f"float8_e4m3fn where the server has {to.dtype}: it must serve a blockwise fp8 checkpoint")
-        target = self._by_storage.get(_storage(to))
-        from_received = self._tensor is not None and _storage(source) == _storage(self._tensor)
+        target = self._by_storage.get(storage_id(to))
+        from_received = self._tensor is not None and storage_id(source) == storage_id(self._tensor)
         if target is None or not from_received or to.shape != source.shape:
             self._layout.replayable = False
         if target is None:
-            if _storage(to) in self._buffers:
+            if storage_id(to) in self._buffers:
                 self._to_buffers[self._current] += to.numel()
             return
         copies = self._layout.copies[self._current]
@@ -194,7 +198,7 @@ class DryRun:
 
     def on_other_write(self, to: Tensor) -> None:
         """A loader writes a tensor other than by copying or by zeroing vocabulary padding."""
-        if _storage(to) in self._by_storage:
+        if storage_id(to) in self._by_storage:
             self._layout.replayable = False
 
     def _swap(self, swapped: list[tuple[dict[str, Any], str, Any]]) -> None:
@@ -223,9 +227,9 @@ class DryRun:
             is_derived, is_processed = name in record.derived, name in record.changed
             target = Target(module, name, qualname, meta, live, is_derived, is_processed)
             self._targets[id(live)] = target
-            self._by_storage[_storage(meta)] = target
+            self._by_storage[storage_id(meta)] = target
         else:
-            self._buffers.add(_storage(meta))
+            self._buffers.add(storage_id(meta))
         return meta
 
     def _tensors(self, plan: BucketPlan) -> Iterator[tuple[str, Tensor]]:
@@ -333,10 +337,6 @@ def _unwrap_loader(meta: Any) -> None:
 
 def _geometry(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     return tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _num_tensor_ranks() -> int:

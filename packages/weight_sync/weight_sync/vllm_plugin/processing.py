@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..tensors import digest, like
+from ..tensors import as_bytes, digest, like, num_wrong_bytes, storage_id
 from .patch import Patch
 
 PATCH = Patch(
@@ -192,8 +192,7 @@ def difference(module: nn.Module, done: nn.Module) -> str:
             continue  # a packed copy behind a function: the verifier multiplies with it
         if live.shape != new.shape or live.dtype != new.dtype:
             return f"{name} is {new.dtype} {list(new.shape)} instead of {live.dtype} {list(live.shape)}"
-        wrong = int((_bytes(live) != _bytes(new)).sum())
-        if wrong:
+        if wrong := num_wrong_bytes(live, new):
             return f"{wrong} bytes of the processed {name}"
     return ""
 
@@ -246,10 +245,10 @@ class _Before:
         out_of_reach = [name for name in changed if name not in after]
         buffers = {name for name, seen in self.tensors.items() if seen.is_buffer and after.get(name) != seen}
         out_of_reach += buffers - (_default_scales(module) if _is_attention(module) else set())
-        own = {_storage(tensor) for tensor in (*self._held, *(tensor for _, tensor in _own_tensors(module)))}
+        own = {storage_id(tensor) for tensor in (*self._held, *(tensor for _, tensor in _own_tensors(module)))}
         on_gpu = any(tensor.is_cuda for _, tensor in _own_tensors(module))
         for name, value in attributes.items():
-            if all(_storage(tensor) in own for tensor in _tensors_in(value)):
+            if all(storage_id(tensor) in own for tensor in _tensors_in(value)):
                 continue
             is_new = name in record.module_state.created or name in record.module_state.replaced
             if is_new and (isinstance(value, Tensor) or (callable(value) and not on_gpu)):
@@ -257,7 +256,7 @@ class _Before:
                 record.copies |= set() if _is_attention(module) else {name}
             else:
                 out_of_reach.append(name)
-        if any(_storage(tensor) not in own for tensor in _tensors_in(method_attributes)):
+        if any(storage_id(tensor) not in own for tensor in _tensors_in(method_attributes)):
             out_of_reach.append("quant_method")
         if out_of_reach:
             record.problem = f"vLLM's processing changed {', '.join(sorted(out_of_reach))}, which cannot be repeated"
@@ -271,7 +270,7 @@ class _Seen:
         self.layout = layout_of(tensor)
         self.is_buffer = not isinstance(tensor, nn.Parameter)
         size = tensor.element_size()
-        bytes_N = torch.empty(0) if tensor.is_meta else _bytes(tensor)
+        bytes_N = torch.empty(0) if tensor.is_meta else as_bytes(tensor)
         self.is_constant = bytes_N.numel() > size and torch.equal(bytes_N[size:], bytes_N[:-size])
         self._digest = (0, 0) if tensor.is_meta else digest(tensor)
 
@@ -365,11 +364,3 @@ def _tensors_in(value: Any, depth: int = 5) -> Iterator[Tensor]:
     if depth:
         for each in inner:
             yield from _tensors_in(each, depth - 1)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import ReceiverError
 from ..plan import Bucket
-from ..tensors import like, slot_view
+from ..tensors import like, num_wrong_bytes, slot_view, synchronize
 from .layout import Arrivals, Layout, Target
 from .processing import difference, processed, record_of
 from .scratch import ScratchPool
@@ -22,23 +22,25 @@ from .scratch import ScratchPool
 class Verifier:
     """Compares the buckets of a second pass over the plan."""
 
-    def __init__(self, model: nn.Module, device: torch.device, scratch: ScratchPool) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, scratch: ScratchPool, layout: Layout) -> None:
         self._model: Any = model
         self._device = device
         self._scratch = scratch
-        self._layout = Layout()
-        self._arrivals = Arrivals(self._layout)
-        self._num_tensors = 0
-
-    def begin(self, layout: Layout) -> None:
-        """Start a comparison."""
         self._layout = layout
         self._arrivals = Arrivals(layout)
         self._num_tensors = 0
 
+    @torch.no_grad()
     def verify(self, bucket: Bucket, bytes_N: Tensor) -> None:
-        """Compare the parameters that this bucket completes. Raises ReceiverError('verify', name, ...)."""
-        copies = [copy for slot in bucket.slots for copy in self._layout.copies[slot.name]]
+        """Compare the parameters that this bucket completes; its memory may be reused when this returns.
+
+        Raises ReceiverError('verify', name, ...) at the first difference.
+        """
+        self._compare_bucket(bucket, bytes_N)
+        synchronize(self._device)  # no comparison waits for the copies of a bucket that completes no parameter
+
+    def _compare_bucket(self, bucket: Bucket, bytes_N: Tensor) -> None:
+        copies = self._layout.copies_of(bucket)
         for copy in copies:
             if copy.target not in self._scratch:
                 scratch = like(copy.target.meta, self._scratch.acquire(copy.target))
@@ -74,8 +76,7 @@ class Verifier:
         found = target.live.data
         if found.dtype != expected.dtype or found.shape != expected.shape:
             raise ReceiverError("verify", target.qualname, f"cannot be compared: the server stores it as {found.dtype}")
-        wrong = int((found.view(torch.uint8) != expected.data.view(torch.uint8)).sum())
-        if wrong:
+        if wrong := num_wrong_bytes(found, expected.data):
             raise ReceiverError("verify", target.qualname, f"{wrong} bytes differ from the trainer's")
 
     def _compare_module(self, qualname: str, module: nn.Module, raw: dict[str, Any]) -> None:
