@@ -1,5 +1,7 @@
 """The `plinth` command: `plinth NAME [argument ...]` runs a command that an installed package registers.
 
+`plinth help NAME [argument ...]` is `plinth NAME [argument ...] --help`; `plinth --version` prints the versions.
+
 A package registers one through an entry point: `[project.entry-points."plinth.commands"]`, `NAME = "module:function"`.
 The function takes the arguments after NAME and returns an exit code, or ends the process itself.
 """
@@ -10,12 +12,13 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, distributions, entry_points
 from pathlib import Path
 
 from .cli import INVOKED_AS
 
 GROUP = "plinth.commands"
+_HELP = ("--help", "-h", "help")
 
 
 def registered() -> dict[str, EntryPoint]:
@@ -24,14 +27,20 @@ def registered() -> dict[str, EntryPoint]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command, or lists them all; returns 2 for an unknown one."""
+    """Runs a command, lists them all, or prints the versions; returns 2 for an unknown command."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     commands = registered()
+    if len(arguments) > 1 and arguments[0] in _HELP:
+        arguments = [*arguments[1:], "--help"]
     name = arguments[0] if arguments else "--help"
-    if name in ("--help", "-h", "help"):
+    if name == "--version":
+        print(*versions(), sep="\n")
+        return 0
+    if name in _HELP:
         width = max(map(len, commands), default=0)
         lines = [f"  {name:<{width}}  {summary(command)}" for name, command in commands.items()]
-        print("usage: plinth COMMAND [argument ...]; plinth COMMAND --help describes one", "", *lines, sep="\n")
+        usage = "usage: plinth COMMAND [argument ...]; plinth COMMAND --help describes one; plinth --version"
+        print(usage, "", *lines, sep="\n")
         return 0
     if name not in commands:
         near = difflib.get_close_matches(name, commands, n=1)
@@ -50,6 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     INVOKED_AS.set(f"plinth {name}")
     code = command(arguments[1:])
     return code if isinstance(code, int) else 0
+
+
+def versions() -> list[str]:
+    """NAME VERSION of the distribution `plinth` and of each installed package, sorted by name."""
+    found = {distribution.name: distribution.version for distribution in distributions()}
+    return [f"{name} {found[name]}" for name in sorted(found) if name == "plinth" or name.startswith("plinth-")]
 
 
 def _find_modules_of_working_folder() -> None:

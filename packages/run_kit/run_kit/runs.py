@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -65,7 +66,10 @@ def list_runs(folder: Path, *, now: float | None = None) -> list[Run]:
         TrackingError: there is no such folder.
     """
     if not folder.is_dir():
-        raise TrackingError(f"output_dir is {folder}, which is no folder; give the parent of the run folders")
+        what = "is a file" if folder.exists() else "does not exist, so it has no runs yet"
+        raise TrackingError(
+            f"output_dir is {folder}, which {what}; give the parent of the run folders: output_dir=FOLDER"
+        )
     now = time.time() if now is None else now
     found = [read_run(RunFolder(path), now) for path in sorted(folder.iterdir()) if (path / "config.yaml").is_file()]
     return sorted(found, key=lambda run: float("inf") if run.age_s is None else run.age_s)
@@ -155,6 +159,12 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             _ACTIONS[name](arguments[1:])
         finally:
             INVOKED_AS.reset(token)
+    if name and "=" not in name and name != "help" and not name.startswith("-"):
+        near = get_close_matches(name, _ACTIONS, n=1)
+        hint = f"nearest: {near[0]}; " if near else ""
+        allowed = f"{', '.join(_ACTIONS)}, or output_dir=FOLDER to list the runs of a folder"
+        print(f"error: unknown action {name!r}; {hint}allowed: {allowed}", file=sys.stderr)
+        raise SystemExit(2)
     run_cli(
         RunsConfig,
         show,

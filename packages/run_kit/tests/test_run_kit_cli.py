@@ -158,6 +158,8 @@ def test_help_of_some_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert "data.train" not in text
     run("--help", "stge")
     assert "Nearest: actor.zero.stage" in capsys.readouterr().out
+    run("--help", "promtp")
+    assert "Nearest: data.system_prompt" in capsys.readouterr().out
 
 
 def test_print_config_writes_yaml(capsys: pytest.CaptureFixture[str]) -> None:

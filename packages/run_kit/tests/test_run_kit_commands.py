@@ -1,6 +1,6 @@
 import subprocess
 import sys
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, version
 from pathlib import Path
 
 import pytest
@@ -31,6 +31,26 @@ def test_a_command_gets_its_arguments_and_its_exit_code_is_returned(capsys: pyte
     finally:
         INVOKED_AS.reset(token)
     assert capsys.readouterr().out == "plinth echo a=1 --help\n"
+
+
+@pytest.mark.parametrize("word", ["help", "--help", "-h"])
+def test_help_before_a_command_is_help_of_that_command(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    token = INVOKED_AS.set("")
+    try:
+        assert commands.main([word, "echo", "a"]) == 3
+    finally:
+        INVOKED_AS.reset(token)
+    assert capsys.readouterr().out == "plinth echo a --help\n"
+    assert commands.main([word, "ecoh"]) == 2
+    assert "unknown command 'ecoh'; nearest: echo" in capsys.readouterr().err
+
+
+def test_the_versions_are_those_of_the_installed_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.main(["--version"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"plinth-run-kit {version('plinth-run-kit')}" in lines
+    assert {line.split()[0].partition("-")[0] for line in lines} == {"plinth"}
+    assert lines == sorted(set(lines))
 
 
 def test_modules_of_the_working_folder_are_found_after_all_others(

@@ -64,7 +64,7 @@ def words(monkeypatch: pytest.MonkeyPatch) -> Words:
 
 
 def test_words_are_commands_keys_choices_and_options(words: Words, capsys: pytest.CaptureFixture[str]) -> None:
-    assert words[""] == ["--help", "app", "broken", "files"]
+    assert words[""] == ["--help", "--version", "app", "broken", "files", "help"]
     assert [word for word in words["app"] if word.startswith("actor.zero.")] == [
         "actor.zero.bucket_bytes=", "actor.zero.offload=cpu", "actor.zero.offload=none", "actor.zero.offload=off",
         "actor.zero.stage=1", "actor.zero.stage=2", "actor.zero.stage=3",

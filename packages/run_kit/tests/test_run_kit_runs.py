@@ -167,7 +167,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ([f"output_dir={tmp_path}"], 0, "run_1  running  0/9"),
         ([f"output_dir={tmp_path}", "--json"], 0, '"state": "running"'),
         ([f"output_dir={tmp_path / 'run_1'}"], 0, "no runs in"),
-        (["output_dir=/nowhere"], 2, "output_dir is /nowhere, which is no folder"),
+        (["output_dir=/nowhere"], 2, "output_dir is /nowhere, which does not exist, so it has no runs yet; give output_dir="),
+        ([f"output_dir={tmp_path / 'run_1' / 'run.json'}"], 2, "which is a file; give output_dir=FOLDER, the parent of the run folders"),
+        (["lst"], 2, "unknown action 'lst'; allowed: compare, open, or output_dir=FOLDER to list"),
+        (["opne", "run_1"], 2, "unknown action 'opne'; nearest: open; allowed: compare, open"),
         (["--help"], 0, "output_dir: str = outputs"),
     ):
         with pytest.raises(SystemExit) as ended:

@@ -21,7 +21,7 @@ _PLAIN = re.compile(r"[\w./=+,%-]+")
 def collect_words() -> Words:
     """The words of every registered command; asks each one for its help, in this process."""
     registered = commands.registered()
-    found: Words = {"": [*registered, "--help"]}
+    found: Words = {"": [*registered, "help", "--help", "--version"]}
     for name in registered:
         found |= _words_of(name)
     apps = {path.split()[0] for path, words in found.items() if any(word.startswith("preset=") for word in words)}

@@ -163,7 +163,7 @@ def nearest_paths(cls: type, path: str, *, limit: int = 2) -> list[str]:
     """Keys closest to an unknown path, best first; empty when none is close.
 
     A key whose last word is right ranks first (`zero.stage` for `actor.zero.stage`), then close spellings of the whole
-    path, then close spellings of its last word.
+    path, then close spellings of its last word, then of a part of that (`clip` in `clip_low`).
     """
     paths = all_paths(cls)
     last_word = path.rpartition(".")[2]
@@ -182,6 +182,10 @@ def nearest_paths(cls: type, path: str, *, limit: int = 2) -> list[str]:
     found = [*places(last_word), *difflib.get_close_matches(path, paths, n=limit, cutoff=0.7)]
     for word in difflib.get_close_matches(last_word, list(by_last), n=limit, cutoff=0.7):
         found += places(word)
+    if not found:
+        parts = sorted({part for word in by_last for part in word.split("_")})
+        for part in difflib.get_close_matches(last_word, parts, n=1, cutoff=0.7):
+            found = [known for word, keys in by_last.items() if part in word.split("_") for known in keys]
     return list(dict.fromkeys(found))[:limit]
 
 
