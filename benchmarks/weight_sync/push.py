@@ -1,9 +1,9 @@
 """Measures and verifies weight pushes into one vLLM server that starts with random weights.
 
     python -m benchmarks.weight_sync.push --device cpu --model 126m
-    python -m benchmarks.weight_sync.push --device cuda --model 0.6b --transport ipc --transport shm --one-by-one
+    python -m benchmarks.weight_sync.push --device cuda --model 0.6b --transport ipc shm --one-by-one
     python -m benchmarks.weight_sync.push --device cuda --model 0.6b --transport nccl --server-gpu 1 \
-        --one-by-one --vllm nccl-packed --vllm nccl
+        --one-by-one --vllm nccl-packed nccl
     torchrun --nproc-per-node 2 -m benchmarks.weight_sync.push --device cuda --model 0.6b --zero-stage 3
     torchrun --nproc-per-node 2 -m benchmarks.weight_sync.push --device cpu --model tiny --zero-stage 3
     torchrun --nproc-per-node 1 -m benchmarks.weight_sync.push --device cuda --model 0.6b --zero-stage 3 \
@@ -57,7 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", choices=SHAPES, default="126m")
-    parser.add_argument("--transport", action="append", choices=("shm", "ipc", "nccl", "tcp"))
+    parser.add_argument("--transport", nargs="*", choices=("shm", "ipc", "nccl", "tcp"))
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--bucket-mib", type=int, nargs="+", default=[None], help="one or more sizes")
     parser.add_argument("--repeats", type=int, default=10)
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--skip-verify", action="store_true")
     parser.add_argument("--server-arg", action="append", default=[])
     parser.add_argument("--one-by-one", action="store_true", help="also one parameter per bucket")
-    parser.add_argument("--vllm", action="append", default=[], choices=vllm_engines.NAMES, help="vLLM's own engines")
+    parser.add_argument("--vllm", nargs="*", default=[], choices=vllm_engines.NAMES, help="vLLM's own engines")
     parser.add_argument("--zero-stage", type=int, choices=(1, 2, 3), help="push from ZeRO; needs torchrun")
     args = parser.parse_args()
     torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2) if args.device == "cpu" else 8)
