@@ -13,7 +13,7 @@ from itertools import groupby
 
 from .config import TurnsTrained
 from .files.table import Place, shorten
-from .prompts import Renderer
+from .prompts import Renderer, dotted
 from .rows import Message, Tool
 from .tokenizer import TokenizerLike
 
@@ -51,8 +51,10 @@ class Script:
 class ChatTurns:
     """Divides conversations into the text or tokens that the model writes, and the rest."""
 
-    def __init__(self, tokenizer: TokenizerLike, renderer: Renderer, turns: TurnsTrained) -> None:
+    def __init__(self, tokenizer: TokenizerLike, renderer: Renderer, turns: TurnsTrained, *, section: str = "") -> None:
+        """`section`: the configuration section of `turns`, for errors; "": none."""
         self._tokenizer, self._renderer, self._turns = tokenizer, renderer, turns
+        self._key = dotted(section, "turns")
         template = tokenizer.chat_template
         self.has_markers = renderer.with_template and isinstance(template, str) and bool(_MARKER.search(template))
         # Tokens that end turns in templates: the end-of-sequence token and other special ones.
@@ -107,8 +109,8 @@ class ChatTurns:
                 what = f"the chat template renders message {index} (counted from 0) differently in the conversation"
                 seen = f"{shorten(text)} follows its own prompt, and the whole has {shorten(whole[len(before) :])}"
                 remedy = (
-                    "Train on each turn with its own prompt (turns=each) or on the last one (turns=last), or mark the "
-                    "turns in the template with {% generation %}."
+                    f"Train on each turn with its own prompt ({self._key}=each) or on the last one ({self._key}=last), "
+                    "or mark the turns in the template with {% generation %}."
                 )
                 raise place.error(f"{what}: {seen}", remedy, column="messages")
             written = text.rstrip()

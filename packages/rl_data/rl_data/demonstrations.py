@@ -24,7 +24,7 @@ from .config import DataConfig, TurnsTrained
 from .errors import DataError
 from .files.opening import open_table
 from .files.table import Place, Table
-from .prompts import Renderer, batches, encode, report_filtered, too_long, with_configured
+from .prompts import Renderer, batches, dotted, encode, report_filtered, too_long, with_configured
 from .rows import Message, Tool, conversation, tools_of
 from .tokenizer import TokenizerLike
 
@@ -168,6 +168,7 @@ def load_demonstrations(
     *,
     turns: TurnsTrained = "all",
     max_length: int | None = None,
+    section: str = "",
 ) -> list[Demonstration]:
     """The demonstrations of all files, in order. Prompts are identical to those of `load_prompts`.
 
@@ -178,29 +179,31 @@ def load_demonstrations(
         turns: which assistant turns of a conversation are trained on.
         max_length: maximum tokens of prompt and response; None: no limit. Prompts alone have `max_prompt_length`, but
             for plain text.
+        section: the configuration section of `turns` and `max_length`, for errors.
     """
     if not files:
         raise DataError("no files were given. Name at least one.")
-    encoded = RowEncoder(tokenizer, config, turns)
+    encoded = RowEncoder(tokenizer, config, turns, section=section)
     demonstrations: list[Demonstration] = []
     num_filtered = 0
     for rows in batches(row for file in files for row in _rows(file)):
         for row, found in encoded(rows):
-            if exceeds(row.place, found, config, max_length):
+            if exceeds(row.place, found, config, max_length, section=section):
                 num_filtered += 1
                 continue
             demonstrations.append(found)
-    report_filtered(num_filtered, len(demonstrations), files, config, max_length=max_length)
+    report_filtered(num_filtered, len(demonstrations), files, config, max_length=max_length, section=section)
+    encoded.renderer.report()
     return demonstrations
 
 
 class RowEncoder:
     """Renders and tokenizes rows."""
 
-    def __init__(self, tokenizer: TokenizerLike, config: DataConfig, turns: TurnsTrained) -> None:
-        renderer = Renderer(tokenizer, config)
-        chat = ChatTurns(tokenizer, renderer, turns)
-        self._scripts = partial(_scripts, renderer=renderer, chat=chat, config=config)
+    def __init__(self, tokenizer: TokenizerLike, config: DataConfig, turns: TurnsTrained, *, section: str) -> None:
+        self.renderer = Renderer(tokenizer, config)
+        chat = ChatTurns(tokenizer, self.renderer, turns, section=section)
+        self._scripts = partial(_scripts, renderer=self.renderer, chat=chat, config=config)
         self._tokenizer = tokenizer
         self._known: dict[int, int] = {}
 
@@ -269,13 +272,13 @@ def _demonstration(ids: Sequence[int], mask: Sequence[bool]) -> Demonstration | 
     )
 
 
-def exceeds(place: Place, found: Demonstration, config: DataConfig, max_length: int | None) -> bool:
+def exceeds(place: Place, found: Demonstration, config: DataConfig, max_length: int | None, *, section: str) -> bool:
     """Whether to drop a sequence as overlong. Raises DataError instead for `overlong="refuse"`."""
     if too_long(place, len(found.prompt_ids), config):
         return True
     if max_length is None or found.num_tokens <= max_length:
         return False
     if config.overlong == "refuse":
-        what = f"the demonstration has {found.num_tokens} tokens, max_length={max_length}"
+        what = f"the demonstration has {found.num_tokens} tokens, {dotted(section, 'max_length')}={max_length}"
         raise place.error(what, "Raise the limit, drop the row, or set data.overlong=filter.")
     return True

@@ -158,7 +158,12 @@ def check_preferences(files: Sequence[str | Path], kind: PreferenceKind) -> int:
 
 
 def load_pairs(
-    files: Sequence[str | Path], tokenizer: TokenizerLike, config: DataConfig, *, max_length: int | None = None
+    files: Sequence[str | Path],
+    tokenizer: TokenizerLike,
+    config: DataConfig,
+    *,
+    max_length: int | None = None,
+    section: str = "",
 ) -> list[PreferencePair]:
     """The pairs of all files, in order; a pair is dropped as overlong if one of its sequences is.
 
@@ -167,11 +172,12 @@ def load_pairs(
 
     Args:
         max_length: maximum tokens of prompt and response; None: no limit.
+        section: the configuration section of `max_length`, for errors.
     """
     groups = (group for file in files for group in _pairs(file))
     return [
         PreferencePair(chosen, rejected, margin)
-        for (chosen, rejected), margin in _load(groups, files, tokenizer, config, max_length)
+        for (chosen, rejected), margin in _load(groups, files, tokenizer, config, max_length, section)
     ]
 
 
@@ -182,6 +188,7 @@ def load_labeled(
     *,
     max_length: int | None = None,
     seed: int = 0,
+    section: str = "",
 ) -> list[LabeledResponse]:
     """The labeled responses of all files, in order; arguments and errors as those of `load_pairs`.
 
@@ -189,7 +196,7 @@ def load_labeled(
         seed: chooses the unrelated response of each prompt.
     """
     groups = (group for file in files for group in _labeled(file))
-    found = [(one, label) for (one,), label in _load(groups, files, tokenizer, config, max_length)]
+    found = [(one, label) for (one,), label in _load(groups, files, tokenizer, config, max_length, section)]
     others = _unrelated([one for one, _ in found], files, seed)
     return [LabeledResponse(one, label, other) for (one, label), other in zip(found, others, strict=True)]
 
@@ -200,22 +207,24 @@ def _load(
     tokenizer: TokenizerLike,
     config: DataConfig,
     max_length: int | None,
+    section: str,
 ) -> Iterator[tuple[tuple[Demonstration, ...], ExtraT]]:
     """The tokenized responses of each group of which none is overlong."""
     if not files:
         raise DataError("no files were given. Name at least one.")
-    encode = RowEncoder(tokenizer, config, "last")
+    encode = RowEncoder(tokenizer, config, "last", section=section)
     num_kept = num_filtered = 0
     for batch in batches(groups):
         encoded = encode([row for rows, _ in batch for row in rows])
         for rows, extra in batch:
             found = [next(encoded) for _ in rows]
-            if any(exceeds(row.place, one, config, max_length) for row, one in found):
+            if any(exceeds(row.place, one, config, max_length, section=section) for row, one in found):
                 num_filtered += 1
                 continue
             num_kept += 1
             yield tuple(one for _, one in found), extra
-    report_filtered(num_filtered, num_kept, files, config, max_length=max_length)
+    report_filtered(num_filtered, num_kept, files, config, max_length=max_length, section=section)
+    encode.renderer.report()
 
 
 def _unrelated(responses: Sequence[Demonstration], files: Sequence[str | Path], seed: int) -> list[Demonstration]:

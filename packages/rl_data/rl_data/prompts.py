@@ -53,6 +53,11 @@ class Prompt:
     """JSON schemas of the tools that `text` describes."""
 
 
+def dotted(section: str, key: str) -> str:
+    """The name of a configuration key; `section` is empty if it has none."""
+    return f"{section}.{key}" if section else key
+
+
 def file_labels(files: Sequence[str | Path]) -> list[str]:
     """A label for each file: its stem, with its position if several files have the same stem."""
     stems = [Path(file).stem for file in files]
@@ -76,11 +81,13 @@ def uses_chat_template(tokenizer: TokenizerLike, config: DataConfig) -> bool:
     has_template = bool(tokenizer.chat_template)
     if config.chat_template == "always" and not has_template:
         raise DataError(
-            "chat_template='always', but the model's tokenizer has no chat template. Set it to 'auto' or 'never', or "
+            "data.chat_template=always, but the model's tokenizer has no chat template. Set it to auto or never, or "
             "add chat_template.jinja to the model folder."
         )
     if config.chat_template_kwargs and not has_template:
-        raise DataError("chat_template_kwargs is given, but the model's tokenizer has no chat template. Remove it.")
+        raise DataError(
+            "data.chat_template_kwargs is given, but the model's tokenizer has no chat template. Remove it."
+        )
     return has_template and config.chat_template != "never"
 
 
@@ -90,8 +97,9 @@ class Renderer:
     def __init__(self, tokenizer: TokenizerLike, config: DataConfig) -> None:
         """Raises DataError for `chat_template="always"` if the tokenizer has no template."""
         self._tokenizer, self._kwargs = tokenizer, dict(config.chat_template_kwargs)
+        self._choice = config.chat_template
         self.with_template = uses_chat_template(tokenizer, config)
-        self._shows_tools = False
+        self._shows_tools = self._has_rendered = False
 
     def __call__(
         self, messages: Sequence[Message], tools: Sequence[Tool], place: Place, *, for_response: bool = True
@@ -100,6 +108,7 @@ class Renderer:
 
         Raises DataError for what the template does not take.
         """
+        self._has_rendered = True
         self._require_tools(messages, tools, place)
         if self.with_template:
             return str(self._apply(messages, tools, place, tokenize=False, add_generation_prompt=for_response))
@@ -120,6 +129,25 @@ class Renderer:
         found = self._apply(messages, tools, place, tokenize=True, add_generation_prompt=False, **options)
         return [int(token) for token in found["input_ids"]], [bool(one) for one in found["assistant_masks"]]
 
+    def report(self) -> None:
+        """Log how messages became text, if there were any: a warning where the tokenizer lacks a template."""
+        if not self._has_rendered:
+            return
+        plain = "as plain text, the content of each and a line break, without roles"
+        if self.with_template:
+            _logger.info(
+                "messages are rendered with the tokenizer's chat template (data.chat_template=%s; never: plain text)",
+                self._choice,
+            )
+        elif self._choice == "never":
+            _logger.info("messages are rendered %s (data.chat_template=never)", plain)
+        else:
+            _logger.warning(
+                "messages are rendered %s: the tokenizer has no chat template (data.chat_template=auto; always refuses "
+                "this). To use a template, put chat_template.jinja into the model folder",
+                plain,
+            )
+
     def _require_tools(self, messages: Sequence[Message], tools: Sequence[Tool], place: Place) -> None:
         """Raises DataError for tools that the template does not show."""
         if not tools or self._shows_tools:
@@ -138,7 +166,7 @@ class Renderer:
             )
         except Exception as error:  # templates raise what they like, such as "roles must alternate"
             what = f"the chat template refuses the messages ({type(error).__name__}: {first_line(error)})"
-            raise place.error(what, "Fix the messages, or set chat_template='never'.") from error
+            raise place.error(what, "Fix the messages, or set data.chat_template=never.") from error
 
 
 def encode(texts: list[str], tokenizer: TokenizerLike, *, add_special_tokens: bool) -> list[tuple[int, ...]]:
@@ -159,18 +187,27 @@ def too_long(place: Place, length: int, config: DataConfig) -> bool:
     if length <= config.max_prompt_length:
         return False
     if config.overlong == "refuse":
-        what = f"the prompt has {length} tokens, max_prompt_length={config.max_prompt_length}"
-        raise place.error(what, "Raise the limit, drop the row, or set overlong='filter'.")
+        what = f"the prompt has {length} tokens, data.max_prompt_length={config.max_prompt_length}"
+        raise place.error(what, "Raise the limit, drop the row, or set data.overlong=filter.")
     return True
 
 
 def report_filtered(
-    num_filtered: int, num_kept: int, files: Sequence[str | Path], config: DataConfig, *, max_length: int | None = None
+    num_filtered: int,
+    num_kept: int,
+    files: Sequence[str | Path],
+    config: DataConfig,
+    *,
+    max_length: int | None = None,
+    section: str = "",
 ) -> None:
     """Log the number of dropped prompts, or demonstrations (`max_length`). Raises DataError if none is left."""
-    what, limit = "prompts", f"max_prompt_length={config.max_prompt_length} tokens"
+    what, limit = "prompts", f"data.max_prompt_length={config.max_prompt_length} tokens"
     if max_length is not None:
-        what, limit = "demonstrations", f"max_length={max_length} tokens, or their prompts than {limit}"
+        what, limit = (
+            "demonstrations",
+            f"{dotted(section, 'max_length')}={max_length} tokens, or their prompts than {limit}",
+        )
     if num_kept == 0:
         raise DataError(
             f"{', '.join(map(str, files))}: all {num_filtered} {what} are longer than {limit}. Raise the limit."
@@ -213,8 +250,10 @@ def load_prompts(
                     continue
                 prompts.append(_prompt(label, row, messages, text, ids))
                 if len(prompts) == max_prompts:
+                    renderer.report()
                     return prompts
     report_filtered(num_filtered, len(prompts), files, config)
+    renderer.report()
     return prompts
 
 

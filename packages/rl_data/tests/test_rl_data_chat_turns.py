@@ -125,6 +125,9 @@ def test_a_template_that_changes_earlier_turns_is_refused_unless_each_has_its_ow
     )
     with pytest.raises(DataError, match=message):
         load(tmp_path, byte_tokenizer, row)
+    keys = r"\(supervised.turns=each\) or on the last one \(supervised.turns=last\)"
+    with pytest.raises(DataError, match=keys):
+        load(tmp_path, byte_tokenizer, row, section="supervised")
     alone: tuple[TurnsTrained, ...] = ("each", "last")
     texts = [
         [trained(byte_tokenizer, one) for one in load(tmp_path, byte_tokenizer, row, turns=turns)] for turns in alone

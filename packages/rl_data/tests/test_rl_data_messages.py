@@ -2,6 +2,7 @@
 
 import csv
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,41 @@ def test_arguments_of_the_chat_template(tmp_path: Path, tokenizer: Any) -> None:
         DataConfig(chat_template_kwargs={"a": 1}, chat_template="never")
     tokenizer.chat_template = None
     with pytest.raises(
-        DataError, match="chat_template_kwargs is given, but the model's tokenizer has no chat template"
+        DataError, match=r"^data.chat_template_kwargs is given, but the model's tokenizer has no chat template"
     ):
         load_prompts([file], tokenizer, DataConfig(chat_template_kwargs={"a": 1}))
+
+
+def test_one_line_says_how_messages_became_text(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning if roles are lost without the user's choice; nothing if there are no messages."""
+    prompts = write(tmp_path, "jsonl", {"messages": MESSAGES[:1]})
+    (tmp_path / "other").mkdir()
+    texts = write(tmp_path / "other", "jsonl", {"prompt": "a", "completion": "b"})
+
+    def lines(config: DataConfig, *, demonstrations: bool = False) -> list[tuple[str, str]]:
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="rl_data"):
+            if demonstrations:
+                load_demonstrations([texts], tokenizer, config)
+            else:
+                load_prompts([prompts], tokenizer, config)
+        return [(record.levelname, record.getMessage()) for record in caplog.records]
+
+    ((level, line),) = lines(DataConfig())
+    assert (level, line) == (
+        "INFO",
+        "messages are rendered with the tokenizer's chat template (data.chat_template=auto; never: plain text)",
+    )
+    ((level, line),) = lines(DataConfig(chat_template="never"))
+    assert (level, line.partition("without roles ")[2]) == ("INFO", "(data.chat_template=never)")
+    tokenizer.chat_template = None
+    ((level, line),) = lines(DataConfig())
+    assert level == "WARNING"
+    assert line.startswith("messages are rendered as plain text, the content of each and a line break, without roles: ")
+    assert "the tokenizer has no chat template (data.chat_template=auto; always refuses this)" in line
+    assert lines(DataConfig(), demonstrations=True) == []
 
 
 def test_what_the_template_does_not_take_is_refused_with_its_row(tmp_path: Path, tokenizer: Any) -> None:

@@ -114,7 +114,7 @@ def test_overlong(tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixtu
         prompts = load_prompts([file], tokenizer, DataConfig(max_prompt_length=9))
     assert [prompt.id for prompt in prompts] == ["a:1", "a:2"]
     assert "1 of 3 prompts" in caplog.text
-    with pytest.raises(DataError, match=r"row 0 .* 10 tokens, max_prompt_length=9"):
+    with pytest.raises(DataError, match=r"row 0 .* 10 tokens, data.max_prompt_length=9"):
         load_prompts([file], tokenizer, DataConfig(max_prompt_length=9, overlong="refuse"))
     with pytest.raises(DataError, match="all 3 prompts are longer"):
         load_prompts([file], tokenizer, DataConfig(max_prompt_length=1))
