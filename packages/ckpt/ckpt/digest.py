@@ -4,8 +4,6 @@ Manifests of formats 1 and 2 hold SHA-256 instead. Those are verified here and n
 SHA-256 of a file, in format 2 the SHA-256 of the SHA-256 digests of its chunks, for a file of more than one chunk.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

@@ -3,8 +3,6 @@
 A rename is atomic but not durable: the bytes of the file and the folder that holds its name each need an fsync.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -4,8 +4,6 @@ The lock file's text names the holder, for the error message of a process that i
 lock on a deleted file excludes nobody. `filelock` closes the descriptor in forked children, so they do not hold it.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -14,14 +14,13 @@ A checkpoint is published by one rename after all its bytes have reached the dis
 checkpoints. One process at a time writes to a root; any number may read.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from .digest import FileEntry
 from .errors import (
     CheckpointExistsError,
     CheckpointStateError,
@@ -30,7 +29,7 @@ from .errors import (
 )
 from .files import TRASH_PREFIX, check_space, is_disk_full, no_space, publish_folder, remove_folder, write_text
 from .lock import WriterLock
-from .manifest import MANIFEST_NAME, CheckpointManifest, FileEntry, ManifestError, folder_name
+from .manifest import MANIFEST_NAME, CheckpointManifest, ManifestError, folder_name
 from .models import MODELS_NAME
 from .packages import package_versions
 from .pins import no_new_pins
@@ -109,7 +108,10 @@ class CheckpointManager(CheckpointReader):
         self.root.mkdir(parents=True, exist_ok=True)
         self._take_lock()
         self._preparing.discard(step)
-        self._clean_up()
+        kept = {self._partial(other).name for other in self._preparing}
+        for path in self.root.iterdir():
+            if path.name.startswith((PARTIAL_PREFIX, TRASH_PREFIX)) and path.name not in kept and path.is_dir():
+                remove_folder(path)
         self._check_space(expected_bytes)
         partial = self._partial(step)
         partial.mkdir()
@@ -219,12 +221,6 @@ class CheckpointManager(CheckpointReader):
 
     def _partial(self, step: int) -> Path:
         return self.root / (PARTIAL_PREFIX + folder_name(step))
-
-    def _clean_up(self) -> None:
-        kept = {self._partial(step).name for step in self._preparing}
-        for path in self.root.iterdir():
-            if path.name.startswith((PARTIAL_PREFIX, TRASH_PREFIX)) and path.name not in kept and path.is_dir():
-                remove_folder(path)
 
     def _take_lock(self) -> None:
         if self._lock is not None:

@@ -4,30 +4,18 @@ Formats: 1 holds the plain SHA-256 of every file. 2 adds `packages` and `chunk_b
 checksums (see `digest`). 3 holds BLAKE3 checksums. This version writes 3 and reads all.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from .digest import Algorithm, FileEntry, hash_files
 from .errors import CheckpointUsageError, UnsupportedFormatError
 from .files import fsync_file, partial_name, walk_files
 from .threads import Pool
-
-__all__ = [
-    "FORMAT_VERSION",
-    "MANIFEST_NAME",
-    "CheckpointManifest",
-    "FileEntry",
-    "ManifestError",
-    "Problem",
-    "verify_folder",
-]
 
 FORMAT_VERSION = 3
 MANIFEST_NAME = "manifest.json"
@@ -106,7 +94,7 @@ class CheckpointManifest:
         metrics: Mapping[str, float] | None = None,
         packages: Mapping[str, str] | None = None,
         entries: Mapping[str, FileEntry] | None = None,
-    ) -> CheckpointManifest:
+    ) -> Self:
         """Hash and fsync every file in `folder`; files with an entry in `entries` are only fsynced.
 
         Raises CheckpointUsageError for a symbolic link, and for an entry whose file is missing or has another size.
@@ -153,7 +141,7 @@ class CheckpointManifest:
         return json.dumps({**body, "manifest_sha256": _body_checksum(body)}, indent=1) + "\n"
 
     @classmethod
-    def read(cls, folder: Path) -> CheckpointManifest:
+    def read(cls, folder: Path) -> Self:
         """Read the manifest of a checkpoint folder.
 
         Raises ManifestError when it is missing, torn or altered or of another step than the folder's name, and

@@ -5,8 +5,6 @@ describe_model(model)})`, which writes `models.json` into the checkpoint, and a 
 `check_model(checkpoint, "actor", model)`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -38,7 +36,7 @@ def describe_model(model: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-def check_model(checkpoint: Checkpoint, name: str, model: Any) -> bool:
+def check_model(checkpoint: "Checkpoint", name: str, model: Any) -> bool:
     """Compare `model` with the checkpoint's record `name`; True when names and shapes are equal.
 
     `model` is an argument of `describe_model`, or its result. dtypes may differ: loading casts. Returns False when the

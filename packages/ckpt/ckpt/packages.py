@@ -1,7 +1,5 @@
 """Versions of the installed packages that matter for reading a checkpoint; every manifest records them."""
 
-from __future__ import annotations
-
 import platform
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version

@@ -1,7 +1,5 @@
 """Checkpoints that a thread of this process reads, such as an upload: no retention deletes them meanwhile."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Iterator, Set

@@ -1,7 +1,5 @@
 """Reads a folder of checkpoints. Needs no lock and sees only whole checkpoints, also while another process writes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

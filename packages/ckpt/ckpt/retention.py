@@ -1,7 +1,5 @@
 """Decides which published checkpoints to keep: a pure function of steps and metrics."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

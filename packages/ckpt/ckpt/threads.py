@@ -1,12 +1,9 @@
 """Thread pools that still work while the interpreter shuts down."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Self, TypeVar
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -40,10 +37,8 @@ class Pool:
                 done.set_exception(error)
             return done
 
-    def __enter__(self) -> Pool:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._executor.shutdown(cancel_futures=error is not None)

@@ -5,8 +5,6 @@ the foreground and unpickles, so where a version is untested, a name is gone or 
 refused. `python -m ckpt doctor` lists all of them.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -24,7 +22,7 @@ from .errors import CheckpointUsageError
 TESTED = ">=0.19.8,<0.20"
 
 #: Every Patch of the imported modules.
-PATCHES: list[Patch] = []
+PATCHES: list["Patch"] = []
 
 #: Names by owner, "module" or "module:Class". "a" is an attribute, "a(b, c)" has these parameters.
 Parts = Mapping[str, tuple[str, ...]]
@@ -122,11 +120,6 @@ def _missing(owner: str, part: str) -> str | None:
     functions = [each for each in vars(found).values() if inspect.isfunction(each)]
     if not hasattr(found, name) and not any(name in each.__code__.co_names for each in functions):
         return f"{owner} has no {name}"
-    given = [each for each in inspect.signature(getattr(found, name)).parameters if each != "self"] if opened else []
-    return (
-        f"{owner}.{name} takes ({', '.join(given)}), not ({expected}" if opened and given != _list(expected) else None
-    )
-
-
-def _list(parameters: str) -> list[str]:
-    return [name for name in parameters[:-1].split(", ") if name]
+    parameters = inspect.signature(getattr(found, name)).parameters if opened else ()
+    given = ", ".join(each for each in parameters if each != "self")
+    return f"{owner}.{name} takes ({given}), not ({expected}" if opened and given != expected[:-1] else None

@@ -232,7 +232,8 @@ def test_newer_format_is_refused(tmp_path: Path) -> None:
 
 
 def test_manifest_cannot_name_files_outside(tmp_path: Path) -> None:
-    from ckpt.manifest import CheckpointManifest, FileEntry
+    from ckpt.digest import FileEntry
+    from ckpt.manifest import CheckpointManifest
 
     entry = FileEntry(num_bytes=0, checksum="")
     for name in ("../x", "/etc/passwd", "a/../../x"):

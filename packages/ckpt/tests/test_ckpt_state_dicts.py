@@ -35,7 +35,7 @@ from ckpt import (
     restore_rng,
     save_state_dict,
 )
-from ckpt.manifest import FileEntry
+from ckpt.digest import FileEntry
 from ckpt.savers.capture import HostCopies
 from ckpt.savers.state_dicts import HostSnapshot
 

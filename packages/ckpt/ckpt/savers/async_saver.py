@@ -1,15 +1,11 @@
 """Saves checkpoints in the background: the training step pays only for a copy to host memory."""
 
-from __future__ import annotations
-
 import json
 import logging
 import threading
 import time
 from collections.abc import Mapping
-from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from ..digest import FileEntry
 from ..errors import CheckpointUsageError
@@ -161,12 +157,10 @@ class AsyncSaver:
             if self._coordinator is not None:
                 self._coordinator.close()
 
-    def __enter__(self) -> AsyncSaver:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
             return
@@ -245,7 +239,10 @@ class AsyncSaver:
         except BaseException as error:
             self._report_failure(number, error)
             if name:
-                self._abandon(name, step)
+                try:
+                    self._store.abandon(name, step)
+                except Exception as failed:  # every storage has classes of its own
+                    _log.error("could not delete the unpublished files of step %d: %s", step, failed)
             raise
         if self._coordinator is not None:
             self._coordinator.conclude(number, None)
@@ -272,19 +269,15 @@ class AsyncSaver:
     def _write(self, name: str, captures: Mapping[str, Capture | HostSnapshot]) -> dict[str, FileEntry]:
         """Write this process's part of the checkpoint `name`, and deliver it."""
         folder = self._store.folder(name, sum(capture.num_bytes for capture in captures.values()))
-        entries = self._write_files(folder, captures)
-        self._store.deliver(name, entries)
-        return entries
-
-    def _write_files(self, folder: Path, captures: Mapping[str, Capture | HostSnapshot]) -> dict[str, FileEntry]:
         entries: dict[str, FileEntry] = {}
-        for name, capture in captures.items():
+        for part, capture in captures.items():
             if isinstance(capture, Capture):
-                entries |= capture.write(folder, name)
+                entries |= capture.write(folder, part)
             else:
                 assert self._ranks.rank is not None, "a process without a rank writes nothing"
-                file = f"{name}.safetensors" if self._ranks.num_ranks == 1 else rank_file(name, self._ranks.rank)
+                file = f"{part}.safetensors" if self._ranks.num_ranks == 1 else rank_file(part, self._ranks.rank)
                 entries[file] = capture.write(folder / file)
+        self._store.deliver(name, entries)
         return entries
 
     def _report_failure(self, number: int, error: BaseException) -> None:
@@ -297,12 +290,6 @@ class AsyncSaver:
                 self._coordinator.report(number, error)
         except Exception as failed:
             _log.error("could not report the failure to the other ranks: %s", failed)
-
-    def _abandon(self, name: str, step: int) -> None:
-        try:
-            self._store.abandon(name, step)
-        except Exception as error:  # every storage has classes of its own
-            _log.error("could not delete the unpublished files of step %d: %s", step, error)
 
 
 def _copy(captures: Mapping[str, Capture | HostSnapshot]) -> None:

@@ -10,8 +10,6 @@ All processes count saves alike and wait for the outcome of one before they begi
 same call everywhere. Waiting is polling in background threads.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading

@@ -6,8 +6,6 @@ background thread later writes the copies as DeepSpeed does (`torch.save`, the s
 `zero_to_fp32.py` and this package can all read them.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import sys
@@ -61,7 +59,7 @@ class DeepSpeedState(Capture):
             raise CheckpointUsageError("cannot save an optimizer on NVMe in the background: DeepSpeed copies its files")
         self._engine = engine
         self._save = save
-        self._copies: dict[str, _HostCopy] = {}
+        self._copies = dict[str, _HostCopy]()
         self._small_files: dict[str, bytes] = {}
 
     @property
@@ -152,7 +150,7 @@ def _without_crc32() -> Iterator[None]:
 class _Recorder:
     """Replaces a checkpoint engine: copies the state dicts it is given, forwards everything else to the original."""
 
-    def __init__(self, original: Any, folder: Path, copies: dict[str, _HostCopy]) -> None:
+    def __init__(self, original: Any, folder: Path, copies: "dict[str, _HostCopy]") -> None:
         self._original, self._folder, self._copies = original, folder, copies
         self.names: list[str] = []
 

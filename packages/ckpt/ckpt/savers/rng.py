@@ -7,8 +7,6 @@ Captures Python's `random`, NumPy's global generator, torch's CPU generator, the
 and generators passed by name. NumPy and torch are captured only if they are imported. Each rank captures its own.
 """
 
-from __future__ import annotations
-
 import base64
 import random
 import sys

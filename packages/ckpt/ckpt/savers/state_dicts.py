@@ -113,7 +113,6 @@ class HostSnapshot:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[str, torch.Tensor] = {}
         self._flat = _Flat()
         self._host_copies = HostCopies()
 
@@ -126,8 +125,8 @@ class HostSnapshot:
         """Record `tree` and begin to copy its CUDA tensors. Raises CheckpointStateError."""
         flat = _Flat.of(tree)
         self._host_copies = host = HostCopies()
-        copies = {name: host.begin(tensor, self._buffers.get(name)) for name, tensor in flat.tensors.items()}
-        self._buffers = copies
+        buffers = self._flat.tensors
+        copies = {name: host.begin(tensor, buffers.get(name)) for name, tensor in flat.tensors.items()}
         self._flat = _Flat(structure=flat.structure, tensors=copies)
 
     def copy(self) -> None:

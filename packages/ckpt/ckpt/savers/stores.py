@@ -1,7 +1,5 @@
 """Where `AsyncSaver` puts a checkpoint: the folder that all ranks share, or a store of the caller's."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol

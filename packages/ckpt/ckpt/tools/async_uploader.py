@@ -1,7 +1,5 @@
 """Uploads published checkpoints from a background thread; training never waits for the storage."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
@@ -9,8 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 from ..errors import CheckpointDamagedError, UploadError
 from ..manager import CheckpointManager
@@ -114,12 +111,10 @@ class AsyncUploader:
         self._manager.close()
         self._raise_missing()
 
-    def __enter__(self) -> AsyncUploader:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and not isinstance(error, Exception):
             self._interrupted.set()
             self._end()

@@ -3,8 +3,6 @@
 Exit codes: 0 success, 1 a checkpoint is damaged, 2 wrong usage or any other error.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -9,8 +9,6 @@ instant leaves the earlier checkpoints as they were: nothing counts without a ma
 all others have reported their uploads, and the name of an upload is never used again.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil
@@ -83,7 +81,7 @@ class HostCheckpoints:
         self._finished: list[Upload] = []
         self._guard = threading.Lock()
 
-    def messages(self, run_id: str) -> RemoteMessages:
+    def messages(self, run_id: str) -> "RemoteMessages":
         """Messages between the processes of a run, below the URL."""
         return RemoteMessages(self._remote, run_id, self._retry, longest_poll_s=self._longest_poll_s)
 

@@ -26,16 +26,6 @@ from ..hf_export import HfExport, save_hf_folder
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "ADAPTER_CONFIG",
-    "ADAPTER_WEIGHTS",
-    "export_merged",
-    "merge_lora",
-    "read_adapter",
-    "read_folder",
-    "save_adapter",
-]
-
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _REFUSED = ("lora_magnitude_vector", "lora_embedding", "lora_variant")

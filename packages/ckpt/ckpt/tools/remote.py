@@ -10,8 +10,6 @@ files have arrived with their sizes; readers ignore an upload without a manifest
 server, and a folder downloaded with any tool is a checkpoint as `CheckpointManager` publishes it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

@@ -10,8 +10,6 @@ DeepSpeed's own converter unpickles its input, and its output loads only at the 
 and 3.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ code in the training job. All files of a usual checkpoint are read by the engine
 replaces during a call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module

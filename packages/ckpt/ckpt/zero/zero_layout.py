@@ -8,8 +8,6 @@ Every rank has flat buffers, one per parameter group (stage 3: one per piece of 
   ceil(n / ranks), the last one padded.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
