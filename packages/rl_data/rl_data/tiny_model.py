@@ -4,8 +4,6 @@ It lets a whole training stack run on two CPU cores. Its vocabulary has only the
 (`rl_data.arithmetic`, `rl_data.stones`). transformers and vLLM load it like any other model.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +84,7 @@ def build_tiny_model(
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
 
     if hidden_size % num_heads or num_heads % num_kv_heads:
         raise ValueError(
@@ -114,21 +113,12 @@ def build_tiny_model(
     model.to(torch.float32)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with _without_progress_bar():
-        model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@contextmanager
-def _without_progress_bar() -> Iterator[None]:
-    """transformers draws a bar for every file that it writes; this model has one small one."""
-    from transformers.utils import logging
-
     shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # transformers draws one for every file that it writes; this model has a small one
     try:
-        yield
+        model.save_pretrained(folder)
     finally:
         if shown:
             logging.enable_progress_bar()
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn, TypeVar
 
 from .config.help import PresetFile, help_text, help_tree, list_presets
@@ -138,9 +137,9 @@ def _run(
     raise SystemExit(code if isinstance(code, int) else 0)
 
 
-def _print_redacted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _print_redacted(_kind: object, error: BaseException, _trace: object) -> None:
     """Print the traceback that ends the process, as Python would."""
-    print(redact("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr, flush=True)
+    print(redact("".join(traceback.format_exception(error))), end="", file=sys.stderr, flush=True)
 
 
 def _parse(

@@ -107,7 +107,8 @@ class RolloutClient(BalancedClient):
         with self._counting_busy_time():
             tasks = [asyncio.ensure_future(self._group(run, end)) for run in runs]
             try:
-                first = await first_complete(tasks, num_groups, partial(self._deliver, on_group=on_group))
+                deliver = partial(self._deliver, on_group=on_group)
+                first = await first_complete(tasks, num_groups, is_complete=lambda one: one.complete, on_end=deliver)
                 others = [run for index, run in enumerate(runs) if index not in first]
                 if keep_rest:
                     await self._interrupt(others)

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import aiohttp
 
@@ -16,16 +16,6 @@ from ..samples import Endpoint
 from .protocol import MalformedAnswerError, error_message
 
 T = TypeVar("T")
-
-
-class Group(Protocol):
-    """The samples or episodes of one prompt; complete without failures."""
-
-    @property
-    def failures(self) -> Sequence[object]: ...
-
-
-GroupT = TypeVar("GroupT", bound=Group)
 
 # Shorter than the 5 s after which uvicorn closes an idle connection, so that stale connections are rarely reused.
 _KEEP_ALIVE_S = 3.0
@@ -204,22 +194,26 @@ async def call_back(function: Callable[[T], Awaitable[None] | None] | None, valu
 
 
 async def first_complete(
-    tasks: Sequence[asyncio.Task[GroupT]], num_groups: int, on_end: Callable[[GroupT], Awaitable[None]]
-) -> dict[int, GroupT]:
+    tasks: Sequence[asyncio.Task[T]],
+    num_groups: int,
+    *,
+    is_complete: Callable[[T], bool],
+    on_end: Callable[[T], Awaitable[None]],
+) -> dict[int, T]:
     """Groups by the index of their task, as they end, until `num_groups` of them are complete.
 
     on_end: awaited with each group, in order of completion.
     """
-    queue: asyncio.Queue[asyncio.Task[GroupT]] = asyncio.Queue()
+    queue: asyncio.Queue[asyncio.Task[T]] = asyncio.Queue()
     for task in tasks:
         task.add_done_callback(queue.put_nowait)
-    ended: dict[int, GroupT] = {}
+    ended: dict[int, T] = {}
     index_of = {task: index for index, task in enumerate(tasks)}
     num_complete = 0
     while num_complete < num_groups and len(ended) < len(tasks):
         task = await queue.get()
         group = ended[index_of[task]] = task.result()
-        num_complete += not group.failures
+        num_complete += is_complete(group)
         await on_end(group)
     return ended
 

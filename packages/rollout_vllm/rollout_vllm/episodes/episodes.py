@@ -278,7 +278,9 @@ class EpisodeRuns:
             for request in requests
         ]
         try:
-            ended = await first_complete(tasks, num_groups, partial(call_back, on_group))
+            ended = await first_complete(
+                tasks, num_groups, is_complete=lambda one: not one.failures, on_end=partial(call_back, on_group)
+            )
             rest = {r.prompt_id: t for i, (r, t) in enumerate(zip(requests, tasks, strict=True)) if i not in ended}
             if keep_rest and rest:
                 self._clock.stop()

@@ -4,12 +4,14 @@ import ctypes
 import io
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -17,13 +19,7 @@ MAX_PRINTED_BYTES = 1 << 20
 """Size of a file with what functions print."""
 
 
-class Closable(Protocol):
-    """An end of a pipe or socket pair."""
-
-    def close(self) -> None: ...
-
-
-PipeT = TypeVar("PipeT", bound=Closable)
+PipeT = TypeVar("PipeT", Connection, socket.socket)
 
 
 def run_kept(

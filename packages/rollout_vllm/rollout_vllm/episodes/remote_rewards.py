@@ -25,6 +25,7 @@ from ..client.retry import backoff_s, classify_status
 from ..client.transport import HttpClient
 from ..config import RolloutConfig
 from ..samples import Endpoint
+from .processes import describe
 from .rewards import RewardOutcome
 
 _RETRY_BASE_S, _RETRY_MAX_S = 0.2, 5.0
@@ -115,8 +116,7 @@ class RemoteReward(HttpClient):
 
 
 def _exception(error: Exception, what: str) -> RewardOutcome:
-    text = " ".join(str(error).split())[:300]
-    return RewardOutcome(None, "exception", f"{what}: {type(error).__name__}: {text}")
+    return RewardOutcome(None, "exception", f"{what}: {describe(error)}")
 
 
 def http_reward(url: str, *, api_key: str | None = None, **settings: Any) -> RemoteReward:

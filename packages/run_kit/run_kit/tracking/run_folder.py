@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 from ..config.redaction import redact, yaml_without_secrets
@@ -112,12 +111,10 @@ class RunFolder:
         self._stack.enter_context(_copied_to(log))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         is_orderly = isinstance(error, RunStopped) or (isinstance(error, SystemExit) and error.code in (0, None))
         if self._log and error is not None and not is_orderly:
-            self._log.write_text("".join(traceback.format_exception(kind, error, trace)))
+            self._log.write_text("".join(traceback.format_exception(error)))
             if not self._log.is_closed:
                 error.add_note(f"The traceback is in {self.log_file}")
         self._log = None

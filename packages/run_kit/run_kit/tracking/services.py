@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ..config.differences import flatten
 from ..config.redaction import redact
@@ -26,17 +26,6 @@ _IDS_FILE = "services.json"
 """File of the run folder: package -> the id of the service's run."""
 _MLFLOW_BATCH = 100
 """Parameters that MLflow accepts at once."""
-
-
-class Service(Protocol):
-    """A run at an experiment service."""
-
-    run_id: str
-    """By which the service finds the run again."""
-
-    def log(self, step: int, metrics: Metrics) -> None: ...
-
-    def close(self, *, failed: bool) -> None: ...
 
 
 class WandbService:
@@ -130,7 +119,8 @@ class TrackioService:
         self._run.finish()
 
 
-_SERVICES: dict[str, tuple[str, type[WandbService] | type[MlflowService] | type[TrackioService]]] = {
+Service = WandbService | MlflowService | TrackioService
+_SERVICES: dict[str, tuple[str, type[Service]]] = {
     "wandb": ("wandb_project", WandbService),
     "mlflow": ("mlflow_experiment", MlflowService),
     "trackio": ("trackio_project", TrackioService),
