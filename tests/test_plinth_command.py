@@ -1,14 +1,17 @@
 """The `plinth` command over the installed packages and apps."""
 
 import contextvars
+import json
 import subprocess
 import sys
 import tomllib
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from run_kit.cluster.app import FILES, MODELS
 from run_kit.commands import GROUP, main
 
 APPS = Path(__file__).resolve().parents[1] / "apps"
@@ -67,6 +70,18 @@ def test_the_apps_distribution_lists_every_app() -> None:
     assert set(project["tool"]["setuptools"]["packages"]) == {"apps", *folders}
     registered = {command.name for command in entry_points(group=GROUP) if command.value.startswith("apps.")}
     assert registered == {folder.removeprefix("apps.") for folder in folders}
+
+
+def test_keys_of_inputs_that_jobs_look_for_are_keys_of_apps(capsys: pytest.CaptureFixture[str]) -> None:
+    apps = ("grpo", "sft", "distill", "evaluate")
+    known = [entry["key"] for name in apps for entry in help_tree_of(name, capsys)["keys"]]
+    assert set(known) >= {*MODELS, *FILES}
+
+
+def help_tree_of(name: str, capsys: pytest.CaptureFixture[str]) -> Any:
+    with pytest.raises(SystemExit):
+        contextvars.copy_context().run(main, [name, "--help-json"])
+    return json.loads(capsys.readouterr().out)
 
 
 def test_help_shows_the_command_that_the_user_typed(capsys: pytest.CaptureFixture[str]) -> None:

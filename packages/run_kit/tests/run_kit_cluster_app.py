@@ -28,9 +28,21 @@ class Trainer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Model:
+    path: str = "builtin:toy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    train: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """Takes steps."""
 
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
     trainer: Trainer = field(default_factory=Trainer)
 
 

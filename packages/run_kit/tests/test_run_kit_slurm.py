@@ -95,6 +95,31 @@ def test_keys_of_the_job_and_of_the_app_come_in_any_order(write: Write, tmp_path
     assert (tmp_path / "job.sbatch").stat().st_mode & 0o077 == 0
 
 
+def test_inputs_that_this_host_lacks_are_named_on_stderr(
+    environment: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "here.parquet").touch()
+
+    def warnings(*arguments: str) -> list[str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["toy", *arguments, "file=-"])
+        assert ended.value.code == 0
+        printed = capsys.readouterr()
+        assert "warning" not in printed.out
+        return [line for line in printed.err.splitlines() if line.startswith("warning")]
+
+    assert warnings("model.path=/nope", "data.train=[here.parquet, nope.parquet]") == [
+        "warning: model.path=/nope does not exist on this host",
+        "warning: data.train=nope.parquet does not exist on this host",
+    ]
+    assert warnings("model.path=../nope", "data.train=nope.parquet") == [
+        "warning: model.path=../nope does not exist on this host",
+        "warning: data.train=nope.parquet does not exist on this host",
+    ]
+    for path in ("builtin:toy", "Qwen/Qwen3-0.6B", str(tmp_path)):
+        assert warnings(f"model.path={path}", "data.train=here.parquet") == []
+
+
 def test_a_name_that_is_given_is_kept_so_that_a_later_job_resumes_it(write: Write, tmp_path: Path) -> None:
     write("toy", "trainer.experiment=mine", "trainer.save_freq=1")
     assert "SLURM_JOB_ID" not in (tmp_path / "job.sbatch").read_text().partition("app_pid")[0]

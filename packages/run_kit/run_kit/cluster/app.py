@@ -3,6 +3,7 @@
 import contextvars
 import difflib
 import io
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
@@ -19,6 +20,11 @@ SAVE_FREQ = "trainer.save_freq"
 _RESUME = ("trainer.resume", "resume")
 _NAME = ("trainer.experiment", "experiment", "run_tag")
 _OUTPUT = ("trainer.output_dir", "output_dir")
+MODELS = ("model.path", "reward.model", "teacher.model")
+FILES = (
+    *("data.train", "data.val", "supervised.files", "supervised.val_files", "warm_start.files"),
+    *("checkpoints.folder", "compare"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +65,12 @@ class App:
         """The key of the folder that holds the app's runs."""
         return next(filter(self.has, _OUTPUT), None)
 
+    def missing_inputs(self) -> list[str]:
+        """KEY=PATH of each model folder and data file that this host lacks; other names of models are not looked up."""
+        found = [(key, self.value(key)) for key in (*MODELS, *FILES)]
+        pairs = [(key, path) for key, value in found for path in ([value] if isinstance(value, str) else value or ())]
+        return [f"{key}={path}" for key, path in pairs if (key in FILES or _is_path(path)) and not os.path.exists(path)]
+
     def job_arguments(self, *, num_nodes: int) -> tuple[str, ...]:
         """The command and its arguments with `resume=auto`; the caller adds the name and Ray's address.
 
@@ -82,6 +94,11 @@ class App:
                 f"give {self.name_key()} of that run instead, and its output_dir"
             )
         return (*self.arguments, *([] if self.given(resume) else [f"{resume}=auto"]))
+
+
+def _is_path(model: str) -> bool:
+    """Whether a model can only be a folder: not OWNER/NAME, and not one of the names that an app knows."""
+    return model.startswith(("/", ".")) or model.count("/") > 1
 
 
 def read_app(arguments: Sequence[str], *, job_keys: Sequence[str] = ()) -> App:

@@ -47,8 +47,10 @@ def require_at_least(minimum: float, config: object, *names: str, or_null: bool 
             raise ValueError(f"{name} is {value}; allowed: {allowed}")
 
 
-def write_job(file: str, text: str, app: App, notes: Sequence[str], *, submit: str) -> None:
-    """Writes `text` to `file` (`-`: to stdout) and prints `notes`.
+def write_job(
+    file: str, text: str, app: App, notes: Sequence[str], *, submit: str, warnings: Sequence[str] = ()
+) -> None:
+    """Writes `text` to `file` (`-`: to stdout) and prints `notes`; `warnings` go to stderr.
 
     Args:
         submit: the command that submits a file.
@@ -57,7 +59,8 @@ def write_job(file: str, text: str, app: App, notes: Sequence[str], *, submit: s
         ConfigError: the file cannot be written.
     """
     secrets = secrets_in(list(app.arguments))
-    notes = [*(f"warning: everybody who can read the job can read {key}" for key in secrets), *notes]
+    for warning in (*(f"everybody who can read the job can read {key}" for key in secrets), *warnings):
+        print(f"warning: {warning}", file=sys.stderr)
     if file == "-":
         print(text, end="")
         print("".join(f"{note}\n" for note in notes), end="", file=sys.stderr)

@@ -180,7 +180,8 @@ def write(config: SlurmConfig, app: App) -> None:
     """Writes the batch file."""
     command = shlex.join(["plinth", "slurm", *sys.argv[2:]]) if sys.argv[1:2] == ["slurm"] else "plinth slurm"
     text = batch_file(config, app, command=command, folder=Path.cwd())
-    write_job(config.file, text, app, _notes(app), submit="sbatch")
+    missing = [f"{path} does not exist on this host" for path in app.missing_inputs()]
+    write_job(config.file, text, app, _notes(app), submit="sbatch", warnings=missing)
 
 
 def _notes(app: App) -> list[str]:
