@@ -203,6 +203,13 @@ def test_the_calls_of_each_plan_are_those_that_it_says() -> None:
         assert sum(map(len, made)) == len(plan), "everything is run"
 
 
+def call(folder: Path, *, gpus: int, minutes: float) -> argparse.Namespace:
+    """The arguments of a call."""
+    return argparse.Namespace(
+        folder=folder / "out", work=None, plan="plan", gpus=gpus, minutes=minutes, only=None, trial=False
+    )
+
+
 def test_a_call_keeps_partial_tables_and_the_next_one_goes_on(tmp_path: Path) -> None:
     def measurement(name: str, code: str) -> Measurement:
         (tmp_path / f"{name}.py").write_text(
@@ -217,7 +224,7 @@ def test_a_call_keeps_partial_tables_and_the_next_one_goes_on(tmp_path: Path) ->
         measurement("cut", row.format("b") + "time.sleep(60)"),
         measurement("broken", "sys.exit('no such thing')"),
     ]
-    args = argparse.Namespace(folder=tmp_path / "out", plan="plan", gpus=2, minutes=1.0, only=None, trial=False)
+    args = call(tmp_path, gpus=2, minutes=1.0)
     records = dict(session(plan, args))
     assert {name: record["ended"] for name, record in records.items()} == {
         "whole": "done",

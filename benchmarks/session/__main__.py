@@ -5,9 +5,9 @@
 
 PLAN is a file of `benchmarks/session/plans` without its ending. FOLDER gets `records.jsonl` (a line a measurement; with
 this file alone a session continues on another host), `summary.md`, and `raw.zip` with logs and metrics. Models and runs
-lie beside it in FOLDER_work. A measurement starts when its GPUs are free, in the plan's order. SIGINT, then SIGTERM end
-it at its limit or when the call's minutes are over, and what it printed until then is kept. The next call runs again
-what failed or what the end of the call cut off. `--trial` tries the commands on a CPU.
+lie in FOLDER_work, or where `--work` says. A measurement starts when its GPUs are free, in the plan's order. It is ended
+(SIGINT, then SIGTERM) at its limit or when the call's minutes are over; what it printed until then is kept. The next
+call runs again what failed or what the end of the call cut off. `--trial` tries the commands on a CPU.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def session(plan: Sequence[Measurement], args: argparse.Namespace) -> Mapping[st
     """One call: runs what is unfinished until its minutes are over; the records of all measurements so far."""
     folder = args.folder
     deadline = time.monotonic() + 60 * args.minutes - GRACE_S
-    path, work = folder / "records.jsonl", folder.with_name(f"{folder.name}_work")
+    path, work = folder / "records.jsonl", args.work or folder.with_name(f"{folder.name}_work")
     folder.mkdir(parents=True, exist_ok=True)
     lines = path.read_text().splitlines() if path.is_file() else []
     records = {record["name"]: record for record in map(json.loads, lines)}
@@ -146,6 +146,7 @@ def main() -> None:
     parser.add_argument("plan", choices=sorted(path.stem for path in PLANS.glob("*.yaml")))
     parser.add_argument("--gpus", type=int, required=True, help="of this host")
     parser.add_argument("--minutes", type=float, default=9.5, help="of this call")
+    parser.add_argument("--work", type=lambda text: Path(text).absolute(), help="for models and runs, not FOLDER_work")
     parser.add_argument("--only", nargs="+", help="names of measurements")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--trial", action="store_true", help="with tiny models on a CPU")
