@@ -361,7 +361,10 @@ def test_bad_rows_of_parquet_and_csv_are_skipped_too(tmp_path: Path) -> None:
         (GSM8K, {"prompt_column": "prompt"}, "column 'prompt' is missing"),
         (GSM8K, {"response_column": "solution"}, "column 'solution' is missing"),
         (GSM8K, {"max_prompt_length": 3}, "no row is left (20 prompt too long)"),
-        (GSM8K[:1], {}, "would have none of the 1 rows"),
+        (GSM8K[:1], {"validation": 0.05}, "val.parquet would have none of the 1 rows: --validation=0.05 is the prob"),
+        (GSM8K[:1], {"validation": 0.05}, "Give a larger one, another --seed, more rows, or --validation 0"),
+        (GSM8K[:1], {"validation": 0.3}, "train.parquet would have none of the 1 rows: --validation=0.3 is the prob"),
+        (GSM8K[:1], {"validation": 0.3}, "Give a smaller one, another --seed, more rows, or --validation 0"),
         ([{"problem": "p", "solution": "no box"}], {}, "no answer in \\boxed{}"),
         ([GSM8K[0] | {"x": 1}, GSM8K[1] | {"x": "1"}], {}, "line 2, column 'x': values of different types"),
         ([{"problem": "p", "solution": "\\boxed{1}", "question": "?"}], {}, "no ground truth"),
@@ -378,7 +381,7 @@ def test_what_cannot_be_prepared_is_refused(rows: Rows, options: dict[str, Any],
     with pytest.raises(DataError) as caught:
         run(tmp_path / "out", file, **options)
     assert words in str(caught.value)
-    assert str(file) in str(caught.value) or "would have none" in words
+    assert str(file) in str(caught.value) or "would have none" in str(caught.value)
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".out*"))
 
@@ -520,6 +523,10 @@ def test_the_command_reports_and_fails_as_commands_do(tmp_path: Path, capsys: py
     shown = capsys.readouterr().out
     assert "20 rows read" in shown
     assert re.search(r"train\.parquet: \d+ rows", shown)
+    assert "ground truth" not in shown
+    some = write_lines(tmp_path / "c.jsonl", [{"question": "p", "ground_truth": "a"}, {"question": "q"}])
+    assert main([str(some), "--out", str(tmp_path / "c"), "--validation", "0"]) == 0
+    assert "\n1 rows have no ground truth: rewards of answers refuse them (plinth" in capsys.readouterr().out
     assert main([str(file), "--out", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.startswith("error: ")
     assert main([str(file), "--out", "x", "--validation", "1.5"]) == 2

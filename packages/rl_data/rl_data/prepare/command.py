@@ -103,6 +103,8 @@ def _summary(report: Report, config: PrepareConfig, duration_s: float) -> str:
     lines = [*report.notes, f"{report.num_read:,} rows read"]
     lines += [f"{counts[reason]:,} dropped: {reason}" for reason in REASONS if counts[reason]]
     lines += [f"{counts[reason]:,} rows: {reason}" for reason in (CONFLICT, CONTAMINATED_KEPT) if counts[reason]]
+    if missing := report.num_kept - report.num_ground_truths:
+        lines.append(f"{missing:,} rows have no ground truth: rewards of answers refuse them (plinth grpo, plinth ppo)")
     lines += [f"{config.out}/{output.name}: {output.num_rows:,} rows" for output in report.outputs]
     speed = num_bytes / _MIB / max(duration_s, 1e-3)
     lines.append(f"{config.out}/card.html describes them ({num_bytes / _MIB:,.1f} MiB read in {duration_s:.1f} s, "

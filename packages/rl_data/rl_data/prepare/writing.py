@@ -48,9 +48,11 @@ class Writer:
             masks["val.parquet"] = is_kept & is_validation
         for name, mask in masks.items():
             if not mask.any():
+                other = "smaller" if name == "train.parquet" else "larger"
                 raise DataError(
-                    f"{name} would have none of the {is_kept.sum()} rows. Give another --validation than "
-                    f"{self._config.validation}; with 0 all rows are in train.parquet."
+                    f"{name} would have none of the {is_kept.sum()} rows: --validation={self._config.validation} is "
+                    f"the probability with which each row is drawn for val.parquet. Give a {other} one, another "
+                    "--seed, more rows, or --validation 0, which writes train.parquet alone."
                 )
         files = {name: ParquetFile(self._folder / name, schema) for name in masks}
         start = 0
