@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_data.prepare.duplicates import keepers, ranks
 from rl_data.prepare.minhash import NUM_PERMUTATIONS, SHINGLE, Bands, band_keys, choose_bands, signatures
 from rl_data.prepare.overlap import HeldOut
-from rl_data.prepare.selection import is_validation
+from rl_data.prepare.selection import is_validation, keepers, ranks
 from rl_data.prepare.text import U64, NGrams, digests, mixed, normalized, numbers_and_operators, tokens
 
 WORDS = st.lists(st.sampled_from("abcdefgh"), max_size=12)
