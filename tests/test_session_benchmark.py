@@ -249,9 +249,7 @@ def test_a_call_keeps_partial_tables_and_the_next_one_goes_on(tmp_path: Path) ->
 
 def test_a_call_without_time_starts_nothing_and_an_interrupt_ends_what_runs(tmp_path: Path) -> None:
     plan = [Measurement(name="long", command="python -c 'import time; time.sleep(60)'", gpus=0, seconds=1, limit=60)]
-    args = argparse.Namespace(
-        folder=tmp_path / "out", plan="plan", gpus=0, minutes=GRACE_S / 60, only=None, trial=False
-    )
+    args = call(tmp_path, gpus=0, minutes=GRACE_S / 60)
     assert session(plan, args) == {}
     args.minutes = (GRACE_S + 2.5) / 60
     assert session(plan, args)["long"]["ended"] == "call"

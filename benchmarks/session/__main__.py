@@ -5,8 +5,8 @@
 
 PLAN is a file of `benchmarks/session/plans` without its ending. FOLDER gets `records.jsonl` (a line a measurement; with
 this file alone a session continues on another host), `summary.md`, and `raw.zip` with logs and metrics. Models and runs
-lie in FOLDER_work, or where `--work` says. A measurement starts when its GPUs are free, in the plan's order. It is ended
-(SIGINT, then SIGTERM) at its limit or when the call's minutes are over; what it printed until then is kept. The next
+lie in FOLDER_work, or where `--work` says. A measurement starts when its GPUs are free, in the plan's order. It ends
+(by SIGINT, then SIGTERM) at its limit or when the call's minutes are over; what it printed until then is kept. The next
 call runs again what failed or what the end of the call cut off. `--trial` tries the commands on a CPU.
 """
 
