@@ -45,17 +45,8 @@ def is_disk_full(error: OSError) -> bool:
 
 
 def fsync_file(path: Path) -> None:
-    """Flush a file's bytes to the disk."""
+    """Flush a file's bytes, or the file names of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def fsync_folder(path: Path) -> None:
-    """Flush a folder's file names to the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     finally:
@@ -73,7 +64,7 @@ def write_text(path: Path, text: str) -> None:
     partial.write_text(text, encoding="utf-8")
     fsync_file(partial)
     os.replace(partial, path)
-    fsync_folder(path.parent)
+    fsync_file(path.parent)
 
 
 def publish_folder(partial: Path, final: Path) -> None:
@@ -82,9 +73,9 @@ def publish_folder(partial: Path, final: Path) -> None:
     Both are in the same parent folder. The caller has fsynced the files' bytes.
     """
     for folder, _, _ in os.walk(partial):
-        fsync_folder(Path(folder))
+        fsync_file(Path(folder))
     os.rename(partial, final)
-    fsync_folder(final.parent)
+    fsync_file(final.parent)
 
 
 @contextmanager
@@ -120,7 +111,7 @@ def remove_folder(path: Path) -> None:
     if trash.exists():
         shutil.rmtree(trash)
     os.rename(path, trash)
-    fsync_folder(path.parent)
+    fsync_file(path.parent)
     shutil.rmtree(trash)
 
 

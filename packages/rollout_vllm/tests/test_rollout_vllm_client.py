@@ -191,7 +191,7 @@ def test_router_balances_load_and_keeps_affinity() -> None:
 
 
 def test_router_cools_failed_servers_down_and_probes_when_all_are_down() -> None:
-    router = Router(2, max_in_flight=100, cooldown_s=1.0)
+    router = Router(2, max_in_flight=100)
     router.failed(0, 0.0)
     assert [router.pick(str(i), 1, 0.5) for i in range(3)] == [1, 1, 1]
     router.failed(1, 0.5)

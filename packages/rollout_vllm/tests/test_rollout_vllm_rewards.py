@@ -305,6 +305,32 @@ def test_processes_that_a_function_started_end_with_its_worker(
     assert alive() == []
 
 
+SIGNALED_GROUP = """
+import os, signal, time
+from plinth_test_reward_functions import pid
+from rollout_vllm import RewardPool
+
+if __name__ == "__main__":
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    for number in signals:
+        signal.signal(number, lambda *_: None)
+    with RewardPool(num_workers=1, timeout_s=60) as pool:
+        before = pool.submit(pid).result(60)
+        for number in signals:
+            os.killpg(0, number)
+        time.sleep(0.5)  # a worker that such a signal ends is gone by then
+        assert pool.submit(pid).result(60) == before, "the same worker"
+"""
+
+
+def test_a_signal_to_the_process_group_of_the_run_ends_no_worker(functions: Any, tmp_path: Path) -> None:
+    """A run that SIGTERM (timeout, scancel) or Ctrl-C stops still scores the samples of its last step."""
+    (tmp_path / "launcher.py").write_text(SIGNALED_GROUP)
+    environment = {**os.environ, "PYTHONPATH": str(Path(functions.__file__).parent)}
+    command = [sys.executable, str(tmp_path / "launcher.py")]
+    subprocess.run(command, env=environment, timeout=60, check=True, start_new_session=True)
+
+
 def is_running(pid: str) -> bool:
     """Not a zombie that nobody reaps."""
     try:

@@ -20,7 +20,6 @@ from .signals import RunStopped as RunStopped
 from .signals import StopRequest as StopRequest
 from .timing import PhaseTimer as PhaseTimer
 from .tracker import Tracker as Tracker
-from .tracker import check_tracking as check_tracking
 from .tracking.config import TrackingConfig as TrackingConfig
 from .tracking.curves import write_compared_curves as write_compared_curves
 from .tracking.curves import write_curves as write_curves
@@ -30,6 +29,7 @@ from .tracking.rollouts import read_rollouts as read_rollouts
 from .tracking.rollouts import write_rollouts as write_rollouts
 from .tracking.run_folder import EXPERIMENT_PATTERN as EXPERIMENT_PATTERN
 from .tracking.run_folder import RunFolder as RunFolder
+from .tracking.services import check_tracking as check_tracking
 from .tracking.summary import MetricSummary as MetricSummary
 from .tracking.summary import first_mean as first_mean
 from .tracking.summary import summarize as summarize

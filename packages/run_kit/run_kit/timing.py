@@ -95,17 +95,10 @@ class PhaseTimer:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Time one step; clears the phases of the previous step."""
-        root = self._root = TimingNode(name="step", count=1)
+        root = self._root = TimingNode(name="step")
         self._spans = []
-        start = self.now()
-        token = self._open.set(None)
-        try:
+        with self._timed(root, "step", inner=None):
             yield
-        finally:
-            self._open.reset(token)
-            end = self.now()
-            root.seconds = end - start
-            self._spans.append(Span(name="step", start_s=start, end_s=end))
 
     @contextmanager
     def phase(self, name: str, *, outside: bool = False) -> Iterator[None]:
@@ -123,8 +116,14 @@ class PhaseTimer:
             raise ValueError(f"phase {name!r} is marked outside the step, but lies within phase {parent.name!r}")
         node = self._descend(parent, name)
         node.outside = outside
+        with self._timed(node, name, inner=node):
+            yield
+
+    @contextmanager
+    def _timed(self, node: TimingNode, name: str, *, inner: TimingNode | None) -> Iterator[None]:
+        """Add the time of the block to `node`; phases in it are those of `inner` (None: of the step)."""
         start = self.now()
-        token = self._open.set(node)
+        token = self._open.set(inner)
         try:
             yield
         finally:

@@ -15,7 +15,7 @@ from .tracking.progress import Progress, duration_text
 from .tracking.rollouts import write_rollouts
 from .tracking.run_folder import RunFolder
 from .tracking.run_state import StateFile
-from .tracking.services import SentOnce, check_services, open_services
+from .tracking.services import SentOnce, check_tracking, open_services
 from .tracking.summary import summarize, tail_mean
 from .tracking.writers import TensorBoardWriter
 
@@ -40,15 +40,6 @@ class RunResult(Protocol):
     def accuracy_before(self) -> float | None: ...
     @property
     def accuracy_after(self) -> float | None: ...
-
-
-def check_tracking(config: TrackingConfig) -> None:
-    """Check before a run starts that its tracking configuration can work; creates and connects nothing.
-
-    Raises:
-        TrackingError: a package that the config needs is not installed.
-    """
-    check_services(config)
 
 
 class Tracker:

@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 from ..digest import FileEntry
 from ..errors import CheckpointUsageError
@@ -17,6 +17,8 @@ from .state_dicts import HostSnapshot
 from .stores import CheckpointStore, SharedFolder
 
 _log = logging.getLogger("ckpt")
+
+_Captures: TypeAlias = Mapping[str, Capture | HostSnapshot]
 
 
 def rank_file(name: str, rank: int) -> str:
@@ -185,14 +187,7 @@ class AsyncSaver:
         self._snapshots = snapshots
         return captures
 
-    def _run(
-        self,
-        number: int,
-        step: int,
-        captures: Mapping[str, Capture | HostSnapshot],
-        published: Mapping[str, Any],
-        overwrite: bool,
-    ) -> None:
+    def _run(self, number: int, step: int, captures: _Captures, published: Mapping[str, Any], overwrite: bool) -> None:
         try:
             if not self._copied.is_set():
                 self._copy_in_background(number, captures)
@@ -206,7 +201,7 @@ class AsyncSaver:
             error.add_note(f"The background save of step {step} failed; nothing of it was published.")
             self._error = error
 
-    def _copy_in_background(self, number: int, captures: Mapping[str, Capture | HostSnapshot]) -> None:
+    def _copy_in_background(self, number: int, captures: _Captures) -> None:
         try:
             _copy(captures)
         except BaseException as error:
@@ -216,12 +211,7 @@ class AsyncSaver:
             self._copied.set()
 
     def _publish(
-        self,
-        number: int,
-        step: int,
-        captures: Mapping[str, Capture | HostSnapshot],
-        published: Mapping[str, Any],
-        overwrite: bool,
+        self, number: int, step: int, captures: _Captures, published: Mapping[str, Any], overwrite: bool
     ) -> Checkpoint:
         # The other ranks hold about as much. A process without a rank lets the manager estimate.
         expected = sum(capture.num_bytes for capture in captures.values()) * self._ranks.num_ranks
@@ -248,7 +238,7 @@ class AsyncSaver:
             self._coordinator.conclude(number, None)
         return checkpoint
 
-    def _contribute(self, number: int, step: int, captures: Mapping[str, Capture | HostSnapshot]) -> Checkpoint:
+    def _contribute(self, number: int, step: int, captures: _Captures) -> Checkpoint:
         assert self._coordinator is not None, "a single process publishes itself"
         name = ""
         try:
@@ -266,7 +256,7 @@ class AsyncSaver:
             raise
         return self._store.finish(name, step)
 
-    def _write(self, name: str, captures: Mapping[str, Capture | HostSnapshot]) -> dict[str, FileEntry]:
+    def _write(self, name: str, captures: _Captures) -> dict[str, FileEntry]:
         """Write this process's part of the checkpoint `name`, and deliver it."""
         folder = self._store.folder(name, sum(capture.num_bytes for capture in captures.values()))
         entries: dict[str, FileEntry] = {}
@@ -292,6 +282,6 @@ class AsyncSaver:
             _log.error("could not report the failure to the other ranks: %s", failed)
 
 
-def _copy(captures: Mapping[str, Capture | HostSnapshot]) -> None:
+def _copy(captures: _Captures) -> None:
     for capture in captures.values():
         capture.copy()

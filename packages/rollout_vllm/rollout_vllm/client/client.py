@@ -51,7 +51,7 @@ class RolloutClient(BalancedClient):
         self._runner = RequestRunner(self.config, self._transport, self._dispatcher, self._suspect)
         self._rates = Rates()
         self._num_running, self._running_since = 0, 0.0
-        self._listed: dict[int, GroupRun] = {}
+        self._listed: dict[GroupRun, None] = {}  # in the order of the requests
 
     # ---- generating ----------------------------------------------------------------------------------------------
     async def generate(
@@ -75,8 +75,13 @@ class RolloutClient(BalancedClient):
         runs = [self._run_of(request, sampling) for request in requests]
 
         async def one(run: GroupRun) -> GroupResult:
-            with self._listing(run):
+            with self._runner.lock:
+                self._listed[run] = None
+            try:
                 result = await self._group(run, end)
+            finally:
+                with self._runner.lock:
+                    del self._listed[run]
             await self._deliver(result, on_group)
             return result
 
@@ -157,17 +162,7 @@ class RolloutClient(BalancedClient):
         Those are the tokens up to the last `pause`, and whole responses of resumed samples. Callable from any thread.
         """
         with self._runner.lock:
-            return [run.partial() for run in self._listed.values()]
-
-    @contextmanager
-    def _listing(self, run: GroupRun) -> Iterator[None]:
-        with self._runner.lock:
-            self._listed[id(run)] = run
-        try:
-            yield
-        finally:
-            with self._runner.lock:
-                del self._listed[id(run)]
+            return [run.partial() for run in self._listed]
 
     def generate_blocking(
         self,

@@ -7,6 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Collection
 
 _MAX_REMEMBERED_GROUPS = 65536
+_COOLDOWN_S, _MAX_COOLDOWN_S = 1.0, 30.0
 
 
 class Router:
@@ -16,7 +17,7 @@ class Router:
     need no clock.
     """
 
-    def __init__(self, num_servers: int, *, max_in_flight: int, cooldown_s: float = 1.0, max_cooldown_s: float = 30.0):
+    def __init__(self, num_servers: int, *, max_in_flight: int) -> None:
         if num_servers < 1:
             raise ValueError(f"num_servers={num_servers}: must be 1 or more")
         self.num_servers = num_servers
@@ -26,8 +27,6 @@ class Router:
         self._retired = [False] * num_servers
         self._down_until = [0.0] * num_servers
         self._consecutive_failures = [0] * num_servers
-        self._cooldown_s = cooldown_s
-        self._max_cooldown_s = max_cooldown_s
         self._affinity: OrderedDict[str, int] = OrderedDict()
 
     def pick(self, group: str, cost: int, now: float, *, avoid: Collection[int] = ()) -> int | None:
@@ -70,7 +69,7 @@ class Router:
         """Start a cooldown of the server; it doubles with each consecutive failure."""
         doublings = min(self._consecutive_failures[server], 20)
         self._consecutive_failures[server] += 1
-        self._down_until[server] = now + min(self._max_cooldown_s, self._cooldown_s * 2.0**doublings)
+        self._down_until[server] = now + min(_MAX_COOLDOWN_S, _COOLDOWN_S * 2.0**doublings)
 
     def block(self, server: int) -> None:
         """Exclude the server until `unblock`, while it restarts or waits for weights."""

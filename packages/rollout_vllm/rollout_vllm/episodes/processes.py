@@ -42,7 +42,7 @@ def run_kept(
         os._exit(0)
 
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
+    os.setsid()  # signals to the launcher's process group, such as Ctrl-C and those of timeout, are for the launcher
     signal.signal(signal.SIGTERM, end)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if launcher is not None and os.getppid() != launcher:

@@ -166,8 +166,27 @@ class RewardPool:
 
     @staticmethod
     def work(pipe: Connection) -> None:
-        """Main function of a worker process."""
-        _answer_calls(pipe)
+        """Makes the calls that it receives one at a time.
+
+        It sends one message when it reads. For each call it sends what `load` does, then (number, "scores", scores,
+        seconds).
+        """
+        pipe.send_bytes(b"ready")
+        own = os.getpid()
+        while True:
+            try:
+                (number, pickled, num_scores, _), arguments = receive(pipe)
+            except EOFError:
+                return
+            if (loaded := load(pipe, number, pickled, arguments)) is None:
+                continue
+            begin, (function, (args, keywords)) = time.monotonic(), loaded
+            try:
+                scores = read_scores(function(*args, **keywords), num_scores)
+            except BaseException as error:  # sys.exit in a reward function must not end the worker
+                scores = [(None, describe(error))] * (num_scores or 1)
+            leave_if_forked(own)
+            answer(pipe, number, "scores", scores, begin)
 
     # ---- the thread of one worker --------------------------------------------------------------------------------
     def _serve(self, index: int) -> None:
@@ -362,30 +381,6 @@ Scores = list[tuple[float | None, str]]
 
 
 # ---- the worker process ----------------------------------------------------------------------------------------------
-def _answer_calls(pipe: Connection) -> None:
-    """Makes the calls that it receives one at a time.
-
-    It sends one message when it reads. For each call it sends what `load` does, then (number, "scores", scores,
-    seconds).
-    """
-    pipe.send_bytes(b"ready")
-    own = os.getpid()
-    while True:
-        try:
-            (number, pickled, num_scores, _), arguments = receive(pipe)
-        except EOFError:
-            return
-        if (loaded := load(pipe, number, pickled, arguments)) is None:
-            continue
-        begin, (function, (args, keywords)) = time.monotonic(), loaded
-        try:
-            scores = read_scores(function(*args, **keywords), num_scores)
-        except BaseException as error:  # sys.exit in a reward function must not end the worker
-            scores = [(None, describe(error))] * (num_scores or 1)
-        leave_if_forked(own)
-        answer(pipe, number, "scores", scores, begin)
-
-
 def receive(pipe: Connection) -> tuple[tuple[int, bytes, int | None, float], bytes]:
     """A call: (number, function, number of scores, time limit), arguments. Raises EOFError when the pool has ended."""
     return pickle.loads(pipe.recv_bytes()), pipe.recv_bytes()

@@ -48,12 +48,11 @@ def _fork_engine_and_worker(patch: Any) -> None:
         import vllm.v1.worker.cpu_worker  # noqa: F401  (imported once, before the fork)
 
 
-def buffer_tokens(patch: Any, *, engine_core: bool, front_end: bool) -> None:
-    """Make the processes of the server buffer the tokens of clients that read only ids and log-probs."""
+def buffer_tokens(patch: Any, *, front_end: bool) -> None:
+    """Make the engine core, and `front_end`, buffer the tokens of clients that read only ids and log-probs."""
     buffering = _load("plinth_server_buffering", "buffering.py")
-    if engine_core:
-        versions = sys.modules.get(VERSIONS_MODULE) or _load(VERSIONS_MODULE, "policy_versions.py")
-        buffering.buffer_in_engine_core(patch.BUFFERING.replace, patch.IDS_ONLY, versions.PUBLISH)
+    versions = sys.modules.get(VERSIONS_MODULE) or _load(VERSIONS_MODULE, "policy_versions.py")
+    buffering.buffer_in_engine_core(patch.BUFFERING.replace, patch.IDS_ONLY, versions.PUBLISH)
     if front_end:
         buffering.buffer_in_front_end(patch.BUFFERING.replace, patch.IDS_ONLY)
 
@@ -98,7 +97,7 @@ def main() -> None:
         _fork_engine_and_worker(patch.FORK)  # before vLLM's modules import the function that it replaces
     if patch.BUFFERING.check():
         os.environ[BUFFER_VARIABLE] = "1"  # both halves or none
-        buffer_tokens(patch, engine_core=True, front_end=True)  # the engine core is forked, or does it again
+        buffer_tokens(patch, front_end=True)  # the engine core is forked, or does it again
         versions.PolicyVersionMiddleware.enabled = True
     sys.argv[0] = "plinth-rollout-server"
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=False)
@@ -110,4 +109,4 @@ elif __name__ == "__mp_main__":  # a spawned engine core or worker
     end_with(os.getppid())
     end_forks_with_parent()
     if os.environ.get(BUFFER_VARIABLE) == "1":
-        buffer_tokens(_load("plinth_server_patch", "patch.py"), engine_core=True, front_end=False)
+        buffer_tokens(_load("plinth_server_patch", "patch.py"), front_end=False)

@@ -84,7 +84,7 @@ class Progress:
         parts += [f"{k} {v if isinstance(v, str) else format(v, '.3g')}" for k, v in (extra or {}).items()]
         parts.append(f"{duration_text(self.time_left_s):>6} left" if step < self.total_steps else "  done")
         line = "  ".join(parts)
-        self._print(line)
+        self.message(line)
         return line
 
     @property
@@ -95,7 +95,10 @@ class Progress:
 
     def message(self, text: str) -> None:
         """Print a line of text between the step lines."""
-        self._print(text)
+        self.close()
+        stream = self._out()
+        stream.write(f"{text}\n")
+        stream.flush()
 
     def status(self, text: str, done: int | None = None, total: int | None = None) -> None:
         """Show the current phase, on terminals only and at most ten times a second: `step 4/30  rollout  128/256`."""
@@ -123,12 +126,6 @@ class Progress:
     def restart_clock(self) -> None:
         """Start the next step's time now (after start-up or validation, which are not part of it)."""
         self._last = self._clock()
-
-    def _print(self, line: str) -> None:
-        self.close()
-        stream = self._out()
-        stream.write(f"{line}\n")
-        stream.flush()
 
     def _out(self) -> TextIO:
         return self._stream if self._stream is not None else sys.stdout

@@ -174,11 +174,11 @@ class SentOnce:
             print(f"warning: {self.package} {what}: {redact(str(error))}", file=sys.stderr, flush=True)
 
 
-def check_services(config: TrackingConfig) -> None:
-    """Import the package of each service that is on.
+def check_tracking(config: TrackingConfig) -> None:
+    """Check before a run starts that its tracking configuration can work; creates and connects nothing.
 
     Raises:
-        TrackingError: a package is missing.
+        TrackingError: a package that the config needs is not installed.
     """
     for package in _chosen(config):
         _imported(package, config)
