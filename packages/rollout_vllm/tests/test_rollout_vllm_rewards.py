@@ -315,11 +315,11 @@ if __name__ == "__main__":
     for number in signals:
         signal.signal(number, lambda *_: None)
     with RewardPool(num_workers=1, timeout_s=60) as pool:
-        before = pool.submit(pid).result(60)
+        before = pool.submit(pid).result(60).score
         for number in signals:
             os.killpg(0, number)
         time.sleep(0.5)  # a worker that such a signal ends is gone by then
-        assert pool.submit(pid).result(60) == before, "the same worker"
+        assert pool.submit(pid).result(60).score == before, "the same worker"
 """
 
 
