@@ -4,7 +4,7 @@ Imports no torch. Combinations that DeepSpeed does not support, or would silentl
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal, NoReturn, get_args
@@ -159,9 +159,12 @@ class OptimConfig:
             raise EngineConfigError("optim.lr is null: give a positive number")
         return self.lr
 
-    def weight_decay_for(self, num_dims: int) -> float:
-        """Weight decay of a parameter with `num_dims` dimensions."""
-        return self.weight_decay if self.decay_1d or num_dims > 1 else 0.0
+    def decay_groups(self, num_dims: Iterable[int]) -> dict[float, list[int]]:
+        """Indices of parameters with these numbers of dimensions, in order, by weight decay; no group is empty."""
+        groups: dict[float, list[int]] = {self.weight_decay: [], 0.0: []}
+        for index, dims in enumerate(num_dims):
+            groups[self.weight_decay if self.decay_1d or dims > 1 else 0.0].append(index)
+        return {decay: indices for decay, indices in groups.items() if indices}
 
 
 def kv_copies(num_heads: int, num_kv_heads: int, sp: int) -> int:

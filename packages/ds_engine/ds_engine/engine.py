@@ -29,7 +29,7 @@ from .state.reshape import StateSource, fill_state, has_layout
 from .zero.ds_config import check_deepspeed, deepspeed_config
 from .zero.memory import EngineMemory, MemoryReport, memory_stats
 from .zero.optimizer import build_optimizer, start_deepspeed
-from .zero.optimizer_step import LossScale, check_fp16, global_grad_norm
+from .zero.optimizer_step import LossScale, check_fp16
 
 _AHEAD_TOKENS = 512
 """Length of the sequences with which an engine compiles ahead: attention has other kernels for much shorter ones."""
@@ -254,7 +254,6 @@ class ZeroEngine:
             BatchError: a malformed batch or loss.
             EngineError: the engine was built with trainable=False, or an earlier mini batch failed before its step.
         """
-        self._require_on_device("train_mini_batch")
         optimizer = self._require_optimizer("train_mini_batch")
         guarded_before = num_guarded()
         num_empty = agree_on_plan("train_mini_batch", micro_batches, self.device, sp=self._sp)
@@ -273,7 +272,7 @@ class ZeroEngine:
         return StepStats(
             loss=loss,
             metrics=totals,
-            grad_norm=global_grad_norm(self._deepspeed),
+            grad_norm=float(self._deepspeed.get_global_grad_norm()),
             lr=lr,
             num_micro_batches=len(micro_batches),
             num_empty_micro_batches=num_empty,
@@ -367,7 +366,6 @@ class ZeroEngine:
             EngineError: the engine was built with trainable=False.
             CheckpointError: optimizer states are on NVMe.
         """
-        self._require_on_device("save_checkpoint")
         self._require_optimizer("save_checkpoint")
         save_state(self._deepspeed, folder, tag, num_steps=self._num_steps)
 
@@ -377,7 +375,6 @@ class ZeroEngine:
         Raises:
             CheckpointError: the checkpoint does not exist or does not match this engine.
         """
-        self._require_on_device("load_checkpoint")
         self._require_optimizer("load_checkpoint")
         self._num_steps = load_state(self._deepspeed, folder, tag)
 
@@ -389,14 +386,13 @@ class ZeroEngine:
         Raises, on every rank and before any change:
             CheckpointError: the source cannot be read or has other parameters.
         """
-        self._require_on_device("load_state")
         self._require_optimizer("load_state")
         self._num_steps = fill_state(self._deepspeed, self.module, source)
 
     def has_layout(self, source: StateSource) -> bool:
         """Whether `load_checkpoint` can read the checkpoint of `source`: the same number of ranks, stage, offload,
         dtype and parameter groups. Not collective."""
-        self._require_optimizer("has_layout")
+        self._require_optimizer("has_layout", on_device=False)
         return has_layout(self._deepspeed, source)
 
     def offload(self, *, include_params: bool = False) -> MemoryReport:
@@ -435,7 +431,9 @@ class ZeroEngine:
         if self.module.training != training:
             self.module.train(training)
 
-    def _require_optimizer(self, method: str) -> torch.optim.Optimizer:
+    def _require_optimizer(self, method: str, *, on_device: bool = True) -> torch.optim.Optimizer:
+        if on_device:
+            self._require_on_device(method)
         if self._optimizer is None:
             raise EngineError(f"{method} needs an engine built with trainable=True")
         return self._optimizer

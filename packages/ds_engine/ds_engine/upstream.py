@@ -11,6 +11,7 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -88,9 +89,9 @@ class Patch:
         if not self.stock:
             versions = ", ".join(f"{name}{TESTED[name]}" for name in self.distributions)
             raise EngineConfigError(f"{self.name} cannot work: {problem}. Install {versions}")
-        if self.name not in _said and _is_first_rank():
+        if self.name not in _said:
             _said.add(self.name)
-            logging.getLogger("ds_engine").warning("%s: upstream's own path is used: %s", self.name, problem)
+            warn_on_first_rank(f"{self.name}: upstream's own path is used: {problem}")
         return False
 
     def replace(self, target: Any, **values: Any) -> Callable[[], None]:
@@ -114,6 +115,15 @@ class Patch:
                 delattr(target, name) if original is _ABSENT else setattr(target, name, original)
 
         return restore
+
+    @contextmanager
+    def replaced(self, target: Any, **values: Any) -> Iterator[None]:
+        """Context in which `values` are attributes of `target`, see `replace`."""
+        restore = self.replace(target, **values)
+        try:
+            yield
+        finally:
+            restore()
 
     def counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, whose calls are counted under `name`."""
@@ -169,10 +179,12 @@ def _listed(parts: Parts) -> str:
     return "; ".join(f"{owner}: {', '.join(names)}" for owner, names in parts.items())
 
 
-def _is_first_rank() -> bool:
+def warn_on_first_rank(line: str) -> None:
+    """Log one line on rank 0."""
     import torch.distributed as dist
 
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+        logging.getLogger("ds_engine").warning("%s", line)
 
 
 def _distribution(owner: str) -> str:

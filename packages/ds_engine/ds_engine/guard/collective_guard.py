@@ -95,11 +95,8 @@ def _patched(before: Callable[[Any, str, tuple[Any, ...]], None]) -> Iterator[No
         return call
 
     wrapped = {name: wrap(name, getattr(group_class, name)) for name in SIZED_BY if name in vars(group_class)}
-    restore = COLLECTIVES.replace(group_class, **wrapped)
-    try:
+    with COLLECTIVES.replaced(group_class, **wrapped):
         yield
-    finally:
-        restore()
 
 
 @contextmanager

@@ -190,15 +190,17 @@ def diagnose(group: str, ranks: Sequence[int], dumps: Mapping[int, RankDump]) ->
             False,
         )
     behind = min(dump.count for dump in dumps.values())
-    ahead = [d for d in dumps.values() if d.count > behind]
-    if not ahead:
+    if all(dump.count == behind for dump in dumps.values()):
         return f"no rank makes progress {where}, yet all issued the same {behind} collectives", False
     parts = []
     for dump in dumps.values():
         if dump.count == behind:
             last = f"after collective {dump.count - 1} ({dump.records[-1]})" if dump.records else "before its first"
             parts.append(f"rank {dump.rank} has issued none for {dump.idle_s:.0f} s {last} and is at {dump.position}")
-    parts += [f"rank {d.rank} waits in collective {behind}: {_record(d, behind)}" for d in ahead]
+    for dump in dumps.values():
+        if dump.count > behind:
+            record = next((str(r) for r in dump.records if r.index == behind), "(no longer logged)")
+            parts.append(f"rank {dump.rank} waits in collective {behind}: {record}")
     return f"{where[3:]} is stalled: {'; '.join(parts)}", False
 
 
@@ -217,10 +219,6 @@ def _first_difference(
         if len(callers) > 1:
             return index, list(callers.values())
     return None
-
-
-def _record(dump: RankDump, index: int) -> str:
-    return next((str(record) for record in dump.records if record.index == index), "(no longer logged)")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

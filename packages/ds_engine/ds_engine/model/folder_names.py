@@ -7,6 +7,7 @@ the folder that is a view of one parameter can then be cut out of it at any time
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -67,16 +68,15 @@ def folder_views(module: nn.Module, metas: Mapping[str, Tensor]) -> dict[str, li
     for name, part in tensors.items():
         source = sources.get(part.untyped_storage()._cdata)
         if source is not None:
-            geometry = {"shape": tuple(part.shape), "stride": tuple(part.stride()), "offset": part.storage_offset()}
-            views[source].append(TensorView(name=name, dtype=part.dtype, **geometry))
-    kept = [name for name in views if sum(view_numel(view) for view in views[name]) != metas[name].numel()]
+            views[source].append(_view(name, part))
+    kept = [name for name in views if sum(math.prod(view.shape) for view in views[name]) != metas[name].numel()]
     if kept:
         warnings.warn(
             f"{type(module).__name__}: {len(kept)} tensors are exported under transformers' own names, such as "
             f"{kept[0]}, because the model folder's cannot be cut out of them",
             stacklevel=2,
         )
-    return views | {name: [_whole(name, metas[name])] for name in kept}
+    return views | {name: [_view(name, metas[name])] for name in kept}
 
 
 def drop_unused_conversions(model: Any) -> None:
@@ -93,13 +93,9 @@ def drop_unused_conversions(model: Any) -> None:
         model._weight_conversions = [one for one in conversions if one.was_used()]
 
 
-def view_numel(view: TensorView) -> int:
-    """Number of elements of a view."""
-    return int(torch.Size(view.shape).numel())
-
-
-def _whole(name: str, meta: Tensor) -> TensorView:
-    return TensorView(name=name, shape=tuple(meta.shape), dtype=meta.dtype, stride=tuple(meta.stride()), offset=0)
+def _view(name: str, part: Tensor) -> TensorView:
+    offset = int(part.storage_offset())
+    return TensorView(name=name, shape=tuple(part.shape), dtype=part.dtype, stride=part.stride(), offset=offset)
 
 
 class _WithoutCopies(TorchDispatchMode):

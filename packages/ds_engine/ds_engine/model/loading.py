@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..errors import EngineConfigError, ModelError
-from ..upstream import Patch
+from ..upstream import Patch, warn_on_first_rank
 from .attention import ATTENTION_NAME, register_packed_attention
 from .compilation import compile_layers
 from .folder_names import drop_unused_conversions
@@ -93,11 +91,13 @@ def load_model(
     model_config = _read_config(model_path)
     trial = _checked_trial(model_config, config, head, device)
     if trial.way == "rows":
-        _say(str(trial))
+        warn_on_first_rank(str(trial))
     else:
         register_packed_attention()
     if not config.dropout and (rates := turn_off_dropout(model_config)):
-        _say(f"{trial.architecture}: trained without its {', '.join(f'{k} {v:g}' for k, v in rates.items())}")
+        warn_on_first_rank(
+            f"{trial.architecture}: trained without its {', '.join(f'{k} {v:g}' for k, v in rates.items())}"
+        )
     options = {"config": model_config, "attn_implementation": ATTENTION_NAME if trial.way == "packed" else None}
     torch.manual_seed(config.seed)
     sharded = config.zero.stage == 3
@@ -168,12 +168,6 @@ def _checked_trial(model_config: Any, config: EngineConfig, head: Head, device: 
                 f"{name}={getattr(config, name)} needs packed sequences, but {trial}: use {name}={default}"
             )
     return trial
-
-
-def _say(line: str) -> None:
-    """Log one line on rank 0."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        logging.getLogger("ds_engine").warning("%s", line)
 
 
 def _read_config(model_path: str) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -81,7 +81,7 @@ class NamedTensor:
     def num_bytes(self) -> int:
         """Bytes of the gathered parts and, for NF4, of the dequantized weight."""
         unpacked = self.packed.numel * self.packed.dtype.itemsize if isinstance(self.packed, Nf4Packing) else 0
-        return unpacked + sum(_numel(part) * part.element_size() for part in self.parts)
+        return unpacked + sum(getattr(part, "ds_numel", part.numel()) * part.element_size() for part in self.parts)
 
     @property
     def meta(self) -> Tensor:
@@ -102,10 +102,6 @@ class NamedTensor:
         if self.low_rank is not None:
             return self.low_rank.merged(weight).to(dtype or weight.dtype)
         return weight.to(dtype or weight.dtype, copy=copy)
-
-
-def _numel(tensor: Any) -> int:
-    return int(getattr(tensor, "ds_numel", tensor.numel()))
 
 
 def add_adapters(model: Any, lora: LoraConfig, *, head: Head, seed: int) -> None:
@@ -190,14 +186,11 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
 @contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
     """Context in which `module` computes without its adapters: the base model."""
-    layers = [layer for _, layer in _layers(module)]
     OFF.check()
-    restores = [OFF.replace(layer, _disable_adapters=True) for layer in layers]
-    try:
+    with ExitStack() as stack:
+        for _, layer in list(_layers(module)):
+            stack.enter_context(OFF.replaced(layer, _disable_adapters=True))
         yield
-    finally:
-        for restore in restores:
-            restore()
 
 
 def low_rank_terms(module: nn.Module) -> dict[str, LowRank]:

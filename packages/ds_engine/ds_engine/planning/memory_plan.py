@@ -139,11 +139,8 @@ class _Case:
 
     def groups(self) -> list[int]:
         """Trainable elements of each parameter group of the optimizer."""
-        sizes: dict[float, int] = {}
-        for weight in self.trained:
-            decay = self.config.optim.weight_decay_for(len(weight.shape))
-            sizes[decay] = sizes.get(decay, 0) + weight.size
-        return list(sizes.values())
+        groups = self.config.optim.decay_groups(len(weight.shape) for weight in self.trained)
+        return [sum(self.trained[index].size for index in indices) for indices in groups.values()]
 
 
 @dataclass(frozen=True, kw_only=True)

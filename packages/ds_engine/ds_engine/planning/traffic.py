@@ -60,7 +60,7 @@ def update_traffic(
             ready_order=order,
             world_size=world_size,
             num_micro_batches=num_micro_batches,
-            groups=parameter_groups(shape, config),
+            groups=list(config.optim.decay_groups(len(weight.shape) for weight in shape.weights()).values()),
         )
         reductions = [call for call in plan if call.operation == "all_reduce" and call.dtype == config.reduce_dtype]
         gathers = [call for call in plan if call.operation == "all_gather_into_tensor"]
@@ -132,14 +132,6 @@ def model_hook_calls(shape: ModelShape, config: EngineConfig) -> tuple[list[int]
         visit = list(_visit(number, parameters, gradients=() if is_tied_head else parameters))
         calls += [*visit[:1] * _is_recomputed(shape, config, number - 1), *visit]
     return sizes, calls[:-1]  # nothing follows the embedding's backward pass
-
-
-def parameter_groups(shape: ModelShape, config: EngineConfig) -> list[list[int]]:
-    """Indices of the parameters in each group of the optimizer: those with weight decay, and those without."""
-    groups: dict[float, list[int]] = {}
-    for index, weight in enumerate(shape.weights()):
-        groups.setdefault(config.optim.weight_decay_for(len(weight.shape)), []).append(index)
-    return list(groups.values())
 
 
 def _modules(shape: ModelShape, num_parameters: int) -> Iterator[tuple[int, ...]]:

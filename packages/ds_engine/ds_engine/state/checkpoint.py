@@ -96,8 +96,5 @@ def _with_stage(optimizer: Any) -> Iterator[None]:
         yield
         return
     original = optimizer.state_dict
-    restore = STAGE.replace(optimizer, state_dict=lambda: original() | {"zero_stage": 1})
-    try:
+    with STAGE.replaced(optimizer, state_dict=lambda: original() | {"zero_stage": 1}):
         yield
-    finally:
-        restore()

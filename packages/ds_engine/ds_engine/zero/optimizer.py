@@ -54,13 +54,10 @@ def build_optimizer(module: nn.Module, optim: OptimConfig) -> torch.optim.Optimi
 
 def parameter_groups(module: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
     """Trained parameters grouped by weight decay, in the module's order; no group is empty."""
-    groups: dict[float, list[nn.Parameter]] = {optim.weight_decay: [], 0.0: []}
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            # At stage 3 parameters are sharded by now; ds_shape is the shape before.
-            shape = getattr(parameter, "ds_shape", parameter.shape)
-            groups[optim.weight_decay_for(len(shape))].append(parameter)
-    return [{"params": params, "weight_decay": decay} for decay, params in groups.items() if params]
+    params = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    # At stage 3 parameters are sharded by now; ds_shape is the shape before.
+    groups = optim.decay_groups(len(getattr(param, "ds_shape", param.shape)) for param in params)
+    return [{"params": [params[i] for i in indices], "weight_decay": decay} for decay, indices in groups.items()]
 
 
 def start_deepspeed(
@@ -109,11 +106,8 @@ def start_deepspeed(
 def _import_muon() -> None:
     from deepspeed.runtime import compiler
 
-    restore = MUON.replace(compiler, compile=lambda: _compile_when_called)
-    try:
+    with MUON.replaced(compiler, compile=lambda: _compile_when_called):
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
-    finally:
-        restore()
 
 
 def _compile_when_called(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -141,11 +141,6 @@ def _square_norm(gradients: Iterable[Tensor | None] | None, device: torch.device
     return torch.stack(torch._foreach_norm(present, dtype=torch.float32)).double().square().sum()
 
 
-def global_grad_norm(deepspeed_engine: Any) -> float:
-    """L2 norm of the last step's gradient before clipping, over all ranks; inf after an overflow."""
-    return float(deepspeed_engine.get_global_grad_norm())
-
-
 def keep_weight_views(zero_optimizer: Any) -> None:
     """Skip DeepSpeed's reassignment of parameter views after each step if they already point into the flat weights.
 

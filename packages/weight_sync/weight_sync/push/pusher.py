@@ -160,10 +160,9 @@ class WeightPusher:
         if self._world_size() == 1:
             return
         value = int(plan.digest[:15], 16)
-        low, high = self._tensor([value], torch.int64), self._tensor([value], torch.int64)
-        dist.all_reduce(low, dist.ReduceOp.MIN, group=self._group)
-        dist.all_reduce(high, dist.ReduceOp.MAX, group=self._group)
-        if low.item() != high.item():
+        high_and_low = self._tensor([value, -value], torch.int64)
+        dist.all_reduce(high_and_low, dist.ReduceOp.MAX, group=self._group)
+        if int(high_and_low.sum()):
             raise WeightManifestError(
                 f"rank {self._rank}: the ranks' manifests differ; this rank's plan is {plan.digest}"
             )

@@ -4,6 +4,8 @@ A source lists its tensors once (``manifest``) and then fills buckets on request
 calls it for every bucket in the same order, and only the sending rank passes ``out``.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -27,25 +29,18 @@ class TensorSource(Protocol):
         """
 
 
-class Staging:
-    """Assembles a bucket on the device of its tensors (``like``) and copies it to ``out`` on exit.
+@contextmanager
+def staged(bucket: Bucket, out: Tensor, device: torch.device) -> Iterator[Tensor]:
+    """Context with the buffer in which to assemble a bucket on ``device``; it is copied to ``out`` at the end.
 
-    ``bytes_N`` is the buffer to write: ``out`` itself when it is on the same kind of device, None when ``out`` is None.
+    The buffer is ``out`` itself where that is on the same kind of device.
     """
-
-    def __init__(self, bucket: Bucket, out: Tensor | None, like: Tensor) -> None:
-        self._bucket = bucket
-        self._out = out
-        self.bytes_N = out
-        if out is not None and out.device.type != like.device.type:
-            self.bytes_N = torch.empty(bucket.nbytes, dtype=torch.uint8, device=like.device)
-
-    def __enter__(self) -> "Staging":
-        return self
-
-    def __exit__(self, exc_type: object, *rest: object) -> None:
-        if exc_type is None and self._out is not None and self.bytes_N is not None and self.bytes_N is not self._out:
-            self._out[: self._bucket.nbytes].copy_(self.bytes_N)
+    if out.device.type == device.type:
+        yield out
+    else:
+        bytes_N = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
+        yield bytes_N
+        out[: bucket.nbytes].copy_(bytes_N)
 
 
 def wire_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:

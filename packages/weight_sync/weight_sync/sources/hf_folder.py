@@ -10,6 +10,7 @@ from torch import Tensor
 from ..errors import SourceError
 from ..manifest import TensorEntry, WeightManifest
 from ..plan import Bucket
+from .base import staged
 
 _TORCH_NAMES = {
     "F64": "float64",
@@ -50,16 +51,14 @@ class HfFolderSource:
         """Raises SourceError when a file is shorter than its header says."""
         if out is None:
             return
-        host = out if out.device.type == "cpu" else torch.empty(bucket.nbytes, dtype=torch.uint8)
-        for slot in bucket.slots:
-            file, start = self._files[slot.name]
-            with file.open("rb") as stream:
-                stream.seek(start)
-                target = memoryview(host[slot.offset : slot.offset + slot.nbytes].numpy().data)
-                if stream.readinto(target) != slot.nbytes:
-                    raise SourceError(f"{file}: the file ends within {slot.name}")
-        if host is not out:
-            out[: bucket.nbytes].copy_(host)
+        with staged(bucket, out, torch.device("cpu")) as host:
+            for slot in bucket.slots:
+                file, start = self._files[slot.name]
+                with file.open("rb") as stream:
+                    stream.seek(start)
+                    target = memoryview(host[slot.offset : slot.offset + slot.nbytes].numpy().data)
+                    if stream.readinto(target) != slot.nbytes:
+                        raise SourceError(f"{file}: the file ends within {slot.name}")
 
 
 def _read_header(file: Path) -> list[tuple[str, tuple[int, ...], str, int]]:

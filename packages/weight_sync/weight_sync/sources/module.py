@@ -9,7 +9,7 @@ from ..errors import SourceError
 from ..manifest import TensorEntry, WeightManifest
 from ..plan import Bucket
 from ..tensors import dtype_name, slot_view
-from .base import Staging, named_tensors, wire_dtype
+from .base import named_tensors, staged, wire_dtype
 
 
 class ModuleSource:
@@ -39,20 +39,18 @@ class ModuleSource:
         if bucket.index == 0 or not self._params:
             self._params = self._named()  # once per push: walking a large module takes a millisecond
         params = [self._params.get(slot.name) for slot in bucket.slots]
-        like = next((param for param in params if param is not None), torch.empty(0))
-        targets: list[Tensor] = []
         full_params: list[Tensor] = []
-        with torch.no_grad(), Staging(bucket, out, like) as stage:
+        with torch.no_grad():
             for slot, param in zip(bucket.slots, params, strict=True):
                 if param is None or tuple(param.shape) != slot.shape:
                     found = "is gone" if param is None else f"has shape {tuple(param.shape)}"
                     raise SourceError(f"{slot.name}: planned with shape {slot.shape}, now {found}")
                 full = param.full_tensor() if hasattr(param, "full_tensor") else param
-                if stage.bytes_N is not None:
-                    targets.append(slot_view(stage.bytes_N, slot))
+                if out is not None:
                     full_params.append(full.detach())
-            if targets:
-                torch._foreach_copy_(targets, full_params)
+            if out is not None:
+                with staged(bucket, out, full_params[0].device) as bytes_N:
+                    torch._foreach_copy_([slot_view(bytes_N, slot) for slot in bucket.slots], full_params)
 
     def _named(self) -> dict[str, Tensor]:
         named = ((self._rename(name), tensor) for name, tensor in named_tensors(self._module).items())

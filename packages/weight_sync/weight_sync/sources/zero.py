@@ -24,7 +24,7 @@ from ..errors import SourceError
 from ..manifest import TensorEntry, WeightManifest
 from ..plan import Bucket, Slot
 from ..tensors import dtype_name, slot_view, torch_dtype
-from .base import Staging, named_tensors, wire_dtype
+from .base import named_tensors, staged, wire_dtype
 
 _dist: Any = dist
 # torch 2.13 warns at every use of all_gather_into_tensor.
@@ -141,9 +141,8 @@ class ZeroSource:
     def _copy_full(self, bucket: Bucket, slots: list[Slot], out: Tensor) -> None:
         """Copy full parameters (stages 1 and 2). With staging, a bucket with other slots too would lose those slots."""
         if len(slots) == len(bucket.slots):
-            with Staging(bucket, out, self._params[slots[0].name]) as stage:
-                assert stage.bytes_N is not None
-                targets = [slot_view(stage.bytes_N, slot) for slot in slots]
+            with staged(bucket, out, self._params[slots[0].name].device) as bytes_N:
+                targets = [slot_view(bytes_N, slot) for slot in slots]
                 torch._foreach_copy_(targets, [self._params[slot.name].detach() for slot in slots])
         else:
             for slot in slots:

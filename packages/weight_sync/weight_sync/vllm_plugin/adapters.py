@@ -6,7 +6,7 @@ folder. ``publish`` makes a version visible; until then the previous version sta
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,29 +31,8 @@ PATCH = Patch(
     },
 )
 
-#: Attribute of vLLM's adapter manager: the pushed adapters by path.
+#: Attribute of vLLM's adapter manager: for each pushed adapter, by path, `_lora_model` of its current version.
 _STORE = "pushed_by_weight_sync"
-
-
-@dataclass(frozen=True)
-class AdapterVersion:
-    """One version of an adapter as received."""
-
-    adapter: Adapter
-    tensors: Mapping[str, Tensor]
-
-    def model(self, lora_id: int, manager: Any) -> Any:
-        """The adapter as vLLM's LoRAModel. Copies the tensors, because vLLM multiplies the scale into them."""
-        from vllm.lora.lora_model import LoRAModel
-
-        return LoRAModel.from_lora_tensors(
-            lora_id,
-            {name: tensor.clone() for name, tensor in self.tensors.items()},
-            _peft_helper(self.adapter),
-            device="cpu",
-            dtype=manager.lora_config.lora_dtype,
-            weights_mapper=_weights_mapper(manager.model),
-        )
 
 
 class AdapterLoader:
@@ -117,7 +96,7 @@ class AdapterLoader:
     def publish(self) -> None:
         """Make the received version the current one. vLLM clears its slots and loads it on the next request."""
         if self._adapter is not None and self._staged:
-            getattr(self._manager, _STORE)[self._adapter.path] = AdapterVersion(self._adapter, self._staged)
+            getattr(self._manager, _STORE)[self._adapter.path] = partial(_lora_model, self._adapter, self._staged)
             self._manager.remove_all_adapters()
         self.abort()
 
@@ -195,12 +174,26 @@ def _loading_from_memory(read_folder: Any) -> Any:
     """``_load_adapter`` that reads an adapter's folder only if the adapter was not pushed."""
 
     def load_adapter(self: Any, lora_request: Any) -> Any:
-        version = getattr(self._adapter_manager, _STORE, {}).get(lora_request.lora_path)
-        if version is None:
+        model_of = getattr(self._adapter_manager, _STORE, {}).get(lora_request.lora_path)
+        if model_of is None:
             return read_folder(self, lora_request)
-        return version.model(lora_request.lora_int_id, self._adapter_manager)
+        return model_of(lora_request.lora_int_id, self._adapter_manager)
 
     return load_adapter
+
+
+def _lora_model(adapter: Adapter, tensors: Mapping[str, Tensor], lora_id: int, manager: Any) -> Any:
+    """The adapter as vLLM's LoRAModel. Copies the tensors, because vLLM multiplies the scale into them."""
+    from vllm.lora.lora_model import LoRAModel
+
+    return LoRAModel.from_lora_tensors(
+        lora_id,
+        {name: tensor.clone() for name, tensor in tensors.items()},
+        _peft_helper(adapter),
+        device="cpu",
+        dtype=manager.lora_config.lora_dtype,
+        weights_mapper=_weights_mapper(manager.model),
+    )
 
 
 def _peft_helper(adapter: Adapter) -> Any:

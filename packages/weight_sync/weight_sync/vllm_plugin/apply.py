@@ -189,14 +189,13 @@ class LayerwiseLoader:
     def __init__(self, model: nn.Module, model_config: Any) -> None:
         self._model: Any = model
         self._model_config = model_config
-        self._reloading = False
-        self._restore_kernels: Callable[[], None] = lambda: None
+        self._restore_kernels: Callable[[], None] | None = None
+        """Set while the parameters are on the meta device."""
 
     def begin(self, layout: Layout) -> None:
         """Start a sync: the parameters move to the meta device."""
         initialize_layerwise_reload(self._model)
         self._restore_kernels = first_processing(self._model)
-        self._reloading = True
 
     def load(self, bucket: Bucket, bytes_N: Tensor) -> None:
         """Load one bucket and clone its tensors that are still pending."""
@@ -211,14 +210,15 @@ class LayerwiseLoader:
     def finish(self) -> None:
         """Process the remaining layers."""
         finalize_layerwise_reload(self._model, self._model_config)
+        assert self._restore_kernels is not None
         self._restore_kernels()
-        self._reloading = False
+        self._restore_kernels = None
 
     def abort(self) -> None:
         """Restore the parameters, which would stay on the meta device. Values may be mixed until a full resend."""
-        if self._reloading:
-            self._reloading = False
+        if self._restore_kernels is not None:
             self._restore_kernels()
+            self._restore_kernels = None
             for module in self._model.modules():
                 info = get_layerwise_info(module)
                 if info.can_load():
