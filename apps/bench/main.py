@@ -13,7 +13,6 @@ from typing import Any
 
 from apps.bench.config import AlgorithmsConfig, BenchConfig, SixCaseConfig, StageGateConfig
 from apps.bench.plan import Case, plan_algorithms, plan_gate, plan_six
-from rl_runtime import InputError
 from run_kit import RunFolder, run_cli
 from run_kit.cli import INVOKED_AS
 from run_kit.config.redaction import yaml_without_secrets
@@ -31,9 +30,11 @@ def run(config: BenchConfig, *, plan: Callable[[Any], list[Case]], command: str)
     from apps.bench.report import write_report, write_tables
     from apps.bench.results import algorithm_rows, overall_rows
     from apps.bench.runner import finished, run_case
+    from rl_runtime.app.resume import earlier_folder
 
     cases = plan(config)
-    folder = _folder(config)
+    folder = earlier_folder(config, config.run_tag, what="a benchmark")
+    folder = folder or RunFolder.create(config.output_dir, config.run_tag).path
     (folder / "config.yaml").write_text(yaml_without_secrets(config))
     print(f"{folder}: {len(cases)} cases of {config.steps} steps", flush=True)
     table = LiveTable(cases)
@@ -63,19 +64,6 @@ def run(config: BenchConfig, *, plan: Callable[[Any], list[Case]], command: str)
     if failed:
         print(f"failed: {', '.join(failed)}; see their train.log, and `attempts/` for their output")
     return 1 if failed or "fail" in verdicts else 0
-
-
-def _folder(config: BenchConfig) -> Path:
-    """A new folder, or the folder to resume."""
-    if config.resume == "never":
-        return RunFolder.create(config.output_dir, config.run_tag).path
-    if config.resume_from is not None:
-        folder = Path(config.resume_from)
-        if not (folder / "config.yaml").is_file():
-            raise InputError(f"resume_from is {folder}, which is no benchmark folder: it has no config.yaml")
-        return folder.resolve()
-    earlier = sorted(Path(config.output_dir).glob(f"{config.run_tag}_[0-9]*/config.yaml"))
-    return earlier[-1].parent.resolve() if earlier else RunFolder.create(config.output_dir, config.run_tag).path
 
 
 def main(argv: Sequence[str] | None = None) -> None:

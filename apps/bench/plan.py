@@ -24,16 +24,7 @@ class Case:
 def plan_six(config: SixCaseConfig) -> list[Case]:
     """PPO with each stage and offload, in the configured order."""
     return [
-        _case(
-            config,
-            name,
-            app="ppo",
-            preset=name,
-            stage=int(name[len("zero")]),
-            offload="cpu" if "cpu" in name else "none",
-            step_each_micro=config.step_each_micro,
-            seed=config.seed,
-        )
+        _case(config, name, "ppo", name, config.seed, stage=int(name[len("zero")]), each=config.step_each_micro)
         for name in config.cases
     ]
 
@@ -43,20 +34,9 @@ def plan_gate(config: StageGateConfig) -> list[Case]:
     cases = []
     for seed in config.seeds:
         for each in (None, *config.step_each_micro):
-            stage = 1 if each is None else 2
-            cases.append(
-                _case(
-                    config,
-                    zero1_name(seed) if each is None else zero2_name(seed, each),
-                    app=config.app,
-                    preset="gsm8k",
-                    stage=stage,
-                    offload="none",
-                    step_each_micro=bool(each),
-                    seed=seed,
-                    more=[f"{engine}.zero.stage={stage}" for engine in _engines(config.app)],
-                )
-            )
+            name, stage = (zero1_name(seed), 1) if each is None else (zero2_name(seed, each), 2)
+            stages = [f"{engine}.zero.stage={stage}" for engine in _engines(config.app)]
+            cases.append(_case(config, name, config.app, "gsm8k", seed, stage=stage, each=bool(each), more=stages))
     return cases
 
 
@@ -93,26 +73,25 @@ def zero2_name(seed: int, step_each_micro: bool) -> str:
 def _case(
     config: BenchConfig,
     name: str,
-    *,
     app: str,
     preset: str,
-    stage: int,
-    offload: str,
-    step_each_micro: bool,
     seed: int,
+    *,
+    stage: int,
+    each: bool,
     more: Sequence[str] = (),
 ) -> Case:
     switches = [
         f"{engine}.zero.{key}={str(value).lower()}"
         for engine in _engines(app)
-        for key, value in (("fp32_grad_accum", config.fp32_grad_accum), ("step_each_micro", step_each_micro))
+        for key, value in (("fp32_grad_accum", config.fp32_grad_accum), ("step_each_micro", each))
     ]
     return Case(
         name=name,
         app=app,
         stage=stage,
-        offload=offload,
-        step_each_micro=stage == 2 and step_each_micro,
+        offload="cpu" if "cpu" in preset else "none",
+        step_each_micro=stage == 2 and each,
         seed=seed,
         steps=config.steps,
         arguments=_arguments(config, preset, seed, [*more, *(switches if stage == 2 else ())]),

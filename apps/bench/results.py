@@ -46,7 +46,11 @@ def read_result(folder: Path, *, status: str, attempts: int = 1, wall_s: float =
     def values(name: str) -> list[float]:
         return table.series(name)[1]
 
-    summary = _summary(folder)
+    try:
+        summary = json.loads((folder / "summary.json").read_text())
+    except (OSError, ValueError):  # the run has not ended
+        summary = {}
+    accuracy = {name: summary.get(name) for name in ("accuracy_before", "accuracy_after")}
     reserved = [value for value in values("perf/max_memory_reserved_gb") if value > 0]  # 0 on the CPU
     return CaseResult(
         status=status,
@@ -60,46 +64,36 @@ def read_result(folder: Path, *, status: str, attempts: int = 1, wall_s: float =
         tail_reserved_gb=tail_mean(reserved, TAIL),
         peak_host_gib=max(values("memory/host_peak_gib"), default=math.nan),
         skipped_micro_batches=sum(values("actor/skipped_inactive_micro")) if table.steps else math.nan,
-        accuracy_before=summary.get("accuracy_before", math.nan),
-        accuracy_after=summary.get("accuracy_after", math.nan),
+        **{name: math.nan if value is None else value for name, value in accuracy.items()},
     )
-
-
-def _summary(folder: Path) -> dict[str, float]:
-    """The numbers of a run's summary; empty before the run has ended."""
-    try:
-        found = json.loads((folder / "summary.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return {name: value for name, value in found.items() if isinstance(value, float | int)}
 
 
 def summary_rows(cases: Sequence[Case], reached: Mapping[str, CaseResult]) -> list[Row]:
     """Rows of `summary.tsv`: one per case."""
-    return [_summary_row(case, reached.get(case.name, CaseResult())) for case in cases]
-
-
-def _summary_row(case: Case, found: CaseResult) -> Row:
-    return {
-        "case": case.name,
-        "app": case.app,
-        "stage": case.stage,
-        "offload": case.offload,
-        "step_each_micro": int(case.step_each_micro),
-        "seed": case.seed,
-        "status": found.status,
-        "last_step": found.last_step,
-        "steps": case.steps,
-        "avg_score_tail5": found.score,
-        "avg_throughput_tail5": found.throughput,
-        "avg_step_s_tail5": found.step_s,
-        "peak_mem_reserved_gb": found.peak_reserved_gb,
-        "avg_mem_reserved_gb_tail5": found.tail_reserved_gb,
-        "peak_host_gib": found.peak_host_gib,
-        "skipped_micro_batches": found.skipped_micro_batches,
-        "attempts": found.attempts,
-        "wall_s": found.wall_s,
-    }
+    pairs = [(case, reached.get(case.name, CaseResult())) for case in cases]
+    return [
+        {
+            "case": case.name,
+            "app": case.app,
+            "stage": case.stage,
+            "offload": case.offload,
+            "step_each_micro": int(case.step_each_micro),
+            "seed": case.seed,
+            "status": found.status,
+            "last_step": found.last_step,
+            "steps": case.steps,
+            "avg_score_tail5": found.score,
+            "avg_throughput_tail5": found.throughput,
+            "avg_step_s_tail5": found.step_s,
+            "peak_mem_reserved_gb": found.peak_reserved_gb,
+            "avg_mem_reserved_gb_tail5": found.tail_reserved_gb,
+            "peak_host_gib": found.peak_host_gib,
+            "skipped_micro_batches": found.skipped_micro_batches,
+            "attempts": found.attempts,
+            "wall_s": found.wall_s,
+        }
+        for case, found in pairs
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +145,9 @@ def overall_rows(config: StageGateConfig, reached: Mapping[str, CaseResult]) -> 
         for metric in _metrics(config):
             values = [(getattr(one, metric.field), getattr(two, metric.field)) for one, two in both]
             measured = [(z1, z2) for z1, z2 in values if math.isfinite(z1) and math.isfinite(z2)]
-            changes = [_change(z1, z2, metric.relative) for z1, z2 in measured]
+            changes = [z2 - z1 for z1, z2 in measured]
+            if metric.relative:
+                changes = [(z2 - z1) / z1 if z1 else math.nan for z1, z2 in measured]
             judgement = judge(changes, metric.allowed, confidence=config.confidence)
             z1, z2 = (fmean([pair[i] for pair in measured] or [math.nan]) for i in (0, 1))
             interval = judgement.interval
@@ -178,12 +174,6 @@ def overall_rows(config: StageGateConfig, reached: Mapping[str, CaseResult]) -> 
 
 def _pair(reached: Mapping[str, CaseResult], seed: int, each: bool) -> tuple[CaseResult, CaseResult]:
     return reached.get(zero1_name(seed), CaseResult()), reached.get(zero2_name(seed, each), CaseResult())
-
-
-def _change(z1: float, z2: float, relative: bool) -> float:
-    if not relative:
-        return z2 - z1
-    return (z2 - z1) / z1 if z1 else math.nan
 
 
 def algorithm_rows(config: AlgorithmsConfig, reached: Mapping[str, CaseResult]) -> list[Row]:

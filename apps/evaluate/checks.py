@@ -10,6 +10,7 @@ from apps.evaluate.results import check_same_settings
 from rl_data import find_model_folder
 from rl_runtime import InputError, check_lengths, check_prompt_files
 from rl_runtime.app.preflight import check_environment, check_folder_name, check_functions
+from rl_runtime.app.resume import earlier_folder
 from rl_runtime.app.reward_model import check_reward_model
 from rl_runtime.config import BUILTIN_MODEL
 from rl_runtime.rollout.scoring import rewards_of_rows
@@ -63,19 +64,10 @@ def find_folder(config: EvaluateConfig) -> Path | None:
     Raises:
         InputError: there is no such folder, or its models were evaluated with other settings.
     """
-    if config.resume == "never":
-        return None
-    if config.resume_from is not None:
-        folder = Path(config.resume_from)
-        if not (folder / "config.yaml").is_file():
-            raise InputError(f"resume_from is {folder}; allowed: the folder of an evaluation, with its config.yaml")
-    else:
-        earlier = sorted(Path(config.output_dir).glob(f"{config.experiment}_[0-9]*/config.yaml"))
-        if not earlier:
-            return None
-        folder = earlier[-1].parent
-    check_same_settings(config, folder)
-    return folder.resolve()
+    folder = earlier_folder(config, config.experiment, what="an evaluation")
+    if folder is not None:
+        check_same_settings(config, folder)
+    return folder
 
 
 @contextmanager

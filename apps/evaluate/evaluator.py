@@ -78,6 +78,7 @@ class Evaluator:
         self._config, self._inputs, self._scorer, self._folder = config, inputs, scorer, folder
         self._several_models = several_models
         self._servers: ServerGroup | None = None
+        self._client: RolloutClient
         self._stack = ExitStack()
         self._num_pushed = 0
 
@@ -93,13 +94,25 @@ class Evaluator:
         """
         if self._servers is not None:
             assert model is not None
-            self._push(self._servers, model)
+            self._servers.check()
+            self._num_pushed += 1
+            with WeightPusher(HfFolderSource(model), self._servers.endpoints, self._config.sync) as pusher:
+                pusher.push(self._num_pushed)
+            self._client.set_policy_version(self._num_pushed)
             return
         self._servers = self._stack.enter_context(self._launch(model or self._inputs.model_path))
         self._servers.wait_ready()
         self._client = RolloutClient(self._servers.endpoints, self._config.rollout)
         self._stack.callback(self._client.close)
-        self._phase = self._rollout_phase()
+        config, tokenizer = self._config, self._inputs.tokenizer
+        self._phase = RolloutPhase(
+            self._client,
+            tokenizer,
+            scorer=self._scorer,
+            seed=config.seed,
+            episode=config.episode,
+            chat=chat_format(tokenizer, config.data) if config.episode.environment is not None else None,
+        )
 
     def evaluate(self, name: str) -> Validation:
         """The scored samples of all prompts; the seeds depend on `config.seed` and the prompt alone.
@@ -143,24 +156,6 @@ class Evaluator:
             gpu_ids_per_server=[gpus[i * size : (i + 1) * size] for i in range(config.rollout.server_count)]
             if gpus
             else None,
-        )
-
-    def _push(self, servers: ServerGroup, model: Path) -> None:
-        servers.check()
-        self._num_pushed += 1
-        with WeightPusher(HfFolderSource(model), servers.endpoints, self._config.sync) as pusher:
-            pusher.push(self._num_pushed)
-        self._client.set_policy_version(self._num_pushed)
-
-    def _rollout_phase(self) -> RolloutPhase:
-        config, tokenizer = self._config, self._inputs.tokenizer
-        return RolloutPhase(
-            self._client,
-            tokenizer,
-            scorer=self._scorer,
-            seed=config.seed,
-            episode=config.episode,
-            chat=chat_format(tokenizer, config.data) if config.episode.environment is not None else None,
         )
 
 

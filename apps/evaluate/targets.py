@@ -102,7 +102,11 @@ def find_targets(config: EvaluateConfig) -> Targets:
     if config.only_compare:
         return Targets(config=config, targets=())
     if config.checkpoints.folder is not None:
-        return _find_checkpoints(config, Path(config.checkpoints.folder))
+        folder = Path(config.checkpoints.folder)
+        if not folder.is_dir():
+            raise InputError(f"checkpoints.folder is {folder}; allowed: an existing folder")
+        root = _run_root(folder)
+        return _of_folders(config, folder) if root is None else _of_run(config, root)
     if config.rollout.urls:
         return Targets(config=config, targets=(Target(name="servers", kind="servers"),))
     path = find_model_folder(config.model.path)
@@ -112,13 +116,6 @@ def find_targets(config: EvaluateConfig) -> Targets:
         return Targets(config=config, targets=(Target(name="builtin_tiny", kind="builtin"),))
     name = re.sub(r"[^\w.+=-]", "_", Path(config.model.path).name) or "model"
     return Targets(config=config, targets=(Target(name=name, kind="folder", path=path),))
-
-
-def _find_checkpoints(config: EvaluateConfig, folder: Path) -> Targets:
-    if not folder.is_dir():
-        raise InputError(f"checkpoints.folder is {folder}; allowed: an existing folder")
-    root = _run_root(folder)
-    return _of_folders(config, folder) if root is None else _of_run(config, root)
 
 
 def _run_root(folder: Path) -> Path | None:

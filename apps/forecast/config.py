@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field, fields
 
 from rl_runtime import FrozenModel, JobConfig, PolicyConfig, TeacherConfig
-from rl_runtime.config import check_at_least, check_value
+from rl_runtime.config import check_at_least, check_value, value_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class ForecastConfig(JobConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, most in (("prompt_tokens", "data.max_prompt_length"), ("response_tokens", "sampling.max_tokens")):
-            value, limit = getattr(self, name), self._longest(name)
+            value, limit = getattr(self, name), value_of(self, most)
             if value is not None and not 1 <= value <= limit:
                 raise ValueError(f"{name} is {value}; allowed: 1 to {most} ({limit}), or null for the latter")
         if self.rollout.urls:
@@ -106,15 +106,12 @@ class ForecastConfig(JobConfig):
     @property
     def prompt_length(self) -> int:
         """Mean tokens of a prompt."""
-        return self.prompt_tokens or self._longest("prompt_tokens")
+        return self.prompt_tokens or self.data.max_prompt_length
 
     @property
     def response_length(self) -> int:
         """Mean tokens of a response."""
-        return self.response_tokens or self._longest("response_tokens")
-
-    def _longest(self, name: str) -> int:
-        return self.data.max_prompt_length if name == "prompt_tokens" else self.sampling.max_tokens
+        return self.response_tokens or self.sampling.max_tokens
 
 
 def _check_positive(config: object, *names: str) -> None:

@@ -7,47 +7,24 @@ from ds_engine.planning.model_shape import FAMILIES
 from rl_data import DataError, find_model_folder
 from rl_runtime import InputError
 
-# Fields that determine sizes, as in the models' published config.json.
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-    "llama-3.1-70b": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-    },
-    "qwen2.5-7b": {
-        "model_type": "qwen2",
-        "vocab_size": 152064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-    },
-    "qwen3-0.6b": {
-        "model_type": "qwen3",
-        "vocab_size": 151936,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": True,
-    },
+_FIELDS = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+"""Those that determine sizes, as in the models' published config.json."""
+_SIZES: dict[str, tuple[str | int, ...]] = {
+    "llama-3.1-8b": ("llama", 128256, 4096, 14336, 32, 32, 8),
+    "llama-3.1-70b": ("llama", 128256, 8192, 28672, 80, 64, 8),
+    "qwen2.5-7b": ("qwen2", 152064, 3584, 18944, 28, 28, 4),
+    "qwen3-0.6b": ("qwen3", 151936, 1024, 3072, 28, 16, 8),
 }
+PUBLISHED: dict[str, dict[str, Any]] = {name: dict(zip(_FIELDS, row, strict=True)) for name, row in _SIZES.items()}
+PUBLISHED["qwen3-0.6b"] |= {"head_dim": 128, "tie_word_embeddings": True}
 
 
 def model_shape(path: str, *, key: str = "model.path") -> ModelShape:

@@ -14,7 +14,7 @@ from apps.forecast.work import decode_bytes, forward_flops, layer_flops
 from ds_engine import MemoryEstimate, ModelShape
 from ds_engine.planning.traffic import Traffic, exchanged_bytes, forward_traffic, update_traffic
 from rl_core import BatchLayout
-from rl_runtime import FrozenModel, Placement
+from rl_runtime import Placement
 from rollout_vllm.servers.checks import kv_value_bytes
 from weight_sync.transports.routes import plan_transports
 
@@ -104,7 +104,10 @@ def step_phases(job: Job) -> list[Phase]:
     phases = [generation(job), log_probs(job, "old log-probs")]
     if job.config.keeps_reference:
         phases.append(log_probs(job, "ref log-probs"))
-    phases += [frozen_pass(job, model) for model in job.config.frozen_models]
+    for model in job.config.frozen_models:
+        # The logits of a teacher with `teacher.signal=full`, which the updates compute, are not in the forecast.
+        has_logits = model.head == "lm" and not model.keeps_distributions
+        phases.append(log_probs(job, model.key, job.frozen_shapes[model.key], has_logits=has_logits))
     phases.append(updates(job))
     if job.moved_bytes:
         seconds = job.moved_bytes / job.rates.turns_gb_per_s / 1e9
@@ -166,21 +169,9 @@ def _kv_bytes_per_token(job: Job) -> int:
 # ------------------------------------------------------------------- training
 
 
-def log_probs(job: Job, name: str) -> Phase:
-    """A pass without gradients over all sequences of the step."""
-    return _forward(job, name, job.shape)
-
-
-def frozen_pass(job: Job, model: FrozenModel) -> Phase:
-    """The pass of a reward model or a teacher.
-
-    The logits of a teacher with `teacher.signal=full`, which the updates compute, are not in the forecast.
-    """
-    has_logits = model.head == "lm" and not model.keeps_distributions
-    return _forward(job, model.key, job.frozen_shapes[model.key], has_logits=has_logits)
-
-
-def _forward(job: Job, name: str, shape: ModelShape, *, has_logits: bool = True) -> Phase:
+def log_probs(job: Job, name: str, shape: ModelShape | None = None, *, has_logits: bool = True) -> Phase:
+    """A pass without gradients over all sequences of the step; `shape`: of a frozen model, default: the actor's."""
+    shape = shape or job.shape
     micro_batches = job.micro_batches(job.num_samples * job.layout.sp // job.num_ranks)
     links = _ring(job, forward_traffic(shape, job.config.actor, world_size=job.num_ranks)).times(micro_batches)
     return _passes(

@@ -1,5 +1,7 @@
 """Settings, placement and sizes of a job on hosts that exist only in its configuration, by the rules of a real run."""
 
+from collections.abc import Mapping
+
 from apps.forecast.config import ForecastConfig
 from apps.forecast.models import model_shape
 from apps.forecast.phases import Job
@@ -20,14 +22,12 @@ def plan_job(config: ForecastConfig) -> tuple[Choice[ForecastConfig], Job]:
         PlacementError: too few GPUs.
     """
     shape = model_shape(config.model.path)
-    _check_heads(config, shape)
     cluster = config.cluster
     size = int(cluster.gpu_gib * 2**30)
     gpus = (Gpu(name="GPU", total_bytes=size, used_bytes=0),) * (cluster.num_hosts * cluster.gpus_per_host)
     host_bytes = None if cluster.host_gib is None else int(cluster.host_gib * 2**30) * cluster.num_hosts
     frozen = {model.key: model_shape(model.path, key=model.key) for model in config.frozen_models}
-    for key, its_shape in frozen.items():
-        _check_sequence_parallel(config, its_shape, key)
+    _check_heads(config, {"": shape, **{f" of {key}": its_shape for key, its_shape in frozen.items()}})
     choice = choose_for(config, gpus=gpus, shape=shape, host_bytes=host_bytes, frozen_shapes=frozen)
     chosen = choice.config
     sp, ranks = chosen.actor.sequence_parallel, chosen.trainer.rank_count
@@ -38,23 +38,15 @@ def plan_job(config: ForecastConfig) -> tuple[Choice[ForecastConfig], Job]:
     memory = estimate_memory(
         shape, chosen.actor, dp=ranks // sp, tokens_per_micro_batch=chosen.batch.max_packed_tokens * sp
     )
-    placement = place(chosen)
     return choice, Job(
         config=chosen,
         shape=shape,
         frozen_shapes=frozen,
-        placement=placement,
+        placement=place(chosen),
         layout=layout,
         memory=memory,
         moved_bytes=choice.moved_bytes,
     )
-
-
-def _check_sequence_parallel(config: ForecastConfig, shape: ModelShape, key: str) -> None:
-    if shape.num_heads % (sp := config.actor.sequence_parallel):
-        raise InputError(
-            f"actor.sequence_parallel is {sp}; allowed: a divisor of the {shape.num_heads} attention heads of {key}"
-        )
 
 
 def place(config: ForecastConfig) -> Placement:
@@ -76,15 +68,12 @@ def place(config: ForecastConfig) -> Placement:
     )
 
 
-def _check_heads(config: ForecastConfig, shape: ModelShape) -> None:
-    sizes = {
-        "actor.sequence_parallel": config.actor.sequence_parallel,
-        "rollout.tensor_parallel_size": config.rollout.tensor_parallel_size,
-    }
-    for key, size in sizes.items():
-        if shape.num_heads % size:
-            fits = [n for n in range(1, shape.num_heads + 1) if shape.num_heads % n == 0]
-            raise InputError(f"{key} is {size}; allowed: a divisor of the {shape.num_heads} attention heads, {fits}")
+def _check_heads(config: ForecastConfig, shapes: Mapping[str, ModelShape]) -> None:
     ranks, sp = config.trainer.num_ranks, config.actor.sequence_parallel
+    sizes = [("actor.sequence_parallel", sp, whose) for whose in shapes]
+    for key, size, whose in (*sizes, ("rollout.tensor_parallel_size", config.rollout.tensor_parallel_size, "")):
+        if (heads := shapes[whose].num_heads) % size:
+            fits = [n for n in range(1, heads + 1) if heads % n == 0]
+            raise InputError(f"{key} is {size}; allowed: a divisor of the {heads} attention heads{whose}, {fits}")
     if ranks is not None and ranks % sp:
         raise InputError(f"trainer.num_ranks is {ranks}; allowed: a multiple of actor.sequence_parallel ({sp})")

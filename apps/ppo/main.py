@@ -88,9 +88,7 @@ def num_updates(config: PpoConfig) -> tuple[int, int]:
 def check(config: PpoConfig) -> "rl_runtime.JobPlan":
     """Refuses settings that cannot work before any process starts; plans devices and resume."""
     of_actor, of_critic = num_updates(config)
-    own = {"critic": config.trainer.num_critic_ranks} if config.trainer.num_critic_ranks else {}
-    engines = {"actor": (config.actor, of_actor), "critic": (config.critic, of_critic)}
-    plan = rl_runtime.check_job(config, engines, own_ranks=own)
+    plan = rl_runtime.check_job(config, {"actor": (config.actor, of_actor), "critic": (config.critic, of_critic)})
     rl_runtime.check_loss(config.algorithm)
     return plan
 

@@ -4,16 +4,17 @@ Shapes: `N` samples; a column is N float32 arrays with one value per generated t
 tokens that the policy sampled; `response_mask` excludes the others (tool results, text of other turns).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from rl_core import SequenceData
+from rl_data import Prompt
 
 Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
@@ -21,25 +22,8 @@ Phase = Callable[[str], AbstractContextManager[Any]]
 """Times a named phase of a step: `with phase("reward"): ...`."""
 
 
-class PromptLike(Protocol):
-    """The fields of a prompt that the runtime reads."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def text(self) -> str: ...
-    @property
-    def token_ids(self) -> tuple[int, ...]: ...
-    @property
-    def ground_truth(self) -> str: ...
-    @property
-    def data_source(self) -> str: ...
-    @property
-    def extra(self) -> Mapping[str, Any]: ...
-    @property
-    def messages(self) -> tuple[Mapping[str, Any], ...]: ...
-    @property
-    def tools(self) -> tuple[Mapping[str, Any], ...]: ...
+PromptLike = Prompt
+"""What the runtime reads of a prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +97,7 @@ def with_token_ids(prompt: PromptLike, token_ids: Sequence[int]) -> PromptLike:
     """The prompt with the token ids that an environment gave an episode in place of those of the data."""
     if tuple(token_ids) == tuple(prompt.token_ids):
         return prompt
-    replaced: PromptLike = replace(cast(Any, prompt), token_ids=tuple(token_ids))
-    return replaced
+    return replace(prompt, token_ids=tuple(token_ids))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,10 +190,6 @@ class ExperienceBatch:
         order = list(dict.fromkeys(item.group_id for item in self.items))
         chosen = [set(order[start : start + num_prompts]) for start in range(0, len(order), num_prompts)]
         return tuple(tuple(i for i, item in enumerate(self.items) if item.group_id in groups) for groups in chosen)
-
-    def mini_batches(self, num_prompts: int) -> Iterator["ExperienceBatch"]:
-        """The mini batches of `mini_batch_indices`, each with its columns."""
-        return map(self.select, self.mini_batch_indices(num_prompts))
 
     def sequence(self, index: int) -> SequenceData:
         """Sample `index` without its columns, as rl_core packs it."""

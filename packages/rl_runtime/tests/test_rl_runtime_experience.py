@@ -58,7 +58,7 @@ groups_of_lengths = st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=5
 @given(groups=groups_of_lengths, num_prompts=st.integers(1, 4))
 def test_mini_batches_keep_groups_whole_and_every_sample_once(groups: list[list[int]], num_prompts: int) -> None:
     batch = make_batch(groups)
-    minis = list(batch.mini_batches(num_prompts))
+    minis = list(map(batch.select, batch.mini_batch_indices(num_prompts)))
     assert sorted(item.score for mini in minis for item in mini.items) == sorted(batch.scores_N.tolist())
     seen = [set(mini.group_ids_N.tolist()) for mini in minis]
     assert all(len(groups) <= num_prompts for groups in seen)

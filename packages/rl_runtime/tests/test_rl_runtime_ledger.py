@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from ckpt import Checkpoint
 from rl_data import Prompt
 from rl_runtime.experience import Experience, ExperienceBatch
 from rl_runtime.rollout.groups import Collected, ScoredGroup
@@ -70,5 +71,5 @@ def test_a_resumed_run_begins_with_the_lines_of_the_run_before(tmp_path: Path, h
         ledger = SampleLedger(before)
         for step in (1, 2):
             ledger.add(step, collected(whole(f"{step}/0:a"), trained=()))
-    SampleLedger(after, before=before, step=1)
+    SampleLedger(after, Checkpoint(path=before / "checkpoints" / "step_1", step=1, state={}))
     assert {row.step for row in read_samples(after)} == ({1} if has_before else set())

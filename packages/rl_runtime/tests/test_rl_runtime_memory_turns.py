@@ -255,7 +255,7 @@ def test_servers_sleep_before_models_are_built_however_a_lost_trainer_has_left_t
 
 
 def test_adapters_alone_keep_the_base_weights() -> None:
-    assert (sleep_level(adapters_alone=True), sleep_level(adapters_alone=False)) == (1, 2)
+    assert (sleep_level(RolloutConfig(max_lora_rank=8)), sleep_level(RolloutConfig())) == (1, 2)
 
 
 def test_turns_out_of_order_are_refused(two_servers: list[SleepingServer]) -> None:

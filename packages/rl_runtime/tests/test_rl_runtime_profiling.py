@@ -22,10 +22,10 @@ class OneRank:
 
     def __init__(self) -> None:
         self.profiler = RankProfiler()
-        self.start = self.profiler.start
+        self.start = self.profiler.start_profile
 
     def stop(self, folder: Path) -> dict[str, Path]:
-        self.profiler.stop(str(folder / "rank.json.gz"))
+        self.profiler.stop_profile(str(folder / "rank.json.gz"))
         return {"rank 0": folder / "rank.json.gz"}
 
 

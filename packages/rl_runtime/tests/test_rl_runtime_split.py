@@ -5,7 +5,7 @@ from pathlib import Path
 import hypothesis.strategies as st
 from hypothesis import given
 
-from rl_runtime.app.split import Sides, describe_split, measured_sides, propose_split
+from rl_runtime.app.split import describe_split, measured_sides, propose_split
 from run_kit.tracking.metrics_table import MetricsTable
 
 seconds = st.floats(0.01, 1000)
@@ -15,8 +15,8 @@ seconds = st.floats(0.01, 1000)
 def test_no_other_split_is_faster(
     train_s: float, gen_s: float, train_gpus: int, gen_gpus: int, num_gpus: int, per_server: int
 ) -> None:
-    sides = Sides(train_s=train_s, train_gpus=train_gpus, gen_s=gen_s, gen_gpus=gen_gpus)
-    found = propose_split(sides, num_gpus=num_gpus, gpus_per_server=per_server, fits=lambda n: n % 3 != 2)
+    work = train_s * train_gpus, gen_s * gen_gpus
+    found = propose_split(*work, num_gpus=num_gpus, gpus_per_server=per_server, fits=lambda n: n % 3 != 2)
     times = {
         ranks: max(train_s * train_gpus / ranks, gen_s * gen_gpus / ((num_gpus - ranks) // per_server * per_server))
         for ranks in range(1, num_gpus)
@@ -34,10 +34,11 @@ def test_two_gpus_that_took_turns_work_at_the_same_time(tmp_path: Path) -> None:
     table = MetricsTable(tmp_path / "metrics.tsv")
     for step, (whole, gen) in enumerate([(30.0, 5.0), (4.0, 2.6), (4.2, 2.6), (4.1, 2.7)], start=1):
         table.log(step, {"timing_s/step": whole, "timing_s/gen": gen})
-    sides = measured_sides(table, is_ahead=False, train_gpus=2, gen_gpus=2)
+    sides = measured_sides(table, is_ahead=False)
     assert sides is not None
-    assert (sides.gen_s, round(sides.train_s, 2)) == (2.6, 1.4)
-    split = propose_split(sides, num_gpus=2)
+    train_s, gen_s = sides
+    assert (gen_s, round(train_s, 2)) == (2.6, 1.4)
+    split = propose_split(train_s * 2, gen_s * 2, num_gpus=2)
     assert split is not None
     assert (split.num_ranks, split.num_servers, split.step_s) == (1, 1, 5.2)
     assert describe_split(split, step_s=4.1, max_staleness=0) == "", "slower than both on all GPUs, one after the other"
@@ -49,7 +50,5 @@ def test_servers_that_generate_ahead_are_measured_by_their_own_time(tmp_path: Pa
     table = MetricsTable(tmp_path / "metrics.tsv")
     for step in (1, 2, 3):
         table.log(step, {"timing_s/step": 4.0, "timing_s/gen": 1.0, "rollout/busy_s": 3.9})
-    assert measured_sides(table, is_ahead=True, train_gpus=1, gen_gpus=3) == Sides(
-        train_s=3.0, train_gpus=1, gen_s=3.9, gen_gpus=3
-    )
-    assert measured_sides(MetricsTable(tmp_path / "none.tsv"), is_ahead=True, train_gpus=1, gen_gpus=1) is None
+    assert measured_sides(table, is_ahead=True) == (3.0, 3.9)
+    assert measured_sides(MetricsTable(tmp_path / "none.tsv"), is_ahead=True) is None

@@ -1,7 +1,7 @@
 """Loads the inputs of a run: model folder, tokenizer, prompts, demonstrations. Writes the built-in ones first."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from rollout_vllm import ChatFormat
 from ..config import BUILTIN_MODEL, ModelConfig
 from ..training.supervised_config import SupervisedConfig
 from .supervised_job_config import ExampleKind
-from .task_config import PreferenceTaskSize, TaskSize
+from .task_config import TaskSize
 
 INITIAL_MODEL, TASK = "initial_model", "task"
 """Folders of a run with the built-in model and its task."""
@@ -64,17 +64,7 @@ def load_inputs(
     train, val, demonstrations = data.train, data.val, supervised.files
     if model.path == BUILTIN_MODEL:
         model_path = build_tiny_model(folder / INITIAL_MODEL, seed=seed)
-        written = write_task(
-            folder / TASK,
-            kind=task.kind,
-            num_train=task.num_train,
-            num_val=task.num_val,
-            num_demonstrations=task.num_demonstrations,
-            num_pairs=task.num_pairs if isinstance(task, PreferenceTaskSize) else 0,
-            num_val_pairs=task.num_val_pairs if isinstance(task, PreferenceTaskSize) else 0,
-            slip_share=task.slip_share if isinstance(task, PreferenceTaskSize) else 0.0,
-            seed=seed,
-        )
+        written = write_task(folder / TASK, seed=seed, **asdict(task))
         train, val, demonstrations = (str(written.train),), (str(written.val),), (str(written.demonstrations),)
     if not with_prompts:
         train, val = (), ()
@@ -84,9 +74,7 @@ def load_inputs(
         tokenizer=tokenizer,
         train_prompts=load_prompts(train, tokenizer, data, max_prompts=max_prompts) if train else [],
         val_prompts=load_prompts(val, tokenizer, data, max_prompts=max_prompts or data.max_val_prompts) if val else [],
-        demonstrations=load_demonstrations(
-            demonstrations, tokenizer, data, turns=supervised.turns, max_length=supervised.max_length
-        )
+        demonstrations=load_examples("demonstrations", demonstrations, tokenizer, data, supervised, seed=seed)
         if supervised.trains
         else [],
         task=written,

@@ -5,13 +5,11 @@ these engines from a `Job` and returns the update of one step.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field
 
 from ds_engine import EngineConfig, Head
 from rl_core import BatchError, BatchLayout, batch_layout
 from rl_data import find_model_folder
-from run_kit import check_tracking
 
 from ..errors import InputError
 from ..launch.session import Session, plan_session
@@ -21,7 +19,6 @@ from ..rollout.scoring import rewards_of_rows
 from ..training.checkpoints import Stateful
 from ..training.loop import Learn
 from ..training.reward_model import RewardModel
-from ..training.uploads import check_checkpoint_url
 from .job_config import JobConfig
 from .preflight import (
     check_adapters,
@@ -40,7 +37,6 @@ from .preflight import (
 )
 from .reward_model import check_reward_model, check_reward_ranks
 from .training_run import JobPlan, TrainingRun, plan_run
-from .warm_start import starting_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,16 +58,9 @@ class Job(TrainingRun):
     config: JobConfig
     session: Session
 
-    @cached_property
-    def model_path(self) -> str:
-        """The model folder that the run starts from: the configured one, or the result of the warm start."""
-        warm_start = self.config.warm_start
-        engine = replace(self.config.actor, optim=warm_start.optim)
-        return starting_folder(self, warm_start, engine, partial(self._handle, "actor", temperature=1.0))
-
     def trained(self, role: str, engine: EngineConfig, *, num_updates: int, head: Head = "lm") -> ModelHandle:
         """Builds the engine of `role` with an optimizer on its ranks."""
-        model = self._handle(role)
+        model = self.handle(role, temperature=self.config.sampling.temperature)
         model.build(self.model_path, engine, total_steps=num_updates, head=head)
         return model
 
@@ -80,7 +69,7 @@ class Job(TrainingRun):
     ) -> ModelHandle:
         """Builds the engine of `role` without an optimizer: a reference model, or a teacher or reward model with its
         own folder."""
-        model = self._handle(role)
+        model = self.handle(role, temperature=self.config.sampling.temperature)
         model.build_frozen(model_path or self.model_path, engine, head=head)
         return model
 
@@ -104,18 +93,6 @@ class Job(TrainingRun):
         self.tracker.info(f"reward model: {folder}, frozen on the actor's ranks")
         model = self.frozen("reward", self.config.frozen_engine, model_path=self.for_ranks(folder), head="value")
         return RewardModel(model, weight=reward.model_weight)
-
-    def _handle(self, role: str, *, temperature: float | None = None) -> ModelHandle:
-        """`temperature`: default that of the rollout."""
-        config = self.config
-        return ModelHandle(
-            self.session.ranks_of(role),
-            role,
-            config.batch,
-            temperature=temperature or config.sampling.temperature,
-            max_skipped_updates=config.trainer.max_skipped_updates,
-            report=self.tracker.info,
-        )
 
 
 def job_layout(
@@ -141,21 +118,16 @@ def job_layout(
         raise InputError(f"batch.{error}; or another trainer.num_ranks ({num_ranks})") from error
 
 
-def check_job(
-    config: JobConfig, engines: Mapping[str, tuple[EngineConfig, int]], *, own_ranks: Mapping[str, int] | None = None
-) -> JobPlan:
+def check_job(config: JobConfig, engines: Mapping[str, tuple[EngineConfig, int]]) -> JobPlan:
     """Refuses settings that cannot work before any process starts; plans the devices and the resume.
 
     Args:
         engines: configuration section -> (trained engine, its optimizer steps over the whole run).
-        own_ranks: section -> number of ranks that compute for that engine alone.
     """
-    own_ranks = own_ranks or {}
+    own_ranks = {model.section: model.own_ranks for model in config.models if model.own_ranks}
     prepare_driver(config.trainer.device)
     for section, (engine, _) in engines.items():
         job_layout(config, section=section, engine=engine, num_ranks=own_ranks.get(section))
-    check_tracking(config.tracking)
-    check_checkpoint_url(config.trainer)
     sp = {section: engine.sequence_parallel for section, (engine, _) in engines.items()}
     placement = plan_session(config.trainer, config.rollout, own_ranks, sp)
     check_functions(config.episode, config.reward)
@@ -178,4 +150,4 @@ def check_job(
     check_servers(config.model, config.rollout, config.sync, config.trainer, placement)
     check_cluster(config.model, config.trainer, placement)
     architectures += check_reward_ranks(config, placement)
-    return plan_run(config.trainer, placement, architectures)
+    return plan_run(config, placement, architectures)

@@ -150,6 +150,11 @@ class JobConfig:
         return (TrainedModel(section="actor", engine=self.actor),)
 
     @property
+    def first_stage(self) -> SupervisedConfig:
+        """Supervised fine-tuning before the run's own steps."""
+        return self.warm_start
+
+    @property
     def keeps_reference(self) -> bool:
         """Whether the ranks keep a frozen copy of the first policy (`Job.reference`)."""
         return False

@@ -25,7 +25,7 @@ from ..errors import InputError
 from ..rollout.memory_turns import sleep_level
 from .choice import Choice
 from .job_config import JobConfig, JobConfigT
-from .supervised_job_config import SupervisedJobConfig, SupervisedJobConfigT
+from .supervised_job_config import SupervisedJobConfigT
 
 BudgetT = TypeVar("BudgetT", int, int | None)
 Turns = Literal["never", "servers", "both"]
@@ -136,7 +136,10 @@ def choose_memory(
     fits = plan is not None
     plan = plan or min(in_host, key=lambda p: p.gpu_bytes)
     why = "fits into memory" if fits else "the smallest that is tried"
-    choice = choice.with_default("trainer.take_turns", plan.turns, _why_turns(plan))
+    why_turns = f"rank and server {'fit' if plan.turns == 'never' else 'do not fit'} side by side"
+    if plan.server is None:
+        why_turns = "no server shares a GPU with a rank"
+    choice = choice.with_default("trainer.take_turns", plan.turns, why_turns)
     choice = choose_sizes(choice, gradient_checkpointing=plan.recompute, token_budget=plan.token_budget, why=why)
     if plan.server is not None:
         choice = _choose_share(choice, plan, total)
@@ -161,12 +164,7 @@ def choose_memory(
 def _refuse_what_cannot_fit(plans: Sequence[_Plan], usable: int, free: int, host: float, shape: ModelShape) -> None:
     """Raises InputError if no way can work; a plan that only its estimated activations make too large may be tried."""
     states = plans[-1].rank.states
-    if states > usable and shape.is_exact:
-        raise InputError(
-            f"model.path: weights, gradients and optimizer states of a rank take {_gib(states)}, and a "
-            f"GPU has {_gib(free)} free; use more GPUs with actor.zero.stage=3, "
-            "actor.zero.offload.optimizer=cpu, or actor.lora.rank=16"
-        )
+    _check_states(states, usable, free, shape, "actor")
     fits_gpu = [plan for plan in plans if plan.gpu_bytes <= usable]
     if (fits_gpu and shape.is_exact) or not any(plan.host_bytes <= host for plan in plans):
         needed = min(plan.host_bytes for plan in fits_gpu or plans)
@@ -177,12 +175,13 @@ def _refuse_what_cannot_fit(plans: Sequence[_Plan], usable: int, free: int, host
         )
 
 
-def _why_turns(plan: _Plan) -> str:
-    if plan.server is None:
-        return "no server shares a GPU with a rank"
-    if plan.turns == "never":
-        return "rank and server fit side by side"
-    return "rank and server do not fit side by side"
+def _check_states(states: int, usable: int, free: int, shape: ModelShape, section: str) -> None:
+    if states > usable and shape.is_exact:
+        raise InputError(
+            f"model.path: weights, gradients and optimizer states of a rank take {_gib(states)}, and a GPU has "
+            f"{_gib(free)} free; use more GPUs with {section}.zero.stage=3, {section}.zero.offload.optimizer=cpu, or "
+            f"{section}.lora.rank=16"
+        )
 
 
 def _memory_line(plan: _Plan, free: int) -> str:
@@ -249,7 +248,12 @@ def _plans(
     if config.batch.micro_batch_size is not None or config.batch.token_budget is not None:
         budgets = (config.batch.token_budget,)
     sizes = _sizes((False, True) if is_open else (False,), budgets)
-    for turns in _turns(config):
+    tried: tuple[Turns, ...] = ("never",)
+    if config.trainer.take_turns is not None:
+        tried = (config.trainer.take_turns,)
+    elif _shares_gpus(config) and not config.trainer.max_staleness:
+        tried = ("never", "servers", "both")
+    for turns in tried:
         for shares in _KV_SHARES:
             for recompute, budget in sizes:
                 rank = _rank_memory(config, shape, frozen_shapes, recompute, budget)
@@ -261,7 +265,7 @@ def _plans(
                         kv_share=share,
                         rank=rank,
                         server=_server_memory(config, shape, share, total),
-                        level_1=sleep_level(adapters_alone=config.rollout.max_lora_rank is not None) == 1,
+                        level_1=sleep_level(config.rollout) == 1,
                         servers_on_host=config.rollout.server_count * config.rollout.tensor_parallel_size,
                     )
 
@@ -271,13 +275,6 @@ def _sizes(recompute: Sequence[bool], budgets: Sequence[BudgetT]) -> list[tuple[
     sizes = list(itertools.product(recompute, budgets))
     # Small micro batches without recomputation are no better than larger ones with it.
     return [size for size in sizes if size != (False, _TOKEN_BUDGETS[-1])] if len(recompute) > 1 else sizes
-
-
-def _turns(config: JobConfig) -> tuple[Turns, ...]:
-    """The values of `trainer.take_turns` to try."""
-    if config.trainer.take_turns is not None:
-        return (config.trainer.take_turns,)
-    return ("never", "servers", "both") if _shares_gpus(config) and not config.trainer.max_staleness else ("never",)
 
 
 def _shares_gpus(config: JobConfig) -> bool:
@@ -415,15 +412,16 @@ def choose_supervised_memory(
     if config.micro_batch_size and config.supervised.max_length:
         budgets = (config.micro_batch_size * config.supervised.max_length,)
     plans = _sizes((False, True) if given is None else (given,), budgets)
-    estimates = {plan: _supervised_memory(config, shape, *plan) for plan in plans}
-    peaks = {plan: _reserved(_states(one), one.activations.device) for plan, one in estimates.items()}
-    states = _states(estimates[plans[-1]])
-    if states > usable and shape.is_exact:
-        raise InputError(
-            f"model.path: weights, gradients and optimizer states of a rank take {_gib(states)}, and a GPU has "
-            f"{_gib(free)} free; use more GPUs with engine.zero.stage=3, engine.zero.offload.optimizer=cpu, or "
-            "engine.lora.rank=16"
+    sp, engine = config.engine.sequence_parallel, replace(config.engine, optim=config.supervised.optim)
+    dp = max(1, config.trainer.rank_count // sp)
+    estimates = {
+        (recompute, budget): estimate_memory(
+            shape, replace(engine, gradient_checkpointing=recompute), dp=dp, tokens_per_micro_batch=budget * sp
         )
+        for recompute, budget in plans
+    }
+    peaks = {plan: _reserved(_states(one), one.activations.device) for plan, one in estimates.items()}
+    _check_states(_states(estimates[plans[-1]]), usable, free, shape, "engine")
     best = next((plan for plan in plans if peaks[plan] <= usable), None)
     why = "fits into memory" if best else "the smallest that is tried"
     recompute, budget = best = best or plans[-1]
@@ -432,13 +430,6 @@ def choose_supervised_memory(
         line += "; expect it to run out of memory: use engine.zero.stage=3, zero.offload, LoRA or more GPUs"
     choice = choice.with_default("engine.gradient_checkpointing", recompute, why)
     return replace(choose_budget(choice, budget, why), memory=line, rank_bytes=peaks[best])
-
-
-def _supervised_memory(config: SupervisedJobConfig, shape: ModelShape, recompute: bool, budget: int) -> MemoryEstimate:
-    sp = config.engine.sequence_parallel
-    engine = replace(config.engine, optim=config.supervised.optim, gradient_checkpointing=recompute)
-    dp = max(1, config.trainer.rank_count // sp)
-    return estimate_memory(shape, engine, dp=dp, tokens_per_micro_batch=budget * sp)
 
 
 def choose_budget(choice: Choice[SupervisedJobConfigT], budget: int, why: str) -> Choice[SupervisedJobConfigT]:

@@ -247,7 +247,8 @@ def check_supervised(
             f"{section}.files is empty: the built-in {what} belong to the built-in model; give "
             f"{section}.files=<parquet, JSON lines or CSV>, or train the built-in model: model.path={BUILTIN_MODEL}"
         )
-    for key, files in supervised.keys_of_files.items():
+    for key in ("files", "val_files"):
+        files = getattr(supervised, key, ())
         if files and model.path == BUILTIN_MODEL:
             raise InputError(
                 f"{section}.{key} is given, but model.path is {BUILTIN_MODEL}, whose vocabulary knows its own task "

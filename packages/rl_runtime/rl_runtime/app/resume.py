@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ckpt import Checkpoint, CheckpointDamagedError, CheckpointManager, RemoteCheckpoints, UnsupportedFormatError
 from ckpt.reader import CheckpointReader
@@ -119,12 +120,6 @@ def find_checkpoint(trainer: TrainingConfig, on_skip: Callable[[str], None] = la
         return None
     if runs[0] != run:
         on_skip(f"{runs[0]} has no good checkpoint: the run resumes from the older {run}")
-    _check_fits(found, run, trainer)
-    return found
-
-
-def _check_fits(found: Checkpoint, run: _Run, trainer: TrainingConfig) -> None:
-    """Raises InputError unless a run of `trainer` can continue after the checkpoint."""
     if trainer.last_step is not None:
         check_steps_left(found, trainer.last_step, key="trainer.total_training_steps", run=str(run))
     seed = found.state.get("seed")
@@ -133,6 +128,23 @@ def _check_fits(found: Checkpoint, run: _Run, trainer: TrainingConfig) -> None:
             f"the run in {run} had trainer.seed={seed}, not {trainer.seed}: its data order and samples "
             "cannot be continued; use the same seed"
         )
+    return found
+
+
+def earlier_folder(config: Any, name: str, *, what: str) -> Path | None:
+    """The folder of an evaluation or benchmark that `resume=auto` continues; None to start a new one.
+
+    Raises InputError if `resume_from` is no folder of a run.
+    """
+    if config.resume == "never":
+        return None
+    if config.resume_from is None:
+        earlier = sorted(Path(config.output_dir).glob(f"{name}_[0-9]*/config.yaml"))
+        return earlier[-1].parent.resolve() if earlier else None
+    folder = Path(config.resume_from)
+    if not (folder / "config.yaml").is_file():
+        raise InputError(f"resume_from is {folder}; allowed: the folder of {what}, with its config.yaml")
+    return folder.resolve()
 
 
 def check_steps_left(found: Checkpoint, last_step: int, *, key: str, run: str) -> None:
@@ -150,7 +162,12 @@ def _given_run(trainer: TrainingConfig) -> _Run:
     name = given.rstrip("/").rpartition("/")[2]
     download_to = _downloads(trainer) / name
     if not is_url(given):
-        return _Run(name=name, folder=_run_folder(given), download_to=download_to)
+        if not (Path(given) / "config.yaml").is_file():
+            raise InputError(
+                f"trainer.resume_from is {given}, which is no run folder (it has no config.yaml); "
+                "give the folder of the run to resume, or trainer.resume_from=null"
+            )
+        return _Run(name=name, folder=Path(given), download_to=download_to)
     with naming_storage(given, key="trainer.resume_from"):
         remote = RemoteCheckpoints(given)
         if not remote.steps():
@@ -159,15 +176,6 @@ def _given_run(trainer: TrainingConfig) -> _Run:
                 "below its trainer.checkpoint_url"
             )
     return _Run(name=name, remote=remote, download_to=download_to)
-
-
-def _run_folder(folder: str) -> Path:
-    if not (Path(folder) / "config.yaml").is_file():
-        raise InputError(
-            f"trainer.resume_from is {folder}, which is no run folder (it has no config.yaml); "
-            "give the folder of the run to resume, or trainer.resume_from=null"
-        )
-    return Path(folder)
 
 
 def _runs_of_experiment(trainer: TrainingConfig) -> list[_Run]:

@@ -1,6 +1,7 @@
 """Runs a job: starts its processes, trains, starts lost ranks again, and writes its run folder."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from run_kit.timing import Laps
 from ..launch.session import open_session
 from ..ranks.model_handle import ModelHandle
 from ..rollout.ahead import RolloutsAhead
-from ..rollout.memory_turns import MemoryTurns, SleepLevel, put_to_sleep, sleep_level
+from ..rollout.memory_turns import MemoryTurns, put_to_sleep, sleep_level
 from ..rollout.phase import RolloutPhase
 from ..rollout.schedule import Schedule
 from ..rollout.scoring import Scorer
@@ -102,7 +103,7 @@ def _run_attempt(job: Job, restart: Restart | None, *, compose: Callable[[Job], 
     if job.config.trainer.takes_turns:  # before the models need the servers' memory
         job.session.wait_ready()
         job.start.mark("servers")
-        put_to_sleep(job.session.servers, level=_sleep_level(job.config))
+        put_to_sleep(job.session.servers, level=sleep_level(job.config.rollout))
     algorithm = compose(job)
     reward_model = job.reward_model()
     job.start.mark("models")
@@ -128,7 +129,7 @@ def _train(job: Job, algorithm: Algorithm, reward_model: RewardModel | None, res
             rollouts=rollouts,
             servers=servers,
             checkpoints=job.checkpoints(algorithm.roles, {**rollouts.parts, **algorithm.state}),
-            record=job.record(_ledger(job)),
+            record=job.record(SampleLedger(job.folder, job.resumed)),
             reward_model=reward_model,
         )
         return loop.run(algorithm.learn, job.resumed, stop=job.stop, restart=restart)
@@ -140,24 +141,14 @@ def _proposed_split(job: Job) -> str:
     if not placement.on_gpu or config.rollout.urls or placement.num_gpus < 2 or placement.own_ranks:
         return ""
     per_server, staleness = config.rollout.tensor_parallel_size, config.trainer.max_staleness
-    sides = measured_sides(
-        job.tracker.table,
-        is_ahead=staleness > 0,
-        train_gpus=placement.num_ranks,
-        gen_gpus=len(placement.servers) * per_server,
-    )
+    sides = measured_sides(job.tracker.table, is_ahead=staleness > 0)
     if sides is None:
         return ""
-    split = propose_split(sides, num_gpus=placement.num_gpus, gpus_per_server=per_server, fits=partial(divides, config))
+    train, gen = sides[0] * placement.num_ranks, sides[1] * len(placement.servers) * per_server
+    fits, num_gpus = partial(divides, config), placement.num_gpus
+    split = propose_split(train, gen, num_gpus=num_gpus, gpus_per_server=per_server, fits=fits)
     step_s = median(job.tracker.table.series("timing_s/step")[1][1:])
     return describe_split(split, step_s=step_s, max_staleness=staleness)
-
-
-def _ledger(job: Job) -> SampleLedger:
-    """The ledger of this run folder; it begins with that of the run that this one resumes."""
-    if job.resumed is None:
-        return SampleLedger(job.folder)
-    return SampleLedger(job.folder, before=job.resumed.path.parents[1], step=job.resumed.step)
 
 
 def _rollout_config(config: JobConfig, run: Path) -> RolloutConfig:
@@ -197,16 +188,14 @@ def _turns(job: Job, actor: ModelHandle) -> MemoryTurns:
         session.rank_groups,
         pushed_role=actor.name,
         moves_states=job.config.trainer.take_turns == "both",
-        level=_sleep_level(job.config),
+        level=sleep_level(job.config.rollout),
         report=job.tracker.info,
     )
 
 
-def _sleep_level(config: JobConfig) -> SleepLevel:
-    return sleep_level(adapters_alone=config.rollout.max_lora_rank is not None)
-
-
-def _rollouts(job: Job, scorer: Scorer, servers: RolloutServers) -> StepRollouts | RolloutsAhead:
+def _rollouts(
+    job: Job, scorer: Scorer, servers: RolloutServers
+) -> AbstractContextManager[StepRollouts | RolloutsAhead]:
     """The prompts of the run and how they are sampled and scored: step by step, or ahead of the trainer."""
     config, inputs = job.config, job.inputs
     rollouts = StepRollouts(
@@ -229,7 +218,7 @@ def _rollouts(job: Job, scorer: Scorer, servers: RolloutServers) -> StepRollouts
         validation=config.validation,
     )
     if not config.trainer.max_staleness:
-        return rollouts
+        return nullcontext(rollouts)
     schedule = Schedule(
         batch_size=config.batch.train_batch_size,
         extra_groups=config.oversampling.extra_prompts,

@@ -19,18 +19,13 @@ class Split:
     step_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sides:
-    """Seconds of a step for which each side works, and the GPUs that it has."""
-
-    train_s: float
-    train_gpus: int
-    gen_s: float
-    gen_gpus: int
-
-
 def propose_split(
-    sides: Sides, *, num_gpus: int, gpus_per_server: int = 1, fits: Callable[[int], bool] = lambda _: True
+    train_gpu_s: float,
+    gen_gpu_s: float,
+    *,
+    num_gpus: int,
+    gpus_per_server: int = 1,
+    fits: Callable[[int], bool] = lambda _: True,
 ) -> Split | None:
     """The split of `num_gpus` whose slower side is fastest, if time is inversely proportional to GPUs; None: none fits.
 
@@ -38,16 +33,14 @@ def propose_split(
     the one with the most ranks.
 
     Args:
+        train_gpu_s: seconds of a step for which the trainer works, times its GPUs; `gen_gpu_s`: those of the servers.
         fits: whether the batch divides over a number of ranks.
     """
     splits = [
         Split(
             num_ranks=num_ranks,
             num_servers=num_servers,
-            step_s=max(
-                sides.train_s * sides.train_gpus / num_ranks,
-                sides.gen_s * sides.gen_gpus / (num_servers * gpus_per_server),
-            ),
+            step_s=max(train_gpu_s / num_ranks, gen_gpu_s / (num_servers * gpus_per_server)),
         )
         for num_ranks in range(1, num_gpus)
         if fits(num_ranks) and (num_servers := (num_gpus - num_ranks) // gpus_per_server)
@@ -55,9 +48,10 @@ def propose_split(
     return min(splits, key=lambda split: (split.step_s, -split.num_ranks), default=None)
 
 
-def measured_sides(table: MetricsTable, *, is_ahead: bool, train_gpus: int, gen_gpus: int) -> Sides | None:
-    """Medians over the steps after the first, which compiles; None with fewer than two steps.
+def measured_sides(table: MetricsTable, *, is_ahead: bool) -> tuple[float, float] | None:
+    """Seconds of a step for which the trainer and the servers work; None with fewer than two steps.
 
+    Medians over the steps after the first, which compiles.
     The trainer works while it does not wait for samples (`timing_s/gen`). The servers work in that time, or, if they
     generate ahead, for `rollout/busy_s`.
     """
@@ -66,12 +60,8 @@ def measured_sides(table: MetricsTable, *, is_ahead: bool, train_gpus: int, gen_
     rows = [(seconds, wait_s[step], busy_s.get(step, 0.0)) for step, seconds in zip(steps, step_s, strict=True)][1:]
     if not rows:
         return None
-    return Sides(
-        train_s=median(seconds - wait for seconds, wait, _ in rows),
-        train_gpus=train_gpus,
-        gen_s=median(busy if is_ahead else wait for _, wait, busy in rows),
-        gen_gpus=gen_gpus,
-    )
+    train_s = median(seconds - wait for seconds, wait, _ in rows)
+    return train_s, median(busy if is_ahead else wait for _, wait, busy in rows)
 
 
 def describe_split(split: Split | None, *, step_s: float, max_staleness: int) -> str:

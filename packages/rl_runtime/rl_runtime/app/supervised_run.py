@@ -1,8 +1,8 @@
 """Runs supervised training on demonstrations or preferences: starts and restarts its ranks, writes its run folder."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,19 +10,19 @@ import numpy as np
 
 from ckpt import Checkpoint
 from ds_engine import Head
-from rl_data import Demonstration, LabeledResponse, PreferencePair, PromptSampler
-from run_kit import StopRequest, check_tracking
+from rl_data import Demonstration, PromptSampler
+from run_kit import StopRequest
 from run_kit.timing import Laps
 
 from ..errors import InputError
 from ..launch.session import open_rank_session, plan_ranks
 from ..ranks.environment import prepare_driver
-from ..ranks.model_handle import ModelHandle
 from ..training.local_disks import LocalDisks
 from ..training.loop import Restart
 from ..training.objective import Objective
+from ..training.supervised import sequences_in
 from ..training.supervised_loop import SupervisedLoop, SupervisedResult
-from ..training.uploads import check_checkpoint_url, open_uploader
+from ..training.uploads import open_uploader
 from .choice import Choice
 from .inputs import Inputs, load_examples, load_inputs
 from .preflight import (
@@ -39,7 +39,6 @@ from .restarts import Restarts
 from .resume import check_steps_left
 from .supervised_job_config import SupervisedJobConfig, SupervisedJobConfigT
 from .training_run import JobPlan, TrainingRun, end_stopped, open_run, plan_run
-from .warm_start import starting_folder
 
 T = TypeVar("T")
 
@@ -62,23 +61,6 @@ class SupervisedRun(TrainingRun):
         """Optimizer steps of the whole run."""
         return self.config.supervised.num_steps(len(self.train))
 
-    @cached_property
-    def model_path(self) -> str:
-        """The model folder that the run starts from: the configured one, or the result of the warm start."""
-        config = self.config.first_stage
-        return starting_folder(self, config, replace(self.config.engine, optim=config.optim), self.handle)
-
-    def handle(self) -> ModelHandle:
-        """The model on the ranks, without an engine yet."""
-        config = self.config
-        return ModelHandle(
-            self.session.ranks,
-            "actor",
-            config.batch,
-            max_skipped_updates=config.trainer.max_skipped_updates,
-            report=self.tracker.info,
-        )
-
 
 def check_run(config: SupervisedJobConfig, *, head: Head = "lm") -> SupervisedPlan:
     """Refuses settings that cannot work before any process starts; plans the devices and the resume.
@@ -87,8 +69,6 @@ def check_run(config: SupervisedJobConfig, *, head: Head = "lm") -> SupervisedPl
     """
     engine, trainer = config.engine, config.trainer
     prepare_driver(trainer.device)
-    check_tracking(config.tracking)
-    check_checkpoint_url(trainer)
     check_sequence_parallel(engine, section="engine", num_ranks=trainer.rank_count)
     check_states(engine, section="engine", is_saved=trainer.save_freq > 0)
     placement = plan_ranks(trainer, sequence_parallel=engine.sequence_parallel)
@@ -99,7 +79,7 @@ def check_run(config: SupervisedJobConfig, *, head: Head = "lm") -> SupervisedPl
     tried = {"engine": engine}
     architectures = check_architectures(config.model, tried, on_gpu=placement.on_gpu, value_heads=value_heads)
     check_cluster(config.model, trainer, placement)
-    return plan_run(trainer, placement, architectures)
+    return plan_run(config, placement, architectures)
 
 
 def run_supervised(
@@ -130,10 +110,15 @@ def run_supervised(
         inputs, train, held_out = _load(config, run.path)
         last_step = _check_steps(config, len(train), plan.resume_from)
         tracker.expect(last_step)
-        tracker.info(_describe(config, len(train), len(held_out)))
+        epochs = config.supervised.num_drawn(len(train)) / len(train)
+        tracker.info(
+            f"{len(train)} {config.noun}, {len(held_out)} held out; {last_step} steps of "
+            f"{config.supervised.batch_size}, {epochs:.4g} epochs"
+        )
         start.mark("inputs")
         with open_uploader(trainer, run.path, tracker.info) as uploader:
-            with open_rank_session(plan.placement, trainer=trainer, fits=partial(_fits, config)) as session:
+            sp = config.engine.sequence_parallel
+            with open_rank_session(plan.placement, trainer=trainer, fits=lambda ranks: ranks % sp == 0) as session:
                 start.mark("ranks")
                 job = SupervisedRun(
                     config=config,
@@ -193,17 +178,8 @@ def _load(config: SupervisedJobConfig, folder: Path) -> tuple[Inputs, list[Any],
     train, held_out = hold_out(examples, supervised.val_size, seed=seed, noun=config.noun)
     if val_files:
         held_out = load(val_files)
-    check_lengths(inputs.model_path, [one for example in (*train, *held_out) for one in _sequences(example)])
+    check_lengths(inputs.model_path, [one for example in (*train, *held_out) for one in sequences_in(example)])
     return inputs, train, held_out
-
-
-def _sequences(example: Any) -> Iterator[Demonstration]:
-    if isinstance(example, PreferencePair):
-        yield from (example.chosen, example.rejected)
-    elif isinstance(example, LabeledResponse):
-        yield from (example.response, example.unrelated)
-    else:
-        yield example
 
 
 def check_lengths(model_path: Path, demonstrations: Sequence[Demonstration]) -> None:
@@ -230,25 +206,11 @@ def _check_steps(config: SupervisedJobConfig, num_examples: int, resumed: Checkp
     return last
 
 
-def _describe(config: SupervisedJobConfig, num_train: int, num_held_out: int) -> str:
-    supervised = config.supervised
-    epochs = supervised.num_drawn(num_train) / num_train
-    return (
-        f"{num_train} {config.noun}, {num_held_out} held out; {supervised.num_steps(num_train)} steps of "
-        f"{supervised.batch_size}, {epochs:.4g} epochs"
-    )
-
-
-def _fits(config: SupervisedJobConfig, num_ranks: int) -> bool:
-    """Whether the model can be trained on this number of ranks."""
-    return num_ranks % config.engine.sequence_parallel == 0
-
-
 def _run_attempt(
     run: SupervisedRun, restart: Restart | None, *, compose: Callable[[SupervisedRun], Objective], head: Head
 ) -> SupervisedResult:
     """Builds the model, trains, and writes the model."""
-    model = run.handle()
+    model = run.handle("actor")
     engine = replace(run.config.engine, optim=run.config.supervised.optim)
     model.build(run.model_path, engine, total_steps=run.num_steps, head=head)
     run.start.mark("model")

@@ -1,16 +1,19 @@
 """A started training run, with or without rollout: what each attempt after a loss of ranks gets, and how to resume."""
 
 import shlex
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from signal import Signals
 from typing import Any, NoReturn, Protocol
 
 from ckpt import AsyncUploader, Checkpoint
 from ckpt.reader import CheckpointReader
-from run_kit import RunFolder, RunStopped, StopRequest, Tracker, TrackingConfig
+from rl_core import BatchConfig
+from run_kit import RunFolder, RunStopped, StopRequest, Tracker, TrackingConfig, check_tracking
 from run_kit.cli import INVOKED_AS
 from run_kit.config.redaction import yaml_without_secrets
 from run_kit.memory import MemorySampler
@@ -25,7 +28,9 @@ from ..training.checkpoints import RunCheckpoints, Stateful
 from ..training.ledger import SampleLedger
 from ..training.local_disks import LocalDisks
 from ..training.record import RunRecord
-from ..training.uploads import WARM_START_MODEL, remote_run
+from ..training.supervised import train_supervised
+from ..training.supervised_config import SupervisedConfig
+from ..training.uploads import WARM_START_MODEL, check_checkpoint_url, remote_run
 from .choice import Choice
 from .inputs import Inputs
 from .resume import find_checkpoint
@@ -43,6 +48,12 @@ class AppConfig(Protocol):
     @property
     def models(self) -> tuple[TrainedModel, ...]: ...
 
+    @property
+    def batch(self) -> BatchConfig: ...
+
+    @property
+    def first_stage(self) -> SupervisedConfig: ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class JobPlan:
@@ -56,10 +67,16 @@ class JobPlan:
     compute the model."""
 
 
-def plan_run(trainer: TrainingConfig, placement: Placement, architectures: Sequence[str]) -> JobPlan:
-    """Finds the checkpoint to resume from; raises as `find_checkpoint`. `architectures`: lines of those checks."""
+def plan_run(config: AppConfig, placement: Placement, architectures: Sequence[str]) -> JobPlan:
+    """The last checks, of what a run writes to, and the checkpoint to resume from; raises as `find_checkpoint`.
+
+    Args:
+        architectures: lines of `check_architectures`.
+    """
+    check_tracking(config.tracking)
+    check_checkpoint_url(config.trainer)
     skipped: list[str] = []
-    resume_from = find_checkpoint(trainer, skipped.append)
+    resume_from = find_checkpoint(config.trainer, skipped.append)
     return JobPlan(placement=placement, resume_from=resume_from, lines=(*skipped, *architectures))
 
 
@@ -89,6 +106,39 @@ class TrainingRun:
     def trainer(self) -> TrainingConfig:
         """The configuration section of every training app."""
         return self.config.trainer
+
+    def handle(self, role: str, *, temperature: float = 1.0) -> ModelHandle:
+        """The model of `role` on its ranks, without an engine yet."""
+        return ModelHandle(
+            self.session.ranks_of(role),
+            role,
+            self.config.batch,
+            temperature=temperature,
+            max_skipped_updates=self.trainer.max_skipped_updates,
+            report=self.tracker.info,
+        )
+
+    @cached_property
+    def model_path(self) -> str:
+        """The folder to build the run's models from, which all ranks can read: the configured one, or the result of
+        supervised fine-tuning, whose steps are taken first."""
+        first, configured = self.config.first_stage, self.inputs.model_path
+        if not first.trains:
+            return self.for_ranks(configured)
+        folder = self.warm_start_folder
+        if folder.is_dir():  # the run continues after it has lost its ranks
+            return self.for_ranks(folder)
+        if self.resumed is not None:  # the copy of the resumed run; kept here too, for the next resume
+            shutil.copytree(self.resumed.path.parent.parent / folder.name, folder)
+        else:
+            model, engine = self.handle("actor"), replace(self.config.models[0].engine, optim=first.optim)
+            model.build(self.for_ranks(configured), engine, total_steps=first.steps)
+            log, examples = self.tracker.log_supervised, self.inputs.demonstrations
+            train_supervised(model, examples, first, seed=self.trainer.seed, on_step=log)
+            model.export(str(folder), str(configured))
+        if self.uploader is not None:  # before the first checkpoint, which is useless without it
+            self.uploader.add_folder(folder)
+        return self.for_ranks(folder)
 
     def for_ranks(self, folder: Path) -> str:
         """The path of a model folder that all ranks can read."""

@@ -33,7 +33,7 @@ from ..ranks.worker_group import Seat
 from .auto_address import find_auto_address
 from .gpus import Gpu, known_gpus
 from .local_ray import keeping_sigterm, warn_without_token
-from .placement import Node, Placement, Slot
+from .placement import Node, Placement
 from .reachability import why_unreachable
 
 _TIMEOUT_S = 120.0
@@ -311,7 +311,8 @@ class Reservation:
         self._group_size = placement.group_size
         self._most_on_node = placement.ranks_per_node or 10**9
         slots = (*placement.all_ranks, *placement.servers)
-        keys = [_bundle_keys(slot, number) for number, slot in enumerate(slots)]
+        # The bundles of each process, which runs in the first: its GPUs, or a CPU of its own.
+        keys: list[list[object]] = [[*slot.gpus] or [f"process {number}"] for number, slot in enumerate(slots)]
         bundles: dict[str, dict[object, dict[str, float]]] = {node: {} for node in placement.nodes}
         for slot, of_slot in zip(slots, keys, strict=True):
             for key in of_slot:
@@ -321,11 +322,18 @@ class Reservation:
             for node, of_node in bundles.items():
                 self._groups[node] = self._reserve(node, list(of_node.values()))
             self._index = {(node, key): i for node, of_node in bundles.items() for i, key in enumerate(of_node)}
-            ids = self._gpu_ids(bundles) if placement.on_gpu else {}
+            ids: dict[tuple[str, object], GpuId] = {}  # which GPU of its node each bundle is
+            if placement.on_gpu:
+                on = [(node, key) for node, of_node in bundles.items() for key, b in of_node.items() if "GPU" in b]
+                found = self._ask_gpus([self._strategy(node, key) for node, key in on])
+                ids = dict(zip(on, found, strict=True))
         except BaseException:
             self.release()
             raise
-        seats = [self._seat(slot, of_slot, ids) for slot, of_slot in zip(slots, keys, strict=True)]
+        seats = []
+        for slot, of_slot in zip(slots, keys, strict=True):
+            gpus = tuple(ids[slot.node, key] for key in of_slot) if slot.gpus else ()
+            seats.append(self._seat(slot.node, gpus, self._strategy(slot.node, of_slot[0])))
         rank_seats = iter(seats[: placement.num_ranks])
         self.ranks: tuple[Seat, ...] = tuple(next(rank_seats) for _ in placement.ranks)
         self.own_ranks = {role: tuple(next(rank_seats) for _ in of) for role, of in placement.own_ranks.items()}
@@ -394,21 +402,11 @@ class Reservation:
         node = str(placement_group_table(group)["bundles_to_node_id"][0])
         if node not in self._reports:
             self._reports |= read_nodes([known for known in cluster_nodes() if known.node_id == node])
-        report = self._reports[node]
         strategies = [
             PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(len(bundles))
         ]
         ids = self._ask_gpus(strategies) if on_gpu else []
-        return tuple(
-            Seat(
-                node=node,
-                gpus=(ids[i],) if on_gpu else (),
-                strategy=strategy,
-                address=report.address,
-                interface=report.interface,
-            )
-            for i, strategy in enumerate(strategies)
-        )
+        return tuple(self._seat(node, (ids[i],) if on_gpu else (), strategy) for i, strategy in enumerate(strategies))
 
     def _reserve(self, node: str, bundles: list[dict[str, float]]) -> PlacementGroup:
         labels = [{_BUNDLE_OF: node}] * len(bundles)
@@ -422,34 +420,18 @@ class Reservation:
             )
         return group
 
-    def _gpu_ids(self, bundles: Mapping[str, Mapping[object, Mapping[str, float]]]) -> dict[tuple[str, object], GpuId]:
-        """Which GPU of its node each bundle is."""
-        keys = [(node, key) for node, of_node in bundles.items() for key, b in of_node.items() if "GPU" in b]
-        return dict(zip(keys, self._ask_gpus([self._strategy(node, key) for node, key in keys]), strict=True))
-
     def _ask_gpus(self, strategies: Sequence[PlacementGroupSchedulingStrategy]) -> list[GpuId]:
         ask = ray.remote(num_cpus=0, num_gpus=1)(_own_gpu)
         refs = [ask.options(scheduling_strategy=strategy).remote() for strategy in strategies]
         found: list[GpuId] = ray.get(refs, timeout=_TIMEOUT_S)
         return found
 
-    def _seat(self, slot: Slot, keys: Sequence[object], ids: Mapping[tuple[str, object], GpuId]) -> Seat:
-        report = self._reports[slot.node]
-        return Seat(
-            node=slot.node,
-            gpus=tuple(ids[slot.node, key] for key in keys) if slot.gpus else (),
-            strategy=self._strategy(slot.node, keys[0]),
-            address=report.address,
-            interface=report.interface,
-        )
+    def _seat(self, node: str, gpus: tuple[GpuId, ...], strategy: PlacementGroupSchedulingStrategy) -> Seat:
+        report = self._reports[node]
+        return Seat(node=node, gpus=gpus, strategy=strategy, address=report.address, interface=report.interface)
 
     def _strategy(self, node: str, key: object) -> PlacementGroupSchedulingStrategy:
         return PlacementGroupSchedulingStrategy(self._groups[node], placement_group_bundle_index=self._index[node, key])
-
-
-def _bundle_keys(slot: Slot, number: int) -> list[object]:
-    """The bundles of the process `number`, which runs in the first: its GPUs, or a CPU of its own."""
-    return list(slot.gpus) if slot.gpus else [f"process {number}"]
 
 
 def _own_gpu() -> GpuId:

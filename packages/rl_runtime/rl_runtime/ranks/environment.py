@@ -144,7 +144,7 @@ def rank_env(gpus: Sequence[GpuId], num_threads: int, interface: str | None = No
     Args:
         interface: the network interface on which the ranks reach each other; None: they are all on this host.
     """
-    if interface is None and _has_loopback():
+    if interface is None and "lo" in (name for _, name in socket.if_nameindex()):
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     defaults = {**_QUIET, **_ORDER, **cache_variables(os.environ)}
     return {
@@ -161,10 +161,6 @@ def rank_env(gpus: Sequence[GpuId], num_threads: int, interface: str | None = No
         "DS_ACCELERATOR": "cuda" if gpus else "cpu",
         **(_ALLOCATOR if gpus and not any(name in os.environ for name in _ALLOCATOR_VARIABLES) else {}),
     }
-
-
-def _has_loopback() -> bool:
-    return "lo" in (name for _, name in socket.if_nameindex())
 
 
 def python_path() -> str:

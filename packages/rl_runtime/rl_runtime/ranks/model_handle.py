@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from ds_engine import EngineConfig, Head, HeadTerm, LossFn, OptimConfig, StepStats
 from rl_core import BatchConfig
@@ -116,14 +116,7 @@ class ModelHandle:
         if isinstance(batch, ExperienceBatch):
             with TrainBatch.of(batch) as only:
                 return self.log_probs(only, adapters=adapters)
-        outputs = self.ranks.run_each(
-            TrainerWorker.log_probs,
-            batch.deliveries(*self._layout, with_columns=False),
-            self.name,
-            self._temperature,
-            column,
-            adapters,
-        )
+        outputs = self._on_ranks(TrainerWorker.log_probs, batch, self._temperature, column, adapters)
         log_probs_K = batch.collect(*self._layout, [output.log_probs_K for output in outputs], column=column)
         entropy_K = batch.collect(*self._layout, [output.entropy_K for output in outputs])
         return TokenColumns(log_probs=batch.split(log_probs_K), entropy=batch.split(entropy_K))
@@ -133,21 +126,18 @@ class ModelHandle:
         if isinstance(batch, ExperienceBatch):
             with TrainBatch.of(batch) as only:
                 return self.values(only)
-        deliveries = batch.deliveries(*self._layout, with_columns=False)
-        outputs = self.ranks.run_each(TrainerWorker.values, deliveries, self.name, column)
+        outputs = self._on_ranks(TrainerWorker.values, batch, column)
         return batch.split(batch.collect(*self._layout, outputs, column=column))
 
     def next_tokens(self, batch: TrainBatch) -> list[int]:
         """The most likely token in the place of each target, in the batch's order; see `ZeroEngine.next_tokens`."""
-        deliveries = batch.deliveries(*self._layout, with_columns=False)
-        outputs = self.ranks.run_each(TrainerWorker.next_tokens, deliveries, self.name)
+        outputs = self._on_ranks(TrainerWorker.next_tokens, batch)
         # float32 holds every token id exactly.
         return [int(token) for token in batch.collect(*self._layout, [output.float() for output in outputs])]
 
     def keep_hidden_states(self, batch: TrainBatch, *, column: str) -> None:
         """Leaves the hidden states that predict the targets on the ranks, as `column` [K_r, H] of the train batch."""
-        deliveries = batch.deliveries(*self._layout, with_columns=False)
-        self.ranks.run_each(TrainerWorker.keep_hidden_states, deliveries, self.name, column)
+        self._on_ranks(TrainerWorker.keep_hidden_states, batch, column)
 
     def update(
         self,
@@ -181,6 +171,10 @@ class ModelHandle:
         )[0]
         self.skipped.count(stats)
         return stats
+
+    def _on_ranks(self, method: Callable[..., T], batch: TrainBatch, *args: object) -> list[T]:
+        """Calls `method` on every rank with its part of the batch, without the columns that updates alone need."""
+        return self.ranks.run_each(method, batch.deliveries(*self._layout, with_columns=False), self.name, *args)
 
     @property
     def _layout(self) -> tuple[WorkerGroup, int, BatchConfig]:
@@ -224,14 +218,6 @@ class ModelHandle:
         return self.ranks.run(TrainerWorker.push_weights, version)[0]
 
 
-class Reference(Protocol):
-    """The reference model of a KL term: a frozen `ModelHandle`, or an actor without its adapters."""
-
-    def log_probs(self, batch: TrainBatch | ExperienceBatch, *, column: str | None = None) -> TokenColumns:
-        """See `ModelHandle.log_probs`."""
-        ...
-
-
 @dataclass(frozen=True)
 class WithoutAdapters:
     """The base model below the LoRA adapters of `model`, computed by the same engine: a reference without a copy."""
@@ -241,6 +227,10 @@ class WithoutAdapters:
     def log_probs(self, batch: TrainBatch | ExperienceBatch, *, column: str | None = None) -> TokenColumns:
         """See `ModelHandle.log_probs`."""
         return self.model.log_probs(batch, column=column, adapters=False)
+
+
+Reference = ModelHandle | WithoutAdapters
+"""The reference model of a KL term: a frozen model, or an actor without its adapters."""
 
 
 def run_concurrently(phase: Phase, *calls: tuple[str, ModelHandle, Callable[[], T]]) -> list[T]:

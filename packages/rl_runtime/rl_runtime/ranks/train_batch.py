@@ -8,7 +8,7 @@ which it computes them (mini batch, micro batch, sample).
 """
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -103,9 +103,7 @@ class TrainBatch:
         """One delivery per rank of `ranks`: the batch in the first call, missing columns in later calls."""
         key = (id(ranks), sp, config)
         if key not in self._on_ranks:
-            self._on_ranks[key] = _BatchOnRanks(
-                self._sequences, self._lens, self._minis, ranks, sp, config, group_size=self._group_size
-            )
+            self._on_ranks[key] = _BatchOnRanks(self, ranks, sp, config)
         return self._on_ranks[key].deliveries(self._number, self._columns if with_columns else {})
 
     def collect(
@@ -150,27 +148,17 @@ class MiniBatch:
 class _BatchOnRanks:
     """A train batch on one rank group; sp consecutive ranks hold the same part."""
 
-    def __init__(
-        self,
-        sequences: Sequence[SequenceData],
-        lens: Sequence[int],
-        mini_batches: Sequence[Sequence[int]],
-        ranks: WorkerGroup,
-        sp: int,
-        config: BatchConfig,
-        *,
-        group_size: int,
-    ) -> None:
+    def __init__(self, batch: TrainBatch, ranks: WorkerGroup, sp: int, config: BatchConfig) -> None:
         self.ranks, self._sp = ranks, sp
         self.columns: set[str] = set()
-        plans = [
-            assignment(sequences, mini, ranks.world_size // sp, config, sp, group_size=group_size)
-            for mini in mini_batches
-        ]
-        replicas = [[plan[replica] for plan in plans] for replica in range(ranks.world_size // sp)]
-        starts = list(itertools.accumulate(lens, initial=0))
+        sequences, dp, size = batch._sequences, ranks.world_size // sp, batch._group_size
+        plans = [assignment(sequences, mini, dp, config, sp, group_size=size) for mini in batch._minis]
+        replicas = [[plan[replica] for plan in plans] for replica in range(dp)]
+        positions = torch.arange(sum(batch._lens)).split(batch._lens)
+        nothing = torch.zeros(0, dtype=torch.int64)
         self._order = [
-            _positions(starts, (index for mini in replica for micro in mini for index in micro)) for replica in replicas
+            torch.cat([nothing, *(positions[index] for mini in replica for micro in mini for index in micro)])
+            for replica in replicas
         ]
         # None once sent.
         self._packed: list[list[list[PackedBatch]]] | None = [
@@ -223,12 +211,6 @@ def assignment(
         micro_batch_size=size * sp if size else None,
     )
     return [[[i for group in micro for i in groups[group]] for micro in replica] for replica in plan.assignment]
-
-
-def _positions(starts: Sequence[int], samples: Iterable[int]) -> Tensor:
-    """int64 [K_r], the positions in K of the tokens of these samples."""
-    ranges = [torch.arange(starts[index], starts[index + 1]) for index in samples]
-    return torch.cat(ranges) if ranges else torch.zeros(0, dtype=torch.int64)
 
 
 def _num_targets(sequence: SequenceData) -> int:

@@ -60,19 +60,19 @@ class Delivery:
 class RankProfiler:
     """torch's profiler, started and stopped by separate calls."""
 
-    def start(self) -> None:
+    def start_profile(self) -> None:
         """Starts to record operators and, with a GPU, CUDA kernels."""
         self._profile = profile()
         self._profile.start()
 
-    def stop(self, path: str) -> None:
+    def stop_profile(self, path: str) -> None:
         """Stops and writes a Chrome trace, gzipped if the name ends in .gz."""
         self._profile.stop()
         self._profile.export_chrome_trace(path)
         del self._profile
 
 
-class TrainerWorker:
+class TrainerWorker(RankProfiler):
     """Rank `rank` of `world_size`. Methods that train, gather or save are collective: call them on all ranks."""
 
     def __init__(
@@ -89,7 +89,6 @@ class TrainerWorker:
         self._captures: dict[str, DeepSpeedState] = {}
         self._pusher: WeightPusher | None = None
         self._pushed_role = ""
-        self._profiler = RankProfiler()
         if heartbeats is not None:
             Heartbeat(heartbeats, rank)
 
@@ -357,14 +356,6 @@ class TrainerWorker:
     def claim_memory(self) -> int:
         """Moves back what `free_memory` moved; returns the bytes."""
         return sum(engine.reload().moved_bytes for engine in self._engines.values())
-
-    def start_profile(self) -> None:
-        """Starts to trace this rank."""
-        self._profiler.start()
-
-    def stop_profile(self, path: str) -> None:
-        """Stops the trace of this rank and writes it."""
-        self._profiler.stop(path)
 
     def memory_gb(self) -> dict[str, float]:
         """Peak reserved and allocated device memory since the last call, in GB (1e9 bytes); zeros on the CPU."""

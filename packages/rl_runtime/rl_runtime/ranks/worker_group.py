@@ -66,7 +66,6 @@ class WorkerGroup:
         timeout_s: float,
         stall_timeout_s: float = 600.0,
         name: str = "",
-        report: Callable[[str], None] = print,
     ) -> None:
         """Starts the processes; `connect` waits for them.
 
@@ -76,13 +75,12 @@ class WorkerGroup:
             timeout_s: seconds that one call may take on the ranks.
             stall_timeout_s: seconds in which at least one rank has to move.
             name: the group's name in error messages.
-            report: gets a line if the ranks have not moved for a fifth of `stall_timeout_s`.
         """
         self.world_size = len(seats)
         self.nodes = tuple(dict.fromkeys(seat.node for seat in seats))
         """Ray's ids of the nodes that the ranks are on."""
         self._timeout_s, self._stall_timeout_s = timeout_s, stall_timeout_s
-        self._name, self._report = f"{name} " if name else "", report
+        self._name = f"{name} " if name else ""
         self._address = seats[0].address
         one_host = all(seat.interface is None for seat in seats)
         self._heartbeats = Heartbeats("127.0.0.1" if one_host else ray.util.get_node_ip_address())
@@ -155,23 +153,23 @@ class WorkerGroup:
             if not done and left_s <= 0:
                 raise RankLost(
                     f"{self._name}ranks {ranks} of {len(refs)} did not finish {method!r} in {self._timeout_s:.0f} s "
-                    f"(trainer.step_timeout_s): {self._stalled(ranks, 0.0) or 'no heartbeat'}"
+                    f"(trainer.step_timeout_s): {self._described(find_stalled, ranks, 0.0) or 'no heartbeat'}"
                 )
             if done:
                 pass
-            elif frozen := self._frozen(ranks):
+            elif frozen := self._described(find_frozen, ranks, self._stall_timeout_s):
                 limit = f"trainer.stall_timeout_s={self._stall_timeout_s:g}"
                 raise RankLost(f"{method!r} waits for a rank that hangs ({limit}): {frozen}")
             elif method in _LIMITED_ELSEWHERE:
                 pass
-            elif stalled := self._stalled(ranks, self._stall_timeout_s):
+            elif stalled := self._described(find_stalled, ranks, self._stall_timeout_s):
                 raise RankLost(
                     f"{method!r} makes no progress on any rank (trainer.stall_timeout_s={self._stall_timeout_s:g}): "
                     + stalled
                 )
-            elif not warned and (stalled := self._stalled(ranks, self._stall_timeout_s / 5)):
+            elif not warned and (stalled := self._described(find_stalled, ranks, self._stall_timeout_s / 5)):
                 warned = True
-                self._report(f"warning: {method!r} makes no progress: {stalled}")
+                print(f"warning: {method!r} makes no progress: {stalled}")
             for ref in done:
                 try:
                     results[rank_of[ref]] = ray.get(ref)
@@ -207,17 +205,8 @@ class WorkerGroup:
     def _where(self, rank: int) -> str:
         return f"{self._name}rank {rank} of {self.world_size}"
 
-    def _frozen(self, ranks: Sequence[int]) -> str:
-        """What the ranks that have sent no heartbeat for the time limit do; empty if there are none."""
+    def _described(self, find: Callable[..., Mapping[int, Beat]], ranks: Sequence[int], limit_s: float) -> str:
+        """What those of `ranks` do that `find` (`find_frozen`, `find_stalled`) finds; empty if there are none."""
         now = time.monotonic()
-        beats = {rank: self._heartbeats.read(rank) for rank in ranks}
-        return self._describe(find_frozen(beats, now, limit_s=self._stall_timeout_s), now)
-
-    def _stalled(self, ranks: Sequence[int], limit_s: float) -> str:
-        """What the ranks that hold up a call do, if none of `ranks` has moved for `limit_s` seconds; else empty."""
-        now = time.monotonic()
-        beats = {rank: self._heartbeats.read(rank) for rank in ranks}
-        return self._describe(find_stalled(beats, now, limit_s=limit_s), now)
-
-    def _describe(self, beats: Mapping[int, Beat], now: float) -> str:
-        return "; ".join(f"{self._name}rank {rank} {beat.describe(now)}" for rank, beat in beats.items())
+        found = find({rank: self._heartbeats.read(rank) for rank in ranks}, now, limit_s=limit_s)
+        return "; ".join(f"{self._name}rank {rank} {beat.describe(now)}" for rank, beat in found.items())

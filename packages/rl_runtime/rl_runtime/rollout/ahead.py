@@ -7,7 +7,7 @@ event loop, which generates and scores it, also while new weights arrive.
 import queue
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -78,7 +78,8 @@ class RolloutsAhead:
         self._schedule.publish(version)
         for number, group in self._groups.items():  # of a checkpoint
             if group.task is None and group.scored is None:
-                if not _has_tokens(group.start):
+                start = group.start
+                if not (isinstance(start, PartialGroup) and any(sample.response_ids for sample in start.samples)):
                     self._schedule.renew(number)
                 self._start(number, group)
         for step, num_groups in self._schedule.due():
@@ -105,7 +106,18 @@ class RolloutsAhead:
         if dynamic.max_rounds:
             num_rounds = -(-len(taken) // size)
             collected = select_informative(collected, dynamic, num_groups=size, num_rounds=num_rounds, step=step)
-        metrics |= collected.metrics | self._metrics(step, collected.batch) | self._waits(started)
+        staleness = [step - 1 - item.policy_version for item in collected.batch.items]
+        busy_before, self._busy_s = self._busy_s, self._client.busy_s
+        before, self._collected_at = self._collected_at, time.perf_counter()
+        busy_s = self._busy_s - busy_before
+        metrics |= collected.metrics | {
+            "rollout/trainer_wait_s": self._collected_at - started,
+            "rollout/servers_wait_s": max(0.0, self._collected_at - before - busy_s),
+            "rollout/busy_s": busy_s,
+            "staleness/mean": sum(staleness) / len(staleness),
+            "staleness/max": float(max(staleness)),
+            "staleness/num_groups_ahead": float(len(self._schedule.tickets)),
+        }
         if self._schedule.extra_groups:
             metrics["rollout/num_stale_awaited"] = float(num_awaited)
             metrics["rollout/num_stale_dropped"] = float(len(given_up))
@@ -190,26 +202,6 @@ class RolloutsAhead:
             ended=tuple(ended),
         )
 
-    def _metrics(self, step: int, batch: ExperienceBatch) -> dict[str, float]:
-        """Staleness of the samples."""
-        staleness = [step - 1 - item.policy_version for item in batch.items]
-        return {
-            "staleness/mean": sum(staleness) / len(staleness),
-            "staleness/max": float(max(staleness)),
-            "staleness/num_groups_ahead": float(len(self._schedule.tickets)),
-        }
-
-    def _waits(self, started: float) -> dict[str, float]:
-        """How long each side waited for the other since the last call; the trainer since `started`."""
-        busy_before, self._busy_s = self._busy_s, self._client.busy_s
-        before, self._collected_at = self._collected_at, time.perf_counter()
-        busy_s = self._busy_s - busy_before
-        return {
-            "rollout/trainer_wait_s": self._collected_at - started,
-            "rollout/servers_wait_s": max(0.0, self._collected_at - before - busy_s),
-            "rollout/busy_s": busy_s,
-        }
-
     def validate(self, step: int, finish: Finish | None = None) -> Validation | None:
         """Scores on the held-out prompts after `step`, while the groups of later steps are generated."""
         return self._rollouts.validate(step, finish)
@@ -220,16 +212,14 @@ class RolloutsAhead:
         A response in flight has its tokens up to the last push of weights; an episode starts again.
         """
         self._note_ended()
-        partial = {group.prompt_id: group for group in self._partial_groups()}
+        # The turns of an episode, and a greedy baseline, have their groups' names.
+        unfinished = self._client.partial_groups() if self._phase.is_resumable else ()
+        partial = {group.prompt_id: group for group in unfinished}
         return {
             "schedule": self._schedule.state_dict(),
             "num_samples": self._rollouts.sampling.n,
             "groups": {str(number): self._group_state(group, partial) for number, group in self._groups.items()},
         }
-
-    def _partial_groups(self) -> Iterable[PartialGroup]:
-        """Of single-turn responses; the turns of an episode and a greedy baseline have their groups' names."""
-        return self._client.partial_groups() if self._phase.is_resumable else ()
 
     def _group_state(self, group: _Group, partial: Mapping[str, PartialGroup]) -> dict[str, Any]:
         start = partial.get(group.start.prompt_id, group.start)
@@ -257,10 +247,7 @@ class RolloutsAhead:
                 )
             return
         own = {"batch.train_batch_size": self._schedule.batch_size, "sampling.n": self._rollouts.sampling.n}
-        saved = {
-            "batch.train_batch_size": state["schedule"]["batch_size"],
-            "sampling.n": state["num_samples"],
-        }
+        saved = {"batch.train_batch_size": state["schedule"]["batch_size"], "sampling.n": state["num_samples"]}
         for key, value in saved.items():
             if own[key] != value:
                 raise InputError(
@@ -285,10 +272,6 @@ class RolloutsAhead:
             key, num_samples = rollout.group.prompt_id, self._rollouts.sampling.n
             group.scored = ScoredGroup(key=key, num_samples=num_samples, items=items, reasons=list(scored["reasons"]))
         return group
-
-
-def _has_tokens(start: Request | PartialGroup) -> bool:
-    return isinstance(start, PartialGroup) and any(sample.response_ids for sample in start.samples)
 
 
 def _cancel(group: _Group) -> None:

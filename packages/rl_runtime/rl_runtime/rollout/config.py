@@ -33,11 +33,6 @@ class EpisodeConfig:
     timeout_s: float | None = None
     """Seconds after which an episode fails and is left out of the batch; null: no limit."""
 
-    @property
-    def is_on(self) -> bool:
-        """Whether samples are episodes."""
-        return self.function is not None or self.environment is not None
-
     def __post_init__(self) -> None:
         if self.function is not None and self.environment is not None:
             raise ValueError(f"environment is {self.environment!r}; allowed: null with a function ({self.function!r})")

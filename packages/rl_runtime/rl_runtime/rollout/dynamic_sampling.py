@@ -31,7 +31,7 @@ class DynamicSampling:
 
     def more(self, items: Sequence[Experience]) -> Sequence[PromptLike]:
         """The prompts of the next round; none if enough groups are informative or no round is left."""
-        selection = self._select(items)
+        selection = _selection(items, self._config, self._num_groups)
         if not selection.num_missing or self._num_rounds > self._config.max_rounds:
             return ()
         self._num_rounds += 1
@@ -42,9 +42,6 @@ class DynamicSampling:
         return select_informative(
             collected, self._config, num_groups=self._num_groups, num_rounds=self._num_rounds, step=step
         )
-
-    def _select(self, items: Sequence[Experience]) -> DynamicSelection:
-        return _selection(items, self._config, self._num_groups)
 
 
 def select_informative(

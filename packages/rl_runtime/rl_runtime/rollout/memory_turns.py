@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Literal
 
-from rollout_vllm import ControlError, Endpoint, RolloutClient, ServerGroup
+from rollout_vllm import ControlError, Endpoint, RolloutClient, RolloutConfig, ServerGroup
 from rollout_vllm.servers import control
 
 from ..errors import RlRuntimeError
@@ -42,9 +42,9 @@ class Turn(Enum):
     PUSH = "weights are pushed"
 
 
-def sleep_level(*, adapters_alone: bool) -> SleepLevel:
+def sleep_level(rollout: RolloutConfig) -> SleepLevel:
     """2, which discards the weights, because each push sends all of them; 1 if pushes send LoRA adapters alone."""
-    return 1 if adapters_alone else 2
+    return 2 if rollout.max_lora_rank is None else 1
 
 
 def put_to_sleep(servers: ServerGroup, *, level: SleepLevel) -> None:

@@ -129,11 +129,14 @@ class RolloutPhase:
             raise RolloutFailed(f"step {step}: none of {num_failed} samples was generated and scored: {reasons[0]}")
         with phase("gen"):
             metrics = self._client.run(self._meter.read(sum(r.gen_s for r in rounds)))
+        if self._oversampling.extra_prompts:
+            metrics["rollout/num_partial_groups"] = float(len(self._partial))
+            metrics["rollout/num_partial_tokens"] = float(sum(partial.num_tokens for partial in self._partial))
         return Collected(
             batch=ExperienceBatch(items=tuple(items)),
             num_failed=num_failed,
             reason=reasons[0] if reasons else "",
-            metrics=metrics | self._partial_metrics(),
+            metrics=metrics,
             ended=ended,
         )
 
@@ -163,14 +166,6 @@ class RolloutPhase:
     def min_samples(self, sampling: SamplingConfig) -> int:
         """Scored samples that a group needs so that they can be compared."""
         return 1 if self._greedy_baseline else min(2, sampling.n)
-
-    def _partial_metrics(self) -> dict[str, float]:
-        if not self._oversampling.extra_prompts:
-            return {}
-        return {
-            "rollout/num_partial_groups": float(len(self._partial)),
-            "rollout/num_partial_tokens": float(sum(partial.num_tokens for partial in self._partial)),
-        }
 
     def validate(
         self,
@@ -256,7 +251,10 @@ class RolloutPhase:
             place: number of the first group, so that the groups of all rounds of a step have numbers of their own.
             on_scored: called when the samples of a group are scored.
         """
-        requested = self._requests(prompts, step, place, partial=self._partial if num_groups is not None else [])
+        requested: list[tuple[PromptLike, Request | PartialGroup]] = []
+        if num_groups is not None:  # first, so that none of them waits indefinitely
+            requested += [(rest.prompt, rest.group) for rest in self._partial]
+        requested += [(prompt, self.request(prompt, step=step, number=n)) for n, prompt in enumerate(prompts, place)]
         prompt_of = {group.prompt_id: (number, prompt) for number, (prompt, group) in enumerate(requested, place)}
         scoring: dict[str, asyncio.Task[ScoredGroup]] = {}
         greedy: dict[str, asyncio.Task[ScoredGroup]] = {}
@@ -290,28 +288,33 @@ class RolloutPhase:
         prompt_of: Mapping[str, tuple[int, PromptLike]],
         on_group: Callable[[GroupResult | EpisodeGroup], None],
     ) -> None:
-        """Generates the groups of `requests`; those that a step does not wait for become partial rollouts."""
+        """Generates the groups of `requests`; those that a step does not wait for become partial rollouts.
+
+        Episodes that a step does not wait for are held in this process. In a checkpoint a held group is its request, so
+        that a run that resumes from it starts its episodes again.
+        """
+        keep = num_groups is not None and self._oversampling.extra_prompts > 0 and self._oversampling.partial_rollouts
         if self._play is not None:
-            await self._run_episodes(requests, sampling, num_groups, prompt_of, on_group)
+            whole = [request if isinstance(request, Request) else request.request for request in requests]
+            self._prompts |= {prompt_id: prompt for prompt_id, (_, prompt) in prompt_of.items()}
+            runs, wanted = self._training_episodes, num_groups
+            if wanted is None:
+                runs, wanted = self._episode_runs(), len(whole)
+            groups = await runs.first(whole, sampling, num_groups=wanted, keep_rest=keep, on_group=on_group)
+            ended = {group.prompt_id for group in groups}
+            if keep:
+                self._partial = [
+                    PartialRollout(prompt=self._prompts[request.prompt_id], group=fresh_group(request, sampling.n))
+                    for request in whole
+                    if request.prompt_id not in ended
+                ]
         elif num_groups is not None and num_groups < len(requests):
-            keep = self._oversampling.partial_rollouts
             first = await self._client.generate_first(
                 requests, sampling, num_groups=num_groups, keep_rest=keep, on_group=on_group
             )
             self._partial = [PartialRollout(prompt=prompt_of[rest.prompt_id][1], group=rest) for rest in first.rest]
         else:
             await self._client.generate(requests, sampling, on_group=on_group)
-
-    def _requests(
-        self, prompts: Sequence[PromptLike], step: int, first_place: int, *, partial: Sequence[PartialRollout]
-    ) -> list[tuple[PromptLike, Request | PartialGroup]]:
-        """The requests of a step: partial rollouts first, so that none of them waits indefinitely."""
-        requests: list[tuple[PromptLike, Request | PartialGroup]] = [(item.prompt, item.group) for item in partial]
-        requests += [
-            (prompt, self.request(prompt, step=step, number=number))
-            for number, prompt in enumerate(prompts, first_place)
-        ]
-        return requests
 
     def request(self, prompt: PromptLike, *, step: int, number: int) -> Request:
         """The request for group `number` of those that were drawn for `step`."""
@@ -348,37 +351,6 @@ class RolloutPhase:
             return await with_baseline(scoring, greedy)
         finally:
             self._prompts.pop(start.prompt_id, None)
-
-    async def _run_episodes(
-        self,
-        requests: Sequence[Request | PartialGroup],
-        sampling: SamplingConfig,
-        num_groups: int | None,
-        prompt_of: Mapping[str, tuple[int, PromptLike]],
-        on_group: Callable[[EpisodeGroup], None],
-    ) -> None:
-        """Runs the episodes of `requests`. Those that a step does not wait for are held in this process.
-
-        In a checkpoint a held group is its request, so that a run that resumes from it starts its episodes again.
-        """
-        whole = [request if isinstance(request, Request) else request.request for request in requests]
-        keep = num_groups is not None and self._oversampling.extra_prompts > 0 and self._oversampling.partial_rollouts
-        self._prompts |= {prompt_id: prompt for prompt_id, (_, prompt) in prompt_of.items()}
-        runs = self._episode_runs() if num_groups is None else self._training_episodes
-        groups = await runs.first(
-            whole,
-            sampling,
-            num_groups=len(whole) if num_groups is None else num_groups,
-            keep_rest=keep,
-            on_group=on_group,
-        )
-        ended = {group.prompt_id for group in groups}
-        if keep:
-            self._partial = [
-                PartialRollout(prompt=self._prompts[request.prompt_id], group=fresh_group(request, sampling.n))
-                for request in whole
-                if request.prompt_id not in ended
-            ]
 
     def _episode_runs(self) -> EpisodeRuns:
         async def play(episode: Episode) -> SupportsFloat | None:

@@ -102,9 +102,13 @@ class Scorer:
         self._report = report
         self._sources = {name: self._function(function) for name, function in functions.items()}
         if config.url is not None:
-            self._sources[MODEL_TERM if config.service == "reward_model" else ""] = self._url(config.url)
+            self._service = connect_service(config, config.url)
+            call = partial(_ask_service, self._service, config)
+            name = MODEL_TERM if config.service == "reward_model" else ""
+            self._sources[name] = self._guard(call, f"reward.url={config.url}", _AT_ONCE)
         elif not functions and config.model is None:
-            self._sources[""] = self._data_source()
+            call = partial(_call_by_data_source, self._pool(False), config)
+            self._sources[""] = self._guard(call, "reward.function=built in", config.num_workers)
         self._full_score = _full_score(config, functions)
         self._answer = load_answer(config)
 
@@ -112,14 +116,6 @@ class Scorer:
         call = partial(_call_batch if function.batched else _call_one, self._pool(function.is_coroutine), function)
         at_once = _AT_ONCE if function.is_coroutine else self._config.num_workers
         return self._guard(call, f"{function.key}={function.name}", at_once, whole_groups=function.batched)
-
-    def _data_source(self) -> HangGuard:
-        call = partial(_call_by_data_source, self._pool(False), self._config)
-        return self._guard(call, "reward.function=built in", self._config.num_workers)
-
-    def _url(self, url: str) -> HangGuard:
-        self._service = connect_service(self._config, url)
-        return self._guard(partial(_ask_service, self._service, self._config), f"reward.url={url}", _AT_ONCE)
 
     def _guard(self, call: Call, what: str, at_once: int, *, whole_groups: bool = False) -> HangGuard:
         timeout_s = self._config.timeout_s

@@ -66,7 +66,8 @@ class RolloutServers:
         self._connected: list[int] = []
         self._transports: dict[str, str] = {}
         self._failures_recovered = [0] * len(servers.endpoints)
-        self._num_restarts = 0
+        self.num_restarts = 0
+        """Number of successful restarts."""
         self._lost: RankLost | None = None
         self._counting = threading.Lock()
         self._closing = threading.Event()
@@ -106,7 +107,8 @@ class RolloutServers:
             time.sleep(0.01)
         with self._weights:
             if self._turns is not None and self._turns.turn is Turn.GENERATION:
-                self._turns.start_training(self._endpoints(self._running()), phase)
+                running = [server.endpoint for server in self._servers.servers if server.alive]  # given up ones, too
+                self._turns.start_training(running, phase)
             yield
 
     @contextmanager
@@ -179,11 +181,6 @@ class RolloutServers:
         else:
             self._watched.check()
 
-    @property
-    def num_restarts(self) -> int:
-        """Number of successful restarts."""
-        return self._num_restarts
-
     def _push_to_serving(self, version: int) -> SyncReport | None:
         while serving := self._serving():
             try:
@@ -222,7 +219,7 @@ class RolloutServers:
                 self._lost = error
                 raise
             self._failures_recovered[index] = failures
-            self._num_restarts += 1
+            self.num_restarts += 1
             return version
 
     def _report_transports(self, report: SyncReport) -> None:
@@ -267,10 +264,6 @@ class RolloutServers:
 
     def _endpoints(self, indices: list[int]) -> list[Endpoint]:
         return [self._servers.endpoints[index] for index in indices]
-
-    def _running(self) -> list[int]:
-        """Indices of the servers whose processes run, those that were given up too."""
-        return [index for index, server in enumerate(self._servers.servers) if server.alive]
 
     def _connect(self, endpoints: list[Endpoint]) -> None:
         version = self._client.policy_version

@@ -30,12 +30,6 @@ class StepRollouts:
     validation: SamplingConfig
     """Sampling of the held-out prompts."""
 
-    def __enter__(self) -> "StepRollouts":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing is generated between two steps."""
-
     @property
     def parts(self) -> dict[str, Any]:
         """Name -> what a checkpoint saves."""

@@ -54,13 +54,17 @@ def advantages(
     Raises:
         ValueError: a sample has no `baseline_score` (ReMax).
     """
+    lens_N = batch.response_lens_N
     scores_N, metrics = _training_scores(batch, config, max_tokens)
     penalty_K, of_kl = _kl_penalty(batch, config, kl_coef)
     metrics |= of_kl
     if config.advantage in TOKEN_LEVEL:
-        columns, of_estimator = _token_level(batch, config, _token_rewards(batch, scores_N) - penalty_K, lam, whiten)
+        # Turn rewards at their tokens, and what the score has beyond them at the last token.
+        turn_rewards_K = batch.turn_rewards_K
+        rest_N = scores_N - rl_core.segment_sum(turn_rewards_K.double(), lens_N)
+        rewards_K = rl_core.token_rewards(rest_N.float(), lens_N) + turn_rewards_K
+        columns, of_estimator = _token_level(batch, config, rewards_K - penalty_K, lam, whiten)
         return columns, metrics | of_estimator
-    lens_N = batch.response_lens_N
     scores_N = scores_N - rl_core.segment_sum(penalty_K, lens_N)
     if config.advantage == "reinforce_pp_baseline":
         advantages_K = rl_core.reinforce_pp_baseline_advantages(scores_N, batch.group_ids_N, lens_N)
@@ -76,7 +80,7 @@ def _training_scores(batch: ExperienceBatch, config: PolicyConfig, max_tokens: i
         penalty_N = rl_core.overlong_penalty(
             batch.total_lens_N,
             max_length=max_tokens,
-            buffer_length=config.overlong_tokens(max_tokens),
+            buffer_length=config.overlong_buffer or max(1, max_tokens // 5),
             penalty=config.overlong_penalty,
             dtype=torch.float64,
         )
@@ -95,13 +99,6 @@ def _kl_penalty(batch: ExperienceBatch, config: PolicyConfig, kl_coef: float) ->
         return none_K, {}
     kl_K = rl_core.kl_estimate(batch.flat("old_log_probs"), batch.flat("ref_log_probs"), kind=config.kl_kind)
     return kl_coef * kl_K if config.kl_in == "reward" else none_K, {"actor/ref_kl": float(kl_K.mean())}
-
-
-def _token_rewards(batch: ExperienceBatch, scores_N: Tensor) -> Tensor:
-    """Turn rewards at their tokens and what the score has beyond them at the last token, float32 [K]."""
-    turn_rewards_K, lens_N = batch.turn_rewards_K, batch.response_lens_N
-    rest_N = scores_N - rl_core.segment_sum(turn_rewards_K.double(), lens_N)
-    return rl_core.token_rewards(rest_N.float(), lens_N) + turn_rewards_K
 
 
 def _token_level(

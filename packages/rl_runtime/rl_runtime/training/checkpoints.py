@@ -78,20 +78,18 @@ class RunCheckpoints:
         run_id = uuid.uuid4().hex
         num_ranks = sum(group.world_size for group in self._groups)
         ranks = SaverRanks(num_ranks=num_ranks, rank=None, run_id=run_id, publisher=None)
-        saver = AsyncSaver(self._open_store(), ranks=ranks)
+        store: CheckpointManager | HostCheckpoints
+        if self._local_disks is not None:
+            self._local_disks.make_run_folder(self._nodes)
+            self._uploads = store = self._local_disks.store()
+        else:
+            on_publish = self._uploads.add if isinstance(self._uploads, AsyncUploader) else None
+            store = CheckpointManager(self._folder, retention=retention(self._trainer), on_publish=on_publish)
+        saver = AsyncSaver(store, ranks=ranks)
         url = None if self._local_disks is None else self._local_disks.remote.url
         for group, first in self._numbered_groups():
             group.run(TrainerWorker.open_saver, str(self._folder.absolute()), run_id, first, num_ranks, url)
         return saver
-
-    def _open_store(self) -> CheckpointManager | HostCheckpoints:
-        """Where the driver publishes."""
-        if self._local_disks is not None:
-            self._local_disks.make_run_folder(self._nodes)
-            self._uploads = store = self._local_disks.store()
-            return store
-        on_publish = self._uploads.add if isinstance(self._uploads, AsyncUploader) else None
-        return CheckpointManager(self._folder, retention=retention(self._trainer), on_publish=on_publish)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -139,7 +137,6 @@ class RunCheckpoints:
             "config": self._config,
             "parts": {name: part.state_dict() for name, part in self._parts.items()},
         }
-        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         saver.save(step, {}, state=state, metrics=finite, models=self._models)
         if not self._trainer.background_save:
             saver.wait()

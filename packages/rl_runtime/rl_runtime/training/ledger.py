@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from ckpt import Checkpoint
 from run_kit.tracking.metrics_table import atomic_write, naming_full_disk
 
 from ..experience import Experience
@@ -42,12 +43,13 @@ class SampleRow(NamedTuple):
 class SampleLedger:
     """Writes the ledger of a run; continues an existing file."""
 
-    def __init__(self, folder: Path, *, before: Path | None = None, step: int = 0) -> None:
-        """`before`: folder of the run that this one resumes after `step`."""
+    def __init__(self, folder: Path, resumed: Checkpoint | None = None) -> None:
+        """`resumed`: of another run, with whose ledger this one begins."""
         self._path = folder / FILE_NAME
         if not self._path.exists():
+            before = None if resumed is None else resumed.path.parents[1]
             rows = read_samples(before) if before is not None and (before / FILE_NAME).is_file() else []
-            self._write([row for row in rows if row.step <= step])
+            self._write([row for row in rows if resumed is not None and row.step <= resumed.step])
 
     def rewind(self, step: int) -> None:
         """Drops what was recorded after this step."""

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 from ckpt import Checkpoint
 from run_kit import StopRequest
@@ -15,9 +14,9 @@ from run_kit import StopRequest
 from ..config import TrainerConfig
 from ..errors import RankError, RolloutFailed
 from ..experience import Experience, ExperienceBatch, Phase
-from ..rollout.groups import Collected, Finish
+from ..rollout.ahead import RolloutsAhead
 from ..rollout.servers import RolloutServers
-from ..rollout.validation import Validation
+from ..rollout.step_rollouts import StepRollouts
 from .checkpoints import RunCheckpoints, load_and_say, save_or_say
 from .metrics import rollout_metrics
 from .record import RunRecord
@@ -25,16 +24,6 @@ from .reward_model import RewardModel
 
 Learn = Callable[[int, ExperienceBatch, Phase], dict[str, float]]
 """(step, scored samples, phase timer) -> metrics."""
-
-
-class Rollouts(Protocol):
-    """Where samples come from: `StepRollouts` or `RolloutsAhead`."""
-
-    def published(self, version: int) -> None:
-        """The servers hold the weights of `version`, and hold requests no longer."""
-
-    def collect(self, step: int, timed: Phase) -> Collected: ...
-    def validate(self, step: int, finish: Finish | None = None) -> Validation | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +63,7 @@ class TrainingLoop:
         self,
         trainer: TrainerConfig,
         *,
-        rollouts: Rollouts,
+        rollouts: StepRollouts | RolloutsAhead,
         servers: RolloutServers,
         checkpoints: RunCheckpoints,
         record: RunRecord,

@@ -96,10 +96,6 @@ class PolicyConfig:
         bounds = {"clip_low": self.clip_low, "clip_high": self.clip_high}
         return {name: bound for name, bound in bounds.items() if bound is not None}
 
-    def overlong_tokens(self, max_tokens: int) -> int:
-        """`overlong_buffer`, or its default for responses of up to `max_tokens` tokens."""
-        return self.overlong_buffer or max(1, max_tokens // 5)
-
     def check_sampling(self, sampling: "SamplingConfig", dynamic_sampling: DynamicSamplingConfig) -> None:
         """Refuses sampling that does not fit the algorithm.
 

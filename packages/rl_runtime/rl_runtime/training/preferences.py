@@ -19,7 +19,7 @@ from ..errors import InputError
 from ..ranks.model_handle import ModelHandle
 from ..ranks.train_batch import TrainBatch
 from .held_out import HeldOut, log_probs_of
-from .supervised import response_lens, sequences
+from .supervised import response_lens, sequences, sequences_in
 from .supervised_config import FineTuningConfig
 
 
@@ -123,13 +123,7 @@ class ReferenceLogProbs:
             preferences: all whose responses, unrelated ones too, will be asked for.
             batch_size: responses that are sent to the ranks at once.
         """
-        self._responses = {
-            _key(response): response
-            for one in preferences
-            for response in (
-                (one.response, one.unrelated) if isinstance(one, LabeledResponse) else (one.chosen, one.rejected)
-            )
-        }
+        self._responses = {_key(response): response for one in preferences for response in sequences_in(one)}
         self._batch_size = batch_size
         self._values: dict[Any, float] = {}
 

@@ -73,7 +73,9 @@ class RunRecord:
             "perf/total_num_tokens": float(num_tokens),
             "perf/throughput": throughput(num_tokens, times["timing_s/step"], num_gpus),
         }
-        self._tracker.log(step, metrics | times | speed | self._memory.metrics() | self._device_memory())
+        ranks = [rank for group in self._session.rank_groups for rank in group.run(TrainerWorker.memory_gb)]
+        largest = {f"perf/{name}": max(rank[name] for rank in ranks) for name in ranks[0]}
+        self._tracker.log(step, metrics | times | speed | self._memory.metrics() | largest)
 
     def log_held_out(self, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]]) -> None:
         """Writes the loss on held-out demonstrations, and responses to some of their prompts."""
@@ -83,11 +85,6 @@ class RunRecord:
     def log_validation(self, step: int, result: Validation) -> None:
         """Writes the scores on the held-out prompts."""
         self._tracker.log_validation(step, result.metrics())
-
-    def _device_memory(self) -> dict[str, float]:
-        """The largest peak of all ranks."""
-        ranks = [rank for group in self._session.rank_groups for rank in group.run(TrainerWorker.memory_gb)]
-        return {f"perf/{name}": max(rank[name] for rank in ranks) for name in ranks[0]}
 
 
 def rollout_record(item: Experience) -> dict[str, Any]:

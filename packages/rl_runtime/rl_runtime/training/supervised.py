@@ -7,7 +7,7 @@ import torch
 
 from ds_engine import LossOutput, StepStats, TokenBatch, TokenOutputs
 from rl_core import SequenceData, token_weights
-from rl_data import Demonstration
+from rl_data import Demonstration, LabeledResponse, PreferencePair
 
 from ..ranks.model_handle import ModelHandle
 from ..ranks.train_batch import TrainBatch
@@ -52,6 +52,13 @@ def supervised_step(model: ModelHandle, batch: Sequence[Demonstration]) -> StepS
 def response_lens(batch: Sequence[Demonstration]) -> torch.Tensor:
     """int64 [N], the tokens of each response that are trained on."""
     return torch.tensor([sum(item.response_mask or [True] * len(item.response_ids)) for item in batch])
+
+
+def sequences_in(example: Demonstration | PreferencePair | LabeledResponse) -> tuple[Demonstration, ...]:
+    """What is tokenized of an example: itself, or both of its responses."""
+    if isinstance(example, PreferencePair):
+        return example.chosen, example.rejected
+    return (example.response, example.unrelated) if isinstance(example, LabeledResponse) else (example,)
 
 
 def sequences(batch: Sequence[Demonstration]) -> list[SequenceData]:

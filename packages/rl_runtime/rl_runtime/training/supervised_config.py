@@ -58,11 +58,6 @@ class SupervisedConfig:
         """What `optim.lr=null` becomes."""
         return LearningRates(full=1e-5, lora=1e-4, builtin=2e-3)
 
-    @property
-    def keys_of_files(self) -> dict[str, tuple[str, ...]]:
-        """The keys that name files of demonstrations."""
-        return {"files": self.files}
-
 
 @dataclass(frozen=True, kw_only=True)
 class FineTuningConfig(SupervisedConfig):
@@ -95,11 +90,6 @@ class FineTuningConfig(SupervisedConfig):
     def trains(self) -> bool:
         """Always."""
         return True
-
-    @property
-    def keys_of_files(self) -> dict[str, tuple[str, ...]]:
-        """The keys that name files of demonstrations."""
-        return {"files": self.files, "val_files": self.val_files}
 
     def num_steps(self, num_demonstrations: int) -> int:
         """Optimizer steps of the run: `steps`, or those of `epochs`."""

@@ -71,7 +71,13 @@ class ServerTeacher:
     def _finish(
         self, future: Future[list[TokenScores]], batch: ExperienceBatch, train_batch: TrainBatch
     ) -> Mapping[str, Tensor]:
-        columns = teacher_columns(batch, self._scores(future), self._top_k)
+        try:
+            scores = future.result()
+        except ScoringError:
+            check = self._servers.check if self._watched is None else self._watched.check
+            check()
+            raise
+        columns = teacher_columns(batch, scores, self._top_k)
         if self._top_k and (largest := int(columns[_TOP_IDS].max())) >= self._vocab_size:
             raise InputError(
                 f"teacher.model proposes token {largest}, which the student's head of {self._vocab_size} rows lacks; "
@@ -79,20 +85,6 @@ class ServerTeacher:
             )
         train_batch.add_columns(columns)
         return {TEACHER_LOG_PROBS: columns[TEACHER_LOG_PROBS]}
-
-    def _scores(self, future: Future[list[TokenScores]]) -> list[TokenScores]:
-        """The teacher's answer.
-
-        Raises:
-            rollout_vllm.ServerDiedError: all its servers are gone.
-            rollout_vllm.ScoringError: they refuse the samples, or do not answer.
-        """
-        try:
-            return future.result()
-        except ScoringError:
-            check = self._servers.check if self._watched is None else self._watched.check
-            check()
-            raise
 
 
 class RankTeacher:
