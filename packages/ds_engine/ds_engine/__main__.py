@@ -2,7 +2,9 @@
 
     $ plinth plan path/to/model --dp 2 --tokens 16384 zero.stage=2 gradient_checkpointing=true
 
-Keys are those of EngineConfig; MODEL is a Hugging Face folder or a config.json. `python -m ds_engine plan` is the same.
+Keys are those of EngineConfig; MODEL is a Hugging Face folder, OWNER/NAME of a model fetched by `hf download`, or a
+config.json. An architecture that is counted is also tried, and a warning says if runs refuse it.
+`python -m ds_engine plan` is the same.
 `python -m ds_engine doctor` lists the private parts of other packages that this one relies on, and their state here.
 """
 
@@ -11,9 +13,12 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import difflib
 import math
+import os
+import sys
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .config import EngineConfig
@@ -33,8 +38,10 @@ def main(arguments: Sequence[str] | None = None, *, command: str = "python -m ds
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="list what this package needs of DeepSpeed, torch, transformers and PEFT")
     plan = commands.add_parser("plan", help="estimate the memory per rank")
-    plan.add_argument("model", help="Hugging Face folder, or config.json")
-    plan.add_argument("settings", nargs="*", metavar="section.key=value", help="of EngineConfig, such as zero.stage=2")
+    plan.add_argument("model", help="Hugging Face folder, OWNER/NAME after `hf download OWNER/NAME`, or config.json")
+    plan.add_argument(
+        "settings", nargs="*", default=[], metavar="section.key=value", help="of EngineConfig, such as zero.stage=2"
+    )
     plan.add_argument("--tokens", type=int, required=True, help="packed tokens per micro batch")
     plan.add_argument("--targets", type=int, help="targets per micro batch; by default all tokens")
     plan.add_argument("--micro-batches", type=int, default=2, help="per mini batch; 2 stands for any larger number")
@@ -47,10 +54,12 @@ def main(arguments: Sequence[str] | None = None, *, command: str = "python -m ds
     if args.command == "doctor":
         print(report())
         return
+    model = find_model(args.model)
     try:
+        config = _configured(EngineConfig, [*args.settings, *rest])
         estimate = estimate_memory(
-            args.model,
-            _configured(EngineConfig, [*args.settings, *rest]),
+            model,
+            config,
             dp=args.dp,
             tokens_per_micro_batch=args.tokens,
             targets_per_micro_batch=args.targets,
@@ -59,13 +68,41 @@ def main(arguments: Sequence[str] | None = None, *, command: str = "python -m ds
             log_prob_bytes=args.log_prob_bytes,
         )
     except ValueError as error:
-        plan.error(str(error))
-    print(estimate.table())
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    print(estimate.table(), flush=True)
+    if not estimate.is_exact and (problem := _refusal(model, config, args.head)):
+        print(f"warning: runs refuse this model: {problem}", file=sys.stderr)
 
 
 def plan(argv: Sequence[str]) -> None:
     """The command `plinth plan`."""
     main(["plan", *argv], command="plinth")
+
+
+def find_model(model: str) -> str:
+    """The folder in which `hf download` stored the model OWNER/NAME; any other name unchanged. Downloads nothing."""
+    if os.path.exists(model) or model.count("/") != 1:
+        return model
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return str(snapshot_download(model, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError):
+        return model
+
+
+def _refusal(model: str, config: EngineConfig, head: typing.Literal["lm", "value"]) -> str:
+    """Why the engine refuses the architecture with these settings; empty if it does not."""
+    from .errors import EngineConfigError, ModelError
+    from .model.loading import check_model
+
+    try:
+        check_model(model if os.path.isdir(model) else os.path.dirname(model) or ".", config, head=head)
+    except (EngineConfigError, ModelError) as error:
+        return str(error)
+    return ""
 
 
 def _configured(config_class: Any, settings: Sequence[str], prefix: str = "") -> Any:
@@ -79,7 +116,7 @@ def _configured(config_class: Any, settings: Sequence[str], prefix: str = "") ->
             raise ValueError(f"{setting!r} is not key=value")
         name, dot, rest = key.partition(".")
         if name not in types or (dot and _section(types[name]) is None):
-            raise ValueError(f"unknown key {prefix}{key}; allowed: {', '.join(types)}")
+            raise ValueError(f"unknown key {prefix}{key}{_nearest(prefix + key)}; allowed: {', '.join(types)}")
         if dot:
             sections.setdefault(name, []).append(f"{rest}={value}")
         else:
@@ -87,6 +124,21 @@ def _configured(config_class: Any, settings: Sequence[str], prefix: str = "") ->
     for name, inner in sections.items():
         values[name] = _configured(_section(types[name]), inner, f"{prefix}{name}.")
     return config_class(**values)
+
+
+def _nearest(key: str) -> str:
+    """`; nearest: KEY` for an unknown key, also for one of an app (`actor.zero.stage`); empty if none is near."""
+    known = list(_paths(EngineConfig))
+    inner = key.partition(".")[2]
+    near = [inner] if inner in known else difflib.get_close_matches(key, known, n=1)
+    return f"; nearest: {near[0]}" if near else ""
+
+
+def _paths(config_class: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted paths of all keys."""
+    for name, annotation in typing.get_type_hints(config_class).items():
+        section = _section(annotation)
+        yield from [prefix + name] if section is None else _paths(section, f"{prefix}{name}.")
 
 
 def _section(annotation: Any) -> Any:

@@ -175,6 +175,15 @@ def report() -> str:
     return "\n".join(lines)
 
 
+def transformers_message(error: Exception) -> str:
+    """The first line of transformers' error: the next ones list all classes, or advise an upgrade of a pinned stack."""
+    line = str(error).partition("\n")[0]
+    if "does not recognize this architecture" not in line:
+        return line
+    what, tested = line.partition(". ")[0], TESTED["transformers"]
+    return f"{what}; installed is transformers {version('transformers')}, tested is {tested}"
+
+
 def _listed(parts: Parts) -> str:
     return "; ".join(f"{owner}: {', '.join(names)}" for owner, names in parts.items())
 

@@ -25,6 +25,7 @@ NAMES = Patch(
     stock=False,
     reads={
         "torch:UntypedStorage": ("_cdata",),
+        "torch.nn:Module": ("_non_persistent_buffers_set",),
         "transformers.core_model_loading": ("revert_weight_conversion(model, state_dict)", "_weight_conversions"),
         "transformers.core_model_loading:WeightTransform": ("was_used()",),
     },

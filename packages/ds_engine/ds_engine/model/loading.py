@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import EngineConfigError, ModelError
-from ..upstream import Patch, warn_on_first_rank
+from ..upstream import Patch, transformers_message, warn_on_first_rank
 from .attention import ATTENTION_NAME, register_packed_attention
 from .compilation import compile_layers
 from .folder_names import drop_unused_conversions
@@ -179,7 +179,9 @@ def _read_config(model_path: str) -> Any:
         return AutoConfig.from_pretrained(model_path, trust_remote_code=False)
     except Exception as error:  # transformers' strict configurations have exceptions of their own
         hint = ". Code of model folders is never run" if "trust_remote_code" in str(error) else ""
-        raise ModelError(f"cannot load the configuration of {model_path!r}: {error}{hint}") from error
+        raise ModelError(
+            f"cannot load the configuration of {model_path!r}: {transformers_message(error)}{hint}"
+        ) from error
 
 
 def prepare_model(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -187,10 +187,12 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def adapters_off(module: nn.Module) -> Iterator[None]:
     """Context in which `module` computes without its adapters: the base model."""
     OFF.check()
-    with ExitStack() as stack:
-        for _, layer in list(_layers(module)):
-            stack.enter_context(OFF.replaced(layer, _disable_adapters=True))
+    restores = [OFF.replace(layer, _disable_adapters=True) for _, layer in list(_layers(module))]
+    try:
         yield
+    finally:
+        for restore in restores:
+            restore()
 
 
 def low_rank_terms(module: nn.Module) -> dict[str, LowRank]:
@@ -239,8 +241,10 @@ def _parts_in_folder(tensor: NamedTensor, views: list[TensorView]) -> list[Named
 
 def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The buffers of `module.state_dict()`, such as the bias of DeepSeek-V3's router."""
-    saved = module.state_dict()
-    return ((name, buffer) for name, buffer in module.named_buffers() if name in saved)
+    for prefix, part in module.named_modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".removeprefix("."), buffer
 
 
 def adapter_tensors(module: nn.Module) -> list[NamedTensor]:

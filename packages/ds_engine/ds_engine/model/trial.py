@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..errors import ModelError, UntriedModelError
 from ..simple import SimpleBatch, dense_log_prob
+from ..upstream import transformers_message
 from .attention import ATTENTION_NAME, register_packed_attention
 from .packed_model import ROWS, install_packed_forward, packed_inputs
 from .small_copy import randomize, small_config
@@ -177,12 +178,14 @@ def _reference(config: Any, head: Head) -> tuple[Any, Any]:
             with torch.no_grad():
                 outputs = [_alone(model, ids, head) for ids in _sequences(model)]
         except Exception as error:  # whatever a model raises that is not made for these sizes
-            failures.append(f"{type(error).__name__}: {str(error)[:300]}")
+            failures.append(f"{type(error).__name__}: {transformers_message(error)[:300]}")
             continue
         if all(bool(output.isfinite().all()) for output in outputs):
             return small, model
         failures.append("its outputs are not finite")
-    raise UntriedModelError(f"no small copy of {type(config).__name__} can be tried: {'; '.join(failures)}")
+    raise UntriedModelError(
+        f"no small copy of {type(config).__name__} can be tried: {'; '.join(dict.fromkeys(failures))}"
+    )
 
 
 def _sequences(model: Any) -> list[Tensor]:

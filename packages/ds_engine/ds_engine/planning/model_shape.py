@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..config import LoraConfig
+from ..upstream import transformers_message
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Dense decoders whose sizes follow from config.json alone, to the byte."""
@@ -186,7 +187,8 @@ def count_shape(folder: str | Path) -> ModelShape:
         heads = int(getattr(text, "num_attention_heads", None) or 1)  # state-space models have none
         layers, width = int(text.num_hidden_layers), int(text.hidden_size)
     except Exception as error:  # from_config runs the architecture's own code
-        raise ValueError(f"the sizes of {str(folder)!r} cannot be counted: {type(error).__name__}: {error}") from error
+        what = f"{type(error).__name__}: {transformers_message(error)}"
+        raise ValueError(f"the sizes of {str(folder)!r} cannot be counted: {what}") from error
     experts = int(getattr(text, "num_experts_per_tok", None) or 1)
     outer = {id(p) for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m for p in m.parameters()}
     return ModelShape(
@@ -230,6 +232,13 @@ def _widest_layer(model: Any, outer: set[int], experts: int) -> int:
 def _read_json(path: Path) -> Mapping[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise ValueError(f"{str(path)!r} is neither a config.json nor a folder that contains one")
-    content: Mapping[str, Any] = json.loads(file.read_text())
+        is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) is not None
+        hint = f"; the model of this name is fetched by: hf download {path}" if is_name else ""
+        raise ValueError(f"{str(path)!r} is neither a config.json nor a folder that contains one{hint}")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{str(file)!r} is not valid JSON ({error}); copy it again from the model") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{str(file)!r} has no keys; allowed: the configuration of a Hugging Face model")
     return content

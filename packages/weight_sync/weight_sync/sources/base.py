@@ -54,6 +54,10 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
 
     Under transformers' names, which differ from those of the model folder where experts are fused.
     """
-    saved = module.state_dict()
-    buffers = {name: buffer for name, buffer in module.named_buffers() if name in saved}
+    buffers = {
+        f"{prefix}.{name}".removeprefix("."): buffer
+        for prefix, part in module.named_modules()
+        for name, buffer in part.named_buffers(recurse=False)
+        if name not in part._non_persistent_buffers_set
+    }
     return dict(module.named_parameters()) | buffers

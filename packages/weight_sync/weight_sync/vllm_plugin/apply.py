@@ -68,7 +68,7 @@ class ModelLoader:
 
         Raises ReceiverError('plan', name, ...) for a module whose processing cannot be repeated exactly.
         """
-        if any(layout.problem) and not layerwise:
+        if layout.problem and not layerwise:
             name, reason = layout.problem
             raise ReceiverError("plan", name, f"{reason}; apply='layerwise' reloads it by vLLM's own, unproven way")
         self._loaded, self._layout = set(), layout

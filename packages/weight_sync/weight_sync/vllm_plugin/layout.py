@@ -96,7 +96,7 @@ class Layout:
     """Whether every parameter can be written in place or processed module by module. If not, vLLM's layerwise reload
     loads the model, which also recomputes derived parameters."""
 
-    problem: tuple[str, str] = ("", "")
+    problem: tuple[str, str] | None = None
     """A parameter whose processing cannot be repeated, and the reason."""
 
     contiguous: dict[Target, tuple[int, int]] = field(default_factory=dict)
@@ -170,7 +170,8 @@ class DryRun:
                 self._check_tensor(slot)
         self._check_parameters()
         layout.direct = all(self._is_direct(target) for target in layout.targets)
-        layout.problem = next(filter(any, map(_problem, self._model.named_modules())), layout.problem)
+        records = ((name, record_of(module)) for name, module in self._model.named_modules())
+        layout.problem = next(((name, record.problem) for name, record in records if record and record.problem), None)
         if layout.replayable:
             layout.contiguous = _contiguous_parameters(plan, layout)
         return layout
@@ -290,11 +291,6 @@ class _WriteRecorder(TorchDispatchMode):
 
 #: The loader zeroes vocabulary padding every time; DirectLoader does so itself. Its logits are discarded.
 _ZEROING = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default)
-
-
-def _problem(named: tuple[str, nn.Module]) -> tuple[str, str]:
-    record = record_of(named[1])
-    return (named[0], record.problem) if record is not None and record.problem else ("", "")
 
 
 def _contiguous_parameters(plan: BucketPlan, layout: Layout) -> dict[Target, tuple[int, int]]:
