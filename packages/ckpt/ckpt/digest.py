@@ -139,15 +139,12 @@ def _read_blocks(files: Sequence[tuple[Path, int]]) -> Iterator[tuple[int, memor
 
 def _read_range(path: Path, start: int, view: memoryview) -> memoryview:
     num_read = 0
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
         while num_read < view.nbytes:
-            count = os.preadv(descriptor, [view[num_read:]], start + num_read)
-            if count == 0:
+            if not (count := file.readinto(view[num_read:])):
                 break  # the file was cut since its size was read: the checksum will differ
             num_read += count
-    finally:
-        os.close(descriptor)
     return view[:num_read]
 
 

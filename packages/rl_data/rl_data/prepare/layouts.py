@@ -12,6 +12,7 @@ All write `data_source`, and `tools` if a row has any.
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -126,10 +127,10 @@ def find_layout(table: Table, config: PrepareConfig) -> Layout:
     """The layout of a table. Raises DataError for a column that is missing or whose name is reserved."""
     name = _named(table, config) if config.layout == "auto" else config.layout
     prompts = {"question": "question", "math": "problem", "chat": "messages", "prompt": "prompt"}
-    columns = ColumnsConfig(
-        prompt=config.prompt_column or prompts[name],
-        ground_truth=config.ground_truth_column or _math_truth(name, table, config),
-    )
+    ground_truth = config.ground_truth_column
+    if name == "math" and not ground_truth:  # in `answer` (MATH-500), or boxed in the solution
+        ground_truth = "answer" if "answer" in table.columns else config.response_column or "solution"
+    columns = ColumnsConfig(prompt=config.prompt_column or prompts[name], ground_truth=ground_truth)
     schema = find_schema(table, DataConfig(columns=columns, extra_columns=config.extra_columns))
     layout = Layout(
         name=name,
@@ -164,13 +165,6 @@ def _named(table: Table, config: PrepareConfig) -> str:
         "--prompt-column, --ground-truth-column, --response-column.",
         file=table.file,
     )
-
-
-def _math_truth(name: str, table: Table, config: PrepareConfig) -> str | None:
-    """MATH has the right answer in `answer` (MATH-500) or boxed in the solution."""
-    if name != "math":
-        return None
-    return "answer" if "answer" in table.columns else config.response_column or "solution"
 
 
 def _response(name: str, table: Table, config: PrepareConfig) -> str | None:
@@ -262,15 +256,10 @@ def last_boxed(text: str) -> str | None:
 def _check_scorable(row: Row, layout: Layout, rewards: dict[str, Reward | None]) -> None:
     """Raises DataError if the reward of the row's data source, where one is registered, can never score it."""
     if row.data_source not in rewards:
-        rewards[row.data_source] = _registered(row.data_source)
+        rewards[row.data_source] = None
+        with suppress(UnknownDataSourceError):  # the configuration of the run names the reward
+            rewards[row.data_source] = reward_for(row.data_source)
     reward = rewards[row.data_source]
     if reward is not None and (problem := reward.problem(row.ground_truth, row.extra)):
         column = layout.schema.ground_truth[0]
         raise row.place.error(problem, "Fix it, drop the row, or give another --data-source.", column=column)
-
-
-def _registered(data_source: str) -> Reward | None:
-    try:
-        return reward_for(data_source)
-    except UnknownDataSourceError:
-        return None  # the configuration of the run names the reward

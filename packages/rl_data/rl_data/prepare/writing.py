@@ -92,22 +92,18 @@ class Writer:
     def _count_duplicates(self) -> None:
         """Count the duplicates, and show the first of each kind beside the row that is kept."""
         removed, keeper = self._reader.removed, self._selection.keeper
-        places = self._places()
-        for reason, mask in self._pairs.items():
-            if num := int(mask.sum()):
-                removed.counts[reason] = num
-                removed.examples[reason] = [
-                    Example(places(row), self._texts[row], f"{places(keeper[row])}\n{self._texts[int(keeper[row])]}")
-                    for row in _first(mask)
-                ]
-
-    def _places(self) -> Any:
         files, numbers, is_line = (self._spool.keys(name) for name in ("file", "number", "is_line"))
 
         def place(row: int) -> str:
             return str(Place(file=self._reader.files[files[row]], number=int(numbers[row]), is_line=bool(is_line[row])))
 
-        return place
+        for reason, mask in self._pairs.items():
+            if num := int(mask.sum()):
+                removed.counts[reason] = num
+                removed.examples[reason] = [
+                    Example(place(row), self._texts[row], f"{place(keeper[row])}\n{self._texts[int(keeper[row])]}")
+                    for row in _first(mask)
+                ]
 
     def _report(self, command: str, inputs: Sequence[Input], schema: Any, outputs: Sequence[Output]) -> Report:
         reader, spool, is_kept = self._reader, self._spool, self._selection.is_kept

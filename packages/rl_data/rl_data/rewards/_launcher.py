@@ -143,7 +143,11 @@ def _is_child(pid: int) -> bool:
         return False
 
 
-def _exit_code(status: int) -> int:
+def _wait_for(child: int) -> int:
+    """Reaps children until `child` has ended; returns its exit code, as a shell counts signals."""
+    ended = status = 0
+    while ended != child:
+        ended, status = os.wait()
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
 
@@ -185,10 +189,7 @@ def _first_process(spec: dict[str, Any]) -> NoReturn:
         except BaseException:
             os.write(1, traceback.format_exc().encode())
             os._exit(_FAILED)
-    ended = status = 0
-    while ended != program:
-        ended, status = os.wait()
-    os._exit(_exit_code(status))
+    os._exit(_wait_for(program))
 
 
 def main() -> None:
@@ -211,11 +212,9 @@ def main() -> None:
         if first == 0:
             _first_process(spec)
         os.close(1)  # the end of the output is the end of the program's processes
-        ended = status = 0
-        while ended != first:
-            ended, status = os.wait()
+        exit_code = _wait_for(first)
         _kill_descendants()
-        os._exit(_exit_code(status))
+        os._exit(exit_code)
     except BaseException:
         traceback.print_exc(file=sys.stdout)
         sys.stdout.flush()

@@ -48,11 +48,6 @@ def _numbers(ground_truth: str) -> list[str]:
     return [clean_number(answer) for answer in accepted_answers(ground_truth)]
 
 
-def is_number_or_list(ground_truth: str) -> bool:
-    """Whether the GSM8K rule can find this answer: a number, or a JSON list of numbers."""
-    return all(re.fullmatch(_NUMBER, answer) for answer in _numbers(ground_truth))
-
-
 def _equal(answer: str, ground_truth: str) -> bool:
     if answer == ground_truth:
         return True
@@ -95,7 +90,7 @@ class Gsm8kReward(AnswerReward):
     def problem(self, ground_truth: str, extra: Mapping[str, Any]) -> str:
         if missing := super().problem(ground_truth, extra):
             return missing
-        if is_number_or_list(ground_truth):
+        if all(re.fullmatch(_NUMBER, answer) for answer in _numbers(ground_truth)):
             return ""
         shown = ground_truth if len(ground_truth) <= 60 else f"{ground_truth[:57]}..."
         return f"the answer {shown!r} is no number, which the GSM8K rule needs"

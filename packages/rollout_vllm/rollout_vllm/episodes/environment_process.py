@@ -100,12 +100,9 @@ class EnvironmentProcess:
             self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=_MAX_LINE_BYTES)
             await asyncio.shield(starting)
             await self._answer("its start", "episode.start_timeout_s", self._spec.start_timeout_s)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, Exception) as error:
             await self._end()
-            raise
-        except Exception as error:
-            await self._end()
-            if isinstance(error, EnvironmentFailedError):
+            if isinstance(error, asyncio.CancelledError | EnvironmentFailedError):
                 raise
             raise self._failed(f"cannot be started: {describe(error)}") from error
         return self

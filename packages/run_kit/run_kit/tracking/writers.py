@@ -45,7 +45,6 @@ class TensorBoardWriter:
 
     def rewind(self, step: int, *, last_step: int) -> str:
         """Drop later steps from the charts, as TensorBoard does where a new session starts."""
-        del last_step
         self._add(
             self._event(wall_time=time.time(), step=step + 1, session_log=self._session(status=self._session.START))
         )
@@ -58,6 +57,5 @@ class TensorBoardWriter:
 
     def close(self, *, failed: bool = False) -> None:
         """Close the file."""
-        del failed
         with naming_full_disk(self._path):
             self._writer.close()
