@@ -1,4 +1,4 @@
-"""Log-probs of given tokens: a real vLLM server against transformers, and malformed answers."""
+"""Log-probs of given tokens: a real vLLM server against transformers, malformed answers and failures."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollout_vllm_helpers import config_for_tests, make_requests, reference_log_probs
+from aiohttp import web
+from rollout_vllm_helpers import AppThread, config_for_tests, make_requests, reference_log_probs
 
-from rollout_vllm import ScoringError, ServerGroup, TokenScorer
+from rollout_vllm import Endpoint, RolloutConfig, ScoringError, ServerGroup, TokenScorer
 from rollout_vllm.client.protocol import MalformedAnswerError
 from rollout_vllm.client.scoring import parse_scores
 
@@ -40,6 +41,46 @@ def test_scores_are_of_the_last_tokens_and_ranked() -> None:
 def test_an_answer_without_the_tokens_is_malformed(places: Any, response: list[int], problem: str) -> None:
     with pytest.raises(MalformedAnswerError, match=problem):
         parse_scores({"choices": [{"prompt_logprobs": places}]}, response, 3 if "top_k" in problem else 0)
+
+
+class Answers(AppThread):
+    """A server that answers a prompt whose first token is a status with it, once; all else with log-probs of -1."""
+
+    def __init__(self) -> None:
+        self.statuses: list[int] = []
+        super().__init__(web.get("/v1/models", self._models), web.post("/v1/completions", self._complete))
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "teacher"}]})
+
+    async def _complete(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        status = body["prompt"][0] if body["prompt"][0] not in self.statuses else 200
+        self.statuses.append(status)
+        if status >= 300:
+            return web.json_response({"error": {"message": "not now"}}, status=status)
+        places = [{str(token): {"logprob": -1.0}} for token in body["prompt"]]
+        choices = [{"prompt_logprobs": places if body["model"] == "teacher" and status == 200 else None}]
+        return web.json_response({"choices": choices})
+
+
+def test_transient_failures_are_retried_and_refusals_are_not() -> None:
+    server = Answers()
+    suspects: list[int] = []
+    config = RolloutConfig(max_retries=2, retry_base_s=0.01)
+    with TokenScorer([Endpoint(server.url)], config) as scorer:
+        for status in (200, 503, 429, 201):  # 201: an answer without log-probs
+            (scores,) = scorer.run(scorer.score([([status], [7, 8])]))
+            assert scores.log_probs.tolist() == [-1, -1]
+        assert server.statuses == [200, 503, 200, 429, 200, 201, 200]
+        with pytest.raises(ScoringError, match="did not score 2 tokens: HTTP 400: not now"):
+            scorer.run(scorer.score([([400], [7])]))
+        assert server.statuses[-1] == 400, "not retried"
+        scorer.report_suspects_to(suspects.append)
+        server.close()
+        with pytest.raises(ScoringError, match="connection"):
+            scorer.run(scorer.score([([200], [7])]))
+    assert suspects == [0, 0], "one for each retry"
 
 
 @pytest.mark.slow

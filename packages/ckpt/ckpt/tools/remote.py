@@ -83,12 +83,7 @@ class RemoteCheckpoints:
 
     def folders(self) -> list[str]:
         """The names of the folders below the URL, uploads included, in alphabetical order."""
-        self._fs.invalidate_cache()
-        try:
-            found = self._fs.ls(self._root, detail=True)
-        except FileNotFoundError:
-            return []
-        return sorted(str(entry["name"]).rstrip("/").rsplit("/", 1)[-1] for entry in found if entry["type"] != "file")
+        return sorted(name for name, is_file in self._children(self._root).items() if not is_file)
 
     def steps(self) -> list[int]:
         """The published steps, oldest first."""
@@ -278,12 +273,16 @@ class RemoteCheckpoints:
 
     def list_files(self, path: str) -> list[str]:
         """The names of the files directly in a folder; empty if there is none."""
+        return [name for name, is_file in self._children(f"{self._root}/{path}").items() if is_file]
+
+    def _children(self, folder: str) -> dict[str, bool]:
+        """The names directly in a folder, and whether each is a file; empty if there is no such folder."""
         self._fs.invalidate_cache()
         try:
-            found = self._fs.ls(f"{self._root}/{path}", detail=True)
+            found = self._fs.ls(folder, detail=True)
         except FileNotFoundError:
-            return []
-        return [str(entry["name"]).rsplit("/", 1)[-1] for entry in found if entry["type"] == "file"]
+            return {}
+        return {str(each["name"]).rstrip("/").rsplit("/", 1)[-1]: each["type"] == "file" for each in found}
 
     def delete_path(self, path: str) -> None:
         """Delete a file or a folder; does nothing if there is none."""

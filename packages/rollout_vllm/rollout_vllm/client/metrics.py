@@ -1,5 +1,6 @@
 """Rollout metrics: the client's counters and the servers' /metrics, as one flat dict."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -89,19 +90,18 @@ class ClientCounters:
     num_retries: int = 0
     response_tokens: int = 0
     busy_s: float = 0.0  # wall time during which at least one generate() was running
-    failures_by_kind: dict[str, int] = field(default_factory=dict)
-    retries_by_server: dict[int, int] = field(default_factory=dict)
+    failures_by_kind: Counter[str] = field(default_factory=Counter)
+    retries_by_server: Counter[int] = field(default_factory=Counter)
 
     def count_retry(self, server: int) -> None:
         self.num_retries += 1
-        self.retries_by_server[server] = self.retries_by_server.get(server, 0) + 1
+        self.retries_by_server[server] += 1
 
     def count_group(self, group: GroupResult) -> None:
         self.num_groups += 1
         self.num_samples += len(group.samples)
         self.num_failures += len(group.failures)
-        for failure in group.failures:
-            self.failures_by_kind[failure.kind] = self.failures_by_kind.get(failure.kind, 0) + 1
+        self.failures_by_kind.update(failure.kind for failure in group.failures)
 
     def as_dict(self) -> dict[str, float]:
         names = ("num_groups", "num_samples", "num_failures", "num_retries", "response_tokens")
