@@ -14,17 +14,32 @@ from ..plan import NUM_BUFFERS, Bucket, BucketPlan
 CPU = torch.device("cpu")
 
 
-class Sender(ABC):
+class _Buffers:
+    """The buffers of one end, and the memory behind them that has to be closed."""
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        self._device = device
+        self._buffers: list[Tensor] = []
+        self._memory: list[Any] = []
+
+    def _hold(self, memory: list[Any]) -> None:
+        """Use memory of another kind than tensors: objects with ``bytes_N`` (uint8, 1-D) and ``close``."""
+        self._memory, self._buffers = memory, [each.bytes_N for each in memory]
+
+    def close(self) -> None:
+        """Free the buffers."""
+        for memory in self._memory:
+            memory.close()
+        self._memory, self._buffers = [], []
+
+
+class Sender(_Buffers, ABC):
     """The pusher's end, on the sending rank. The defaults suit a transport whose workers read the buffers in place."""
 
     name: str
 
     can_borrow = False
     """Whether this sender can send from the buffers of another one on the same device."""
-
-    def __init__(self, device: torch.device = CPU) -> None:
-        self._device = device
-        self._buffers: list[Tensor] = []
 
     def prepare(self, plan: BucketPlan, lent: list[Tensor]) -> list[Tensor]:
         """The buffers for this plan, which are kept between pushes and replaced when a plan needs more. Called before
@@ -37,11 +52,11 @@ class Sender(ABC):
         if lent and self.can_borrow:
             self._buffers = lent
         elif not fits(self._buffers, sizes):
-            self._buffers = self._allocate(sizes)
+            self._allocate(sizes)
         return self._buffers
 
-    def _allocate(self, sizes: list[int]) -> list[Tensor]:
-        return new_buffers(sizes, self._device)
+    def _allocate(self, sizes: list[int]) -> None:
+        self._buffers = new_buffers(sizes, self._device)
 
     def buffer(self, bucket: Bucket) -> Tensor:
         """The buffer into which the source writes this bucket: uint8, 1-D, at least ``bucket.nbytes`` long."""
@@ -72,17 +87,12 @@ class Sender(ABC):
         """Abort transfers in flight after a failed push."""
         return
 
-    def close(self) -> None:
-        """Free the buffers."""
-        self._buffers = []
 
-
-class Receiver(ABC):
+class Receiver(_Buffers, ABC):
     """A worker's end, inside the server. ``attach`` sets the buffers from which ``receive`` reads."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._buffers: list[Tensor] = []
+        super().__init__(device)
         self._staged: list[Tensor] = []
         self.id = ""
         """Name of the sender's buffers that are mapped."""
@@ -103,8 +113,8 @@ class Receiver(ABC):
             self._staged = grow_buffers(self._staged, plan, self._device)
 
     def close(self) -> None:
-        """Free the buffers."""
-        self._buffers, self._staged, self.id = [], [], ""
+        super().close()
+        self._staged, self.id = [], ""
 
 
 def fits(have: Sequence[Tensor], needed: Sequence[int]) -> bool:

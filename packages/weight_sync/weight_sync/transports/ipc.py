@@ -28,7 +28,6 @@ class DeviceMemory:
     """Device memory as a uint8 tensor: allocated by this process (``allocate``) or by another one (``open``)."""
 
     def __init__(self, pointer: int, num_bytes: int, device: torch.device, *, is_owner: bool) -> None:
-        self.num_bytes = num_bytes
         self._pointer = pointer
         self._device = device
         self._is_owner = is_owner
@@ -100,48 +99,27 @@ class IpcSender(Sender):
     """The pusher's end: up to two device buffers, kept between pushes and replaced when a plan needs more."""
 
     name = "ipc"
+    _greeting: dict[str, Any]
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self._memory: list[DeviceMemory] = []
-        self._greeting: dict[str, Any] = {}
-
-    def _allocate(self, sizes: list[int]) -> list[Tensor]:
+    def _allocate(self, sizes: list[int]) -> None:
         self.close()
-        self._memory = [DeviceMemory.allocate(size, self._device) for size in sizes]
-        handles = [[memory.handle().hex(), memory.num_bytes] for memory in self._memory]
+        self._hold([DeviceMemory.allocate(size, self._device) for size in sizes])
+        handles = [[memory.handle().hex(), len(memory.bytes_N)] for memory in self._memory]
         self._greeting = {"buffers": secrets.token_hex(8), "handles": handles}
-        return [memory.bytes_N for memory in self._memory]
 
     def greet(self, hello: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         """The buffers' handles. Raises SyncConfigError for a worker that is not on a GPU."""
         self._require_gpu(hello)
         return self._greeting, []
 
-    def close(self) -> None:
-        for memory in self._memory:
-            memory.close()
-        self._memory, self._buffers = [], []
-
 
 class IpcReceiver(Receiver):
     """The worker's end: mappings of the pusher's buffers."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self._memory: list[DeviceMemory] = []
 
     def attach(self, greeting: dict[str, Any], fds: list[int], plan: BucketPlan) -> None:
         if greeting["buffers"] == self.id:
             return
         self.close()
         handles = greeting["handles"]
-        self._memory = [DeviceMemory.open(bytes.fromhex(handle), size, self._device) for handle, size in handles]
-        self._buffers = [memory.bytes_N for memory in self._memory]
+        self._hold([DeviceMemory.open(bytes.fromhex(handle), size, self._device) for handle, size in handles])
         self.id = greeting["buffers"]
-
-    def close(self) -> None:
-        for memory in self._memory:
-            memory.close()
-        self._memory = []
-        super().close()

@@ -89,7 +89,8 @@ class NcclSender(Sender):
 
     def close(self) -> None:
         self.reset()
-        self._buffers, self._store = [], None
+        self._store = None
+        super().close()
 
 
 class NcclReceiver(Receiver):
@@ -136,7 +137,8 @@ class NcclReceiver(Receiver):
 
     def close(self) -> None:
         self.reset()
-        self._buffers, self._store = [], None
+        self._store = None
+        super().close()
 
 
 def create_store(host: str, timeout_s: float) -> TCPStore:

@@ -11,7 +11,6 @@ import secrets
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..errors import SyncConfigError
 from ..plan import BucketPlan
@@ -23,7 +22,6 @@ class Segment:
 
     def __init__(self, fd: int, num_bytes: int) -> None:
         self.fd = fd
-        self.num_bytes = num_bytes
         self._map = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
         self.bytes_N = torch.frombuffer(self._map, dtype=torch.uint8)
 
@@ -47,36 +45,22 @@ class ShmSender(Sender):
     """The pusher's end: up to two segments, kept between pushes and replaced when a plan needs more."""
 
     name = "shm"
+    _id = ""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._segments: list[Segment] = []
-        self._id = ""
-
-    def _allocate(self, sizes: list[int]) -> list[Tensor]:
+    def _allocate(self, sizes: list[int]) -> None:
         self.close()
-        self._segments = [Segment.create(size) for size in sizes]
+        self._hold([Segment.create(size) for size in sizes])
         self._id = secrets.token_hex(8)
-        return [segment.bytes_N for segment in self._segments]
 
     def greet(self, hello: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         """The segments' descriptors, unless this worker still has them mapped."""
-        sizes = [segment.num_bytes for segment in self._segments]
+        sizes = [len(buffer) for buffer in self._buffers]
         known = hello.get("segments") == self._id
-        return {"segments": self._id, "sizes": sizes}, [] if known else [segment.fd for segment in self._segments]
-
-    def close(self) -> None:
-        for segment in self._segments:
-            segment.close()
-        self._segments, self._buffers = [], []
+        return {"segments": self._id, "sizes": sizes}, [] if known else [segment.fd for segment in self._memory]
 
 
 class ShmReceiver(Receiver):
     """The worker's end. Keeps the mapping between syncs; on CUDA it copies to a persistent device buffer."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self._segments: list[Segment] = []
 
     def attach(self, greeting: dict[str, Any], fds: list[int], plan: BucketPlan) -> None:
         if greeting["segments"] != self.id or fds:
@@ -84,13 +68,6 @@ class ShmReceiver(Receiver):
             sizes = greeting["sizes"]
             if len(fds) != len(sizes):
                 raise SyncConfigError(f"received {len(fds)} shared-memory descriptors, expected {len(sizes)}")
-            self._segments = [Segment(fd, size) for fd, size in zip(fds, sizes, strict=True)]
-            self._buffers = [segment.bytes_N for segment in self._segments]
+            self._hold([Segment(fd, size) for fd, size in zip(fds, sizes, strict=True)])
             self.id = greeting["segments"]
         self._stage(plan)
-
-    def close(self) -> None:
-        for segment in self._segments:
-            segment.close()
-        self._segments = []
-        super().close()

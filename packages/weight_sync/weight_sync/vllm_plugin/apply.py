@@ -8,7 +8,7 @@ layerwise  Models with parameters that vLLM derives from other modules: vLLM's o
            is reused.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -51,17 +51,16 @@ class ModelLoader:
 
     def __init__(self, model: nn.Module, model_config: Any, device: torch.device) -> None:
         self._model: Any = model
+        self._model_config = model_config
         self._device = device
         self._scratch = ScratchPool(device)
-        self._direct = DirectLoader(model, self._scratch)
-        self._layerwise = LayerwiseLoader(model, model_config)
-        self._active: DirectLoader | LayerwiseLoader = self._direct
         self._layout = Layout()
+        self._active: DirectLoader | LayerwiseLoader = DirectLoader(model, self._scratch, self._layout)
         self._loaded: set[str] = set()
 
     def check(self, plan: BucketPlan) -> Layout:
         """Dry run on meta tensors. Raises ReceiverError('plan', name, ...) for the tensor that does not fit."""
-        return DryRun(self._model, self._device).run(plan)
+        return DryRun(self._model).run(plan)
 
     def begin(self, layout: Layout, *, layerwise: bool = False) -> None:
         """Start a sync; ``layerwise`` forces vLLM's layerwise reload.
@@ -72,8 +71,10 @@ class ModelLoader:
             name, reason = layout.problem
             raise ReceiverError("plan", name, f"{reason}; apply='layerwise' reloads it by vLLM's own, unproven way")
         self._loaded, self._layout = set(), layout
-        self._active = self._direct if layout.direct and not layerwise else self._layerwise
-        self._active.begin(layout)
+        if layout.direct and not layerwise:
+            self._active = DirectLoader(self._model, self._scratch, layout)
+        else:
+            self._active = LayerwiseLoader(self._model, self._model_config)
 
     @torch.no_grad()
     def load(self, bucket: Bucket, bytes_N: Tensor) -> None:
@@ -105,14 +106,10 @@ class ModelLoader:
 class DirectLoader:
     """Writes into the live parameters; processes a module when it is complete."""
 
-    def __init__(self, model: nn.Module, scratch: ScratchPool) -> None:
+    def __init__(self, model: nn.Module, scratch: ScratchPool, layout: Layout) -> None:
+        """Start a sync."""
         self._model: Any = model
         self._scratch = scratch
-        self._layout = Layout()
-        self._arrivals = Arrivals(self._layout)
-
-    def begin(self, layout: Layout) -> None:
-        """Start a sync."""
         self._layout = layout
         self._arrivals = Arrivals(layout)
         for target in layout.targets:
@@ -187,15 +184,12 @@ class LayerwiseLoader:
     """vLLM's layerwise reload, for quantized and other layers that transform their weights after loading."""
 
     def __init__(self, model: nn.Module, model_config: Any) -> None:
+        """Start a sync: the parameters move to the meta device."""
         self._model: Any = model
         self._model_config = model_config
-        self._restore_kernels: Callable[[], None] | None = None
-        """Set while the parameters are on the meta device."""
-
-    def begin(self, layout: Layout) -> None:
-        """Start a sync: the parameters move to the meta device."""
-        initialize_layerwise_reload(self._model)
-        self._restore_kernels = first_processing(self._model)
+        initialize_layerwise_reload(model)
+        self._restore_kernels = first_processing(model)
+        self._is_reloading = True
 
     def load(self, bucket: Bucket, bytes_N: Tensor) -> None:
         """Load one bucket and clone its tensors that are still pending."""
@@ -210,15 +204,14 @@ class LayerwiseLoader:
     def finish(self) -> None:
         """Process the remaining layers."""
         finalize_layerwise_reload(self._model, self._model_config)
-        assert self._restore_kernels is not None
         self._restore_kernels()
-        self._restore_kernels = None
+        self._is_reloading = False
 
     def abort(self) -> None:
         """Restore the parameters, which would stay on the meta device. Values may be mixed until a full resend."""
-        if self._restore_kernels is not None:
+        if self._is_reloading:
+            self._is_reloading = False
             self._restore_kernels()
-            self._restore_kernels = None
             for module in self._model.modules():
                 info = get_layerwise_info(module)
                 if info.can_load():

@@ -136,10 +136,8 @@ class Arrivals:
 class DryRun:
     """Builds a Layout, or raises ReceiverError('plan', name, ...) for a tensor or parameter that does not fit."""
 
-    def __init__(self, model: Any, device: torch.device) -> None:
+    def __init__(self, model: Any) -> None:
         self._model = model
-        self._device = device
-        self._targets: dict[int, Target] = {}
         self._by_storage: dict[int, Target] = {}
         self._metas: list[Tensor] = []
         self._buffers: set[int] = set()
@@ -164,7 +162,6 @@ class DryRun:
             for table, name, value in reversed(swapped):
                 table[name] = value
         layout = self._layout
-        layout.targets = list(self._targets.values())
         for bucket in plan.buckets:
             for slot in bucket.slots:
                 self._check_tensor(slot)
@@ -227,7 +224,7 @@ class DryRun:
                 raise ReceiverError("plan", qualname, "this load format bypasses vLLM's own loader: use another")
             is_derived, is_processed = name in record.derived, name in record.changed
             target = Target(module, name, qualname, meta, live, is_derived, is_processed)
-            self._targets[id(live)] = target
+            self._layout.targets.append(target)
             self._by_storage[storage_id(meta)] = target
         else:
             self._buffers.add(storage_id(meta))
