@@ -40,5 +40,4 @@ class DistillConfig(JobConfig):
         algorithm = self.algorithm
         if not algorithm.reward_weight:  # then nothing compares the samples of a prompt
             algorithm = replace(algorithm, advantage="reinforce_pp")
-        algorithm.check_sampling(self.sampling, self.dynamic_sampling)
-        algorithm.check_rollout(log_probs=self.rollout.log_probs)
+        algorithm.check_sampling(self.sampling, self.dynamic_sampling, log_probs=self.rollout.log_probs)

@@ -143,19 +143,15 @@ def check_same_settings(config: EvaluateConfig, folder: Path) -> None:
         raise InputError(f"resume_from is {folder}, whose config.yaml cannot be read: {error}") from error
     now = parse_typed(yaml_without_secrets(config), None)
     for name in _DECIDE_RESULTS:
-        if now.get(name) != before.get(name):
+        new, old, of = now.get(name), before.get(name), ""
+        if new != old:
+            if isinstance(new, dict) and isinstance(old, dict):  # the first key that differs
+                key = next(key for key in (*new, *old) if new.get(key) != old.get(key))
+                new, old, of = new.get(key), old.get(key), f"{key}="
             raise InputError(
-                f"{name} is {_difference(now.get(name), before.get(name))} in {folder}; allowed with resume=auto: the "
-                "same. Give the old value, or start a new table with resume=never"
+                f"{name} is {of}{new}, but {of}{old} in {folder}; allowed with resume=auto: the same. Give the old "
+                "value, or start a new table with resume=never"
             )
-
-
-def _difference(now: Any, before: Any) -> str:
-    """`key: new, but old` for the first key that differs."""
-    if not (isinstance(now, dict) and isinstance(before, dict)):
-        return f"{now}, but {before}"
-    key = next(key for key in (*now, *before) if now.get(key) != before.get(key))
-    return f"{key}={now.get(key)}, but {key}={before.get(key)}"
 
 
 def intervals(columns: dict[str, npt.NDArray[np.float64]], config: EvaluateConfig) -> dict[str, BootstrapMean]:

@@ -140,7 +140,10 @@ def _of_run(config: EvaluateConfig, root: Path) -> Targets:
     run = root.parent
     tree = _run_config(run)
     role = config.checkpoints.role
-    lora, nf4 = _lora(tree, role), _nf4(tree, run, role)
+    lora = _section(tree, role, "lora") or _section(tree, "engine", "lora")  # engine: of the SFT app
+    if lora is not None:  # as PEFT has it
+        lora = {"lora_alpha": lora["alpha"], "use_rslora": bool(lora.get("rslora"))}
+    nf4 = _nf4(tree, run, role)
     targets = [
         Target(name=folder_name(step), step=step, kind="checkpoint", path=root / folder_name(step), lora=lora, nf4=nf4)
         for step in _chosen(config, CheckpointReader(root).steps())
@@ -151,7 +154,9 @@ def _of_run(config: EvaluateConfig, root: Path) -> Targets:
         notes.append(f"model.path={path}: config and tokenizer of the run")
         config = replace(config, model=replace(config.model, path=path))
     if not config.data.val:
-        files = _held_out(run, tree)
+        given, written = _section(tree, "data", "val") or (), run / TASK / "val.parquet"
+        files = (given,) if isinstance(given, str) else tuple(map(str, given))
+        files = (str(written),) if not files and written.is_file() else files
         notes.append(f"data.val={', '.join(files)}: the held-out prompts of the run")
         config = replace(config, data=replace(config.data, val=files))
     return Targets(config=config, targets=tuple(targets), notes=tuple(notes))
@@ -184,19 +189,6 @@ def _base_model(run: Path, tree: dict[str, Any]) -> str:
     if not isinstance(path, str):
         raise InputError(f"checkpoints.folder: {run} has no config.yaml with model.path; give model.path")
     return path
-
-
-def _held_out(run: Path, tree: dict[str, Any]) -> tuple[str, ...]:
-    written, files = run / TASK / "val.parquet", _section(tree, "data", "val") or ()
-    if not files and written.is_file():
-        return (str(written),)
-    return (files,) if isinstance(files, str) else tuple(map(str, files))
-
-
-def _lora(tree: dict[str, Any], role: str) -> dict[str, Any] | None:
-    """PEFT's settings of the run's adapters."""
-    lora = _section(tree, role, "lora") or _section(tree, "engine", "lora")  # engine: of the SFT app
-    return None if lora is None else {"lora_alpha": lora["alpha"], "use_rslora": bool(lora.get("rslora"))}
 
 
 def _nf4(tree: dict[str, Any], run: Path, role: str) -> ds_engine.EngineConfig | None:

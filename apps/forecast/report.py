@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from apps.forecast.config import ForecastConfig
+from apps.forecast.links import Links
 from apps.forecast.phases import CheckpointCost, Job, Phase, checkpoint, sequences_at_once, step_phases
 from rl_runtime.app.choice import Choice
 
@@ -17,7 +18,7 @@ def report(choice: Choice[ForecastConfig], job: Job) -> list[str]:
         *choice.lines(),
         "",
         _ROW.format("phase", "seconds", "NVLink GB", "network GB", "limited by", "who waits"),
-        *map(_row, phases),
+        *(_row(phase.name, phase.seconds, phase.links, phase.limit, phase.waiting) for phase in phases),
         _total(job, phases),
         "",
         *_checkpoint(checkpoint(job), job),
@@ -42,20 +43,14 @@ def _sizes(job: Job) -> Iterator[str]:
     )
 
 
-def _row(phase: Phase) -> str:
-    links = phase.links
-    return _ROW.format(
-        phase.name, f"{phase.seconds:.2f}", _gb(links.nvlink), _gb(links.network), phase.limit, phase.waiting
-    )
+def _row(name: str, seconds: float, links: Links, limit: str, waiting: str = "") -> str:
+    return _ROW.format(name, f"{seconds:.2f}", _gb(links.nvlink), _gb(links.network), limit, waiting).rstrip()
 
 
 def _total(job: Job, phases: list[Phase]) -> str:
     seconds = sum(phase.seconds for phase in phases)
-    nvlink, network = (sum(getattr(phase.links, kind) for phase in phases) for kind in ("nvlink", "network"))
     per_gpu = job.num_samples * job.tokens / seconds / job.placement.num_gpus
-    return _ROW.format(
-        "step", f"{seconds:.2f}", _gb(nvlink), _gb(network), f"{per_gpu:,.0f} tokens/s per GPU", ""
-    ).rstrip()
+    return _row("step", seconds, sum((phase.links for phase in phases), Links()), f"{per_gpu:,.0f} tokens/s per GPU")
 
 
 def _checkpoint(cost: CheckpointCost, job: Job) -> Iterator[str]:

@@ -29,8 +29,7 @@ class GrpoConfig(JobConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.algorithm.check_sampling(self.sampling, self.dynamic_sampling)
-        self.algorithm.check_rollout(log_probs=self.rollout.log_probs)
+        self.algorithm.check_sampling(self.sampling, self.dynamic_sampling, log_probs=self.rollout.log_probs)
 
     @property
     def greedy_baseline(self) -> bool:

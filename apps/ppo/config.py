@@ -65,8 +65,7 @@ class PpoConfig(JobConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.algorithm.check_sampling(self.sampling, self.dynamic_sampling)
-        self.algorithm.check_rollout(log_probs=self.rollout.log_probs)
+        self.algorithm.check_sampling(self.sampling, self.dynamic_sampling, log_probs=self.rollout.log_probs)
         if self.algorithm.critic_warmup_steps >= self.trainer.total_training_steps:
             raise ValueError(
                 f"algorithm.critic_warmup_steps is {self.algorithm.critic_warmup_steps}; allowed: fewer than the "

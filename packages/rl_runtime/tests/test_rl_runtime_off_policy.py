@@ -19,7 +19,7 @@ from rl_core import mismatch_metrics, pack
 from rl_data import Prompt
 from rl_runtime.app.job_config import JobConfig
 from rl_runtime.experience import Experience, ExperienceBatch
-from rl_runtime.rollout.config import OversamplingConfig
+from rl_runtime.rollout.config import DynamicSamplingConfig, OversamplingConfig
 from rl_runtime.training.metrics import mismatch
 from rl_runtime.training.off_policy import RolloutCorrection, check_rollout_correction, compare_with_rollout
 from rl_runtime.training.policy import PolicyConfig
@@ -174,11 +174,11 @@ def test_without_the_servers_log_probs_nothing_is_compared() -> None:
     ],
 )
 def test_what_needs_the_servers_log_probs_is_refused_without_them(settings: dict[str, Any], key: str) -> None:
-    config = PolicyConfig(**settings)
-    config.check_rollout(log_probs=True)
+    config, given = PolicyConfig(**settings), (SamplingConfig(n=2), DynamicSamplingConfig())
+    config.check_sampling(*given, log_probs=True)
     with pytest.raises(ValueError, match=f"rollout.log_probs is False; allowed: true with .*{key}"):
-        config.check_rollout(log_probs=False)
-    PolicyConfig().check_rollout(log_probs=False)
+        config.check_sampling(*given, log_probs=False)
+    PolicyConfig().check_sampling(*given, log_probs=False)
 
 
 def test_jobs_that_need_the_servers_log_probs_are_refused_without_them() -> None:

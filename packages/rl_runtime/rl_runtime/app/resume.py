@@ -36,7 +36,13 @@ class _Run:
         """The newest good checkpoint, downloaded if this host does not have it; None if there is none."""
         here = None
         if self.folder is not None and self.only_uploads:
-            self._refuse_unshared(on_damaged)
+            newest_upload = max(self._remote_steps(), default=-1)
+            for step in CheckpointReader(self.folder / "checkpoints").steps():
+                if step > newest_upload:
+                    on_damaged(
+                        f"step {step} of {self} is on this host only, and trainer.local_disks is true: upload it with "
+                        "plinth ckpt upload"
+                    )
         elif self.folder is not None:
             manager = CheckpointManager(self.folder / "checkpoints")
             here = manager.newest_good(on_skip=lambda step, why: on_damaged(f"step {step} of {self} is skipped: {why}"))
@@ -48,15 +54,6 @@ class _Run:
             except (CheckpointDamagedError, UnsupportedFormatError) as error:
                 on_damaged(f"step {step} of {self.name} is skipped: {error}")
         return here
-
-    def _refuse_unshared(self, on_damaged: Callable[[str], None]) -> None:
-        newest_upload = max(self._remote_steps(), default=-1)
-        for step in CheckpointReader(self.folder / "checkpoints" if self.folder else Path()).steps():
-            if step > newest_upload:
-                on_damaged(
-                    f"step {step} of {self} is on this host only, and trainer.local_disks is true: upload it with "
-                    "plinth ckpt upload"
-                )
 
     def _remote_steps(self) -> list[int]:
         if self.remote is None:

@@ -153,19 +153,15 @@ class _Room:
         limit = 10**9 if self.node.num_cpus is None else self.node.num_cpus
         return limit - self.num_ranks - self.num_servers
 
-    def take_rank(self) -> Slot:
-        """The slot of the next rank."""
-        gpus = (self.node.gpu_ids[self.num_ranks],) if self.on_gpu else ()
-        self.num_ranks += 1
-        return Slot(node=self.node.node_id, gpus=gpus)
-
 
 def _place_ranks(rooms: Sequence[_Room], number: int, size: int) -> Iterator[Slot]:
     """Slots for up to `number` ranks, in whole groups of `size` on a node."""
     for room in rooms:
         fitting = min(number, room.ranks_left) // size * size
         for _ in range(fitting):
-            yield room.take_rank()
+            gpus = (room.node.gpu_ids[room.num_ranks],) if room.on_gpu else ()
+            room.num_ranks += 1
+            yield Slot(node=room.node.node_id, gpus=gpus)
         number -= max(0, fitting)
 
 

@@ -22,7 +22,7 @@ from ..config import RanksConfig, TrainerConfig, TrainingConfig
 from ..ranks.environment import visible_gpus
 from ..ranks.trainer_worker import TrainerWorker
 from ..ranks.worker_group import Seat, WorkerGroup
-from .cluster import NodeReport, Reservation, cluster_nodes, join_cluster, read_nodes
+from .cluster import Reservation, cluster_nodes, join_cluster, read_nodes
 from .gpus import Gpu, read_gpus
 from .local_ray import LocalRay
 from .placement import Node, Placement, Slot, plan_placement
@@ -370,7 +370,8 @@ def _ray(address: str | None, placement: Placement) -> Iterator[_Devices]:
         else:
             stack.callback(ray.shutdown)
             join_cluster(address)
-            reservation = Reservation(placement, _reports(placement))
+            nodes = [node for node in cluster_nodes() if node.node_id in placement.nodes]
+            reservation = Reservation(placement, read_nodes(nodes))
             stack.callback(reservation.release)
             devices = _Devices(ranks=reservation.ranks, own_ranks=reservation.own_ranks, reservation=reservation)
         yield devices
@@ -378,7 +379,3 @@ def _ray(address: str | None, placement: Placement) -> Iterator[_Devices]:
 
 def _here(slots: Sequence[Slot]) -> tuple[Seat, ...]:
     return tuple(Seat(gpus=slot.gpus) for slot in slots)
-
-
-def _reports(placement: Placement) -> dict[str, NodeReport]:
-    return read_nodes([node for node in cluster_nodes() if node.node_id in placement.nodes])

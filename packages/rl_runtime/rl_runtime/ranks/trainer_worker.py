@@ -359,14 +359,11 @@ class TrainerWorker(RankProfiler):
 
     def memory_gb(self) -> dict[str, float]:
         """Peak reserved and allocated device memory since the last call, in GB (1e9 bytes); zeros on the CPU."""
-        if self.device.type != "cuda":
-            return {"max_memory_reserved_gb": 0.0, "max_memory_allocated_gb": 0.0}
-        peaks = {
-            "max_memory_reserved_gb": torch.cuda.max_memory_reserved() / 1e9,
-            "max_memory_allocated_gb": torch.cuda.max_memory_allocated() / 1e9,
-        }
-        torch.cuda.reset_peak_memory_stats()
-        return peaks
+        reserved = allocated = 0
+        if self.device.type == "cuda":
+            reserved, allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+        return {"max_memory_reserved_gb": reserved / 1e9, "max_memory_allocated_gb": allocated / 1e9}
 
 
 def classifier_config(module: Any) -> dict[str, Any]:

@@ -69,7 +69,13 @@ def advantages(
     if config.advantage == "reinforce_pp_baseline":
         advantages_K = rl_core.reinforce_pp_baseline_advantages(scores_N, batch.group_ids_N, lens_N)
         return {"advantages": advantages_K}, metrics | _spread(advantages_K)
-    advantages_N = _per_sample(batch, config, scores_N)
+    if config.advantage == "remax":
+        baselines = [item.baseline_score for item in batch.items]
+        if None in baselines:
+            raise ValueError("advantage=remax needs the baseline_score of every sample: the score of a greedy response")
+        advantages_N = rl_core.remax_advantages(scores_N, torch.tensor(baselines, dtype=torch.float64))
+    else:
+        advantages_N = _GROUP_RELATIVE[config.advantage](scores_N, batch.group_ids_N)
     return {"advantages": rl_core.broadcast_to_tokens(advantages_N, lens_N)}, metrics | _spread(advantages_N)
 
 
@@ -111,31 +117,17 @@ def _token_level(
         return {"advantages": advantages_K}, _spread(advantages_K)
     values_K = batch.flat("values")
     advantages_K, returns_K = rl_core.gae(rewards_K, values_K, lens_N, gamma=config.gamma, lam=lam)
-    metrics = _critic_metrics(values_K, returns_K) | _spread(advantages_K)
-    if whiten:
-        advantages_K = rl_core.masked_whiten(advantages_K)
-    return {"advantages": advantages_K, "returns": returns_K}, metrics
-
-
-def _per_sample(batch: ExperienceBatch, config: PolicyConfig, scores_N: Tensor) -> Tensor:
-    """One advantage per sample, [N]."""
-    if config.advantage != "remax":
-        return _GROUP_RELATIVE[config.advantage](scores_N, batch.group_ids_N)
-    baselines = [item.baseline_score for item in batch.items]
-    if None in baselines:
-        raise ValueError("advantage=remax needs the baseline_score of every sample: the score of a greedy response")
-    return rl_core.remax_advantages(scores_N, torch.tensor(baselines, dtype=torch.float64))
-
-
-def _critic_metrics(values_K: Tensor, returns_K: Tensor) -> dict[str, float]:
     spread = float(returns_K.var(correction=0))
     # Equal returns have no variance to explain, except for rounding.
     explained = 1 - float((returns_K - values_K).var(correction=0)) / spread if spread > 1e-12 else 0.0
-    return {
+    metrics = _spread(advantages_K) | {
         "critic/values/mean": float(values_K.mean()),
         "critic/returns/mean": float(returns_K.mean()),
         "critic/explained_variance": explained,
     }
+    if whiten:
+        advantages_K = rl_core.masked_whiten(advantages_K)
+    return {"advantages": advantages_K, "returns": returns_K}, metrics
 
 
 def _spread(advantages: Tensor) -> dict[str, float]:

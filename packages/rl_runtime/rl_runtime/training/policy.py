@@ -78,7 +78,12 @@ class PolicyConfig:
     rollout_correction: RolloutCorrection = field(default_factory=RolloutCorrection)
 
     def __post_init__(self) -> None:
-        self._check_advantage()
+        check_value(self, "gamma", 0 <= self.gamma <= 1, "0 to 1")
+        if self.gamma != 1 and self.advantage not in TOKEN_LEVEL:
+            raise ValueError(
+                f"gamma is {self.gamma}; allowed: 1 with advantage={self.advantage}, which has one reward per sample "
+                f"and nothing to discount; {' and '.join(TOKEN_LEVEL)} discount"
+            )
         self._check_loss()
         self._check_kl()
         self._check_overlong()
@@ -96,8 +101,13 @@ class PolicyConfig:
         bounds = {"clip_low": self.clip_low, "clip_high": self.clip_high}
         return {name: bound for name, bound in bounds.items() if bound is not None}
 
-    def check_sampling(self, sampling: "SamplingConfig", dynamic_sampling: DynamicSamplingConfig) -> None:
+    def check_sampling(
+        self, sampling: "SamplingConfig", dynamic_sampling: DynamicSamplingConfig, *, log_probs: bool = True
+    ) -> None:
         """Refuses sampling that does not fit the algorithm.
+
+        Args:
+            log_probs: whether the servers' log-probs are requested (`rollout.log_probs`).
 
         Raises:
             ValueError: names the key.
@@ -118,32 +128,15 @@ class PolicyConfig:
                 f"algorithm.advantage={self.advantage}, which learns from groups with equal scores too"
             )
         check_rollout_correction(self.rollout_correction, sampling)
-
-    def check_rollout(self, *, log_probs: bool) -> None:
-        """Refuses what needs the servers' log-probs, if they are not requested (`rollout.log_probs=false`).
-
-        Raises:
-            ValueError: names the key.
-        """
-        if log_probs:
-            return
-        if self.rollout_correction.enabled:
+        if self.rollout_correction.enabled and not log_probs:
             raise ValueError(
                 f"rollout.log_probs is False; allowed: true with algorithm.rollout_correction.mode="
                 f"{self.rollout_correction.mode}, which compares them with the trainer's"
             )
-        if self.has_own_loss:
+        if self.has_own_loss and not log_probs:
             raise ValueError(
                 f"rollout.log_probs is False; allowed: true with algorithm.loss={self.loss}, a function of yours that "
                 "may read rollout_log_probs"
-            )
-
-    def _check_advantage(self) -> None:
-        check_value(self, "gamma", 0 <= self.gamma <= 1, "0 to 1")
-        if self.gamma != 1 and self.advantage not in TOKEN_LEVEL:
-            raise ValueError(
-                f"gamma is {self.gamma}; allowed: 1 with advantage={self.advantage}, which has one reward per sample "
-                f"and nothing to discount; {' and '.join(TOKEN_LEVEL)} discount"
             )
 
     def _check_loss(self) -> None:
