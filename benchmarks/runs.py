@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import signal
@@ -32,6 +33,13 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def json_line(command: Sequence[str]) -> str:
+    """The last line of JSON that a process prints; one with its exit code if there is none."""
+    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
+    return lines[-1] if lines else json.dumps({"command": command[1:], "failed_with_exit_code": ran.returncode})
 
 
 def visible_gpus(number: int, *, first: int = 0) -> str:

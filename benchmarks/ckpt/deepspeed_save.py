@@ -14,7 +14,6 @@ slowest rank:
 """
 
 import argparse
-import json
 import os
 import shutil
 import statistics
@@ -59,8 +58,9 @@ def measure(options: argparse.Namespace) -> None:
 
     from ckpt import AsyncSaver, CheckpointManager, DeepSpeedState, SaverRanks
 
+    rank = int(os.environ["RANK"])
     if options.device == "cuda":
-        torch.cuda.set_device(options.rank)
+        torch.cuda.set_device(rank)
     engine = build(options)
     manager = CheckpointManager(options.folder / "checkpoints")
     actor = DeepSpeedState(engine, lambda folder: engine.save_checkpoint(folder, tag="actor"))
@@ -68,18 +68,18 @@ def measure(options: argparse.Namespace) -> None:
     def save(step: int) -> float:
         dist.barrier()
         started = time.perf_counter()
-        if options.rank == 0:
+        if rank == 0:
             manager.prepare(step)
         dist.barrier()
         engine.save_checkpoint(str(options.folder / "checkpoints" / f".partial_step_{step:08d}" / "actor"), tag="actor")
         dist.barrier()
-        if options.rank == 0:
+        if rank == 0:
             manager.publish(step, state={})
         dist.barrier()
         return time.perf_counter() - started
 
     rounds = []
-    ranks = SaverRanks(num_ranks=options.ranks, rank=options.rank, run_id="benchmark")
+    ranks = SaverRanks(num_ranks=options.ranks, rank=rank, run_id="benchmark")
     with AsyncSaver(manager, ranks=ranks) as saver:
         saver.save(0, {"actor": actor})  # untimed: the first copy allocates the host memory, which later ones reuse
         saver.wait()
@@ -92,7 +92,7 @@ def measure(options: argparse.Namespace) -> None:
             row = torch.tensor([save_s, stall_s, time.perf_counter() - started], device=engine.device)
             dist.all_reduce(row, op=dist.ReduceOp.MAX)
             rounds.append(row.tolist())
-            if options.rank == 0:
+            if rank == 0:
                 save_s, stall_s, whole_s = rounds[-1]
                 num_bytes = manager.manifest(step + 1).num_bytes
                 shares = f"{stall_s / save_s:.3f}"
@@ -102,7 +102,7 @@ def measure(options: argparse.Namespace) -> None:
                 )
                 for old in manager.steps()[:-1]:
                     shutil.rmtree(manager.root / f"step_{old:08d}")
-    if options.rank == 0:
+    if rank == 0:
         print(f"median stall_over_save {statistics.median(stall / save for save, stall, _ in rounds):.3f}")
     dist.barrier()
     dist.destroy_process_group()
@@ -117,36 +117,16 @@ def main() -> None:
     parser.add_argument("--millions", type=float, default=50.0)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.rank is not None:
+    if "RANK" in os.environ:
         measure(options)
         return
     print("round\tmb\tsave_s\tstall_s\twhole_s\tstall_over_save", flush=True)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
+    launch += ["--local-ranks-filter=0", "-m", "benchmarks.ckpt.deepspeed_save", *sys.argv[1:]]
+    accelerator = {"DS_ACCELERATOR": "cpu"} if options.device == "cpu" else {}
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        given = vars(options) | {"folder": name}
-        arguments = [f"--{key.replace('_', '-')}={value}" for key, value in given.items() if value is not None]
-        processes = []
-        for rank in range(options.ranks):
-            environment = os.environ | {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(options.ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(29500 + os.getpid() % 1000),
-            }
-            if options.device == "cpu":
-                environment["DS_ACCELERATOR"] = "cpu"
-            output = None if rank == 0 else subprocess.DEVNULL
-            command = [sys.executable, __file__, f"--rank={rank}", *arguments]
-            processes.append(subprocess.Popen(command, env=environment, stdout=output))
-        try:
-            codes = [process.wait() for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-    if any(codes):
-        sys.exit(f"ranks ended with {json.dumps(codes)}")
+        sys.exit(subprocess.run([*launch, f"--folder={name}"], env=os.environ | accelerator, check=False).returncode)
 
 
 if __name__ == "__main__":

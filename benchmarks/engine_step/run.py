@@ -19,7 +19,6 @@ import itertools
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,8 +32,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.flops import training_mfu
-from benchmarks.random_model import CONFIGS, write_random_model
-from benchmarks.runs import free_port
+from benchmarks.random_model import CONFIGS, ensure_random_model
+from benchmarks.runs import free_port, json_line
 from ds_engine import (
     CollectiveGuard,
     EngineConfig,
@@ -312,14 +311,15 @@ def main() -> None:
     # --standalone selects a free port, so that one host can run several cases at a time.
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launch += [f"--nproc-per-node={args.gpus}", "-m", __spec__.name]
+    lines: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        write_random_model(args.model, Path(folder))
+        ensure_random_model(args.model, Path(folder))
         for stage, name in cases(args.stages, args.contestants):
             # torchrun itself listens at MASTER_PORT.
             case = ["--folder", folder, "--stages", str(stage), "--contestants", name, "--store-port", str(free_port())]
-            ran = subprocess.run([*launch, *sys.argv[1:], *case], stdout=subprocess.PIPE, text=True, check=False)
-            lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
-            print(lines[-1] if lines else f"stage {stage}, {name}: failed with exit code {ran.returncode}", flush=True)
+            lines.append(json_line([*launch, *sys.argv[1:], *case]))
+            print(lines[-1], flush=True)
+    sys.exit(any("failed_with_exit_code" in line for line in lines))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ size 1. Prints one line of JSON per case, with the ratio of the estimate to the 
 
 import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.random_model import CONFIGS, model_config
+from benchmarks.runs import json_line
 from ds_engine import (
     EngineConfig,
     LoraConfig,
@@ -98,14 +98,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def run_case(options: list[str]) -> str:
-    """Run one case in its own process; returns its line of JSON, or one with its exit code."""
-    command = [sys.executable, "-m", "benchmarks.memory_plan.measure", "--here", *options]
-    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
-    return lines[-1] if lines else json.dumps({"case": options, "failed_with_exit_code": ran.returncode})
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", choices=sorted(CONFIGS), nargs="+", default=list(CASES))
@@ -128,15 +120,11 @@ def main() -> None:
         print(json.dumps(measure(args)), flush=True)
         return
     cases = {"qwen3-tiny": (256, 256)} if args.tiny else {name: CASES.get(name, (8192, 8192)) for name in args.models}
-    common = ["--stage", args.stage, "--length", args.length, "--micro-batches", args.micro_batches]
-    common += ["--dtype", args.dtype, "--device", args.device, "--port", args.port]
-    common += ["--offload", args.offload, *(["--nf4"] if args.nf4 else [])]
-    common += ["--compile"] if args.compile else []
+    here = [sys.executable, "-m", "benchmarks.memory_plan.measure", *sys.argv[1:], "--here"]
     for name, sizes in cases.items():
         for recompute in [True] if args.recompute else [False, True]:
-            tokens = args.tokens or sizes[recompute]
-            options = ["--models", name, "--tokens", tokens, *common, *(["--recompute"] if recompute else [])]
-            line = run_case([str(option) for option in options])
+            tokens = str(args.tokens or sizes[recompute])
+            line = json_line([*here, "--models", name, "--tokens", tokens, *(["--recompute"] if recompute else [])])
             print(line, flush=True)
             if args.out is not None:
                 with args.out.open("a") as out:
