@@ -31,7 +31,7 @@ NEIGHBORS: dict[str, dict[str, str]] = {
     "ds_engine": {
         "guard": "upstream.py",
         "model": "batch.py config.py distributed.py dtypes.py simple.py upstream.py",
-        "planning": "config.py dtypes.py",
+        "planning": "config.py dtypes.py upstream.py",
         "state": "model upstream.py",
         "zero": "config.py distributed.py dtypes.py model upstream.py",
     },

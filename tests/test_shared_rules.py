@@ -1,8 +1,8 @@
 """Rules that packages hold copies of, since leaves import no other package: the copies agree with each other.
 
 PEFT's names and scale (ds_engine, ckpt, weight_sync; PEFT itself is the reference), what a model folder has to hold
-(rl_data, rollout_vllm), the names and sizes of dtypes (ds_engine, weight_sync; torch is the reference), and the tensors
-that ds_engine names and weight_sync sends.
+(rl_data, rollout_vllm), where a download is (rl_data, ds_engine), the names and sizes of dtypes (ds_engine,
+weight_sync; torch is the reference), and the tensors that ds_engine names and weight_sync sends.
 """
 
 import json
@@ -27,6 +27,7 @@ import weight_sync.tensors
 from ckpt import merge_lora, save_adapter
 from ckpt.tools.lora_export import read_adapter
 from ds_engine import EngineConfig, LoraConfig
+from ds_engine.__main__ import find_model
 from ds_engine.model.lora import adapter_settings, adapter_tensors, add_adapters, whole_tensors
 from plinth_testing import random_model, tiny_config
 from rollout_vllm.servers.checks import check_model_folder
@@ -142,6 +143,18 @@ def test_a_model_folder_gets_the_same_verdict_in_two_packages(files: set[str]) -
         for file in files:
             (folder / file).write_text(json.dumps({"model_type": "qwen3"}))
         assert all(ours == theirs for ours, theirs in verdicts(folder)), verdicts(folder)
+
+
+def test_the_folder_of_a_download_is_the_same_in_two_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0a1b"
+    for file in (snapshot / "config.json", tmp_path / "models--a--b" / "refs" / "main"):
+        file.parent.mkdir(parents=True)
+        file.write_text("0a1b")
+    for name in ("a/b", "a/c", "/", "/x", "b", "a//b"):
+        folder = snapshot if name == "a/b" else Path(name)
+        found = rl_data.tokenizer.find_model_folder(name), Path(find_model(name))
+        assert found == (folder, folder), name
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)

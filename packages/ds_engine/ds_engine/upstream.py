@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -178,6 +179,8 @@ def report() -> str:
 def transformers_message(error: Exception) -> str:
     """The first line of transformers' error: the next ones list all classes, or advise an upgrade of a pinned stack."""
     line = str(error).partition("\n")[0]
+    if found := re.match(r"Unrecognized configuration class <class '[\w.]*?(\w+)'> for .*: (\w+)", line):
+        return f"transformers has no {found[2]} of {found[1]}"
     if "does not recognize this architecture" not in line:
         return line
     what, tested = line.partition(". ")[0], TESTED["transformers"]

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_engine import EngineConfig, LoraConfig, OffloadConfig, OptimConfig, ZeroConfig
+from ds_engine.__main__ import main
 from ds_engine.planning.memory_plan import MemoryEstimate, estimate_memory
 from ds_engine.planning.model_shape import ModelShape, count_shape
+from ds_engine.upstream import TESTED
 from plinth_testing import RankPool, write_tiny_model
 
 QWEN3_06B = {
@@ -191,13 +194,72 @@ def test_the_command_prints_the_table_without_torch(tmp_path: Path) -> None:
     )
     assert "trained, 1 ranks" in adapters.stdout
     for wrong, message in (
-        ("zero.stag=3", "unknown key zero.stag"),
+        ("zero.stag=3", "unknown key zero.stag; nearest: zero.stage; allowed: stage, offload"),
+        ("actor.zero.stage=3", "unknown key actor.zero.stage; nearest: zero.stage; allowed: zero, optim"),
         ("zero.stage=4", "stage=4 is not allowed"),
         ("zero", "is not key=value"),
     ):
         failed = run_cli(str(tmp_path), "--tokens", "1", wrong)
         assert failed.returncode == 2
         assert message in failed.stderr
+    missing = run_cli().stderr.splitlines()[-1]
+    assert missing == "python -m ds_engine plan: error: the following arguments are required: model, --tokens"
+
+
+def test_the_command_warns_of_a_model_that_runs_refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoConfig
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+    AutoConfig.for_model("bert", intermediate_size=64, **sizes).save_pretrained(tmp_path)
+    for model in (tmp_path, tmp_path / "config.json"):
+        main(["plan", str(model), "--tokens", "64"])
+        printed = capsys.readouterr()
+        assert "upper bound" in printed.out
+        assert "warning: runs refuse this model: BertLMHeadModel cannot be trained: the log-prob of" in printed.err
+    tiny_architecture("gpt2", PACKED["gpt2"]).save_pretrained(tmp_path)
+    main(["plan", str(tmp_path), "--tokens", "64"])
+    assert "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{\n,", "config.json' is not valid JSON (Expecting property name enclosed in double quotes: line 2 column 1"),
+        ("[]", "config.json' has no keys; allowed: the configuration of a Hugging Face model"),
+        (
+            '{"model_type": "vit"}',
+            "be counted: ValueError: transformers has no AutoModelForCausalLM of ViTConfig",
+        ),
+        (
+            '{"model_type": "new"}',
+            "model type `new` but Transformers does not recognize this architecture; installed is transformers "
+            f"{version('transformers')}, tested is {TESTED['transformers']}",
+        ),
+    ],
+)
+def test_a_configuration_that_cannot_be_read_costs_one_line(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", str(tmp_path), "--tokens", "64"])
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[transformers]")]
+    assert (ended.value.code, line.startswith("error: "), message in line) == (2, True, True), line
+
+
+def test_a_model_of_the_hub_is_planned_where_its_download_put_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    stored = tmp_path / "models--somebody--qwen"
+    for file, text in (("refs/main", "0a1b"), ("snapshots/0a1b/config.json", json.dumps(QWEN3_06B))):
+        (stored / file).parent.mkdir(parents=True)
+        (stored / file).write_text(text)
+    main(["plan", "somebody/qwen", "--tokens", "64"])
+    assert "596.0M parameters" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["plan", "somebody/else", "--tokens", "64"])
+    assert "the model of this name is fetched by: hf download somebody/else\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -183,9 +183,8 @@ def _reference(config: Any, head: Head) -> tuple[Any, Any]:
         if all(bool(output.isfinite().all()) for output in outputs):
             return small, model
         failures.append("its outputs are not finite")
-    raise UntriedModelError(
-        f"no small copy of {type(config).__name__} can be tried: {'; '.join(dict.fromkeys(failures))}"
-    )
+    reasons = "; ".join(dict.fromkeys(failures))
+    raise UntriedModelError(f"no small copy of {type(config).__name__} can be tried: {reasons}")
 
 
 def _sequences(model: Any) -> list[Tensor]:
