@@ -153,7 +153,7 @@ def test_the_folder_of_a_download_is_the_same_in_two_packages(tmp_path: Path, mo
         file.write_text("0a1b")
     for name in ("a/b", "a/c", "/", "/x", "b", "a//b"):
         folder = snapshot if name == "a/b" else Path(name)
-        found = rl_data.tokenizer.find_model_folder(name), Path(find_model(name))
+        found = rl_data.find_model_folder(name), Path(find_model(name))
         assert found == (folder, folder), name
 
 
