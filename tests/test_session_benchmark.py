@@ -187,8 +187,8 @@ def check_keys(module: str, known: argparse.Namespace, extra: list[str], folder:
 def test_every_command_of_a_plan_is_one_that_its_script_and_the_apps_accept(
     name: str, trial: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for each in read_plan(PLANS / f"{name}.yaml"):
-        module, known, extra = parsed(["python", *each.arguments(tmp_path, trial=trial)[1:]], monkeypatch)
+    for each in read_plan(PLANS / f"{name}.yaml", trial=trial):
+        module, known, extra = parsed(each.arguments(tmp_path), monkeypatch)
         check_keys(module, known, extra, tmp_path)
         if not trial:
             assert getattr(known, "gpus", None) in (None, each.gpus), f"{each.name} takes other GPUs than it says"
@@ -205,12 +205,12 @@ def test_the_calls_of_each_plan_are_those_that_it_says() -> None:
 
 def call(folder: Path, *, gpus: int, minutes: float) -> argparse.Namespace:
     """The arguments of a call."""
-    return argparse.Namespace(
-        folder=folder / "out", work=None, plan="plan", gpus=gpus, minutes=minutes, only=None, trial=False
-    )
+    return argparse.Namespace(folder=folder / "out", work=None, plan="plan", gpus=gpus, minutes=minutes, only=None)
 
 
-def test_a_call_keeps_partial_tables_and_the_next_one_goes_on(tmp_path: Path) -> None:
+def test_a_call_keeps_partial_tables_and_the_next_one_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+
     def measurement(name: str, code: str) -> Measurement:
         (tmp_path / f"{name}.py").write_text(
             f"import sys, time\nprint('| case | s |\\n| --- | --- |', flush=True)\n{code}"
@@ -218,11 +218,11 @@ def test_a_call_keeps_partial_tables_and_the_next_one_goes_on(tmp_path: Path) ->
         command = f"python {tmp_path}/{name}.py"
         return Measurement(name=name, command=command, gpus=1, seconds=0.1, limit=5.0, alone=name == "whole")
 
-    row = "print('| {0} | 1 |', flush=True)\n"
+    row = "import os; print('| {0} |', os.environ['CUDA_VISIBLE_DEVICES'], '|', flush=True)\n"
     plan = [
         measurement("whole", row.format("a")),
         measurement("cut", row.format("b") + "time.sleep(60)"),
-        measurement("broken", "sys.exit('no such thing')"),
+        measurement("broken", row.format("c") + "sys.exit('no such thing')"),
     ]
     args = call(tmp_path, gpus=2, minutes=1.0)
     records = dict(session(plan, args))
@@ -232,8 +232,9 @@ def test_a_call_keeps_partial_tables_and_the_next_one_goes_on(tmp_path: Path) ->
         "broken": "failed",
     }
     summary = (args.folder / "summary.md").read_text()
-    assert "| a | 1 |\n| b | 1 |" in summary, "the tables of both are joined"
+    assert "| a | 5 |\n| b | 5 |" in summary, "the tables of both are joined, each had the first visible GPU"
     assert "no such thing" in summary
+    assert "| c | 7 |" in records["broken"]["output"], "beside the one on the first GPU"
     assert (args.folder / "raw.zip").is_file()
     assert [each.name for each in unfinished(plan, records)] == ["broken"]
     measurement("broken", row.format("c"))
@@ -286,4 +287,5 @@ def test_a_plan_with_a_wrong_measurement_is_refused(tmp_path: Path) -> None:
         with pytest.raises(error):
             read_plan(path)
     path.write_text(f"trials: {{T: a b}}\ncommon: {{limit: 9, trial: T c}}\nmeasurements: [{row}]")
-    assert read_plan(path)[0].arguments(tmp_path, trial=True) == ["x", "a", "b", "c"]
+    assert read_plan(path, trial=True)[0].arguments(tmp_path) == ["x", "a", "b", "c"]
+    assert read_plan(path)[0].arguments(tmp_path) == ["x"]

@@ -11,6 +11,7 @@ call runs again what failed or what the end of the call cut off. `--trial` tries
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -24,7 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runs import INTERRUPTED, TIMED_OUT, Run, interrupted
+from benchmarks.runs import INTERRUPTED, TIMED_OUT, Run, interrupted, visible_gpus
 from benchmarks.session.plan import (
     PLANS,
     Measurement,
@@ -57,20 +58,22 @@ def host() -> tuple[str, str]:
     return device, ", ".join(f"{name} {version}" for name, version in found.items())
 
 
-def measure(start: Start, work: Path, *, num_gpus: int, trial: bool) -> dict[str, Any]:
+def measure(start: Start, work: Path, *, num_gpus: int) -> dict[str, Any]:
     """Runs a measurement to its end or limit; its record without the host's."""
     each = start.measurement
-    words = each.arguments(work, trial=trial)
+    words, ids = each.arguments(work), visible_gpus(num_gpus).split(",")
     command = [sys.executable, *words[1:]] if words[0] == "python" else words
     logs = work / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     output, errors = logs / f"{each.name}.out", logs / f"{each.name}.err"
-    run = Run(each.name, command, output, ",".join(map(str, start.gpus)), signals=SIGNALS, errors=errors)
+    gpus = ",".join(ids[gpu] for gpu in start.gpus)
+    run = Run(each.name, command, output, gpus, signals=SIGNALS, errors=errors)
     began, date = time.monotonic(), datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
     run.start()
     if run.process and not each.alone:
         cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(run.process.pid, share_of_cores(start.gpus, num_gpus=num_gpus, cores=cores))
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(run.process.pid, share_of_cores(start.gpus, num_gpus=num_gpus, cores=cores))
     code = run.end(start.limit)
     cut = "limit" if start.limit == each.limit else "call"
     return {
@@ -98,14 +101,14 @@ def session(plan: Sequence[Measurement], args: argparse.Namespace) -> Mapping[st
     device, versions = host()
     waiting = [each for each in unfinished(plan, records) if not args.only or each.name in args.only]
     running: dict[Future[dict[str, Any]], Start] = {}
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(max(1, len(waiting))) as pool:
         while True:
             left_s = 0.0 if interrupted.is_set() else deadline - time.monotonic()
             start = next_start(waiting, list(running.values()), num_gpus=args.gpus, left_s=left_s)
             if start is not None:
                 waiting.remove(start.measurement)
                 print(f"{start.measurement.name} on GPUs {start.gpus}, at most {start.limit:.0f} s", flush=True)
-                running[pool.submit(measure, start, work, num_gpus=args.gpus, trial=args.trial)] = start
+                running[pool.submit(measure, start, work, num_gpus=args.gpus)] = start
                 continue
             if not running:
                 return records
@@ -122,7 +125,8 @@ def session(plan: Sequence[Measurement], args: argparse.Namespace) -> Mapping[st
 
 def keep_raw(work: Path, target: Path) -> None:
     """Metrics, configurations and the ends of logs, in one file."""
-    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+    # Runs that still go on may remove files.
+    with contextlib.suppress(OSError), zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in sorted(work.rglob("*")):
             if path.suffix in (".log", ".out", ".err", ".tsv") or path.name == "config.yaml":
                 with path.open("rb") as file:
@@ -151,7 +155,7 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--trial", action="store_true", help="with tiny models on a CPU")
     args = parser.parse_args()
-    plan = read_plan(PLANS / f"{args.plan}.yaml")
+    plan = read_plan(PLANS / f"{args.plan}.yaml", trial=args.trial)
     if args.dry_run:
         show(plan, args)
         return

@@ -24,16 +24,14 @@ class Measurement:
     """Seconds after which it is ended."""
     alone: bool = False
     """Nothing runs beside it."""
-    trial: str = ""
-    """What to append to the command to try it on a CPU."""
 
     def __post_init__(self) -> None:
         if self.gpus < 0 or not 0 < self.seconds <= self.limit:
             raise ValueError(f"{self.name}: gpus is 0 or more and seconds above 0 and at most limit")
 
-    def arguments(self, work: Path, *, trial: bool = False) -> list[str]:
+    def arguments(self, work: Path) -> list[str]:
         """The command's words."""
-        return shlex.split(f"{self.command} {self.trial if trial else ''}".replace("WORK", str(work)))
+        return shlex.split(self.command.replace("WORK", str(work)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,20 +44,21 @@ class Start:
     """Seconds after which it is ended: its own limit, or the time that is left."""
 
 
-def read_plan(path: Path) -> list[Measurement]:
+def read_plan(path: Path, *, trial: bool = False) -> list[Measurement]:
     """The measurements of a YAML file: its `common` keys are those of every measurement that has no other value.
 
-    A word of `trial` that is a name in `trials` stands for the text there.
+    A measurement's `trial` is what to append to its command to try it on a CPU, with `trial`; a word of it that is a
+    name in `trials` stands for the text there.
 
     Raises:
         ValueError: two measurements have one name, or a value is not allowed.
         TypeError: a key is missing or unknown.
     """
     content = yaml.safe_load(path.read_text())
-    trials, rows = content.get("trials", {}), [content.get("common", {}) | row for row in content["measurements"]]
-    for row in rows:
-        row["trial"] = " ".join(trials.get(word, word) for word in row.get("trial", "").split())
-    found = [Measurement(**row) for row in rows]
+    found = []
+    for row in (content.get("common", {}) | row for row in content["measurements"]):
+        words = [content.get("trials", {}).get(word, word) for word in row.pop("trial", "").split()]
+        found.append(Measurement(**row | {"command": " ".join([row["command"], *(words if trial else ())])}))
     if len({measurement.name for measurement in found}) < len(found):
         raise ValueError(f"{path}: two measurements have one name")
     return found
