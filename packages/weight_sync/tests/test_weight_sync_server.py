@@ -237,7 +237,7 @@ def test_server_keeps_no_reference_to_shared_memory(server: Server, new_model: A
     with WeightPusher(ModuleSource(new_model), [server]) as pusher:
         pusher.push(1)
         assert pusher._session is not None
-        for segment in pusher._session._senders.of(0)._segments:  # type: ignore[attr-defined]
+        for segment in pusher._session._senders.of(0)._memory:
             segment.bytes_N.fill_(0xAB)
         assert_serves(server, new_model)
 
