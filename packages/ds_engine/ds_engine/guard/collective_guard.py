@@ -255,13 +255,10 @@ class CollectiveGuard:
         peers = [rank for rank in ranks if rank != self._rank]
         keys = [f"next/{group}/{record.index}/{rank}" for rank in peers]
         deadline = time.monotonic() + self._stall_timeout_s
-        while not _wait(store, keys, _TICK_S):
+        while not (is_complete := _wait(store, keys, _TICK_S)) and time.monotonic() <= deadline:
             if self._failure is not None:
                 self._raise()
-            if time.monotonic() > deadline:
-                self._diagnose_failure(group)
-                self._await_diagnosis()
-        if any(store.get(key).decode() != record.signature for key in keys):
+        if not is_complete or any(store.get(key).decode() != record.signature for key in keys):
             self._diagnose_failure(group)
             self._await_diagnosis()
         if record.index > 0:  # all ranks are here, so all have read the previous round

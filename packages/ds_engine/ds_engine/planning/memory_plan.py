@@ -155,7 +155,7 @@ class _States:
     """Device bytes of gradients that the first micro batch allocates only during its backward pass."""
     step_only: int
     """Device bytes allocated only during the optimizer step."""
-    grad_cast: int
+    grad_cast: int = 0
     """Device bytes of the cast in which the largest gradient is reduced."""
 
 
@@ -231,22 +231,19 @@ def _stages_1_and_2(case: _Case) -> _States:
     shard, whole = sum(shards), sum(shards) * ranks
     weights = Place(device=(whole + sum(w.size for w in case.frozen)) * e)
     offloaded = zero.offload.optimizer != "none"
-    optimizer = Place(cpu=12 * shard) if offloaded else Place(device=12 * shard)
+    optimizer = _place(zero.offload.optimizer, 12 * shard)
     if case.config.uses_bf16_optimizer:
         reduced = 0 if ranks == 1 else min(whole, FALLBACK_BUCKET_ELEMENTS) * (4 if zero.fp32_reduce else 4 + e)
         return _States(
             weights=weights, gradients=Place(device=(4 + e) * whole), optimizer=optimizer, buffers=Place(),
-            late_gradients=e * whole, step_only=reduced, grad_cast=0,
+            late_gradients=e * whole, step_only=reduced,
         )  # fmt: skip
     separate = case.accum_bytes != e
     step_only = max(shards) * (e + 4 if e < 4 else 4)
-    if zero.stage == 1:
-        gradients = whole * case.accum_bytes
-        step_only = 4 * shard if separate else step_only
-    else:
-        gradients = 4 * shard if separate else e * shard
-        step_only = 0 if separate else step_only
-    bucket = case.bucket * (case.accum_bytes if zero.stage == 1 and separate else e)
+    if separate:
+        step_only = 4 * shard if zero.stage == 1 else 0
+    gradients = Place(device=(whole if zero.stage == 1 else shard) * case.accum_bytes)
+    bucket = case.bucket * (case.accum_bytes if zero.stage == 1 else e)
     fused = case.config.fuses_grad_accumulation
     num_buckets = 2 if zero.overlap_comm or (fused and ranks > 1) else 1
     buffers = bucket * num_buckets + (4 * case.bucket if zero.fp32_reduce and e < 4 else 0)
@@ -254,21 +251,17 @@ def _stages_1_and_2(case: _Case) -> _States:
     on_cpu = 0
     if offloaded:
         buffers += largest * e
-        on_cpu = (shard + largest) * e
+        on_cpu = (shard + largest + (0 if separate else shard)) * e
         step_only = 0
-        gradient_place = Place(device=gradients if zero.stage == 1 or separate else 0, cpu=4 * shard)
-        if not separate:
-            on_cpu += e * shard
-    else:
-        gradient_place = Place(device=gradients)
+        gradients = Place(device=gradients.device if zero.stage == 1 or separate else 0, cpu=4 * shard)
     grad_cast = 0
     if not fused:
         grad_cast = 4 * min(largest, shard) if separate and largest > case.bucket else 0
     elif zero.fp32_reduce and ranks > 1:
         grad_cast = 4 * max(0, largest - case.bucket)
     return _States(
-        weights=weights, gradients=gradient_place, optimizer=optimizer, buffers=Place(device=buffers, cpu=on_cpu),
-        late_gradients=gradient_place.device, step_only=step_only, grad_cast=grad_cast,
+        weights=weights, gradients=gradients, optimizer=optimizer, buffers=Place(device=buffers, cpu=on_cpu),
+        late_gradients=gradients.device, step_only=step_only, grad_cast=grad_cast,
     )  # fmt: skip
 
 
@@ -284,26 +277,20 @@ def _stage_3(case: _Case) -> _States:
         # A weight stays gathered between forward and backward if fewer elements than the reuse distance lie in between.
         not_persistent = sum(w.size for w in everything if w.size > threshold)
         largest = max(w.size for w in everything)
-        gathered = (
-            min(not_persistent, case.config.reuse_elements // 2 + largest + case.config.prefetch_elements) * e
-            + persistent * e
-        )
-    shards = (shard + frozen_shard) * e
-    weights = _place(zero.offload.param, shards)
-    optimizer = _place(zero.offload.optimizer, 12 * shard)
+        reused = case.config.reuse_elements // 2 + largest + case.config.prefetch_elements
+        gathered = (min(not_persistent, reused) + persistent) * e
     offloaded = zero.offload.optimizer != "none"
     flat = case.accum_bytes * shard
     gradients = Place(cpu=flat + 4 * shard) if offloaded else Place(device=flat)
     bucket = case.bucket * (4 if zero.fp32_reduce else e)
     return _States(
-        weights=weights,
+        weights=_place(zero.offload.param, (shard + frozen_shard) * e),
         gradients=gradients,
-        optimizer=optimizer,
+        optimizer=_place(zero.offload.optimizer, 12 * shard),
         buffers=Place(device=gathered + bucket * (1 if ranks == 1 else 2)),
         late_gradients=gradients.device,
         # The optimizer steps with the fp32 accumulator itself (zero3_gradients.py).
         step_only=0 if offloaded or case.accum_bytes == 4 else 4 * min(shard, case.config.sub_group_elements),
-        grad_cast=0,
     )
 
 
