@@ -29,12 +29,10 @@ _MAX_SOCKET_FOLDER = 70  # characters: a socket's path has at most 107, and vLLM
 class Server(Protocol):
     """A server of a `ServerGroup`, on this host (`ServerProcess`) or on a Ray node (`RayServer`)."""
 
-    @property
-    def index(self) -> int: ...
-    @property
-    def endpoint(self) -> Endpoint: ...
-    @property
-    def log_path(self) -> Path: ...
+    index: int
+    endpoint: Endpoint
+    log_path: Path
+
     @property
     def alive(self) -> bool: ...
 
