@@ -95,12 +95,10 @@ def markdown_table(rows: Sequence[Row], leave_out: Sequence[str] = ()) -> str:
     """The other non-empty columns of the rows as a Markdown table."""
     columns = [name for name in rows[0] if name not in leave_out and any(cell_text(row[name]) for row in rows)]
     lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
-    lines += [f"| {' | '.join(_cell(row[name]) for name in columns)} |" for row in rows]
+    for cells in ([row[name] for name in columns] for row in rows):
+        texts = [f"{cell:.4g}" if isinstance(cell, float) and cell == cell else cell_text(cell) for cell in cells]
+        lines.append(f"| {' | '.join(texts)} |")
     return "\n".join(lines)
-
-
-def _cell(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) and value == value else cell_text(value)
 
 
 def environment_text() -> str:

@@ -215,12 +215,11 @@ def _of_folders(config: EvaluateConfig, folder: Path) -> Targets:
             f"checkpoints.folder is {folder}; allowed: a run folder with checkpoints, or a folder with folders "
             "checkpoint-100, ...; one model folder is given as model.path"
         )
-    targets = [
-        Target(
-            name=found[step].name, step=step, kind="adapter" if _is_adapter(found[step]) else "folder", path=found[step]
-        )
-        for step in _chosen(config, sorted(found))
-    ]
+    targets = []
+    for step in _chosen(config, sorted(found)):
+        path = found[step]
+        is_adapter = (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file()
+        targets.append(Target(name=path.name, step=step, kind="adapter" if is_adapter else "folder", path=path))
     _check_folders([target.path for target in targets if target.kind == "folder" and target.path is not None])
     if config.model.path != BUILTIN_MODEL:
         return Targets(config=config, targets=tuple(targets))
@@ -242,7 +241,3 @@ def _check_folders(folders: Sequence[Path]) -> None:
                 f"checkpoints.folder: {folder.name} has another tokenizer than {folders[0].name}; evaluate them one at "
                 "a time (model.path), and compare the results"
             )
-
-
-def _is_adapter(path: Path) -> bool:
-    return (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file()

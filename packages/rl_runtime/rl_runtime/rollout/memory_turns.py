@@ -99,7 +99,10 @@ class MemoryTurns:
         """
         self._go(Turn.GENERATION, Turn.TRAINING)
         with phase("sleep"):
-            self._end_requests()
+            try:  # holds new requests back; in flight are none, unless a server does not answer
+                self._client.run(self._client.pause(timeout_s=self._timeout_s))
+            except ControlError as error:
+                self._report(f"warning: sleeping servers abort requests: {error}")
             self._try(lambda: control.sleep(servers, level=self._level, timeout_s=self._timeout_s))
         if self._moves_states:
             with phase("reload"):
@@ -132,13 +135,6 @@ class MemoryTurns:
         if self.turn is not before:
             raise RlRuntimeError(f"memory turns: {after.value!r} does not follow {self.turn.value!r}")
         self.turn = after
-
-    def _end_requests(self) -> None:
-        """Holds new requests back, and ends those in flight; there are none unless a server does not answer."""
-        try:
-            self._client.run(self._client.pause(timeout_s=self._timeout_s))
-        except ControlError as error:
-            self._report(f"warning: sleeping servers abort requests: {error}")
 
     def _try(self, call: Callable[[], None]) -> None:
         try:

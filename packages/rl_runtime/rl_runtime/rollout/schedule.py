@@ -65,11 +65,6 @@ class Schedule:
         """All groups between drawing and training, in the order in which they were drawn."""
         return tuple(self._tickets.values())
 
-    @property
-    def version(self) -> int:
-        """The policy version on the servers."""
-        return self._version
-
     def publish(self, version: int) -> None:
         """The servers hold the weights of this version from now on."""
         assert version >= self._version, "versions only grow"
