@@ -1,6 +1,7 @@
 """Model folders and their tokenizers: checks by file name, without heavy imports, and loading."""
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -59,10 +60,10 @@ def check_model_folder(path: str | Path, *, need_weights: bool = True) -> Path:
     folder, name = Path(path), str(path)
     if not os.path.isdir(folder):  # False too for names that no folder can have, where Path.is_dir raises
         what = "is a file, not a folder" if os.path.exists(folder) else "no such folder"
-        raise ModelFolderError(
-            f"{name}: {what}. Give a local Hugging Face model folder, or OWNER/NAME after `hf download OWNER/NAME`.",
-            file=name,
-        )
+        fetched = "OWNER/NAME after `hf download OWNER/NAME`"
+        if re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
+            what, fetched = f"{what}, and no model of this name was downloaded", f"fetch it with `hf download {name}`"
+        raise ModelFolderError(f"{name}: {what}. Give a local Hugging Face model folder, or {fetched}.", file=name)
     if not (folder / "config.json").is_file():
         raise ModelFolderError(
             f"{name}: has no config.json, so it is not a Hugging Face model folder. Give the folder that "

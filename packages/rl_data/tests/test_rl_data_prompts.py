@@ -217,8 +217,12 @@ def test_demonstrations(tmp_path: Path, tokenizer: Any) -> None:
 
 def test_model_folder(tmp_path: Path, model_folder: Path) -> None:
     assert check_model_folder(model_folder) == model_folder
-    with pytest.raises(ModelFolderError, match="no such folder"):
+    with pytest.raises(ModelFolderError, match=r"no such folder\. Give a local"):
         check_model_folder(tmp_path / "none")
+    with pytest.raises(
+        ModelFolderError, match=r"was downloaded\. Give .*, or fetch it with `hf download Own-er/Na\.me-1B`"
+    ):
+        check_model_folder("Own-er/Na.me-1B")
     with pytest.raises(ModelFolderError, match=r"no config\.json"):
         check_model_folder(tmp_path)
     folder = shutil.copytree(model_folder, tmp_path / "model")
