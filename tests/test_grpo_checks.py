@@ -183,7 +183,7 @@ def test_a_model_of_the_hub_is_found_where_its_download_put_it(tmp_path: Path, m
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
     data = f"data.train={tmp_path / 'train.parquet'}"
     check(load_config(GrpoConfig, presets=[DEMO], overrides=["model.path=somebody/tiny", data, "warm_start.steps=0"]))
-    with pytest.raises(ValueError, match="after `hf download OWNER/NAME`"):
+    with pytest.raises(ValueError, match="fetch it with `hf download somebody/else`"):
         check(
             load_config(GrpoConfig, presets=[DEMO], overrides=["model.path=somebody/else", data, "warm_start.steps=0"])
         )
