@@ -25,7 +25,7 @@ from ..plan import Bucket, BucketPlan
 from ..tensors import like, slot_view, storage_id, synchronize
 from .layout import Arrivals, DryRun, Layout, Target
 from .patch import Patch
-from .processing import first_processing, processed, record_of, take_over
+from .processing import first_processing, known_record, processed, record_of, take_over
 from .scratch import ScratchPool
 from .verify import Verifier
 
@@ -256,8 +256,7 @@ def process_again(module: nn.Module, raw: Mapping[str, Any]) -> None:
 
     Frees old packed copies first, so that new ones reuse their mapped pages.
     """
-    record = record_of(module)
-    assert record is not None
+    record = known_record(module)
     for name in record.copies:
         if not isinstance(module.__dict__[name], Tensor):
             module.__dict__[name] = None

@@ -12,15 +12,15 @@ from typing import Any
 from ..config import BACKEND
 from .patch import Patch
 
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+
 PATCH = Patch(
     name="prefix cache beside held requests",
     reason="requests that are held during a push keep their KV cache, and no other request uses it",
     stock=False,
-    replaces={
-        "vllm.v1.core.sched.scheduler:Scheduler": ("reset_prefix_cache(reset_running_requests, reset_connector)",)
-    },
+    replaces={_SCHEDULER: ("reset_prefix_cache(reset_running_requests, reset_connector)",)},
     reads={
-        "vllm.v1.core.sched.scheduler:Scheduler": (
+        _SCHEDULER: (
             "pause_state",
             "requests",
             "kv_cache_manager",

@@ -22,7 +22,7 @@ from ..errors import ReceiverError
 from ..plan import Bucket, BucketPlan, Slot
 from ..tensors import dtype_name, like, storage_id, torch_dtype
 from .patch import Patch
-from .processing import layout_of, record_of
+from .processing import known_record, layout_of, record_of
 
 _RELOAD = "vllm.model_executor.model_loader.reload"
 
@@ -265,8 +265,7 @@ class DryRun:
     def _is_direct(self, target: Target) -> bool:
         if target.is_derived:
             return False  # no copy would update it
-        record = record_of(target.module)
-        assert record is not None
+        record = known_record(target.module)
         as_loaded = target.is_processed and record.layouts[target.name] == layout_of(target.meta)
         return target.in_place or as_loaded or target.meta.numel() == 0
 

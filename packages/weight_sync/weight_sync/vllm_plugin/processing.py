@@ -92,6 +92,13 @@ def record_of(module: nn.Module) -> Record | None:
     return record
 
 
+def known_record(module: nn.Module) -> Record:
+    """The record of a module that vLLM loaded with this package's hook."""
+    record = record_of(module)
+    assert record is not None
+    return record
+
+
 def record_processing() -> None:
     """Record what vLLM's processing changes in every model that is loaded from now on. Can be called twice."""
     if PATCH.problem() is None:  # else the engine refuses to start
@@ -125,8 +132,7 @@ def recording(process_weights: Callable[..., None]) -> Callable[..., None]:
                 module.__dict__[_RECORD] = seen.compare(module, model_config.dtype)
             problems = {kind: _disproof(sample, raw[kind]) for kind, sample in samples.items()}
             for module, seen in before.items():
-                record = record_of(module)
-                assert record is not None
+                record = known_record(module)
                 record.problem = record.problem or problems.get(seen.kind, "")
         except Exception as error:
             _mark(model, Record(model_config.dtype, {}, problem=f"it cannot be read: {type(error).__name__}: {error}"))
@@ -142,8 +148,7 @@ def _mark(model: nn.Module, record: Record) -> None:
 @torch.no_grad()
 def processed(module: nn.Module, raw: Mapping[str, Tensor]) -> nn.Module:
     """A stand-in for ``module`` with the parameters ``raw`` (else the module's own), processed as after loading."""
-    record = record_of(module)
-    assert record is not None
+    record = known_record(module)
     attributes = {name: value for name, value in module.__dict__.items() if name not in _TABLES}
     stand_in: nn.Module = object.__new__(type(module))
     stand_in.__dict__ |= record.module_state.rewind(attributes)
@@ -165,8 +170,7 @@ def processed(module: nn.Module, raw: Mapping[str, Tensor]) -> nn.Module:
 @torch.no_grad()
 def take_over(module: nn.Module, done: nn.Module) -> None:
     """Copy the tensors of a processed stand-in into the module's own, whose addresses stay."""
-    record = record_of(module)
-    assert record is not None
+    record = known_record(module)
     for name in record.changed | record.derived:
         live, new = module._parameters[name], done._parameters[name]
         assert live is not None
@@ -183,8 +187,7 @@ def take_over(module: nn.Module, done: nn.Module) -> None:
 
 def difference(module: nn.Module, done: nn.Module) -> str:
     """Where the tensors that the module computes with differ from those of a processed stand-in; empty: nowhere."""
-    record = record_of(module)
-    assert record is not None
+    record = known_record(module)
     for name in sorted(record.changed | record.derived | record.copies):
         live = module._parameters.get(name, module.__dict__.get(name))
         new = done._parameters.get(name, done.__dict__.get(name))
@@ -297,8 +300,7 @@ def layout_of(tensor: Tensor) -> tuple[Any, ...]:
 
 def _disproof(sample: nn.Module, raw: Mapping[str, Tensor]) -> str:
     """Repeat the processing of a module on copies of its parameters: why that is not exact, or an empty string."""
-    record = record_of(sample)
-    assert record is not None
+    record = known_record(sample)
     if record.problem or not record.changed | record.derived | record.copies:
         return record.problem
     device = next((tensor.device for _, tensor in _own_tensors(sample)), torch.device("cpu"))

@@ -15,10 +15,8 @@ PATCH = Patch(
     name="stale replies",
     reason="keeps the replies of several workers in order after a failed call",
     stock=False,
-    replaces={
-        "vllm.v1.executor.multiproc_executor:MultiprocExecutor": ("collective_rpc(method, timeout, args, kwargs)",)
-    },
-    reads={"vllm.v1.executor.multiproc_executor:MultiprocExecutor": ("response_mqs",)},
+    replaces={_EXECUTOR: ("collective_rpc(method, timeout, args, kwargs)",)},
+    reads={_EXECUTOR: ("response_mqs",)},
 )
 
 #: Calls that can fail without an engine crash: a rejected pusher or plan, a failed sync, a missing adapter.

@@ -15,7 +15,7 @@ from ..errors import ReceiverError
 from ..plan import Bucket
 from ..tensors import like, num_wrong_bytes, slot_view, synchronize
 from .layout import Arrivals, Layout, Target
-from .processing import difference, processed, record_of
+from .processing import difference, known_record, processed, record_of
 from .scratch import ScratchPool
 
 
@@ -81,8 +81,7 @@ class Verifier:
 
     def _compare_module(self, qualname: str, module: nn.Module, raw: dict[str, Any]) -> None:
         """Compare what a processed module computes with; ``raw``: its unprocessed parameters that it does not keep."""
-        record = record_of(module)
-        assert record is not None
+        record = known_record(module)
         if record.problem:
             raise ReceiverError("verify", qualname, f"cannot be compared: {record.problem}")
         wrong = difference(module, processed(module, raw))
