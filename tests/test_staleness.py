@@ -54,6 +54,38 @@ def test_servers_generate_ahead_and_a_resumed_run_loses_nothing(tmp_path: Path, 
     assert {row.step - 1 - int(row.oldest_version) for row in rows} == {0, 1}
 
 
+COMBINED = {
+    "adapters, over-sampling, validation in between": (
+        "grpo",
+        ("actor.lora.rank=4", "oversampling.extra_prompts=2", "trainer.test_freq=2"),
+    ),
+    "PPO, a killed server": ("ppo", ("rollout.num_servers=2",)),
+    "a tool, validation in between": ("grpo", ("preset=calculator", "trainer.test_freq=2")),
+    "an environment": ("grpo", ("preset=game", "rollout.max_model_len=160")),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "settings"), COMBINED.values(), ids=COMBINED)
+def test_servers_generate_ahead_with(
+    name: str, settings: tuple[str, ...], tmp_path: Path, start_app: Callable[..., Any]
+) -> None:
+    app = start_app(tmp_path, *SMALL, *settings, "trainer.max_staleness=1", "trainer.total_training_steps=6", app=name)
+    if "rollout.num_servers=2" in settings:
+        app.wait_for("step 2/6")
+        app.children("_serve.py")[0].kill()
+    assert app.finish() == 0, app.output
+    run = only(tmp_path.iterdir())
+    rows = [row for row in read_samples(run) if row.outcome == "trained"]
+    assert max(Counter((row.group, row.sample) for row in rows).values()) == 1, "a sample is there twice"
+    per_step = Counter(row.step for row in rows)
+    assert set(per_step) == set(range(1, 7))
+    assert len(set(per_step.values())) == 1
+    assert {row.step - 1 - int(row.oldest_version) for row in rows} == {0, 1}
+    mismatches = [row.get("rollout/log_prob_mismatch", "0") for row in exact_metrics(run).values()]
+    assert 0 < max(map(float, mismatches)) < 1e-3, "a token has the version of other weights"
+
+
 @pytest.mark.thorough
 def test_dynamic_sampling_replaces_groups_while_servers_generate_ahead(
     tmp_path: Path, start_app: Callable[..., Any]
