@@ -8,8 +8,9 @@ from pathlib import Path
 from apps.evaluate.config import EvaluateConfig
 from apps.evaluate.results import check_same_settings
 from rl_data import find_model_folder
-from rl_runtime import InputError, check_lengths, check_prompt_files
-from rl_runtime.app.preflight import check_environment, check_folder_name, check_functions
+from rl_runtime import InputError, Inputs, SupervisedConfig, check_lengths, check_prompt_files
+from rl_runtime.app.inputs import load_ahead
+from rl_runtime.app.preflight import check_first_prompts, check_folder_name, check_functions
 from rl_runtime.app.resume import earlier_folder
 from rl_runtime.app.reward_model import check_reward_model
 from rl_runtime.config import BUILTIN_MODEL
@@ -20,8 +21,8 @@ from run_kit.cli import INVOKED_AS
 from run_kit.tracking.run_state import StateFile
 
 
-def check_inputs(config: EvaluateConfig) -> None:
-    """Checks functions, prompts, lengths and servers.
+def check_inputs(config: EvaluateConfig) -> tuple[Inputs | None, list[str]]:
+    """Checks functions, prompts, lengths and servers; returns the inputs (None: the built-in ones) and warnings.
 
     Raises:
         InputError: the configuration or a file cannot be used; names the key.
@@ -33,7 +34,6 @@ def check_inputs(config: EvaluateConfig) -> None:
         raise InputError("data.val is empty; give the files with the prompts to evaluate on")
     check_functions(config.episode, config.reward)
     check_prompt_files(config.model, config.data, rewards=rewards_of_rows(config.reward, config.episode))
-    check_environment(config.episode, config.model, config.data, config.task, seed=config.seed)
     check_lengths(config.rollout, config.data, [config.sampling])
     if config.reward.model_on_ranks:
         raise InputError(
@@ -43,6 +43,17 @@ def check_inputs(config: EvaluateConfig) -> None:
         )
     longest = config.data.max_prompt_length + config.sampling.max_tokens
     check_reward_model(config.model, config.reward, longest=longest)
+    _check_servers(config)
+    inputs = load_ahead(config.model, config.data, SupervisedConfig(), config.task, seed=config.seed)
+    if inputs is not None and not inputs.val_prompts:
+        raise InputError("data.val has no prompt within data.max_prompt_length; allowed: at least one")
+    warnings = check_first_prompts(
+        inputs, config.model, config.data, config.task, episode=config.episode, reward=config.reward, seed=config.seed
+    )
+    return inputs, warnings
+
+
+def _check_servers(config: EvaluateConfig) -> None:
     config.rollout.read_api_key()
     if config.rollout.urls:
         check_running(config.rollout)

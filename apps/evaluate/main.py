@@ -32,6 +32,8 @@ class Plan:
     folder: Path | None
     """The folder to continue; None: a new one."""
     notes: tuple[str, ...]
+    inputs: "rl_runtime.Inputs | None"
+    """None: those of the built-in model, which the evaluation writes into its folder."""
 
 
 def check(config: EvaluateConfig) -> Plan:
@@ -44,11 +46,12 @@ def check(config: EvaluateConfig) -> Plan:
     found = find_targets(config)
     compared = load_compared(config)
     choice = choose_servers(found.config, num_gpus=len(usable_gpus(config)) if found.targets else 0)
-    if found.targets:
-        check_inputs(choice.config)
-    notes = (*found.notes, *choice.lines())
+    inputs, warnings = check_inputs(choice.config) if found.targets else (None, [])
+    notes = (*found.notes, *choice.lines(), *warnings, *(inputs.lines if inputs is not None else ()))
     folder = find_folder(choice.config)
-    return Plan(config=choice.config, targets=found.targets, compared=compared, folder=folder, notes=notes)
+    return Plan(
+        config=choice.config, targets=found.targets, compared=compared, folder=folder, notes=notes, inputs=inputs
+    )
 
 
 def main(config: EvaluateConfig) -> int:
@@ -82,9 +85,9 @@ def evaluate_all(missing: "Sequence[Target]", plan: Plan, folder: Path, table: "
 
     config, failed = plan.config, {}
     supervised = rl_runtime.SupervisedConfig()
-    inputs = rl_runtime.load_inputs(config.model, config.data, supervised, config.task, folder=folder, seed=config.seed)
-    if not inputs.val_prompts:
-        raise rl_runtime.InputError("data.val has no prompt within data.max_prompt_length; allowed: at least one")
+    inputs = plan.inputs or rl_runtime.load_inputs(
+        config.model, config.data, supervised, config.task, folder=folder, seed=config.seed
+    )
     with open_evaluator(config, inputs, folder, several_models=len(missing) > 1) as evaluator:
         for target in missing:
             try:

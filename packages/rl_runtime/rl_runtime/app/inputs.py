@@ -1,6 +1,8 @@
 """Loads the inputs of a run: model folder, tokenizer, prompts, demonstrations. Writes the built-in ones first."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,45 @@ class Inputs:
     demonstrations: Sequence[Demonstration]
     task: TaskFiles | None = None
     """The files of the built-in task, if the model is the built-in one."""
+    lines: Sequence[str] = ()
+    """What the user should know of his files: how messages became text, what was left out."""
+
+
+@contextmanager
+def log_lines() -> Iterator[list[str]]:
+    """Collects what rl_data logs in the block, for a log that does not exist yet: each line once."""
+    lines: list[str] = []
+
+    def keep(record: logging.LogRecord) -> bool:
+        line = f"{'warning: ' if record.levelno >= logging.WARNING else ''}{record.getMessage()}"
+        if line not in lines:
+            lines.append(line)
+        return False
+
+    logger, handler = logging.getLogger("rl_data"), logging.Handler()
+    handler.addFilter(keep)
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate
+
+
+def load_ahead(
+    model: ModelConfig, data: DataConfig, supervised: SupervisedConfig, task: TaskSize, *, seed: int
+) -> Inputs | None:
+    """The inputs of a user's model before there is a run folder; None for the built-in ones, which are written there.
+
+    Raises rl_data.DataError for a row that the chat template refuses, for example.
+    """
+    if model.path == BUILTIN_MODEL:
+        return None
+    return load_inputs(model, data, supervised, task, folder=Path(), seed=seed)
 
 
 def load_inputs(
@@ -54,10 +95,12 @@ def load_inputs(
     seed: int,
     with_prompts: bool = True,
     max_prompts: int | None = None,
+    section: str = "warm_start",
 ) -> Inputs:
     """Loads prompts and demonstrations; writes the built-in model and its task to `folder` first.
 
     Args:
+        section: the configuration section of `supervised`.
         max_prompts: limit of the prompts for training and of those for validation; None: `data` says it.
     """
     model_path, written = find_model_folder(model.path), None
@@ -68,17 +111,19 @@ def load_inputs(
         train, val, demonstrations = (str(written.train),), (str(written.val),), (str(written.demonstrations),)
     if not with_prompts:
         train, val = (), ()
-    tokenizer = load_tokenizer(model_path)
-    return Inputs(
-        model_path=model_path,
-        tokenizer=tokenizer,
-        train_prompts=load_prompts(train, tokenizer, data, max_prompts=max_prompts) if train else [],
-        val_prompts=load_prompts(val, tokenizer, data, max_prompts=max_prompts or data.max_val_prompts) if val else [],
-        demonstrations=load_examples("demonstrations", demonstrations, tokenizer, data, supervised, seed=seed)
-        if supervised.trains
-        else [],
-        task=written,
-    )
+    tokenizer, most_val = load_tokenizer(model_path), max_prompts or data.max_val_prompts
+    with log_lines() as lines:
+        return Inputs(
+            model_path=model_path,
+            tokenizer=tokenizer,
+            train_prompts=load_prompts(train, tokenizer, data, max_prompts=max_prompts) if train else [],
+            val_prompts=load_prompts(val, tokenizer, data, max_prompts=most_val) if val else [],
+            demonstrations=load_examples("demonstrations", demonstrations, tokenizer, data, supervised, section=section)
+            if supervised.trains
+            else [],
+            task=written,
+            lines=[] if written is not None else lines,
+        )
 
 
 def load_examples(
@@ -88,18 +133,38 @@ def load_examples(
     data: DataConfig,
     supervised: SupervisedConfig,
     *,
-    seed: int,
+    seed: int = 0,
+    section: str = "supervised",
 ) -> list[Any]:
     """The demonstrations, pairs or labeled responses of these files, tokenized.
 
     Args:
         seed: chooses the unrelated responses of labeled ones.
+        section: the configuration section of `supervised`.
     """
+    most = supervised.max_length
     if kind == "pairs":
-        return list(load_pairs(files, tokenizer, data, max_length=supervised.max_length))
+        return list(load_pairs(files, tokenizer, data, max_length=most, section=section))
     if kind == "labeled":
-        return list(load_labeled(files, tokenizer, data, max_length=supervised.max_length, seed=seed))
-    return list(load_demonstrations(files, tokenizer, data, turns=supervised.turns, max_length=supervised.max_length))
+        return list(load_labeled(files, tokenizer, data, max_length=most, seed=seed, section=section))
+    turns = supervised.turns
+    return list(load_demonstrations(files, tokenizer, data, turns=turns, max_length=most, section=section))
+
+
+def describe_repeats(num: int, batch_size: int, *, noun: str, key: str, num_drawn: int | None = None) -> str:
+    """A line for the user if a step of `batch_size` examples has each of the `num` several times; else empty.
+
+    Args:
+        key: the configuration key of `batch_size`.
+        num_drawn: examples of the whole run, if they may be fewer than a step has.
+    """
+    per_step = batch_size if num_drawn is None else min(batch_size, num_drawn)
+    if num >= per_step:
+        return ""
+    return (
+        f"warning: a step has each of the {num} {noun} {per_step / num:.3g} times on average, because {key} is "
+        f"{batch_size}; for no repeats: at most {num}"
+    )
 
 
 def chat_format(tokenizer: Any, data: DataConfig) -> ChatFormat:

@@ -19,6 +19,7 @@ from ..rollout.scoring import rewards_of_rows
 from ..training.checkpoints import Stateful
 from ..training.loop import Learn
 from ..training.reward_model import RewardModel
+from .inputs import load_ahead
 from .job_config import JobConfig
 from .preflight import (
     check_adapters,
@@ -26,7 +27,7 @@ from .preflight import (
     check_cluster,
     check_context,
     check_engine,
-    check_environment,
+    check_first_prompts,
     check_functions,
     check_lengths,
     check_prompt_files,
@@ -133,7 +134,6 @@ def check_job(config: JobConfig, engines: Mapping[str, tuple[EngineConfig, int]]
     check_functions(config.episode, config.reward)
     check_prompt_files(config.model, config.data, rewards=rewards_of_rows(config.reward, config.episode))
     check_train_prompts(config.model, config.data)
-    check_environment(config.episode, config.model, config.data, config.task, seed=config.trainer.seed)
     check_supervised(config.model, config.data, config.warm_start, section="warm_start")
     for section, (engine, num_updates) in engines.items():
         check_engine(engine, section=section, num_updates=num_updates, is_saved=config.trainer.save_freq > 0)
@@ -150,4 +150,9 @@ def check_job(config: JobConfig, engines: Mapping[str, tuple[EngineConfig, int]]
     check_servers(config.model, config.rollout, config.sync, config.trainer, placement)
     check_cluster(config.model, config.trainer, placement)
     architectures += check_reward_ranks(config, placement)
-    return plan_run(config, placement, architectures)
+    seed = config.trainer.seed
+    inputs = load_ahead(config.model, config.data, config.warm_start, config.task, seed=seed)
+    warnings = check_first_prompts(
+        inputs, config.model, config.data, config.task, episode=config.episode, reward=config.reward, seed=seed
+    )
+    return plan_run(config, placement, [*architectures, *warnings], inputs=inputs)

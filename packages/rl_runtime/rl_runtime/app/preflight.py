@@ -29,6 +29,7 @@ from ds_engine.config import check_schedule
 from rl_data import (
     DataConfig,
     DataError,
+    Prompt,
     Reward,
     build_tiny_model,
     check_demonstrations,
@@ -59,11 +60,12 @@ from ..launch.placement import Placement
 from ..launch.reachability import why_unreachable
 from ..rollout.config import EpisodeConfig
 from ..rollout.episodes import load_environment, load_rollout, reset_once
+from ..rollout.reward_trial import has_functions, try_rewards
 from ..rollout.scoring import load_answer, load_functions, prepare_rewards
 from ..rollout.scoring_config import ScoringConfig
 from ..training.local_disks import check_storage
 from ..training.supervised_config import SupervisedConfig
-from .inputs import load_inputs
+from .inputs import Inputs, load_inputs
 from .supervised_job_config import ExampleKind
 from .task_config import TaskSize
 
@@ -163,27 +165,67 @@ def check_train_prompts(model: ModelConfig, data: DataConfig) -> None:
         )
 
 
-def check_environment(
-    episode: EpisodeConfig, model: ModelConfig, data: DataConfig, task: TaskSize, *, seed: int
-) -> None:
-    """Starts the environment once for the first prompt of training and once for that of validation, and resets it.
+def first_prompts(
+    inputs: Inputs | None, model: ModelConfig, data: DataConfig, task: TaskSize, *, seed: int
+) -> dict[str, Prompt]:
+    """The first prompts of training and of validation, where there are some; `inputs`: None for the built-in ones."""
+    if inputs is None:
+        with TemporaryDirectory() as folder:
+            nothing = SupervisedConfig(steps=0)
+            inputs = load_inputs(model, data, nothing, task, folder=Path(folder), seed=seed, max_prompts=1)
+    of = {"training": inputs.train_prompts, "validation": inputs.val_prompts}
+    return {what: prompts[0] for what, prompts in of.items() if prompts}
+
+
+def check_environment(episode: EpisodeConfig, prompts: Mapping[str, Prompt]) -> None:
+    """Starts the environment once for each of `first_prompts`, and resets it.
 
     Raises InputError if a start or a reset fails, for example because the rows lack a column.
     """
-    if episode.environment is None:
-        return
-    with TemporaryDirectory() as folder:
-        one = load_inputs(model, data, SupervisedConfig(steps=0), task, folder=Path(folder), seed=seed, max_prompts=1)
-    for what, prompts in (("training", one.train_prompts), ("validation", one.val_prompts)):
-        for prompt in prompts:
-            try:
-                asyncio.run(reset_once(episode, prompt))
-            except EnvironmentFailedError as error:
-                columns = ", ".join(prompt.extra) or "none"
-                raise InputError(
-                    f"episode.environment fails at the first prompt of {what} ({prompt.id}): {error}; its columns in "
-                    f"prompt.extra: {columns}"
-                ) from error
+    for what, prompt in prompts.items():
+        try:
+            asyncio.run(reset_once(episode, prompt))
+        except EnvironmentFailedError as error:
+            columns = ", ".join(prompt.extra) or "none"
+            raise InputError(
+                f"episode.environment fails at the first prompt of {what} ({prompt.id}): {error}; its columns in "
+                f"prompt.extra: {columns}"
+            ) from error
+
+
+def check_first_prompts(
+    inputs: Inputs | None,
+    model: ModelConfig,
+    data: DataConfig,
+    task: TaskSize,
+    *,
+    episode: EpisodeConfig,
+    reward: ScoringConfig,
+    seed: int,
+) -> list[str]:
+    """Tries the environment and the user's reward functions on the first prompts; returns warnings.
+
+    The prompt of validation is scored if its data source differs from that of training.
+
+    Args:
+        inputs: what is loaded; None for the built-in model.
+
+    Raises InputError.
+    """
+    if episode.environment is None and not has_functions(reward):
+        return []
+    prompts = first_prompts(inputs, model, data, task, seed=seed)
+    if episode.environment is not None:
+        check_environment(episode, prompts)
+    # An episode that scores itself leaves out all rewards but terms.
+    scores_itself = (episode.environment is not None or episode.function is not None) and not reward.adds_up
+    known = prompts.get("training")
+    scored = {
+        what: one
+        for what, one in prompts.items()
+        if one is known or known is None or one.data_source != known.data_source
+    }
+    return try_rewards(reward, scored, tokenizer=policy_tokenizer(model), refuses=not scores_itself)
 
 
 def check_architectures(

@@ -28,7 +28,7 @@ from ..training.reward_model import RewardModel
 from ..training.uploads import open_uploader
 from .choice import Choice
 from .choices import divides
-from .inputs import chat_format, load_inputs
+from .inputs import Inputs, chat_format, describe_repeats, load_inputs
 from .job import Algorithm, Job
 from .job_config import JobConfig, JobConfigT
 from .restarts import Restarts
@@ -60,9 +60,11 @@ def run_job(
         tracker.info(f"run folder {run.path}; starting {config.trainer.rank_count} ranks and the servers")
         for line in (*chosen.lines(), *plan.lines):
             tracker.info(line)
-        inputs = load_inputs(
+        inputs = plan.inputs or load_inputs(
             config.model, config.data, config.warm_start, config.task, folder=run.path, seed=config.trainer.seed
         )
+        for line in (*inputs.lines, *_repeats(config, inputs)):
+            tracker.info(line)
         start.mark("inputs")
         with open_uploader(trainer, run.path, tracker.info) as uploader:
             local_disks = LocalDisks(trainer, run.path, tracker.info) if trainer.local_disks else None
@@ -97,6 +99,19 @@ def run_job(
             tracker.summary(result)  # ranks and servers are gone; uploads continue to the end of the outer block
         if stop.signal and result.stopped_after is not None:
             end_stopped(run, tracker, trainer, stop.signal, f"{result.stopped_after}")
+
+
+def _repeats(config: JobConfig, inputs: Inputs) -> list[str]:
+    """A line for prompts, and one for demonstrations, that are several times in a step."""
+    lines = [
+        describe_repeats(
+            len(inputs.train_prompts), config.batch.train_batch_size, noun="prompts", key="batch.train_batch_size"
+        )
+    ]
+    if inputs.demonstrations:
+        size, num = config.warm_start.batch_size, len(inputs.demonstrations)
+        lines.append(describe_repeats(num, size, noun="demonstrations", key="warm_start.batch_size"))
+    return [line for line in lines if line]
 
 
 def _run_attempt(job: Job, restart: Restart | None, *, compose: Callable[[Job], Algorithm]) -> LoopResult:

@@ -14,6 +14,7 @@ from rl_data import Demonstration, PromptSampler
 from run_kit import StopRequest
 from run_kit.timing import Laps
 
+from ..config import BUILTIN_MODEL
 from ..errors import InputError
 from ..launch.session import open_rank_session, plan_ranks
 from ..ranks.environment import prepare_driver
@@ -24,7 +25,7 @@ from ..training.supervised import sequences_in
 from ..training.supervised_loop import SupervisedLoop, SupervisedResult
 from ..training.uploads import open_uploader
 from .choice import Choice
-from .inputs import Inputs, load_examples, load_inputs
+from .inputs import Inputs, describe_repeats, load_examples, load_inputs, log_lines
 from .preflight import (
     check_architectures,
     check_cluster,
@@ -43,8 +44,23 @@ from .training_run import JobPlan, TrainingRun, end_stopped, open_run, plan_run
 T = TypeVar("T")
 
 
-SupervisedPlan = JobPlan
-"""What the checks of a supervised app find out."""
+@dataclass(frozen=True, kw_only=True)
+class Examples:
+    """The inputs, the examples to train on and those held out."""
+
+    inputs: Inputs
+    train: Sequence[Any]
+    held_out: Sequence[Any]
+    lines: Sequence[str]
+    """What the user should know of the files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedPlan(JobPlan):
+    """What the checks of a supervised app find out."""
+
+    examples: Examples | None
+    """None: those of the built-in model, which the run writes into its folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +95,11 @@ def check_run(config: SupervisedJobConfig, *, head: Head = "lm") -> SupervisedPl
     tried = {"engine": engine}
     architectures = check_architectures(config.model, tried, on_gpu=placement.on_gpu, value_heads=value_heads)
     check_cluster(config.model, trainer, placement)
-    return plan_run(config, placement, architectures)
+    examples = None if config.model.path == BUILTIN_MODEL else _load(config, Path())
+    plan = plan_run(config, placement, architectures)
+    if examples is not None:
+        _check_steps(config, len(examples.train), plan.resume_from)
+    return SupervisedPlan(placement=plan.placement, resume_from=plan.resume_from, lines=plan.lines, examples=examples)
 
 
 def run_supervised(
@@ -107,14 +127,12 @@ def run_supervised(
         tracker.info(f"run folder {run.path}; starting {trainer.rank_count} ranks")
         for line in (*choice.lines(), *plan.lines):
             tracker.info(line)
-        inputs, train, held_out = _load(config, run.path)
-        last_step = _check_steps(config, len(train), plan.resume_from)
+        examples = plan.examples or _load(config, run.path)
+        num_train = len(examples.train)
+        last_step = _check_steps(config, num_train, plan.resume_from)
         tracker.expect(last_step)
-        epochs = config.supervised.num_drawn(len(train)) / len(train)
-        tracker.info(
-            f"{len(train)} {config.noun}, {len(held_out)} held out; {last_step} steps of "
-            f"{config.supervised.batch_size}, {epochs:.4g} epochs"
-        )
+        for line in (*examples.lines, *_describe(config, examples, last_step)):
+            tracker.info(line)
         start.mark("inputs")
         with open_uploader(trainer, run.path, tracker.info) as uploader:
             sp = config.engine.sequence_parallel
@@ -124,7 +142,7 @@ def run_supervised(
                     config=config,
                     session=session,
                     tracker=tracker,
-                    inputs=inputs,
+                    inputs=examples.inputs,
                     folder=run.path,
                     resumed=plan.resume_from,
                     memory=memory,
@@ -132,8 +150,8 @@ def run_supervised(
                     start=start,
                     uploader=uploader,
                     local_disks=LocalDisks(trainer, run.path, tracker.info) if trainer.local_disks else None,
-                    train=train,
-                    held_out=held_out,
+                    train=examples.train,
+                    held_out=examples.held_out,
                 )
                 result = Restarts(job).attempts(partial(_run_attempt, compose=compose, head=head))
             if line := result.describe():
@@ -162,24 +180,48 @@ def hold_out(examples: Sequence[T], size: int, *, seed: int, noun: str = "demons
     return parts
 
 
-def _load(config: SupervisedJobConfig, folder: Path) -> tuple[Inputs, list[Any], list[Any]]:
-    """The inputs, and the examples to train on and those held out."""
+def _describe(config: SupervisedJobConfig, examples: Examples, last_step: int) -> list[str]:
+    """The numbers of examples and steps, and lines for examples that are several times in a step."""
+    supervised, num = config.supervised, len(examples.train)
+    drawn = supervised.num_drawn(num)
+    lines = [
+        f"{num} {config.noun}, {len(examples.held_out)} held out; {last_step} steps of {supervised.batch_size}, "
+        f"{drawn / num:.4g} epochs",
+        describe_repeats(num, supervised.batch_size, noun=config.noun, key="supervised.batch_size", num_drawn=drawn),
+    ]
+    if config.first_stage.trains:
+        first, num_first = config.first_stage, len(examples.inputs.demonstrations)
+        lines.append(describe_repeats(num_first, first.batch_size, noun="demonstrations", key="warm_start.batch_size"))
+    return [line for line in lines if line]
+
+
+def _load(config: SupervisedJobConfig, folder: Path) -> Examples:
+    """Loads the inputs and the examples; `folder` gets the built-in ones."""
     supervised, seed, kind = config.supervised, config.trainer.seed, config.examples
     is_first = kind == "demonstrations"
     demonstrations = supervised if is_first else config.first_stage
     inputs = load_inputs(
-        config.model, config.data, demonstrations, config.task, folder=folder, seed=seed, with_prompts=False
+        config.model,
+        config.data,
+        demonstrations,
+        config.task,
+        folder=folder,
+        seed=seed,
+        with_prompts=False,
+        section="supervised" if is_first else "warm_start",
     )
     load = partial(load_examples, kind, tokenizer=inputs.tokenizer, data=config.data, supervised=supervised, seed=seed)
     files, val_files = supervised.files, supervised.val_files
     if inputs.task is not None and inputs.task.pairs is not None and inputs.task.val_pairs is not None:
         files, val_files = (str(inputs.task.pairs),), (str(inputs.task.val_pairs),)
-    examples = inputs.demonstrations if is_first else load(files)
-    train, held_out = hold_out(examples, supervised.val_size, seed=seed, noun=config.noun)
-    if val_files:
-        held_out = load(val_files)
+    with log_lines() as lines:
+        examples = inputs.demonstrations if is_first else load(files)
+        train, held_out = hold_out(examples, supervised.val_size, seed=seed, noun=config.noun)
+        if val_files:
+            held_out = load(val_files)
     check_lengths(inputs.model_path, [one for example in (*train, *held_out) for one in sequences_in(example)])
-    return inputs, train, held_out
+    said = () if inputs.task is not None else tuple(dict.fromkeys((*inputs.lines, *lines)))
+    return Examples(inputs=inputs, train=train, held_out=held_out, lines=said)
 
 
 def check_lengths(model_path: Path, demonstrations: Sequence[Demonstration]) -> None:

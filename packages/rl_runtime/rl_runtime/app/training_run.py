@@ -63,21 +63,22 @@ class JobPlan:
     resume_from: Checkpoint | None
     """The checkpoint that the run resumes from; its files are verified."""
     lines: Sequence[str] = ()
-    """Checkpoints and runs that `resume=auto` passed over, with reasons, what it downloaded, and how the engines
-    compute the model."""
+    """Checkpoints and runs that `resume=auto` passed over, with reasons, what it downloaded, how the engines compute
+    the model, and what the tries of rewards found."""
+    inputs: Inputs | None = None
+    """The loaded inputs; None: those of the built-in model, which the run writes into its folder."""
 
 
-def plan_run(config: AppConfig, placement: Placement, architectures: Sequence[str]) -> JobPlan:
-    """The last checks, of what a run writes to, and the checkpoint to resume from; raises as `find_checkpoint`.
+def plan_run(config: AppConfig, placement: Placement, lines: Sequence[str], *, inputs: Inputs | None = None) -> JobPlan:
+    """Checks what the run writes to, and finds the checkpoint to resume from; raises as `find_checkpoint`.
 
-    Args:
-        architectures: lines of `check_architectures`.
+    `lines`: of the other checks.
     """
     check_tracking(config.tracking)
     check_checkpoint_url(config.trainer)
     skipped: list[str] = []
     resume_from = find_checkpoint(config.trainer, skipped.append)
-    return JobPlan(placement=placement, resume_from=resume_from, lines=(*skipped, *architectures))
+    return JobPlan(placement=placement, resume_from=resume_from, lines=(*skipped, *lines), inputs=inputs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,7 +113,7 @@ class Scorer:
         self._answer = load_answer(config)
 
     def _function(self, function: RewardFunction) -> HangGuard:
-        call = partial(_call_batch if function.batched else _call_one, self._pool(function.is_coroutine), function)
+        call = partial(call_function, self._pool(function.is_coroutine), function)
         at_once = _AT_ONCE if function.is_coroutine else self._config.num_workers
         return self._guard(call, f"{function.key}={function.name}", at_once, whole_groups=function.batched)
 
@@ -225,17 +225,14 @@ def _votes_by(answer: Callable[[str], Any], response_texts: Sequence[str]) -> li
     return equal_answers([answer(text) for text in response_texts])
 
 
-async def _call_one(
+async def call_function(
     pool: RewardPool, function: RewardFunction, drafts: Sequence[Experience]
 ) -> Sequence[RewardOutcome]:
-    (draft,) = drafts
-    facts = {name: _FACTS[name](draft) for name in function.facts}
-    return [await pool.score(function.call, draft.response_text, draft.prompt, **facts)]
-
-
-async def _call_batch(
-    pool: RewardPool, function: RewardFunction, drafts: Sequence[Experience]
-) -> Sequence[RewardOutcome]:
+    """One outcome for each sample: of a group, if the function is batched, else of a single one."""
+    if not function.batched:
+        (draft,) = drafts
+        of_draft = {name: _FACTS[name](draft) for name in function.facts}
+        return [await pool.score(function.call, draft.response_text, draft.prompt, **of_draft)]
     texts, prompts = [draft.response_text for draft in drafts], [draft.prompt for draft in drafts]
     facts = {name: [_FACTS[name](draft) for draft in drafts] for name in function.facts}
     call = pool.submit_batch(function.call, texts, prompts, num_scores=len(drafts), **facts)
@@ -324,8 +321,36 @@ def load_reward(
     """
     arguments = ("response_texts", "prompts") if batched else ("response_text", "prompt")
     return load_function(
-        name, key=key, arguments=arguments, keywords=keywords, offered=_FACTS.keys(), is_coroutine=None
+        name,
+        key=key,
+        arguments=arguments,
+        keywords=keywords,
+        offered=_FACTS.keys(),
+        is_coroutine=None,
+        advise=partial(foreign_hint, key=key),
     )
+
+
+def foreign_hint(call: Callable[..., Any], key: str) -> str:
+    """How to call a function that has the parameters of TRL or verl; empty for others. `key`: that names it."""
+    try:
+        names = list(inspect.signature(call).parameters)
+    except (TypeError, ValueError):
+        return ""
+    name, shown = getattr(call, "__name__", "function"), ", ".join(names)
+    if "completions" in names:
+        return (
+            f"Its parameters ({shown}) are TRL's: with {key.removesuffix('function')}batched=true, name a function "
+            f"`def score(response_texts, prompts): return {name}(prompts=[p.text for p in prompts], "
+            "completions=response_texts)` (docs/rewards.md)."
+        )
+    if "solution_str" in names or {"data_source", "ground_truth"} <= set(names):
+        return (
+            f"Its parameters ({shown}) are verl's: name a function `def score(response_text, prompt): return "
+            f"{name}(prompt.data_source, response_text, prompt.ground_truth, prompt.extra.get('extra_info'))` "
+            "(docs/rewards.md)."
+        )
+    return ""
 
 
 def load_answer(config: ScoringConfig) -> Callable[[str], Any] | None:

@@ -58,11 +58,12 @@ def load_function(
     keywords: Collection[str] = (),
     offered: Collection[str] = (),
     is_coroutine: bool | None = False,
+    advise: Callable[[Callable[..., Any]], str] = lambda _: "",
 ) -> Callable[..., Any]:
     """Imports the function of the configuration key `key`; checks that it takes `arguments` and `keywords`.
 
     offered: further keywords, which it gets if it has parameters of these names. is_coroutine: whether it must be a
-    coroutine function; None: as it is.
+    coroutine function; None: as it is. advise: what to write instead of a function that does not take the arguments.
 
     Raises:
         InputError: the function cannot be imported or called; says what is allowed.
@@ -77,7 +78,7 @@ def load_function(
         signature = inspect.signature(function)
         signature.bind(*arguments, **dict.fromkeys((*keywords, *(signature.parameters.keys() & set(offered)))))
     except TypeError as error:
-        raise InputError(
-            f"{key} is {name!r}, which cannot be called as {attribute}({', '.join((*arguments, *keywords))}): {error}"
-        ) from error
+        call = f"{attribute}({', '.join((*arguments, *keywords))})"
+        advice = f". {advise(function)}".removesuffix(". ")
+        raise InputError(f"{key} is {name!r}, which cannot be called as {call}: {error}{advice}") from error
     return function

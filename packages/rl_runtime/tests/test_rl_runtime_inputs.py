@@ -1,0 +1,118 @@
+"""What the user is told of his files, and when they are loaded."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from rl_core import BatchConfig
+from rl_data import DataConfig, DataError, PromptSampler, build_tiny_model
+from rl_runtime import JobConfig, ModelConfig, SupervisedConfig
+from rl_runtime.app.inputs import describe_repeats, load_ahead, log_lines
+from rl_runtime.app.run import _repeats
+from rl_runtime.app.supervised_job_config import SupervisedJobConfig
+from rl_runtime.app.supervised_run import _describe, _load
+from rl_runtime.app.task_config import TaskSize
+from rl_runtime.training.supervised_config import FineTuningConfig
+
+PLAIN = "warning: messages are rendered as plain text, the content of each and a line break, without roles"
+
+
+def write(folder: Path, name: str, *rows: dict[str, Any]) -> str:
+    file = folder / f"{name}.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without a chat template."""
+    return build_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+def test_one_line_says_how_messages_of_all_files_became_text(folder: Path, tmp_path: Path) -> None:
+    message = {"role": "user", "content": "2+3"}
+    prompts = write(tmp_path, "prompts", {"prompt": [message], "ground_truth": "5"})
+    chat = write(tmp_path, "chat", {"messages": [message, {"role": "assistant", "content": "5"}]})
+    model, data = ModelConfig(path=str(folder)), DataConfig(train=(prompts,), val=(prompts,))
+    inputs = load_ahead(model, data, SupervisedConfig(steps=1, files=(chat,)), TaskSize(), seed=1)
+    assert inputs is not None
+    (line,) = inputs.lines
+    assert line.startswith(PLAIN)
+    assert "data.chat_template=auto; always refuses this" in line
+    with pytest.raises(DataError, match=r"^data.chat_template=always, but the model's tokenizer has no chat template"):
+        load_ahead(model, DataConfig(train=(prompts,), chat_template="always"), SupervisedConfig(), TaskSize(), seed=1)
+    assert load_ahead(ModelConfig(), DataConfig(), SupervisedConfig(), TaskSize(), seed=1) is None
+
+
+def test_lines_of_the_log_are_collected_once_and_the_log_is_as_before(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("rl_data.somewhere")
+    with log_lines() as lines:
+        logger.warning("%d rows", 2)
+        logger.warning("%d rows", 2)
+        logger.info("read")
+        logger.debug("no")
+    assert (lines, caplog.records) == (["warning: 2 rows", "read"], [])
+    logger.warning("later")
+    assert (len(lines), [record.getMessage() for record in caplog.records]) == (2, ["later"])
+
+
+@given(num=st.integers(1, 20), batch_size=st.integers(1, 70), num_batches=st.integers(1, 4))
+def test_the_line_comes_if_and_only_if_a_step_repeats_an_example(num: int, batch_size: int, num_batches: int) -> None:
+    line = describe_repeats(num, batch_size, noun="prompts", key="batch.train_batch_size")
+    sampler = PromptSampler(num, seed=1)
+    for _ in range(num_batches):
+        drawn = sampler.next(batch_size)
+        assert bool(line) == (len(set(drawn)) < len(drawn))
+        assert not line or f"each of the {num} prompts {len(drawn) / num:.3g} times on average" in line
+
+
+def test_repeated_prompts_and_demonstrations_are_named_with_their_keys(folder: Path, tmp_path: Path) -> None:
+    prompts = write(tmp_path, "prompts", *[{"question": "2+3", "answer": "#### 5"}] * 3)
+    chat = write(tmp_path, "chat", *[{"question": "2+3", "answer": "5"}] * 2)
+    model, data = ModelConfig(path=str(folder)), DataConfig(train=(prompts,))
+    warm_start = SupervisedConfig(steps=1, files=(chat,), batch_size=4)
+    batch = BatchConfig(train_batch_size=16, mini_batch_size=16)
+    config = JobConfig(model=model, data=data, warm_start=warm_start, batch=batch)
+    inputs = load_ahead(model, data, warm_start, TaskSize(), seed=1)
+    assert inputs is not None
+    assert _repeats(config, inputs) == [
+        "warning: a step has each of the 3 prompts 5.33 times on average, because batch.train_batch_size is 16; for "
+        "no repeats: at most 3",
+        "warning: a step has each of the 2 demonstrations 2 times on average, because warm_start.batch_size is 4; for "
+        "no repeats: at most 2",
+    ]
+
+    def described(**settings: Any) -> list[str]:
+        given = SupervisedJobConfig(model=model, supervised=FineTuningConfig(files=(chat,), **settings))
+        return _describe(given, _load(given, tmp_path), 1)
+
+    assert described(steps=1)[1].startswith("warning: a step has each of the 2 demonstrations 32 times on average, bec")
+    assert described()[1].startswith(
+        "warning: a step has each of the 2 demonstrations 2 times on"
+    )  # 2 epochs in one step
+    assert len(described(batch_size=2)) == 1
+
+
+@pytest.mark.parametrize("section", ["supervised", "warm_start"])
+def test_errors_of_turns_name_the_key_of_their_section(tmp_path: Path, section: str) -> None:
+    """A template that marks an answer only where it ends the conversation."""
+    folder = build_tiny_model(tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ '=' if loop.last and m.role == 'assistant' else '' }}{{ m.content }}{% endfor %}"
+    )
+    roles = ("user", "assistant", "user", "assistant")
+    chat = write(tmp_path, "chat", {"messages": [{"role": role, "content": "2"} for role in roles]})
+    model = ModelConfig(path=str(folder))
+    supervised, warm_start = FineTuningConfig(files=(chat,)), SupervisedConfig(steps=1, files=(chat,))
+    loads: dict[str, Callable[[], object]] = {
+        "warm_start": lambda: load_ahead(model, DataConfig(), warm_start, TaskSize(), seed=1),
+        "supervised": lambda: _load(SupervisedJobConfig(model=model, supervised=supervised), tmp_path),
+    }
+    with pytest.raises(DataError, match=rf"\({section}\.turns=each\) or on the last one \({section}\.turns=last\)"):
+        loads[section]()

@@ -1,0 +1,38 @@
+"""Conversations that a template cannot show are refused before there is a run folder or a process."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from apps.sft.config import SftConfig
+from apps.sft.main import main
+from rl_data import DataError, build_tiny_model
+from run_kit import load_config
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        # An answer is marked only where it ends the conversation.
+        (
+            "{% for m in messages %}{{ '=' if loop.last and m.role == 'assistant' }}{{ m.content }}{% endfor %}",
+            r"chat.jsonl: line 1, column 'messages': .*\(supervised.turns=each\) or .*\(supervised.turns=last\)",
+        ),
+        ("{{ raise_exception('no roles') }}", r"the chat template refuses .*set data.chat_template=never"),
+        (None, r"^data.chat_template=always, but the model's tokenizer has no chat template"),
+    ],
+)
+def test_refused_before_the_run_folder(tmp_path: Path, template: str | None, message: str) -> None:
+    folder = build_tiny_model(tmp_path / "model")
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    messages = [{"role": role, "content": "2"} for role in ("user", "assistant", "user", "assistant")]
+    chat = tmp_path / "chat.jsonl"
+    chat.write_text(json.dumps({"messages": messages}) + "\n")
+    given = [f"model.path={folder}", f"supervised.files={chat}", f"trainer.output_dir={tmp_path / 'outputs'}"]
+    if template is None:
+        given.append("data.chat_template=always")
+    with pytest.raises(DataError, match=message):
+        main(load_config(SftConfig, presets=[], overrides=[*given, "trainer.device=cpu"]))
+    assert not (tmp_path / "outputs").exists()
