@@ -38,7 +38,10 @@ def usable_gpus(config: EvaluateConfig) -> list[GpuId]:
     prepare_driver(config.rollout.device)
     gpus = [] if config.rollout.device == "cpu" else visible_gpus()
     if config.rollout.device == "cuda" and not gpus:
-        raise InputError("rollout.device is cuda, but this host shows no GPU; allowed: auto, or cpu")
+        raise InputError(
+            "rollout.device is cuda, but no GPU was found on this host; allowed: auto, or cpu; `plinth doctor` lists "
+            "GPUs, driver and CUDA build"
+        )
     return gpus
 
 

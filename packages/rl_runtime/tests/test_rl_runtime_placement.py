@@ -162,6 +162,15 @@ def test_what_does_not_fit_is_refused_with_what_every_node_has(settings: dict[st
         plan_placement(nodes_with([2, 2]), device="cuda", **settings)
 
 
+def test_a_cluster_without_gpus_is_said_to_have_none() -> None:
+    message = (
+        r"^trainer\.device is cuda, but no GPU was found \(10\.0\.0\.0: 0 GPU; 10\.0\.0\.1: 0 GPU\); .*`plinth doctor`"
+    )
+    with pytest.raises(PlacementError, match=message):
+        plan_placement(nodes_with([0, 0]), device="cuda", num_ranks=2, num_servers=1)
+    assert plan_placement(nodes_with([0, 1]), device="cuda", num_ranks=1, num_servers=1).num_gpus == 1
+
+
 UUIDS = ("GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77", "GPU-5e000000-0000-0000-0000-000000000001")
 MIGS = ("MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f", "MIG-00000000-0000-0000-0000-000000000002")
 NVIDIA_SMI = f"""#!/bin/sh

@@ -104,13 +104,18 @@ def plan_placement(
         ranks_per_node: ranks on a node at most.
 
     Raises:
-        PlacementError: not enough room; lists what every node has.
+        PlacementError: no GPU, or not enough room; lists what every node has.
     """
+    has = "; ".join(node.describe() for node in nodes)
+    if device == "cuda" and not any(node.gpu_ids for node in nodes):
+        raise PlacementError(
+            f"trainer.device is cuda, but no GPU was found ({has}); allowed: auto, or cpu; `plinth doctor` lists GPUs, "
+            "driver and CUDA build"
+        )
     on_gpu = device == "cuda" or (device == "auto" and any(node.gpu_ids for node in nodes))
     groups = {"actor": num_ranks, **(own_ranks or {})}
     rooms = [_Room(node, on_gpu, ranks_per_node) for node in nodes]
     needed = _describe_need(groups, num_servers, tensor_parallel_size, colocate=colocate, on_gpu=on_gpu)
-    has = "; ".join(node.describe() for node in nodes)
     placed: dict[str, tuple[Slot, ...]] = {}
     for role, number in groups.items():
         size = (sequence_parallel or {}).get(role, 1)
