@@ -1,5 +1,6 @@
 """Configurations that the GRPO app refuses before any process starts; its check runs in this process."""
 
+import re
 from pathlib import Path
 
 import pyarrow as pa
@@ -149,6 +150,26 @@ def test_a_reward_that_scores_nothing_is_refused(
             check(load_config(GrpoConfig, presets=[DEMO], overrides=overrides))
     good = check(load_config(GrpoConfig, presets=[DEMO], overrides=["reward.function=own_rewards:strict"]))
     assert not any("own_rewards" in line for line in good.lines)
+
+
+@pytest.mark.parametrize(("name", "batched"), [("of_verl", False), ("of_trl", True), ("of_trl_chat", True)])
+def test_the_adapters_of_the_page_are_accepted(
+    name: str, batched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).resolve().parents[1] / "docs" / "rewards.md").read_text()
+    (block,) = re.findall(r"```python\n(from theirs import .*?)```", page, re.DOTALL)
+    (tmp_path / "adapters.py").write_text(block)
+    (tmp_path / "theirs.py").write_text(
+        "def trl_reward(prompts, completions, **columns):\n"
+        "    return [len(one if isinstance(one, str) else one[0]['content']) for one in completions]\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return float(solution_str.endswith('#### ' + ground_truth))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    overrides = [f"reward.function=adapters:{name}", f"reward.batched={str(batched).lower()}"]
+    assert not any(
+        "adapters" in line for line in check(load_config(GrpoConfig, presets=[DEMO], overrides=overrides)).lines
+    )
 
 
 def test_samples_of_older_policies_are_corrected_unless_that_means_nothing() -> None:
