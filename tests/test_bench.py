@@ -325,7 +325,11 @@ def command(*arguments: str, timeout: float = 120) -> subprocess.CompletedProces
 
 def test_the_command_line(tmp_path: Path) -> None:
     assert "six_case|stage_gate" in command("--help").stdout
-    assert command("seven_case").returncode == 2
+    typo, bare = command("six_cases"), command()
+    assert (typo.returncode, bare.returncode) == (2, 2)
+    allowed = "allowed: six_case, stage_gate, algorithms; see plinth bench --help\n"
+    assert typo.stderr == f"error: unknown benchmark 'six_cases'; nearest: six_case; {allowed}"
+    assert bare.stderr == f"error: no benchmark is named; {allowed}"
     wrong = command("six_case", "overlay=tiny", f"output_dir={tmp_path}", "overrides=[actor.zero.stge=1]")
     assert wrong.returncode == 2, wrong.stderr
     assert "actor.zero.stage" in wrong.stderr, "the case's own error reaches the user"

@@ -7,6 +7,7 @@ preset on the built-in tasks with several seeds, on two CPU cores, and judges wh
 
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,9 +71,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run a benchmark from the command line; always raises SystemExit."""
     arguments = sys.argv[1:] if argv is None else argv
     name = arguments[0] if arguments else ""
-    if name not in BENCHMARKS:
+    if name in ("-h", "--help", "help"):
         print(f"{__doc__}\nKeys of each: plinth bench six_case --help")
-        sys.exit(0 if name in ("-h", "--help", "help") else 2)
+        sys.exit(0)
+    if name not in BENCHMARKS:
+        near = get_close_matches(name, BENCHMARKS, n=1)
+        hint = f"nearest: {near[0]}; " if near else ""
+        what = f"unknown benchmark {name!r}" if name else "no benchmark is named"
+        print(f"error: {what}; {hint}allowed: {', '.join(BENCHMARKS)}; see plinth bench --help", file=sys.stderr)
+        sys.exit(2)
     config_cls, plan = BENCHMARKS[name]
     app = f"{INVOKED_AS.get() or 'python -m apps.bench.main'} {name}"
     INVOKED_AS.set(app)  # help and errors name the benchmark too
