@@ -381,7 +381,13 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         assert code == 2
         assert "error: " in text
     (tmp_path / "empty").mkdir()
-    assert run("verify", tmp_path / "empty")[0] == 2
+    none = f"no checkpoints in {tmp_path / 'empty'}; give the folder that has them, such as RUN/checkpoints\n"
+    assert run("verify", tmp_path / "empty") == (2, f"error: {none}")
+    assert run("list", tmp_path / "empty") == (0, none)
+    save(CheckpointManager(tmp_path / "run" / "checkpoints"), 1)
+    assert run("list", tmp_path / "run")[1].endswith(f"such as {tmp_path / 'run' / 'checkpoints'}\n")
+    one = tmp_path / "step_00000001"
+    assert run("list", one) == (0, f"{one} is one checkpoint; give its folder: {tmp_path}\n")
 
 
 def test_prune_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

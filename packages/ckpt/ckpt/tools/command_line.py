@@ -68,9 +68,9 @@ def _list(root: Path) -> int:
     manager = CheckpointManager(root)
     pointer = root / LATEST_NAME
     latest = pointer.read_text(encoding="utf-8").strip() if pointer.exists() else None
-    damaged = 0
-    print(f"{'step':>10}  {'created (UTC)':<25}  {'files':>5}  {'size':>10}")
-    for step in manager.steps():
+    damaged, steps = 0, manager.steps()
+    print(f"{'step':>10}  {'created (UTC)':<25}  {'files':>5}  {'size':>10}" if steps else _no_checkpoints(root))
+    for step in steps:
         try:
             manifest = manager.manifest(step)
         except CheckpointDamagedError as error:
@@ -84,6 +84,14 @@ def _list(root: Path) -> int:
     for path in sorted(root.glob(f"{PARTIAL_PREFIX}*")):
         print(f"unfinished: {path.name} (a save in progress, or left by a killed process; the next save deletes it)")
     return 1 if damaged else 0
+
+
+def _no_checkpoints(directory: Path) -> str:
+    """What to say of a folder without checkpoints, and which folder to give where that is known."""
+    if (directory / MANIFEST_NAME).exists():
+        return f"{directory} is one checkpoint; give its folder: {directory.absolute().parent}"
+    inner = min((path.parents[1] for path in directory.glob(f"*/*/{MANIFEST_NAME}")), default="RUN/checkpoints")
+    return f"no checkpoints in {directory}; give the folder that has them, such as {inner}"
 
 
 def _verify(folders: Sequence[Path]) -> int:
@@ -104,10 +112,11 @@ def _folders(directory: Path, step: int | None) -> list[Path]:
     if (directory / MANIFEST_NAME).exists() and step is None:
         return [directory]
     steps = CheckpointManager(directory).steps()
-    if not steps or (step is not None and step not in steps):
-        known = f"published steps: {', '.join(map(str, steps))}" if steps else "there are no checkpoints"
-        wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        raise CheckpointNotFoundError(f"{directory}: {wanted}; {known}")
+    if not steps:
+        raise CheckpointNotFoundError(_no_checkpoints(directory))
+    if step is not None and step not in steps:
+        known = ", ".join(map(str, steps))
+        raise CheckpointNotFoundError(f"{directory}: no checkpoint of step {step}; published steps: {known}")
     return [directory / folder_name(one) for one in (steps if step is None else [step])]
 
 
