@@ -23,34 +23,22 @@ from ..upstream import Patch
 
 _STAGE_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
-_NORM_READS = ("averaged_gradients", "device", "dp_process_group", "optimizer", "loss_scale", "clip_grad")
-_NORM_REASON = "one norm of all gradients is also the overflow check; AdamW unscales and clips while it reads them"
-NORM_2 = Patch(
-    name="gradient norm of stages 1 and 2",
-    reason=_NORM_REASON,
-    stock=True,
-    replaces={
-        _STAGE_2: (
-            "scaled_global_norm(norm_type)",
-            "check_overflow(partition_gradients)",
-            "unscale_and_clip_grads(grad_groups_flat, total_norm)",
-        )
-    },
-    reads={_STAGE_2: _NORM_READS, "torch": ("_foreach_norm",), "torch.optim.adam:Adam": ("grad_scale",)},
-)
-NORM_3 = Patch(
-    name="gradient norm of stage 3",
-    reason=_NORM_REASON,
-    stock=True,
-    replaces={
-        _STAGE_3: (
-            "_get_norm_groups()",
-            "check_overflow(partition_gradients)",
-            "unscale_and_clip_grads(sub_group_id, total_norm)",
-        )
-    },
-    reads={_STAGE_3: _NORM_READS, "torch": ("_foreach_norm",), "torch.optim.adam:Adam": ("grad_scale",)},
-)
+
+
+def _norm_patch(stages: str, optimizer: str, norm: str, first_parameter: str) -> Patch:
+    used = ("averaged_gradients", "device", "dp_process_group", "optimizer", "loss_scale", "clip_grad")
+    unscale = f"unscale_and_clip_grads({first_parameter}, total_norm)"
+    return Patch(
+        name=f"gradient norm of {stages}",
+        reason="one norm of all gradients is also the overflow check; AdamW unscales and clips while it reads them",
+        stock=True,
+        replaces={optimizer: (norm, "check_overflow(partition_gradients)", unscale)},
+        reads={optimizer: used, "torch": ("_foreach_norm",), "torch.optim.adam:Adam": ("grad_scale",)},
+    )
+
+
+NORM_2 = _norm_patch("stages 1 and 2", _STAGE_2, "scaled_global_norm(norm_type)", "grad_groups_flat")
+NORM_3 = _norm_patch("stage 3", _STAGE_3, "_get_norm_groups()", "sub_group_id")
 VIEWS_2 = Patch(
     name="weight views of stages 1 and 2",
     reason="parameters that already point into the flat weights are not assigned again after each step",
