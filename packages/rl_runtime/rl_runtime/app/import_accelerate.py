@@ -1,7 +1,9 @@
-"""Converts an accelerate config with DeepSpeed to a preset: `plinth import-accelerate FILE.yaml [grpo|ppo|sft]`.
+"""Converts an accelerate config with DeepSpeed to a preset: `plinth import-accelerate FILE.yaml [APP]`.
 
 The preset goes to stdout, with a comment for each key of the file: where it went, why it is not needed, or why it is
-refused. A DeepSpeed JSON file that the config names (`deepspeed_config_file`) is read, too.
+refused. A warning on stderr names the refused keys; the preset loads without them, so the exit code is 0. It is 2
+without a preset: the file cannot be read, does not use DeepSpeed, or has a value that the apps refuse. A DeepSpeed JSON
+file that the config names (`deepspeed_config_file`) is read, too.
 """
 
 import argparse
@@ -19,9 +21,9 @@ from run_kit import ConfigError, load_config
 
 from ..errors import InputError
 from .job_config import JobConfig
-from .supervised_job_config import SupervisedJobConfig
+from .supervised_job_config import PreferenceJobConfig, SupervisedJobConfig
 
-AppName = Literal["grpo", "ppo", "sft"]
+AppName = Literal["grpo", "ppo", "distill", "sft", "dpo", "reward"]
 Kind = Literal["mapped", "not needed", "refused"]
 
 _DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -58,6 +60,12 @@ _REFUSED = {
     "mpirun_config": "Ray starts the ranks",
 }
 _OPTIMIZER = ("lr", "betas", "eps", "weight_decay")
+CONFIGS: Mapping[AppName, type[JobConfig] | type[SupervisedJobConfig]] = {
+    **dict.fromkeys(("grpo", "ppo", "distill"), JobConfig),
+    "sft": SupervisedJobConfig,
+    **dict.fromkeys(("dpo", "reward"), PreferenceJobConfig),
+}
+"""The configuration whose keys an app's preset may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +107,10 @@ def _refused(why: str) -> Fate:
 
 class _Converter:
     def __init__(self, app: AppName, folder: Path, dtype: str) -> None:
-        self._folder, self._dtype, is_sft = folder, dtype, app == "sft"
-        self._engine = engine = "engine" if is_sft else "actor"
-        self._optim = optim = "supervised.optim" if is_sft else "actor.optim"
+        self._folder, self._dtype = folder, dtype
+        is_supervised = issubclass(CONFIGS[app], SupervisedJobConfig)
+        self._engine = engine = "engine" if is_supervised else "actor"
+        self._optim = optim = "supervised.optim" if is_supervised else "actor.optim"
         self._zero = zero = f"{engine}.zero"
         self._rules: dict[str, Callable[[Any], Fate]] = {
             # accelerate's YAML
@@ -123,10 +132,12 @@ class _Converter:
             # its section deepspeed_config, and DeepSpeed's JSON
             "gradient_clipping": lambda v: _mapped(f"{optim}.grad_clip", float(v) or None),
             "zero3_save_16bit_model": _switch("trainer.export_model", True, "the model is not exported"),
-            "train_micro_batch_size_per_gpu": lambda v: _mapped(f"{'' if is_sft else 'batch.'}micro_batch_size", v),
+            "train_micro_batch_size_per_gpu": lambda v: _mapped(
+                f"{'' if is_supervised else 'batch.'}micro_batch_size", v
+            ),
             "train_batch_size": lambda v: (
                 _mapped("supervised.batch_size", v)
-                if is_sft
+                if is_supervised
                 else _refused("batch.mini_batch_size counts prompts: divide by sampling.n")
             ),
             "scheduler": lambda _: _refused(f"set {optim}.schedule and {optim}.warmup_steps"),
@@ -309,21 +320,22 @@ def _read_json(folder: Path, name: str) -> Mapping[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the preset; returns 2 for a file that cannot be converted."""
-    parser = argparse.ArgumentParser(prog="plinth import-accelerate", description=(__doc__ or "").partition("\n")[0])
+    """Prints the preset, and a warning that names refused keys; returns 2 for a file that cannot be converted."""
+    first, _, rest = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(prog="plinth import-accelerate", description=first, epilog=rest)
     parser.add_argument("file", type=Path, help="accelerate's YAML file")
-    parser.add_argument("app", nargs="?", choices=("grpo", "ppo", "sft"), default="grpo", help="the app to train with")
+    parser.add_argument("app", nargs="?", choices=tuple(CONFIGS), default="grpo", help="the app to train with")
     options = parser.parse_args(argv)
     try:
         entries = convert(options.file, app=options.app)
         text = preset_text(entries, source=options.file.name)
         overrides = [f"{one.ours}={json.dumps(one.our_value)}" for one in entries if one.kind == "mapped"]
-        load_config(SupervisedJobConfig if options.app == "sft" else JobConfig, overrides=overrides)
+        load_config(CONFIGS[options.app], overrides=overrides)
     except (InputError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(text, end="")
     refused = [entry.theirs for entry in entries if entry.kind == "refused"]
     if refused:
-        print(f"refused: {', '.join(refused)}; the comments say why", file=sys.stderr)
+        print(f"warning: the preset lacks {', '.join(refused)}; its comments say why", file=sys.stderr)
     return 0
