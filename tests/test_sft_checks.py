@@ -7,7 +7,7 @@ import pytest
 
 from apps.sft.config import SftConfig
 from apps.sft.main import main
-from rl_data import DataError, build_tiny_model
+from rl_data import build_tiny_model
 from run_kit import load_config
 
 
@@ -17,9 +17,12 @@ from run_kit import load_config
         # An answer is marked only where it ends the conversation.
         (
             "{% for m in messages %}{{ '=' if loop.last and m.role == 'assistant' }}{{ m.content }}{% endfor %}",
-            r"chat.jsonl: line 1, column 'messages': .*\(supervised.turns=each\) or .*\(supervised.turns=last\)",
+            r"^supervised.files: .*chat.jsonl: line 1, .*\(supervised.turns=each\) .*\(supervised.turns=last\)",
         ),
-        ("{{ raise_exception('no roles') }}", r"the chat template refuses .*set data.chat_template=never"),
+        (
+            "{{ raise_exception('no roles') }}",
+            r"^supervised.files: .*the chat template refuses .*set data.chat_template=never",
+        ),
         (None, r"^data.chat_template=always, but the model's tokenizer has no chat template"),
     ],
 )
@@ -33,6 +36,6 @@ def test_refused_before_the_run_folder(tmp_path: Path, template: str | None, mes
     given = [f"model.path={folder}", f"supervised.files={chat}", f"trainer.output_dir={tmp_path / 'outputs'}"]
     if template is None:
         given.append("data.chat_template=always")
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(ValueError, match=message):
         main(load_config(SftConfig, presets=[], overrides=[*given, "trainer.device=cpu"]))
     assert not (tmp_path / "outputs").exists()

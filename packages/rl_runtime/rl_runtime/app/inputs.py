@@ -9,6 +9,7 @@ from typing import Any
 
 from rl_data import (
     DataConfig,
+    DataError,
     Demonstration,
     Prompt,
     TaskFiles,
@@ -25,6 +26,7 @@ from rl_data.prompts import uses_chat_template
 from rollout_vllm import ChatFormat
 
 from ..config import BUILTIN_MODEL, ModelConfig
+from ..errors import InputError
 from ..training.supervised_config import SupervisedConfig
 from .supervised_job_config import ExampleKind
 from .task_config import TaskSize
@@ -73,12 +75,26 @@ def log_lines() -> Iterator[list[str]]:
         logger.propagate = propagate
 
 
+@contextmanager
+def naming_file(key: str) -> Iterator[None]:
+    """Errors about a file or its rows begin with the configuration key that names it.
+
+    Raises InputError for rl_data.DataError.
+    """
+    try:
+        yield
+    except DataError as error:
+        if error.file is None:
+            raise
+        raise InputError(f"{key}: {error}") from error
+
+
 def load_ahead(
     model: ModelConfig, data: DataConfig, supervised: SupervisedConfig, task: TaskSize, *, seed: int
 ) -> Inputs | None:
     """The inputs of a user's model before there is a run folder; None for the built-in ones, which are written there.
 
-    Raises rl_data.DataError for a row that the chat template refuses, for example.
+    Raises InputError for a row that the chat template refuses, for example.
     """
     if model.path == BUILTIN_MODEL:
         return None
@@ -111,13 +127,18 @@ def load_inputs(
         train, val, demonstrations = (str(written.train),), (str(written.val),), (str(written.demonstrations),)
     if not with_prompts:
         train, val = (), ()
-    tokenizer, most_val = load_tokenizer(model_path), max_prompts or data.max_val_prompts
+    tokenizer = load_tokenizer(model_path)
+
+    def prompts(key: str, files: Sequence[str], most: int | None) -> list[Prompt]:
+        with naming_file(key):
+            return load_prompts(files, tokenizer, data, max_prompts=most) if files else []
+
     with log_lines() as lines:
         return Inputs(
             model_path=model_path,
             tokenizer=tokenizer,
-            train_prompts=load_prompts(train, tokenizer, data, max_prompts=max_prompts) if train else [],
-            val_prompts=load_prompts(val, tokenizer, data, max_prompts=most_val) if val else [],
+            train_prompts=prompts("data.train", train, max_prompts),
+            val_prompts=prompts("data.val", val, max_prompts or data.max_val_prompts),
             demonstrations=load_examples("demonstrations", demonstrations, tokenizer, data, supervised, section=section)
             if supervised.trains
             else [],
@@ -135,20 +156,23 @@ def load_examples(
     *,
     seed: int = 0,
     section: str = "supervised",
+    key: str = "files",
 ) -> list[Any]:
     """The demonstrations, pairs or labeled responses of these files, tokenized.
 
     Args:
         seed: chooses the unrelated responses of labeled ones.
         section: the configuration section of `supervised`.
+        key: that of the files in it.
     """
     most = supervised.max_length
-    if kind == "pairs":
-        return list(load_pairs(files, tokenizer, data, max_length=most, section=section))
-    if kind == "labeled":
-        return list(load_labeled(files, tokenizer, data, max_length=most, seed=seed, section=section))
-    turns = supervised.turns
-    return list(load_demonstrations(files, tokenizer, data, turns=turns, max_length=most, section=section))
+    with naming_file(f"{section}.{key}"):
+        if kind == "pairs":
+            return list(load_pairs(files, tokenizer, data, max_length=most, section=section))
+        if kind == "labeled":
+            return list(load_labeled(files, tokenizer, data, max_length=most, seed=seed, section=section))
+        turns = supervised.turns
+        return list(load_demonstrations(files, tokenizer, data, turns=turns, max_length=most, section=section))
 
 
 def describe_repeats(num: int, batch_size: int, *, noun: str, key: str, num_drawn: int | None = None) -> str:

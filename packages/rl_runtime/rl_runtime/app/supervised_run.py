@@ -218,7 +218,7 @@ def _load(config: SupervisedJobConfig, folder: Path) -> Examples:
         examples = inputs.demonstrations if is_first else load(files)
         train, held_out = hold_out(examples, supervised.val_size, seed=seed, noun=config.noun)
         if val_files:
-            held_out = load(val_files)
+            held_out = load(val_files, key="val_files")
     check_lengths(inputs.model_path, [one for example in (*train, *held_out) for one in sequences_in(example)])
     said = () if inputs.task is not None else tuple(dict.fromkeys((*inputs.lines, *lines)))
     return Examples(inputs=inputs, train=train, held_out=held_out, lines=said)
