@@ -10,6 +10,8 @@ import ast
 import difflib
 import importlib.util
 import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, distributions, entry_points
@@ -57,8 +59,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     _find_modules_of_working_folder()
     INVOKED_AS.set(f"plinth {name}")
-    code = command(arguments[1:])
+    try:
+        code = command(arguments[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _has_lost_its_reader():
+            raise
+        return 128 + signal.SIGPIPE
     return code if isinstance(code, int) else 0
+
+
+def _has_lost_its_reader() -> bool:
+    """Whether stdout is a pipe that nothing reads, as in `plinth doctor | head`; then what is left of it is dropped."""
+    stdout = select.poll()
+    stdout.register(1, 0)
+    lost = bool(stdout.poll(0))
+    if lost:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return lost
 
 
 def versions() -> list[str]:

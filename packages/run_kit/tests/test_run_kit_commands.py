@@ -1,3 +1,5 @@
+import os
+import signal
 import subprocess
 import sys
 from importlib.metadata import EntryPoint, version
@@ -99,6 +101,20 @@ def test_a_command_of_a_broken_package_is_named_and_does_not_hide_the_others(
     )
     assert commands.main([]) == 0
     assert "odd     (cannot be loaded: No module named 'nowhere')" in capsys.readouterr().out
+
+
+def test_a_reader_that_leaves_early_ends_a_command_without_a_traceback() -> None:
+    code = "import sys; from run_kit import commands; sys.exit(commands.main(['doctor']))"
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120
+        )
+    finally:
+        os.close(writer)
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 128 + signal.SIGPIPE
 
 
 def test_the_console_script_runs() -> None:
