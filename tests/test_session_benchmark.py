@@ -5,6 +5,7 @@ import importlib
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from apps.bench.config import SixCaseConfig, StageGateConfig
 from apps.bench.plan import Case, plan_gate, plan_six
+from apps.evaluate.config import EvaluateConfig
 from apps.grpo.config import GrpoConfig
 from apps.ppo.config import PpoConfig
 from apps.sft.config import SftConfig
@@ -37,7 +39,7 @@ from benchmarks.small_cards.run import PRESETS, keys
 from run_kit import load_config
 
 APPS = Path(__file__).resolve().parents[1] / "apps"
-CALLS = {"one_gpu": (1, 3), "two_gpus": (2, 3), "two_gpus_more": (2, 7), "eight_gpus": (8, 4)}
+CALLS = {"one_gpu": (1, 3), "one_gpu_more": (1, 5), "two_gpus": (2, 3), "two_gpus_more": (2, 10), "eight_gpus": (8, 4)}
 """Plan -> GPUs, and calls of 9.5 minutes if every measurement lasts as expected."""
 BENCHES: dict[str, tuple[type[Any], Callable[[Any], list[Case]]]] = {
     "six_case": (SixCaseConfig, plan_six),
@@ -150,7 +152,9 @@ def parsed(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> tuple[str, 
 
 def check_keys(module: str, known: argparse.Namespace, extra: list[str], folder: Path) -> None:
     """Loads the configuration of every run that the command starts; raises ConfigError for a key that is none."""
-    if module.endswith(("scaling.run", "staleness.run", "memory_turns.run")):
+    if module.endswith("rollout.evaluate"):
+        load_config(EvaluateConfig, overrides=extra)
+    elif module.endswith(("scaling.run", "staleness.run", "memory_turns.run")):
         for case in map(importlib.import_module(module).CASES.get, known.cases):
             num_prompts = case.num_prompts
             own = workload.settings(folder, known.steps, num_prompts=num_prompts)
@@ -188,10 +192,24 @@ def test_every_command_of_a_plan_is_one_that_its_script_and_the_apps_accept(
     name: str, trial: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for each in read_plan(PLANS / f"{name}.yaml", trial=trial):
-        module, known, extra = parsed(each.arguments(tmp_path), monkeypatch)
+        words = each.arguments(tmp_path)
+        if words[0] == "env":
+            words = words[words.index("python") :]
+        if words[:3] == ["python", "-m", "pytest"]:
+            paths = [word for word in words if word.startswith("packages/")]
+            assert paths
+            assert all((APPS.parent / path).is_dir() for path in paths)
+            continue
+        module, known, extra = parsed(words, monkeypatch)
         check_keys(module, known, extra, tmp_path)
+        for name_of_case in getattr(known, "cases", ()):
+            if peer := importlib.import_module(module).CASES[name_of_case].peer:
+                own = ["python", "-m", peer[0], "FOLDER", f"--steps={known.steps}", *peer[1:], *known.peer_args.split()]
+                assert parsed(own, monkeypatch)[2] == []
         if not trial:
-            assert getattr(known, "gpus", None) in (None, each.gpus), f"{each.name} takes other GPUs than it says"
+            gpus = getattr(known, "gpus", None)
+            peers = int(getattr(known, "peer", "none") != "none")  # each has a GPU of its own
+            assert gpus is None or gpus + peers == each.gpus, f"{each.name} takes other GPUs than it says"
 
 
 def test_the_calls_of_each_plan_are_those_that_it_says() -> None:
@@ -246,6 +264,19 @@ def test_a_call_keeps_partial_tables_and_the_next_one_goes_on(tmp_path: Path, mo
     }
     assert again["cut"] == records["cut"], "what is there is not run again"
     assert len((args.folder / "records.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_measurement_whose_package_is_not_installed_is_skipped_until_it_is(tmp_path: Path) -> None:
+    lacking = Measurement(name="peer", command="python -c ''", gpus=0, seconds=1, limit=5, needs="no_such_package")
+    there = replace(
+        lacking, name="own", command="env A=b python -c 'import os; print(os.environ[\"A\"])'", needs="yaml"
+    )
+    args = call(tmp_path, gpus=0, minutes=1.0)
+    records = session([lacking, there], args)
+    assert records["peer"]["ended"] == "skipped"
+    assert (records["own"]["ended"], records["own"]["output"]) == ("done", "b")
+    assert "needs no_such_package, which is not installed" in (args.folder / "summary.md").read_text()
+    assert session([replace(lacking, needs="yaml"), there], args)["peer"]["ended"] == "done"
 
 
 def test_a_call_without_time_starts_nothing_and_an_interrupt_ends_what_runs(tmp_path: Path) -> None:

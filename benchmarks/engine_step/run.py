@@ -3,6 +3,7 @@
     python -m benchmarks.engine_step.run [--gpus 2] [--stages 1 2 3] [--device cpu --model qwen3-tiny]
     python -m benchmarks.engine_step.run --gpus 2 --contestants ours --sequence-parallel 2
     python -m benchmarks.engine_step.run --gpus 2 --stages 2 3 --contestants ddp plain ours
+    python -m benchmarks.engine_step.run --contestants ours --length 1024 4096 16384 --tokens 16384
 
 `ddp` has no ZeRO stage: it runs once, and its line says stage 0.
 
@@ -10,8 +11,7 @@ Each rank (with sequence parallelism each group of ranks) trains on the same num
 plain step has no padding. The plain step computes an fp32 log-softmax of all logits and SDPA attention, with unmodified
 DeepSpeed. Each case runs in its own processes, so cases do not share memory. A step is timed from before its forward
 pass until every device is idle. Prints one line of JSON per case: tokens per second of all ranks, the median and the
-fastest step, the model FLOPs
-utilization, and the peak device memory of rank 0.
+fastest step, the model FLOPs utilization, and the peak device memory of rank 0.
 """
 
 import argparse
@@ -223,8 +223,9 @@ def measure(
     name: str, stage: Literal[1, 2, 3], args: argparse.Namespace, folder: str, device: torch.device
 ) -> dict[str, Any]:
     """Build the contestant, warm it up and time its steps."""
-    sp = args.sequence_parallel
-    ids_SL = sequences(args.num_sequences, args.length, CONFIGS[args.model]["vocab_size"], dist.get_rank() // sp)
+    sp, length = args.sequence_parallel, args.length[0]
+    num_sequences = args.tokens // length if args.tokens else args.num_sequences
+    ids_SL = sequences(num_sequences, length, CONFIGS[args.model]["vocab_size"], dist.get_rank() // sp)
     keep_bytes = int(args.keep_gib * 2**30)
     contestant = CONTESTANTS[name](
         Case(
@@ -242,7 +243,7 @@ def measure(
     contestant.close()
     tokens = ids_SL.numel() * dist.get_world_size() // sp
     gpu_seconds = statistics.median(timed) * dist.get_world_size()
-    work = {"prompt": 1, "response": args.length - 1, "sequences": tokens // args.length, "gpu_seconds": gpu_seconds}
+    work = {"prompt": 1, "response": length - 1, "sequences": tokens // length, "gpu_seconds": gpu_seconds}
     mfu = training_mfu(ModelShape.read(folder), **work)
     return {
         "contestant": name,
@@ -251,6 +252,7 @@ def measure(
         "sequence_parallel": sp,
         "recompute": args.recompute,
         "keep_gib": args.keep_gib,
+        "length": length,
         "tokens": tokens,
         "median_ms": milliseconds(timed),
         "fastest_ms": round(1000 * min(timed), 1),
@@ -288,7 +290,8 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--contestants", choices=sorted(CONTESTANTS), nargs="+", default=["plain", "ours"])
     parser.add_argument("--num-sequences", type=int, default=24, help="sequences per rank (or sp group)")
-    parser.add_argument("--length", type=int, default=512, help="tokens per sequence")
+    parser.add_argument("--length", type=int, nargs="+", default=[512], help="tokens per sequence, in turn")
+    parser.add_argument("--tokens", type=int, help="tokens per rank (or sp group), instead of --num-sequences")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--warm-up", type=int, default=4)
     parser.add_argument("--turns", type=int, default=20, help="turns with the guard in `toggled`, --rounds steps each")
@@ -308,16 +311,18 @@ def main() -> None:
         parser.error(
             "--sequence-parallel must divide --gpus, and plain and ddp do not support it: use --contestants ours"
         )
+    if args.tokens is not None and args.tokens < max(args.length):
+        parser.error(f"--tokens must be --length ({max(args.length)}) or more")
     # --standalone selects a free port, so that one host can run several cases at a time.
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launch += [f"--nproc-per-node={args.gpus}", "-m", __spec__.name]
     lines: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         ensure_random_model(args.model, Path(folder))
-        for stage, name in cases(args.stages, args.contestants):
+        for length, (stage, name) in itertools.product(args.length, cases(args.stages, args.contestants)):
             # torchrun itself listens at MASTER_PORT.
             case = ["--folder", folder, "--stages", str(stage), "--contestants", name, "--store-port", str(free_port())]
-            lines.append(json_line([*launch, *sys.argv[1:], *case]))
+            lines.append(json_line([*launch, *sys.argv[1:], *case, "--length", str(length)]))
             print(lines[-1], flush=True)
     sys.exit(any("failed_with_exit_code" in line for line in lines))
 

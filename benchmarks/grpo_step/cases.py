@@ -7,9 +7,11 @@ cases of the folder.
 import contextlib
 import json
 import math
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from benchmarks.runs import (
     visible_gpus,
 )
 from ds_engine import ModelShape
+from run_kit import MetricsTable
 
 _PLANNED = r"([\d.]+) GiB for (?:a|the) (rank|sleeping server|server|waiting rank)"
 
@@ -48,6 +51,8 @@ class Case:
     """The case whose throughput per GPU is 1."""
     kill_after: int = 0
     """A rank is killed when so many steps are done; 0: none is."""
+    peer: tuple[str, ...] = ()
+    """Module and arguments of a script that runs another trainer on the folder; empty: the GRPO app with `keys`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +80,7 @@ def metric(name: str, *, skip: int = 1) -> Column:
 
 def mfu(result: Result) -> float:
     """That of the updates, on the ranks' GPUs."""
-    if result.folder is None or not len(result.steps):
+    if result.folder is None or not len(result.steps) or not (result.folder / "config.yaml").is_file():
         return math.nan
     num_ranks = int(yaml.safe_load((result.folder / "config.yaml").read_text())["trainer"]["num_ranks"])
     return training_mfu(
@@ -140,9 +145,20 @@ def kill_a_rank(run: Run, folder: Path, after: int, done: threading.Event) -> No
                         return
 
 
+def keep_steps(run: Run, folder: Path) -> None:
+    """Keeps the steps that another trainer's script printed as the metrics of a run."""
+    made = folder / "outputs" / f"{run.name}_{datetime.now(UTC):%Y%m%d_%H%M%S}"
+    made.mkdir(parents=True)
+    table = MetricsTable(made / "metrics.tsv")
+    for step, seconds, reserved in run.found(r"^\w+ step (\d+): ([\d.]+) s, ([\d.]+) GB reserved"):
+        table.log(int(step), {"timing_s/step": float(seconds), "perf/max_memory_reserved_gb": float(reserved)})
+
+
 def start(folder: Path, name: str, case: Case, keys: Sequence[str], timeout_s: float) -> tuple[int, Result]:
     """Runs a case; its exit code and what it left behind."""
-    run, done = app(folder, name, visible_gpus(case.gpus), keys), threading.Event()
+    gpus, done = visible_gpus(case.gpus), threading.Event()
+    command = [sys.executable, "-m", *case.peer[:1], str(folder), *keys]
+    run = Run(name, command, folder / f"{name}.log", gpus) if case.peer else app(folder, name, gpus, keys)
     earlier = run_folder(folder, name)
     run.start()
     if case.kill_after:
@@ -150,6 +166,8 @@ def start(folder: Path, name: str, case: Case, keys: Sequence[str], timeout_s: f
     code = run.end(timeout_s)
     done.set()
     print(run.report(code), flush=True)
+    if case.peer:
+        keep_steps(run, folder)
     made = run_folder(folder, name)
     return code, Result(model=folder / "model", run=run, folder=made if made != earlier else None)
 
@@ -185,12 +203,15 @@ def run_cases(
         model: default of `--model`.
         steps: of each run; the first compiles and is in no median.
         timeout_s: of each run.
-        default: the cases that run without `--cases`; none: all.
+        default: the cases that run without `--cases`; none: all that need no other trainer.
     """
     arguments = parser(doc, model=model, steps=steps, timeout_s=timeout_s)
+    own = [name for name, case in cases.items() if not case.peer]
     arguments.add_argument(
-        "--cases", nargs="+", choices=list(cases), default=default or list(cases), metavar="CASE", help=", ".join(cases)
+        "--cases", nargs="+", choices=list(cases), default=default or own, metavar="CASE", help=", ".join(cases)
     )
+    if len(own) < len(cases):
+        arguments.add_argument("--peer-args", default="", help="further arguments of the other trainer's script")
     arguments.add_argument("--gpus", type=int, help="GPUs of every case, instead of its own number")
     args, extra = arguments.parse_known_args()
     write_workload(args.folder, model=args.model)
@@ -200,6 +221,8 @@ def run_cases(
         case, kept = cases[name], args.folder / "rows" / f"{name}.json"
         case = replace(case, gpus=args.gpus or case.gpus)
         keys = [*settings(args.folder, args.steps, num_prompts=case.num_prompts), *case.keys, *extra]
+        if case.peer:
+            keys = [f"--steps={args.steps}", *case.peer[1:], *args.peer_args.split()]
         row = json.loads(kept.read_text()) if kept.is_file() else {}
         if row.get("exit code") == 0 and row["keys"] == keys:
             continue

@@ -1,13 +1,16 @@
 """GRPO of a 7B configuration with random weights, side by side and in turns: seconds, memory and what turns cost.
 
 `python -m benchmarks.memory_turns.run FOLDER` runs the cases that the GPUs allow (all: two H200s), `--cases` some of
-them, and prints a table. Further `section.key=value` arguments go to every run.
+them, and prints a table. Further `section.key=value` arguments go to every run of the app. `trl_lora` and `trl_one` are
+the same work in TRL, with adapters and with the whole model (for an H200): bf16 weights, gradients and AdamW states,
+where the app has fp32 ones. `--peer-args` are for TRL's script.
 """
 
 from benchmarks.grpo_step.cases import MEMORY, Case, metric, run_cases, timings
 
 ZERO_3 = ("actor.zero.stage=3",)
 LORA = ("actor.lora.rank=16", "rollout.max_lora_rank=16")
+TRL = ("benchmarks.grpo_step.trl_step", "--sleep")
 CASES = {
     "one": Case(gpus=1, keys=ZERO_3),
     "one_lora": Case(gpus=1, keys=LORA),
@@ -15,6 +18,8 @@ CASES = {
     "two": Case(gpus=2, keys=ZERO_3),
     "two_servers": Case(gpus=2, keys=(*ZERO_3, "trainer.take_turns=servers")),
     "two_both": Case(gpus=2, keys=(*ZERO_3, "trainer.take_turns=both")),
+    "trl_lora": Case(gpus=1, peer=(*TRL, "--lora")),
+    "trl_one": Case(gpus=1, peer=(*TRL, "--recompute", "--per-forward=8")),
 }
 """`take_turns` is left to the planner where it is not named."""
 COLUMNS = {

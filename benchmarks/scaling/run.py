@@ -3,7 +3,8 @@
 `python -m benchmarks.scaling.run FOLDER --cases w_1 w_2` runs workload W with a batch grown in proportion to the GPUs,
 `w_1_stale` and so on the same at `trainer.max_staleness=1`; `w_killed` kills a rank. `turns`, `turns_sp2`, `apart` and
 `apart_sp2` have 4,096 tokens of response at ZeRO-3, for `--model qwen2-7b`. `whole` is W at ZeRO-3 on all GPUs, for
-models of several sizes, each in its own folder. Every run has the collective guard. Further `section.key=value`
+models of several sizes, each in its own folder. `samples_4`, `samples_8` and `samples_16` are W on one GPU with so many
+samples a prompt. Every run has the collective guard. Further `section.key=value`
 arguments go to every run.
 """
 
@@ -28,6 +29,7 @@ CASES = {
     "apart": Case(gpus=8, keys=APART, num_prompts=FEW),
     "apart_sp2": Case(gpus=8, keys=(*APART, "actor.sequence_parallel=2"), num_prompts=FEW),
     "whole": Case(gpus=8, keys=ZERO_3),
+    **{f"samples_{n}": Case(gpus=1, keys=(*GUARDED, f"sampling.n={n}"), relative_to="samples_4") for n in (4, 8, 16)},
 }
 COLUMNS = {
     **timings("step", "gen", "old_log_prob", "update_actor", "sync", "sleep", "wake", "offload", "reload"),

@@ -7,7 +7,8 @@ PLAN is a file of `benchmarks/session/plans` without its ending. FOLDER gets `re
 this file alone a session continues on another host), `summary.md`, and `raw.zip` with logs and metrics. Models and runs
 lie in FOLDER_work, or where `--work` says. A measurement starts when its GPUs are free, in the plan's order. It ends
 (by SIGINT, then SIGTERM) at its limit or when the call's minutes are over; what it printed until then is kept. The next
-call runs again what failed or what the end of the call cut off. `--trial` tries the commands on a CPU.
+call runs again what failed or what the end of the call cut off. A measurement whose package (`needs`) is not installed
+is skipped, and the summary says so. `--trial` tries the commands on a CPU.
 """
 
 import argparse
@@ -62,7 +63,7 @@ def measure(start: Start, work: Path, *, num_gpus: int) -> dict[str, Any]:
     """Runs a measurement to its end or limit; its record without the host's."""
     each = start.measurement
     words, ids = each.arguments(work), visible_gpus(num_gpus).split(",")
-    command = [sys.executable, *words[1:]] if words[0] == "python" else words
+    command = [sys.executable if word == "python" else word for word in words]
     logs = work / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     output, errors = logs / f"{each.name}.out", logs / f"{each.name}.err"
@@ -90,6 +91,22 @@ def measure(start: Start, work: Path, *, num_gpus: int) -> dict[str, Any]:
     }
 
 
+def skipped(each: Measurement) -> dict[str, Any]:
+    """The record of a measurement that cannot run here, without the host's."""
+    return {
+        "name": each.name,
+        "command": each.command,
+        "ended": "skipped",
+        "code": "-",
+        "seconds": 0,
+        "gpus": each.gpus,
+        "peak_gib": "-",
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
+        "output": f"Skipped: {each.lacks}.",
+        "errors": "",
+    }
+
+
 def session(plan: Sequence[Measurement], args: argparse.Namespace) -> Mapping[str, Any]:
     """One call: runs what is unfinished until its minutes are over; the records of all measurements so far."""
     folder = args.folder
@@ -100,6 +117,18 @@ def session(plan: Sequence[Measurement], args: argparse.Namespace) -> Mapping[st
     records = {record["name"]: record for record in map(json.loads, lines)}
     device, versions = host()
     waiting = [each for each in unfinished(plan, records) if not args.only or each.name in args.only]
+
+    def keep(found: Mapping[str, Any]) -> None:
+        record = {**found, "device": device, "versions": versions}
+        print(f"{record['name']}: {record['ended']} after {record['seconds']} s", flush=True)
+        records[record["name"]] = record
+        with path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        atomic_write(folder / "summary.md", summary(args.plan, plan, records))
+
+    for each in [each for each in waiting if each.lacks]:
+        waiting.remove(each)
+        keep(skipped(each))
     running: dict[Future[dict[str, Any]], Start] = {}
     with ThreadPoolExecutor(max(1, len(waiting))) as pool:
         while True:
@@ -114,12 +143,7 @@ def session(plan: Sequence[Measurement], args: argparse.Namespace) -> Mapping[st
                 return records
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 del running[future]
-                record = future.result() | {"device": device, "versions": versions}
-                print(f"{record['name']}: {record['ended']} after {record['seconds']} s", flush=True)
-                records[record["name"]] = record
-                with path.open("a") as file:
-                    file.write(json.dumps(record) + "\n")
-                atomic_write(folder / "summary.md", summary(args.plan, plan, records))
+                keep(future.result())
                 keep_raw(work, folder / "raw.zip")
 
 

@@ -1,5 +1,6 @@
-"""What a session measures, and what may start when. Pure, but for reading a plan's file."""
+"""What a session measures, and what may start when. Pure, but for reading a plan's file and looking for packages."""
 
+import importlib.util
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ class Measurement:
     """Seconds after which it is ended."""
     alone: bool = False
     """Nothing runs beside it."""
+    needs: str = ""
+    """A package without which it is skipped."""
 
     def __post_init__(self) -> None:
         if self.gpus < 0 or not 0 < self.seconds <= self.limit:
@@ -32,6 +35,12 @@ class Measurement:
     def arguments(self, work: Path) -> list[str]:
         """The command's words."""
         return shlex.split(self.command.replace("WORK", str(work)))
+
+    @property
+    def lacks(self) -> str:
+        """Why it cannot run here; empty: it can."""
+        found = not self.needs or importlib.util.find_spec(self.needs) is not None
+        return "" if found else f"needs {self.needs}, which is not installed"
 
 
 @dataclass(frozen=True, kw_only=True)
