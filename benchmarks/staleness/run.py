@@ -2,7 +2,8 @@
 
 `python -m benchmarks.staleness.run FOLDER` runs cases on the first two GPUs and prints a table. Cases that end in
 `_long` have responses of log-normal lengths; `--gpus 1` takes one GPU (for the cases that share it); further
-`section.key=value` arguments go to every run.
+`section.key=value` arguments go to every run of the app. `trl_async` is TRL's AsyncGRPOTrainer in place of
+`apart_1`.
 """
 
 from benchmarks.grpo_step.cases import SPEED, Case, metric, run_cases
@@ -24,6 +25,7 @@ KEYS = {
 CASES = {
     **{name: Case(gpus=2, keys=keys) for name, keys in KEYS.items()},
     **{f"{name}_long": Case(gpus=2, keys=(*keys, *LONG_TAIL)) for name, keys in KEYS.items()},
+    "trl_async": Case(gpus=2, peer=("benchmarks.staleness.trl_async",)),
 }
 NAMES = ("step", "gen", "old_log_prob", "update_actor", "sync")
 MORE = ("rollout/busy_s", "staleness/max", "rollout/correction_ess")
