@@ -305,6 +305,11 @@ def test_tables_of_cases_are_joined_if_several_outputs_have_them() -> None:
     assert joined_tables([one, steps, steps]) == []
 
 
+def test_the_folder_takes_the_place_of_a_whole_word(tmp_path: Path) -> None:
+    each = Measurement(name="a", command="env VLLM_WORKER=fork x=WORK/w WORK", gpus=0, seconds=1, limit=1)
+    assert each.arguments(tmp_path) == ["env", "VLLM_WORKER=fork", f"x={tmp_path}/w", str(tmp_path)]
+
+
 def test_a_plan_with_a_wrong_measurement_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     row = "{name: a, command: x, gpus: 1, seconds: 5}"

@@ -1,6 +1,7 @@
 """What a session measures, and what may start when. Pure, but for reading a plan's file and looking for packages."""
 
 import importlib.util
+import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class Measurement:
 
     def arguments(self, work: Path) -> list[str]:
         """The command's words."""
-        return shlex.split(self.command.replace("WORK", str(work)))
+        return shlex.split(re.sub(r"\bWORK\b", lambda _: str(work), self.command))
 
     @property
     def lacks(self) -> str:
