@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from apps.forecast import work
 from apps.grpo.config import GrpoConfig
 from benchmarks.flops import PEAK_FLOPS, forward_flops, training_mfu
-from benchmarks.grpo_step.cases import Case, Result, first_step_s, mfu, planned_gib, run_cases, table
+from benchmarks.grpo_step.cases import Case, Result, first_step_s, keep_steps, mfu, planned_gib, run_cases, start, table
 from benchmarks.grpo_step.workload import settings
 from benchmarks.memory_turns.run import CASES as TURNS
 from benchmarks.random_model import CONFIGS
@@ -91,6 +91,22 @@ def test_columns_read_logs_and_metrics(tmp_path: Path) -> None:
     assert planned_gib(result) == pytest.approx(57.1)
     result.run.log.write_text("")
     assert math.isnan(planned_gib(result))
+
+
+def test_the_steps_that_another_trainer_prints_fill_the_columns(tmp_path: Path) -> None:
+    script = "print('trl step 1: 9.00 s, 3.5 GB reserved'); print('trl step 2: 2.50 s, 4.5 GB reserved')"
+    (tmp_path / "other.py").write_text(script)
+    case, done = Case(gpus=1, peer=("benchmarks.runs",)), tmp_path / "outputs"
+    assert start(tmp_path, "silent", case, [], 60.0)[1].steps.series("timing_s/step") == []
+    run = Run("trl", [sys.executable, str(tmp_path / "other.py")], tmp_path / "trl.log", "")
+    run.start()
+    assert run.end(60.0) == 0
+    keep_steps(run, tmp_path)
+    assert len(list(done.iterdir())) == 2
+    result = Result(model=tmp_path, run=run, folder=run_folder(tmp_path, "trl"))
+    row = {name: column(result) for name, column in COLUMNS.items()}
+    assert (row["step"], row["reserved GB"], len(result.steps)) == (2.5, 4.5, 2)
+    assert math.isnan(float(row["MFU of updates"]))
 
 
 def test_a_run_that_made_no_folder_has_no_metrics(tmp_path: Path) -> None:

@@ -45,7 +45,18 @@ from run_kit.tracking.metrics_table import atomic_write
 GRACE_S = 25.0
 """Kept at the end of a call: for what is ended then, and for the summary."""
 SIGNALS = ((signal.SIGINT, 18.0), (signal.SIGTERM, 3.0))
-PACKAGES = ("torch", "deepspeed", "vllm", "ray", "transformers", "flash-attn-4", "trl", "bitsandbytes")
+PACKAGES = (
+    "torch",
+    "deepspeed",
+    "vllm",
+    "ray",
+    "transformers",
+    "flash-attn-4",
+    "trl",
+    "verl",
+    "kernels",
+    "bitsandbytes",
+)
 MOST_BYTES = 200_000
 """Of the end of a log in `raw.zip`."""
 
