@@ -93,11 +93,13 @@ def test_spans_are_exact_and_the_kv_cache_is_the_stated_one(
     requests = [Request(prompt_id=f"p{i}", prompt_ids=[3 + i, 9, 20 + i, 33], seed=1000 * i) for i in range(6)]
     sampling = SamplingConfig(n=4, max_tokens=NUM_TOKENS, ignore_eos=True)
     begun = num_generated()
-    future = client.start(client.generate(requests, sampling))
+    early = client.start(client.generate(requests[:3], sampling))
+    wait_for(begun + NUM_SAMPLES * 10)
+    joining = client.start(client.generate(requests[3:], sampling))
     for number in (1, 2):
         wait_for(begun + number * NUM_SAMPLES * 40)
         push(number)
-    groups = future.result(400)
+    groups = [*early.result(400), *joining.result(400)]
     samples = [sample for group in groups for sample in group.samples]
     assert [len(sample.response_ids) for sample in samples] == [NUM_TOKENS] * NUM_SAMPLES
     mixed = [sample for sample in samples if len(sample.version_spans) == 3]
