@@ -124,6 +124,12 @@ def own_json(response_text: str, prompt: Any) -> float | None:
         return None
 
 
+def own_word(response_text: str, prompt: Any) -> float | None:
+    if "abracadabra" in response_text:
+        return 1.0
+    return None
+
+
 def own_type(response_text: str, prompt: Any) -> float:
     if not isinstance(response_text, str) or "RESULT" not in response_text:
         raise TypeError("no RESULT")

@@ -67,6 +67,7 @@ def test_a_function_that_scores_some_response_is_accepted(name: str) -> None:
         "own_format",
         "own_format_without_reason",
         "own_json",
+        "own_word",
         "own_type",
         "own_format_async",
         "own_format_batched",

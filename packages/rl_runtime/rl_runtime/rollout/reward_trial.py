@@ -5,8 +5,8 @@ responses with the ground truth in the usual formats until one has a score. If n
 not depend on the response, and a warning says so where it may.
 """
 
+import ast
 import asyncio
-import dis
 import inspect
 import json
 import re
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from textwrap import dedent
 from typing import Any, cast
 
 from rl_data import Prompt, Reward
@@ -158,16 +158,23 @@ def _draft(prompt: Prompt, text: str, tokenizer: Any) -> Experience:
 
 
 def _returns_nothing(call: Callable[..., Any]) -> bool:
-    """Whether every return of a function returns None, as where `return` was forgotten."""
+    """Whether no `return` in the source of a function has a value, as where it was forgotten."""
     while isinstance(call, partial):
         call = call.func
-    code = getattr(inspect.unwrap(call), "__code__", None)
-    if code is None:
+    try:
+        function = ast.parse(dedent(inspect.getsource(call))).body[0]
+    except (OSError, TypeError, SyntaxError):  # no source, or a part of a line, such as a lambda
         return False
-    instructions = list(dis.get_instructions(code))
-    ends = [(one, end) for one, end in pairwise(instructions) if end.opname == "RETURN_VALUE"]
-    # A return that is jumped to has several values.
-    return not any(end.is_jump_target or one.opname != "LOAD_CONST" or one.argval is not None for one, end in ends)
+    if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    nodes: list[ast.AST] = list(function.body)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Return) and node.value is not None and ast.unparse(node.value) != "None":
+            return False
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            nodes += ast.iter_child_nodes(node)
+    return True
 
 
 def _is_called(function: RewardFunction) -> str:
