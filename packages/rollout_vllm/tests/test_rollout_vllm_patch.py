@@ -93,14 +93,15 @@ def test_other_clients_get_the_text_and_token_strings_of_stock_vllm(
     assert response(front_end(tokenizer, {"another": 1})[1]) == stock
 
 
-def test_clients_of_this_package_get_ids_and_log_probs(tokenizer: Any, patched: None) -> None:
-    calls = BUFFERING.calls["from_new_request"]
+def test_clients_of_this_package_get_ids_and_log_probs(
+    tokenizer: Any, patched: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     extra_args = completion_body([1], SamplingConfig(), model=None, seed=None)["vllm_xargs"]
     text, ids, log_probs = response(front_end(tokenizer, extra_args)[1])
     assert (text, ids) == ("", tokenizer.encode(TEXT))
     assert log_probs == [-token / 128 for token in ids]
     assert log_probs.spans == [[3, 1]] * len(ids)
-    assert BUFFERING.calls["from_new_request"] == calls + 1
+    assert "buffered tokens: from_new_request is replaced and in use\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("marked", [True, False])
@@ -164,6 +165,23 @@ def test_renamed_part_of_vllm_leaves_its_own_path(patch: Patch, capsys: pytest.C
                 assert capsys.readouterr().out == said
     changed = replace(patch, replaces={"vllm.utils.system_utils": ("get_mp_context(method)",)})
     assert changed.problem() == "vllm.utils.system_utils.get_mp_context takes (), not (method)"
+
+
+def test_replaced_function_says_so_once_and_is_then_called_directly(capsys: pytest.CaptureFixture[str]) -> None:
+    target = SimpleNamespace(double=lambda value: 2 * value)
+    patch = Patch(name="tripled", reason="a test", replaces={"somewhere": ("double(value)",)})
+    stock = target.double
+
+    def triple(value: int) -> int:
+        return 3 * value
+
+    restore = patch.replace(target, "double", triple)
+    imported = target.double  # by a module, before the first call
+    assert (target.double(1), imported(2), target.double(3)) == (3, 6, 9)
+    assert target.double is triple
+    assert capsys.readouterr().out == "tripled: double is replaced and in use\n"
+    restore()
+    assert target.double is stock
 
 
 def test_untested_vllm_runs_its_own_path(monkeypatch: pytest.MonkeyPatch) -> None:

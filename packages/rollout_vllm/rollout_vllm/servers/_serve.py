@@ -13,6 +13,7 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 AUTH_MODULE = "plinth_server_auth"
 VERSIONS_MODULE = "plinth_server_policy_versions"
@@ -57,6 +58,25 @@ def buffer_tokens(patch: Any, *, front_end: bool) -> None:
         buffering.buffer_in_front_end(patch.BUFFERING.replace, patch.IDS_ONLY)
 
 
+def keep_the_store_in_a_file(patch: Any) -> None:
+    """Let workers meet in a file among the server's sockets, as in vLLM 0.32, and not at an open port."""
+    from vllm.utils import network_utils
+
+    if not hasattr(network_utils, "get_file_store_init_method") and patch.STORE.check():
+        folder = os.environ["VLLM_RPC_BASE_PATH"]
+
+        def init_method(ip: str, port: int) -> str:
+            return f"file://{folder}/store:{uuid4().hex}"  # vLLM's CPU worker names shared memory by what follows ":"
+
+        patch.STORE.replace(network_utils, "get_distributed_init_method", init_method)
+
+
+def shorten_scheduling(patch: Any) -> None:
+    """For the engine core, which is forked from this process or does it again."""
+    if patch.DECODING.check():
+        _load("plinth_server_decoding", "decoding.py").skip_needless_block_searches(patch.DECODING.replace)
+
+
 def end_with(parent: int) -> None:
     """Make the kernel kill this process when its parent process, `parent`, ends.
 
@@ -93,8 +113,11 @@ def main() -> None:
     versions = _load(VERSIONS_MODULE, "policy_versions.py")
     patch = _load("plinth_server_patch", "patch.py")
     patch.SOCKETS.check()
+    # These two before vLLM's modules import the functions that they replace.
+    keep_the_store_in_a_file(patch)
     if os.environ.get(FORK_VARIABLE) == "1":
-        _fork_engine_and_worker(patch.FORK)  # before vLLM's modules import the function that it replaces
+        _fork_engine_and_worker(patch.FORK)
+    shorten_scheduling(patch)
     if patch.BUFFERING.check():
         os.environ[BUFFER_VARIABLE] = "1"  # both halves or none
         buffer_tokens(patch, front_end=True)  # the engine core is forked, or does it again
@@ -108,5 +131,8 @@ if __name__ == "__main__":
 elif __name__ == "__mp_main__":  # a spawned engine core or worker
     end_with(os.getppid())
     end_forks_with_parent()
+    patch = _load("plinth_server_patch", "patch.py")
+    keep_the_store_in_a_file(patch)
+    shorten_scheduling(patch)
     if os.environ.get(BUFFER_VARIABLE) == "1":
-        buffer_tokens(_load("plinth_server_patch", "patch.py"), front_end=False)
+        buffer_tokens(patch, front_end=False)

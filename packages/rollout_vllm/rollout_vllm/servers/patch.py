@@ -7,7 +7,6 @@ lists all of them. `_serve.py` loads this file by path, so it imports nothing of
 
 import functools
 import inspect
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module, metadata
@@ -34,8 +33,6 @@ class Patch:
     reason: str
     replaces: Parts = field(default_factory=dict)
     reads: Parts = field(default_factory=dict)
-    calls: Counter[str] = field(default_factory=Counter)
-    """Calls of replaced functions in this process, by name."""
 
     def problem(self) -> str | None:
         """The first declared part that the installed vLLM does not have as tested; None if it has all."""
@@ -50,21 +47,24 @@ class Patch:
         return problem is None
 
     def replace(self, target: Any, name: str, value: Callable[..., Any]) -> Callable[[], None]:
-        """Replace `target.name` by `value` and count its calls; returns a function that restores it.
+        """Replace `target.name` by `value`; returns a function that restores it.
 
         Prints one line at the first call. Call `check` before.
         """
         declared = {part.partition("(")[0] for names in self.replaces.values() for part in names}
         assert name in declared, f"{self.name} does not declare {name}"
-        original = vars(target)[name]
+        original, announced = vars(target)[name], False
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.calls[name] += 1
-            if self.calls[name] == 1:
+        def first_call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal announced
+            if not announced:
+                announced = True
                 print(f"{self.name}: {name} is replaced and in use", flush=True)
+                if vars(target)[name] is first_call:
+                    setattr(target, name, value)  # some are called for every token
             return value(*args, **kwargs)
 
-        setattr(target, name, call)
+        setattr(target, name, first_call)
         return lambda: setattr(target, name, original)
 
 
@@ -124,12 +124,33 @@ BUFFERING = Patch(
         "vllm.v1.engine.core_client:AsyncMPClient": ("call_utility_async(self, method, args)",),
     },
 )
+DECODING = Patch(
+    name="short scheduling of decoded tokens",
+    reason="looking for blocks of the KV cache takes half of a step's scheduling, and 15 of 16 tokens need none",
+    replaces={
+        "vllm.v1.core.kv_cache_manager:KVCacheManager": (
+            "allocate_slots",
+            "cache_blocks(self, request, num_computed_tokens)",
+        )
+    },
+    reads={
+        "vllm.v1.core.kv_cache_manager:KVCacheManager": ("create_kv_cache_blocks(self, blocks)",),
+        "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": ("cache_blocks", "allocate_new_blocks"),
+        "vllm.v1.request:Request": ("num_tokens",),
+    },
+)
+STORE = Patch(
+    name="store of the worker in a file",
+    reason="vLLM before 0.32 opens torch's TCPStore of the worker on every interface, without a password",
+    replaces={"vllm.utils.network_utils": ("get_distributed_init_method(ip, port)",)},
+    reads={"vllm.envs": ("VLLM_RPC_BASE_PATH",)},
+)
 SOCKETS = Patch(
     name="folder of sockets",
     reason="a server's sockets are removed with it, also when it is killed",
     reads={"vllm.envs": ("VLLM_RPC_BASE_PATH",)},
 )
-PATCHES = (FORK, SOCKETS, BUFFERING)
+PATCHES = (FORK, SOCKETS, STORE, BUFFERING, DECODING)
 
 
 def records() -> list[dict[str, str]]:
