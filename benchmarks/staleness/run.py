@@ -6,7 +6,11 @@
 `apart_1`.
 """
 
-from benchmarks.grpo_step.cases import SPEED, Case, metric, run_cases
+import math
+import operator
+from statistics import fmean
+
+from benchmarks.grpo_step.cases import SPEED, Case, Column, Result, run_cases
 from benchmarks.staleness.long_tail import MOST_TOKENS
 
 APART = ("trainer.colocate=false", "trainer.num_ranks=1", "rollout.num_servers=1")
@@ -28,13 +32,29 @@ CASES = {
     "trl_async": Case(gpus=2, peer=("benchmarks.staleness.trl_async",)),
 }
 NAMES = ("step", "gen", "old_log_prob", "update_actor", "sync")
-MORE = ("rollout/busy_s", "staleness/max", "rollout/correction_ess")
+MORE = ("rollout/busy_s", "rollout/trainer_wait_s", "rollout/servers_wait_s", "staleness/max", "rollout/correction_ess")
+SKIP = 2
+"""Steps that still compile, or begin with groups that were generated meanwhile."""
+
+
+def mean(name: str) -> Column:
+    """Of a metric after `SKIP` steps. Steps that run ahead alternate, so their median says little."""
+    return lambda result: fmean(result.steps.series(name, skip=SKIP) or [math.nan])
+
+
+def throughput(result: Result) -> float:
+    """Tokens per second and GPU over all steps after `SKIP`."""
+    seconds, rates = (result.steps.series(name, skip=SKIP) for name in ("timing_s/step", "perf/throughput"))
+    return sum(map(operator.mul, seconds, rates)) / sum(seconds) if seconds else math.nan
+
+
 COLUMNS = {
-    **{f"timing_s/{phase}": metric(f"timing_s/{phase}", skip=2) for phase in NAMES},
+    **{f"timing_s/{phase}": mean(f"timing_s/{phase}") for phase in NAMES},
     **SPEED,
-    **{name: metric(name, skip=2) for name in MORE},
+    "tokens/s per GPU": throughput,
+    **{name: mean(name) for name in MORE},
 }
-"""Seconds are medians over the steps after the second, which still compiles."""
+"""Means over the steps after the first two."""
 DEFAULT = ("shared", "apart", "apart_1", "shared_1")
 
 

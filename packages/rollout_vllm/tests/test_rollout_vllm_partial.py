@@ -238,6 +238,50 @@ def test_paused_dispatcher_keeps_the_order_of_the_queue() -> None:
     asyncio.run(main())
 
 
+@settings(deadline=None, max_examples=100)
+@given(
+    sizes=st.lists(st.integers(1, 3), min_size=1, max_size=12),
+    late=st.integers(0, 12),
+    cancelled=st.sets(st.integers(0, 11), max_size=3),
+    yields=st.integers(0, 6),
+)
+def test_requests_after_a_pause_do_not_overtake_those_before_it(
+    sizes: list[int], late: int, cancelled: set[int], yields: int
+) -> None:
+    """Each request holds its capacity until the test releases it; `late` of them come when the queue is resumed."""
+
+    async def main() -> None:
+        dispatcher, order = Dispatcher(1, max_in_flight=4), list[int]()
+
+        async def one(number: int) -> None:
+            assert await dispatcher.acquire(f"g{number}", sizes[number]) == 0
+            order.append(number)
+
+        early = len(sizes) - min(late, len(sizes))
+        dispatcher.pause()
+        tasks = [asyncio.ensure_future(one(number)) for number in range(early)]
+        await asyncio.sleep(0)
+        dispatcher.resume()
+        for _ in range(yields):
+            await asyncio.sleep(0)
+        tasks += [asyncio.ensure_future(one(number)) for number in range(early, len(sizes))]
+        for number in cancelled & set(range(len(sizes))):
+            tasks[number].cancel()
+        released = 0
+        while any(not task.done() for task in tasks):
+            await asyncio.sleep(0.001)
+            assert released < len(order), "nothing runs and nothing is started: a turn was lost"
+            dispatcher.release(0, sizes[order[released]])
+            released += 1
+        assert order == sorted(order)
+        assert set(range(len(sizes))) - set(order) <= cancelled
+        for number in order[released:]:
+            dispatcher.release(0, sizes[number])
+        assert (dispatcher.samples_in_flight, dispatcher.num_waiting) == (0, 0)
+
+    asyncio.run(main())
+
+
 def test_wrong_group_sizes_are_rejected() -> None:
     client = RolloutClient([Endpoint("http://127.0.0.1:9", "k", "m")], RolloutConfig())
     partial = fresh_group(Request(prompt_id="a", prompt_ids=PROMPT), 3)

@@ -133,6 +133,12 @@ def test_environment() -> None:
     assert gpu["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert gpu["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
     assert not {"OMP_NUM_THREADS", "VLLM_ENABLE_V1_MULTIPROCESSING"} & set(gpu)
+    method = "VLLM_WORKER_MULTIPROC_METHOD"
+    assert gpu[method] == "fork"
+    two = RolloutConfig(tensor_parallel_size=2)
+    assert method not in server_environment(base, two, device="cuda", api_key="k", num_cores=2)
+    given = server_environment(base | {method: "spawn"}, RolloutConfig(), device="cuda", api_key="k", num_cores=2)
+    assert given[method] == "spawn"
 
 
 @QUICK

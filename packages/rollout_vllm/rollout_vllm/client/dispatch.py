@@ -95,21 +95,24 @@ class Dispatcher:
         self._router = Router(num_servers, max_in_flight=max_in_flight)
         self._lock = threading.Lock()
         self._waiters: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None], int]] = deque()
+        self._called = 0  # waiters that have left the queue for their turn and have not taken it yet: one at most
         self._paused = False
 
     async def acquire(self, group: str, cost: int, avoid: Collection[int] = ()) -> int | None:
         """Wait for a server with capacity for `cost` samples, held until `release`. None: all servers are retired."""
         loop = asyncio.get_running_loop()
+        its_turn = False
         while True:
             with self._lock:
+                self._called -= its_turn
                 if self._router.all_retired:
                     return None
                 server = None
-                if not self._paused:
+                if not self._paused and (its_turn or not self._is_queued()):
                     server = self._router.pick(group, cost, time.monotonic(), avoid=avoid)
                 if server is None:
                     waiter: asyncio.Future[None] = loop.create_future()
-                    self._waiters.append((loop, waiter, cost))
+                    (self._waiters.appendleft if its_turn else self._waiters.append)((loop, waiter, cost))
             if server is not None:
                 self._wake_one()  # there may be capacity for the next one
                 return server
@@ -117,8 +120,9 @@ class Dispatcher:
                 await waiter
             except asyncio.CancelledError:
                 if waiter.done() and not waiter.cancelled():
-                    self._wake_one()  # pass the turn on
+                    self._pass_on()
                 raise
+            its_turn = True
 
     def release(self, server: int, cost: int) -> None:
         with self._lock:
@@ -184,15 +188,27 @@ class Dispatcher:
 
     def _wake_one(self) -> None:
         with self._lock:
-            if self._paused and not self._router.all_retired:
-                return  # waiting requests keep their order
+            if (self._paused or self._called) and not self._router.all_retired:
+                return  # waiting requests keep their order; the one that was called wakes the next
             while self._waiters:
                 loop, waiter, _ = self._waiters.popleft()
                 if not waiter.done() and not loop.is_closed():
-                    loop.call_soon_threadsafe(_resolve, waiter)
+                    self._called += 1
+                    loop.call_soon_threadsafe(self._call, waiter)
                     return
 
+    def _call(self, waiter: asyncio.Future[None]) -> None:
+        if waiter.done():  # cancelled meanwhile
+            self._pass_on()
+        else:
+            waiter.set_result(None)
 
-def _resolve(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+    def _pass_on(self) -> None:
+        """A waiter that was called does not take its turn."""
+        with self._lock:
+            self._called -= 1
+        self._wake_one()
+
+    def _is_queued(self) -> bool:
+        """Whether a new request has others before it."""
+        return bool(self._called) or any(not waiter.done() for _, waiter, _ in self._waiters)

@@ -6,6 +6,7 @@ as their main module.
 
 import ctypes
 import importlib.util
+import inspect
 import multiprocessing
 import os
 import signal
@@ -19,6 +20,7 @@ AUTH_MODULE = "plinth_server_auth"
 VERSIONS_MODULE = "plinth_server_policy_versions"
 FORK_VARIABLE = "PLINTH_ROLLOUT_FORK"
 BUFFER_VARIABLE = "PLINTH_ROLLOUT_BUFFER"
+GPU_VARIABLE = "PLINTH_ROLLOUT_GPU"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -71,10 +73,17 @@ def keep_the_store_in_a_file(patch: Any) -> None:
         patch.STORE.replace(network_utils, "get_distributed_init_method", init_method)
 
 
-def shorten_scheduling(patch: Any) -> None:
-    """For the engine core, which is forked from this process or does it again."""
+def prepare_engine_core(patch: Any) -> None:
+    """For the engine core, which is forked from this process or does it again: short scheduling, and no needless work
+    when it starts."""
     if patch.DECODING.check():
         _load("plinth_server_decoding", "decoding.py").skip_needless_block_searches(patch.DECODING.replace)
+    if os.environ.get(GPU_VARIABLE) == "1" and patch.WARM_UP.check():
+        from vllm.model_executor.warmup import kernel_warmup
+
+        name = "_warmup_ll_bf16_router_gemm"
+        if not inspect.signature(getattr(kernel_warmup, name)).parameters:  # vLLM 0.32 looks at the model
+            patch.WARM_UP.replace(kernel_warmup, name, lambda: None)
 
 
 def end_with(parent: int) -> None:
@@ -117,7 +126,7 @@ def main() -> None:
     keep_the_store_in_a_file(patch)
     if os.environ.get(FORK_VARIABLE) == "1":
         _fork_engine_and_worker(patch.FORK)
-    shorten_scheduling(patch)
+    prepare_engine_core(patch)
     if patch.BUFFERING.check():
         os.environ[BUFFER_VARIABLE] = "1"  # both halves or none
         buffer_tokens(patch, front_end=True)  # the engine core is forked, or does it again
@@ -133,6 +142,6 @@ elif __name__ == "__mp_main__":  # a spawned engine core or worker
     end_forks_with_parent()
     patch = _load("plinth_server_patch", "patch.py")
     keep_the_store_in_a_file(patch)
-    shorten_scheduling(patch)
+    prepare_engine_core(patch)
     if os.environ.get(BUFFER_VARIABLE) == "1":
         buffer_tokens(patch, front_end=False)

@@ -157,8 +157,14 @@ def server_environment(
         if is_eager(config, device):
             # vLLM compiles two sampler functions even with --enforce-eager: 5 to 30 s at the first request.
             env["TORCHDYNAMO_DISABLE"] = "1"
-    elif config.deterministic:
-        env["VLLM_BATCH_INVARIANT"] = "1"
+    else:
+        env["PLINTH_ROLLOUT_GPU"] = "1"
+        if config.tensor_parallel_size == 1:
+            # vLLM's command line chooses spawn, with which the engine imports vLLM a second time. Nothing initializes
+            # CUDA before the fork; vLLM would spawn then.
+            env["VLLM_WORKER_MULTIPROC_METHOD"] = base.get("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+        if config.deterministic:
+            env["VLLM_BATCH_INVARIANT"] = "1"
     if gpu_ids is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(str(g) for g in gpu_ids)
     return env | dict(extra or {})

@@ -145,12 +145,18 @@ STORE = Patch(
     replaces={"vllm.utils.network_utils": ("get_distributed_init_method(ip, port)",)},
     reads={"vllm.envs": ("VLLM_RPC_BASE_PATH",)},
 )
+WARM_UP = Patch(
+    name="no warm-up of other models' routers",
+    reason="vLLM 0.26 compiles the router kernels of four MoE models at every start on Hopper, which takes 9 s; "
+    "without it, a model that has such a router compiles its kernels at its first request",
+    replaces={"vllm.model_executor.warmup.kernel_warmup": ("_warmup_ll_bf16_router_gemm",)},
+)
 SOCKETS = Patch(
     name="folder of sockets",
     reason="a server's sockets are removed with it, also when it is killed",
     reads={"vllm.envs": ("VLLM_RPC_BASE_PATH",)},
 )
-PATCHES = (FORK, SOCKETS, STORE, BUFFERING, DECODING)
+PATCHES = (FORK, SOCKETS, STORE, WARM_UP, BUFFERING, DECODING)
 
 
 def records() -> list[dict[str, str]]:
