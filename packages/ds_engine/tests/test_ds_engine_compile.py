@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch._functorch.config
+import torch._inductor.config
 from ds_engine_testkit import make_batch, make_samples
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
@@ -177,6 +178,14 @@ def test_compiled_layers_use_torchs_linear(tmp_path: Path, monkeypatch: pytest.M
     assert set(during) == {torch._C._nn.linear}  # not a wrapper, whose identity would change with every call
     assert not any("clone" in str(target) for target in seen)
     assert torch.nn.functional.linear is linear
+
+
+def test_compile_workers_are_not_ended_while_they_are_idle(tmp_path: Path) -> None:
+    """A kernel that is compiled while they end may wait forever (from Python 3.12 on)."""
+    model = load_model(str(write_tiny_model(tmp_path)), EngineConfig(dtype="float32"), device=CPU, ds_config={})
+    with torch._inductor.config.patch(quiesce_async_compile_pool=True):
+        compile_layers(model, device_type="cpu", kernel="sdpa", backend="eager")
+        assert torch._inductor.config.quiesce_async_compile_pool is False
 
 
 def test_models_that_cannot_be_compiled_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

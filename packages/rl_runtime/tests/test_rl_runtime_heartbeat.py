@@ -2,17 +2,20 @@
 
 import json
 import os
+import queue
+import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
 from plinth_testing import wait_until
-from rl_runtime.ranks.heartbeat import INTERVAL_S, Beat, Heartbeats, find_frozen, find_stalled
+from rl_runtime.ranks.heartbeat import INTERVAL_S, Beat, Heartbeats, _describe_frame, find_frozen, find_stalled
 
 WORK = """
 import select, sys, time
@@ -62,6 +65,24 @@ def heartbeats() -> Iterator[Heartbeats]:
     made = Heartbeats()
     yield made
     made.close()
+
+
+def test_a_thread_that_waits_for_a_lock_is_named_by_who_waits() -> None:
+    answers = queue.Queue[None]()
+
+    def wait_for_workers() -> None:
+        answers.get()
+
+    waiting = threading.Thread(target=wait_for_workers)
+    waiting.start()
+    assert waiting.ident is not None
+    pattern = (
+        r"tests/test_rl_runtime_heartbeat.py:\d+ in wait_for_workers \(.*/(queue|threading).py:\d+ in (get|wait)\)"
+    )
+    wait_until(lambda: re.search(pattern, _describe_frame(sys._current_frames()[waiting.ident or 0])) is not None)
+    answers.put(None)
+    waiting.join()
+    assert re.fullmatch(r"[^()]+ in test_a_thread_that_waits[^()]*", _describe_frame(sys._getframe()))
 
 
 def test_a_process_reports_where_it_is_and_a_stopped_one_is_silent(heartbeats: Heartbeats) -> None:

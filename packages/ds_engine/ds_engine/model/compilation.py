@@ -27,6 +27,13 @@ LINEAR = Patch(
     replaces={"torch.nn.functional": ("linear",), "torch.nn:Module": ("_compiled_call_impl",)},
     reads={"torch._C._nn": ("linear",)},
 )
+WORKERS = Patch(
+    name="compile workers that stay",
+    reason="torch ends idle compile workers after 60 s; from Python 3.12 on, a kernel that is to be compiled in the "
+    "same milliseconds waits for them forever",
+    stock=True,
+    replaces={"torch._inductor.config": ("quiesce_async_compile_pool",)},
+)
 FUNCTORCH_CONFIG = {"ban_recompute_materialized_backward": False}
 """Config for the layers' graphs: the backward pass recomputes normalized inputs and the MLP's product from tensors that
 are kept anyway, fused into the kernels that read them."""
@@ -66,6 +73,10 @@ def compile_layers(model: Any, *, device_type: str, kernel: str, stage: int = 2,
         from transformers import AttentionInterface
 
         AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(packed_attention))
+    if WORKERS.check():
+        import torch._inductor.config
+
+        WORKERS.replace(torch._inductor.config, quiesce_async_compile_pool=False)
     # Here and not as a decorator, which imports the compiler (2 s) also where nothing is compiled.
     torch.compiler.assume_constant_result(varlen_parameters)
     if backend is None:

@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from typing import Any
 
 INTERVAL_S = 1.0
 _MAX_BYTES = 2048
+_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 _WAITING = ("torch/distributed/", "deepspeed/comm/", "ds_engine/agreement.py", "ds_engine/guard/")
 """Files in which a rank waits for the others: it is not the one that hangs."""
 
@@ -33,7 +35,7 @@ class Beat:
     still: float
     """Seconds for which the thread had been where it is when the heartbeat was sent."""
     where: str
-    """The innermost Python frame, `file:line in function`."""
+    """The innermost call outside the standard library, `file:line in function`, and what it called there."""
     beat_at: float = 0.0
     """Time at which the heartbeat arrived, in seconds of the driver's monotonic clock."""
 
@@ -102,8 +104,22 @@ class Heartbeat:
 
 
 def _describe_frame(frame: FrameType | None) -> str:
+    """The innermost call outside the standard library, and in brackets what it called there: that is often a lock."""
     if frame is None:
         return "its end"
+    caller: FrameType | None = frame
+    while caller is not None and _is_standard(caller.f_code.co_filename):
+        caller = caller.f_back
+    if caller is None or caller is frame:
+        return _site(frame)
+    return f"{_site(caller)} ({_site(frame)})"
+
+
+def _is_standard(path: str) -> bool:
+    return path.startswith((f"{_STANDARD_LIBRARY}/", "<frozen ")) and "/site-packages/" not in path
+
+
+def _site(frame: FrameType) -> str:
     path = frame.f_code.co_filename.rpartition("/site-packages/")[2]
     return f"{'/'.join(Path(path).parts[-3:])}:{frame.f_lineno} in {frame.f_code.co_name}"
 
