@@ -74,9 +74,9 @@ def compile_layers(model: Any, *, device_type: str, kernel: str, stage: int = 2,
 
         AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(packed_attention))
     if WORKERS.check():
-        import torch._inductor.config
+        from torch._inductor import config as inductor_config
 
-        WORKERS.replace(torch._inductor.config, quiesce_async_compile_pool=False)
+        WORKERS.replace(inductor_config, quiesce_async_compile_pool=False)
     # Here and not as a decorator, which imports the compiler (2 s) also where nothing is compiled.
     torch.compiler.assume_constant_result(varlen_parameters)
     if backend is None:
