@@ -1,4 +1,4 @@
-"""Short scheduling: vLLM's scheduler with it decides, step for step, what it decides without it."""
+"""Short decoding steps: vLLM's scheduler decides and sends, step for step, what it does without the shortcuts."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -8,23 +8,26 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.sampling_params import RequestOutputKind
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from rollout_vllm.servers.buffering import buffer_in_engine_core
 from rollout_vllm.servers.decoding import skip_needless_block_searches
-from rollout_vllm.servers.patch import DECODING
+from rollout_vllm.servers.patch import BUFFERING, DECODING, IDS_ONLY
 
 BLOCK = 16
 
@@ -39,6 +42,8 @@ class Plan:
     in_flight: int
     prefix_caching: bool
     sliding_window: bool
+    buffered: bool
+    log_probs: bool
 
 
 plans = st.builds(
@@ -51,7 +56,13 @@ plans = st.builds(
     in_flight=st.integers(1, 2),
     prefix_caching=st.booleans(),
     sliding_window=st.sampled_from((False, False, False, True)),
+    buffered=st.sampled_from((True, True, True, False)),
+    log_probs=st.booleans(),
 )
+
+
+def name_of(number: int) -> str:
+    return f"cmpl-{'x' * number}"
 
 
 @pytest.fixture(scope="module")
@@ -92,21 +103,35 @@ def scheduler_of(model: str, plan: Plan) -> Scheduler:
     )
 
 
-def answer(scheduler: Scheduler, scheduled: Any) -> ModelRunnerOutput:
+def answer(scheduler: Scheduler, scheduled: Any, *, log_probs: bool) -> ModelRunnerOutput:
     """A token for each request whose prompt is complete; it depends on the request and its position alone."""
     names = list(scheduled.num_scheduled_tokens)
-    tokens: list[list[int]] = []
+    tokens, values = list[list[int]](), list[float]()
     for name in names:
         request = scheduler.requests[name]
         position = request.num_computed_tokens
         sampled = position >= request.num_tokens  # else a part of its prompt is missing
         tokens.append([(7 * position + len(name)) % 97] if sampled else [])
-    places = {name: i for i, name in enumerate(names)}
-    return ModelRunnerOutput(req_ids=names, req_id_to_index=places, sampled_token_ids=tokens)
+        values.append(-position / 8)
+    column = numpy.array(values, numpy.float32)[:, None]
+    lists = LogprobsLists(numpy.zeros_like(column, numpy.int32), column, numpy.zeros(len(names), numpy.int32), None)
+    return ModelRunnerOutput(
+        req_ids=names,
+        req_id_to_index={name: i for i, name in enumerate(names)},
+        sampled_token_ids=tokens,
+        logprobs=lists if log_probs and names else None,
+    )
+
+
+def message(output: Any) -> tuple[Any, ...]:
+    """What the front end receives of a request."""
+    lists = output.new_logprobs
+    values = None if lists is None else (lists.logprobs.tolist(), lists.logprob_token_ids.tolist())
+    return output.request_id, output.new_token_ids, values, output.finish_reason, output.stop_reason
 
 
 def play(model: str, plan: Plan) -> tuple[list[Any], int]:
-    """All that the scheduler decided and answered, and the state of its blocks; the number of preemptions."""
+    """All that the scheduler decided and sent, and the state of its blocks; the number of preemptions."""
     scheduler, history, waiting, preemptions = scheduler_of(model, plan), list[Any](), deque[Any](), 0
     function = get_hash_fn_by_name("sha256")
     init_none_hash(function)
@@ -115,12 +140,17 @@ def play(model: str, plan: Plan) -> tuple[list[Any], int]:
         for number, (arrival, length, most, prompt) in enumerate(plan.arrivals):
             if arrival == step:
                 ids = [(prompt * 31 + i) % 89 for i in range(length)]
-                params = SamplingParams(max_tokens=most, stop_token_ids=[41])
-                scheduler.add_request(Request(f"r{number:0{number + 1}}", ids, params, None, block_hasher=hasher))
+                params = SamplingParams(
+                    max_tokens=most,
+                    stop_token_ids=[41],
+                    logprobs=0 if plan.log_probs else None,
+                    extra_args={IDS_ONLY: 1} if plan.buffered else None,
+                    output_kind=RequestOutputKind.FINAL_ONLY,
+                )
+                scheduler.add_request(Request(name_of(number), ids, params, None, block_hasher=hasher))
         for at, number in plan.aborts:
-            name = f"r{number:0{number + 1}}"
-            if at == step and name in scheduler.requests:
-                scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
+            if at == step and name_of(number) in scheduler.requests:
+                scheduler.finish_requests([name_of(number)], RequestStatus.FINISHED_ABORTED)
         if step > 40 and not scheduler.has_unfinished_requests() and not waiting:
             break
         scheduled = scheduler.schedule()
@@ -129,17 +159,19 @@ def play(model: str, plan: Plan) -> tuple[list[Any], int]:
         new = [(one.req_id, one.block_ids, one.num_computed_tokens) for one in scheduled.scheduled_new_reqs]
         history.append((scheduled.num_scheduled_tokens, repr(scheduled.scheduled_cached_reqs), new))
         history.append((pool.get_num_free_blocks(), scheduled.num_common_prefix_blocks))
-        waiting.append((scheduled, answer(scheduler, scheduled)))
+        waiting.append((scheduled, answer(scheduler, scheduled, log_probs=plan.log_probs)))
         if len(waiting) == plan.in_flight or not scheduled.num_scheduled_tokens:
             outputs = scheduler.update_from_output(*waiting.popleft())
-            sent = [(o.request_id, o.new_token_ids, o.finish_reason) for c in outputs.values() for o in c.outputs]
+            sent = [message(output) for client in outputs.values() for output in client.outputs]
             history.append((sent, len(getattr(pool.cached_block_hash_to_block, "_cache", ()))))
     return history, preemptions
 
 
 @contextmanager
-def shortened() -> Iterator[None]:
-    undo = skip_needless_block_searches(DECODING.replace)
+def engine_core(*, shortcuts: bool) -> Iterator[None]:
+    """The engine core of our servers, with and without the shortcuts."""
+    undo = buffer_in_engine_core(BUFFERING.replace, IDS_ONLY, "publish_for_test", notes_tokens=shortcuts)
+    undo += skip_needless_block_searches(DECODING.replace) if shortcuts else []
     try:
         yield
     finally:
@@ -150,30 +182,40 @@ def shortened() -> Iterator[None]:
 @settings(deadline=None, max_examples=60)
 @given(plan=plans)
 def test_every_step_is_vllms_own(model: str, plan: Plan) -> None:
+    assert BUFFERING.check()
     assert DECODING.check()
-    stock, _ = play(model, plan)
-    with shortened():
+    with engine_core(shortcuts=False):
+        stock, _ = play(model, plan)
+    with engine_core(shortcuts=True):
         short, _ = play(model, plan)
     assert short == stock
 
 
-def test_searches_are_skipped_and_preemptions_remain(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the calls for decoded tokens about one in sixteen is left, also while requests are preempted."""
+def test_most_tokens_take_the_shortcuts_and_preemptions_remain(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 
-    plan = Plan(tuple((0, 30, 60, number) for number in range(3)), (), 9, 2, True, False)
-    searches = list[str]()
-    original = KVCacheCoordinator.allocate_new_blocks
+    arrivals = tuple((0, 30, 60, number) for number in range(3))
+    plan = Plan(arrivals, (), 9, 2, prefix_caching=True, sliding_window=False, buffered=True, log_probs=True)
+    calls = dict[str, int]()
 
-    def counted(self: Any, request_id: str, *args: Any, **kwargs: Any) -> Any:
-        searches.append(request_id)
-        return original(self, request_id, *args, **kwargs)
+    def count(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
 
-    monkeypatch.setattr(KVCacheCoordinator, "allocate_new_blocks", counted)
-    stock, preempted = play(model, plan)
-    all_searches, searches[:] = len(searches), []
-    with shortened():
+        def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            calls[name] = calls.get(name, 0) + 1
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(KVCacheCoordinator, "allocate_new_blocks")
+    count(AsyncScheduler, "_update_request_with_output")
+    with engine_core(shortcuts=False):
+        stock, preempted = play(model, plan)
+    without, calls = calls, {}
+    with engine_core(shortcuts=True):
         short, _ = play(model, plan)
     assert preempted > 0
     assert short == stock
-    assert 0 < len(searches) < all_searches / 5
+    assert 0 < calls["allocate_new_blocks"] < without["allocate_new_blocks"] / 5
+    # Those of preempted requests, and those that end a request or complete a message.
+    assert 0 < calls["_update_request_with_output"] < without["_update_request_with_output"] / 2

@@ -12,6 +12,7 @@ processes.
 `_serve.py` loads this file by path, so it imports nothing of this package.
 """
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -44,6 +45,14 @@ def is_buffered(request: Any, marker: str) -> bool:
     return params.output_kind.name == "FINAL_ONLY" and not any(needs) and params.prompt_logprobs is None
 
 
+def ending_tokens(request: Any) -> frozenset[int] | None:
+    """The ids that end a request of the engine core; None if its next tokens have to be looked at by vLLM itself."""
+    params = request.sampling_params
+    if request.structured_output_request is not None or request.mm_features or params.repetition_detection is not None:
+        return None
+    return frozenset([*(params.stop_token_ids or ()), *([] if params.eos_token_id is None else [params.eos_token_id])])
+
+
 @dataclass(slots=True)
 class _Unsent:
     """What was sampled for a request since its last message.
@@ -52,6 +61,8 @@ class _Unsent:
     """
 
     client_index: int
+    ends: frozenset[int] | None = None
+    """Tokens that end the request; None: vLLM looks at each of its tokens."""
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
@@ -78,9 +89,9 @@ class TokenBuffer:
             unsent.end_span(self.version)
         self.version = version
 
-    def open(self, request_id: str, client_index: int) -> None:
-        """Buffer a request of front end number `client_index`."""
-        self._unsent[request_id] = _Unsent(client_index)
+    def open(self, request_id: str, client_index: int, ends: frozenset[int] | None = None) -> None:
+        """Buffer a request of front end number `client_index`. ends: see `ending_tokens`."""
+        self._unsent[request_id] = _Unsent(client_index, ends)
 
     def client_of(self, request_id: str) -> int | None:
         """The front end of a request; None if the request is not buffered."""
@@ -96,13 +107,59 @@ class TokenBuffer:
             return None
         return EngineCoreOutput(request_id, unsent.token_ids, new_logprobs=self._message(unsent))
 
-    def filter(self, outputs: Iterable[Any], log_probs: Any) -> list[Any]:
+    def note(
+        self, scheduler: Any, scheduled: dict[str, int], sampled: Any, column: list[float] | None
+    ) -> dict[str, int]:
+        """Note the tokens that neither end their request nor complete a message, as vLLM's scheduler would.
+
+        For them vLLM would make an output that `filter` drops.
+
+        scheduled: number of tokens by request. sampled: the ModelRunnerOutput. column: log-probs by row, if any.
+        Returns the requests that vLLM still has to look at.
+        """
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+        from vllm.v1.request import RequestStatus
+
+        running, rest = RequestStatus.RUNNING, dict[str, int]()
+        tokens_of, row_of, requests = sampled.sampled_token_ids, sampled.req_id_to_index, scheduler.requests
+        is_ahead, cache_blocks = isinstance(scheduler, AsyncScheduler), scheduler.kv_cache_manager.cache_blocks
+        for name, count in scheduled.items():
+            unsent, request = self._unsent.get(name), requests.get(name)
+            if (
+                unsent is None
+                or request is None
+                or unsent.ends is None
+                or count != 1
+                or len(unsent.token_ids) + 1 >= INTERVAL
+                or request.status is not running
+                or request.num_preemptions  # its tokens may be stale
+                or request.prefill_stats is not None
+                or request.events
+                or len(tokens := tokens_of[row := row_of[name]]) != 1
+                or (token := tokens[0]) in unsent.ends
+                or request.num_output_tokens + 1 >= request.max_tokens
+                or request.num_tokens + 1 >= scheduler.max_model_len
+            ):
+                rest[name] = count
+                continue
+            request.num_in_flight_tokens -= 1
+            request.append_output_token_ids(token)
+            if is_ahead:
+                request.num_output_placeholders -= 1
+                cache_blocks(request, request.num_computed_tokens - request.num_output_placeholders)
+            unsent.token_ids.append(token)
+            if column is not None and request.sampling_params.logprobs is not None:
+                unsent.log_probs.append(column[row])
+        return rest
+
+    def filter(self, outputs: Iterable[Any], log_probs: Any, column: list[float] | None = None) -> list[Any]:
         """The outputs to send after a step, in order.
 
         outputs: of the requests that took part in the step, with `_Rows`' positions in place of log-probs.
-        log_probs: the step's LogprobsLists, or None.
+        log_probs: the step's LogprobsLists, or None. column: its first column, if the caller has it already.
         """
-        column = None if log_probs is None else log_probs.logprobs[:, 0].tolist()
+        if column is None and log_probs is not None:
+            column = log_probs.logprobs[:, 0].tolist()
         return [output for output in outputs if self._ready(output, log_probs, column)]
 
     def _ready(self, output: Any, log_probs: Any, column: list[float] | None) -> bool:
@@ -121,7 +178,7 @@ class TokenBuffer:
             return False
         output.new_token_ids, output.new_logprobs = unsent.token_ids, self._message(unsent)
         if output.finish_reason is None:
-            self._unsent[output.request_id] = _Unsent(unsent.client_index)
+            self._unsent[output.request_id] = _Unsent(unsent.client_index, unsent.ends)
         else:
             del self._unsent[output.request_id]
         return True
@@ -153,10 +210,24 @@ class _Rows:
         return row, length
 
 
-def buffer_in_engine_core(replace: Replace, marker: str, publish_name: str) -> list[Callable[[], None]]:
+def _is_plain_step(scheduler: Any, scheduled: Any, sampled: Any, log_probs: Any) -> bool:
+    """Whether a step has nothing but tokens and log-probs of decoder requests, one token each."""
+    if scheduled.scheduled_spec_decode_tokens or not sampled.sampled_token_ids or sampled.num_nans_in_logits:
+        return False
+    if log_probs is not None and log_probs.cu_num_generated_tokens is not None:
+        return False
+    if scheduler.connector is not None or scheduler.ec_connector is not None or scheduler.perf_metrics is not None:
+        return False
+    return getattr(sampled, "routed_experts", None) is None and not getattr(scheduler, "return_sampling_mask", False)
+
+
+def buffer_in_engine_core(
+    replace: Replace, marker: str, publish_name: str, *, notes_tokens: bool = True
+) -> list[Callable[[], None]]:
     """Buffer in this process's engine core. Returns the functions that restore vLLM's own path.
 
-    publish_name: name of the engine core's new method that sets the policy version.
+    publish_name: name of the engine core's new method that sets the policy version. notes_tokens: False lets vLLM look
+    at every token, which takes about twice as long.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreOutputs
@@ -168,16 +239,20 @@ def buffer_in_engine_core(replace: Replace, marker: str, publish_name: str) -> l
 
     def add_request(self: Any, request: Any) -> None:
         if is_buffered(request, marker):
-            buffer.open(request.request_id, request.client_index)
+            buffer.open(request.request_id, request.client_index, ending_tokens(request))
         add(self, request)
 
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         log_probs = model_runner_output.logprobs
+        column = None if log_probs is None else log_probs.logprobs[:, 0].tolist()
         if log_probs is not None:
             model_runner_output.logprobs = _Rows()
+        if notes_tokens and _is_plain_step(self, scheduler_output, model_runner_output, log_probs):
+            rest = buffer.note(self, scheduler_output.num_scheduled_tokens, model_runner_output, column)
+            scheduler_output = dataclasses.replace(scheduler_output, num_scheduled_tokens=rest)
         per_client = update(self, scheduler_output, model_runner_output)
         for outputs in per_client.values():
-            outputs.outputs = buffer.filter(outputs.outputs, log_probs)
+            outputs.outputs = buffer.filter(outputs.outputs, log_probs, column)
         return per_client
 
     def abort_requests(self: Any, request_ids: list[str]) -> None:
