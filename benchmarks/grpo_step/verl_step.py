@@ -17,6 +17,7 @@ from benchmarks.grpo_step.workload import MINI_BATCH, NEW_TOKENS, NUM_PROMPTS, P
 
 PLAIN_CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """The prompts of W are texts; verl's are conversations."""
+LOG = "verl.jsonl"
 PHASES = ("gen", "old_log_prob", "update_actor", "update_weights")
 
 
@@ -84,6 +85,15 @@ def overrides(folder: Path, prompts: Path, *, steps: int, gpus: int, flash_attn:
     return keys
 
 
+def environment(folder: Path) -> dict[str, str]:
+    """For verl's processes, which do not see an installed TRL: releases of 2026 lack a class that verl then imports."""
+    hidden = folder / "without_trl"
+    hidden.mkdir(exist_ok=True)
+    (hidden / "sitecustomize.py").write_text('import sys\n\nsys.modules["trl"] = None\n')
+    paths = [str(hidden), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return dict(os.environ) | {"PYTHONPATH": os.pathsep.join(paths), "VERL_FILE_LOGGER_PATH": str(folder / LOG)}
+
+
 def report(log: Path) -> list[str]:
     """One line per step of verl's JSON log."""
     lines = []
@@ -111,9 +121,9 @@ def main() -> None:
     if args.dry_run:
         print("\n".join(command))
         return
-    log = folder / "verl.jsonl"
+    log = folder / LOG
     log.unlink(missing_ok=True)
-    code = subprocess.run(command, env=os.environ | {"VERL_FILE_LOGGER_PATH": str(log)}, check=False).returncode
+    code = subprocess.run(command, env=environment(folder), check=False).returncode
     print("\n".join(report(log) if log.is_file() else ["verl wrote no metrics"]))
     sys.exit(code)
 
