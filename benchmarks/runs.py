@@ -25,7 +25,7 @@ from run_kit import MetricsTable
 TIMED_OUT, INTERRUPTED = 124, 130
 _POLL_S = 0.5
 interrupted = threading.Event()
-"""Set by Ctrl-C."""
+"""Set by Ctrl-C, and by SIGTERM in a script."""
 
 
 def free_port() -> int:
@@ -232,4 +232,6 @@ def parser(doc: str | None, *, steps: int, timeout_s: float, model: str | None =
     made.add_argument("--model", choices=sorted(CONFIGS), default=model)
     made.add_argument("--steps", type=int, default=steps)
     made.add_argument("--timeout", type=float, default=timeout_s, help="seconds of one run")
+    # Runs have sessions of their own, so they would survive a script that `timeout` ends, with their GPUs' memory.
+    signal.signal(signal.SIGTERM, lambda *_: interrupted.set())
     return made

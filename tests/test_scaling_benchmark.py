@@ -3,6 +3,7 @@
 import json
 import math
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -176,6 +177,26 @@ def test_a_run_ends_at_its_limit_with_what_it_started(tmp_path: Path) -> None:
         assert time.monotonic() < deadline, "the child still runs"
         time.sleep(0.05)
     assert run.report(TIMED_OUT) == f"\n## stubborn: exit code {TIMED_OUT}\n{child}"
+
+
+def test_a_terminated_script_ends_its_run(tmp_path: Path) -> None:
+    script = """
+import sys
+from pathlib import Path
+from benchmarks.runs import Run, parser
+
+folder = parser("", steps=1, timeout_s=60).parse_args().folder
+run = Run("sleeps", [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(600)"], folder / "log", "")
+run.start()
+print(run.process.pid, flush=True)
+sys.exit(run.end(60))
+"""
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        process.terminate()
+        assert process.wait(30) == INTERRUPTED
+    assert not psutil.pid_exists(pid)
 
 
 def test_after_an_interrupt_nothing_starts(tmp_path: Path) -> None:
