@@ -186,7 +186,7 @@ from pathlib import Path
 from benchmarks.runs import Run, parser
 
 folder = parser("", steps=1, timeout_s=60).parse_args().folder
-run = Run("sleeps", [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(600)"], folder / "log", "")
+run = Run("sleeps", [sys.executable, "-c", "import time; time.sleep(600)"], folder / "log", "")
 run.start()
 print(run.process.pid, flush=True)
 sys.exit(run.end(60))
