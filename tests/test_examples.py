@@ -46,7 +46,7 @@ def test_the_loss_in_trls_trainer_equals_trls_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_the_guard_names_both_calls_where_ranks_hang_or_die_without_it(kind: str) -> None:
     text = run_script(EXAMPLES / "collective_guard.py", "--kinds", kind, "--steps", 5, "--limit-s", 4)
     for rank in (0, 1):
@@ -68,7 +68,6 @@ def test_checkpoints_survive_kills_and_flipped_bits() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_zero3_weights_pass_vllms_weight_source_in_one_collective() -> None:
     text = run_script(EXAMPLES / "zero3_weight_source.py", "--layers", 2)
     num_tensors = 2 + 11 * 2 + 1  # embedding, final norm and head, and the layers' parameters
