@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -13,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import Qwen3Config
 from vllm import SamplingParams
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import RequestOutputKind
@@ -66,8 +66,13 @@ def name_of(number: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def model(model_folder: Path) -> str:
-    return str(model_folder)
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a configuration and nothing else."""
+    folder = tmp_path_factory.mktemp("model")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 97}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8}
+    Qwen3Config(architectures=["Qwen3ForCausalLM"], **sizes, **heads).save_pretrained(folder)
+    return str(folder)
 
 
 @cache
