@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 import psutil
 import pytest
 
+from plinth_testing import wait_until
 from rl_runtime.errors import InputError
 from rl_runtime.launch.auto_address import LocalRaylet, choose_cluster, find_auto_address, read_raylets
 
@@ -153,6 +154,8 @@ def test_a_ray_is_private_if_its_parent_has_started_the_session(is_private: bool
     raylet = subprocess.Popen(["/opt/raylet", "-c", "sleep 600 && true", *options], executable="/bin/sh")
     other = subprocess.Popen(["sleep", "600"])
     try:
+        # The kernel shows a program's arguments a moment after it has replaced the one before.
+        wait_until(lambda: bool(psutil.Process(raylet.pid).cmdline()))
         [found] = read_raylets([psutil.Process(raylet.pid), psutil.Process(other.pid)])
     finally:
         for process in (*psutil.Process(raylet.pid).children(), raylet, other):
