@@ -25,7 +25,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from rollout_vllm.servers.buffering import buffer_in_engine_core
+from rollout_vllm.servers.buffering import buffer_in_engine_core, ending_tokens
 from rollout_vllm.servers.decoding import skip_needless_block_searches
 from rollout_vllm.servers.patch import BUFFERING, DECODING, IDS_ONLY
 
@@ -224,3 +224,24 @@ def test_most_tokens_take_the_shortcuts_and_preemptions_remain(model: str, monke
     assert 0 < calls["allocate_new_blocks"] < without["allocate_new_blocks"] / 5
     # Those of preempted requests, and those that end a request or complete a message.
     assert 0 < calls["_update_request_with_output"] < without["_update_request_with_output"] / 2
+
+
+@pytest.mark.parametrize("gone", ["num_in_flight_tokens", "prefill_stats"])
+def test_requests_of_another_vllm_take_its_own_path(gone: str) -> None:
+    request = Request(name_of(0), [1, 2], SamplingParams(max_tokens=4, stop_token_ids=[41]), None)
+    assert ending_tokens(request) == {41}
+    delattr(request, gone)
+    assert ending_tokens(request) is None
+
+
+def test_a_block_manager_of_another_vllm_takes_its_own_path(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = Plan(((0, 30, 20, 0),), (), 9, 1, prefix_caching=True, sliding_window=False, buffered=True, log_probs=False)
+    scheduler = scheduler_of(model, plan)
+    scheduler.add_request(Request(name_of(0), [1, 2], SamplingParams(max_tokens=4), None))
+    scheduler.schedule()
+    manager = scheduler.kv_cache_manager
+    [tables] = manager.coordinator.single_type_managers
+    del tables.req_to_blocks
+    with engine_core(shortcuts=True), pytest.raises(AttributeError):  # vLLM's own, here
+        manager.allocate_slots(scheduler.requests[name_of(0)], 1, num_lookahead_tokens=0)
+    assert "vLLM's own path is used: " in capsys.readouterr().out

@@ -27,6 +27,12 @@ UNKNOWN_VERSION = -1
 _COMPLETION = re.compile(r"(\d+_)?cmpl-")
 """Beginning of vLLM's ids of /v1/completions: the only route whose answer is made of buffered tokens."""
 
+_NOTED = (
+    *("status", "events", "prefill_stats", "num_preemptions", "max_tokens"),
+    *("num_in_flight_tokens", "num_output_placeholders", "structured_output_request", "mm_features"),
+)
+"""Attributes of vLLM's requests that `TokenBuffer.note` reads and sets."""
+
 Replace = Callable[[Any, str, Callable[..., Any]], Callable[[], None]]
 """`Patch.replace`: (target, name, value) -> function that restores."""
 
@@ -46,8 +52,10 @@ def is_buffered(request: Any, marker: str) -> bool:
 
 
 def ending_tokens(request: Any) -> frozenset[int] | None:
-    """The ids that end a request of the engine core; None if its next tokens have to be looked at by vLLM itself."""
+    """The ids that end a request of the engine core; None if vLLM itself has to look at each of its tokens."""
     params = request.sampling_params
+    if not all(hasattr(request, name) for name in _NOTED):  # of another vLLM; instances have them, so no Patch sees it
+        return None
     if request.structured_output_request is not None or request.mm_features or params.repetition_detection is not None:
         return None
     return frozenset([*(params.stop_token_ids or ()), *([] if params.eos_token_id is None else [params.eos_token_id])])
@@ -216,7 +224,7 @@ def _is_plain_step(scheduler: Any, scheduled: Any, sampled: Any, log_probs: Any)
         return False
     if log_probs is not None and log_probs.cu_num_generated_tokens is not None:
         return False
-    if scheduler.connector is not None or scheduler.ec_connector is not None or scheduler.perf_metrics is not None:
+    if any(getattr(scheduler, name, None) for name in ("connector", "ec_connector", "perf_metrics")):
         return False
     return getattr(sampled, "routed_experts", None) is None and not getattr(scheduler, "return_sampling_mask", False)
 

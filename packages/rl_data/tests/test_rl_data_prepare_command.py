@@ -1,0 +1,141 @@
+"""`python -m rl_data prepare`: what it prints and refuses, the data card that it writes, its memory."""
+
+import hashlib
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rl_data_rows import GSM8K, write_lines
+
+from rl_data import PrepareConfig
+from rl_data.prepare.command import main
+
+
+class _Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        assert not {"src", "href"} & {name for name, _ in attrs}, "no external resource"
+        if tag not in ("meta",):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_card_shows_the_same_in_both_forms_and_escapes(tmp_path: Path) -> None:
+    rows = [*GSM8K, {"question": "<script>alert(1)</script> | ``` & 3", "answer": "#### 3"}]
+    file = write_lines(tmp_path / "a.jsonl", rows[::-1] + GSM8K[:2])
+    assert main([str(file), "--out", str(tmp_path / "out"), "--validation", "0", "--max-prompt-length", "1000"]) == 0
+    page, text = (tmp_path / "out" / "card.html").read_text(), (tmp_path / "out" / "card.md").read_text()
+    tags = _Tags()
+    tags.feed(page)
+    assert tags.open == []
+    assert "<script>" not in page
+    for shown in (tags.text, text):
+        for words in ("--max-prompt-length 1000", "21 of 23 rows are kept", "duplicate of a prompt", "alert(1)"):
+            assert words in shown
+        assert hashlib.sha256(file.read_bytes()).hexdigest() in shown
+        assert hashlib.sha256((tmp_path / "out" / "train.parquet").read_bytes()).hexdigest() in shown
+
+
+def test_the_command_reports_and_fails_as_commands_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_lines(tmp_path / "a.jsonl", GSM8K)
+    assert main([str(file), "--out", str(tmp_path / "out"), "--held-out", str(file), "--contaminated", "keep"]) == 0
+    shown = capsys.readouterr().out
+    assert "20 rows read" in shown
+    assert re.search(r"train\.parquet: \d+ rows", shown)
+    assert "ground truth" not in shown
+    some = write_lines(tmp_path / "c.jsonl", [{"question": "p", "ground_truth": "a"}, {"question": "q"}])
+    assert main([str(some), "--out", str(tmp_path / "c"), "--validation", "0"]) == 0
+    assert "\n1 rows have no ground truth: rewards of answers refuse them (plinth" in capsys.readouterr().out
+    assert main([str(file), "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+    assert main([str(file), "--out", "x", "--validation", "1.5"]) == 2
+    assert capsys.readouterr().err == "error: --validation=1.5: must be at least 0 and below 1\n"
+    plain = write_lines(tmp_path / "b.jsonl", [{"question": "q", "answer": "a"}])
+    assert main([str(plain), "--out", str(tmp_path / "b")]) == 2
+    assert "--ground-truth-column answer" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([str(file), "--out", "x", "--layout", "nope"])
+    assert main([str(file), "--out", "/proc/nothing/out"]) == 1
+    assert "/proc/nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"files": ()}, "files="),
+        ({"out": ""}, "out="),
+        ({"validation": -0.1}, "validation=-0.1"),
+        ({"seed": -1}, "seed=-1"),
+        ({"min_prompt_length": 0}, "min_prompt_length=0"),
+        ({"min_prompt_length": 5, "max_prompt_length": 4}, "max_prompt_length=4"),
+        ({"max_response_length": 0}, "max_response_length=0"),
+        ({"similarity": 0.0}, "similarity=0.0"),
+        ({"overlap": 1.5}, "overlap=1.5"),
+        ({"ngram": 0}, "ngram=0"),
+        ({"layout": "alpaca"}, "layout='alpaca': must be one of auto, question"),
+        ({"duplicates": "all"}, "duplicates='all'"),
+        ({"contaminated": "x"}, "contaminated='x'"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        PrepareConfig(**({"files": ("a",), "out": "b"} | options))
+
+
+def test_the_options_are_printed_and_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Batch files check a command by its configuration."""
+    arguments = ["a.jsonl", "--out", str(tmp_path / "out"), "--validation", "0.2", "--print-config"]
+    assert main(arguments) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["files"], printed["validation"], printed["duplicates"]) == (["a.jsonl"], 0.2, "near")
+    assert list(tmp_path.iterdir()) == []
+    assert main([*arguments, "--validation", "2"]) == 2
+
+
+def test_the_module_runs_as_a_command(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", GSM8K)
+    command = [sys.executable, "-m", "rl_data", "prepare", "a.jsonl", "--out", "out", "--validation", "0"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "out/train.parquet: 20 rows" in done.stdout
+    done = subprocess.run(command[:3], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "usage" in done.stderr
+
+
+@pytest.mark.thorough
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    """1 GiB of rows of 10 KB in an address space of 900 MiB; `benchmarks/prepare` measures 4 GiB."""
+    line = json.dumps({"question": "How many apples has {} of the class?", "answer": f"{'word ' * 2000}\n#### 1"})
+    with (tmp_path / "a.jsonl").open("w") as stream:
+        for number in range((1 << 30) // len(line)):
+            stream.write(line.replace("{}", str(number)) + "\n")
+    command = [sys.executable, "-m", "rl_data", "prepare", "a.jsonl", "--out", "out"]
+    limit = 900 << 20
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},  # each thread of Arrow reserves address space of its own
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+    )
+    assert done.returncode == 0, done.stderr
