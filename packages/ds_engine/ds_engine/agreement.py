@@ -69,24 +69,24 @@ def _checksum(micro_batches: Sequence[TokenBatch]) -> int:
 
 
 def sum_over_ranks(
-    losses: Sequence[Tensor], metrics: Mapping[str, Sequence[Tensor]], *, sp: int = 1
-) -> tuple[float, dict[str, float]]:
-    """Sum losses and metrics over all micro batches and ranks; ranks may have different metrics.
+    losses: Sequence[Tensor], metrics: Mapping[str, Sequence[Tensor]], num_skipped: int, *, sp: int = 1
+) -> tuple[float, dict[str, float], int]:
+    """Sum losses, metrics and a count over all micro batches and ranks; ranks may have different metrics.
 
     Args:
         sp: number of consecutive ranks that share each micro batch; only the first of them is counted.
     """
-    own = (_sum(losses), {name: _sum(values) for name, values in metrics.items()})
+    own = (_sum(losses), {name: _sum(values) for name, values in metrics.items()}, num_skipped)
     gathered: list[Any] = [own]
     if dist.get_world_size() > 1:
         gathered *= dist.get_world_size()
         dist.all_gather_object(gathered, own)
     totals: dict[str, float] = {}
     gathered = gathered[::sp]
-    for _, terms in gathered:  # in rank order, so that every rank adds in the same order
+    for _, terms, _ in gathered:  # in rank order, so that every rank adds in the same order
         for name, value in terms.items():
             totals[name] = totals.get(name, 0.0) + value
-    return math.fsum(loss for loss, _ in gathered), totals
+    return math.fsum(loss for loss, _, _ in gathered), totals, sum(skipped for _, _, skipped in gathered)
 
 
 def _sum(values: Sequence[Tensor]) -> float:

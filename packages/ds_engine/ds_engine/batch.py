@@ -133,7 +133,8 @@ class StepStats:
     num_empty_micro_batches: int
     """Number of micro batches without targets, over all replicas."""
     num_skipped_empty_micro_batches: int = 0
-    """Number of micro batches without targets that were not computed. Always 0: skipping one makes ranks hang."""
+    """Number of micro batches without a backward pass, over all replicas. The engine skips none, also without targets:
+    ranks whose peers skip one can hang. Counted from the passes that ran."""
     step_applied: bool = True
     """False if a gradient of a bf16 or fp16 model was not finite: weights and optimizer states are unchanged. The
     learning-rate schedule counts the step anyway."""

@@ -263,12 +263,14 @@ class ZeroEngine:
             group["lr"] = lr
         loss_scale = self._loss_scale.value
         label = f"step {self._num_steps}"
+        backward_before = self._micro_batches.num_backward
         losses, metrics = self._micro_batches.train(
             micro_batches, loss_fn, temperature, label=label, head_term=head_term
         )
         self._num_steps += 1
         self._loss_scale.after_step()
-        loss, totals = sum_over_ranks(losses, metrics, sp=self._sp)
+        num_skipped = len(micro_batches) - (self._micro_batches.num_backward - backward_before)
+        loss, totals, num_skipped = sum_over_ranks(losses, metrics, num_skipped, sp=self._sp)
         return StepStats(
             loss=loss,
             metrics=totals,
@@ -276,6 +278,7 @@ class ZeroEngine:
             lr=lr,
             num_micro_batches=len(micro_batches),
             num_empty_micro_batches=num_empty,
+            num_skipped_empty_micro_batches=num_skipped,
             step_applied=bool(self._deepspeed.was_step_applied()),
             loss_scale=loss_scale,
             num_guarded_collectives=num_guarded() - guarded_before,

@@ -36,6 +36,8 @@ class MicroBatches:
     sp_group: SequenceGroup | None
     step_each_micro: bool
     has_partial_gradient: bool = False
+    num_backward: int = 0
+    """Backward passes of this rank so far."""
 
     def train(
         self,
@@ -134,6 +136,7 @@ class MicroBatches:
         # batch, each from its own tokens, are summed as well.
         self.has_partial_gradient = True
         self.deepspeed.backward(loss * dist.get_world_size(), scale_wrt_gas=False)
+        self.num_backward += 1
         return loss.detach()
 
     def mark_boundary(self, is_last: bool) -> None:

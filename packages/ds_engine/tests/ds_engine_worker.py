@@ -21,6 +21,7 @@ import ds_engine
 import ds_engine.model.loading
 import ds_engine.zero.optimizer
 from ds_engine import EngineConfig, LossOutput, TokenOutputs, ZeroEngine, dense_log_prob
+from ds_engine.micro_batch import MicroBatches
 from ds_engine.model.compilation import compile_layers
 from ds_engine.model.nf4 import Nf4Linear
 
@@ -66,6 +67,18 @@ def train(
         return {"stats": stats, "weights": weights, "outputs": outputs, "memory": engine.memory_stats()}
     finally:
         engine.close()
+
+
+def train_without_empty(**options: Any) -> dict[str, Any]:
+    """`train` with an engine that skips micro batches without targets."""
+    backward = MicroBatches.backward
+
+    def skip(self: MicroBatches, batch: Any, *arguments: Any) -> torch.Tensor:
+        (_, num_targets), _ = batch
+        return backward(self, batch, *arguments) if num_targets else torch.zeros(())
+
+    with patch.object(MicroBatches, "backward", skip):
+        return train(**options)
 
 
 def train_traced(**options: Any) -> tuple[dict[str, Any], int]:

@@ -54,6 +54,15 @@ def test_unequal_micro_batch_counts_fail_at_once_on_all_ranks(two_ranks: RankPoo
         assert "{0: 1, 1: 2}" in str(error)
 
 
+def test_micro_batches_that_an_engine_skips_are_counted(two_ranks: RankPool, tiny_model: Path) -> None:
+    """None is skipped; a fault that skips the empty ones, on both ranks, shows in the count."""
+    steps = [[[], make_samples(2, seed=2), make_samples(3, seed=3)], [make_samples(2, seed=4)]]
+    for method, expected in (("train", [0, 0]), ("train_without_empty", [2, 0])):
+        for result in two_ranks.run(method, model_path=str(tiny_model), config=config(1), steps=steps):
+            assert [s.num_skipped_empty_micro_batches for s in result["stats"]] == expected
+            assert [s.num_empty_micro_batches for s in result["stats"]] == [2, 0]
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_failed_mini_batch_is_not_added_to_the_next(one_rank: RankPool, tiny_model: Path, stage: int) -> None:
     """A failure before the first gradient leaves nothing behind; after it every further step fails."""
