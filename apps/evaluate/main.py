@@ -7,7 +7,7 @@ checkpoints of a run on the same servers, `rollout.urls` existing servers; `comp
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -42,10 +42,13 @@ def check(config: EvaluateConfig) -> Plan:
     from apps.evaluate.evaluator import choose_servers, usable_gpus
     from apps.evaluate.results import load_compared
     from apps.evaluate.targets import find_targets
+    from rl_runtime.ranks.environment import why_cpu
 
     found = find_targets(config)
     compared = load_compared(config)
     choice = choose_servers(found.config, num_gpus=len(usable_gpus(config)) if found.targets else 0)
+    if found.targets and not config.rollout.urls:
+        choice = replace(choice, warning=why_cpu(config.rollout.device))
     inputs, warnings = check_inputs(choice.config) if found.targets else (None, [])
     notes = (*found.notes, *choice.lines(), *warnings, *(inputs.lines if inputs is not None else ()))
     folder = find_folder(choice.config)

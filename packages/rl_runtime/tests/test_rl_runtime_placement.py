@@ -230,6 +230,21 @@ def test_the_gpus_of_cuda_visible_devices(
         assert visible_gpus() == expected
 
 
+@pytest.mark.parametrize(("listed", "expected"), [("0,1", []), ("", []), ("0,0", "0 and 0 are the same GPU")])
+def test_a_torch_without_cuda_finds_no_gpu_but_a_gpu_that_is_named_twice(
+    monkeypatch: pytest.MonkeyPatch, listed: str, expected: list[GpuId] | str
+) -> None:
+    """What is named and not used is told by `why_cpu`."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+    if isinstance(expected, str):
+        with pytest.raises(PlacementError, match=expected):
+            visible_gpus()
+    else:
+        assert visible_gpus() == expected
+
+
 @given(
     st.lists(
         st.one_of(

@@ -19,6 +19,8 @@ class Choice(Generic[ConfigT]):
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Dotted key -> why it has its value; given settings are not among them."""
     devices: str = "the CPU"
+    warning: str = ""
+    """Why the devices are other ones than the user named, in one line; empty if they are not."""
     memory: str = ""
     """The memory plan in one line; empty without one."""
     rank_bytes: int = 0
@@ -40,10 +42,11 @@ class Choice(Generic[ConfigT]):
 
     def lines(self) -> list[str]:
         """What was chosen, for the user: at most three lines."""
+        warning = [self.warning] if self.warning else []
         if not self.reasons:
-            return []
+            return warning
         chosen = ", ".join(f"{key}={_text(value_of(self.config, key))}" for key in self.reasons)
-        return [f"chosen for {self.devices}: {chosen}", *([self.memory] if self.memory else [])]
+        return [*warning, f"chosen for {self.devices}: {chosen}", *([self.memory] if self.memory else [])]
 
     def comment(self) -> str:
         """What was chosen and why, one setting a line."""

@@ -16,11 +16,11 @@ from rl_core import BatchError, batch_layout
 from rl_core.batching.layout import DEFAULT_TOKEN_BUDGET
 from rl_data import DataError, find_model_folder
 
-from ..config import BUILTIN_MODEL, DEFAULT_NUM_RANKS, ModelConfig, value_of
+from ..config import BUILTIN_MODEL, DEFAULT_NUM_RANKS, ModelConfig, RanksConfig, value_of
 from ..errors import InputError
 from ..launch.gpus import Gpu
 from ..launch.session import read_memory
-from ..ranks.environment import prepare_driver
+from ..ranks.environment import prepare_driver, why_cpu
 from ..training.supervised_config import LearningRates
 from .choice import Choice, ConfigT, with_value
 from .job_config import JobConfig, JobConfigT
@@ -55,7 +55,8 @@ def choose_settings(config: JobConfigT) -> Choice[JobConfigT]:
     gpus, host_bytes = read_memory(config.trainer)
     shape = _read_shape(config.model.path) if gpus else None
     frozen = {model.key: _read_shape(model.path, key=model.key) for model in config.frozen_models if gpus}
-    return choose_for(config, gpus=gpus, shape=shape, host_bytes=host_bytes, frozen_shapes=frozen)
+    choice = choose_for(config, gpus=gpus, shape=shape, host_bytes=host_bytes, frozen_shapes=frozen)
+    return replace(choice, warning=_device_warning(config.trainer))
 
 
 def choose_supervised(config: SupervisedJobConfigT) -> Choice[SupervisedJobConfigT]:
@@ -65,7 +66,13 @@ def choose_supervised(config: SupervisedJobConfigT) -> Choice[SupervisedJobConfi
     """
     prepare_driver(config.trainer.device)
     gpus, _ = read_memory(config.trainer)
-    return choose_supervised_for(config, gpus=gpus, shape=_read_shape(config.model.path) if gpus else None)
+    choice = choose_supervised_for(config, gpus=gpus, shape=_read_shape(config.model.path) if gpus else None)
+    return replace(choice, warning=_device_warning(config.trainer))
+
+
+def _device_warning(trainer: RanksConfig) -> str:
+    """`why_cpu` on this host; the nodes of a cluster have variables of their own."""
+    return why_cpu(trainer.device) if trainer.ray_address is None else ""
 
 
 def choose_supervised_for(

@@ -75,21 +75,21 @@ def visible_gpus() -> list[GpuId]:
 
     Raises:
         PlacementError: CUDA_VISIBLE_DEVICES names a GPU twice, or a GPU that this host lacks, for example in a job with
-            another node's list.
+            another node's list. A torch without CUDA does not know which GPUs there are, see `why_cpu`.
     """
     import torch  # imports libraries that read the variables of prepare_driver
 
     count = torch.cuda.device_count()
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is None or torch.version.cuda is None:
+    if listed is None:
         return list(range(count))
-    entries = [text for entry in listed.split(",") if (text := entry.strip())]
-    # CUDA ignores everything from the first entry on that is no GPU: -1, SLURM's NoDevFiles.
-    entries = list(takewhile(lambda entry: entry.isdigit() or entry.upper().startswith(("GPU-", "MIG-")), entries))
+    entries = _listed_gpus(listed)
     kinds = {"" if entry.isdigit() else entry[:4].upper() for entry in entries}
     # In another order, an index of nvidia-smi would be another GPU.
     has_order = os.environ.get("CUDA_DEVICE_ORDER") == _ORDER["CUDA_DEVICE_ORDER"]
     ids = gpu_ids(entries, read_gpus()[0] if has_order and kinds - {""} else [])
+    if torch.version.cuda is None:
+        return list(range(count))
     # CUDA shows one MIG instance to a process, and of a list with indices and UUIDs only those of the first kind.
     num_shown = len(entries) if kinds in ({""}, {"GPU-"}) else min(1, len(entries))
     if count < num_shown:
@@ -98,6 +98,29 @@ def visible_gpus() -> list[GpuId]:
             "GPUs of this host, or set it to an empty string to run on the CPU"
         )
     return ids
+
+
+def why_cpu(device: str) -> str:
+    """One line for a run that uses the CPU although CUDA_VISIBLE_DEVICES names GPUs; else empty.
+
+    `device`: "auto", "cpu" or "cuda".
+    """
+    import torch
+
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if device != "auto" or not _listed_gpus(listed) or torch.cuda.device_count():
+        return ""
+    return (
+        f"warning: CUDA_VISIBLE_DEVICES is {listed}, but torch {torch.__version__} is built without CUDA and finds no "
+        "GPU, so the run uses the CPU; `plinth doctor` says what a GPU needs"
+    )
+
+
+def _listed_gpus(listed: str) -> list[str]:
+    """The entries of CUDA_VISIBLE_DEVICES that CUDA reads."""
+    entries = [text for entry in listed.split(",") if (text := entry.strip())]
+    # CUDA ignores everything from the first entry on that is no GPU: -1, SLURM's NoDevFiles.
+    return list(takewhile(lambda entry: entry.isdigit() or entry.upper().startswith(("GPU-", "MIG-")), entries))
 
 
 def gpu_ids(entries: Sequence[str], gpus: Sequence[Gpu]) -> list[GpuId]:
