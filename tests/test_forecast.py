@@ -187,9 +187,12 @@ def test_a_frozen_model_of_8b_is_counted(models: list[str], name: str, num_weigh
     ("arguments", "message"),
     [
         (["model.path=nowhere"], "model.path is nowhere"),
-        (["actor.sequence_parallel=7"], "actor.sequence_parallel is 7; allowed: a divisor of the 64 attention heads"),
+        (
+            ["actor.sequence_parallel=7"],
+            "actor.sequence_parallel=7 does not divide the 64 attention heads: use one of [1, 2",
+        ),
         (["rollout.tensor_parallel_size=16"], "there is room for 0 servers"),
-        (["trainer.num_ranks=12"], "trainer.num_ranks is 12; allowed: a multiple of actor.sequence_parallel (8)"),
+        (["trainer.num_ranks=12"], "actor.sequence_parallel is 8, which does not divide trainer.num_ranks (12)"),
         (["trainer.num_ranks=128"], "there is room for 64 ranks"),
         (["actor.zero.stage=2"], "weights, gradients and optimizer states of a rank take 148.1 GiB"),
         (["cluster.num_hosts=0"], "cluster.num_hosts"),
@@ -201,7 +204,7 @@ def test_a_frozen_model_of_8b_is_counted(models: list[str], name: str, num_weigh
         (["cluster.num_host=8"], "cluster.num_hosts"),
         (["reward.model=nowhere"], "reward.model is nowhere"),
         (["teacher.model=qwen3-0.6b"], "teacher.on: is server; allowed: ranks"),
-        ([*ON_RANKS, "teacher.model=qwen2.5-7b"], "divisor of the 28 attention heads of teacher.model"),
+        ([*ON_RANKS, "teacher.model=qwen2.5-7b"], "sequence_parallel=8 does not divide the 28 attention heads"),
     ],
 )
 def test_bad_input_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,5 @@
 """Settings, placement and sizes of a job on hosts that exist only in its configuration, by the rules of a real run."""
 
-from collections.abc import Mapping
-
 from apps.forecast.config import ForecastConfig
 from apps.forecast.models import model_shape
 from apps.forecast.phases import Job
@@ -10,6 +8,7 @@ from rl_core import BatchError, batch_layout
 from rl_runtime import InputError
 from rl_runtime.app.choice import Choice
 from rl_runtime.app.choices import choose_for
+from rl_runtime.app.preflight import check_sequence_parallel
 from rl_runtime.launch.gpus import Gpu
 from rl_runtime.launch.placement import Node, Placement, plan_placement
 
@@ -27,7 +26,7 @@ def plan_job(config: ForecastConfig) -> tuple[Choice[ForecastConfig], Job]:
     gpus = (Gpu(name="GPU", total_bytes=size, used_bytes=0),) * (cluster.num_hosts * cluster.gpus_per_host)
     host_bytes = None if cluster.host_gib is None else int(cluster.host_gib * 2**30) * cluster.num_hosts
     frozen = {model.key: model_shape(model.path, key=model.key) for model in config.frozen_models}
-    _check_heads(config, {"": shape, **{f" of {key}": its_shape for key, its_shape in frozen.items()}})
+    _check_sizes(config, shape)
     choice = choose_for(config, gpus=gpus, shape=shape, host_bytes=host_bytes, frozen_shapes=frozen)
     chosen = choice.config
     sp, ranks = chosen.actor.sequence_parallel, chosen.trainer.rank_count
@@ -68,12 +67,13 @@ def place(config: ForecastConfig) -> Placement:
     )
 
 
-def _check_heads(config: ForecastConfig, shapes: Mapping[str, ModelShape]) -> None:
-    ranks, sp = config.trainer.num_ranks, config.actor.sequence_parallel
-    sizes = [("actor.sequence_parallel", sp, whose) for whose in shapes]
-    for key, size, whose in (*sizes, ("rollout.tensor_parallel_size", config.rollout.tensor_parallel_size, "")):
-        if (heads := shapes[whose].num_heads) % size:
-            fits = [n for n in range(1, heads + 1) if heads % n == 0]
-            raise InputError(f"{key} is {size}; allowed: a divisor of the {heads} attention heads{whose}, {fits}")
-    if ranks is not None and ranks % sp:
-        raise InputError(f"trainer.num_ranks is {ranks}; allowed: a multiple of actor.sequence_parallel ({sp})")
+def _check_sizes(config: ForecastConfig, shape: ModelShape) -> None:
+    """What is refused before settings are chosen; the memory plan checks the heads for sequence parallelism."""
+    size, heads = config.rollout.tensor_parallel_size, shape.num_heads
+    if heads % size:
+        fits = [n for n in range(1, heads + 1) if heads % n == 0]
+        raise InputError(
+            f"rollout.tensor_parallel_size is {size}; allowed: a divisor of the {heads} attention heads, {fits}"
+        )
+    if config.trainer.num_ranks is not None:
+        check_sequence_parallel(config.actor, section="actor", num_ranks=config.trainer.num_ranks)

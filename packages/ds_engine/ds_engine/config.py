@@ -167,10 +167,24 @@ class OptimConfig:
         return {decay: indices for decay, indices in groups.items() if indices}
 
 
+def check_heads(num_heads: int, sp: int) -> None:
+    """Check that sp divides the number of attention heads; key/value heads are copied where it does not divide theirs.
+
+    Raises:
+        EngineConfigError: it does not; the message lists the values that do.
+    """
+    if num_heads % sp:
+        fits = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
+        raise EngineConfigError(
+            f"sequence_parallel={sp} does not divide the {num_heads} attention heads: use one of {fits}"
+        )
+
+
 def kv_copies(num_heads: int, num_kv_heads: int, sp: int) -> int:
     """Smallest number of copies of each key/value head that gives every rank equally many.
 
-    `num_heads` must be a multiple of sp. Each query head is then on the same rank as its key/value head.
+    `num_heads` must be a multiple of sp (`check_heads`). Each query head is then on the same rank as its key/value
+    head.
     """
     sharing = num_heads // num_kv_heads
     return next(n for n in range(1, sharing + 1) if sharing % n == 0 and num_kv_heads * n % sp == 0)

@@ -197,6 +197,10 @@ def test_the_command_prints_the_table_without_torch(tmp_path: Path) -> None:
         ("zero.stag=3", "unknown key zero.stag; nearest: zero.stage; allowed: stage, offload"),
         ("actor.zero.stage=3", "unknown key actor.zero.stage; nearest: zero.stage; allowed: zero, optim"),
         ("zero.stage=4", "stage=4 is not allowed"),
+        (
+            "sequence_parallel=3",
+            "error: sequence_parallel=3 does not divide the 16 attention heads: use one of [1, 2, 4",
+        ),
         ("zero", "is not key=value"),
     ):
         failed = run_cli(str(tmp_path), "--tokens", "1", wrong)

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from ds_engine_testkit import Sample, make_batch, make_samples, reference_training
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LlamaConfig
 
-from ds_engine import EngineConfig, EngineConfigError, LoraConfig, OptimConfig, PlanMismatchError, ZeroConfig
+from ds_engine import (
+    EngineConfig,
+    EngineConfigError,
+    LoraConfig,
+    ModelShape,
+    OptimConfig,
+    PlanMismatchError,
+    ZeroConfig,
+    estimate_memory,
+)
 from ds_engine.model.packed_model import packed_inputs
-from ds_engine.model.sequence_parallel import SequenceGroup, check_heads, kv_copies, share_targets
+from ds_engine.model.sequence_parallel import SequenceGroup, check_model_heads, kv_copies, share_targets
 from ds_engine.planning.collective_plan import planned_step
+from ds_engine.planning.traffic import exchanged_bytes
 from plinth_testing import RankPool, write_tiny_model
 
 LR, EPS = 3e-3, 1e-4
@@ -164,12 +175,28 @@ def test_unsupported_settings_are_refused_on_every_rank(two_ranks: RankPool, tin
 # ---------------------------------------------------------------- pure parts
 
 
-def test_head_counts_must_divide() -> None:
-    check_heads(SimpleNamespace(num_attention_heads=12), 6)
-    with pytest.raises(
-        EngineConfigError, match=r"does not divide the 12 attention heads: use one of \[1, 2, 3, 4, 6, 12\]"
-    ):
-        check_heads(SimpleNamespace(num_attention_heads=12), 8)
+def test_plans_refuse_the_head_counts_that_runs_refuse() -> None:
+    """Two key/value heads are copied for six ranks; twelve query heads cannot be divided by eight."""
+    model = {
+        "model_type": "llama", "vocab_size": 64, "hidden_size": 96, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 12, "num_key_value_heads": 2,
+    }  # fmt: skip
+    shape, loaded = ModelShape.read(model), LlamaConfig(**model)
+
+    def checks(sp: int) -> list[Callable[[], object]]:
+        settings_ = EngineConfig(sequence_parallel=sp)
+        return [
+            lambda: check_model_heads(loaded, sp),
+            lambda: estimate_memory(shape, settings_, tokens_per_micro_batch=64),
+            lambda: exchanged_bytes(shape, settings_, tokens=64),
+        ]
+
+    for check in checks(6):
+        check()
+    for check in checks(8):
+        message = r"sequence_parallel=8 does not divide the 12 attention heads: use one of \[1, 2, 3, 4, 6, 12\]"
+        with pytest.raises(EngineConfigError, match=message):
+            check()
 
 
 def test_collective_plans_refuse_sequence_parallelism() -> None:

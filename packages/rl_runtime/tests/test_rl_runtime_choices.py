@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +28,7 @@ from rl_runtime import (
     choose_settings,
     job_layout,
 )
-from rl_runtime.app.choices import choose_for, choose_supervised_for
+from rl_runtime.app.choices import choose_for, choose_supervised, choose_supervised_for
 from rl_runtime.launch.gpus import Gpu, known_gpus
 from rl_runtime.rollout.scoring_config import ScoringConfig
 from rollout_vllm import RolloutConfig, SamplingConfig
@@ -152,6 +153,37 @@ def test_states_that_cannot_fit_are_refused() -> None:
     assert "expect it to run out of memory" in choose_for(config(), gpus=gpus(1, gib=133), shape=QWEN2_7B).memory
     lora = config(actor=EngineConfig(lora=LoraConfig()))
     assert "expect" not in choose_for(lora, gpus=gpus(1, gib=80), shape=QWEN2_7B).memory
+
+
+def test_settings_that_the_engine_refuses_are_named_by_their_key() -> None:
+    """The memory plan is made before the model is tried."""
+    three = EngineConfig(sequence_parallel=3)
+    with pytest.raises(InputError, match=r"^actor\.sequence_parallel=3 does not divide the 16 attention heads"):
+        choose_for(config(actor=three), gpus=gpus(3), shape=QWEN3_06B)
+    with pytest.raises(InputError, match=r"^engine\.sequence_parallel=3 does not divide the 16 attention heads"):
+        choose_supervised_for(supervised(engine=three), gpus=gpus(3), shape=QWEN3_06B)
+    job = config(actor=EngineConfig(sequence_parallel=8), reward=ScoringConfig(model="/models/reward"))
+    with pytest.raises(InputError, match=r"^reward\.model is /models/reward, whose .*: sequence_parallel=8 does not"):
+        choose_for(job, gpus=gpus(8), shape=QWEN3_06B, frozen_shapes={"reward.model": QWEN2_7B})
+    unknown = EngineConfig(lora=LoraConfig(target_modules=("nowhere",)))
+    with pytest.raises(InputError, match=r"^actor\.lora\.target_modules is \('nowhere',\), but the model has no such"):
+        choose_for(config(actor=unknown), gpus=gpus(1), shape=QWEN3_06B)
+
+
+def test_gpus_that_a_torch_without_cuda_cannot_use_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    for device in ("auto", "cpu"):
+        job = JobConfig(trainer=TrainerConfig(device=device))
+        supervised_job = SupervisedJobConfig(trainer=TrainingConfig(device=device))
+        for listed, is_named in (("0,1", True), ("", False), ("-1", False), ("NoDevFiles", False)):
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+            for choice in (choose_settings(job), choose_supervised(supervised_job)):
+                *warnings, chosen = choice.lines()
+                assert chosen.startswith("chosen for the CPU")
+                assert len(warnings) == (is_named and device == "auto")
+                assert all(line.startswith("warning: CUDA_VISIBLE_DEVICES is 0,1, but torch ") for line in warnings)
 
 
 def seven_b(**sections: Any) -> JobConfig:

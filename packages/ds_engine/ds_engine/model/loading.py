@@ -20,7 +20,7 @@ from .nf4 import nf4_weights, quantize_base, round_to_nf4
 from .packed_model import install_packed_forward, mark_rows
 from .parts import VALUE_HEAD
 from .recomputation import enable_checkpointing
-from .sequence_parallel import check_heads
+from .sequence_parallel import check_model_heads
 from .small_copy import turn_off_dropout
 from .trial import Trial, silenced_transformers, try_model
 
@@ -160,7 +160,7 @@ def check_model(model_path: str, config: EngineConfig, *, head: Head = "lm") -> 
 
 
 def _checked_trial(model_config: Any, config: EngineConfig, head: Head, device: torch.device) -> Trial:
-    check_heads(model_config, config.sequence_parallel)
+    check_model_heads(model_config, config.sequence_parallel)
     trial = try_model(model_config, head=head, device=device)
     for name, default in (("sequence_parallel", 1), ("compile", False), ("attention", "auto")):
         if trial.way == "rows" and (getattr(config, name) or default) != default:
@@ -203,7 +203,7 @@ def prepare_model(
         ModelError: the architecture does not support one of these.
         EngineConfigError: a setting cannot work here.
     """
-    check_heads(module.config, config.sequence_parallel)
+    check_model_heads(module.config, config.sequence_parallel)
     if trainable and config.lora is not None:
         add_adapters(module, config.lora, head=head, seed=config.seed)
     if config.gradient_checkpointing:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from ..config import kv_copies
+from ..config import check_heads, kv_copies
 from ..distributed import all_gather_single
 from ..errors import EngineConfigError
 from ..upstream import Patch
@@ -65,19 +65,16 @@ def join_sequence_group(sp: int) -> SequenceGroup | None:
     return SequenceGroup(group=group, rank=dist.get_rank() % sp, size=sp, name=str(group.group_name))
 
 
-def check_heads(model_config: Any, sp: int) -> None:
-    """Check that sp divides the number of attention heads in a Hugging Face configuration.
+def check_model_heads(model_config: Any, sp: int) -> None:
+    """`check_heads` for a Hugging Face configuration. One without a number of heads is not checked.
 
     Raises:
-        EngineConfigError: it does not; the message lists the values that do.
+        EngineConfigError: sp does not divide the number of attention heads.
     """
     text_config = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
     num_heads = getattr(text_config, "num_attention_heads", None)
-    if isinstance(num_heads, int) and num_heads % sp != 0:
-        fits = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
-        raise EngineConfigError(
-            f"sequence_parallel={sp} does not divide the {num_heads} attention heads: use one of {fits}"
-        )
+    if isinstance(num_heads, int):
+        check_heads(num_heads, sp)
 
 
 # ------------------------------------------------------------------ attention

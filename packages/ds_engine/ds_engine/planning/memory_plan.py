@@ -42,7 +42,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ..config import EngineConfig, OffloadDevice
+from ..config import EngineConfig, OffloadDevice, check_heads
 from ..dtypes import NF4_CHUNK, dtype_bytes, nf4_bytes
 from .collective_plan import FALLBACK_BUCKET_ELEMENTS, shard_elements
 from .model_shape import ModelShape, Weight, read_shape
@@ -181,6 +181,8 @@ def estimate_memory(
         log_prob_bytes: working memory of the log-prob function in addition to its gradients.
 
     Raises:
+        EngineConfigError: `config.sequence_parallel` does not divide the attention heads of a known family, or
+            `config.lora.target_modules` names no linear layer. `check_model` checks other architectures.
         ValueError: the model is not supported, or a count is below 1.
     """
     counts = {"dp": dp, "tokens_per_micro_batch": tokens_per_micro_batch, "num_micro_batches": num_micro_batches}
@@ -188,6 +190,8 @@ def estimate_memory(
         if count < 1:
             raise ValueError(f"{name}={count} is not allowed: 1 or more")
     shape = model if isinstance(model, ModelShape) else read_shape(model)
+    if shape.is_exact:  # a counted model without heads has one
+        check_heads(shape.num_heads, config.sequence_parallel)
     weights = shape.weights(head)
     frozen: list[Weight] = []
     if config.lora is not None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..config import LoraConfig
+from ..errors import EngineConfigError
 from ..upstream import transformers_message
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -134,14 +135,14 @@ class ModelShape:
         """LoRA parameters: A [rank, in] and B [out, rank] for each adapted matrix of every layer.
 
         Raises:
-            ValueError: `target_modules` names none of the matrices.
+            EngineConfigError: `target_modules` names none of the matrices.
         """
         wanted, layers = lora.target_modules, self.linear_layers()
         names = {last for name in wanted for last in (name, name.rpartition(".")[2])}
         adapted = [w for w in layers if wanted == "all-linear" or w.name in names]
         if not adapted:
             known = ", ".join(sorted({w.name for w in layers}))
-            raise ValueError(
+            raise EngineConfigError(
                 f"lora.target_modules is {wanted}, but the model has no such linear layer; allowed: {known}"
             )
         a = [Weight(name="A", shape=(lora.rank, w.shape[1])) for w in adapted]

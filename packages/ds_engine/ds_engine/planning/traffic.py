@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from ..config import EngineConfig, kv_copies
+from ..config import EngineConfig, check_heads, kv_copies
 from ..dtypes import Dtype, dtype_bytes
 from .collective_plan import PlannedCollective, planned_step, planned_zero3_steps
 from .model_shape import FAMILIES, ModelShape
@@ -101,10 +101,14 @@ def exchanged_bytes(shape: ModelShape, config: EngineConfig, *, tokens: int) -> 
 
     Args:
         tokens: packed tokens of the micro batch, of which each rank of the group has its share.
+
+    Raises:
+        EngineConfigError: `config.sequence_parallel` does not divide the attention heads.
     """
     sp = config.sequence_parallel
     if sp == 1:
         return 0
+    check_heads(shape.num_heads, sp)
     copies = kv_copies(shape.num_heads, shape.num_kv_heads, sp)
     features = 2 * shape.query_width + 2 * shape.kv_width * copies
     share = -(-tokens // sp)

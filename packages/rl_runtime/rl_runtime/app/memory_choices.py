@@ -25,6 +25,7 @@ from ..errors import InputError
 from ..rollout.memory_turns import sleep_level
 from .choice import Choice
 from .job_config import JobConfig, JobConfigT
+from .preflight import naming_engine
 from .supervised_job_config import SupervisedJobConfigT
 
 BudgetT = TypeVar("BudgetT", int, int | None)
@@ -300,13 +301,14 @@ def _rank_memory(
         if engine.gradient_checkpointing is None:
             engine = replace(engine, gradient_checkpointing=recompute)
         ranks = model.own_ranks or config.trainer.rank_count
-        estimate = estimate_memory(
-            shape,
-            engine,
-            dp=max(1, ranks // engine.sequence_parallel),
-            tokens_per_micro_batch=max(tokens, longest_sequence(config)) * engine.sequence_parallel,
-            head=model.head,
-        )
+        with naming_engine(model.section):
+            estimate = estimate_memory(
+                shape,
+                engine,
+                dp=max(1, ranks // engine.sequence_parallel),
+                tokens_per_micro_batch=max(tokens, longest_sequence(config)) * engine.sequence_parallel,
+                head=model.head,
+            )
         (alone if model.own_ranks else shared).append(estimate)
     frozen = shared[0].weights.device if config.keeps_reference else 0
     for frozen_model in config.frozen_models:
@@ -339,7 +341,8 @@ def _frozen_bytes(config: JobConfig, model: FrozenModel, shape: ModelShape, toke
     """
     engine = config.frozen_engine
     dp = max(1, config.trainer.rank_count // engine.sequence_parallel)
-    found = estimate_memory(shape, engine, dp=dp, tokens_per_micro_batch=1, head=model.head).weights.device
+    with naming_engine("actor", key=model.key, path=model.path):
+        found = estimate_memory(shape, engine, dp=dp, tokens_per_micro_batch=1, head=model.head).weights.device
     if not model.keeps_distributions:
         return found
     size = 4 if engine.model_dtype == "float32" else 2
@@ -414,12 +417,13 @@ def choose_supervised_memory(
     plans = _sizes((False, True) if given is None else (given,), budgets)
     sp, engine = config.engine.sequence_parallel, replace(config.engine, optim=config.supervised.optim)
     dp = max(1, config.trainer.rank_count // sp)
-    estimates = {
-        (recompute, budget): estimate_memory(
-            shape, replace(engine, gradient_checkpointing=recompute), dp=dp, tokens_per_micro_batch=budget * sp
-        )
-        for recompute, budget in plans
-    }
+    with naming_engine("engine"):
+        estimates = {
+            (recompute, budget): estimate_memory(
+                shape, replace(engine, gradient_checkpointing=recompute), dp=dp, tokens_per_micro_batch=budget * sp
+            )
+            for recompute, budget in plans
+        }
     peaks = {plan: _reserved(_states(one), one.activations.device) for plan, one in estimates.items()}
     _check_states(_states(estimates[plans[-1]]), usable, free, shape, "engine")
     best = next((plan for plan in plans if peaks[plan] <= usable), None)

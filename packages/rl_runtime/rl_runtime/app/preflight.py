@@ -84,6 +84,23 @@ def naming_key(key: str) -> Iterator[None]:
         raise InputError(f"{key}: {error.strerror or error}: {str(error.filename)[:200]!r}; give another") from error
 
 
+@contextmanager
+def naming_engine(section: str, *, key: str = "model.path", path: str = "") -> Iterator[None]:
+    """Errors in an engine's settings name its configuration section; those of another model, the key that gave it.
+
+    Args:
+        key: the configuration key that names the model.
+        path: the value of `key`.
+
+    Raises InputError for ds_engine.EngineConfigError.
+    """
+    try:
+        yield
+    except EngineConfigError as error:
+        as_actor = f"{key} is {path}, whose engine is set up as the actor's: {error}"
+        raise InputError(f"{section}.{error}" if key == "model.path" else as_actor) from error
+
+
 def policy_tokenizer(model: ModelConfig) -> Any:
     """The tokenizer of the policy, before a run has written the built-in one. Raises InputError."""
     if model.path == BUILTIN_MODEL:
@@ -258,14 +275,12 @@ def check_architectures(
     lines = []
     for section, engine in engines.items():
         try:
-            lines.append(str(check_model(folder, engine, head="value" if section in value_heads else "lm")))
+            with naming_engine(section, key=key, path=model.path):
+                lines.append(str(check_model(folder, engine, head="value" if section in value_heads else "lm")))
         except ModelError as error:
             if not (on_gpu and isinstance(error, UntriedModelError)):
                 raise InputError(f"{key} is {model.path}: {error}") from error
             lines.append(f"{error}; the ranks try it before the first step")
-        except EngineConfigError as error:
-            as_actor = f"{key} is {model.path}, whose engine is set up as the actor's: {error}"
-            raise InputError(f"{section}.{error}" if key == "model.path" else as_actor) from error
     return list(dict.fromkeys(lines))
 
 
@@ -325,19 +340,15 @@ def check_engine(engine: EngineConfig, *, section: str, num_updates: int, is_sav
 
 def check_optimizer_steps(optim: OptimConfig, num_steps: int, *, section: str) -> None:
     """Raises InputError for a learning rate schedule that does not suit the number of optimizer steps."""
-    try:
+    with naming_engine(section):
         check_schedule(optim, num_steps)
-    except EngineConfigError as error:
-        raise InputError(f"{section}.{error}") from error
 
 
 def check_states(engine: EngineConfig, *, section: str, is_saved: bool) -> None:
     """Raises InputError unless the engine's states have their place and can be saved if needed, or for unknown keys of
     DeepSpeed."""
-    try:
+    with naming_engine(section):
         check_deepspeed(engine)
-    except EngineConfigError as error:
-        raise InputError(f"{section}.{error}") from error
     if is_saved and engine.zero.offload.optimizer == "nvme":
         raise InputError(
             f"{section}.zero.offload.optimizer is nvme, whose files no checkpoint holds; "
