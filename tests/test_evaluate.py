@@ -235,6 +235,7 @@ def test_folders_without_checkpoints_are_refused(tmp_path: Path) -> None:
             EvaluateConfig(sampling=SamplingConfig(n=1), rollout=RolloutConfig(max_model_len=100)),
             "data.max_prompt_length, sampling.max_tokens",
         ),
+        (EvaluateConfig(rollout=RolloutConfig(api_key_file="~nobody-here/key")), "^rollout.api_key_file is ~nobody"),
     ],
 )
 def test_inputs_that_cannot_work_are_refused_before_anything_starts(config: EvaluateConfig, message: str) -> None:

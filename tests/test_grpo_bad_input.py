@@ -39,7 +39,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
         "trainer.device=cpu actor.attention=flash4",
         ("actor.attention is flash4", "allowed: auto, sdpa"),
     ),
-    "port in use": ("rollout.port=PORT", ("PORT",)),
+    "port in use": ("rollout.port=PORT", ("error: rollout.port=PORT on 127.0.0.1",)),
     "section that is a list": ("data=[1]", ("data: got [1]; allowed: a section with the keys train, val",)),
     "reward module that ends the process": ("reward.function=quits:score", ("reward.function", "quits", "SystemExit")),
     "reward module that does not parse": ("reward.function=broken:score", ("reward.function", "broken", "SyntaxError")),
@@ -63,7 +63,10 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "unknown key": ("actor.zero.stag=2", ("actor.zero.stage",)),
     "wrong type": ("actor.zero.stage=two", ("actor.zero.stage", "two")),
     # 2 layers x 2 KV heads x 32 x 4 bytes x (K and V) is 1 KiB per token: 512 tokens need 0.0005 GiB.
-    "too little memory for the KV cache": ("rollout.max_model_len=512 rollout.kv_cache_gib=0.0001", ("kv_cache",)),
+    "too little memory for the KV cache": (
+        "rollout.max_model_len=512 rollout.kv_cache_gib=0.0001",
+        ("error: rollout.kv_cache_gib=0.0001",),
+    ),
 }
 """By name: the arguments, and what the message has to hold."""
 RUN_ALL = """

@@ -14,6 +14,7 @@ from rl_runtime.app.preflight import check_first_prompts, check_folder_name, che
 from rl_runtime.app.resume import earlier_folder
 from rl_runtime.app.reward_model import check_reward_model
 from rl_runtime.config import BUILTIN_MODEL
+from rl_runtime.launch.server_keys import naming_servers
 from rl_runtime.rollout.scoring import rewards_of_rows
 from rollout_vllm import RequestTooLongError, check_launch, check_running
 from run_kit import RunFolder
@@ -26,7 +27,7 @@ def check_inputs(config: EvaluateConfig) -> tuple[Inputs | None, list[str]]:
 
     Raises:
         InputError: the configuration or a file cannot be used; names the key.
-        rollout_vllm.RolloutConfigError: vLLM cannot serve the model, or an existing server cannot be used.
+        rollout_vllm.RolloutConfigError: vLLM cannot serve the model.
     """
     if config.model.path == BUILTIN_MODEL and config.rollout.urls:
         raise InputError(f"model.path is {BUILTIN_MODEL}; allowed with rollout.urls: the model folder of the servers")
@@ -54,19 +55,25 @@ def check_inputs(config: EvaluateConfig) -> tuple[Inputs | None, list[str]]:
 
 
 def _check_servers(config: EvaluateConfig) -> None:
-    config.rollout.read_api_key()
     if config.rollout.urls:
-        check_running(config.rollout)
+        with naming_servers():
+            check_running(config.rollout)
         return
     check_folder_name("output_dir", str(Path(config.output_dir).absolute()))  # exports are there
-    if config.model.path != BUILTIN_MODEL:
-        folder = str(find_model_folder(config.model.path))
-        check_folder_name("model.path", folder)
-        try:
-            check_launch(folder, replace(config.rollout, load_format="dummy"))  # a base model may be without weights
-        except RequestTooLongError as error:
-            lengths = f"data.max_prompt_length ({config.data.max_prompt_length}) and sampling.max_tokens"
-            raise InputError(f"{lengths} ({config.sampling.max_tokens}) do not fit the model: {error}") from error
+    with naming_servers():
+        config.rollout.read_api_key()
+        if config.model.path != BUILTIN_MODEL:
+            folder = str(find_model_folder(config.model.path))
+            check_folder_name("model.path", folder)
+            _check_launch(folder, config)
+
+
+def _check_launch(folder: str, config: EvaluateConfig) -> None:
+    try:
+        check_launch(folder, replace(config.rollout, load_format="dummy"))  # a base model may be without weights
+    except RequestTooLongError as error:
+        lengths = f"data.max_prompt_length ({config.data.max_prompt_length}) and sampling.max_tokens"
+        raise InputError(f"{lengths} ({config.sampling.max_tokens}) do not fit the model: {error}") from error
 
 
 def find_folder(config: EvaluateConfig) -> Path | None:

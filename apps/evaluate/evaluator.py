@@ -20,6 +20,7 @@ from rl_runtime import (
 )
 from rl_runtime.app.choice import Choice
 from rl_runtime.app.inputs import chat_format
+from rl_runtime.launch.server_keys import naming_servers
 from rl_runtime.ranks.environment import GpuId, visible_gpus
 from rollout_vllm import RolloutClient, ServerGroup
 from run_kit.tracking.progress import duration_text
@@ -150,16 +151,17 @@ class Evaluator:
         gpus, size = usable_gpus(config), config.rollout.tensor_parallel_size
         device: Literal["cpu", "cuda"] = "cuda" if gpus else "cpu"
         pushed = self._several_models and not config.rollout.urls
-        return ServerGroup.launch(
-            model,
-            config.rollout if config.rollout.urls else replace(config.rollout, device=device),
-            log_dir=self._folder / "servers",
-            extra_args=server_args(config.sync, device) if pushed else (),
-            env=server_env(config.sync, device) if pushed else None,
-            gpu_ids_per_server=[gpus[i * size : (i + 1) * size] for i in range(config.rollout.server_count)]
-            if gpus
-            else None,
-        )
+        with naming_servers():
+            return ServerGroup.launch(
+                model,
+                config.rollout if config.rollout.urls else replace(config.rollout, device=device),
+                log_dir=self._folder / "servers",
+                extra_args=server_args(config.sync, device) if pushed else (),
+                env=server_env(config.sync, device) if pushed else None,
+                gpu_ids_per_server=[gpus[i * size : (i + 1) * size] for i in range(config.rollout.server_count)]
+                if gpus
+                else None,
+            )
 
 
 @contextmanager

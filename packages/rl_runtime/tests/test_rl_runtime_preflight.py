@@ -7,10 +7,12 @@ import transformers
 
 from ds_engine import EngineConfig
 from plinth_testing import tiny_config
+from rl_data import build_tiny_model
 from rl_runtime import InputError, ModelConfig, TrainerConfig, check_architectures
 from rl_runtime.app.preflight import check_context, check_servers
+from rl_runtime.launch.server_keys import naming_servers
 from rl_runtime.launch.session import plan_session
-from rollout_vllm import RolloutConfig, SamplingConfig
+from rollout_vllm import ModelFolderError, RolloutConfig, SamplingConfig, check_launch
 from weight_sync import SyncConfig
 
 
@@ -71,3 +73,15 @@ def test_turns_are_refused_where_no_gpu_memory_is_shared(urls: tuple[str, ...], 
     trainer, rollout = TrainerConfig(device="cpu", take_turns="both"), RolloutConfig(urls=urls)
     with pytest.raises(InputError, match=f"trainer.take_turns is both, but {why}.*; allowed: never, or null"):
         check_servers(ModelConfig(), rollout, SyncConfig(), trainer, plan_session(trainer, rollout))
+
+
+def test_errors_about_servers_name_the_key_and_others_stay(tmp_path: Path) -> None:
+    """A field of RolloutConfig is a key of the section that holds it; the model's folder is none."""
+    folder = build_tiny_model(tmp_path / "model")
+    with pytest.raises(InputError, match=r"^rollout\.tensor_parallel_size=2: must be 1 on the CPU"), naming_servers():
+        check_launch(folder, RolloutConfig(device="cpu", tensor_parallel_size=2))
+    with pytest.raises(InputError, match=r"^teacher\.server\.max_model_len=9\d*: "), naming_servers("teacher.server"):
+        check_launch(folder, RolloutConfig(device="cpu", max_model_len=10**9 - 1))
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelFolderError, match=r"^model folder .* has no config.json"), naming_servers():
+        check_launch(folder, RolloutConfig(device="cpu"))

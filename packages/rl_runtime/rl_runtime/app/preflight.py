@@ -58,6 +58,7 @@ from ..errors import InputError
 from ..launch.cluster import check_nodes, cluster_nodes, read_nodes
 from ..launch.placement import Placement
 from ..launch.reachability import why_unreachable
+from ..launch.server_keys import naming_servers
 from ..rollout.config import EpisodeConfig
 from ..rollout.episodes import load_environment, load_rollout, reset_once
 from ..rollout.reward_trial import has_functions, try_rewards
@@ -148,7 +149,8 @@ def check_functions(episode: EpisodeConfig, reward: ScoringConfig) -> None:
     prepare_rewards(load_functions(reward).values())
     load_answer(reward)
     if reward.url is not None:
-        reward.read_api_key()
+        with naming_servers("reward"):  # its key is read as a server's
+            reward.read_api_key()
         parts = urlsplit(reward.url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
         if why := why_unreachable(parts.hostname or "", port):
@@ -424,9 +426,9 @@ def check_servers(
     """Checks server settings against model, devices and hosts, and existing servers against the settings.
 
     Raises:
-        InputError: the placement lacks the device or transport, or the transport does not reach the servers.
-        rollout_vllm.RolloutConfigError: a port is in use, the KV cache does not fit into memory, vLLM cannot serve the
-            folder, or an existing server cannot be used.
+        InputError: the placement lacks the device or transport, the transport does not reach the servers, a port is in
+            use, the KV cache does not fit into memory, or an existing server cannot be used.
+        rollout_vllm.RolloutConfigError: vLLM cannot serve the folder.
         weight_sync.SyncConfigError: an existing server cannot receive weights.
     """
     device = "cuda" if placement.on_gpu else "cpu"
@@ -436,21 +438,20 @@ def check_servers(
         why = "rollout.urls names servers that others may use" if rollout.urls else "the ranks run on the CPU"
         raise InputError(f"trainer.take_turns is {trainer.take_turns}, but {why}; allowed: never, or null")
     check_transport(sync, rollout, placement)
+    with naming_servers():
+        api_key = rollout.read_api_key()
+        if rollout.urls:
+            check_running(replace(rollout, control_routes=True))
     if rollout.urls:
-        check_running(replace(rollout, control_routes=True))
         for url in rollout.urls:
-            check_server(Endpoint(url, rollout.read_api_key()))
+            check_server(Endpoint(url, api_key))
         return
-    rollout.read_api_key()
     elsewhere = trainer.ray_address is not None
     builtin = model.path == BUILTIN_MODEL
     model_folder = str(Path(trainer.output_dir).absolute() if builtin else find_model_folder(model.path))
     check_folder_name("trainer.output_dir" if builtin else "model.path", model_folder)
-    if not builtin:
-        check_launch(model_folder, rollout, elsewhere=elsewhere)
-        return
-    with TemporaryDirectory() as folder:
-        check_launch(build_tiny_model(folder), rollout, elsewhere=elsewhere)
+    with naming_servers(), TemporaryDirectory() as folder:
+        check_launch(build_tiny_model(folder) if builtin else model_folder, rollout, elsewhere=elsewhere)
 
 
 def check_folder_name(key: str, folder: str) -> None:

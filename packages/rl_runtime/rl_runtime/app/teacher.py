@@ -9,7 +9,6 @@ from rl_data.tiny_model import VOCABULARY_SIZE
 from rollout_vllm import (
     Endpoint,
     RolloutConfig,
-    RolloutConfigError,
     ScoringError,
     ServerGroup,
     TokenScorer,
@@ -20,6 +19,7 @@ from rollout_vllm import (
 from ..config import BUILTIN_MODEL, ModelConfig
 from ..errors import InputError
 from ..launch.placement import Placement
+from ..launch.server_keys import naming_servers
 from ..rollout.watched_servers import WatchedServers
 from ..training.teacher import RankTeacher, ServerTeacher
 from ..training.teacher_config import TeacherConfig
@@ -58,13 +58,14 @@ def open_teacher(job: Job, teacher: TeacherConfig) -> ServerTeacher | RankTeache
     server = server_config(job.config, teacher, on_gpu=job.session.placement.on_gpu)
     per_server = server.tensor_parallel_size
     gpus = [teacher.gpus[i : i + per_server] for i in range(0, len(teacher.gpus), per_server)]
-    group = ServerGroup.launch(
-        folder,
-        server,
-        log_dir=job.folder / "teacher_servers",
-        extra_args=("--max-logprobs", str(max(top_k, 1))),
-        gpu_ids_per_server=gpus or None,
-    )
+    with naming_servers("teacher.server"):
+        group = ServerGroup.launch(
+            folder,
+            server,
+            log_dir=job.folder / "teacher_servers",
+            extra_args=("--max-logprobs", str(max(top_k, 1))),
+            gpu_ids_per_server=gpus or None,
+        )
     group, scorer = job.session.enter(group), job.session.enter(TokenScorer(group.endpoints, server))
     job.tracker.info(f"teacher: {folder}, on {', '.join(endpoint.url for endpoint in group.endpoints)}")
     watched = None
@@ -121,22 +122,20 @@ def _check_servers(config: JobConfig, teacher: TeacherConfig, folder: Path, plac
             "teacher.server.urls is empty; allowed with trainer.ray_address: servers that you have started, because "
             "this run starts teachers on its own host only"
         )
-    try:
+    with naming_servers("teacher.server"):
         check_launch(folder, server)
-    except RolloutConfigError as error:
-        raise InputError(f"teacher.server.{error}") from error
 
 
 def _try_servers(server: RolloutConfig, teacher: TeacherConfig) -> None:
     """Scores two tokens on each existing server."""
     top_k = teacher.top_k if teacher.signal == "top_k" else 0
     try:
-        check_running(server)
+        with naming_servers("teacher.server"):
+            check_running(server)
+            api_key = server.read_api_key()
         for url in server.urls:
-            with TokenScorer([Endpoint(url, server.read_api_key())], replace(server, max_retries=0)) as scorer:
+            with TokenScorer([Endpoint(url, api_key)], replace(server, max_retries=0)) as scorer:
                 scorer.run(scorer.score([([0], [0, 0])], top_k=top_k))
-    except RolloutConfigError as error:
-        raise InputError(f"teacher.server.{error}") from error
     except ScoringError as error:
         raise InputError(f"teacher.server.urls: {error}") from error
 

@@ -26,6 +26,7 @@ from .cluster import Reservation, cluster_nodes, join_cluster, read_nodes
 from .gpus import Gpu, read_gpus
 from .local_ray import LocalRay
 from .placement import Node, Placement, Slot, plan_placement
+from .server_keys import naming_servers
 
 T = TypeVar("T")
 
@@ -314,16 +315,18 @@ def _servers(
     extra_args, env = server_args(sync, device), server_env(sync, device)
     if reservation is not None and not rollout.urls:
         seats = reservation.servers
-        return launch_on_ray(model_path, rollout, log_dir=log_dir, seats=seats, extra_args=extra_args, env=env)
+        with naming_servers():
+            return launch_on_ray(model_path, rollout, log_dir=log_dir, seats=seats, extra_args=extra_args, env=env)
     gpus = [slot.gpus for slot in placement.servers]
-    return ServerGroup.launch(
-        model_path,
-        rollout,
-        log_dir=log_dir,
-        extra_args=extra_args,
-        env=env,
-        gpu_ids_per_server=gpus if gpus and placement.on_gpu else None,
-    )
+    with naming_servers():
+        return ServerGroup.launch(
+            model_path,
+            rollout,
+            log_dir=log_dir,
+            extra_args=extra_args,
+            env=env,
+            gpu_ids_per_server=gpus if gpus and placement.on_gpu else None,
+        )
 
 
 @contextmanager

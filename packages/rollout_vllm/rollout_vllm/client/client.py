@@ -46,7 +46,7 @@ class RolloutClient(BalancedClient):
 
     def __init__(self, endpoints: Sequence[Endpoint], config: RolloutConfig | None = None) -> None:
         if not endpoints:
-            raise NoServerError("no endpoints: launch a ServerGroup or set rollout.urls")
+            raise NoServerError("no endpoints: launch a ServerGroup or give urls")
         super().__init__(endpoints, config or RolloutConfig(), thread_name="rollout-client")
         self._runner = RequestRunner(self.config, self._transport, self._dispatcher, self._suspect)
         self._rates = Rates()

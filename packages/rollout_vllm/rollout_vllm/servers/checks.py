@@ -178,7 +178,7 @@ def check_memory(config: RolloutConfig, device: Device, available_bytes: int | N
         return
     if budget * config.server_count > available_bytes:
         raise KVCacheTooSmallError(
-            f"{config.server_count} server(s) with kv_cache_gib={budget / 2**30:.4g} need more than the "
+            f"kv_cache_gib={budget / 2**30:.4g}: {config.server_count} server(s) need more than the "
             f"{available_bytes / 2**30:.1f} GiB of free memory; lower kv_cache_gib or num_servers"
         )
 

