@@ -49,19 +49,23 @@ def test_servers_generate_ahead_and_a_resumed_run_loses_nothing(tmp_path: Path, 
     )
     assert found.finish() == 0, found.output
     assert "algorithm.rollout_correction.mode=truncate" in first.output
+    assert "sync.running_requests=keep" in first.output
     rows = read_samples(only(tmp_path.glob("second_*")))
     check_ledger(rows, steps=6, groups=4, samples=4, max_staleness=1)
     assert {row.step - 1 - int(row.oldest_version) for row in rows} == {0, 1}
 
 
+CUT = "sync.running_requests=wait"
+"""Later tokens are then those of the new weights alone, as the trainer computes them."""
 COMBINED = {
+    "adapters, responses held": ("grpo", ("actor.lora.rank=4",)),
     "adapters, over-sampling, validation in between": (
         "grpo",
-        ("actor.lora.rank=4", "oversampling.extra_prompts=2", "trainer.test_freq=2"),
+        ("actor.lora.rank=4", "oversampling.extra_prompts=2", "trainer.test_freq=2", CUT),
     ),
-    "PPO, a killed server": ("ppo", ("rollout.num_servers=2",)),
-    "a tool, validation in between": ("grpo", ("preset=calculator", "trainer.test_freq=2")),
-    "an environment": ("grpo", ("preset=game", "rollout.max_model_len=160")),
+    "PPO, a killed server": ("ppo", ("rollout.num_servers=2", CUT)),
+    "a tool, validation in between": ("grpo", ("preset=calculator", "trainer.test_freq=2", CUT)),
+    "an environment": ("grpo", ("preset=game", "rollout.max_model_len=160", CUT)),
 }
 
 
@@ -83,7 +87,8 @@ def test_servers_generate_ahead_with(
     assert len(set(per_step.values())) == 1
     assert {row.step - 1 - int(row.oldest_version) for row in rows} == {0, 1}
     mismatches = [row.get("rollout/log_prob_mismatch", "0") for row in exact_metrics(run).values()]
-    assert 0 < max(map(float, mismatches)) < 1e-3, "a token has the version of other weights"
+    limit = 1e-3 if CUT in settings else 0.05  # of responses held by a push, an earlier part has keys of other weights
+    assert 0 < max(map(float, mismatches)) < limit, "a token has the version of other weights"
 
 
 @pytest.mark.thorough
@@ -149,7 +154,7 @@ def test_twenty_kills_of_driver_ranks_and_servers_lose_no_sample(tmp_path: Path,
     )
     log: list[str] = []
     while True:
-        app = start_app(tmp_path, *settings)
+        app = start_app(tmp_path, *settings, f"sync.running_requests={chance.choice(['keep', 'wait'])}")
         app.read_in_background()
         while app.process.poll() is None and len(log) < 20:
             before = _last_step(tmp_path)

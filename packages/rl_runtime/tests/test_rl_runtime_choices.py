@@ -33,6 +33,7 @@ from rl_runtime.launch.gpus import Gpu, known_gpus
 from rl_runtime.rollout.scoring_config import ScoringConfig
 from rollout_vllm import RolloutConfig, SamplingConfig
 from run_kit.machine import gpus as machine_gpus
+from weight_sync import SyncConfig
 
 QWEN3_06B = ModelShape.read(
     {
@@ -105,6 +106,30 @@ def test_a_gpu_gets_the_fast_way() -> None:
     assert chosen.rollout.kv_cache_gib == pytest.approx(256 * 832 * 28 * 2 * 1024 * 2 / GIB, abs=0.01)
     assert len(choice.lines()) == 2
     assert choice.comment().count("\n") == len(choice.reasons) + 1
+
+
+@pytest.mark.parametrize(
+    ("staleness", "urls", "given_value", "chosen"),
+    [
+        (0, (), "auto", "auto"),
+        (1, (), "auto", "keep"),
+        (1, (), "wait", "wait"),
+        (1, (), "recompute", "recompute"),
+        (1, ("http://host:1",), "auto", "wait"),
+    ],
+)
+def test_pushes_interrupt_no_response_of_servers_that_label_tokens(
+    staleness: int, urls: tuple[str, ...], given_value: Any, chosen: str
+) -> None:
+    sections = {
+        "trainer": TrainerConfig(max_staleness=staleness),
+        "rollout": RolloutConfig(urls=urls),
+        "sync": SyncConfig(running_requests=given_value),
+    }
+    for devices in ((), gpus(2)):
+        choice = choose_for(config(**sections), gpus=devices, shape=QWEN3_06B if devices else None)
+        assert choice.config.sync.running_requests == chosen
+        assert ("sync.running_requests" in choice.reasons) == (chosen != given_value)
 
 
 @pytest.mark.parametrize(("number", "ranks", "per_server"), [(1, 1, 256), (2, 2, 128), (3, 2, 128), (4, 4, 64)])

@@ -163,7 +163,7 @@ def test_installed_vllm_can_keep_requests(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_unknown_value_is_refused() -> None:
     given_value: Any = "freeze"
-    with pytest.raises(SyncConfigError, match=r"running_requests: 'freeze' is not one of wait, keep, recompute"):
+    with pytest.raises(SyncConfigError, match=r"running_requests: 'freeze' is not one of auto, wait, keep, recompute"):
         SyncConfig(running_requests=given_value)
 
 

@@ -52,8 +52,9 @@ class SyncConfig:
     """``fp8_blocks``: the trainer quantizes linear weights to 8 bits with one scale per 128 x 128 block, for servers of
     a checkpoint in that format. A server of another format rejects them by name. Not tested on a GPU yet."""
 
-    running_requests: Literal["wait", "keep", "recompute"] = "wait"
-    """What a push does with the requests that a server is running. ``wait``: they finish first, under the old weights.
+    running_requests: Literal["auto", "wait", "keep", "recompute"] = "auto"
+    """What a push does with the requests that a server is running. ``auto``: ``wait``, unless an app that trains while
+    servers generate chooses another one. ``wait``: they finish first, under the old weights.
     ``keep``: they are held where they are and continue with the new weights. Their KV cache stays: keys and values of
     all tokens but the last one come from the old weights, so the log-probs of later tokens are those of neither policy.
     ``recompute``: they are held, vLLM drops their KV cache and prefills prompt and response again under the new
@@ -76,6 +77,11 @@ class SyncConfig:
             value = getattr(self, name)
             if not (_is_number(value, int, float) and 0 < value <= _LONGEST_S):
                 raise SyncConfigError(f"{name}: {value!r} given, must be above 0 and at most {_LONGEST_S:.0e} s")
+
+    @property
+    def holds_requests(self) -> bool:
+        """Whether running requests continue after a push."""
+        return self.running_requests in ("keep", "recompute")
 
     def bucket_bytes(self, transport: str) -> int:
         """Largest bucket in bytes for a resolved transport (not ``auto``)."""

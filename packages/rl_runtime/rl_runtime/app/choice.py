@@ -35,8 +35,8 @@ class Choice(Generic[ConfigT]):
     """Bytes that one GPU and the host exchange in a step for turns, in both directions."""
 
     def with_default(self, key: str, value: Any, why: str) -> Choice[ConfigT]:
-        """Sets an open setting."""
-        if value_of(self.config, key) is not None:
+        """Sets a setting that is open: null or `auto`."""
+        if value_of(self.config, key) not in (None, "auto"):
             return self
         return replace(self, config=with_value(self.config, key, value), reasons={**self.reasons, key: why})
 

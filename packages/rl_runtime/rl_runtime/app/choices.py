@@ -1,4 +1,4 @@
-"""Settings that a configuration leaves open (null), chosen for the devices on which the run starts.
+"""Settings that a configuration leaves open (null or `auto`), chosen for the devices on which the run starts.
 
 `choose_settings` reads the GPUs; `choose_for` is the pure rule. A setting that is given is never changed.
 `memory_choices` divides the memory of the GPUs.
@@ -130,6 +130,7 @@ def choose_for(
     choice = Choice(config=config, devices=_devices(gpus))
     choice = _choose_processes(choice, len(gpus))
     choice = _choose_correction(choice)
+    choice = _choose_held_requests(choice)
     choice = _choose_kernels(choice, [model.section for model in config.models], gpus)
     choice = _choose_speed(choice, bool(gpus), shape)
     if config.warm_start.steps:
@@ -203,6 +204,16 @@ def _choose_correction(choice: Choice[JobConfigT]) -> Choice[JobConfigT]:
             f"{error}. It is chosen because trainer.max_staleness is {staleness}; "
             "algorithm.rollout_correction.mode=none trains without it"
         ) from error
+
+
+def _choose_held_requests(choice: Choice[JobConfigT]) -> Choice[JobConfigT]:
+    """What happens to the responses in flight when weights are pushed while servers generate."""
+    if not choice.config.trainer.max_staleness:
+        return choice
+    found, why = "keep", "a push does not interrupt responses"
+    if choice.config.rollout.urls:
+        found, why = "wait", "existing servers do not label tokens with policy versions"
+    return choice.with_default("sync.running_requests", found, why)
 
 
 def divides(config: JobConfig, num_ranks: int) -> bool:

@@ -86,7 +86,7 @@ class JobConfig:
                 f"rollout.deterministic is True; allowed: false {with_it}, because it depends on "
                 "time which weights sample a token"
             )
-        if self.sync.running_requests != "wait" and self.rollout.urls:
+        if self.sync.holds_requests and self.rollout.urls:
             raise ValueError(
                 f"sync.running_requests is {self.sync.running_requests}; allowed: wait {with_it} and rollout.urls: "
                 "existing servers do not label tokens with policy versions"

@@ -141,7 +141,7 @@ class RolloutServers:
 
     def _check_labels(self, version: int) -> None:
         """Where requests run through a push, the servers have to say which weights sampled a token."""
-        if not self._holds_requests or self._sync.running_requests == "wait":
+        if not self._holds_requests or not self._sync.holds_requests:
             return
         found = self._client.run(self._client.fetch_policy_versions())
         wrong = {self._servers.endpoints[i].url: found[i] for i in self._serving() if found[i] != version}
@@ -154,7 +154,7 @@ class RolloutServers:
     @contextmanager
     def _requests_held(self) -> Iterator[None]:
         """Requests in flight return what they have, and continue at the end of the context; or the push holds them."""
-        if not self._holds_requests or self._sync.running_requests != "wait":
+        if not self._holds_requests or self._sync.holds_requests:
             yield
             return
         self._client.run(self._client.pause(timeout_s=self._sync.pause_timeout_s))

@@ -113,13 +113,13 @@ class ServerControl:
         """Become the owner of the server. Fails while another pusher is alive."""
         self._call("POST", "/init_weight_transfer_engine", {"init_info": init_info})
 
-    def pause(self, timeout_s: float, running_requests: str = "wait") -> None:
+    def pause(self, timeout_s: float, *, holds_requests: bool = False) -> None:
         """Wait until the running requests have finished, or hold them after the current step; hold new requests.
 
-        ``running_requests``: see `SyncConfig`. Sleep level 0 does the same as ``/pause``, without the 20 ms that its
+        ``holds_requests``: see `SyncConfig`. Sleep level 0 does the same as ``/pause``, without the 20 ms that its
         handler sleeps after the engine has paused and without dropping the caches.
         """
-        mode = "wait" if running_requests == "wait" else "keep"
+        mode = "keep" if holds_requests else "wait"
         self._call("POST", "/sleep?" + urlencode({"level": 0, "mode": mode}), timeout_s=timeout_s)
 
     def start(self) -> None:
@@ -140,7 +140,7 @@ class ServerControl:
         if not any(isinstance(model, dict) and model.get("id") == name for model in models or ()):
             self._call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
 
-    def drop_caches(self, running_requests: str = "wait") -> None:
+    def drop_caches(self, running_requests: str = "auto") -> None:
         """Drop the prefix cache and the encoder outputs of the old policy.
 
         ``running_requests``: with ``recompute`` also the KV cache of the held requests; with ``keep`` only the plugin

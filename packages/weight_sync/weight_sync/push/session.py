@@ -179,7 +179,7 @@ class PushSession:
     def _update_server(self, attempt: "_Attempt", index: int, control: ServerControl, info: dict[str, Any]) -> None:
         """One server's thread: pause, start the update, and run it until its workers have loaded everything."""
         start = time.perf_counter()
-        control.pause(self._config.pause_timeout_s, self._config.running_requests)
+        control.pause(self._config.pause_timeout_s, holds_requests=self._config.holds_requests)
         attempt.pause_s[index] = time.perf_counter() - start
         attempt.raise_if_canceled()
         try:
