@@ -7,6 +7,7 @@ the same two functions.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ KERNELS = Patch(
     stock=True,
     reads={"flash_attn.cute.interface": ("_flash_attn_fwd", "_flash_attn_bwd")},
 )
+
+# The kernels' compiler says at every compilation that it treats their unused `aux_data` as a constant.
+warnings.filterwarnings("ignore", r"Argument aux_data .*cannot be converted to a JitArgument", UserWarning)
 
 
 def flash4_attention(
