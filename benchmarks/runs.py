@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,8 @@ class Run:
     peaks_gib: list[float] = field(default_factory=list, init=False)
     """The largest memory in use on each of its GPUs."""
     process: "subprocess.Popen[bytes] | None" = field(default=None, init=False)
+    started: float = field(default=math.nan, init=False)
+    """When it was started, in seconds of Unix time."""
 
     def start(self) -> None:
         """Starts it on its GPUs."""
@@ -121,6 +125,7 @@ class Run:
             if interrupted.is_set():
                 return
             self._memory = PeakMemory(self.gpus).__enter__()
+            self.started = time.time()
             self.process = subprocess.Popen(
                 self.command,
                 env=os.environ | {"CUDA_VISIBLE_DEVICES": self.gpus},
@@ -200,6 +205,18 @@ class Steps:
     def median(self, metric: str, *, skip: int = 1) -> float:
         """Its median after the first `skip` steps, which compile, or else of the last step; nan if it is absent."""
         return statistics.median(self.series(metric, skip=min(skip, len(self) - 1)) or [float("nan")])
+
+
+def first_step_s(run: Run, made: Path | None) -> float:
+    """Seconds from the command to the end of the first step of an app's run; nan if there is none.
+
+    The name of the run folder says to the second when it was made; the app counts from then.
+    """
+    ready, first = run.found(r"^ready after ([\d.]+) s"), Steps(made).series("timing_s/step")
+    if made is None or not ready or not first:
+        return math.nan
+    start = datetime.strptime(made.name[-15:], "%Y%m%d_%H%M%S").replace(tzinfo=UTC).timestamp()
+    return start - run.started + float(ready[0]) + first[0]
 
 
 def leave(codes: Iterable[int]) -> None:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
@@ -16,11 +17,11 @@ from hypothesis import strategies as st
 from apps.forecast import work
 from apps.grpo.config import GrpoConfig
 from benchmarks.flops import PEAK_FLOPS, forward_flops, training_mfu
-from benchmarks.grpo_step.cases import Case, Result, first_step_s, keep_steps, mfu, planned_gib, run_cases, start, table
+from benchmarks.grpo_step.cases import Case, Result, keep_steps, mfu, planned_gib, run_cases, start, table
 from benchmarks.grpo_step.workload import settings
 from benchmarks.memory_turns.run import CASES as TURNS
 from benchmarks.random_model import CONFIGS
-from benchmarks.runs import INTERRUPTED, TIMED_OUT, Run, Steps, interrupted, run_folder, visible_gpus
+from benchmarks.runs import INTERRUPTED, TIMED_OUT, Run, Steps, first_step_s, interrupted, run_folder, visible_gpus
 from benchmarks.scaling.run import CASES as SCALING
 from benchmarks.scaling.run import COLUMNS
 from benchmarks.staleness.run import CASES as STALENESS
@@ -79,7 +80,9 @@ def test_columns_read_logs_and_metrics(tmp_path: Path) -> None:
     )
     result = finished(tmp_path, f"{line}ready after 20.5 s: inputs 1\nranks diverge in x\n", [9.0, 2.0, 4.0])
     assert planned_gib(result) == pytest.approx(92.7)
-    assert first_step_s(result) == pytest.approx(29.5)
+    assert math.isnan(first_step_s(result.run, result.folder)), "nobody started it"
+    result.run.started = datetime(2025, 12, 31, 23, 59, 52, tzinfo=UTC).timestamp()
+    assert first_step_s(result.run, result.folder) == pytest.approx(8 + 29.5)
     flops = 3 * 8 * forward_flops(SHAPES["qwen3-4b"], prompt=100, response=300)
     assert mfu(result) == pytest.approx(flops / (1.5 * 2 * PEAK_FLOPS)), "the median of the updates, on two ranks"
     row = {name: column(result) for name, column in COLUMNS.items()}

@@ -26,6 +26,7 @@ from benchmarks.runs import (
     Run,
     Steps,
     app,
+    first_step_s,
     leave,
     parser,
     run_folder,
@@ -103,12 +104,6 @@ def planned_gib(result: Result) -> float:
     return rank + server
 
 
-def first_step_s(result: Result) -> float:
-    """Seconds from the run folder to the end of the first step."""
-    ready, first = result.run.found(r"^ready after ([\d.]+) s"), result.steps.series("timing_s/step")
-    return float(ready[0]) + first[0] if ready and first else math.nan
-
-
 GUARD: Mapping[str, Column] = {
     "collectives": metric("actor/guarded_collectives"),
     "divergences": lambda result: len(result.run.found("ranks diverge")),
@@ -123,7 +118,7 @@ MEMORY: Mapping[str, Column] = {
 """A GPU with a rank as planned, all GPUs as NVML counts them; what torch reserved on a rank (1e9 bytes)."""
 _SPEED = "tokens/s per GPU"
 SPEED: Mapping[str, Column] = {
-    "first step ended, s": first_step_s,
+    "first step ended, s": lambda result: first_step_s(result.run, result.folder),
     _SPEED: metric("perf/throughput"),
     "MFU of updates": mfu,
 }

@@ -9,7 +9,18 @@ import sys
 from pathlib import Path
 
 from benchmarks.grpo_step.workload import settings, write_workload
-from benchmarks.runs import Run, Steps, app, leave, parser, run_folder, table_header, table_row, visible_gpus
+from benchmarks.runs import (
+    Run,
+    Steps,
+    app,
+    first_step_s,
+    leave,
+    parser,
+    run_folder,
+    table_header,
+    table_row,
+    visible_gpus,
+)
 
 PHASES = ("step", "gen", "old_log_prob", "update_actor", "sync")
 
@@ -23,9 +34,8 @@ def report(folder: Path, run: Run, code: int) -> int:
         print(table_row([number, *row]))
     if len(steps) > 1:
         print(f"median after step 1: {steps.median('timing_s/step'):.2f} s; GPU peak {run.peak} GiB")
-    if len(steps) and (ready := run.found(r"^ready after ([\d.]+) s")):
-        first = float(ready[0]) + steps.series("timing_s/step")[0]
-        print(f"first step ended {first:.0f} s after the run folder was made", flush=True)
+    first = first_step_s(run, run_folder(folder, run.name))
+    print(f"first step ended {first:.0f} s after the command", flush=True)
     return code
 
 

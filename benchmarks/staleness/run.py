@@ -21,9 +21,9 @@ KEYS = {
     "apart": APART,
     "apart_1": (*APART, *AHEAD),
     "shared_1": AHEAD,
-    "apart_1_keep": (*APART, *AHEAD, "sync.running_requests=keep"),
+    "apart_1_cut": (*APART, *AHEAD, "sync.running_requests=wait"),
     "apart_1_recompute": (*APART, *AHEAD, "sync.running_requests=recompute"),
-    "shared_1_keep": (*AHEAD, "sync.running_requests=keep"),
+    "shared_1_cut": (*AHEAD, "sync.running_requests=wait"),
 }
 """GPUs shared by ranks and servers or not, and the staleness."""
 CASES = {
@@ -37,14 +37,19 @@ SKIP = 2
 """Steps that still compile, or begin with groups that were generated meanwhile."""
 
 
+def middle(result: Result, name: str) -> list[float]:
+    """A metric of all steps but the first two and the last, beside which no rollout runs ahead."""
+    return result.steps.series(name, skip=SKIP)[:-1]
+
+
 def mean(name: str) -> Column:
-    """Of a metric after `SKIP` steps. Steps that run ahead alternate, so their median says little."""
-    return lambda result: fmean(result.steps.series(name, skip=SKIP) or [math.nan])
+    """Of a metric. Steps that run ahead alternate, so their median says little."""
+    return lambda result: fmean(middle(result, name) or [math.nan])
 
 
 def throughput(result: Result) -> float:
-    """Tokens per second and GPU over all steps after `SKIP`."""
-    seconds, rates = (result.steps.series(name, skip=SKIP) for name in ("timing_s/step", "perf/throughput"))
+    """Tokens per second and GPU."""
+    seconds, rates = middle(result, "timing_s/step"), middle(result, "perf/throughput")
     return sum(map(operator.mul, seconds, rates)) / sum(seconds) if seconds else math.nan
 
 
@@ -54,7 +59,7 @@ COLUMNS = {
     "tokens/s per GPU": throughput,
     **{name: mean(name) for name in MORE},
 }
-"""Means over the steps after the first two."""
+"""Means over the steps, less the first two and the last."""
 DEFAULT = ("shared", "apart", "apart_1", "shared_1")
 
 
