@@ -22,7 +22,7 @@ from apps.sft.config import SftConfig
 from benchmarks.grpo_step import workload
 from benchmarks.reliability.run import command as bench_command
 from benchmarks.runs import interrupted
-from benchmarks.session.__main__ import GRACE_S, session
+from benchmarks.session.__main__ import GRACE_S, main, session, show
 from benchmarks.session.plan import (
     PLANS,
     Measurement,
@@ -279,10 +279,13 @@ def test_a_measurement_whose_package_is_not_installed_is_skipped_until_it_is(tmp
     assert session([replace(lacking, needs="yaml"), there], args)["peer"]["ended"] == "done"
 
 
-def test_a_call_without_time_starts_nothing_and_an_interrupt_ends_what_runs(tmp_path: Path) -> None:
+def test_a_call_without_time_starts_nothing_and_an_interrupt_ends_what_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plan = [Measurement(name="long", command="python -c 'import time; time.sleep(60)'", gpus=0, seconds=1, limit=60)]
     args = call(tmp_path, gpus=0, minutes=GRACE_S / 60)
     assert session(plan, args) == {}
+    assert "long: not started, needs 1 s, 0 are left" in capsys.readouterr().out
     args.minutes = (GRACE_S + 2.5) / 60
     assert session(plan, args)["long"]["ended"] == "call"
     assert [each.name for each in unfinished(plan, session(plan, args))] == ["long"]
@@ -292,6 +295,30 @@ def test_a_call_without_time_starts_nothing_and_an_interrupt_ends_what_runs(tmp_
         assert session(plan, args) == {}
     finally:
         interrupted.clear()
+
+
+def test_a_dry_run_shows_the_chosen_measurements_and_those_that_no_call_can_hold(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sizes = {"short": 60, "long": 300, "other": 60}
+    plan = [Measurement(name=name, command="true", gpus=1, seconds=s, limit=400) for name, s in sizes.items()]
+    args = call(Path("x"), gpus=1, minutes=(GRACE_S + 250) / 60)
+    args.only = ["short", "long"]
+    show(plan, args)
+    assert capsys.readouterr().out.splitlines() == [
+        "call 1:",
+        "    0 to   60 s, GPUs 0: short: true",
+        "long: needs 300 s on 1 GPUs, more than a call of 250 s on 1",
+    ]
+
+
+def test_a_name_that_the_plan_lacks_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["session", "x", "one_gpu", "--gpus", "1", "--dry-run", "--only", "w", "v"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--only v: one_gpu has w, " in capsys.readouterr().err
 
 
 def test_tables_of_cases_are_joined_if_several_outputs_have_them() -> None:

@@ -76,7 +76,6 @@ class Direct:
         device: Device = args.device
         config = rollout_config(args)
         full = server_environment(env, config, device=device, api_key="unused", num_cores=os.cpu_count() or 1)
-        del full["VLLM_API_KEY"]
         command = [sys.executable, "-m", "benchmarks.rollout.throughput", "--as-llm"]
         self._log = model.with_name("llm.log")
         with self._log.open("w") as log:

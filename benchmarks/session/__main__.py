@@ -151,6 +151,8 @@ def session(plan: Sequence[Measurement], args: argparse.Namespace) -> Mapping[st
                 running[pool.submit(measure, start, work, num_gpus=args.gpus)] = start
                 continue
             if not running:
+                for each in waiting:
+                    print(f"{each.name}: not started, needs {each.seconds:.0f} s, {max(0.0, left_s):.0f} are left")
                 return records
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 del running[future]
@@ -171,11 +173,18 @@ def keep_raw(work: Path, target: Path) -> None:
 
 def show(plan: Sequence[Measurement], args: argparse.Namespace) -> None:
     """Prints what each call runs if measurements last as expected."""
-    for number, made in enumerate(calls(plan, num_gpus=args.gpus, seconds=60 * args.minutes - GRACE_S), 1):
+    chosen, seconds = [each for each in plan if not args.only or each.name in args.only], 60 * args.minutes - GRACE_S
+    fitting = calls(chosen, num_gpus=args.gpus, seconds=seconds)
+    for number, made in enumerate(fitting, 1):
         print(f"call {number}:")
         for begin, end, start in made:
             gpus = ",".join(map(str, start.gpus))
             print(f"{begin:5.0f} to {end:4.0f} s, GPUs {gpus}: {start.measurement.name}: {start.measurement.command}")
+    fits = {start.measurement.name for made in fitting for _, _, start in made}
+    for each in chosen:
+        if each.name not in fits:
+            needs = f"needs {each.seconds:.0f} s on {each.gpus} GPUs"
+            print(f"{each.name}: {needs}, more than a call of {seconds:.0f} s on {args.gpus}")
 
 
 def main() -> None:
@@ -191,6 +200,9 @@ def main() -> None:
     parser.add_argument("--trial", action="store_true", help="with tiny models on a CPU")
     args = parser.parse_args()
     plan = read_plan(PLANS / f"{args.plan}.yaml", trial=args.trial)
+    names = [each.name for each in plan]
+    if unknown := set(args.only or ()) - set(names):
+        parser.error(f"--only {' '.join(sorted(unknown))}: {args.plan} has {', '.join(names)}")
     if args.dry_run:
         show(plan, args)
         return
