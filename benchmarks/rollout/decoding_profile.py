@@ -2,8 +2,9 @@
 
 `python -m benchmarks.rollout.decoding_profile` runs vLLM with the settings of a rollout server in one process, and
 prints milliseconds per step three times: without a profiler, of each function (cProfile, which slows Python down by a
-half or so), and of each kernel (torch's profiler). Prompts come in groups of `--n` that are equal, as in a rollout.
-`throughput --steps` has the stages of a step in a real server. The weights are random.
+half or so), and of each kernel (torch's profiler). `--stock` leaves out what servers replace in vLLM. Prompts come in
+groups of `--n` that are equal, as in a rollout. `throughput --steps` has the stages of a step in a real server. The
+weights are random.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from typing import Any
 from benchmarks.random_model import CONFIGS, write_random_model
 from benchmarks.rollout.throughput import engine_arguments, prompts, rollout_config
 from benchmarks.runs import table_header, table_row
+from rollout_vllm.servers import _serve, patch
 from rollout_vllm.servers.command import detect_device, server_environment
 
 
@@ -30,6 +32,8 @@ def generator(args: argparse.Namespace, model: Path) -> Callable[..., float]:
         os.environ, rollout_config(args), device=args.device, api_key="unused", num_cores=os.cpu_count() or 1
     )
     os.environ.update(full, VLLM_ENABLE_V1_MULTIPROCESSING="0")  # the engine core is in this process
+    if not args.stock:
+        _serve.prepare_engine_core(patch)
     from vllm import LLM, SamplingParams
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -52,14 +56,18 @@ def generator(args: argparse.Namespace, model: Path) -> Callable[..., float]:
 def show_functions(profile: cProfile.Profile, steps: int, num_rows: int) -> None:
     """The functions with most time of their own, and the calls that take longest with what they call."""
     found: Any = pstats.Stats(profile).stats  # type: ignore[attr-defined]
-    rows = [
+    rows: list[tuple[str, int, float, float]] = [
         (name if file == "~" else f"{Path(file).parent.name}/{Path(file).name}:{line} {name}", calls, own, whole)
         for (file, line, name), (_, calls, own, whole, _) in found.items()
     ]
-    for title, column in (("own time", 2), ("with what they call", 3)):
+    orders: dict[str, Callable[[Any], float]] = {
+        "own time": lambda row: row[2],
+        "time with their calls": lambda row: row[3],
+    }
+    for title, order in orders.items():
         print(f"\n## Functions by {title}, per step\n")
         print(table_header(["function", "calls", "own ms", "with calls, ms"]))
-        for name, calls, own, whole in sorted(rows, key=lambda row: -row[column])[:num_rows]:
+        for name, calls, own, whole in sorted(rows, key=order, reverse=True)[:num_rows]:
             print(table_row([name, calls / steps, 1e3 * own / steps, 1e3 * whole / steps]))
 
 
@@ -105,6 +113,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=297)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rows", type=int, default=40, help="of each table")
+    parser.add_argument("--stock", action="store_true", help="vLLM as it is")
     parser.add_argument("--vllm-args", type=shlex.split, default=[], help="one string of vLLM arguments")
     args = parser.parse_args(namespace=argparse.Namespace(crowd=0))
     with tempfile.TemporaryDirectory() as folder:

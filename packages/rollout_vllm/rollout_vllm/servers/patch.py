@@ -146,6 +146,17 @@ DECODING = Patch(
         "vllm.v1.request:Request": ("num_tokens",),
     },
 )
+SCORES = Patch(
+    name="scores of sampled tokens",
+    reason="vLLM's kernels read the logits of a request in one program, three times and block by block",
+    replaces={
+        "vllm.v1.worker.gpu.sample.sampler": (
+            "compute_topk_scores(logits, num_logprobs, sampled_token_ids, cu_num_logits, logprob_token_ids_state, "
+            "expanded_idx_mapping, max_per_req_token_ids, logits_mode)",
+        )
+    },
+    reads={"vllm.v1.outputs:LogprobsTensors": ("logprob_token_ids", "logprobs", "selected_token_ranks")},
+)
 STORE = Patch(
     name="store of the worker in a file",
     reason="vLLM before 0.32 opens torch's TCPStore of the worker on every interface, without a password",
@@ -163,7 +174,7 @@ SOCKETS = Patch(
     reason="a server's sockets are removed with it, also when it is killed",
     reads={"vllm.envs": ("VLLM_RPC_BASE_PATH",)},
 )
-PATCHES = (FORK, SOCKETS, STORE, WARM_UP, BUFFERING, DECODING)
+PATCHES = (FORK, SOCKETS, STORE, WARM_UP, BUFFERING, DECODING, SCORES)
 
 
 def records() -> list[dict[str, str]]:
