@@ -3,7 +3,7 @@
 `python -m benchmarks.rollout.decoding_profile` runs vLLM with the settings of a rollout server in one process, and
 prints milliseconds per step three times: without a profiler, of each function (cProfile, which slows Python down by a
 half or so), and of each kernel (torch's profiler). `--stock` leaves out what servers replace in vLLM. Prompts come in
-groups of `--n` that are equal, as in a rollout. `throughput --steps` has the stages of a step in a real server. The
+groups of `--n` that are equal, as in a rollout; with 512 tokens the kernels are those of the middle of workload W. `throughput --steps` has the stages of a step in a real server. The
 weights are random.
 """
 
@@ -110,8 +110,8 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(CONFIGS), default="qwen3-0.6b")
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--n", type=int, default=4, help="samples of a prompt")
-    parser.add_argument("--prompt-tokens", type=int, default=297)
-    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rows", type=int, default=40, help="of each table")
     parser.add_argument("--stock", action="store_true", help="vLLM as it is")
     parser.add_argument("--vllm-args", type=shlex.split, default=[], help="one string of vLLM arguments")
