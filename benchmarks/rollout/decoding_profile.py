@@ -3,8 +3,8 @@
 `python -m benchmarks.rollout.decoding_profile` runs vLLM with the settings of a rollout server in one process, and
 prints milliseconds per step three times: without a profiler, of each function (cProfile, which slows Python down by a
 half or so), and of each kernel (torch's profiler). `--stock` leaves out what servers replace in vLLM. Prompts come in
-groups of `--n` that are equal, as in a rollout; with 512 tokens the kernels are those of the middle of workload W. `throughput --steps` has the stages of a step in a real server. The
-weights are random.
+groups of `--n` that are equal, as in a rollout; with 512 tokens the kernels are those of the middle of workload W.
+`throughput --steps` has the stages of a step in a real server. The weights are random.
 """
 
 import argparse
