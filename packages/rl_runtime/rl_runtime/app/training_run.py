@@ -178,7 +178,7 @@ class TrainingRun:
 def open_run(
     choice: Choice[Any], *, num_steps: int, resumed: Checkpoint | None
 ) -> Iterator[tuple[RunFolder, Tracker, MemorySampler]]:
-    """A new run folder, what writes into it, and the memory of this process.
+    """A new run folder, what writes into it, and the memory of this process, which computes on one thread.
 
     An error that ends the run gets the command that resumes it, if there is a checkpoint.
     """
@@ -187,6 +187,7 @@ def open_run(
     run = RunFolder.create(trainer.output_dir, trainer.experiment, private=trainer.private_output)
     former = None if resumed is None else resumed.path.parents[1]
     with (
+        _one_thread(),
         MemorySampler(interval_s=config.tracking.memory_interval_s) as memory,
         Tracker(run, config, num_steps=num_steps, comment=choice.comment(), resumes=former) as tracker,
     ):
@@ -196,6 +197,19 @@ def open_run(
             if command := resume_command(run, trainer):
                 error.add_note(command)
             raise
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """What this process computes is small, and further threads of torch wait for cores that ranks and servers use."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def end_stopped(run: RunFolder, tracker: Tracker, trainer: TrainingConfig, signal: Signals, where: str) -> NoReturn:

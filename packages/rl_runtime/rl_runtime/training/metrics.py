@@ -59,9 +59,8 @@ def mismatch(batch: ExperienceBatch, log_probs: Sequence[Float32Array]) -> dict[
     Tokens that an older policy version sampled differ by the updates in between, and are reported separately, with
     `_stale` at the end of the names. The ratios of a sequence are those of its fresh, or of its stale, tokens.
     """
-    versions_K = torch.tensor(
-        [version for item in batch.items for version, count in item.version_spans for _ in range(count)]
-    )
+    spans = np.array([span for item in batch.items for span in item.version_spans], np.int64).reshape(-1, 2)
+    versions_K = torch.from_numpy(np.repeat(spans[:, 0], spans[:, 1]))
     log_probs_K, rollout_log_probs_K = torch.from_numpy(np.concatenate(log_probs)), batch.rollout_log_probs_K
     assert rollout_log_probs_K is not None, "the servers' log-probs were not requested"
     stale_K = versions_K < (int(versions_K.max()) if batch.policy_version is None else batch.policy_version)
