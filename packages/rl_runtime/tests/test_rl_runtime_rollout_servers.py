@@ -1,5 +1,6 @@
 """Which servers are pushed to when servers die, with scripted servers and ranks; tests/ uses real ones."""
 
+import asyncio
 import threading
 import time
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from rl_runtime.errors import RankError, RankLost, RlRuntimeError
 from rl_runtime.rollout import servers as rollout_servers
 from rl_runtime.rollout import watched_servers
 from rl_runtime.rollout.servers import RolloutServers
-from rollout_vllm import Endpoint, ServerDiedError, WatchEvent
+from rollout_vllm import ControlError, Endpoint, ServerDiedError, WatchEvent
 from weight_sync import ReceiverError, SyncConfig, SyncReport, WeightSyncError
 
 
@@ -271,6 +272,60 @@ def test_events_are_reported_while_the_loop_waits(setting: Setting) -> None:
         while not setting.lines and time.monotonic() < deadline:
             time.sleep(0.05)
     assert setting.lines == ["rollout server 0 died: it was killed"]
+
+
+@dataclass
+class LabelingClient(Client):
+    """Servers label tokens with the version that they got last; those in `dead` do not answer."""
+
+    dead: list[int] = field(default_factory=list)
+    asked: list[list[int]] = field(default_factory=list)
+    label: int | None = None
+
+    async def fetch_policy_versions(self, servers: list[int]) -> list[int]:
+        self.asked.append(servers)
+        if problems := {f"http://{i}": "no answer" for i in servers if i in self.dead}:
+            raise ControlError("policy versions", problems)
+        return [self.policy_version if self.label is None else self.label] * len(servers)
+
+    def run(self, coroutine: Any) -> Any:
+        return asyncio.run(coroutine)
+
+
+def labeled(setting: Setting) -> tuple[RolloutServers, LabelingClient]:
+    """The same servers, whose requests run through a push."""
+    client = LabelingClient()
+    fleet = RolloutServers(
+        Servers(setting.servers),  # type: ignore[arg-type]
+        client,  # type: ignore[arg-type]
+        setting.actor,  # type: ignore[arg-type]
+        SyncConfig(running_requests="keep"),
+        max_restarts=2,
+        report=setting.lines.append,
+        holds_requests=True,
+    )
+    return fleet, client
+
+
+def test_a_server_that_dies_after_a_push_is_not_asked_for_its_labels(setting: Setting) -> None:
+    fleet, client = labeled(setting)
+    fleet.push(0)
+    setting.servers[0].alive = False
+    fleet.push(1)
+    client.dead.append(1)
+    threading.Timer(0.2, lambda: setattr(setting.servers[1], "alive", False)).start()
+    fleet.push(2)
+    assert client.asked == [[0, 1], [1], [1]]
+
+
+def test_servers_that_live_have_to_label_tokens(setting: Setting) -> None:
+    fleet, client = labeled(setting)
+    client.label = 3
+    with pytest.raises(RlRuntimeError, match=r"do not label tokens with policy version 4.*allowed: wait"):
+        fleet.push(4)
+    client.dead.append(0)
+    with pytest.raises(ControlError, match="policy versions"):
+        fleet.push(5)
 
 
 def test_without_restarts_a_dead_server_ends_the_run(setting: Setting) -> None:

@@ -140,16 +140,26 @@ class RolloutServers:
             return report
 
     def _check_labels(self, version: int) -> None:
-        """Where requests run through a push, the servers have to say which weights sampled a token."""
+        """Where requests run through a push, the servers have to say which weights sampled a token.
+
+        Servers that die meanwhile are left out.
+        """
         if not self._holds_requests or not self._sync.holds_requests:
             return
-        found = self._client.run(self._client.fetch_policy_versions())
-        wrong = {self._servers.endpoints[i].url: found[i] for i in self._serving() if found[i] != version}
-        if wrong:
-            raise RlRuntimeError(
-                f"the servers {wrong} do not label tokens with policy version {version}: requests cannot run through "
-                f"a push; sync.running_requests is {self._sync.running_requests}, allowed: wait"
-            )
+        while serving := self._serving():
+            try:
+                found = self._client.run(self._client.fetch_policy_versions(serving))
+            except ControlError:
+                if self._watch is None or not self._has_died(serving):
+                    raise
+                continue
+            labels = zip(self._endpoints(serving), found, strict=True)
+            if wrong := {endpoint.url: label for endpoint, label in labels if label != version}:
+                raise RlRuntimeError(
+                    f"the servers {wrong} do not label tokens with policy version {version}: requests cannot run "
+                    f"through a push; sync.running_requests is {self._sync.running_requests}, allowed: wait"
+                )
+            return
 
     @contextmanager
     def _requests_held(self) -> Iterator[None]:

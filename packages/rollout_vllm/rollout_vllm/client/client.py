@@ -251,17 +251,21 @@ class RolloutClient(BalancedClient):
         """Set the version of new tokens; call it when all servers hold the weights of `version`."""
         self._runner.policy_version = version
 
-    async def fetch_policy_versions(self) -> list[int | None]:
+    async def fetch_policy_versions(self, servers: Sequence[int] | None = None) -> list[int | None]:
         """The policy version of each server's weights, as published by the last push; None: no push had a version.
+
+        Args:
+            servers: indices of the servers to ask, in the order of the result; None: all.
 
         Servers of `ServerGroup` and `launch_on_ray` note the version of every token that they sample, so
         `Sample.version_spans` is exact also when weights are pushed while they generate (weight_sync's
         `SyncConfig(running_requests="keep")`).
 
-        Raises ControlError if a server does not note versions, or does not answer.
+        Raises ControlError if one of them does not note versions, or does not answer.
         """
-        answers = await asyncio.gather(*map(self._policy_version_of, range(len(self.endpoints))))
-        problems = {self._urls[server]: text for server, text in enumerate(answers) if isinstance(text, str)}
+        asked = range(len(self.endpoints)) if servers is None else servers
+        answers = await asyncio.gather(*map(self._policy_version_of, asked))
+        problems = {self._urls[i]: text for i, text in zip(asked, answers, strict=True) if isinstance(text, str)}
         if problems:
             text = "; ".join(f"{url}: {problem}" for url, problem in problems.items())
             raise ControlError(f"policy versions of the servers: {text}", problems)
