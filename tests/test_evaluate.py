@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from apps.evaluate import evaluator
 from apps.evaluate.checks import find_folder
 from apps.evaluate.comparison import compare, compare_all
 from apps.evaluate.config import CheckpointsConfig, EvaluateConfig
@@ -26,6 +27,7 @@ from rl_data import DataConfig, build_tiny_model, write_task
 from rl_runtime import InputError, ModelConfig, PlacementError, PromptResult, SampleResult
 from rl_runtime.rollout.scoring_config import ScoringConfig
 from rollout_vllm import RolloutConfig, SamplingConfig, ServerGroup
+from rollout_vllm.servers.command import detect_device
 from run_kit import MetricsTable, load_config, to_yaml
 from run_kit.cluster.app import App
 from run_kit.config.trees import plain_tree
@@ -241,6 +243,14 @@ def test_folders_without_checkpoints_are_refused(tmp_path: Path) -> None:
 def test_inputs_that_cannot_work_are_refused_before_anything_starts(config: EvaluateConfig, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check(config)
+
+
+def test_vllm_built_for_another_device_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the CUDA image on a host without a GPU; here with the build that is installed."""
+    gpus = ["0"] if detect_device()[0] == "cpu" else []
+    monkeypatch.setattr(evaluator, "visible_gpus", lambda: gpus)
+    with pytest.raises(InputError, match=r"^rollout\.urls is empty, the servers have .* is the build for"):
+        check(CONFIG)
 
 
 def test_lengths_that_exceed_the_models_context_are_named_by_their_keys(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from apps.evaluate.config import EvaluateConfig
+from apps.evaluate.evaluator import usable_gpus
 from apps.evaluate.results import check_same_settings
 from rl_data import find_model_folder
 from rl_runtime import InputError, Inputs, SupervisedConfig, check_lengths, check_prompt_files
@@ -17,6 +18,7 @@ from rl_runtime.config import BUILTIN_MODEL
 from rl_runtime.launch.server_keys import naming_servers
 from rl_runtime.rollout.scoring import rewards_of_rows
 from rollout_vllm import RequestTooLongError, check_launch, check_running
+from rollout_vllm.servers.command import check_build
 from run_kit import RunFolder
 from run_kit.cli import INVOKED_AS
 from run_kit.tracking.run_state import StateFile
@@ -62,6 +64,7 @@ def _check_servers(config: EvaluateConfig) -> None:
     check_folder_name("output_dir", str(Path(config.output_dir).absolute()))  # exports are there
     with naming_servers():
         config.rollout.read_api_key()
+        check_build("cuda" if usable_gpus(config) else "cpu")
         if config.model.path != BUILTIN_MODEL:
             folder = str(find_model_folder(config.model.path))
             check_folder_name("model.path", folder)
