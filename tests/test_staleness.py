@@ -140,7 +140,7 @@ def test_servers_on_two_hosts_generate_ahead_while_the_guard_compares_the_ranks_
 @pytest.mark.timeout(3600)
 def test_twenty_kills_of_driver_ranks_and_servers_lose_no_sample(tmp_path: Path, start_app: Callable[..., Any]) -> None:
     """A killed driver is started again with `resume=auto`; ranks and servers are replaced by the run itself."""
-    steps, chance = 60, random.Random(os.environ.get("PLINTH_STRIKES_SEED", "1"))
+    steps, chance = 120, random.Random(os.environ.get("PLINTH_STRIKES_SEED", "1"))
     settings = (
         *SMALL,
         "trainer.num_ranks=2",

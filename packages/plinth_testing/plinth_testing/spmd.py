@@ -20,9 +20,9 @@ class SpmdGroup:
     def __init__(self, worker: Worker) -> None:
         self.worker, self.world_size = worker, worker.world_size
 
-    def run(self, method: Callable[..., Any], *args: Any) -> list[Any]:
-        """Calls `method(worker, *args)` on every rank."""
-        return self._gather(method(self.worker, *args))
+    def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Calls `method(worker, *args, **kwargs)` on every rank."""
+        return self._gather(method(self.worker, *args, **kwargs))
 
     def run_each(self, method: Callable[..., Any], deliveries: Sequence[Any], *args: Any) -> list[Any]:
         """Calls `method(worker, deliveries[rank], *args)` on every rank."""

@@ -128,7 +128,8 @@ def _run_attempt(job: Job, restart: Restart | None, *, compose: Callable[[Job], 
         job.tracker.info(f"ready after {job.start}")
     result = _train(job, algorithm, reward_model, restart)
     if job.config.trainer.export_model and result.stopped_after is None:
-        algorithm.roles["actor"].export(str(job.folder / "model"), job.model_path)
+        # A rank may have died after the folder was complete.
+        algorithm.roles["actor"].export(str(job.folder / "model"), job.model_path, overwrite=True)
     return result
 
 

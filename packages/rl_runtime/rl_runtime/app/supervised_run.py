@@ -273,6 +273,7 @@ def _run_attempt(
     result = loop.run(run.resumed, stop=run.stop, restart=restart)
     if run.trainer.export_model:
         folder = run.folder / "model"
-        model.export(str(folder), str(run.inputs.model_path))
+        # A rank may have died after the folder was complete.
+        model.export(str(folder), str(run.inputs.model_path), overwrite=True)
         run.tracker.info(f"model written to {folder}")
     return result

@@ -181,14 +181,17 @@ class ModelHandle:
         """Models with equal layouts share the ranks' copy of a train batch."""
         return self.ranks, self._sp, self._batch
 
-    def export(self, folder: str, model_files_from: str) -> None:
+    def export(self, folder: str, model_files_from: str, *, overwrite: bool = False) -> None:
         """Writes a Hugging Face folder with the current weights.
+
+        Args:
+            overwrite: replace a folder that has files.
 
         Raises:
             DivergedError: the gradient of the last update was not finite.
         """
         self.skipped.check()
-        self.ranks.run(TrainerWorker.export, self.name, folder, model_files_from)
+        self.ranks.run(TrainerWorker.export, self.name, folder, model_files_from, overwrite=overwrite)
 
     def describe(self) -> ModelDescription:
         """Names, shapes and dtypes of the model's parameters, JSON-able."""

@@ -262,7 +262,7 @@ class TrainerWorker(RankProfiler):
         with record_function("push_weights"):
             return self._pusher.push(version)
 
-    def export(self, role: str, folder: str, model_files_from: str) -> None:
+    def export(self, role: str, folder: str, model_files_from: str, *, overwrite: bool = False) -> None:
         """Writes the weights as a Hugging Face folder; rank 0 writes, all ranks gather.
 
         A model with a value head becomes a sequence classifier with one label, whose score is unbounded.
@@ -272,7 +272,9 @@ class TrainerWorker(RankProfiler):
         if self.rank == 0:
             changes = classifier_config(engine.module) if engine.head == "value" else None
             source = Path(model_files_from)
-            save_hf_folder(Path(folder), parameters, model_files_from=source, config_changes=changes)
+            save_hf_folder(
+                Path(folder), parameters, model_files_from=source, config_changes=changes, overwrite=overwrite
+            )
         else:
             for _ in parameters:
                 pass
