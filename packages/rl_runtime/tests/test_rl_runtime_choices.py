@@ -108,6 +108,12 @@ def test_a_gpu_gets_the_fast_way() -> None:
     assert choice.comment().count("\n") == len(choice.reasons) + 1
 
 
+def test_a_choice_that_the_configuration_refuses_is_an_input_error() -> None:
+    job = SupervisedJobConfig(engine=EngineConfig(sequence_parallel=70_000))
+    with pytest.raises(InputError, match=r"num_ranks is 70000.*was chosen: engine.sequence_parallel is 70000"):
+        choose_supervised_for(job, gpus=(), shape=None)
+
+
 @pytest.mark.parametrize(
     ("staleness", "urls", "given_value", "chosen"),
     [

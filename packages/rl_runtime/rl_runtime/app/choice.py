@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from ..config import value_of
+from ..errors import InputError
 
 ConfigT = TypeVar("ConfigT")
 
@@ -35,10 +36,17 @@ class Choice(Generic[ConfigT]):
     """Bytes that one GPU and the host exchange in a step for turns, in both directions."""
 
     def with_default(self, key: str, value: Any, why: str) -> Choice[ConfigT]:
-        """Sets a setting that is open: null or `auto`."""
+        """Sets a setting that is open: null or `auto`.
+
+        Raises InputError if the configuration does not take the value.
+        """
         if value_of(self.config, key) not in (None, "auto"):
             return self
-        return replace(self, config=with_value(self.config, key, value), reasons={**self.reasons, key: why})
+        try:
+            config = with_value(self.config, key, value)
+        except ValueError as error:
+            raise InputError(f"{error}. {key}={_text(value)} was chosen: {why}") from error
+        return replace(self, config=config, reasons={**self.reasons, key: why})
 
     def lines(self) -> list[str]:
         """What was chosen, for the user: at most three lines."""

@@ -82,7 +82,8 @@ def choose_supervised_for(
     choice = Choice(config=config, devices=_devices(gpus))
     sp = config.engine.sequence_parallel
     ranks = max(sp, len(gpus) // sp * sp) if gpus else max(sp, DEFAULT_NUM_RANKS)
-    choice = choice.with_default("trainer.num_ranks", ranks, "one per GPU" if gpus else "two on the CPU")
+    why = f"engine.sequence_parallel is {sp}" if ranks == sp > 2 else "one per GPU" if gpus else "two on the CPU"
+    choice = choice.with_default("trainer.num_ranks", ranks, why)
     choice = _choose_learning_rate(choice, "supervised", config.model, config.engine, config.learning_rates)
     if config.first_stage.trains:
         rates = config.first_stage.learning_rates
@@ -199,11 +200,8 @@ def _choose_correction(choice: Choice[JobConfigT]) -> Choice[JobConfigT]:
     why = f"samples are up to {staleness} policy versions old"
     try:
         return choice.with_default("algorithm.rollout_correction.mode", "truncate", why)
-    except ValueError as error:
-        raise InputError(
-            f"{error}. It is chosen because trainer.max_staleness is {staleness}; "
-            "algorithm.rollout_correction.mode=none trains without it"
-        ) from error
+    except InputError as error:
+        raise InputError(f"{error}; algorithm.rollout_correction.mode=none trains without it") from error
 
 
 def _choose_held_requests(choice: Choice[JobConfigT]) -> Choice[JobConfigT]:
