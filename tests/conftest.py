@@ -79,21 +79,22 @@ class App:
     def survivors(self, grace_s: float = 30) -> list[str]:
         """Processes of this run that are still alive after `grace_s`."""
         deadline = time.monotonic() + grace_s
-        while found := [" ".join(p.cmdline())[:200] for p in psutil.process_iter() if self._is_ours(p)]:
+        while found := [command[:200] for _, command in self._ours()]:
             if time.monotonic() > deadline:
                 return found
             time.sleep(0.5)
         return []
 
-    def _is_ours(self, process: psutil.Process) -> bool:
-        try:
-            environ = Path(f"/proc/{process.pid}/environ").read_bytes()
-            return self.mark.encode() in environ and process.status() != psutil.STATUS_ZOMBIE
-        except (OSError, psutil.Error):
-            return False
+    def _ours(self) -> Iterator[tuple[psutil.Process, str]]:
+        """The living processes of this run, with their command lines."""
+        for process in psutil.process_iter():
+            with suppress(OSError, psutil.Error):  # it ends meanwhile
+                environ = Path(f"/proc/{process.pid}/environ").read_bytes()
+                if self.mark.encode() in environ and process.status() != psutil.STATUS_ZOMBIE:
+                    yield process, " ".join(process.cmdline())
 
     def children(self, name: str) -> list[psutil.Process]:
-        return [p for p in psutil.process_iter() if self._is_ours(p) and name in " ".join(p.cmdline())]
+        return [process for process, command in self._ours() if name in command]
 
     def listeners(self) -> dict[str, str]:
         """Address -> process, for every TCP port on which a process of this run accepts connections."""
