@@ -29,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -75,16 +76,21 @@ def main() -> None:
         parser.error("--vllm sends from one process; start it with --nproc-per-node 1")
     config = model_config(args.model)
     trainer = zero_trainer if args.zero_stage else plain_trainer
-    with trainer(config, args) as (source, model, rank), tempfile.TemporaryDirectory() as folder:
-        with server(config, args, Path(folder)) if rank == 0 else contextlib.nullcontext(None) as endpoint:
-            if args.zero_stage:
-                dist.barrier()
-            for transport in args.transport or (["shm"] if args.device == "cpu" else ["ipc", "shm"]):
-                measure(source, model, endpoint, transport, args, rank)
-        for name in args.vllm:
-            for kind, weights in engine_sources(model, args).items():
-                with server(config, args, Path(folder), name) as endpoint:
-                    time_engine(weights, model, endpoint, f"{name}{kind}", args)
+    with trainer(config, args) as (source, model, rank), contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        engines = [(name, *kind) for name in args.vllm for kind in engine_sources(model, args).items()]
+        started = [
+            stack.enter_context(server(config, args, folder, name))
+            for name in ("", *(name for name, _, _ in engines))
+            if rank == 0
+        ]  # all at once: they take a minute, and those that wait do nothing
+        endpoint = started[0].ready() if started else None
+        if args.zero_stage:
+            dist.barrier()
+        for transport in args.transport or (["shm"] if args.device == "cpu" else ["ipc", "shm"]):
+            measure(source, model, endpoint, transport, args, rank)
+        for (name, kind, weights), one in zip(engines, started[1:], strict=True):
+            time_engine(weights, model, one.ready(), f"{name}{kind}", args)
 
 
 def engine_sources(model: Any, args: argparse.Namespace) -> dict[str, Any]:
@@ -249,12 +255,27 @@ def log_prob_difference(model: Any, endpoint: Any) -> float:
     return float(statistics.mean(abs(a - b) for a, b in pairs))
 
 
+@dataclass(frozen=True)
+class Server:
+    """A server that was started."""
+
+    endpoint: Any
+    process: "subprocess.Popen[bytes]"
+    log: Path
+
+    def ready(self) -> Any:
+        """Its endpoint, when it answers."""
+        wait_healthy(self.endpoint, self.process, self.log)
+        return self.endpoint
+
+
 @contextlib.contextmanager
-def server(config: Any, args: argparse.Namespace, folder: Path, vllm_engine: str = "") -> Iterator[Any]:
+def server(config: Any, args: argparse.Namespace, parent: Path, vllm_engine: str = "") -> Iterator[Server]:
     """A vLLM server with dummy weights and a word-level tokenizer, for weight_sync or one of vLLM's own engines."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
+    folder = Path(tempfile.mkdtemp(dir=parent))
     config.save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(config.vocab_size)}, unk_token="w1"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0").save_pretrained(folder)
@@ -274,7 +295,7 @@ def server(config: Any, args: argparse.Namespace, folder: Path, vllm_engine: str
         # As in rollout_vllm: the worker runs in the engine's process, else both busy-wait for each other's messages.
         env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if args.tensor_parallel == 1 else {}
     else:
-        command += ["--gpu-memory-utilization", "0.4"]
+        command += ["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(2**30)]
         env |= {"CUDA_VISIBLE_DEVICES": args.server_gpu, "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     endpoint = SimpleNamespace(url=f"http://127.0.0.1:{port}", api_key=None)
     log = folder / "server.log"
@@ -283,8 +304,7 @@ def server(config: Any, args: argparse.Namespace, folder: Path, vllm_engine: str
             command, env=env, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_die_too
         )
     try:
-        wait_healthy(endpoint, process, log)
-        yield endpoint
+        yield Server(endpoint, process, log)
     except BaseException:
         print(log.read_text()[-4000:], file=sys.stderr)
         raise
