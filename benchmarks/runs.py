@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -210,12 +210,13 @@ class Steps:
 def first_step_s(run: Run, made: Path | None) -> float:
     """Seconds from the command to the end of the first step of an app's run; nan if there is none.
 
-    The name of the run folder says to the second when it was made; the app counts from then.
+    The name of the run folder has the local time, to the second, at which it was made; the app counts from then.
     """
     ready, first = run.found(r"^ready after ([\d.]+) s"), Steps(made).series("timing_s/step")
     if made is None or not ready or not first:
         return math.nan
-    start = datetime.strptime(made.name[-15:], "%Y%m%d_%H%M%S").replace(tzinfo=UTC).timestamp()
+    [stamp] = re.findall(r"\d{8}_\d{6}", made.name)[-1:]
+    start = datetime.strptime(stamp, "%Y%m%d_%H%M%S").astimezone().timestamp()
     return start - run.started + float(ready[0]) + first[0]
 
 

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 
 import psutil
@@ -26,7 +26,7 @@ from benchmarks.scaling.run import CASES as SCALING
 from benchmarks.scaling.run import COLUMNS
 from benchmarks.staleness.run import CASES as STALENESS
 from ds_engine import ModelShape
-from run_kit import MetricsTable, load_config
+from run_kit import MetricsTable, RunFolder, load_config
 
 SHAPES = {name: ModelShape.read({"model_type": "qwen3", **fields}) for name, fields in CONFIGS.items()}
 
@@ -81,7 +81,7 @@ def test_columns_read_logs_and_metrics(tmp_path: Path) -> None:
     result = finished(tmp_path, f"{line}ready after 20.5 s: inputs 1\nranks diverge in x\n", [9.0, 2.0, 4.0])
     assert planned_gib(result) == pytest.approx(92.7)
     assert math.isnan(first_step_s(result.run, result.folder)), "nobody started it"
-    result.run.started = datetime(2025, 12, 31, 23, 59, 52, tzinfo=UTC).timestamp()
+    result.run.started = datetime(2025, 12, 31, 23, 59, 52).astimezone().timestamp()
     assert first_step_s(result.run, result.folder) == pytest.approx(8 + 29.5)
     flops = 3 * 8 * forward_flops(SHAPES["qwen3-4b"], prompt=100, response=300)
     assert mfu(result) == pytest.approx(flops / (1.5 * 2 * PEAK_FLOPS)), "the median of the updates, on two ranks"
@@ -95,6 +95,24 @@ def test_columns_read_logs_and_metrics(tmp_path: Path) -> None:
     assert planned_gib(result) == pytest.approx(57.1)
     result.run.log.write_text("")
     assert math.isnan(planned_gib(result))
+
+
+def test_the_first_step_ended_a_few_seconds_after_the_command_in_any_time_zone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    try:
+        run = Run("x", [], tmp_path / "x.log", "0")
+        run.log.write_text("ready after 20.0 s: inputs 1\n")
+        for _ in range(2):  # the second has a number behind the time
+            run.started = time.time() - 5.0
+            made = RunFolder.create(str(tmp_path / "outputs"), "x")
+            MetricsTable(made.path / "metrics.tsv").log(1, {"timing_s/step": 2.0})
+            assert first_step_s(run, made.path) == pytest.approx(27.0, abs=1.5)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 def test_the_steps_that_another_trainer_prints_fill_the_columns(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from rl_runtime.config import BUILTIN_MODEL
 from rl_runtime.launch.server_keys import naming_servers
 from rl_runtime.rollout.scoring import rewards_of_rows
 from rollout_vllm import RequestTooLongError, check_launch, check_running
-from rollout_vllm.servers.command import check_build
+from rollout_vllm.servers.command import Device, check_build
 from run_kit import RunFolder
 from run_kit.cli import INVOKED_AS
 from run_kit.tracking.run_state import StateFile
@@ -64,16 +64,19 @@ def _check_servers(config: EvaluateConfig) -> None:
     check_folder_name("output_dir", str(Path(config.output_dir).absolute()))  # exports are there
     with naming_servers():
         config.rollout.read_api_key()
-        check_build("cuda" if usable_gpus(config) else "cpu")
+        device: Device = "cuda" if usable_gpus(config) else "cpu"
+        check_build(device)
         if config.model.path != BUILTIN_MODEL:
             folder = str(find_model_folder(config.model.path))
             check_folder_name("model.path", folder)
-            _check_launch(folder, config)
+            _check_launch(folder, config, device)
 
 
-def _check_launch(folder: str, config: EvaluateConfig) -> None:
+def _check_launch(folder: str, config: EvaluateConfig, device: Device) -> None:
     try:
-        check_launch(folder, replace(config.rollout, load_format="dummy"))  # a base model may be without weights
+        check_launch(
+            folder, replace(config.rollout, device=device, load_format="dummy")
+        )  # a base model may be without weights
     except RequestTooLongError as error:
         lengths = f"data.max_prompt_length ({config.data.max_prompt_length}) and sampling.max_tokens"
         raise InputError(f"{lengths} ({config.sampling.max_tokens}) do not fit the model: {error}") from error

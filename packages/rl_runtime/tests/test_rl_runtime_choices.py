@@ -115,17 +115,19 @@ def test_a_choice_that_the_configuration_refuses_is_an_input_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("staleness", "urls", "given_value", "chosen"),
+    ("staleness", "urls", "untested", "given_value", "chosen"),
     [
-        (0, (), "auto", "auto"),
-        (1, (), "auto", "keep"),
-        (1, (), "wait", "wait"),
-        (1, (), "recompute", "recompute"),
-        (1, ("http://host:1",), "auto", "wait"),
+        (0, (), None, "auto", "auto"),
+        (1, (), None, "auto", "keep"),
+        (1, (), None, "wait", "wait"),
+        (1, (), None, "recompute", "recompute"),
+        (1, ("http://host:1",), None, "auto", "wait"),
+        (1, (), "vllm 0.40 is not tested", "auto", "wait"),
+        (1, (), "vllm 0.40 is not tested", "keep", "keep"),
     ],
 )
 def test_pushes_interrupt_no_response_of_servers_that_label_tokens(
-    staleness: int, urls: tuple[str, ...], given_value: Any, chosen: str
+    staleness: int, urls: tuple[str, ...], untested: str | None, given_value: Any, chosen: str
 ) -> None:
     sections = {
         "trainer": TrainerConfig(max_staleness=staleness),
@@ -133,7 +135,8 @@ def test_pushes_interrupt_no_response_of_servers_that_label_tokens(
         "sync": SyncConfig(running_requests=given_value),
     }
     for devices in ((), gpus(2)):
-        choice = choose_for(config(**sections), gpus=devices, shape=QWEN3_06B if devices else None)
+        shape = QWEN3_06B if devices else None
+        choice = choose_for(config(**sections), gpus=devices, shape=shape, untested=untested)
         assert choice.config.sync.running_requests == chosen
         assert ("sync.running_requests" in choice.reasons) == (chosen != given_value)
 

@@ -324,7 +324,7 @@ def test_servers_that_live_have_to_label_tokens(setting: Setting) -> None:
     with pytest.raises(RlRuntimeError, match=r"do not label tokens with policy version 4.*allowed: wait"):
         fleet.push(4)
     client.dead.append(0)
-    with pytest.raises(ControlError, match="policy versions"):
+    with pytest.raises(RlRuntimeError, match=r"policy versions.*sync.running_requests is keep, allowed: wait"):
         fleet.push(5)
 
 

@@ -53,6 +53,7 @@ from .servers.group import ServerGroup as ServerGroup
 from .servers.group import check_launch as check_launch
 from .servers.memory import ServerMemory as ServerMemory
 from .servers.memory import estimate_server_memory as estimate_server_memory
+from .servers.patch import untested_vllm as untested_vllm
 from .servers.ray_servers import ServerSeat as ServerSeat
 from .servers.ray_servers import launch_on_ray as launch_on_ray
 from .servers.running import check_running as check_running

@@ -185,7 +185,7 @@ def test_replaced_function_says_so_once_and_is_then_called_directly(capsys: pyte
 
 
 def test_untested_vllm_runs_its_own_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patch_module, "_untested", lambda: "vllm 0.99 is not tested (>=0.26,<0.33 is)")
+    monkeypatch.setattr(patch_module, "untested_vllm", lambda: "vllm 0.99 is not tested (>=0.26,<0.33 is)")
     assert not BUFFERING.check()
     assert {row["state"] for row in records()} == {"stock path"}
     assert callable(system_utils.get_mp_context)

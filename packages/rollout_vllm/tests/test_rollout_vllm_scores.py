@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,9 +58,12 @@ def reference(logits: torch.Tensor, num_logprobs: int, tokens: torch.Tensor, *_:
     )
 
 
-@pytest.mark.parametrize("error", [0.0, 0.01])
+@pytest.mark.parametrize(
+    ("error", "wrong_rank", "said"),
+    [(0.0, 0, ""), (0.01, 0, "log-probs"), (0.0, 1, "ranks"), (None, 0, "RuntimeError: no such kernel")],
+)
 def test_the_first_scores_are_compared_with_vllms(
-    error: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: float | None, wrong_rank: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scores = pytest.importorskip("rollout_vllm.servers.scores", reason="triton is not installed")
     from vllm.v1.worker.gpu.sample import sampler
@@ -71,8 +75,10 @@ def test_the_first_scores_are_compared_with_vllms(
         return reference(*args, **kwargs)  # type: ignore[arg-type]
 
     def in_parts(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        found: object = reference(logits, 0, tokens)
-        return found.logprobs[:, 0] + error, found.selected_token_ranks  # type: ignore[attr-defined]
+        if error is None:
+            raise RuntimeError("no such kernel")
+        found: Any = reference(logits, 0, tokens)
+        return found.logprobs[:, 0] + error, found.selected_token_ranks + wrong_rank
 
     monkeypatch.setattr(sampler, "compute_topk_scores", stock)
     monkeypatch.setattr(scores, "token_scores", in_parts)
@@ -80,10 +86,12 @@ def test_the_first_scores_are_compared_with_vllms(
     logits, tokens = torch.randn(3, 11), torch.tensor([0, 10, 4])
     for _ in range(3):
         found = sampler.compute_topk_scores(logits, 0, tokens, None, max_per_req_token_ids=0, logits_mode=False)
-        assert (found.logprobs - reference(logits, 0, tokens).logprobs).abs().max() < 1e-6  # type: ignore[attr-defined]
+        expected: Any = reference(logits, 0, tokens)
+        assert (found.logprobs - expected.logprobs).abs().max() < 1e-6
+        assert found.selected_token_ranks.tolist() == expected.selected_token_ranks.tolist()
         assert found.logprobs.shape == found.logprob_token_ids.shape == (3, 1)
-    assert len(calls) == (3 if error else 1), "vLLM's own path from the first difference on"
-    assert ("vLLM's own path is used: log-probs" in capsys.readouterr().out) == bool(error)
+    assert len(calls) == (3 if said else 1), "vLLM's own path from the first difference on"
+    assert (f"vLLM's own path is used: {said}" in capsys.readouterr().out) == bool(said)
 
 
 @pytest.mark.parametrize(

@@ -169,8 +169,10 @@ def unpack_column(batch: PackedBatch, column_K: Tensor) -> list[Tensor]:
 
 
 def _int_row(row: IntRow) -> Tensor:
-    if isinstance(row, list | tuple):  # eight times as fast as torch's conversion
-        return torch.from_numpy(np.fromiter(row, np.int64, len(row)))
+    if isinstance(row, list | tuple):
+        array = np.asarray(row)  # torch takes twice as long for a list
+        if array.dtype.kind == "i":
+            return torch.from_numpy(array.astype(np.int64, copy=False)).reshape(-1)
     return torch.as_tensor(row, dtype=torch.int64).reshape(-1)
 
 

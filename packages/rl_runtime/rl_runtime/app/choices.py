@@ -15,6 +15,7 @@ from ds_engine.planning.model_shape import FAMILIES, read_shape
 from rl_core import BatchError, batch_layout
 from rl_core.batching.layout import DEFAULT_TOKEN_BUDGET
 from rl_data import DataError, find_model_folder
+from rollout_vllm import untested_vllm
 
 from ..config import BUILTIN_MODEL, DEFAULT_NUM_RANKS, ModelConfig, RanksConfig, value_of
 from ..errors import InputError
@@ -55,7 +56,8 @@ def choose_settings(config: JobConfigT) -> Choice[JobConfigT]:
     gpus, host_bytes = read_memory(config.trainer)
     shape = _read_shape(config.model.path) if gpus else None
     frozen = {model.key: _read_shape(model.path, key=model.key) for model in config.frozen_models if gpus}
-    choice = choose_for(config, gpus=gpus, shape=shape, host_bytes=host_bytes, frozen_shapes=frozen)
+    untested = untested_vllm()
+    choice = choose_for(config, gpus=gpus, shape=shape, host_bytes=host_bytes, frozen_shapes=frozen, untested=untested)
     return replace(choice, warning=_device_warning(config.trainer))
 
 
@@ -116,6 +118,7 @@ def choose_for(
     shape: ModelShape | None,
     host_bytes: int | None = None,
     frozen_shapes: Mapping[str, ModelShape | None] = _NO_SHAPES,
+    untested: str | None = None,
 ) -> Choice[JobConfigT]:
     """The rule of `choose_settings`, as a pure function.
 
@@ -124,6 +127,7 @@ def choose_for(
         shape: sizes of the model; None: it is so small that its memory does not matter.
         host_bytes: free memory of this host, or of all hosts; None: unknown, and not limited.
         frozen_shapes: sizes of `config.frozen_models` by their keys; None: as for `shape`.
+        untested: why the installed vLLM is none of the tested versions; None: it is one.
 
     Raises:
         InputError: the training states alone exceed a GPU, or what turns move exceeds the host's memory.
@@ -131,7 +135,7 @@ def choose_for(
     choice = Choice(config=config, devices=_devices(gpus))
     choice = _choose_processes(choice, len(gpus))
     choice = _choose_correction(choice)
-    choice = _choose_held_requests(choice)
+    choice = _choose_held_requests(choice, untested)
     choice = _choose_kernels(choice, [model.section for model in config.models], gpus)
     choice = _choose_speed(choice, bool(gpus), shape)
     if config.warm_start.steps:
@@ -204,13 +208,15 @@ def _choose_correction(choice: Choice[JobConfigT]) -> Choice[JobConfigT]:
         raise InputError(f"{error}; algorithm.rollout_correction.mode=none trains without it") from error
 
 
-def _choose_held_requests(choice: Choice[JobConfigT]) -> Choice[JobConfigT]:
+def _choose_held_requests(choice: Choice[JobConfigT], untested: str | None) -> Choice[JobConfigT]:
     """What happens to the responses in flight when weights are pushed while servers generate."""
     if not choice.config.trainer.max_staleness:
         return choice
     found, why = "keep", "a push does not interrupt responses"
     if choice.config.rollout.urls:
         found, why = "wait", "existing servers do not label tokens with policy versions"
+    elif untested is not None:
+        found, why = "wait", f"servers may not label tokens with policy versions: {untested}"
     return choice.with_default("sync.running_requests", found, why)
 
 

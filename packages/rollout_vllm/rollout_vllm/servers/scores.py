@@ -85,8 +85,8 @@ def token_scores(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
 def divide_rows(replace: Replace) -> Callable[[], None]:
     """Score sampled tokens with `token_scores` where requests want no other log-probs.
 
-    The first step that does compares the scores with vLLM's own; if they differ, vLLM's way is used from then on and
-    one line says so. Returns the function that restores vLLM's way.
+    The first step that does compares the scores with vLLM's own. If they differ, or cannot be computed, vLLM's way is
+    used from then on and one line says so. Returns the function that restores vLLM's way.
     """
     from vllm.v1.outputs import LogprobsTensors
     from vllm.v1.worker.gpu.sample import sampler
@@ -101,14 +101,14 @@ def divide_rows(replace: Replace) -> Callable[[], None]:
         plain = not num_logprobs and cu_num_logits is None and not options.get("max_per_req_token_ids")
         if not plain or options.get("logits_mode") or not logits.shape[0] or logits.stride(-1) != 1:
             return stock(logits, num_logprobs, sampled_token_ids, cu_num_logits, **options)
-        log_probs, ranks = token_scores(logits, sampled_token_ids)
         if not compared:
             compared = True
             expected = stock(logits, num_logprobs, sampled_token_ids, cu_num_logits, **options)
-            if problem := _difference(log_probs, ranks, expected):
+            if problem := _problem(logits, sampled_token_ids, expected):
                 print(f"scores of sampled tokens: vLLM's own path is used: {problem}", flush=True)
                 restore()
-                return expected
+            return expected
+        log_probs, ranks = token_scores(logits, sampled_token_ids)
         return LogprobsTensors(
             logprob_token_ids=sampled_token_ids.unsqueeze(-1),
             logprobs=log_probs.unsqueeze(-1),
@@ -119,13 +119,17 @@ def divide_rows(replace: Replace) -> Callable[[], None]:
     return restore
 
 
-def _difference(log_probs: Tensor, ranks: Tensor, expected: Any) -> str:
-    """What differs from vLLM's scores; empty: nothing."""
-    theirs = expected.logprobs.flatten()
-    close = torch.isclose(log_probs, theirs, rtol=_CLOSE, atol=_CLOSE, equal_nan=True)
-    if not close.all():
-        return f"log-probs {log_probs[~close][:4].tolist()} differ from {theirs[~close][:4].tolist()}"
-    wrong = ranks != expected.selected_token_ranks
-    if wrong.any():
-        return f"ranks {ranks[wrong][:4].tolist()} differ from {expected.selected_token_ranks[wrong][:4].tolist()}"
+def _problem(logits: Tensor, tokens: Tensor, expected: Any) -> str:
+    """What differs from vLLM's scores, or went wrong; empty: nothing."""
+    try:
+        log_probs, ranks = token_scores(logits, tokens)
+        theirs, their_ranks = expected.logprobs.flatten(), expected.selected_token_ranks
+        close = torch.isclose(log_probs, theirs, rtol=_CLOSE, atol=_CLOSE, equal_nan=True)
+        if not close.all():
+            return f"log-probs {log_probs[~close][:4].tolist()} differ from {theirs[~close][:4].tolist()}"
+        wrong = ranks != their_ranks
+        if wrong.any():
+            return f"ranks {ranks[wrong][:4].tolist()} differ from {their_ranks[wrong][:4].tolist()}"
+    except Exception as error:  # of another Triton's compiler, for example
+        return f"{type(error).__name__}: {error}"
     return ""
