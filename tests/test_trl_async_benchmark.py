@@ -1,6 +1,7 @@
 """What benchmarks/staleness/trl_async gives to TRL. flash-attn-4 needs a GPU, so plain torch stands in for it."""
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,7 +15,13 @@ from benchmarks.random_model import ensure_random_model
 from benchmarks.staleness import flash4_for_trl
 from benchmarks.staleness.trl_async import conversation_tokenizer
 
-pytest.importorskip("trl")
+pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed")
+
+
+@pytest.fixture(autouse=True)
+def vllm_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing TRL silences the vLLM of this process, and of all that it starts, if no level is set."""
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
 
 
 def attention(*, first_key_aligned: bool) -> Any:
