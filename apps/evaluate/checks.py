@@ -73,10 +73,9 @@ def _check_servers(config: EvaluateConfig) -> None:
 
 
 def _check_launch(folder: str, config: EvaluateConfig, device: Device) -> None:
+    rollout = replace(config.rollout, device=device, load_format="dummy")  # a base model may be without weights
     try:
-        check_launch(
-            folder, replace(config.rollout, device=device, load_format="dummy")
-        )  # a base model may be without weights
+        check_launch(folder, rollout)
     except RequestTooLongError as error:
         lengths = f"data.max_prompt_length ({config.data.max_prompt_length}) and sampling.max_tokens"
         raise InputError(f"{lengths} ({config.sampling.max_tokens}) do not fit the model: {error}") from error
