@@ -25,11 +25,14 @@ class Model:
     def __init__(self) -> None:
         self.ranks = object()
         self.computed: list[str] = []
+        self.left_first: list[bool] = []
         self.updates: list[tuple[int, dict[str, Any]]] = []
         self.columns: dict[str, list[float]] = {}
 
-    def log_probs(self, batch: TrainBatch, *, column: str) -> TokenColumns:
+    def log_probs(self, batch: TrainBatch, *, column: str, leave_first: bool = False) -> TokenColumns:
         self.computed.append(column)
+        self.left_first.append(leave_first)
+        batch.add_columns({column: torch.zeros(8)})
         zeros = batch.split(torch.zeros(8))
         return TokenColumns(log_probs=zeros, entropy=zeros)
 
@@ -37,7 +40,8 @@ class Model:
         self.computed.append(column)
         return batch.split(torch.full((8,), 0.5))
 
-    def update(self, mini_batch: MiniBatch, loss_fn: Any) -> StepStats:
+    def update(self, mini_batch: MiniBatch, loss_fn: Any, *, own_log_probs: str = "") -> StepStats:
+        self.own = own_log_probs
         self.updates.append((mini_batch.index, loss_fn.keywords))
         self.columns = {name: column_K.tolist() for name, column_K in mini_batch.batch._columns.items()}
         return StepStats(loss=0.0, metrics={}, grad_norm=1.0, lr=0.1, num_micro_batches=1, num_empty_micro_batches=0)
@@ -85,6 +89,30 @@ def test_grpo_trains_on_the_advantage_that_its_configuration_names(advantage: st
     assert (actor.computed, ref.computed) == (["old_log_probs"], ["ref_log_probs"])
     assert actor.columns["advantages"] == pytest.approx(values, rel=1e-5)
     assert (metrics["actor/ref_kl"], metrics["actor/kl_coef"]) == (0.0, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        ((), True),
+        (("algorithm.kl_coef=0.3",), False),  # the reference is compared before the first update
+        (("actor.lora.rank=2",), True),
+        (("actor.lora.rank=2", "actor.lora.dropout=0.1"), False),  # the update computes with noise
+    ],
+)
+def test_old_log_probs_of_the_first_update_are_its_own_where_they_can_be(options: tuple[str, ...], left: bool) -> None:
+    config = load_config(GrpoConfig, overrides=["batch.train_batch_size=2", "batch.mini_batch_size=1", *options])
+    actor, metrics = learn(config, BATCH, Model() if config.algorithm.kl_coef else None)
+    assert (actor.left_first, actor.own) == ([left], "old_log_probs")
+    assert metrics["rollout/log_prob_mismatch"] == 0
+
+    config = load_config(PpoConfig, overrides=["algorithm.critic_warmup_steps=1", "algorithm.kl_coef=0", *options])
+    actor, critic, kl = Model(), Model(), KlCoefficient(config.algorithm)
+    models: dict[str, Any] = {"actor": actor, "critic": critic, "ref": Model() if config.algorithm.kl_coef else None}
+    for step in (1, 2):
+        metrics = ppo.learn(step, BATCH, lambda _: nullcontext(), config=config, kl=kl, **models)
+        assert metrics["rollout/log_prob_mismatch"] == 0
+    assert actor.left_first == [False, left]  # the first step has no update of the actor
 
 
 def test_the_greedy_response_is_sampled_for_remax_alone() -> None:

@@ -48,14 +48,14 @@ def learn(
             if of_teacher is not None and wanted.signal == "sampled":
                 of_tokens = rl_core.distillation_advantages(old_K, of_teacher, lens_N, gamma=wanted.discount)
                 advantages_K = advantages_K + wanted.weight * of_tokens
-            of_rollout, mismatch = rl_runtime.compare_with_rollout(batch, old, algorithm.rollout_correction)
-            train_batch.add_columns({"advantages": advantages_K} | of_rollout)
+            metrics |= rl_runtime.compare_with_rollout(batch, old_K, algorithm.rollout_correction)
+            train_batch.add_columns({"advantages": advantages_K} | rl_runtime.rollout_columns(batch))
         with phase("update_actor"):
             head_term = None if wanted.signal == "sampled" else term
             for _ in range(algorithm.num_epochs):
                 for mini_batch in train_batch.mini_batches:
                     updates.append(actor.update(mini_batch, loss_fn, head_term=head_term, **teacher.update_arguments()))
-    metrics |= rl_runtime.update_metrics("actor", updates) | mismatch
+    metrics |= rl_runtime.update_metrics("actor", updates)
     if "actor/teacher_divergence" in metrics:
         metrics["teacher/divergence"] = metrics.pop("actor/teacher_divergence")
     return metrics

@@ -30,24 +30,25 @@ def learn(
     batch = rl_runtime.with_loss_weights(batch, algorithm, max_tokens=max_tokens, mini_batches=mini_batches)
     loss_fn = partial(rl_runtime.policy_loss, config=algorithm, kl_coef=kl.value)
     updates = []
+    leave_first = ref is None and config.actor.trains_without_noise
     with rl_runtime.TrainBatch.of(batch, mini_batches=mini_batches) as train_batch:
         with phase("old_log_prob"):
-            old = actor.log_probs(train_batch, column="old_log_probs").log_probs
-            batch = batch.with_column("old_log_probs", old)
+            old = actor.log_probs(train_batch, column="old_log_probs", leave_first=leave_first).log_probs
         if ref is not None:
             with phase("ref_log_prob"):
                 of_ref = ref.log_probs(train_batch, column="ref_log_probs").log_probs
-                batch = batch.with_column("ref_log_probs", of_ref)
+                batch = batch.with_column("old_log_probs", old).with_column("ref_log_probs", of_ref)
         with phase("adv"):
             columns, metrics = rl_runtime.advantages(batch, algorithm, max_tokens=max_tokens, kl_coef=kl.value)
-            of_rollout, mismatch = rl_runtime.compare_with_rollout(batch, old, algorithm.rollout_correction)
-            train_batch.add_columns(columns | of_rollout)
+            train_batch.add_columns(columns | rl_runtime.rollout_columns(batch))
         with phase("update_actor"):
             for _ in range(algorithm.num_epochs):
                 for mini_batch in train_batch.mini_batches:
-                    updates.append(actor.update(mini_batch, loss_fn))
+                    updates.append(actor.update(mini_batch, loss_fn, own_log_probs="old_log_probs"))
+        old_K = train_batch.column("old_log_probs")
+    metrics |= rl_runtime.compare_with_rollout(batch, old_K, algorithm.rollout_correction)
     metrics |= kl.after_step(metrics, len(batch.items))
-    return metrics | rl_runtime.update_metrics("actor", updates) | mismatch
+    return metrics | rl_runtime.update_metrics("actor", updates)
 
 
 def num_updates(config: GrpoConfig) -> int:

@@ -43,17 +43,20 @@ def learn(
     mini_batches = batch.mini_batch_indices(config.batch.mini_batch_size)
     batch = rl_runtime.with_loss_weights(batch, algorithm, max_tokens=max_tokens, mini_batches=mini_batches)
     actor_updates, critic_updates = [], []
+    trains_actor = step > algorithm.critic_warmup_steps
+    leave_first = trains_actor and ref is None and config.actor.trains_without_noise
+    old_log_probs = partial(actor.log_probs, column="old_log_probs", leave_first=leave_first)
     with rl_runtime.TrainBatch.of(batch, mini_batches=mini_batches) as train_batch:
         old, values = rl_runtime.run_concurrently(
             phase,
-            ("old_log_prob", actor, lambda: actor.log_probs(train_batch, column="old_log_probs").log_probs),
+            ("old_log_prob", actor, lambda: old_log_probs(train_batch).log_probs),
             ("values", critic, lambda: critic.values(train_batch, column="values")),
         )
-        batch = batch.with_column("old_log_probs", old).with_column("values", values)
+        batch = batch.with_column("values", values)
         if ref is not None:
             with phase("ref_log_prob"):
                 of_ref = ref.log_probs(train_batch, column="ref_log_probs").log_probs
-                batch = batch.with_column("ref_log_probs", of_ref)
+                batch = batch.with_column("old_log_probs", old).with_column("ref_log_probs", of_ref)
         with phase("adv"):
             columns, metrics = rl_runtime.advantages(
                 batch,
@@ -63,19 +66,20 @@ def learn(
                 lam=algorithm.lam,
                 whiten=algorithm.whiten_advantages,
             )
-            of_rollout, mismatch = rl_runtime.compare_with_rollout(batch, old, algorithm.rollout_correction)
-            train_batch.add_columns(columns | of_rollout)
+            train_batch.add_columns(columns | rl_runtime.rollout_columns(batch))
         for _ in range(algorithm.num_epochs):
             for mini_batch in train_batch.mini_batches:
                 updates = [("update_critic", critic, partial(critic.update, mini_batch, value_loss))]
-                if step > algorithm.critic_warmup_steps:
-                    updates.append(("update_actor", actor, partial(actor.update, mini_batch, actor_loss)))
+                if trains_actor:
+                    update = partial(actor.update, mini_batch, actor_loss, own_log_probs="old_log_probs")
+                    updates.append(("update_actor", actor, update))
                 of_critic, *of_actor = rl_runtime.run_concurrently(phase, *updates)
                 critic_updates.append(of_critic)
                 actor_updates += of_actor
+        old_K = train_batch.column("old_log_probs")
+    metrics |= rl_runtime.compare_with_rollout(batch, old_K, algorithm.rollout_correction)
     metrics |= kl.after_step(metrics, len(batch.items)) | rl_runtime.update_metrics("critic", critic_updates)
-    metrics |= rl_runtime.update_metrics("actor", actor_updates) if actor_updates else {}
-    return metrics | mismatch
+    return metrics | (rl_runtime.update_metrics("actor", actor_updates) if actor_updates else {})
 
 
 def num_updates(config: PpoConfig) -> tuple[int, int]:

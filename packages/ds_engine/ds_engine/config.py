@@ -328,6 +328,11 @@ class EngineConfig:
         return self.dtype or "bfloat16"
 
     @property
+    def trains_without_noise(self) -> bool:
+        """Whether the forward pass of training computes what the one without gradients does: nothing is dropped."""
+        return not self.dropout and (self.lora is None or not self.lora.dropout)
+
+    @property
     def grad_accum_dtype(self) -> Dtype:
         """Dtype in which gradients of micro batches are accumulated."""
         return "float32" if self.zero.fp32_grad_accum else self.model_dtype

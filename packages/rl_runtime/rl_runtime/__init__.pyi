@@ -86,6 +86,7 @@ from .training.objective import Objective as Objective
 from .training.objective import fine_tuning as fine_tuning
 from .training.off_policy import RolloutCorrection as RolloutCorrection
 from .training.off_policy import compare_with_rollout as compare_with_rollout
+from .training.off_policy import rollout_columns as rollout_columns
 from .training.policy import PolicyConfig as PolicyConfig
 from .training.policy_loss import check_loss as check_loss
 from .training.policy_loss import policy_loss as policy_loss

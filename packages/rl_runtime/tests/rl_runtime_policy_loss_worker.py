@@ -1,4 +1,4 @@
-"""Two ranks: GSPO gives the same update with and without sequence parallelism.
+"""Two ranks: GSPO gives the same update with and without sequence parallelism, and with its own log-probs as old ones.
 
 Run by test_rl_runtime_policy_loss.py with the folder of a model.
 """
@@ -23,7 +23,7 @@ from rl_runtime.training.policy_loss import policy_loss
 LENS = (9, 4, 14, 7, 11, 5)
 
 
-def make_batch() -> TrainBatch:
+def make_batch(*names: str) -> TrainBatch:
     """Six sequences in several micro batches; old log-probs far enough away that bounds are active."""
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 64, (100,), generator=random).tolist()
@@ -37,18 +37,41 @@ def make_batch() -> TrainBatch:
         "weights": torch.full((num_tokens,), 1 / num_tokens),
         "mean_weights": torch.full((num_tokens,), 1 / num_tokens),
     }
-    return TrainBatch(sequences, columns=columns)
+    return TrainBatch(sequences, columns={name: columns[name] for name in names or columns})
+
+
+def engine_config(sp: int) -> EngineConfig:
+    zero, optim = ZeroConfig(stage=2), OptimConfig(lr=1e-3, warmup_steps=0)
+    return EngineConfig(dtype="float32", zero=zero, sequence_parallel=sp, optim=optim)
 
 
 def update(worker: TrainerWorker, folder: str, loss: LossSpec, sp: int) -> dict[str, float]:
-    config = EngineConfig(
-        dtype="float32", zero=ZeroConfig(stage=2), sequence_parallel=sp, optim=OptimConfig(warmup_steps=0)
-    )
-    worker.build("actor", folder, config, 1)
+    worker.build("actor", folder, engine_config(sp), 1)
     ranks: Any = SimpleNamespace(world_size=worker.world_size)
     delivery = make_batch().deliveries(ranks, sp, BatchConfig(token_budget=24), with_columns=True)[worker.rank]
-    stats = worker.train(delivery, "actor", 0, loss, 1.0)
+    stats, _ = worker.train(delivery, "actor", 0, loss, 1.0)
     return {"loss": stats.loss, "grad_norm": stats.grad_norm, **stats.metrics}
+
+
+def on_policy_update(
+    worker: TrainerWorker, folder: str, loss: LossSpec, sp: int, *, own: bool
+) -> tuple[dict[str, float], torch.Tensor]:
+    """Statistics and old log-probs of an update whose old log-probs are those of the weights that it updates."""
+    worker.build("actor", folder, engine_config(sp), 1)
+    ranks: Any = SimpleNamespace(world_size=worker.world_size)
+    batch, limit = make_batch("advantages", "weights", "mean_weights"), BatchConfig(token_budget=24)
+    delivery = batch.deliveries(ranks, sp, limit, with_columns=True)[worker.rank]
+    if own:
+        stats, old_Kr = worker.train(delivery, "actor", 0, loss, 1.0, own_log_probs="old_log_probs")
+        assert old_Kr is not None
+    else:
+        old_Kr = worker.log_probs(delivery, "actor", 1.0, "old_log_probs").log_probs_K
+        again = batch.deliveries(ranks, sp, limit, with_columns=True)[worker.rank]
+        stats, nothing = worker.train(again, "actor", 0, loss, 1.0)
+        assert nothing is None
+    # A second epoch reads what the first one kept.
+    later, _ = worker.train(batch.deliveries(ranks, sp, limit, with_columns=True)[worker.rank], "actor", 0, loss, 1.0)
+    return {"loss": stats.loss, "grad_norm": stats.grad_norm, "later": later.loss, **stats.metrics}, old_Kr
 
 
 def main(folder: str, rank: int) -> None:
@@ -60,6 +83,13 @@ def main(folder: str, rank: int) -> None:
     assert 0 < whole["clip_fraction"] < 1, "the bounds are not active"
     for key, value in whole.items():
         assert abs(shared[key] - value) <= 1e-5 + 1e-4 * abs(value), (key, value, shared[key])
+    for sp in (1, 2):
+        (apart, old_Kr), (own, kept_Kr) = (on_policy_update(worker, folder, loss, sp, own=own) for own in (False, True))
+        assert torch.allclose(old_Kr, kept_Kr, atol=1e-5), (old_Kr - kept_Kr).abs().max()
+        assert own["kl_old"] == 0, own
+        assert abs(own["later"] - own["loss"]) > 1e-5, own
+        for key, value in apart.items():
+            assert abs(own[key] - value) <= 1e-5 + 1e-4 * abs(value), (sp, key, value, own[key])
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ds_engine import EngineConfig, LossOutput, StepStats, TokenOutputs
 from rl_core import BatchConfig, pack
@@ -36,12 +38,13 @@ from rl_runtime.training.supervised_config import SupervisedConfig
 class EchoEngine:
     """Log-probs are the target ids, values half of them; without adapters, log-probs are the ids plus one half.
 
-    A training step keeps the columns it was given.
+    A training step keeps the columns that it was given, and what its loss returns.
     """
 
     def __init__(self) -> None:
         self.given: list[Any] = []
         self.trained: list[list[Any]] = []
+        self.losses: list[list[LossOutput]] = []
         self.temperatures: list[float] = []
 
     def log_probs(self, micro_batches: list[Any], *, temperature: float, adapters: bool = True) -> list[TokenOutputs]:
@@ -57,6 +60,8 @@ class EchoEngine:
         self, micro_batches: list[Any], loss_fn: Any, *, temperature: float, head_term: object = None
     ) -> StepStats:
         self.trained.append(micro_batches)
+        ids = [(batch, batch.target_ids_K.float()) for batch in micro_batches if batch.num_targets]
+        self.losses.append([loss_fn(TokenOutputs(log_probs_K=k, entropy_K=-k), batch) for batch, k in ids])
         self.temperatures.append(temperature)
         return StepStats(
             loss=0.0, metrics={}, grad_norm=0.0, lr=0.0, num_micro_batches=len(micro_batches), num_empty_micro_batches=0
@@ -116,8 +121,9 @@ def handle(ranks: InProcessRanks, name: str, *, sp: int = 1, batch: BatchConfig 
     return model
 
 
-def any_loss(*_: Any) -> LossOutput:
-    raise AssertionError("the engines of these tests compute no loss")
+def any_loss(_: TokenOutputs, batch: Any) -> LossOutput:
+    """Returns the columns that it is given."""
+    return LossOutput(loss=torch.zeros(()), metrics=dict(batch.columns))
 
 
 def stats(*, norm: float = 1.0, scale: float = 1.0, loss: float = 0.5) -> StepStats:
@@ -305,6 +311,47 @@ def test_a_train_batch_is_sent_once_to_each_rank_group(separate: bool, monkeypat
             starts = dict(zip(range(0, 800, 100), [0, 3, 12, 13, 18, 25, 27, 35], strict=True))
             expected = [starts[token // 100 * 100] + token % 100 for token in micro.target_ids_K.tolist()]
             assert micro.columns["advantages"].tolist() == expected
+
+
+@settings(max_examples=30)
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=9),
+    size=st.integers(1, 5),
+    ranks=st.sampled_from([(1, 1), (2, 1), (2, 2), (3, 1)]),
+)
+def test_log_probs_of_the_first_mini_batch_come_from_its_update(
+    lengths: list[int], size: int, ranks: tuple[int, int]
+) -> None:
+    world_size, sp = ranks
+    group = InProcessRanks(world_size, "actor", "critic")
+    actor, critic = handle(group, "actor", sp=sp), handle(InProcessRanks(1, "critic"), "critic")
+    samples = make_batch(lengths)
+    ids_K = [float(token) for item in samples.items for token in item.response_ids]
+    minis = [list(range(start, min(start + size, len(lengths)))) for start in range(0, len(lengths), size)]
+    with TrainBatch.of(samples, mini_batches=minis) as batch:
+        found = actor.log_probs(batch, column="old", leave_first=True).log_probs
+        left = set(minis[0])
+        for sample, (item, log_probs) in enumerate(zip(samples.items, found, strict=True)):
+            assert np.isnan(log_probs).all() if sample in left else tuple(log_probs) == item.response_ids
+        with pytest.raises(ValueError, match=r"'old'.*lack it"):
+            batch.column("old")
+        critic.update(batch.mini_batches[0], any_loss)  # other ranks do not get a column with holes
+        for _ in range(2):
+            for mini_batch in batch.mini_batches:
+                actor.update(mini_batch, any_loss, own_log_probs="old")
+        assert batch.column("old").tolist() == ids_K
+        critic.update(batch.mini_batches[0], any_loss)
+    for engine in group.engines("actor"):
+        assert len(engine.given) == sum(
+            map(len, engine.trained[1 : len(minis)])
+        )  # the first mini batch is not among them
+        for micros, losses in zip(engine.trained, engine.losses, strict=True):
+            for micro, loss in zip([m for m in micros if m.num_targets], losses, strict=True):
+                assert loss.metrics["old"].tolist() == micro.target_ids_K.tolist()
+    assert "old" not in group.columns_sent
+    without, whole = critic.ranks.engines("critic")[0].losses  # type: ignore[attr-defined]
+    assert all("old" not in loss.metrics for loss in without)
+    assert all("old" in loss.metrics for loss in whole)
 
 
 def test_a_column_of_another_length_or_given_twice_is_refused() -> None:

@@ -21,7 +21,13 @@ from rl_runtime.app.job_config import JobConfig
 from rl_runtime.experience import Experience, ExperienceBatch
 from rl_runtime.rollout.config import DynamicSamplingConfig, OversamplingConfig
 from rl_runtime.training.metrics import mismatch
-from rl_runtime.training.off_policy import RolloutCorrection, check_rollout_correction, compare_with_rollout
+from rl_runtime.training.off_policy import (
+    RolloutCorrection,
+    check_rollout_correction,
+    compare_with_rollout,
+    correction_weights,
+    rollout_columns,
+)
 from rl_runtime.training.policy import PolicyConfig
 from rl_runtime.training.policy_loss import policy_loss, with_loss_weights
 from rollout_vllm import RolloutConfig, SamplingConfig
@@ -79,16 +85,19 @@ log_probs = st.lists(st.lists(st.floats(-4, 0, width=32), min_size=1, max_size=5
 def test_weights_belong_to_their_samples(rollout: list[list[float]], shift: float, level: Any) -> None:
     """Sample i differs by shift * i at every token, so that each has a ratio of its own."""
     batch = ExperienceBatch(items=tuple(map(sample, rollout)))
-    old = [item.rollout_log_probs + np.float32(shift * i) for i, item in enumerate(batch.items)]
+    old_K = torch.cat([torch.tensor(values) + shift * i for i, values in enumerate(rollout)])
     correction = RolloutCorrection(mode="mask", level=level, max_ratio=4.0, min_ratio=0.25)
-    columns, metrics = compare_with_rollout(batch, old, correction)
+    metrics = compare_with_rollout(batch, old_K, correction)
+    columns = rollout_columns(batch)
     assert columns["rollout_log_probs"].tolist() == [value for values in rollout for value in values]
+    micro_batch = pack([batch.sequence(i) for i in range(len(rollout))], column_names=())
+    micro_batch = micro_batch.with_columns(old_log_probs=old_K, **columns)
     exponents = [shift * i * (len(values) if level == "sequence" else 1) for i, values in enumerate(rollout)]
     if any(abs(abs(exponent) - math.log(4)) < 1e-3 for exponent in exponents):
         return  # rounding decides
     weights = [math.exp(e) if abs(e) < math.log(4) else 0.0 for e in exponents]
     expected = np.repeat(weights, [len(values) for values in rollout])
-    assert columns["rollout_weights"].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert correction_weights(micro_batch, correction).tolist() == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert metrics["rollout/correction_weight_mean"] == pytest.approx(expected.mean(), rel=1e-4, abs=1e-6)
     assert metrics["rollout/correction_outside_share"] == pytest.approx(np.mean(expected == 0))
     if expected.any():
@@ -98,9 +107,8 @@ def test_weights_belong_to_their_samples(rollout: list[list[float]], shift: floa
 
 def test_without_a_correction_there_are_no_weights() -> None:
     batch = ExperienceBatch(items=(sample([-1.0, -2.0]),))
-    columns, metrics = compare_with_rollout(batch, [np.zeros(2, np.float32)], RolloutCorrection())
-    assert list(columns) == ["rollout_log_probs"]
-    assert metrics == mismatch(batch, [np.zeros(2, np.float32)])
+    assert compare_with_rollout(batch, torch.zeros(2), RolloutCorrection()) == mismatch(batch, torch.zeros(2))
+    assert correction_weights(pack([batch.sequence(0)], column_names=()), RolloutCorrection()) == 1
 
 
 def test_mismatch_metrics_are_those_of_rl_core_for_fresh_and_for_stale_tokens() -> None:
@@ -108,8 +116,7 @@ def test_mismatch_metrics_are_those_of_rl_core_for_fresh_and_for_stale_tokens() 
     rollout = [[-1.0, -2.0, -0.5], [-1.5, -0.25], [-3.0]]
     spans = [((2, 1), (3, 2)), ((3, 2),), ((1, 1),)]
     batch = ExperienceBatch(items=tuple(sample(r, spans=s) for r, s in zip(rollout, spans, strict=True)))
-    trainer = [np.array(v, np.float32) for v in ([-1.75, -2.25, -0.25], [-1.5, -1.25], [-2.5])]
-    metrics = mismatch(batch, trainer)
+    metrics = mismatch(batch, torch.tensor([-1.75, -2.25, -0.25, -1.5, -1.25, -2.5]))
     fresh = mismatch_metrics(
         torch.tensor([-2.25, -0.25, -1.5, -1.25]),
         torch.tensor([-2.0, -0.5, -1.5, -0.25]),
@@ -151,7 +158,7 @@ def expected_gradient(model: Any, sampler_Y: Tensor, correction: RolloutCorrecti
     batch = batch.with_per_sequence("advantages", SCORES_Y - 0.5).with_column("old_log_probs", before)
     batch = batch.with_column("ref_log_probs", [np.full(LENGTH, -2.0, np.float32)] * len(RESPONSES))
     batch = with_loss_weights(batch, config, max_tokens=LENGTH).with_per_sequence("weights", sampler_Y.sum(-1).exp())
-    columns = {name: batch.flat(name) for name in batch.columns} | compare_with_rollout(batch, before, correction)[0]
+    columns = {name: batch.flat(name) for name in batch.columns} | rollout_columns(batch)
     micro_batch = pack([batch.sequence(i) for i in range(len(RESPONSES))], column_names=()).with_columns(**columns)
     outputs = TokenOutputs(log_probs_K=log_probs.flatten().float(), entropy_K=entropy.flatten().float())
     loss = policy_loss(outputs, micro_batch, config=config, kl_coef=config.kl_coef).loss
@@ -161,7 +168,7 @@ def expected_gradient(model: Any, sampler_Y: Tensor, correction: RolloutCorrecti
 def test_without_the_servers_log_probs_nothing_is_compared() -> None:
     batch = ExperienceBatch(items=(replace(sample([-1.0, -2.0]), rollout_log_probs=None),))
     assert batch.rollout_log_probs_K is None
-    assert compare_with_rollout(batch, [np.zeros(2, np.float32)], RolloutCorrection()) == ({}, {})
+    assert rollout_columns(batch) == compare_with_rollout(batch, torch.zeros(2), RolloutCorrection()) == {}
     mixed = ExperienceBatch(items=(*batch.items, sample([-1.0])))
     assert mixed.rollout_log_probs_K is None
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ds_engine import TokenOutputs
 from plinth_testing import write_tiny_model
-from rl_core import PackedBatch, SequenceData, cispo_loss, gspo_loss, pack, ppo_clip_loss
+from rl_core import PackedBatch, SequenceData, cispo_loss, gspo_loss, pack, ppo_clip_loss, rollout_weights
 from rl_data import Prompt
 from rl_runtime import Experience, ExperienceBatch, InputError, PolicyConfig, check_loss, policy_loss, with_loss_weights
 from rl_runtime.training.off_policy import RolloutCorrection
@@ -38,7 +38,7 @@ def sequences(lens: list[int], seed: int) -> list[SequenceData]:
                 **{name: random.normal(size=length) * scale.get(name, 0.3) for name in COLUMNS},
                 "weights": np.full(length, 1 / total),
                 "mean_weights": np.full(length, 1 / total),
-                "rollout_weights": random.uniform(0, 2, size=length),
+                "rollout_log_probs": random.normal(size=length) * 0.3,
             },
         )
         for length in lens
@@ -148,10 +148,11 @@ def test_rollout_weights_multiply_every_term_of_the_loss() -> None:
     items = sequences([5, 7], seed=1)
     correction = RolloutCorrection(mode="truncate")
     corrected = shares(pack(items), PolicyConfig(rollout_correction=correction, entropy_coef=0.1))
-    weighed = [
-        replace(item, columns={**item.columns, "weights": item.columns["weights"] * item.columns["rollout_weights"]})  # type: ignore[operator]
-        for item in items
-    ]
+    weighed = []
+    for item in items:
+        old_K, rollout_K = (torch.as_tensor(item.columns[name]) for name in ("old_log_probs", "rollout_log_probs"))
+        weights_K = torch.as_tensor(item.columns["weights"]) * rollout_weights(old_K, rollout_K)[0]
+        weighed.append(replace(item, columns={**item.columns, "weights": weights_K.numpy()}))
     assert corrected == pytest.approx(shares(pack(weighed), PolicyConfig(entropy_coef=0.1)), rel=1e-5)
 
 

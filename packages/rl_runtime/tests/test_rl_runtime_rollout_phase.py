@@ -9,7 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from rl_runtime.errors import InputError, RolloutFailed
 from rl_runtime.experience import Experience
@@ -263,8 +265,8 @@ def test_mismatch_of_tokens_of_older_versions_is_separate(scorer: Scorer) -> Non
     )
     older = replace(batch.items[0], version_spans=((2, 1),))
     batch = replace(batch, items=(older, batch.items[1]))
-    log_probs = (batch.items[0].rollout_log_probs + 0.5, batch.items[1].rollout_log_probs + 0.25)
-    metrics = mismatch(batch, log_probs)
+    first, second = (item.rollout_log_probs for item in batch.items)
+    metrics = mismatch(batch, torch.from_numpy(np.concatenate([first + 0.5, second + 0.25])))
     assert (metrics["rollout/log_prob_mismatch"], metrics["rollout/log_prob_mismatch_max"]) == (0.25, 0.25)
     assert metrics["rollout/log_prob_mismatch_stale"] == metrics["rollout/stale_token_share"] == 0.5
     assert metrics["rollout/mismatch_kl"] == pytest.approx(math.exp(0.25) - 1 - 0.25)

@@ -4,9 +4,10 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
-from ds_engine import EngineConfig, Head, HeadTerm, LossFn, OptimConfig, StepStats
+from ds_engine import EngineConfig, Head, HeadTerm, LossFn, OptimConfig, StepStats, TokenOutputs
 from rl_core import BatchConfig
 from weight_sync import Endpoint, SyncConfig, SyncReport
 
@@ -101,7 +102,12 @@ class ModelHandle:
         self.ranks.run(TrainerWorker.build, self.name, model_path, replace(config, optim=OptimConfig()), None, head)
 
     def log_probs(
-        self, batch: TrainBatch | ExperienceBatch, *, column: str | None = None, adapters: bool = True
+        self,
+        batch: TrainBatch | ExperienceBatch,
+        *,
+        column: str | None = None,
+        adapters: bool = True,
+        leave_first: bool = False,
     ) -> TokenColumns:
         """Log-probs of the generated tokens at the rollout's temperature, and entropies, without gradients.
 
@@ -109,6 +115,9 @@ class ModelHandle:
             batch: the ranks keep a `TrainBatch` for later calls, and an `ExperienceBatch` for this call only.
             column: adds the log-probs to the train batch under this name, for the updates.
             adapters: False computes without the LoRA adapters: the base model, as a reference.
+            leave_first: the first mini batch of a `TrainBatch` is left to its update, `update(own_log_probs=column)`,
+                whose forward pass computes the same before it changes the weights; NaN here. A batch with one mini
+                batch costs nothing then.
 
         Raises:
             RankError: `adapters=False`, but the engine has none.
@@ -116,9 +125,13 @@ class ModelHandle:
         if isinstance(batch, ExperienceBatch):
             with TrainBatch.of(batch) as only:
                 return self.log_probs(only, adapters=adapters)
-        outputs = self._on_ranks(TrainerWorker.log_probs, batch, self._temperature, column, adapters)
-        log_probs_K = batch.collect(*self._layout, [output.log_probs_K for output in outputs], column=column)
-        entropy_K = batch.collect(*self._layout, [output.entropy_K for output in outputs])
+        first, num = int(leave_first), len(batch.mini_batches)
+        outputs: list[TokenOutputs] = []
+        if first < num:
+            outputs = self._on_ranks(TrainerWorker.log_probs, batch, self._temperature, column, adapters, first)
+        collect = partial(batch.collect, *self._layout, mini_batches=range(first, num))
+        log_probs_K = collect([output.log_probs_K for output in outputs], column=column)
+        entropy_K = collect([output.entropy_K for output in outputs])
         return TokenColumns(log_probs=batch.split(log_probs_K), entropy=batch.split(entropy_K))
 
     def values(self, batch: TrainBatch | ExperienceBatch, *, column: str | None = None) -> tuple[Float32Array, ...]:
@@ -146,6 +159,7 @@ class ModelHandle:
         *,
         head_term: HeadTerm | None = None,
         teacher: "ModelHandle | None" = None,
+        own_log_probs: str | None = None,
     ) -> StepStats:
         """One optimizer step; `loss_fn` returns each micro batch's share of the loss.
 
@@ -154,6 +168,8 @@ class ModelHandle:
             loss_fn: a function of a module, or a `functools.partial` of one; the ranks import it.
             head_term: the same for a term that needs the LM head's weight; see `ds_engine.HeadTerm`.
             teacher: a frozen model of the same ranks, whose LM head the term gets as `teacher_head`.
+            own_log_probs: a column that `log_probs(leave_first=True)` left out of the first mini batch. Its loss gets
+                the log-probs of its own forward pass there, detached, and the train batch keeps them.
 
         Raises:
             InputError: the ranks cannot import `loss_fn`.
@@ -166,9 +182,14 @@ class ModelHandle:
         deliveries = mini_batch.batch.deliveries(*self._layout, with_columns=True)
         index = mini_batch.index
         of_teacher = None if teacher is None else teacher.name
-        stats = self.ranks.run_each(
-            TrainerWorker.train, deliveries, self.name, index, loss, self._temperature, term, of_teacher
-        )[0]
+        own = own_log_probs if own_log_probs and mini_batch.batch.lacks(own_log_probs, index) else None
+        results = self.ranks.run_each(
+            TrainerWorker.train, deliveries, self.name, index, loss, self._temperature, term, of_teacher, own
+        )
+        if own is not None:
+            kept = [log_probs_Kr for _, log_probs_Kr in results if log_probs_Kr is not None]
+            mini_batch.batch.collect(*self._layout, kept, column=own, mini_batches=[index])
+        stats = results[0][0]
         self.skipped.count(stats)
         return stats
 

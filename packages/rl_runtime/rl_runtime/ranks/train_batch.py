@@ -8,6 +8,7 @@ which it computes them (mini batch, micro batch, sample).
 """
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -64,6 +65,7 @@ class TrainBatch:
         if broken := [len(mini) for mini in self._minis if len(mini) % group_size]:
             raise ValueError(f"a mini batch has {broken[0]} samples; allowed: multiples of group_size={group_size}")
         self._columns: dict[str, Tensor] = {}
+        self._lacking: dict[str, set[int]] = {}
         self._on_ranks: dict[tuple[int, int, BatchConfig], _BatchOnRanks] = {}
         self._number = next(_numbers)
         self.add_columns(columns or {})
@@ -100,22 +102,61 @@ class TrainBatch:
             self._columns[name] = column_K if column_K.dtype == torch.int64 else column_K.to(torch.float32)
 
     def deliveries(self, ranks: WorkerGroup, sp: int, config: BatchConfig, *, with_columns: bool) -> list[Delivery]:
-        """One delivery per rank of `ranks`: the batch in the first call, missing columns in later calls."""
+        """One delivery per rank of `ranks`: the batch in the first call, missing columns in later calls.
+
+        A column that a mini batch lacks is not sent to other ranks than those that compute it.
+        """
+        columns = {name: column_K for name, column_K in self._columns.items() if not self._lacking.get(name)}
+        return self._placed(ranks, sp, config).deliveries(self._number, columns if with_columns else {})
+
+    def collect(
+        self,
+        ranks: WorkerGroup,
+        sp: int,
+        config: BatchConfig,
+        outputs: Sequence[Tensor],
+        *,
+        column: str | None = None,
+        mini_batches: Sequence[int] | None = None,
+    ) -> Tensor:
+        """The ranks' results of some mini batches (None: all), [K_r] each, as [K], NaN for the others.
+
+        Args:
+            column: the name under which the ranks kept them. The batch keeps them too; the other mini batches lack it.
+        """
+        placed, everything = self._placed(ranks, sp, config), range(len(self._minis))
+        chosen = everything if mini_batches is None else mini_batches
+        values_K = placed.in_order(outputs, sum(self._lens), chosen)
+        if column is None:
+            return values_K
+        if column in self._lacking:
+            placed.in_order(outputs, sum(self._lens), chosen, into=self._columns[column])
+        else:
+            self.add_columns({column: values_K})
+            placed.columns.add(column)
+            self._lacking[column] = set(everything)
+        self._lacking[column] -= set(chosen)
+        return values_K
+
+    def column(self, name: str) -> Tensor:
+        """A column, [K], in the order of the samples.
+
+        Raises:
+            ValueError: there is no such column, or a mini batch lacks it (`ModelHandle.log_probs(leave_first=True)`).
+        """
+        if name not in self._columns or self._lacking.get(name):
+            raise ValueError(f"column {name!r} does not exist, or mini batches {self._lacking.get(name)} lack it")
+        return self._columns[name]
+
+    def lacks(self, name: str, mini_batch: int) -> bool:
+        """Whether a column exists, but not in this mini batch yet."""
+        return mini_batch in self._lacking.get(name, ())
+
+    def _placed(self, ranks: WorkerGroup, sp: int, config: BatchConfig) -> "_BatchOnRanks":
         key = (id(ranks), sp, config)
         if key not in self._on_ranks:
             self._on_ranks[key] = _BatchOnRanks(self, ranks, sp, config)
-        return self._on_ranks[key].deliveries(self._number, self._columns if with_columns else {})
-
-    def collect(
-        self, ranks: WorkerGroup, sp: int, config: BatchConfig, outputs: Sequence[Tensor], *, column: str | None = None
-    ) -> Tensor:
-        """The ranks' results, [K_r] each, as [K]; `column`: the name under which the ranks kept them."""
-        placed = self._on_ranks[(id(ranks), sp, config)]
-        values_K = placed.in_order(outputs, sum(self._lens))
-        if column is not None:
-            self.add_columns({column: values_K})
-            placed.columns.add(column)
-        return values_K
+        return self._on_ranks[key]
 
     def split(self, values_K: Tensor) -> tuple[Float32Array, ...]:
         """A float32 [K] tensor as one array per sample."""
@@ -156,8 +197,9 @@ class _BatchOnRanks:
         replicas = [[plan[replica] for plan in plans] for replica in range(dp)]
         positions = torch.arange(sum(batch._lens)).split(batch._lens)
         nothing = torch.zeros(0, dtype=torch.int64)
+        # [replica][mini batch]: places of the tokens among the K.
         self._order = [
-            torch.cat([nothing, *(positions[index] for mini in replica for micro in mini for index in micro)])
+            [torch.cat([nothing, *(positions[index] for micro in mini for index in micro)]) for mini in replica]
             for replica in replicas
         ]
         # None once sent.
@@ -174,17 +216,23 @@ class _BatchOnRanks:
             Delivery(
                 batch=number,
                 mini_batches=None if packed is None else packed[replica],
-                columns={name: column_K[order_Kr] for name, column_K in missing.items()},
+                columns={name: column_K[torch.cat(order)] for name, column_K in missing.items()},
             )
-            for replica, order_Kr in enumerate(self._order)
+            for replica, order in enumerate(self._order)
         ]
         return [delivery for delivery in per_replica for _ in range(self._sp)]
 
-    def in_order(self, outputs: Sequence[Tensor], num_tokens: int) -> Tensor:
-        """Results of all ranks, [K_r] each, in the order of the samples: [K]."""
-        values_K = torch.empty(num_tokens, dtype=torch.float32)
-        for order_Kr, output_Kr in zip(self._order, outputs[:: self._sp], strict=True):
-            values_K[order_Kr] = output_Kr
+    def in_order(
+        self, outputs: Sequence[Tensor], num_tokens: int, mini_batches: Sequence[int], *, into: Tensor | None = None
+    ) -> Tensor:
+        """Results of all ranks for these mini batches, [K_r] each, in the order of the samples: [K], else NaN.
+
+        `into`: writes them there.
+        """
+        values_K = torch.full((num_tokens,), math.nan) if into is None else into
+        if mini_batches:
+            for order, output_Kr in zip(self._order, outputs[:: self._sp], strict=True):
+                values_K[torch.cat([order[mini] for mini in mini_batches])] = output_Kr
         return values_K
 
 

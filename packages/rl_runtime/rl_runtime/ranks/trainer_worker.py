@@ -32,7 +32,7 @@ from ckpt import (
     restore_rng,
     save_hf_folder,
 )
-from ds_engine import EngineConfig, Head, StepStats, TokenOutputs, ZeroEngine, init_distributed
+from ds_engine import EngineConfig, Head, LossFn, LossOutput, StepStats, TokenOutputs, ZeroEngine, init_distributed
 from rl_core import PackedBatch, linear_log_prob
 from weight_sync import Adapter, Endpoint, SyncConfig, SyncReport, WeightPusher, ZeroSource
 
@@ -55,6 +55,14 @@ class Delivery:
     """[mini batch][micro batch] of this rank; None once the rank has them."""
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Per-token columns by name, float32 [K_r] in the order of the rank's micro batches."""
+
+
+def _with_own_log_probs(
+    outputs: TokenOutputs, batch: PackedBatch, *, loss_fn: LossFn, column: str, kept: list[torch.Tensor]
+) -> LossOutput:
+    """The loss of a micro batch whose `column` is its own log-probs, which are added to `kept`."""
+    kept.append(outputs.log_probs_K.detach())
+    return loss_fn(outputs, batch.with_columns(**{column: kept[-1]}))
 
 
 class RankProfiler:
@@ -139,20 +147,28 @@ class TrainerWorker(RankProfiler):
             torch.cuda.empty_cache()
 
     def log_probs(
-        self, delivery: Delivery, role: str, temperature: float, column: str | None = None, adapters: bool = True
+        self,
+        delivery: Delivery,
+        role: str,
+        temperature: float,
+        column: str | None = None,
+        adapters: bool = True,
+        first: int = 0,
     ) -> TokenOutputs:
         """Log-probs and entropies of this rank's part of a train batch, [K_r] each, without gradients.
 
         Args:
             column: the name under which this rank keeps the log-probs with the batch, for the updates.
             adapters: False computes without the LoRA adapters.
+            first: the mini batch to begin with.
         """
-        micro_batches = list(chain.from_iterable(self._receive(delivery)))
+        micro_batches = list(chain.from_iterable(self._receive(delivery)[first:]))
         with record_function(f"{role}: log_probs" if adapters else f"{role}: log_probs without adapters"):
             outputs = self._engines[role].log_probs(micro_batches, temperature=temperature, adapters=adapters)
         log_probs_Kr = torch.cat([output.log_probs_K for output in outputs])
         if column is not None:
-            self._add_columns(delivery.batch, {column: log_probs_Kr})
+            mini_batches = range(first, len(self._batches[delivery.batch]))
+            self._add_columns(delivery.batch, {column: log_probs_Kr}, mini_batches)
         return TokenOutputs(log_probs_K=log_probs_Kr, entropy_K=torch.cat([output.entropy_K for output in outputs]))
 
     def values(self, delivery: Delivery, role: str, column: str | None = None) -> torch.Tensor:
@@ -185,12 +201,15 @@ class TrainerWorker(RankProfiler):
         temperature: float,
         head_term: LossSpec | None = None,
         teacher: str | None = None,
-    ) -> StepStats:
-        """One optimizer step on this rank's part of a mini batch.
+        own_log_probs: str | None = None,
+    ) -> tuple[StepStats, torch.Tensor | None]:
+        """One optimizer step on this rank's part of a mini batch; returns its statistics and the kept log-probs, [K_r].
 
         Args:
             head_term: a term of the loss that needs the LM head's weight (`ds_engine.HeadTerm`).
             teacher: role of a frozen engine whose LM head the term gets as `teacher_head`.
+            own_log_probs: the column under which the loss gets the log-probs of its own forward pass, detached, and
+                this rank keeps them with the batch; None: nothing is kept.
         """
         micro_batches = self._receive(delivery)[mini_batch]
         term: Any = None if head_term is None else head_term.load()
@@ -198,10 +217,18 @@ class TrainerWorker(RankProfiler):
             term = partial(term, teacher_head=self._engines[teacher].lm_head())
         if self._saver is not None:
             self._saver.wait_copied()
+        loss_fn, kept = loss.load(), [torch.zeros(0)]
+        if own_log_probs is not None:
+            loss_fn = partial(_with_own_log_probs, loss_fn=loss_fn, column=own_log_probs, kept=kept)
         with record_function(f"{role}: train"):
-            return self._engines[role].train_mini_batch(
-                micro_batches, loss.load(), temperature=temperature, head_term=term
+            stats = self._engines[role].train_mini_batch(
+                micro_batches, loss_fn, temperature=temperature, head_term=term
             )
+        if own_log_probs is None:
+            return stats, None
+        log_probs_Kr = torch.cat([part_K.cpu() for part_K in kept])
+        self._add_columns(delivery.batch, {own_log_probs: log_probs_Kr}, [mini_batch])
+        return stats, log_probs_Kr
 
     def drop_batch(self, batch: int) -> None:
         """Frees a train batch."""
@@ -214,17 +241,20 @@ class TrainerWorker(RankProfiler):
         self._add_columns(delivery.batch, delivery.columns)
         return self._batches[delivery.batch]
 
-    def _add_columns(self, batch: int, columns: Mapping[str, torch.Tensor]) -> None:
-        """Adds columns, [K_r] each, to the micro batches of a train batch."""
+    def _add_columns(
+        self, batch: int, columns: Mapping[str, torch.Tensor], mini_batches: Sequence[int] | None = None
+    ) -> None:
+        """Adds columns, [K_r] each, to the micro batches of some mini batches (None: all) of a train batch."""
         if not columns:
             return
-        mini_batches = self._batches[batch]
-        lens = [micro.num_targets for mini in mini_batches for micro in mini]
+        minis = self._batches[batch]
+        chosen = range(len(minis)) if mini_batches is None else mini_batches
+        lens = [micro.num_targets for index in chosen for micro in minis[index]]
         parts = {name: iter(column_Kr.split(lens)) for name, column_Kr in columns.items()}
-        self._batches[batch] = [
-            [micro.with_columns(**{name: next(part) for name, part in parts.items()}) for micro in mini]
-            for mini in mini_batches
-        ]
+        for index in chosen:
+            minis[index] = [
+                micro.with_columns(**{name: next(part) for name, part in parts.items()}) for micro in minis[index]
+            ]
 
     def connect_servers(
         self,

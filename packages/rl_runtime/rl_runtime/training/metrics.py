@@ -8,7 +8,7 @@ import torch
 from ds_engine import StepStats
 from rl_core import mismatch_metrics, segment_sum
 
-from ..experience import ExperienceBatch, Float32Array
+from ..experience import ExperienceBatch
 from ..ranks.model_handle import is_skipped
 from ..rollout.groups import Collected
 
@@ -53,7 +53,7 @@ def term_metrics(batch: ExperienceBatch) -> dict[str, float]:
     }
 
 
-def mismatch(batch: ExperienceBatch, log_probs: Sequence[Float32Array]) -> dict[str, float]:
+def mismatch(batch: ExperienceBatch, log_probs_K: torch.Tensor) -> dict[str, float]:
     """Difference between the trainer's and the servers' log-probs of the same generated tokens (`rl_core`'s metrics).
 
     Tokens that an older policy version sampled differ by the updates in between, and are reported separately, with
@@ -61,7 +61,7 @@ def mismatch(batch: ExperienceBatch, log_probs: Sequence[Float32Array]) -> dict[
     """
     spans = np.array([span for item in batch.items for span in item.version_spans], np.int64).reshape(-1, 2)
     versions_K = torch.from_numpy(np.repeat(spans[:, 0], spans[:, 1]))
-    log_probs_K, rollout_log_probs_K = torch.from_numpy(np.concatenate(log_probs)), batch.rollout_log_probs_K
+    rollout_log_probs_K = batch.rollout_log_probs_K
     assert rollout_log_probs_K is not None, "the servers' log-probs were not requested"
     stale_K = versions_K < (int(versions_K.max()) if batch.policy_version is None else batch.policy_version)
 

@@ -4,7 +4,6 @@ Both differ by the numerics of two engines and, for partial rollouts, by the upd
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
@@ -15,9 +14,10 @@ from ..config import check_value
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rl_core import PackedBatch
     from rollout_vllm import SamplingConfig
 
-    from ..experience import ExperienceBatch, Float32Array
+    from ..experience import ExperienceBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,43 +79,63 @@ def check_rollout_correction(correction: RolloutCorrection, sampling: "SamplingC
             )
 
 
-def compare_with_rollout(
-    batch: "ExperienceBatch", old_log_probs: "Sequence[Float32Array]", correction: RolloutCorrection
-) -> "tuple[dict[str, Tensor], dict[str, float]]":
-    """Columns for the loss, float32 [K] each, and the metrics of `mismatch` and of the weights.
+def rollout_columns(batch: "ExperienceBatch") -> "dict[str, Tensor]":
+    """The column `rollout_log_probs` for the loss, float32 [K]; empty if they were not requested
+    (`rollout.log_probs=false`)."""
+    log_probs_K = batch.rollout_log_probs_K
+    return {} if log_probs_K is None else {"rollout_log_probs": log_probs_K}
 
-    The columns are `rollout_log_probs`, for losses of users, and with a correction `rollout_weights`, which multiply
-    the token losses. Both results are empty if the servers' log-probs were not requested (`rollout.log_probs=false`).
+
+def correction_weights(batch: "PackedBatch", correction: RolloutCorrection) -> "Tensor | float":
+    """What multiplies the token losses of a micro batch, [K]: 1 without a correction, else the weights of
+    `old_log_probs` and `rollout_log_probs`."""
+    if not correction.enabled:
+        return 1.0
+    old_K, rollout_K = batch.columns["old_log_probs"], batch.columns["rollout_log_probs"]
+    return _weights(old_K, rollout_K, batch.response_lens_S, correction)[0]
+
+
+def compare_with_rollout(
+    batch: "ExperienceBatch", old_log_probs_K: "Tensor", correction: RolloutCorrection
+) -> "dict[str, float]":
+    """The metrics of `mismatch` and of the weights; empty if the servers' log-probs were not requested.
 
     Args:
-        old_log_probs: the trainer's log-probs before the update, one array per sample.
+        old_log_probs_K: the trainer's log-probs before the update, in the order of the samples.
     """
-    import numpy as np
-    import torch
-
-    from rl_core import effective_sample_size, rollout_weights
+    from rl_core import effective_sample_size
 
     from .metrics import mismatch
 
     rollout_log_probs_K = batch.rollout_log_probs_K
     if rollout_log_probs_K is None:
         assert not correction.enabled, "refused by the configuration"
-        return {}, {}
-    columns, metrics = {"rollout_log_probs": rollout_log_probs_K}, mismatch(batch, old_log_probs)
-    if correction.mode is None or correction.mode == "none":
-        return columns, metrics
-    weights_K, inside_K = rollout_weights(
-        torch.from_numpy(np.concatenate(old_log_probs)),
-        columns["rollout_log_probs"],
-        mode=correction.mode,
-        level=correction.level,
-        max_ratio=correction.max_ratio,
-        min_ratio=correction.min_ratio,
-        response_lens_S=batch.response_lens_N,
-    )
-    metrics |= {
+        return {}
+    metrics = mismatch(batch, old_log_probs_K)
+    if not correction.enabled:
+        return metrics
+    weights_K, inside_K = _weights(old_log_probs_K, rollout_log_probs_K, batch.response_lens_N, correction)
+    return metrics | {
         "rollout/correction_weight_mean": float(weights_K.mean()),
         "rollout/correction_ess": effective_sample_size(weights_K),
         "rollout/correction_outside_share": float((~inside_K).double().mean()),
     }
-    return columns | {"rollout_weights": weights_K}, metrics
+
+
+def _weights(
+    old_log_probs_K: "Tensor", rollout_log_probs_K: "Tensor", lens_N: "Tensor", correction: RolloutCorrection
+) -> "tuple[Tensor, Tensor]":
+    """`rl_core.rollout_weights` with the settings of `correction`."""
+    from rl_core import rollout_weights
+
+    assert correction.mode is not None
+    assert correction.mode != "none"
+    return rollout_weights(
+        old_log_probs_K,
+        rollout_log_probs_K,
+        mode=correction.mode,
+        level=correction.level,
+        max_ratio=correction.max_ratio,
+        min_ratio=correction.min_ratio,
+        response_lens_S=lens_N,
+    )

@@ -17,6 +17,7 @@ from ds_engine import LossOutput, TokenOutputs
 from ..errors import InputError
 from ..experience import ExperienceBatch
 from ..rollout.user_functions import load_function
+from .off_policy import correction_weights
 from .policy import PolicyConfig
 
 
@@ -54,13 +55,12 @@ def policy_loss(
     """This micro batch's share of the loss: sum_k w_k (policy loss + kl_coef KL - entropy_coef H)_k.
 
     Columns: `old_log_probs`, `advantages`, `weights`, `mean_weights`, `ref_log_probs` for a KL term in the loss, and
-    `rollout_weights` with a rollout correction: these multiply all terms, because E_rollout[w l] = E_policy[l].
+    `rollout_log_probs` with a rollout correction, whose weights multiply all terms: E_rollout[w l] = E_policy[l].
     Sequences must be whole, for GSPO; with sequence parallelism too, every rank gets the outputs of whole sequences.
     """
     columns, log_probs_K = batch.columns, outputs.log_probs_K
     weights_K, mean_K = columns["weights"], columns["mean_weights"]
-    if config.rollout_correction.enabled:
-        weights_K = weights_K * columns["rollout_weights"]
+    weights_K = weights_K * correction_weights(batch, config.rollout_correction)
     loss_K, stats = _token_loss(log_probs_K, batch, config)
     metrics = {
         "pg_loss": (weights_K * loss_K).sum().detach(),

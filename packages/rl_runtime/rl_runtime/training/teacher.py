@@ -21,6 +21,7 @@ from ..experience import ExperienceBatch
 from ..ranks.model_handle import ModelHandle
 from ..ranks.train_batch import TrainBatch
 from ..rollout.watched_servers import WatchedServers
+from .off_policy import correction_weights
 from .policy import PolicyConfig
 from .policy_loss import policy_loss
 
@@ -165,9 +166,7 @@ def distillation_loss(
     result = policy_loss(outputs, batch, config=config, kl_coef=0.0)
     if outputs.term_K is None:
         return result
-    weights_K = batch.columns["weights"]
-    if config.rollout_correction.enabled:
-        weights_K = weights_K * batch.columns["rollout_weights"]
+    weights_K = batch.columns["weights"] * correction_weights(batch, config.rollout_correction)
     divergence = (batch.columns["mean_weights"] * outputs.term_K).sum().detach()
     loss = result.loss + weight * (weights_K * outputs.term_K).sum()
     return LossOutput(loss=loss, metrics={**result.metrics, "teacher_divergence": divergence})
