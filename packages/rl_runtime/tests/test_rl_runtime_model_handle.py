@@ -335,6 +335,9 @@ def test_log_probs_of_the_first_mini_batch_come_from_its_update(
             assert np.isnan(log_probs).all() if sample in left else tuple(log_probs) == item.response_ids
         with pytest.raises(ValueError, match=r"'old'.*lack it"):
             batch.column("old")
+        if len(minis) > 1:
+            with pytest.raises(ValueError, match=r"mini batch 1 is updated before 0, which lacks 'old'"):
+                actor.update(batch.mini_batches[1], any_loss, own_log_probs="old")
         critic.update(batch.mini_batches[0], any_loss)  # other ranks do not get a column with holes
         for _ in range(2):
             for mini_batch in batch.mini_batches:
@@ -352,6 +355,17 @@ def test_log_probs_of_the_first_mini_batch_come_from_its_update(
     without, whole = critic.ranks.engines("critic")[0].losses  # type: ignore[attr-defined]
     assert all("old" not in loss.metrics for loss in without)
     assert all("old" in loss.metrics for loss in whole)
+
+
+def test_log_probs_that_no_update_could_complete_are_refused() -> None:
+    actor, samples = handle(InProcessRanks(1, "actor"), "actor"), make_batch([2, 1])
+    for batch, column in ((samples, "old"), (TrainBatch.of(samples), None)):
+        with pytest.raises(ValueError, match="leave_first is True"):
+            actor.log_probs(batch, column=column, leave_first=True)
+    with TrainBatch.of(samples) as whole:
+        actor.log_probs(whole, column="old")
+        with pytest.raises(ValueError, match="'old' exists already"):
+            actor.log_probs(whole, column="old")
 
 
 def test_a_column_of_another_length_or_given_twice_is_refused() -> None:

@@ -121,7 +121,12 @@ class ModelHandle:
 
         Raises:
             RankError: `adapters=False`, but the engine has none.
+            ValueError: `leave_first` without a column, or without a `TrainBatch` that an update could complete.
         """
+        if leave_first and (column is None or isinstance(batch, ExperienceBatch)):
+            raise ValueError(
+                "leave_first is True; allowed: false without a column of a TrainBatch for an update to fill"
+            )
         if isinstance(batch, ExperienceBatch):
             with TrainBatch.of(batch) as only:
                 return self.log_probs(only, adapters=adapters)
@@ -173,16 +178,21 @@ class ModelHandle:
 
         Raises:
             InputError: the ranks cannot import `loss_fn`.
+            ValueError: another mini batch lacks `own_log_probs` and has to be updated first: later its log-probs are
+                those of changed weights.
             DivergedError: `max_skipped_updates` updates in a row had a gradient that is not finite.
         """
         if isinstance(mini_batch, ExperienceBatch):
             with TrainBatch.of(mini_batch) as only:
                 return self.update(only.mini_batches[0], loss_fn, head_term=head_term, teacher=teacher)
+        index = mini_batch.index
+        lacking = mini_batch.batch.lacking(own_log_probs) if own_log_probs else frozenset()
+        if lacking and index not in lacking:
+            raise ValueError(f"mini batch {index} is updated before {min(lacking)}, which lacks {own_log_probs!r}")
+        own = own_log_probs if lacking else None
         loss, term = LossSpec.of(loss_fn), None if head_term is None else LossSpec.of(head_term)
         deliveries = mini_batch.batch.deliveries(*self._layout, with_columns=True)
-        index = mini_batch.index
         of_teacher = None if teacher is None else teacher.name
-        own = own_log_probs if own_log_probs and mini_batch.batch.lacks(own_log_probs, index) else None
         results = self.ranks.run_each(
             TrainerWorker.train, deliveries, self.name, index, loss, self._temperature, term, of_teacher, own
         )

@@ -106,8 +106,10 @@ class TrainBatch:
 
         A column that a mini batch lacks is not sent to other ranks than those that compute it.
         """
-        columns = {name: column_K for name, column_K in self._columns.items() if not self._lacking.get(name)}
-        return self._placed(ranks, sp, config).deliveries(self._number, columns if with_columns else {})
+        # A copy first: models on other ranks may add columns meanwhile (`run_concurrently`).
+        columns = dict(self._columns) if with_columns else {}
+        whole = {name: column_K for name, column_K in columns.items() if not self._lacking.get(name)}
+        return self._placed(ranks, sp, config).deliveries(self._number, whole)
 
     def collect(
         self,
@@ -129,13 +131,13 @@ class TrainBatch:
         values_K = placed.in_order(outputs, sum(self._lens), chosen)
         if column is None:
             return values_K
-        if column in self._lacking:
+        if self._lacking.get(column):
             placed.in_order(outputs, sum(self._lens), chosen, into=self._columns[column])
+            self._lacking[column] -= set(chosen)
         else:
-            self.add_columns({column: values_K})
+            self.add_columns({column: values_K.clone()})
             placed.columns.add(column)
-            self._lacking[column] = set(everything)
-        self._lacking[column] -= set(chosen)
+            self._lacking[column] = set(everything) - set(chosen)
         return values_K
 
     def column(self, name: str) -> Tensor:
@@ -145,12 +147,12 @@ class TrainBatch:
             ValueError: there is no such column, or a mini batch lacks it (`ModelHandle.log_probs(leave_first=True)`).
         """
         if name not in self._columns or self._lacking.get(name):
-            raise ValueError(f"column {name!r} does not exist, or mini batches {self._lacking.get(name)} lack it")
+            raise ValueError(f"column {name!r} does not exist, or mini batches {sorted(self.lacking(name))} lack it")
         return self._columns[name]
 
-    def lacks(self, name: str, mini_batch: int) -> bool:
-        """Whether a column exists, but not in this mini batch yet."""
-        return mini_batch in self._lacking.get(name, ())
+    def lacking(self, name: str) -> frozenset[int]:
+        """The mini batches that lack a column which others have."""
+        return frozenset(self._lacking.get(name, ()))
 
     def _placed(self, ranks: WorkerGroup, sp: int, config: BatchConfig) -> "_BatchOnRanks":
         key = (id(ranks), sp, config)
