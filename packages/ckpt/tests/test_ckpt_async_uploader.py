@@ -127,8 +127,8 @@ def test_a_storage_that_fails_is_tried_again_then_named_with_what_it_lacks(tmp_p
     with pytest.raises(UploadError, match=r"lacks step 2, step 3 of .*ConnectionError: the network is gone") as raised:
         uploader.close()
     assert raised.value.steps == (2, 3)
-    assert "step 2 could not be uploaded" in said[-1]
-    assert "the network is gone" in said[-1]
+    # The uploader may have given up before `close` says what it waits for.
+    assert any("step 2 could not be uploaded" in line and "the network is gone" in line for line in said), said
     assert remote.steps() == [1]
     url = f"file://{tmp_path}/storage"
     assert main(["upload", str(tmp_path), url]) == 0, "the command that the error names"
