@@ -64,7 +64,7 @@ def test_a_server_with_a_16_bit_base_needs_more() -> None:
     plain = choose_for(grpo("rollout.quantization=none"), gpus=cards(11), shape=QWEN2_7B)
     # 6.53e9 weights in linear layers, each 11.5 bits smaller, over two GPUs; one dequantized matrix of 68e6 is extra.
     saved = (6.525e9 * (16 - 4.5) / 8 - 2 * 68e6) / 2
-    rest = [choice.server_bytes - choice.config.rollout.kv_cache_gib * GIB / 2 for choice in (small, plain)]
+    rest = [choice.server_bytes - choice.config.rollout.kv_cache_gib * GIB for choice in (small, plain)]
     assert rest[1] - rest[0] == pytest.approx(saved, rel=0.02)
 
 

@@ -155,7 +155,7 @@ def sequences_at_once(job: Job) -> int:
     rollout = job.config.rollout
     most = rollout.max_num_seqs or 256
     if rollout.kv_cache_gib is not None:
-        cache = rollout.kv_cache_gib * 2**30
+        cache = rollout.kv_cache_gib * rollout.tensor_parallel_size * 2**30
     else:  # vLLM fills its share of the GPUs
         share = (rollout.gpu_memory_utilization or 0.5) * job.config.cluster.gpu_gib * 2**30
         cache = share * rollout.tensor_parallel_size - job.weight_bytes

@@ -43,7 +43,7 @@ class RolloutConfig:
     """auto: the model's dtype; fp8: half of the memory, less accurate, so compare log-probs; GPU only."""
     quantization: Literal["none", "bitsandbytes"] = "none"
     """bitsandbytes: linear layers in NF4, rounded while the folder is loaded; GPU only, no pushed weights."""
-    kv_cache_gib: float | None = None  # KV cache in GiB; None: 1 on the CPU, set by gpu_memory_utilization on GPUs
+    kv_cache_gib: float | None = None  # of each GPU or CPU server; None: 1 on the CPU, gpu_memory_utilization on GPUs
     enforce_eager: bool | None = None
     """False: torch.compile and CUDA graphs, starts later, decodes faster; None: False on GPUs, True on the CPU."""
     prefix_caching: bool = True

@@ -33,7 +33,7 @@ Turns = Literal["never", "servers", "both"]
 """Values of `trainer.take_turns`, in the order in which they are tried."""
 
 _TOKEN_BUDGETS = (DEFAULT_TOKEN_BUDGET, 8_192, 4_096)
-_KV_SHARES = ((1.0, 0.75, 0.5), (0.25, 0.1))
+_KV_SHARES = ((1.0, 0.75, 0.5), (0.4, 0.3, 0.2, 0.1))
 """Sizes of the KV cache, relative to all sequences of a step at full length; the second group is a last resort."""
 _FRAGMENTATION = 1.12
 """Reserved over allocated bytes of what torch's allocator gets and returns in every step; states are allocated once."""
@@ -223,7 +223,7 @@ def _choose_share(choice: Choice[JobConfigT], plan: _Plan, total: int) -> Choice
     assert plan.server is not None
     rollout = choice.config.rollout
     if rollout.gpu_memory_utilization is None:
-        gib = round(plan.server.kv_cache * rollout.tensor_parallel_size / 2**30, 2)
+        gib = round(plan.server.kv_cache / 2**30, 2)
         why = f"{plan.kv_share:.0%} of all sequences at full length"
         choice = choice.with_default("rollout.kv_cache_gib", max(gib, 0.01), why)
     share = min(0.99, math.ceil(plan.server.total / total * 100) / 100)
@@ -372,7 +372,7 @@ def _server_memory(config: JobConfig, shape: ModelShape, kv_share: float, total:
         longest, int(min(sequences, samples_per_server(config)) * min(longest, longest_sequence(config)) * kv_share)
     )
     if rollout.kv_cache_gib is not None:
-        needed = int(rollout.kv_cache_gib * 2**30 / per_token)
+        needed = int(rollout.kv_cache_gib * rollout.tensor_parallel_size * 2**30 / per_token)
     memory = estimate_server_memory(
         weight_bytes=_server_weights(rollout, shape, size),
         kv_bytes_per_token=per_token,

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-GRAPH_BYTES = 2 * 2**30
-"""CUDA graphs and what their capture keeps."""
+_GRAPH_BYTES, _GRAPH_BYTES_PER_SEQUENCE, _GRAPH_SEQUENCES = 256 * 2**20, 7 * 2**20, 256
+"""CUDA graphs and what their capture keeps: 2 GiB for 256 sequences. vLLM captures no more sizes beyond these."""
 CONTEXT_BYTES = 2**30
 """CUDA context, libraries and communicators of a process."""
 BATCHED_TOKENS = 8192
@@ -56,7 +56,8 @@ def estimate_server_memory(
     tp = tensor_parallel_size
     prefill = BATCHED_TOKENS * (4 * hidden + 3 * intermediate // tp) * element_bytes
     logits = _COPIES_OF_LOGITS * 4 * max_num_seqs * vocab
-    asleep = (GRAPH_BYTES if graphs else 0) + CONTEXT_BYTES
+    captured = _GRAPH_BYTES + _GRAPH_BYTES_PER_SEQUENCE * min(max_num_seqs, _GRAPH_SEQUENCES)
+    asleep = (captured if graphs else 0) + CONTEXT_BYTES
     return ServerMemory(
         weights=-(-weight_bytes // tp),
         kv_cache=-(-kv_tokens * kv_bytes_per_token // tp),
