@@ -249,7 +249,8 @@ def test_vllm_built_for_another_device_is_refused_before_anything_starts(monkeyp
     """As in the CUDA image on a host without a GPU; here with the build that is installed."""
     gpus = ["0"] if detect_device()[0] == "cpu" else []
     monkeypatch.setattr(evaluator, "visible_gpus", lambda: gpus)
-    with pytest.raises(InputError, match=r"^rollout\.urls is empty, the servers have .* is the build for"):
+    problem, remedy = r"^rollout\.urls is empty, the servers have .* is the build for", r"set rollout\.device=c\w+"
+    with pytest.raises(InputError, match=f"{problem} .*: {remedy}.*, install vllm.* in place of"):
         check(CONFIG)
 
 

@@ -65,7 +65,7 @@ def _check_servers(config: EvaluateConfig) -> None:
     with naming_servers():
         config.rollout.read_api_key()
         device: Device = "cuda" if usable_gpus(config) else "cpu"
-        check_build(device)
+        check_build(device, device_key="rollout.device")
         if config.model.path != BUILTIN_MODEL:
             folder = str(find_model_folder(config.model.path))
             check_folder_name("model.path", folder)
@@ -75,7 +75,7 @@ def _check_servers(config: EvaluateConfig) -> None:
 def _check_launch(folder: str, config: EvaluateConfig, device: Device) -> None:
     rollout = replace(config.rollout, device=device, load_format="dummy")  # a base model may be without weights
     try:
-        check_launch(folder, rollout)
+        check_launch(folder, rollout, device_key="rollout.device")
     except RequestTooLongError as error:
         lengths = f"data.max_prompt_length ({config.data.max_prompt_length}) and sampling.max_tokens"
         raise InputError(f"{lengths} ({config.sampling.max_tokens}) do not fit the model: {error}") from error

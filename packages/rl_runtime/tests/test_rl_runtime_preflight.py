@@ -82,7 +82,8 @@ def test_servers_without_a_build_of_vllm_for_their_device_are_refused() -> None:
     is_cpu_build = detect_device()[0] == "cpu"
     node = Node(gpu_ids=["0"] if is_cpu_build else [])
     placement = plan_placement([node], device="auto", num_ranks=1, num_servers=1)
-    with pytest.raises(InputError, match=r"^rollout\.urls is empty, the servers have .* is the build for"):
+    problem, remedy = r"^rollout\.urls is empty, the servers have .* is the build for", r"set trainer\.device=c\w+"
+    with pytest.raises(InputError, match=f"{problem} .*: {remedy}.*, install vllm.* in place of"):
         check_servers(ModelConfig(), RolloutConfig(), SyncConfig(), TrainerConfig(), placement)
 
 

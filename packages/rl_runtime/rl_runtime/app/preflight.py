@@ -453,7 +453,8 @@ def check_servers(
     check_folder_name("trainer.output_dir" if builtin else "model.path", model_folder)
     rollout = replace(rollout, device=device)
     with naming_servers(), TemporaryDirectory() as folder:
-        check_launch(build_tiny_model(folder) if builtin else model_folder, rollout, elsewhere=elsewhere)
+        served = build_tiny_model(folder) if builtin else model_folder
+        check_launch(served, rollout, elsewhere=elsewhere, device_key="trainer.device")
 
 
 def check_folder_name(key: str, folder: str) -> None:

@@ -123,7 +123,7 @@ def _check_servers(config: JobConfig, teacher: TeacherConfig, folder: Path, plac
             "this run starts teachers on its own host only"
         )
     with naming_servers("teacher.server"):
-        check_launch(folder, server)
+        check_launch(folder, server, device_key="trainer.device")
 
 
 def _try_servers(server: RolloutConfig, teacher: TeacherConfig) -> None:

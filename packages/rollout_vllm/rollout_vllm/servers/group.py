@@ -35,10 +35,13 @@ from .process import Server, ServerProcess
 from .running import is_paused
 
 
-def check_launch(model_path: str | Path, config: RolloutConfig, *, elsewhere: bool = False) -> Device:
+def check_launch(
+    model_path: str | Path, config: RolloutConfig, *, elsewhere: bool = False, device_key: str = "device"
+) -> Device:
     """Check the configuration without starting a process; takes milliseconds. Returns the device of the servers.
 
     elsewhere: the servers will run on other hosts, so this host's vLLM, memory and ports are not checked.
+    device_key: the caller's setting that decides `config.device`, named by the error about vLLM's build.
 
     Raises RolloutConfigError or a subclass: vLLM is not installed or built for another device, the model folder is not
     usable, max_model_len exceeds the model's context, the KV cache is too small for one sequence or too large for the
@@ -53,7 +56,7 @@ def check_launch(model_path: str | Path, config: RolloutConfig, *, elsewhere: bo
     check_kv_cache(config, model_config, device)
     if elsewhere:
         return device
-    check_build(device)
+    check_build(device, device_key=device_key)
     check_cache_folder()
     check_memory(config, device, _free_memory())
     for index in range(config.server_count):
