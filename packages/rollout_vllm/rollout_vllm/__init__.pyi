@@ -38,6 +38,7 @@ from .errors import ScoringError as ScoringError
 from .errors import ServerDiedError as ServerDiedError
 from .errors import ServerLostError as ServerLostError
 from .errors import ServerStartError as ServerStartError
+from .errors import UnlabeledTokensError as UnlabeledTokensError
 from .samples import Endpoint as Endpoint
 from .samples import Failure as Failure
 from .samples import FirstGroups as FirstGroups

@@ -12,6 +12,7 @@ RolloutError
 ├── ServerDiedError                        a running server exited
 ├── ScoringError                           a server did not score given tokens
 ├── ControlError                           a control route (abort, sleep, wake, LoRA) failed
+│   └── UnlabeledTokensError               a server does not note the policy version of tokens
 └── NoServerError                          the client was created without endpoints
 
 A sample that fails is data (`Failure`), not an exception; see samples.py.
@@ -90,6 +91,10 @@ class ControlError(RolloutError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class UnlabeledTokensError(ControlError):
+    """A server answers that it has no policy versions of tokens; asking it again is of no use."""
 
 
 class ScoringError(RolloutError):

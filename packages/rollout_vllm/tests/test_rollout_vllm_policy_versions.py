@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_vllm_helpers import AppThread, FaultyProxy, config_for_tests
 
-from rollout_vllm import ControlError, Endpoint, RolloutClient, ServerGroup
+from rollout_vllm import ControlError, Endpoint, RolloutClient, ServerGroup, UnlabeledTokensError
 from rollout_vllm.client.protocol import MalformedAnswerError, parse_completion
 from rollout_vllm.servers.policy_versions import PUBLISH, ROUTE, PolicyVersionMiddleware, version_in
 
@@ -160,8 +160,13 @@ def test_versions_of_the_servers() -> None:
     with RolloutClient([good, good], config_for_tests()) as client:
         assert sorted(client.run(client.fetch_policy_versions()), key=str) == [3, 4]
     gone = Endpoint("http://127.0.0.1:9", "k", "m")
-    with RolloutClient([good, bad, old, gone], config_for_tests()) as client, pytest.raises(ControlError) as caught:
-        client.run(client.fetch_policy_versions())
+    with RolloutClient([good, bad, old, gone], config_for_tests()) as client:
+        with pytest.raises(UnlabeledTokensError) as caught:
+            client.run(client.fetch_policy_versions())
+        with pytest.raises(ControlError) as unknown:
+            client.run(client.fetch_policy_versions([0, 1, 3]))
+    assert not isinstance(unknown.value, UnlabeledTokensError), "these may note versions"
+    assert set(unknown.value.problems) == {bad.url, gone.url}
     assert set(caught.value.problems) == {bad.url, old.url, gone.url}
     assert "does not note the policy version of tokens; start it with ServerGroup" in caught.value.problems[old.url]
     for app in apps:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
-from rollout_vllm import ControlError, Endpoint, RolloutClient, ServerGroup
+from rollout_vllm import ControlError, Endpoint, RolloutClient, ServerGroup, UnlabeledTokensError
 from weight_sync import ReceiverError, SyncConfig, SyncReport, WeightSyncError
 
 from ..errors import RankError, RankLost, RlRuntimeError
@@ -150,7 +150,8 @@ class RolloutServers:
             try:
                 found = self._client.run(self._client.fetch_policy_versions(serving))
             except ControlError as error:
-                if self._watch is None or not self._has_died(serving):
+                unlabeled = isinstance(error, UnlabeledTokensError)  # no sign that a server has died
+                if unlabeled or self._watch is None or not self._has_died(serving):
                     raise RlRuntimeError(f"{error}; {self._cut_instead}") from error
                 continue
             labels = zip(self._endpoints(serving), found, strict=True)

@@ -10,7 +10,7 @@ from functools import partial
 import aiohttp
 
 from ..config import RolloutConfig, SamplingConfig
-from ..errors import ControlError, NoServerError
+from ..errors import ControlError, NoServerError, UnlabeledTokensError
 from ..samples import Endpoint, FirstGroups, GroupResult, PartialGroup, Request
 from .balanced import BalancedClient
 from .group_run import GroupRun, fresh_group
@@ -23,6 +23,7 @@ OnGroup = Callable[[GroupResult], Awaitable[None] | None]
 
 _METRICS_TIMEOUT_S = 10.0
 _POLICY_VERSION_ROUTE = "/plinth/policy_version"
+_UNLABELED = "it does not note the policy version of tokens; start it with ServerGroup or launch_on_ray"
 _INTERRUPT_POLL_S = 0.02
 _INTERRUPT_TIMEOUT_S = 30.0
 
@@ -261,14 +262,15 @@ class RolloutClient(BalancedClient):
         `Sample.version_spans` is exact also when weights are pushed while they generate (weight_sync's
         `SyncConfig(running_requests="keep")`).
 
-        Raises ControlError if one of them does not note versions, or does not answer.
+        Raises UnlabeledTokensError if one of them does not note versions, other ControlErrors if one does not answer.
         """
         asked = range(len(self.endpoints)) if servers is None else servers
         answers = await asyncio.gather(*map(self._policy_version_of, asked))
         problems = {self._urls[i]: text for i, text in zip(asked, answers, strict=True) if isinstance(text, str)}
         if problems:
             text = "; ".join(f"{url}: {problem}" for url, problem in problems.items())
-            raise ControlError(f"policy versions of the servers: {text}", problems)
+            kind = UnlabeledTokensError if _UNLABELED in problems.values() else ControlError
+            raise kind(f"policy versions of the servers: {text}", problems)
         return [version for version in answers if not isinstance(version, str)]
 
     async def _policy_version_of(self, server: int) -> int | str | None:
@@ -283,7 +285,7 @@ class RolloutClient(BalancedClient):
         except (TimeoutError, aiohttp.ClientError, ValueError, LookupError, TypeError) as error:
             return f"{type(error).__name__}: {error}"
         if status in (404, 405):
-            return "it does not note the policy version of tokens; start it with ServerGroup or launch_on_ray"
+            return _UNLABELED
         return error_message(status, raw.decode("utf-8", "replace"))
 
     def set_model(self, model: str | None) -> None:
