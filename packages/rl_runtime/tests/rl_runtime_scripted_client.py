@@ -1,9 +1,10 @@
 """A client that answers with given tokens, for tests of the rollout phase without servers."""
 
-import asyncio
 import inspect
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from rl_runtime_client_loops import OwnLoop
 
 from rl_runtime.rollout.phase import RolloutPhase
 from rl_runtime.rollout.scoring import Scorer
@@ -27,14 +28,13 @@ class Tokenizer:
 
 
 @dataclass
-class ScriptedClient:
+class ScriptedClient(OwnLoop):
     """Answers with the response tokens it was given, one prompt's after the other's; missing samples are failures."""
 
     responses: list[list[int]]
     n: int
     requests: list[Any] = field(default_factory=list)
     version: int = 0
-    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
 
     async def generate(self, requests: list[Request], sampling: SamplingConfig, *, on_group: Any) -> list[GroupResult]:
         self.requests += requests
@@ -84,9 +84,6 @@ class ScriptedClient:
 
     async def fetch_metrics(self) -> dict[str, float]:
         return {"client/response_tokens": float(len(self.requests)), "client/num_retries": 0.0}
-
-    def run(self, coroutine: Any) -> Any:
-        return self.loop.run_until_complete(coroutine)
 
 
 def sample(prompt_id: str, index: int, token: int) -> Sample:

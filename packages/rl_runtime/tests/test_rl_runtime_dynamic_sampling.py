@@ -31,7 +31,10 @@ from rollout_vllm.client.group_run import fresh_group
 
 sys.path.insert(0, str(Path(__file__).parent))  # where a user's own functions are
 
+from rl_runtime_client_loops import CLOSES_LOOPS, OwnLoop
 from rl_runtime_user_functions import Prompt
+
+pytestmark = CLOSES_LOOPS
 
 RIGHT, WRONG, NO_NUMBER = 2, 3, None
 """Response tokens: the first scores 1, the second 0; a sample without a token fails."""
@@ -49,7 +52,7 @@ class Tokenizer:
 
 
 @dataclass
-class AnsweringClient:
+class AnsweringClient(OwnLoop):
     """Answers the prompt with the tokens (number, ...) by `answers[number]`, greedy requests by `greedy[number]`."""
 
     answers: Sequence[Answers]
@@ -57,7 +60,6 @@ class AnsweringClient:
     rounds: list[list[Any]] = field(default_factory=list)
     greedy_settings: list[SamplingConfig] = field(default_factory=list)
     version: int = 0
-    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
 
     async def generate(self, requests: list[Any], sampling: SamplingConfig, *, on_group: Any) -> list[GroupResult]:
         if sampling.temperature:
@@ -108,9 +110,6 @@ class AnsweringClient:
 
     async def fetch_metrics(self) -> dict[str, float]:
         return {"client/response_tokens": float(sum(map(len, self.rounds))), "client/num_retries": 0.0}
-
-    def run(self, coroutine: Any) -> Any:
-        return self.loop.run_until_complete(coroutine)
 
 
 def failure(request: Request, index: int) -> Failure:

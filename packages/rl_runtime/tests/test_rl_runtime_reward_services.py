@@ -20,9 +20,12 @@ from run_kit.config.redaction import yaml_without_secrets
 
 sys.path.insert(0, str(Path(__file__).parent))  # where a user's own functions are
 
+from rl_runtime_client_loops import CLOSES_LOOPS
 from rl_runtime_reward_service import quality, reward_service
 from rl_runtime_scripted_client import ScriptedClient, phase
 from rl_runtime_user_functions import Prompt
+
+pytestmark = CLOSES_LOOPS
 
 JUDGE_PROMPT = "Grade {{0 to 10}}: {prompt} {response} should be {ground_truth} in {data_source} {extra[level]}"
 FIELDS = {

@@ -22,8 +22,11 @@ from rollout_vllm import SamplingConfig
 
 sys.path.insert(0, str(Path(__file__).parent))  # where a user's own functions are
 
+from rl_runtime_client_loops import CLOSES_LOOPS
 from rl_runtime_scripted_client import ScriptedClient, phase
 from rl_runtime_user_functions import Prompt
+
+pytestmark = CLOSES_LOOPS
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
 
