@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,11 @@ from apps.forecast.models import PUBLISHED, model_shape
 from apps.forecast.phases import Job, Phase, checkpoint, push, sequences_at_once, step_phases
 from apps.forecast.plan import plan_job
 from apps.forecast.work import forward_flops, layer_flops
+from ds_engine import TokenOutputs
 from ds_engine.planning.traffic import Traffic
+from rl_core import SequenceData
+from rl_runtime import ModelHandle, TrainBatch
+from rl_runtime.ranks.trainer_worker import TrainerWorker
 from run_kit import load_config
 
 PRESETS = Path(forecast.__file__).with_name("presets")
@@ -70,17 +75,77 @@ def test_a_forward_pass_has_two_operations_per_weight_and_token(prompt: int, res
     assert forward_flops(shape, prompt=prompt, response=response) - found == 2 * shape.vocab * shape.hidden * response
 
 
-# Seconds of benchmarks/grpo_step, one H200, 2026-11-23, medians of steps 2 to 5. No rate comes from this table.
-MEASURED = {"generation": 3.51, "old log-probs": 0.56, "updates": 1.715, "push": 0.035}
+# Seconds of benchmarks/grpo_step, one H200, 2026-11-25, medians of steps 2 to 6. No rate comes from this table.
+MEASURED = {"generation": 3.94, "old log-probs": 0.32, "updates": 1.76, "push": 0.05}
 
 
 def test_one_gpu_takes_what_was_measured() -> None:
     found = phases(job("workload_w"))
     assert set(found) == set(MEASURED)
     for name, seconds in MEASURED.items():
-        assert found[name].seconds == pytest.approx(seconds, rel=0.15), name
-    assert sum(phase.seconds for phase in found.values()) == pytest.approx(5.95, rel=0.05)
+        # The table has two decimals, and its pushes vary from 0.04 to 0.06 s.
+        assert found[name].seconds == pytest.approx(seconds, rel=0.15, abs=0.015), name
+    assert sum(phase.seconds for phase in found.values()) == pytest.approx(6.15, rel=0.08)
     assert all(phase.links == Links() for phase in found.values()), "one GPU sends nothing"
+
+
+class RecordedRanks:
+    """Ranks that keep the mini batches whose log-probs `ModelHandle` asks of them."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.asked: list[Any] = []
+
+    def run_each(self, method: Any, deliveries: list[Any], *args: Any) -> list[TokenOutputs]:
+        assert method is TrainerWorker.log_probs
+        self.asked = [one.mini_batches[args[-1] :] for one in deliveries]
+        sizes = [sum(micro.num_targets for mini in minis for micro in mini) for minis in self.asked]
+        return [TokenOutputs(log_probs_K=torch.zeros(size), entropy_K=torch.zeros(size)) for size in sizes]
+
+    def run(self, *_: Any) -> None:
+        """Nothing is kept that could be dropped."""
+
+
+@given(
+    updates=st.integers(1, 4),
+    prompts=st.integers(1, 3),
+    samples=st.sampled_from([2, 4]),
+    dp=st.sampled_from([1, 2]),
+    option=st.sampled_from(["actor.dropout=false", "actor.dropout=true", "algorithm.kl_coef=0.1"]),
+)
+@settings(deadline=None, derandomize=True, max_examples=25)
+def test_old_log_probs_are_of_the_samples_that_the_trainer_computes(
+    updates: int, prompts: int, samples: int, dp: int, option: str
+) -> None:
+    """Of a step of the GRPO app's rule, through a `ModelHandle`: samples and micro batches of a replica."""
+    sizes = [f"batch.train_batch_size={updates * prompts}", f"batch.mini_batch_size={prompts}", f"sampling.n={samples}"]
+    slow = {"products": "rates.matmul_tflops=1e-6", "launches": "rates.host_ms_per_layer=1e9"}
+    overrides = [*sizes, option, "batch.micro_batch_size=1", f"cluster.gpus_per_host={dp}"]
+    planned = {name: job("workload_w", *overrides, rate) for name, rate in slow.items()}
+    config, ranks = planned["products"].config, RecordedRanks(dp)
+    sequences = [SequenceData(prompt_ids=(1,), response_ids=(2,))] * (updates * prompts * samples)
+    starts = range(0, len(sequences), prompts * samples)
+    batch = TrainBatch(sequences, mini_batches=[range(start, start + prompts * samples) for start in starts])
+    leave = config.algorithm.leaves_first_log_probs(config.actor)
+    with batch:
+        ModelHandle(ranks, "actor", config.batch).log_probs(batch, column="old", leave_first=leave)  # type: ignore[arg-type]
+    asked = [micro for minis in ranks.asked for mini in minis for micro in mini]
+    found = {name: phases(one).get("old log-probs") for name, one in planned.items()}
+    assert (found["products"] is None) == (not asked) == (updates == 1 and option == "actor.dropout=false")
+    if asked:
+        shape, lengths = planned["products"].shape, {"prompt": config.prompt_length, "response": config.response_length}
+        products, launches = found["products"], found["launches"]
+        assert products is not None
+        assert launches is not None
+        flops = forward_flops(shape, **lengths) * sum(micro.num_targets for micro in asked)
+        assert products.seconds == pytest.approx(flops / dp / 1e6, rel=1e-3)
+        assert launches.seconds == pytest.approx(len(asked) / dp * shape.num_layers * 1e6 / 3)
+
+
+def test_with_a_teacher_all_old_log_probs_are_computed_before_the_first_update() -> None:
+    teacher = ["teacher.on=ranks", "teacher.model=qwen3-0.6b"]
+    whole, half = (phases(job("workload_w", *models))["old log-probs"] for models in (teacher, []))
+    assert whole.seconds == pytest.approx(2 * half.seconds)
 
 
 def test_a_7b_push_takes_what_was_measured() -> None:
@@ -97,11 +162,11 @@ def test_70b_on_64_gpus() -> None:
     assert planned.ranks_per_host == 8
     assert planned.layout.dp == planned.layout.sp == 8
     found = phases(planned)
-    # Two gathers and a reduce-scatter in each of 2 x 10 micro batches (19 for log-probs), less what stays gathered; one
-    # eighth of it leaves the host.
+    # Two gathers and a reduce-scatter in each of 2 x 10 micro batches (a gather in 10 for log-probs: those of the first
+    # mini batch come from its update), less what stays gathered; one eighth of it leaves the host.
     sent = 2 * micro_batches * 3 * size * 63 / 64
     assert found["updates"].links.network == pytest.approx(sent / 8, rel=0.02)
-    assert found["old log-probs"].links.network == pytest.approx(19 * size * 63 / 64 / 8, rel=0.02)
+    assert found["old log-probs"].links.network == pytest.approx(10 * size * 63 / 64 / 8, rel=0.02)
     cost = checkpoint(planned)
     assert cost.total_bytes == pytest.approx(14 * 70.55e9, rel=1e-3)
     assert cost.bytes_per_host == pytest.approx(cost.total_bytes / 8, rel=1e-6)

@@ -99,6 +99,11 @@ class ForecastConfig(JobConfig):
         return self.algorithm.kl_coef > 0
 
     @property
+    def leaves_first_log_probs(self) -> bool:
+        """Whether a step's first update computes its own old log-probs; with a teacher all are compared before it."""
+        return self.teacher.model is None and self.algorithm.leaves_first_log_probs(self.actor)
+
+    @property
     def frozen_models(self) -> tuple[FrozenModel, ...]:
         """The reward model and the teacher on the ranks."""
         return (*super().frozen_models, *self.teacher.frozen_models)

@@ -101,7 +101,9 @@ class Job:
 
 def step_phases(job: Job) -> list[Phase]:
     """The phases of a step in their order, without scoring and without a checkpoint."""
-    phases = [generation(job), log_probs(job, "old log-probs")]
+    phases = [generation(job)]
+    if left := job.layout.num_mini_batches - job.config.leaves_first_log_probs:
+        phases.append(log_probs(job, "old log-probs", mini_batches=left))
     if job.config.keeps_reference:
         phases.append(log_probs(job, "ref log-probs"))
     for model in job.config.frozen_models:
@@ -169,17 +171,33 @@ def _kv_bytes_per_token(job: Job) -> int:
 # ------------------------------------------------------------------- training
 
 
-def log_probs(job: Job, name: str, shape: ModelShape | None = None, *, has_logits: bool = True) -> Phase:
-    """A pass without gradients over all sequences of the step; `shape`: of a frozen model, default: the actor's."""
-    shape = shape or job.shape
-    micro_batches = job.micro_batches(job.num_samples * job.layout.sp // job.num_ranks)
+def log_probs(
+    job: Job,
+    name: str,
+    shape: ModelShape | None = None,
+    *,
+    has_logits: bool = True,
+    mini_batches: int | None = None,
+) -> Phase:
+    """A pass without gradients over the sequences of the step.
+
+    Args:
+        shape: of a frozen model; None: the actor's.
+        mini_batches: number of mini batches to compute, in the micro batches of their updates; None: the whole step,
+            packed together.
+    """
+    shape, layout, samples = shape or job.shape, job.layout, job.num_samples
+    micro_batches = job.micro_batches(samples // layout.dp)
+    if mini_batches is not None:
+        samples = mini_batches * layout.train_batch_size
+        micro_batches = mini_batches * job.micro_batches(layout.train_batch_size // layout.dp)
     links = _ring(job, forward_traffic(shape, job.config.actor, world_size=job.num_ranks)).times(micro_batches)
     return _passes(
         job,
         name,
         shape,
         passes=1,
-        samples=job.num_samples,
+        samples=samples,
         micro_batches=micro_batches,
         links=links,
         has_logits=has_logits,

@@ -30,7 +30,7 @@ def learn(
     batch = rl_runtime.with_loss_weights(batch, algorithm, max_tokens=max_tokens, mini_batches=mini_batches)
     loss_fn = partial(rl_runtime.policy_loss, config=algorithm, kl_coef=kl.value)
     updates = []
-    leave_first = ref is None and config.actor.trains_without_noise
+    leave_first = algorithm.leaves_first_log_probs(config.actor)
     with rl_runtime.TrainBatch.of(batch, mini_batches=mini_batches) as train_batch:
         with phase("old_log_prob"):
             old = actor.log_probs(train_batch, column="old_log_probs", leave_first=leave_first).log_probs

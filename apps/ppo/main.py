@@ -44,7 +44,7 @@ def learn(
     batch = rl_runtime.with_loss_weights(batch, algorithm, max_tokens=max_tokens, mini_batches=mini_batches)
     actor_updates, critic_updates = [], []
     trains_actor = step > algorithm.critic_warmup_steps
-    leave_first = trains_actor and ref is None and config.actor.trains_without_noise
+    leave_first = trains_actor and algorithm.leaves_first_log_probs(config.actor)
     old_log_probs = partial(actor.log_probs, column="old_log_probs", leave_first=leave_first)
     with rl_runtime.TrainBatch.of(batch, mini_batches=mini_batches) as train_batch:
         old, values = rl_runtime.run_concurrently(

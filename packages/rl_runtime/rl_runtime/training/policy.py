@@ -12,6 +12,7 @@ from ..rollout.config import DynamicSamplingConfig
 from .off_policy import RolloutCorrection, check_rollout_correction
 
 if TYPE_CHECKING:
+    from ds_engine import EngineConfig
     from rollout_vllm import SamplingConfig
 
 AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "gae"]
@@ -138,6 +139,13 @@ class PolicyConfig:
                 f"rollout.log_probs is False; allowed: true with algorithm.loss={self.loss}, a function of yours that "
                 "may read rollout_log_probs"
             )
+
+    def leaves_first_log_probs(self, actor: "EngineConfig") -> bool:
+        """Whether old log-probs of a step's first mini batch are left to its update (`ModelHandle.log_probs`).
+
+        A reference is compared with all of them before the first update, and with dropout that update computes others.
+        """
+        return not self.kl_coef and actor.trains_without_noise
 
     def _check_loss(self) -> None:
         names = ", ".join(get_args(LossName))
