@@ -42,6 +42,8 @@ def sft(*overrides: str) -> SftConfig:
 def test_grpo_fits_on_two_small_cards_with_its_server(capability: tuple[int, int]) -> None:
     choice = choose_for(grpo(), gpus=cards(11, capability=capability), shape=QWEN2_7B)
     assert "in turns" in choice.memory
+    # vLLM reserves kv_cache_gib on each GPU of the server.
+    assert f"KV cache {choice.config.rollout.kv_cache_gib:.1f}" in choice.memory
     assert choice.gpu_bytes <= 0.97 * 11 * GIB
     assert choice.rank_bytes <= 7.5 * GIB, "document 4's total of a GPU"
     assert "run out of memory" not in choice.memory
