@@ -157,6 +157,27 @@ SCORES = Patch(
     },
     reads={"vllm.v1.outputs:LogprobsTensors": ("logprob_token_ids", "logprobs", "selected_token_ranks")},
 )
+_FORWARD = "self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale"
+_LAYER = "num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap"
+ATTENTION = Patch(
+    name="attention of decoding steps",
+    reason="FlashAttention reads a prompt's keys for each of its samples, and computes tiles of 64 or more queries",
+    replaces={"vllm.v1.attention.backends.flash_attn:FlashAttentionImpl": (f"forward({_FORWARD})",)},
+    reads={
+        "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl": (
+            f"__init__(self, {_LAYER}, attn_type, kv_sharing_target_layer_name, sinks)",
+        ),
+        "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadata": (
+            "num_actual_tokens",
+            "max_query_len",
+            "seq_lens",
+            "block_table",
+            "causal",
+            "dcp_context_kv_lens",
+            "rswa_prefix_lens",
+        ),
+    },
+)
 STORE = Patch(
     name="store of the worker in a file",
     reason="vLLM before 0.32 opens torch's TCPStore of the worker on every interface, without a password",
@@ -174,7 +195,7 @@ SOCKETS = Patch(
     reason="a server's sockets are removed with it, also when it is killed",
     reads={"vllm.envs": ("VLLM_RPC_BASE_PATH",)},
 )
-PATCHES = (FORK, SOCKETS, STORE, WARM_UP, BUFFERING, DECODING, SCORES)
+PATCHES = (FORK, SOCKETS, STORE, WARM_UP, BUFFERING, DECODING, SCORES, ATTENTION)
 
 
 def records() -> list[dict[str, str]]:

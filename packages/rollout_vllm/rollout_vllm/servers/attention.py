@@ -1,0 +1,336 @@
+"""Attention of decoding steps, for samples of one prompt together.
+
+In a rollout, several samples continue one prompt, and vLLM keeps the prompt's keys and values once. FlashAttention 3
+reads them for every sample, and computes tiles of 64 or 128 queries of which a decoding step has two or seven. Here one
+program of the GPU computes neighboring requests together: it reads blocks of the KV cache that they share once, and its
+tiles have 16 queries. How the work is divided depends on the number of requests alone, so CUDA graphs can contain it.
+Online softmax over tiles of tokens: FlashAttention-2 (https://arxiv.org/abs/2307.08691), algorithm 1; split keys and
+their merge: Flash-Decoding.
+
+`_serve.py` loads this file by path, on GPUs, so it imports nothing of this package.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+Replace = Callable[[Any, str, Callable[..., Any]], Callable[[], None]]
+"""`Patch.replace`: (target, name, value) -> function that restores."""
+_ROWS = 16
+"""Queries of a tile, the smallest that tensor cores take."""
+_TILE = 64
+"""Tokens of a tile."""
+_TABLE_CHUNK = 64
+"""Blocks that are compared at once."""
+_PROGRAMS_PER_SM = 4
+_MOST_SPLITS = 8
+_WIDTHS = (64, 128)
+"""Head sizes that the kernel was tried with."""
+_CLOSE = 2e-2
+"""Largest difference from FlashAttention, in units of the output's largest value: both round to 16 bits."""
+
+
+@triton.jit
+def _attend_kernel(
+    out_ptr, parts_ptr, sums_ptr, q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, scale, num_requests, num_splits,
+    q_row, q_head, out_row, out_head, k_block, k_token, k_head, v_block, v_token, v_head, table_row,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, PER_HEAD: tl.constexpr, TOGETHER: tl.constexpr, TILE: tl.constexpr,
+    SPLIT: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One key head of TOGETHER neighboring requests, or one of `num_splits` parts of their tokens.
+
+    Tiles are counted through: first those that all requests share, then each request's own, request by request.
+    """
+    head, first, split = tl.program_id(0), tl.program_id(1) * TOGETHER, tl.program_id(2)
+    near = tl.arange(0, TOGETHER)
+    lengths = tl.load(lengths_ptr + first + near, mask=first + near < num_requests, other=0)
+    shared = 0
+    if TOGETHER > 1:
+        shortest = tl.min(tl.where(lengths > 0, lengths, 2147483647), axis=0)
+        whole_blocks = tl.where(shortest == 2147483647, 0, shortest // BLOCK)
+        common, alike = 0, True
+        while alike:
+            blocks = common + tl.arange(0, CHUNK)
+            there = blocks < whole_blocks
+            of_first = tl.load(table_ptr + first.to(tl.int64) * table_row + blocks, mask=there, other=-1)
+            of_all = tl.load(
+                table_ptr + (first + near).to(tl.int64)[:, None] * table_row + blocks[None, :],
+                mask=there[None, :] & (lengths > 0)[:, None],
+                other=-1,
+            )
+            differs = ((of_all != of_first[None, :]) & (lengths > 0)[:, None]) | (blocks >= whole_blocks)[None, :]
+            same = tl.min(tl.min(tl.where(differs, tl.arange(0, CHUNK)[None, :], CHUNK), axis=1), axis=0)
+            common += same
+            alike = same == CHUNK
+        shared = common * BLOCK // TILE
+    own = tl.maximum((lengths + TILE - 1) // TILE - shared, 0)
+    end0 = tl.sum(tl.where(near <= 0, own, 0), axis=0)
+    end1 = tl.sum(tl.where(near <= 1, own, 0), axis=0)
+    end2 = tl.sum(tl.where(near <= 2, own, 0), axis=0)
+    num_tiles = shared + tl.sum(own, axis=0)
+    # Scalars: loads that wait for other loads of the loop are not pipelined.
+    length0 = tl.sum(tl.where(near == 0, lengths, 0), axis=0)
+    length1 = tl.sum(tl.where(near == 1, lengths, 0), axis=0)
+    length2 = tl.sum(tl.where(near == 2, lengths, 0), axis=0)
+    length3 = tl.sum(tl.where(near == 3, lengths, 0), axis=0)
+
+    rows = tl.arange(0, ROWS)
+    member = rows // PER_HEAD
+    request = (first + member).to(tl.int64)
+    query = head * PER_HEAD + rows % PER_HEAD
+    real = (member < TOGETHER) & (request < num_requests)
+    has_tokens = tl.load(lengths_ptr + request, mask=real, other=0) > 0
+    columns = tl.arange(0, WIDTH)
+    q = tl.load(
+        q_ptr + request[:, None] * q_row + query[:, None] * q_head + columns[None, :], mask=real[:, None], other=0.0
+    )
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    values = tl.zeros([ROWS, WIDTH], tl.float32)
+    tokens = tl.arange(0, TILE)
+    for number in tl.range(split * num_tiles // num_splits, (split + 1) * num_tiles // num_splits, num_stages=STAGES):
+        after = number - shared
+        which = (after >= end0).to(tl.int32) + (after >= end1).to(tl.int32) + (after >= end2).to(tl.int32)
+        begin = tl.where(which == 0, 0, tl.where(which == 1, end0, tl.where(which == 2, end1, end2)))
+        tile = tl.where(after < 0, number, shared + after - begin)
+        position = tile * TILE + tokens
+        length = tl.where(
+            which == 0, length0, tl.where(which == 1, length1, tl.where(which == 2, length2, length3))
+        )
+        there = position < length
+        block = tl.load(table_ptr + (first + which).to(tl.int64) * table_row + position // BLOCK, mask=there, other=0)
+        block = block.to(tl.int64)
+        place = position % BLOCK
+        key = tl.load(k_ptr + (block * k_block + place * k_token + head * k_head)[None, :] + columns[:, None])
+        value = tl.load(
+            v_ptr + (block * v_block + place * v_token + head * v_head)[:, None] + columns[None, :],
+            mask=there[:, None],
+            other=0.0,
+        )
+        scores = tl.dot(q, key) * scale
+        asks = ((after < 0) | (member == which)) & has_tokens
+        scores = tl.where(asks[:, None] & there[None, :], scores, float("-inf"))
+        top = tl.maximum(largest, tl.max(scores, axis=1))
+        shift = tl.where(top == float("-inf"), 0.0, top)  # a row that has seen none of its tokens
+        weights = tl.exp2(scores - shift[:, None])
+        fade = tl.exp2(largest - shift)
+        total = total * fade + tl.sum(weights, axis=1)
+        values = tl.dot(weights.to(value.dtype), value, values * fade[:, None])
+        largest = top
+    if not SPLIT:
+        values = values / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(
+            out_ptr + request[:, None] * out_row + query[:, None] * out_head + columns[None, :],
+            values.to(out_ptr.dtype.element_ty),
+            mask=real[:, None],
+        )
+    else:
+        num_heads = tl.num_programs(0) * PER_HEAD
+        place = (request * num_heads + query) * num_splits + split
+        tl.store(parts_ptr + place[:, None] * WIDTH + columns[None, :], values, mask=real[:, None])
+        tl.store(sums_ptr + place * 2, largest, mask=real)
+        tl.store(sums_ptr + place * 2 + 1, total, mask=real)
+
+
+@triton.jit
+def _merge_kernel(
+    out_ptr, parts_ptr, sums_ptr, out_row, out_head, num_splits, WIDTH: tl.constexpr, MOST: tl.constexpr
+):  # fmt: skip
+    head, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    split = tl.arange(0, MOST)
+    place, there = (request * tl.num_programs(0) + head) * num_splits + split, split < num_splits
+    columns = tl.arange(0, WIDTH)
+    largest = tl.load(sums_ptr + place * 2, mask=there, other=float("-inf"))
+    top = tl.max(largest, axis=0)
+    fade = tl.where(largest == float("-inf"), 0.0, tl.exp2(largest - top))
+    total = tl.sum(tl.load(sums_ptr + place * 2 + 1, mask=there, other=0.0) * fade, axis=0)
+    parts = tl.load(parts_ptr + place[:, None] * WIDTH + columns[None, :], mask=there[:, None], other=0.0)
+    values = tl.sum(parts * fade[:, None], axis=0) / tl.where(total > 0, total, 1.0)
+    tl.store(out_ptr + request * out_row + head * out_head + columns, values.to(out_ptr.dtype.element_ty))
+
+
+def decode(
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    *,
+    together: int,
+    splits: int = 1,
+    tile: int = _TILE,
+    stages: int = 3,
+    warps: int = 4,
+) -> Tensor:
+    """Attention of one new token per request over its tokens in a paged KV cache.
+
+    Args:
+        out: [requests, heads, width], written; rows of requests without tokens become zero.
+        q: [requests, heads, width], float16 or bfloat16, its last dimension contiguous, as that of `out`, `k` and `v`.
+        k: [blocks, tokens of a block, key heads, width]; heads is a multiple of key heads.
+        v: like `k`.
+        table: [requests, most blocks] int32, the blocks of each request in order.
+        lengths: [requests] int32, tokens of each request, the new one included.
+        scale: factor of the scores before the softmax.
+        together: neighboring requests of one program, 1, 2 or 4, with at most 16 queries of a key head.
+        splits: programs among which the tokens are divided, at most 8.
+    """
+    requests, heads, width = q.shape
+    block, key_heads = k.shape[1:3]
+    parts = sums = out
+    if splits > 1:
+        parts = torch.empty((requests, heads, splits, width), dtype=torch.float32, device=q.device)
+        sums = torch.empty((requests, heads, splits, 2), dtype=torch.float32, device=q.device)
+    _attend_kernel[(key_heads, triton.cdiv(requests, together), splits)](
+        out, parts, sums, q, k, v, table, lengths, scale * math.log2(math.e), requests, splits,
+        q.stride(0), q.stride(1), out.stride(0), out.stride(1),
+        k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2), table.stride(0),
+        BLOCK=block, WIDTH=width, PER_HEAD=heads // key_heads, TOGETHER=together, TILE=tile, SPLIT=splits > 1,
+        ROWS=_ROWS, CHUNK=_TABLE_CHUNK, STAGES=stages, num_warps=warps,
+    )  # fmt: skip
+    if splits > 1:
+        _merge_kernel[(heads, requests)](
+            out, parts, sums, out.stride(0), out.stride(1), splits, WIDTH=width, MOST=_MOST_SPLITS, num_warps=1
+        )
+    return out
+
+
+def division(requests: int, heads: int, key_heads: int, processors: int) -> tuple[int, int]:
+    """How `decode` divides its work: requests of a program, and parts of their tokens.
+
+    Without a split there are as many programs as requests and key heads give; with fewer than the GPU's processors can
+    hold, tokens are split.
+    """
+    together = max(n for n in (1, 2, 4) if n * (heads // key_heads) <= _ROWS)
+    programs = key_heads * -(-requests // together)
+    splits = 1
+    while splits < _MOST_SPLITS and programs * splits * 2 <= _PROGRAMS_PER_SM * processors:
+        splits *= 2
+    return together, splits
+
+
+def attend_together(replace: Replace) -> Callable[[], None]:
+    """Compute decoding steps of plain attention layers with `decode`.
+
+    The first such step computes a small random case in both ways. If they differ, or `decode` cannot compute it,
+    vLLM's way is used from then on and one line says so. Returns the function that restores vLLM's way.
+    """
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+
+    stock = FlashAttentionImpl.forward
+    compared = False
+    processors = 0
+
+    def forward(
+        self: Any, layer: Any, query: Tensor, key: Any, value: Any, kv_cache: Tensor, attn_metadata: Any,
+        output: Tensor, output_scale: Any = None, output_block_scale: Any = None,
+    ) -> Tensor:  # fmt: skip
+        nonlocal compared, processors
+        step = attn_metadata
+        if (
+            step is None
+            or step.max_query_len != 1
+            or output_scale is not None
+            or output_block_scale is not None
+            or not _is_plain(self, query, kv_cache, step)
+        ):
+            return stock(
+                self, layer, query, key, value, kv_cache, step, output, output_scale, output_block_scale
+            )  # fmt: skip
+        if not compared:
+            if torch.cuda.is_current_stream_capturing():  # a kernel is not compiled during a capture
+                return stock(self, layer, query, key, value, kv_cache, step, output)
+            compared = True
+            processors = torch.cuda.get_device_properties(query.device).multi_processor_count
+            if problem := _problem(self, layer, query, kv_cache, step, stock, processors):
+                print(f"attention of decoding steps: vLLM's own path is used: {problem}", flush=True)
+                restore()
+                return stock(self, layer, query, key, value, kv_cache, step, output)
+        _decode(self, query, kv_cache, step, output, processors)
+        return output
+
+    restore = replace(FlashAttentionImpl, "forward", forward)
+    return restore
+
+
+def _decode(layer: Any, query: Tensor, kv_cache: Tensor, step: Any, output: Tensor, processors: int) -> None:
+    keys, values = kv_cache.transpose(1, 2).split(layer.head_size, dim=-1)
+    requests = step.num_actual_tokens
+    together, splits = division(requests, layer.num_heads, layer.num_kv_heads, processors)
+    decode(
+        output[:requests], query[:requests], keys, values, step.block_table, step.seq_lens, layer.scale,
+        together=together, splits=splits,
+    )  # fmt: skip
+
+
+def _is_plain(layer: Any, query: Tensor, kv_cache: Tensor, step: Any) -> bool:
+    """Whether a decoding step asks for softmax(scale QK^T)V over all tokens of each request, in 16 bits."""
+    unlimited = (None, (-1, -1))
+    return (
+        layer.attn_type == "decoder"
+        and layer.head_size in _WIDTHS
+        and layer.num_heads // layer.num_kv_heads <= _ROWS
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and kv_cache.dtype == query.dtype
+        and kv_cache.stride(-1) == 1
+        and layer.alibi_slopes is None
+        and not layer.logits_soft_cap
+        and layer.sinks is None
+        and layer.sliding_window in unlimited
+        and getattr(step, "sliding_window", None) in unlimited  # newer versions have it in the layer alone
+        and step.causal is True
+        and step.dcp_context_kv_lens is None
+        and step.rswa_prefix_lens is None
+        and getattr(step, "mm_prefix_range_tensor", None) is None
+        and getattr(step, "mm_prefix_query_range_tensor", None) is None
+        and not getattr(step, "use_cascade", False)
+        and step.num_actual_tokens == step.block_table.shape[0] == step.seq_lens.shape[0]
+    )
+
+
+def _problem(
+    layer: Any, module: Any, query: Tensor, kv_cache: Tensor, step: Any, stock: Callable[..., Any], processors: int
+) -> str:
+    """What differs from vLLM's attention on a random case, or went wrong; empty: nothing."""
+    try:
+        block, most = kv_cache.shape[2], 6
+        lengths = [most * block, most * block - 3, 4 * block + 1, 4 * block, 1, block, 2 * block - 1]
+        blocks = 1 + most * len(lengths)
+        cache = torch.empty_strided(
+            (blocks, *kv_cache.shape[1:]), kv_cache.stride(), dtype=kv_cache.dtype, device=kv_cache.device
+        ).normal_()
+        generator = torch.Generator().manual_seed(0)
+        table = 1 + torch.randperm(blocks - 1, generator=generator).to(torch.int32).view(len(lengths), most)
+        table[1:4, :3] = table[0, :3]  # these share a prompt
+        table = table.to(query.device)
+        shape = (len(lengths), layer.num_heads, layer.head_size)
+        queries = torch.empty(shape, dtype=query.dtype, device=query.device).normal_()
+        ints = {"dtype": torch.int32, "device": query.device}
+        case = dataclasses.replace(
+            step,
+            num_actual_tokens=len(lengths),
+            query_start_loc=torch.arange(len(lengths) + 1, **ints),  # type: ignore[arg-type]
+            max_seq_len=max(lengths),
+            seq_lens=torch.tensor(lengths, **ints),  # type: ignore[arg-type]
+            block_table=table,
+            scheduler_metadata=None,
+            max_num_splits=0,
+        )
+        expected, found = torch.zeros_like(queries), torch.zeros_like(queries)
+        stock(layer, module, queries, None, None, cache, case, expected)
+        for limit in (1, processors):  # with splits and without
+            _decode(layer, queries, cache, case, found, limit)
+            error = (found.float() - expected.float()).abs().max().item() / expected.float().abs().max().item()
+            if not error < _CLOSE:
+                return f"outputs differ by {error:.1e} of the largest"
+    except Exception as error:  # of another Triton's compiler, for example
+        return f"{type(error).__name__}: {error}"
+    return ""
