@@ -70,15 +70,7 @@ def _attend_kernel(
             alike = same == CHUNK
         shared = common * BLOCK // TILE
     own = tl.maximum((lengths + TILE - 1) // TILE - shared, 0)
-    end0 = tl.sum(tl.where(near <= 0, own, 0), axis=0)
-    end1 = tl.sum(tl.where(near <= 1, own, 0), axis=0)
-    end2 = tl.sum(tl.where(near <= 2, own, 0), axis=0)
     num_tiles = shared + tl.sum(own, axis=0)
-    # Scalars: loads that wait for other loads of the loop are not pipelined.
-    length0 = tl.sum(tl.where(near == 0, lengths, 0), axis=0)
-    length1 = tl.sum(tl.where(near == 1, lengths, 0), axis=0)
-    length2 = tl.sum(tl.where(near == 2, lengths, 0), axis=0)
-    length3 = tl.sum(tl.where(near == 3, lengths, 0), axis=0)
 
     rows = tl.arange(0, ROWS)
     member = rows // PER_HEAD
@@ -94,35 +86,38 @@ def _attend_kernel(
     total = tl.zeros([ROWS], tl.float32)
     values = tl.zeros([ROWS, WIDTH], tl.float32)
     tokens = tl.arange(0, TILE)
-    for number in tl.range(split * num_tiles // num_splits, (split + 1) * num_tiles // num_splits, num_stages=STAGES):
-        after = number - shared
-        which = (after >= end0).to(tl.int32) + (after >= end1).to(tl.int32) + (after >= end2).to(tl.int32)
-        begin = tl.where(which == 0, 0, tl.where(which == 1, end0, tl.where(which == 2, end1, end2)))
-        tile = tl.where(after < 0, number, shared + after - begin)
-        position = tile * TILE + tokens
-        length = tl.where(
-            which == 0, length0, tl.where(which == 1, length1, tl.where(which == 2, length2, length3))
-        )
-        there = position < length
-        block = tl.load(table_ptr + (first + which).to(tl.int64) * table_row + position // BLOCK, mask=there, other=0)
-        block = block.to(tl.int64)
-        place = position % BLOCK
-        key = tl.load(k_ptr + (block * k_block + place * k_token + head * k_head)[None, :] + columns[:, None])
-        value = tl.load(
-            v_ptr + (block * v_block + place * v_token + head * v_head)[:, None] + columns[None, :],
-            mask=there[:, None],
-            other=0.0,
-        )
-        scores = tl.dot(q, key) * scale
-        asks = ((after < 0) | (member == which)) & has_tokens
-        scores = tl.where(asks[:, None] & there[None, :], scores, float("-inf"))
-        top = tl.maximum(largest, tl.max(scores, axis=1))
-        shift = tl.where(top == float("-inf"), 0.0, top)  # a row that has seen none of its tokens
-        weights = tl.exp2(scores - shift[:, None])
-        fade = tl.exp2(largest - shift)
-        total = total * fade + tl.sum(weights, axis=1)
-        values = tl.dot(weights.to(value.dtype), value, values * fade[:, None])
-        largest = top
+    low, high = split * num_tiles // num_splits, (split + 1) * num_tiles // num_splits
+    # First the shared tiles, then those of each request: a loop for each, so that its loads are pipelined.
+    for part in tl.static_range(TOGETHER + 1):
+        which = 0 if part == 0 else part - 1
+        begin = tl.sum(tl.where(near < which, own, 0), axis=0) + shared  # number of the request's first own tile
+        end = begin + tl.sum(tl.where(near == which, own, 0), axis=0)
+        length = tl.sum(tl.where(near == which, lengths, 0), axis=0)
+        if part == 0:
+            begin, end, offset, asks = 0, shared, 0, has_tokens
+        else:
+            offset, asks = begin - shared, (member == which) & has_tokens
+        row_ptr = table_ptr + (first + which).to(tl.int64) * table_row
+        for number in tl.range(tl.maximum(low, begin), tl.minimum(high, end), num_stages=STAGES):
+            position = (number - offset) * TILE + tokens
+            there = position < length
+            block = tl.load(row_ptr + position // BLOCK, mask=there, other=0).to(tl.int64)
+            place = position % BLOCK
+            key = tl.load(k_ptr + (block * k_block + place * k_token + head * k_head)[None, :] + columns[:, None])
+            value = tl.load(
+                v_ptr + (block * v_block + place * v_token + head * v_head)[:, None] + columns[None, :],
+                mask=there[:, None],
+                other=0.0,
+            )
+            scores = tl.dot(q, key) * scale
+            scores = tl.where(asks[:, None] & there[None, :], scores, float("-inf"))
+            top = tl.maximum(largest, tl.max(scores, axis=1))
+            shift = tl.where(top == float("-inf"), 0.0, top)  # a row that has seen none of its tokens
+            weights = tl.exp2(scores - shift[:, None])
+            fade = tl.exp2(largest - shift)
+            total = total * fade + tl.sum(weights, axis=1)
+            values = tl.dot(weights.to(value.dtype), value, values * fade[:, None])
+            largest = top
     if not SPLIT:
         values = values / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(
@@ -167,7 +162,7 @@ def decode(
     together: int,
     splits: int = 1,
     tile: int = _TILE,
-    stages: int = 3,
+    stages: int = 2,
     warps: int = 4,
 ) -> Tensor:
     """Attention of one new token per request over its tokens in a paged KV cache.
