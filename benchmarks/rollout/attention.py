@@ -64,11 +64,9 @@ class Work:
 
 def flash(work: Work) -> Call:
     """As vLLM calls it in a graph of decoding steps."""
-    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
     from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func, get_scheduler_metadata
 
     version = 3 if torch.cuda.get_device_capability()[0] == 9 else 2
-    del get_flash_attn_version
     key = work.caches[0][0]
     metadata = None
     if version == 3:
@@ -108,7 +106,7 @@ def unified(work: Work) -> Call:
 def ours(work: Work, **options: int) -> Call:
     def call(layer: int) -> None:
         k, v = work.caches[layer]
-        attention.decode(work.out, work.q, k, v, work.table, work.lengths, work.scale, **options)  # type: ignore[arg-type]
+        attention.decode(work.out, work.q, k, v, work.table, work.lengths, work.scale, **options)
 
     return call
 
@@ -122,7 +120,7 @@ def time_layer(call: Call) -> float:
     with torch.cuda.graph(graph):
         for layer in range(LAYERS):
             call(layer)
-    times = []
+    times: list[float] = []
     for _ in range(7):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()

@@ -166,6 +166,7 @@ ATTENTION = Patch(
     reads={
         "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl": (
             f"__init__(self, {_LAYER}, attn_type, kv_sharing_target_layer_name, sinks)",
+            "do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping)",  # apart from forward
         ),
         "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadata": (
             "num_actual_tokens",
