@@ -34,8 +34,10 @@ from rollout_vllm.servers.checks import (
     reserve_port,
 )
 from rollout_vllm.servers.command import (
+    Device,
     check_build,
     detect_device,
+    has_multicast,
     plan_cpu_threads,
     server_arguments,
     server_environment,
@@ -80,6 +82,23 @@ def test_gpu_arguments() -> None:
     assert "--enforce-eager" not in args
     assert "--enable-chunked-prefill" in args
     assert "--kv-cache-memory-bytes" not in args
+
+
+def test_all_reduces_are_not_fused_where_the_environment_disables_multicast() -> None:
+    """vLLM 0.26 then reads an illegal address while it measures its memory, and does not answer again."""
+    pair = RolloutConfig(tensor_parallel_size=2)
+    unfused = "--compilation-config.pass_config.fuse_allreduce_rms=false"
+
+    def arguments(config: RolloutConfig, value: str | None, device: Device = "cuda") -> list[str]:
+        environment = {} if value is None else {"TORCH_SYMM_MEM_DISABLE_MULTICAST": value}
+        return server_arguments(config, "m", port=1, device=device, multicast=has_multicast(environment))
+
+    assert unfused in arguments(pair, "1")
+    assert unfused not in [*arguments(pair, None), *arguments(pair, "0"), *arguments(pair, "")]
+    assert unfused not in arguments(RolloutConfig(), "1")
+    assert unfused not in arguments(pair, "1", device="cpu")
+    own = RolloutConfig(tensor_parallel_size=2, extra_args=("--compilation-config", '{"cudagraph_mode": "NONE"}'))
+    assert unfused not in arguments(own, "1"), "a configuration of the user's is not mixed with ours"
 
 
 def test_settings_left_open_follow_the_device() -> None:

@@ -77,9 +77,18 @@ def plan_cpu_threads(num_cores: int, num_servers: int, requested: int | None) ->
 
 
 def server_arguments(
-    config: RolloutConfig, model_path: str, *, port: int, device: Device, extra_args: Sequence[str] = ()
+    config: RolloutConfig,
+    model_path: str,
+    *,
+    port: int,
+    device: Device,
+    multicast: bool = True,
+    extra_args: Sequence[str] = (),
 ) -> list[str]:
-    """vLLM's arguments. `extra_args` and then `config.extra_args` come last, so they override the others."""
+    """vLLM's arguments. `extra_args` and then `config.extra_args` come last, so they override the others.
+
+    multicast: whether the environment lets torch's symmetric memory use NVLink multicast.
+    """
     args = ["--model", model_path, "--served-model-name", SERVED_MODEL_NAME]
     args += ["--host", config.host, "--port", str(port)]
     args += ["--middleware", VERSION_MIDDLEWARE, "--middleware", AUTH_MIDDLEWARE]  # the last one is the outermost
@@ -100,6 +109,10 @@ def server_arguments(
     args += ["--enable-chunked-prefill" if chunked else "--no-enable-chunked-prefill"]
     if config.tensor_parallel_size > 1:
         args += ["--tensor-parallel-size", str(config.tensor_parallel_size)]
+        compiled = any(each.startswith(("--compilation-config", "-cc")) for each in (*extra_args, *config.extra_args))
+        if device == "cuda" and not multicast and not compiled:
+            # vLLM 0.26 fuses all-reduces with a kernel that needs a multicast address, and does not look for one.
+            args += ["--compilation-config.pass_config.fuse_allreduce_rms=false"]
     if device == "cuda":
         args += ["--gpu-memory-utilization", str(config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION)]
     if config.kv_cache_dtype != "auto":
@@ -117,6 +130,11 @@ def server_arguments(
     if kv_cache_bytes is not None:
         args += ["--kv-cache-memory-bytes", str(kv_cache_bytes)]
     return [*args, *extra_args, *config.extra_args]
+
+
+def has_multicast(environment: Mapping[str, str]) -> bool:
+    """Whether torch's symmetric memory may use NVLink multicast, where the GPUs have it."""
+    return environment.get("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0") in ("", "0")
 
 
 def is_eager(config: RolloutConfig, device: Device) -> bool:

@@ -28,6 +28,7 @@ from .command import (
     Device,
     check_build,
     detect_device,
+    has_multicast,
     server_arguments,
     server_environment,
 )
@@ -90,7 +91,10 @@ def build_server(
     variables = server_environment(
         os.environ, config, device=device, api_key=api_key, num_cores=num_cores, gpu_ids=gpu_ids, extra=env
     )
-    arguments = server_arguments(config, str(model_path), port=port, device=device, extra_args=extra_args)
+    multicast = has_multicast(variables)
+    arguments = server_arguments(
+        config, str(model_path), port=port, device=device, multicast=multicast, extra_args=extra_args
+    )
     host = f"[{config.host}]" if ":" in config.host else config.host
     endpoint = Endpoint(f"http://{host}:{port}", api_key, SERVED_MODEL_NAME)
     log_path = Path(log_dir) / f"server_{index}.log"
