@@ -135,17 +135,15 @@ def time_layer(call: Call) -> float:
 def contestants(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[Work], Call]]]:
     yield "FlashAttention", flash
     yield "vLLM's Triton kernel", unified
-    most = min(4, 16 // (args.heads // args.key_heads))
-    grid = (
-        [
-            *itertools.product([n for n in (1, 2, 4) if n <= most], (1, 2, 4), (32, 64, 128), (2, 3, 4), (4,)),
-            *itertools.product((most,), (1, 2), (64, 128), (2, 3), (2, 8)),
+    most = attention.requests_together(args.heads, args.key_heads)
+    grid = [(most, 64, 2, 4), (1, 64, 2, 4)]
+    if args.sweep:
+        grid = [
+            *itertools.product([n for n in (1, 2, 4) if n <= most], (32, 64, 128), (2, 3, 4), (4,)),
+            *itertools.product((most,), (64, 128), (2, 3), (2, 8)),
         ]
-        if args.sweep
-        else [(most, 1, 64, 3, 4), (most, 2, 64, 3, 4), (1, 1, 64, 3, 4)]
-    )
-    for together, splits, tile, stages, warps in grid:
-        options = {"together": together, "splits": splits, "tile": tile, "stages": stages, "warps": warps}
+    for together, tile, stages, warps in grid:
+        options = {"together": together, "tile": tile, "stages": stages, "warps": warps}
         yield str(options), lambda work, options=options: ours(work, **options)  # type: ignore[misc]
 
 

@@ -25,7 +25,7 @@ torch.manual_seed(0)
 WIDTH, BLOCK, SCALE = 64, 16, 0.2
 
 
-def compare(heads, key_heads, together, splits, heads_first, lengths, shared):
+def compare(heads, key_heads, together, heads_first, lengths, shared):
     if heads_first:
         cache = torch.randn(200, key_heads, BLOCK, 2 * WIDTH)
     else:
@@ -37,13 +37,14 @@ def compare(heads, key_heads, together, splits, heads_first, lengths, shared):
     for row, length in enumerate(lengths):
         if row % 4 == 0:
             prompt = [next(free) for _ in range(shared)]
+        table[row, :shared] = torch.tensor(prompt, dtype=torch.int32)  # also of a request without tokens
         for block in range(-(-length // BLOCK)):
             whole = block < shared and (block + 1) * BLOCK <= length
             table[row, block] = prompt[block] if whole else next(free)
     q = torch.randn(len(lengths), heads, WIDTH)
     out = torch.full_like(q, 7.0)
     lengths_tensor = torch.tensor(lengths, dtype=torch.int32)
-    attention.decode(out, q, keys, values, table, lengths_tensor, SCALE, together=together, splits=splits, tile=32)
+    attention.decode(out, q, keys, values, table, lengths_tensor, SCALE, together=together, tile=32)
     for row, length in enumerate(lengths):
         if not length:
             assert not out[row].any()
@@ -58,12 +59,18 @@ def compare(heads, key_heads, together, splits, heads_first, lengths, shared):
 
 
 count = 0
-for (heads, key_heads, together), splits, (lengths, shared) in itertools.product(
+for (heads, key_heads, together), heads_first, (lengths, shared) in itertools.product(
     [(4, 2, 4), (4, 2, 1), (14, 2, 2), (8, 2, 4)],
-    [1, 4],
-    [([70, 65, 90, 100, 33, 47, 0], 2), ([1, 5, 16, 17, 40], 0), ([64, 64, 64, 64], 4), ([130, 140, 129, 150], 8)],
+    [True, False],
+    [
+        ([70, 65, 90, 100, 33, 47, 0], 2),
+        ([1, 5, 16, 17, 40], 0),
+        ([64, 64, 64, 64], 4),
+        ([130, 140, 129, 150], 8),
+        ([0, 70, 80, 90], 3),
+    ],
 ):
-    compare(heads, key_heads, together, splits, count % 2, lengths, shared)
+    compare(heads, key_heads, together, heads_first, lengths, shared)
     count += 1
 print(count, "cases")
 """
@@ -75,27 +82,26 @@ def test_attention_under_the_interpreter_is_a_softmax_over_each_requests_tokens(
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
     done = subprocess.run([sys.executable, "-c", CASES], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "32 cases" in done.stdout
+    assert "40 cases" in done.stdout
 
 
 @needs_triton
 @pytest.mark.parametrize(
     ("requests", "heads", "key_heads", "expected"),
     [
-        (256, 16, 8, (4, 1)),
-        (128, 16, 8, (4, 1)),  # 256 programs for 132 processors
-        (64, 16, 8, (4, 2)),
-        (1, 16, 8, (4, 8)),
-        (256, 14, 2, (2, 1)),  # seven queries of a key head: two requests fill a tile
-        (16, 32, 2, (1, 8)),
+        (256, 16, 8, (4, True)),
+        (128, 16, 8, (4, True)),  # 256 programs for 132 processors
+        (96, 16, 8, (4, False)),
+        (1, 16, 8, (4, False)),
+        (256, 14, 2, (2, True)),  # seven queries of a key head: two requests fill a tile
+        (64, 14, 2, (2, False)),
+        (256, 16, 1, (1, True)),
     ],
 )
-def test_tokens_are_split_where_there_are_few_programs(
-    requests: int, heads: int, key_heads: int, expected: tuple[int, int]
-) -> None:
-    from rollout_vllm.servers.attention import division
+def test_few_requests_are_left_to_vllm(requests: int, heads: int, key_heads: int, expected: tuple[int, bool]) -> None:
+    from rollout_vllm.servers.attention import fills_gpu, requests_together
 
-    assert division(requests, heads, key_heads, 132) == expected
+    assert (requests_together(heads, key_heads), fills_gpu(requests, heads, key_heads, 132)) == expected
 
 
 def decoding_step(**changes: Any) -> Any:
@@ -139,7 +145,7 @@ def plain_attention(self: Any, query: torch.Tensor, kv_cache: torch.Tensor, step
 class Replaced:
     """FlashAttentionImpl's forward with our hook, the kernel in torch, and both counted."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, error: float | None = 0.0) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, error: float | None = 0.0, processors: int = 1) -> None:
         attention = pytest.importorskip("rollout_vllm.servers.attention", reason="triton is not installed")
         from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
@@ -153,7 +159,7 @@ class Replaced:
                 plain_attention(self_, query, cache, step, out)
             return out
 
-        def decode(self_: Any, query: Any, cache: Any, step: Any, out: Any, processors: int) -> None:
+        def decode(self_: Any, query: Any, cache: Any, step: Any, out: Any) -> None:
             self.our_calls += 1
             if error is None:
                 raise RuntimeError("no such kernel")
@@ -163,7 +169,8 @@ class Replaced:
         monkeypatch.setattr(FlashAttentionImpl, "forward", stock)
         monkeypatch.setattr(attention, "_decode", decode)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+        found = SimpleNamespace(multi_processor_count=processors)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
         attention.attend_together(ATTENTION.replace)
         self.implementation = FlashAttentionImpl
 
@@ -186,7 +193,7 @@ def test_decoding_steps_are_computed_together(
     for _ in range(3):
         replaced.forward(layer(), decoding_step())
     assert replaced.stock_calls == 1, "one comparison"
-    assert replaced.our_calls == 2 + 3
+    assert replaced.our_calls == 1 + 3
     assert "own path" not in capsys.readouterr().out
 
 
@@ -234,12 +241,18 @@ def test_other_steps_are_vllms(
     assert (replaced.stock_calls, replaced.our_calls) == (1, 0)
 
 
+def test_a_step_that_does_not_fill_the_gpu_is_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+    replaced = Replaced(monkeypatch, processors=132)
+    replaced.forward(layer(), decoding_step())
+    assert (replaced.stock_calls, replaced.our_calls) == (1, 0)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("heads", "key_heads", "width"), [(16, 8, 128), (14, 2, 64), (32, 8, 128)])
 @pytest.mark.parametrize("requests", [1, 5, 64, 256])
 def test_attention_on_a_gpu_is_a_softmax(requests: int, heads: int, key_heads: int, width: int) -> None:
-    from rollout_vllm.servers.attention import decode, division
+    from rollout_vllm.servers.attention import decode, requests_together
 
     torch.manual_seed(0)
     blocks = 4 + 8 * requests
@@ -251,9 +264,8 @@ def test_attention_on_a_gpu_is_a_softmax(requests: int, heads: int, key_heads: i
     q = torch.randn((requests, heads, width), device="cuda", dtype=torch.bfloat16)
     out, expected = torch.full_like(q, 7.0), torch.zeros_like(q)
     keys, values = cache.transpose(1, 2).split(width, -1)
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
-    together, splits = division(requests, heads, key_heads, processors)
-    decode(out, q, keys, values, table, lengths, width**-0.5, together=together, splits=splits)
+    together = requests_together(heads, key_heads)
+    decode(out, q, keys, values, table, lengths, width**-0.5, together=together)
     of = layer(num_heads=heads, num_kv_heads=key_heads, head_size=width, scale=width**-0.5)
     plain_attention(of, q, cache, SimpleNamespace(seq_lens=lengths, block_table=table), expected)
     torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)

@@ -4,8 +4,8 @@ In a rollout, several samples continue one prompt, and vLLM keeps the prompt's k
 reads them for every sample, and computes tiles of 64 or 128 queries of which a decoding step has two or seven. Here one
 program of the GPU computes neighboring requests together: it reads blocks of the KV cache that they share once, and its
 tiles have 16 queries. How the work is divided depends on the number of requests alone, so CUDA graphs can contain it.
-Online softmax over tiles of tokens: FlashAttention-2 (https://arxiv.org/abs/2307.08691), algorithm 1; split keys and
-their merge: Flash-Decoding.
+Online softmax over tiles of tokens: FlashAttention-2 (https://arxiv.org/abs/2307.08691), algorithm 1. The tokens of a
+request are not divided among programs, so with few requests most of the GPU would be idle: vLLM computes these steps.
 
 `_serve.py` loads this file by path, on GPUs, so it imports nothing of this package.
 """
@@ -28,27 +28,23 @@ _TILE = 64
 """Tokens of a tile."""
 _TABLE_CHUNK = 64
 """Blocks that are compared at once."""
-_PROGRAMS_PER_SM = 2
-"""Programs below which tokens are split: measured on an H200, splits cost more than they gain at 2 and above."""
-_MOST_SPLITS = 8
+_PROGRAMS_PER_PROCESSOR = 1.5
+"""Fewer are left to vLLM: FlashAttention 3 is slower at 1.9 on an H200, and faster at 0.5."""
 _WIDTHS = (64, 128)
 """Head sizes that the kernel was tried with."""
 _CLOSE = 2e-2
 """Largest difference from FlashAttention, in units of the output's largest value: both round to 16 bits."""
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_splits"])  # it would be compiled for each number of requests
+@triton.jit(do_not_specialize=["num_requests"])  # it would be compiled for each number of requests
 def _attend_kernel(
-    out_ptr, parts_ptr, sums_ptr, q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, scale, num_requests, num_splits,
+    out_ptr, q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, scale, num_requests,
     q_row, q_head, out_row, out_head, k_block, k_token, k_head, v_block, v_token, v_head, table_row,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, PER_HEAD: tl.constexpr, TOGETHER: tl.constexpr, TILE: tl.constexpr,
-    SPLIT: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One key head of TOGETHER neighboring requests, or one of `num_splits` parts of their tokens.
-
-    Tiles are counted through: first those that all requests share, then each request's own, request by request.
-    """
-    head, first, split = tl.program_id(0), tl.program_id(1) * TOGETHER, tl.program_id(2)
+    """One key head of TOGETHER neighboring requests: first the tiles that they share, then each request's own."""
+    head, first = tl.program_id(0), tl.program_id(1) * TOGETHER
     near = tl.arange(0, TOGETHER)
     lengths = tl.load(lengths_ptr + first + near, mask=first + near < num_requests, other=0)
     shared = 0
@@ -70,8 +66,6 @@ def _attend_kernel(
             common += same
             alike = same == CHUNK
         shared = common * BLOCK // TILE
-    own = tl.maximum((lengths + TILE - 1) // TILE - shared, 0)
-    num_tiles = shared + tl.sum(own, axis=0)
 
     rows = tl.arange(0, ROWS)
     member = rows // PER_HEAD
@@ -87,20 +81,16 @@ def _attend_kernel(
     total = tl.zeros([ROWS], tl.float32)
     values = tl.zeros([ROWS, WIDTH], tl.float32)
     tokens = tl.arange(0, TILE)
-    low, high = split * num_tiles // num_splits, (split + 1) * num_tiles // num_splits
-    # First the shared tiles, then those of each request: a loop for each, so that its loads are pipelined.
-    for part in tl.static_range(TOGETHER + 1):
+    for part in tl.static_range(TOGETHER + 1):  # a loop for each, so that its loads are pipelined
         which = 0 if part == 0 else part - 1
-        begin = tl.sum(tl.where(near < which, own, 0), axis=0) + shared  # number of the request's first own tile
-        end = begin + tl.sum(tl.where(near == which, own, 0), axis=0)
-        length = tl.sum(tl.where(near == which, lengths, 0), axis=0)
         if part == 0:
-            begin, end, offset, asks = 0, shared, 0, has_tokens
+            begin, end, length, asks = 0, shared, shared * TILE, has_tokens
         else:
-            offset, asks = begin - shared, (member == which) & has_tokens
+            length = tl.sum(tl.where(near == which, lengths, 0), axis=0)
+            begin, end, asks = shared, (length + TILE - 1) // TILE, (member == which) & has_tokens
         row_ptr = table_ptr + (first + which).to(tl.int64) * table_row
-        for number in tl.range(tl.maximum(low, begin), tl.minimum(high, end), num_stages=STAGES):
-            position = (number - offset) * TILE + tokens
+        for number in tl.range(begin, end, num_stages=STAGES):
+            position = number * TILE + tokens
             there = position < length
             block = tl.load(row_ptr + position // BLOCK, mask=there, other=0).to(tl.int64)
             place = position % BLOCK
@@ -119,36 +109,12 @@ def _attend_kernel(
             total = total * fade + tl.sum(weights, axis=1)
             values = tl.dot(weights.to(value.dtype), value, values * fade[:, None])
             largest = top
-    if not SPLIT:
-        values = values / tl.where(total > 0, total, 1.0)[:, None]
-        tl.store(
-            out_ptr + request[:, None] * out_row + query[:, None] * out_head + columns[None, :],
-            values.to(out_ptr.dtype.element_ty),
-            mask=real[:, None],
-        )
-    else:
-        num_heads = tl.num_programs(0) * PER_HEAD
-        place = (request * num_heads + query) * num_splits + split
-        tl.store(parts_ptr + place[:, None] * WIDTH + columns[None, :], values, mask=real[:, None])
-        tl.store(sums_ptr + place * 2, largest, mask=real)
-        tl.store(sums_ptr + place * 2 + 1, total, mask=real)
-
-
-@triton.jit
-def _merge_kernel(
-    out_ptr, parts_ptr, sums_ptr, out_row, out_head, num_splits, WIDTH: tl.constexpr, MOST: tl.constexpr
-):  # fmt: skip
-    head, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    split = tl.arange(0, MOST)
-    place, there = (request * tl.num_programs(0) + head) * num_splits + split, split < num_splits
-    columns = tl.arange(0, WIDTH)
-    largest = tl.load(sums_ptr + place * 2, mask=there, other=float("-inf"))
-    top = tl.max(largest, axis=0)
-    fade = tl.where(largest == float("-inf"), 0.0, tl.exp2(largest - top))
-    total = tl.sum(tl.load(sums_ptr + place * 2 + 1, mask=there, other=0.0) * fade, axis=0)
-    parts = tl.load(parts_ptr + place[:, None] * WIDTH + columns[None, :], mask=there[:, None], other=0.0)
-    values = tl.sum(parts * fade[:, None], axis=0) / tl.where(total > 0, total, 1.0)
-    tl.store(out_ptr + request * out_row + head * out_head + columns, values.to(out_ptr.dtype.element_ty))
+    values = values / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(
+        out_ptr + request[:, None] * out_row + query[:, None] * out_head + columns[None, :],
+        values.to(out_ptr.dtype.element_ty),
+        mask=real[:, None],
+    )
 
 
 def decode(
@@ -161,7 +127,6 @@ def decode(
     scale: float,
     *,
     together: int,
-    splits: int = 1,
     tile: int = _TILE,
     stages: int = 2,
     warps: int = 4,
@@ -177,43 +142,32 @@ def decode(
         lengths: [requests] int32, tokens of each request, the new one included.
         scale: factor of the scores before the softmax.
         together: neighboring requests of one program, 1, 2 or 4, with at most 16 queries of a key head.
-        splits: programs among which the tokens are divided, at most 8.
     """
     requests, heads, width = q.shape
     block, key_heads = k.shape[1:3]
-    parts = sums = out
-    if splits > 1:
-        parts = torch.empty((requests, heads, splits, width), dtype=torch.float32, device=q.device)
-        sums = torch.empty((requests, heads, splits, 2), dtype=torch.float32, device=q.device)
-    _attend_kernel[(key_heads, triton.cdiv(requests, together), splits)](
-        out, parts, sums, q, k, v, table, lengths, scale * math.log2(math.e), requests, splits,
+    _attend_kernel[(key_heads, triton.cdiv(requests, together))](
+        out, q, k, v, table, lengths, scale * math.log2(math.e), requests,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1),
         k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2), table.stride(0),
-        BLOCK=block, WIDTH=width, PER_HEAD=heads // key_heads, TOGETHER=together, TILE=tile, SPLIT=splits > 1,
+        BLOCK=block, WIDTH=width, PER_HEAD=heads // key_heads, TOGETHER=together, TILE=tile,
         ROWS=_ROWS, CHUNK=_TABLE_CHUNK, STAGES=stages, num_warps=warps,
     )  # fmt: skip
-    if splits > 1:
-        _merge_kernel[(heads, requests)](
-            out, parts, sums, out.stride(0), out.stride(1), splits, WIDTH=width, MOST=_MOST_SPLITS, num_warps=1
-        )
     return out
 
 
-def division(requests: int, heads: int, key_heads: int, processors: int) -> tuple[int, int]:
-    """How `decode` divides its work: requests of a program, and parts of their tokens.
+def requests_together(heads: int, key_heads: int) -> int:
+    """Requests of one program of `decode`, as many as have room in a tile of queries."""
+    return max(n for n in (1, 2, 4) if n * (heads // key_heads) <= _ROWS)
 
-    Tokens are split where requests and key heads alone make few programs for the GPU's processors.
-    """
-    together = max(n for n in (1, 2, 4) if n * (heads // key_heads) <= _ROWS)
-    programs = key_heads * -(-requests // together)
-    splits = 1
-    while splits < _MOST_SPLITS and programs * splits * 2 <= _PROGRAMS_PER_SM * processors:
-        splits *= 2
-    return together, splits
+
+def fills_gpu(requests: int, heads: int, key_heads: int, processors: int) -> bool:
+    """Whether `decode` has work for most of a GPU's streaming multiprocessors."""
+    programs = key_heads * -(-requests // requests_together(heads, key_heads))
+    return programs >= _PROGRAMS_PER_PROCESSOR * processors
 
 
 def attend_together(replace: Replace) -> Callable[[], None]:
-    """Compute decoding steps of plain attention layers with `decode`.
+    """Compute decoding steps of plain attention layers with `decode`, if they have requests enough to fill the GPU.
 
     The first such step computes a small random case in both ways. If they differ, or `decode` cannot compute it,
     vLLM's way is used from then on and one line says so. Returns the function that restores vLLM's way.
@@ -222,7 +176,7 @@ def attend_together(replace: Replace) -> Callable[[], None]:
 
     stock = FlashAttentionImpl.forward
     compared = False
-    processors = 0
+    processors: int | None = None
 
     def forward(
         self: Any, layer: Any, query: Tensor, key: Any, value: Any, kv_cache: Tensor, attn_metadata: Any,
@@ -240,30 +194,32 @@ def attend_together(replace: Replace) -> Callable[[], None]:
             return stock(
                 self, layer, query, key, value, kv_cache, step, output, output_scale, output_block_scale
             )  # fmt: skip
+        if processors is None:
+            processors = torch.cuda.get_device_properties(query.device).multi_processor_count
+        if not fills_gpu(step.num_actual_tokens, self.num_heads, self.num_kv_heads, processors):
+            return stock(self, layer, query, key, value, kv_cache, step, output)
         if not compared:
             if torch.cuda.is_current_stream_capturing():  # a kernel is not compiled during a capture
                 return stock(self, layer, query, key, value, kv_cache, step, output)
             compared = True
-            processors = torch.cuda.get_device_properties(query.device).multi_processor_count
-            if problem := _problem(self, layer, query, kv_cache, step, stock, processors):
+            if problem := _problem(self, layer, query, kv_cache, step, stock):
                 print(f"attention of decoding steps: vLLM's own path is used: {problem}", flush=True)
                 restore()
                 return stock(self, layer, query, key, value, kv_cache, step, output)
-        _decode(self, query, kv_cache, step, output, processors)
+        _decode(self, query, kv_cache, step, output)
         return output
 
     restore = replace(FlashAttentionImpl, "forward", forward)
     return restore
 
 
-def _decode(layer: Any, query: Tensor, kv_cache: Tensor, step: Any, output: Tensor, processors: int) -> None:
+def _decode(layer: Any, query: Tensor, kv_cache: Tensor, step: Any, output: Tensor) -> None:
     stored = kv_cache.transpose(1, 2)
     keys, values = stored[..., : layer.head_size], stored[..., layer.head_size :]
     requests = step.num_actual_tokens
-    together, splits = division(requests, layer.num_heads, layer.num_kv_heads, processors)
     decode(
         output[:requests], query[:requests], keys, values, step.block_table, step.seq_lens, layer.scale,
-        together=together, splits=splits,
+        together=requests_together(layer.num_heads, layer.num_kv_heads),
     )  # fmt: skip
 
 
@@ -293,9 +249,7 @@ def _is_plain(layer: Any, query: Tensor, kv_cache: Tensor, step: Any) -> bool:
     )
 
 
-def _problem(
-    layer: Any, module: Any, query: Tensor, kv_cache: Tensor, step: Any, stock: Callable[..., Any], processors: int
-) -> str:
+def _problem(layer: Any, module: Any, query: Tensor, kv_cache: Tensor, step: Any, stock: Callable[..., Any]) -> str:
     """What differs from vLLM's attention on a random case, or went wrong; empty: nothing."""
     try:
         block, most = kv_cache.shape[2], 6
@@ -323,11 +277,10 @@ def _problem(
         )
         expected, found = torch.zeros_like(queries), torch.zeros_like(queries)
         stock(layer, module, queries, None, None, cache, case, expected)
-        for limit in (1, processors):  # with splits and without
-            _decode(layer, queries, cache, case, found, limit)
-            error = (found.float() - expected.float()).abs().max().item() / expected.float().abs().max().item()
-            if not error < _CLOSE:
-                return f"outputs differ by {error:.1e} of the largest"
+        _decode(layer, queries, cache, case, found)
+        error = (found.float() - expected.float()).abs().max().item() / expected.float().abs().max().item()
+        if not error < _CLOSE:
+            return f"outputs differ by {error:.1e} of the largest"
     except Exception as error:  # of another Triton's compiler, for example
         return f"{type(error).__name__}: {error}"
     return ""
