@@ -32,7 +32,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RatesConfig:
-    """Measured rates of one H200 and its host; each names its table in benchmarks/. GB are 1e9 bytes."""
+    """Measured rates of one H200 and its host, or as said; each names its table in benchmarks/. GB are 1e9 bytes."""
 
     matmul_tflops: float = 408.0
     """TFLOP/s of a training step with compiled layers and full micro batches: 12,288 tokens of Qwen3-0.6B in 113 ms at
@@ -43,11 +43,12 @@ class RatesConfig:
     decode_gb_per_s: float = 2480.0
     """GB/s of weights and KV cache that decoding reads: 16.3 GB in the 6.58 ms of a step's kernels (rollout, "Compared
     with LLM.generate")."""
-    decode_host_ms: float = 0.7
-    """Milliseconds of a decoding step in which vLLM's engine core runs Python, without those of its sequences: 2,048
-    steps with 8 sequences in 1.8 s (reliability, `timing_s/gen`; `rollout.max_num_seqs=8`)."""
-    decode_host_ms_per_seq: float = 0.0246
-    """As much for each sequence: 7.0 ms with 256 (rollout, "Compared with LLM.generate")."""
+    decode_host_ms: float = 2.2
+    """Milliseconds of a decoding step in which vLLM's engine core runs Python, without those of its sequences. With
+    `decode_host_ms_per_seq`: schedule, submit and update took 6.85 ms with 256 sequences and 4.52 with 128 on an H100's
+    host; updates take 0.36 and, in proportion, 0.18 less since (rollout, "Scheduling a decoding step")."""
+    decode_host_ms_per_seq: float = 0.0168
+    """As much for each sequence."""
     nvlink_gb_per_s: float = 173.0
     """GB/s that a GPU sends over NVLink: 13.83 GB in 80 ms (weight_sync, "On GPUs", 7B, `nccl`, transfer)."""
     push_fixed_ms: float = 30.0

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from apps.forecast.config import ForecastConfig, RatesConfig
 from apps.forecast.links import Links, ring_links
-from apps.forecast.work import decode_bytes, forward_flops, layer_flops
+from apps.forecast.work import decode_bytes, forward_flops, layer_flops, prompt_reads
 from ds_engine import MemoryEstimate, ModelShape
 from ds_engine.planning.traffic import Traffic, exchanged_bytes, forward_traffic, update_traffic
 from rl_core import BatchLayout
@@ -73,6 +73,11 @@ class Job:
         return self.layout.num_prompts * self.layout.samples_per_prompt
 
     @property
+    def num_updates(self) -> int:
+        """Optimizer steps of a step."""
+        return self.layout.num_mini_batches * self.config.algorithm.num_epochs
+
+    @property
     def tokens(self) -> int:
         """Mean tokens of a sequence."""
         return self.config.prompt_length + self.config.response_length
@@ -127,11 +132,15 @@ def generation(job: Job) -> Phase:
     samples = -(-job.num_samples // rollout.server_count)
     rounds = -(-samples // sequences_at_once(job))
     sequences = -(-samples // rounds)
+    reads = 1.0
+    if job.element_bytes == kv_value_bytes(rollout) == 2:  # others are left to vLLM's attention
+        group = job.layout.samples_per_prompt
+        reads = prompt_reads(job.shape, sequences=sequences, samples_per_prompt=group, tensor_parallel=tp)
     read = decode_bytes(
         weight_bytes=job.weight_bytes,
         kv_bytes_per_token=_kv_bytes_per_token(job),
         sequences=sequences,
-        mean_context=config.prompt_length + config.response_length / 2,
+        mean_context=reads * config.prompt_length + config.response_length / 2,
         tensor_parallel=tp,
     )
     # Two all-reduces a layer of one row per sequence.
@@ -205,8 +214,8 @@ def log_probs(
 
 
 def updates(job: Job) -> Phase:
-    """Forward and backward passes, and the optimizer steps."""
-    actor, number = job.config.actor, job.layout.num_mini_batches
+    """Forward and backward passes, and the optimizer steps, of all epochs."""
+    actor, number = job.config.actor, job.num_updates
     micro_batches = job.micro_batches(job.layout.train_batch_size // job.layout.dp)
     overlapping, after = update_traffic(job.shape, actor, world_size=job.num_ranks, num_micro_batches=micro_batches)
     return _passes(
@@ -214,7 +223,7 @@ def updates(job: Job) -> Phase:
         "updates",
         job.shape,
         passes=4 if actor.gradient_checkpointing else 3,
-        samples=job.num_samples,
+        samples=job.num_samples * job.config.algorithm.num_epochs,
         micro_batches=micro_batches * number,
         links=_ring(job, overlapping).times(number),
         after=_ring(job, after).times(number),

@@ -38,7 +38,7 @@ def _sizes(job: Job) -> Iterator[str]:
     )
     yield (
         f"{job.num_samples:,} samples of {config.prompt_length} + {config.response_length} tokens, "
-        f"{job.layout.num_mini_batches} updates of {job.layout.train_batch_size:,} sequences, "
+        f"{job.num_updates} updates of {job.layout.train_batch_size:,} sequences, "
         f"{job.micro_batches(job.layout.train_batch_size // job.layout.dp)} micro batches each"
     )
 
