@@ -11,6 +11,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +42,21 @@ def keys(folder: Path, part: str, steps: int, num_gpus: int) -> list[str]:
     return [f"preset={PRESETS[part]}", f"model.path={folder}/model", f"trainer.num_ranks={num_gpus}", *own]
 
 
-def hold(gpu: int, free_gib: float, held: Any, done: Any) -> None:
-    """Allocates memory of a GPU until `free_gib` are left, and keeps it until `done`."""
+def take(gpu: int, free_gib: float) -> list[Any]:
+    """Allocates memory of a GPU until `free_gib` are left; the blocks."""
     import torch
 
     blocks, target = [], int(free_gib * 2**30)
     while (excess := torch.cuda.mem_get_info(gpu)[0] - target) > 2**21:  # the driver's unit is 2 MiB
         blocks.append(torch.empty(excess, dtype=torch.uint8, device=f"cuda:{gpu}"))
-    held.set()
-    done.wait()
+    return blocks
+
+
+def hold(gpu: int, free_gib: float, pipe: Connection) -> None:
+    """Takes memory of a GPU, says so, and keeps it until the process at the other end closes the pipe or ends."""
+    blocks = take(gpu, free_gib)  # noqa: F841  (a name keeps them)
+    pipe.send(True)
+    pipe.poll(None)
 
 
 @contextlib.contextmanager
@@ -58,17 +65,26 @@ def ballast(num_gpus: int, free_gib: float) -> Iterator[None]:
     if not free_gib:
         yield
         return
-    context = get_context("spawn")
-    done, held = context.Event(), [context.Event() for _ in range(num_gpus)]
-    holders = [context.Process(target=hold, args=(gpu, free_gib, held[gpu], done)) for gpu in range(num_gpus)]
+    context, holders, pipes = get_context("spawn"), [], []
     try:
-        for holder in holders:
+        for gpu in range(num_gpus):
+            ours, theirs = context.Pipe()
+            holder = context.Process(target=hold, args=(gpu, free_gib, theirs))
             holder.start()
-        if not all(event.wait(120) for event in held):
+            holders.append(holder)
+            pipes.append(ours)
+            theirs.close()  # so that the end of the holder ends the wait for it
+        num_held = 0
+        with contextlib.suppress(EOFError):
+            for ours in pipes:
+                num_held += ours.poll(120) and ours.recv()
+        if num_held < num_gpus:
             raise RuntimeError(f"could not leave {free_gib} GiB free on {num_gpus} GPUs")
         yield
     finally:
-        done.set()
+        # Not with an Event: its `set` waits until every holder wakes, also for one that the SIGTERM of `timeout` ended.
+        for holder in holders:
+            holder.kill()
         for holder in holders:
             holder.join()
 
