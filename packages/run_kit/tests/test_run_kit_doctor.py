@@ -12,9 +12,9 @@ from run_kit.machine.check import GIB, MIB, Check, to_text
 from run_kit.machine.gpus import Gpu, Holder, Torch
 
 STATES = ("problem", "warning", "ok")
-SMI = """0, GPU-5a1, 9.0, 143771, 4, 580.82.07, NVIDIA H200
-1, GPU-b2c, 9.0, 143771, 71000, 580.82.07, NVIDIA H200, a name with a comma
-2, GPU-c3d, [N/A], [N/A], [N/A], 580.82.07, NVIDIA GB10
+SMI = """0, GPU-5a1, 9.0, 143771, 4, 143151, 580.82.07, NVIDIA H200
+1, GPU-b2c, 9.0, 143771, 71000, 72155, 580.82.07, NVIDIA H200, a name with a comma
+2, GPU-c3d, [N/A], [N/A], [N/A], [N/A], 580.82.07, NVIDIA GB10
 """
 H200 = Torch(version="2.11.0", cuda="13.0", nccl="2.28.9", architectures=("sm_80", "sm_90", "sm_120"), num_gpus=3)
 CPU = Torch(version="2.13.0+cpu")
@@ -30,6 +30,8 @@ def test_gpus_and_the_processes_on_them_are_read() -> None:
     assert [gpu.name for gpu in listed] == ["NVIDIA H200", "NVIDIA H200, a name with a comma", "NVIDIA GB10"]
     assert [gpu.capability for gpu in listed] == [(9, 0), (9, 0), None]
     assert [gpu.used_mib for gpu in listed] == [4, 71000, None]
+    assert [gpu.free_mib for gpu in listed] == [143151, 72155, None]
+    assert [gpu.driver for gpu in listed] == ["580.82.07"] * 3
     holders = gpus.parse_holders("GPU-b2c, 4242, 70000, python, with a comma\n")
     states = {check.subject: (check.state, check.found) for check in gpus.check_gpus(listed, holders, "", H200)}
     assert states["GPU 0"] == ("ok", "NVIDIA H200, 140.4 GiB, compute capability 9.0")
@@ -56,9 +58,51 @@ field = st.text(st.characters(exclude_characters=",", exclude_categories=["C", "
     )
 )
 def test_written_gpus_are_read(rows: list[tuple[int, str, int, int, int]]) -> None:
-    lines = [f"{index}, {uuid}, {major}.{minor}, {mib}, 0, 580.1, N {uuid}" for index, uuid, major, minor, mib in rows]
+    lines = [
+        f"{index}, {uuid}, {major}.{minor}, {mib}, 0, {mib}, 580.1, N {uuid}" for index, uuid, major, minor, mib in rows
+    ]
     found = [(gpu.index, gpu.uuid, *(gpu.capability or ()), gpu.total_mib) for gpu in gpus.parse_gpus("\n".join(lines))]
     assert found == rows
+
+
+@pytest.mark.parametrize(
+    ("total", "used", "free", "expected"),
+    [
+        ("8192", "1", "7600", 7600),  # the driver reserves 591 MiB
+        ("8192", "1", "[N/A]", 8191),
+        ("8192", "1", "[Not Supported]", 8191),
+        ("8192", "[N/A]", "7600", 7600),
+        ("8192", "[N/A]", "[N/A]", None),
+        ("[N/A]", "1", "[N/A]", None),
+        ("8192", "8192", "0", 0),
+    ],
+)
+def test_reserved_memory_is_not_free(total: str, used: str, free: str, expected: int | None) -> None:
+    (gpu,) = gpus.parse_gpus(f"0, GPU-a, 8.6, {total}, {used}, {free}, 580.82.07, A, B")
+    assert (gpu.free_mib, gpu.name) == (expected, "A, B")
+
+
+def test_the_fields_of_the_query_are_read_in_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("""#!/bin/sh
+case "$1" in --query-gpu=*) ;; *) exit 0 ;; esac
+echo "${1#*=}" | sed 's/,/, /g; s/index/3/; s/uuid/GPU-a/; s/compute_cap/8.6/; s/memory.total/8192/
+s/memory.used/1/; s/memory.free/7600/; s/driver_version/580.1/; s/name/A, B/'
+""")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    (gpu,), holders, error = gpus.read_gpus()
+    assert (holders, error) == ([], "")
+    known = {"index": 3, "uuid": "GPU-a", "name": "A, B", "capability": (8, 6), "driver": "580.1"}
+    assert gpu == one(**known, total_mib=8192, used_mib=1, reported_free_mib=7600)
+
+
+def test_reserved_memory_is_not_held_by_processes() -> None:
+    assert gpus.check_gpu(one(total_mib=8192, used_mib=1, reported_free_mib=7600), [], H200).state == "ok"
+
+
+def test_free_memory_that_was_not_asked_for_is_what_is_not_used() -> None:
+    assert one(total_mib=8192, used_mib=2).free_mib == 8190
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ class Gpu:
     name: str
     total_bytes: int
     used_bytes: int
-    """Bytes that other processes hold now."""
+    """Bytes that other processes hold now, or that the driver reserves for itself."""
     capability: tuple[int, int] | None = None
     """Compute capability; None: unknown."""
 
@@ -45,14 +45,14 @@ def read_gpus(gpu_ids: Sequence[GpuId]) -> tuple[Gpu, ...]:
 
 
 def known_gpus(listed: Sequence[gpus.Gpu]) -> dict[int, Gpu]:
-    """Index -> GPU, of those whose memory nvidia-smi reports."""
+    """Index -> GPU, of those whose total and free memory nvidia-smi reports."""
     return {
         gpu.index: Gpu(
             name=gpu.name,
             total_bytes=gpu.total_mib * 2**20,
-            used_bytes=gpu.used_mib * 2**20,
+            used_bytes=(gpu.total_mib - gpu.free_mib) * 2**20,
             capability=gpu.capability,
         )
         for gpu in listed
-        if gpu.total_mib is not None and gpu.used_mib is not None
+        if gpu.total_mib is not None and gpu.free_mib is not None
     }

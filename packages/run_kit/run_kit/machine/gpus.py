@@ -12,7 +12,7 @@ from .check import Check, State
 MIN_DRIVERS = {12: "525.60.13", 13: "580.65.06"}
 """The oldest Linux driver by CUDA major version (NVIDIA's table of minor version compatibility)."""
 
-_GPU_QUERY = "index,uuid,compute_cap,memory.total,memory.used,driver_version,name"
+_GPU_QUERY = "index,uuid,compute_cap,memory.total,memory.used,memory.free,driver_version,name"
 _HOLDER_QUERY = "gpu_uuid,pid,used_memory,process_name"
 _PROBE = """
 import json, torch
@@ -39,7 +39,17 @@ class Gpu:
     capability: tuple[int, int] | None
     total_mib: int | None
     used_mib: int | None
+    """What processes hold."""
     driver: str
+    reported_free_mib: int | None = None
+
+    @property
+    def free_mib(self) -> int | None:
+        """What processes can still allocate: as the driver reports it, else all that is not used; None: unknown."""
+        # Total minus used can be too much: drivers reserve memory for themselves and do not count it as used.
+        if self.reported_free_mib is not None:
+            return self.reported_free_mib
+        return None if self.total_mib is None or self.used_mib is None else self.total_mib - self.used_mib
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,19 +107,20 @@ def read_torch() -> Torch:
 
 def parse_gpus(text: str) -> list[Gpu]:
     """GPUs of nvidia-smi's lines with the fields of the query above; other lines are left out."""
-    rows = [[part.strip() for part in line.split(",", 6)] for line in text.splitlines()]
+    rows = [[part.strip() for part in line.split(",", 7)] for line in text.splitlines()]
     return [
         Gpu(
             index=int(row[0]),
             uuid=row[1],
-            name=row[6],
+            name=row[7],
             capability=_capability(row[2]),
             total_mib=_number(row[3]),
             used_mib=_number(row[4]),
-            driver=row[5],
+            reported_free_mib=_number(row[5]),
+            driver=row[6],
         )
         for row in rows
-        if len(row) == 7 and row[0].isdecimal()
+        if len(row) == 8 and row[0].isdecimal()
     ]
 
 
