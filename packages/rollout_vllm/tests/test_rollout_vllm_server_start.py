@@ -391,6 +391,12 @@ def test_reserved_ports_are_distinct_and_usable() -> None:
         ("KeyError: 'first'\nRuntimeError: Engine core initialization failed. See above.", 1, "KeyError: 'first'"),
         ("RuntimeError: Engine core initialization failed.", 1, "RuntimeError: Engine core"),
         (
+            "RuntimeError: CUDA error: CUBLAS_STATUS_INTERNAL_ERROR\n"
+            "torch.AcceleratorError: CUDA error: an illegal memory access was encountered",
+            1,
+            "illegal memory access on a GPU: RuntimeError: CUDA error: CUBLAS_STATUS_INTERNAL_ERROR",
+        ),
+        (
             "WARNING 11-25 00:46:12 [interface.py:368] Failed to import from vllm._C: ModuleNotFoundError("
             "\"No module named 'vllm._C'\")\nRuntimeError: Failed to infer device type, please set the variable",
             1,

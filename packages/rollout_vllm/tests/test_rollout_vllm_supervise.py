@@ -15,7 +15,8 @@ import pytest
 
 import rollout_vllm
 from plinth_testing import wait_until
-from rollout_vllm import Endpoint
+from rollout_vllm import Endpoint, ServerGroup, ServerStartError
+from rollout_vllm.servers import process
 from rollout_vllm.servers.process import ServerProcess, _socket_folder
 
 SUPERVISE = str(Path(rollout_vllm.__file__).with_name("servers") / "_supervise.py")
@@ -200,3 +201,45 @@ def test_each_server_has_a_folder_of_sockets_that_goes_with_it(tmp_path: Path) -
         tempfile.tempdir = None
     assert len(str(folder)) <= 70
     folder.rmdir()
+
+
+# A server of two GPUs (vLLM 0.26) in one process: its engine core fails, a worker hangs and reports the cause when it
+# is ended, and the front end waits for it.
+FAILED_ENGINE_CORE = r"""
+import os, signal, sys, time
+
+def end(*_):
+    print("(Worker_TP0 pid=8087) torch.AcceleratorError: CUDA error: an illegal memory access was encountered")
+
+signal.signal(signal.SIGTERM, end)
+worker = "(Worker_TP1 pid=8088) ERROR 11-25 12:36:21 [multiproc_executor.py:1007]"
+core = "(EngineCore pid=7844) ERROR 11-25 12:36:21 [core.py:1330]"
+cause = "CUDA error: CUBLAS_STATUS_INTERNAL_ERROR when calling `cublasCreate(handle)`"
+print(worker, "WorkerProc hit an exception.")
+print(worker, "RuntimeError:", cause)
+print(core, "EngineCore failed to start.")
+print(core, "Traceback (most recent call last):")
+print(core, f"RuntimeError: Worker failed with error '{cause}', please check the stack trace above for the root cause")
+open(sys.argv[1], "w").write(str(os.getpid()))
+while True:
+    time.sleep(1)
+"""
+
+
+def test_a_server_that_hangs_after_its_engine_core_failed_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "_serve.py").write_text(FAILED_ENGINE_CORE)
+    (tmp_path / "_supervise.py").symlink_to(SUPERVISE)
+    monkeypatch.setattr(process, "_HERE", tmp_path)
+    monkeypatch.setattr(process, "_EXIT_GRACE_S", 2.0)
+    endpoint, pid, env = Endpoint("http://127.0.0.1:9"), tmp_path / "pid", os.environ | {"PYTHONUNBUFFERED": "1"}
+    server = ServerProcess(0, endpoint, [str(pid)], env, tmp_path / "server.log", stop_grace_s=0.5)
+    group = ServerGroup([endpoint], [server], startup_timeout_s=30)
+    server.start()
+    begin = time.monotonic()
+    cause = "illegal memory access on a GPU: RuntimeError: CUDA error: CUBLAS_STATUS_INTERNAL_ERROR"
+    with pytest.raises(ServerStartError, match=f"{cause}.*did not exit after its engine core failed"):
+        group.wait_ready()
+    assert 2 <= time.monotonic() - begin < 30
+    assert not running(int(pid.read_text()))

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 _PREFIX = re.compile(r"^(\([^)]*pid=\d+\)\s*)+")
 _LOG_HEAD = re.compile(r"^(INFO|WARNING|ERROR|DEBUG)\s+\d\d-\d\d \d\d:\d\d:\d\d( \[[^\]]*\])?\s*")
 _EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)): (.+)")
+_ENGINE_CORE_FAILED = "EngineCore failed to start."  # vllm/v1/engine/core.py
+_ILLEGAL_ACCESS = "an illegal memory access was encountered"
 # These errors only report an earlier failure.
 _SECONDARY = ("Engine core initialization failed", "WorkerProc initialization failed", "EngineCore encountered")
 
@@ -44,13 +46,22 @@ def diagnose(log: str, exit_status: int | None) -> str:
     if primary or exceptions:
         # The first exception is the cause; other processes report later ones as a consequence.
         match = (primary or exceptions)[0]
-        return _shorten(f"{match[1].rpartition('.')[2]}: {match[2]}")
+        reason = f"{match[1].rpartition('.')[2]}: {match[2]}"
+        # CUDA reports a kernel's error late: a call of a library may fail before, with an error of its own.
+        if "CUDA error" in reason and _ILLEGAL_ACCESS in log and _ILLEGAL_ACCESS not in reason:
+            reason = f"illegal memory access on a GPU: {reason}"
+        return _shorten(reason)
     if exit_status is not None and exit_status in (137, -9):
         return "killed (SIGKILL); the machine may have run out of memory"
     if exit_status is not None:
         last = next((line for line in reversed(lines) if line), "no output")
         return _shorten(f"exit status {exit_status}: {last}")
     return "no answer"
+
+
+def engine_core_failed(log: str) -> bool:
+    """Whether vLLM reports that its engine core did not start. The server then exits, unless a worker hangs."""
+    return _ENGINE_CORE_FAILED in log
 
 
 def _shorten(text: str) -> str:

@@ -1,5 +1,6 @@
 """One server as a process tree: start, readiness check by generating a token, stop. Standard library only."""
 
+import math
 import os
 import shutil
 import signal
@@ -18,11 +19,13 @@ from ..errors import ServerStartError
 from ..samples import Endpoint
 from .blocking_http import try_generation
 from .command import describe_environment
-from .diagnose import diagnose
+from .diagnose import diagnose, engine_core_failed
 
 _HERE = Path(__file__).resolve().parent
 _MAX_LOG_BYTES = 4 << 20  # how much of the log is read for a diagnosis
 _POLL_S = 0.1
+_LOOK_S = 1.0  # between two looks at the log of a server that starts
+_EXIT_GRACE_S = 15.0  # for a server to exit after its engine core has failed
 _MAX_SOCKET_FOLDER = 70  # characters: a socket's path has at most 107, and vLLM's names have 36
 
 
@@ -126,11 +129,24 @@ class ServerProcess:
         return diagnose(self.log_text(), status)
 
     def wait_ready(self, deadline: float) -> None:
-        """Block until the server has generated a token. deadline: time.monotonic(). Raises ServerStartError."""
+        """Block until the server has generated a token. deadline: time.monotonic().
+
+        Raises ServerStartError. A server that does not exit although its engine core failed is stopped first.
+        """
+        next_look, give_up = 0.0, math.inf
         while True:
             if not self.alive:
                 raise ServerStartError(self.reason(), self.index, self.log_path)
-            left = deadline - time.monotonic()
+            now = time.monotonic()
+            if now >= give_up:
+                self.stop()  # before the diagnosis: what the workers write when they end may name the cause
+                reason = f"{diagnose(self.log_text(), None)}; it did not exit after its engine core failed"
+                raise ServerStartError(reason, self.index, self.log_path)
+            if now >= next_look:
+                next_look = now + _LOOK_S
+                if engine_core_failed(self.log_text()):
+                    give_up = min(give_up, now + _EXIT_GRACE_S)
+            left = deadline - now
             if left <= 0:
                 reason = f"not ready in time; last known: {self.reason()}"
                 raise ServerStartError(reason, self.index, self.log_path)
