@@ -11,6 +11,8 @@ Handler = Callable[[int, FrameType | None], None]
 STOPPED_BY_USR1 = 128 + signal.SIGUSR1
 """Exit code of a program that SIGUSR1 stopped, which a batch system can send before its time limit."""
 _GRACEFUL = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_raised: signal.Signals | None = None
+"""The signal whose SystemExit ends the program: `ray.get` and `ray.wait` replace that exception with SystemExit(1)."""
 
 
 class RunStopped(SystemExit):
@@ -58,10 +60,13 @@ def signals_as_exceptions() -> Iterator[None]:
     """Run cleanup code on SIGINT, SIGTERM, SIGHUP and SIGUSR1, and do not let a second signal cut it short.
 
     The first signal raises (KeyboardInterrupt, SystemExit); the second only prints a notice; the third interrupts.
+    A SystemExit leaves with the code 128 + the signal's number, whatever became of it on its way.
     """
+    global _raised
     count = 0
 
     def handle(signum: int, _frame: FrameType | None) -> None:
+        global _raised
         nonlocal count
         count += 1
         if count == 2:
@@ -69,10 +74,19 @@ def signals_as_exceptions() -> Iterator[None]:
         elif signum == signal.SIGINT:
             raise KeyboardInterrupt
         else:
+            _raised = signal.Signals(signum)
             raise SystemExit(128 + signum)
 
     with _handled((*_GRACEFUL, signal.SIGHUP), handle, {}):
-        yield
+        try:
+            yield
+        except SystemExit as error:
+            number = stopping_signal(error)
+            if number is None or error.code == 128 + number:
+                raise
+            raise SystemExit(128 + number) from error
+        finally:
+            _raised = None
 
 
 @contextmanager
@@ -101,5 +115,7 @@ def stopping_signal(error: BaseException | None) -> signal.Signals | None:
     """The signal that `error` reports, as `StopRequest` and `signals_as_exceptions` raise it; None for other errors."""
     if isinstance(error, KeyboardInterrupt):
         return signal.SIGINT
+    if isinstance(error, SystemExit) and error.code == 1 and _raised:
+        return _raised
     number = error.code - 128 if isinstance(error, SystemExit) and isinstance(error.code, int) else 0
     return signal.Signals(number) if number in _GRACEFUL or number == signal.SIGHUP else None

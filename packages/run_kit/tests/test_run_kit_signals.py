@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,64 @@ def test_one_signal_ends_after_the_step_and_two_at_once(
     assert len(rows) == num_rows
     assert f'"message": "by {signals[-1].name}"' in (run / "run.json").read_text()
     assert ("Traceback" in (run / "train.log").read_text()) == (num_rows == 0)
+
+
+WAIT = """
+import sys, time
+from dataclasses import dataclass
+import ray
+from run_kit import RunFolder, Tracker, TrackingConfig, run_cli
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    output: str = "."
+
+@ray.remote
+def sleep():
+    time.sleep(300)
+
+def main(config):
+    tracking = TrackingConfig(report=False, curves=False, tensorboard=False)
+    with Tracker(RunFolder.create(config.output, "x"), tracking, num_steps=100) as tracker:
+        pending = [sleep.remote()]
+        tracker.info("waiting")
+        ray.wait(pending)
+
+ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="error")  # it handles SIGTERM itself
+run_cli(Config, main, app_name="wait", argv=sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_during_a_call_of_ray_is_the_one_that_ends_the_run(tmp_path: Path) -> None:
+    """Ray answers any exception of a signal handler but KeyboardInterrupt with SystemExit(1)."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAIT, f"output={tmp_path}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line == "waiting\n":
+            break
+    time.sleep(1)  # it is in ray.wait then; before, the exception would arrive unchanged
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 143, out
+    (run,) = tmp_path.iterdir()
+    assert '"message": "by SIGTERM"' in (run / "run.json").read_text()
+
+
+def test_another_exit_after_a_signal_keeps_its_code() -> None:
+    def main() -> None:
+        with signals_as_exceptions():
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+            except SystemExit:
+                raise SystemExit(7) from None
+
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 7
+    assert stopping_signal(SystemExit(1)) is None
 
 
 def test_handlers_come_back_when_nothing_asked_and_after_the_first_signal() -> None:
