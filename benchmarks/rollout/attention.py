@@ -163,6 +163,8 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--rows", type=int, default=12, help="of the sweep, the fastest")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a GPU")
     print(torch.cuda.get_device_name(), args, flush=True)
     for requests in args.requests:
         work = Work(args, requests)
