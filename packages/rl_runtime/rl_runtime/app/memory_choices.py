@@ -35,6 +35,8 @@ Turns = Literal["never", "servers", "both"]
 _TOKEN_BUDGETS = (DEFAULT_TOKEN_BUDGET, 8_192, 4_096)
 _KV_SHARES = ((1.0, 0.75, 0.5), (0.4, 0.3, 0.2, 0.1))
 """Sizes of the KV cache, relative to all sequences of a step at full length; the second group is a last resort."""
+_KV_BLOCK = 16
+"""Tokens of a block of vLLM's KV cache. A sequence takes whole blocks, and vLLM keeps one block empty."""
 _FRAGMENTATION = 1.12
 """Reserved over allocated bytes of what torch's allocator gets and returns in every step; states are allocated once."""
 _TRAINER_BYTES = 2 * 2**30
@@ -223,9 +225,9 @@ def _choose_share(choice: Choice[JobConfigT], plan: _Plan, total: int) -> Choice
     assert plan.server is not None
     rollout = choice.config.rollout
     if rollout.gpu_memory_utilization is None:
-        gib = round(plan.server.kv_cache / 2**30, 2)
+        gib = math.ceil(plan.server.kv_cache / 2**30 * 100) / 100
         why = f"{plan.kv_share:.0%} of all sequences at full length"
-        choice = choice.with_default("rollout.kv_cache_gib", max(gib, 0.01), why)
+        choice = choice.with_default("rollout.kv_cache_gib", gib, why)
     share = min(0.99, math.ceil(plan.server.total / total * 100) / 100)
     return choice.with_default("rollout.gpu_memory_utilization", share, "what the server needs")
 
@@ -359,6 +361,10 @@ def _reserved(states: int, activations: int) -> int:
     return states + int(activations * _FRAGMENTATION) + _TRAINER_BYTES
 
 
+def _whole_blocks(tokens: int) -> int:
+    return -(-tokens // _KV_BLOCK) * _KV_BLOCK
+
+
 def _server_memory(config: JobConfig, shape: ModelShape, kv_share: float, total: int) -> ServerMemory | None:
     """The server on a rank's GPU; None if there is none."""
     rollout = config.rollout
@@ -368,9 +374,8 @@ def _server_memory(config: JobConfig, shape: ModelShape, kv_share: float, total:
     per_token = 2 * shape.num_layers * shape.kv_width * kv_value_bytes(rollout)
     sequences = rollout.max_num_seqs or 256
     longest = rollout.max_model_len or longest_sequence(config)
-    needed = max(
-        longest, int(min(sequences, samples_per_server(config)) * min(longest, longest_sequence(config)) * kv_share)
-    )
+    at_once = min(sequences, samples_per_server(config))
+    needed = _KV_BLOCK + max(longest, int(at_once * _whole_blocks(min(longest, longest_sequence(config))) * kv_share))
     if rollout.kv_cache_gib is not None:
         needed = int(rollout.kv_cache_gib * rollout.tensor_parallel_size * 2**30 / per_token)
     memory = estimate_server_memory(
