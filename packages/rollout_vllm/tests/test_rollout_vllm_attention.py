@@ -17,23 +17,25 @@ from rollout_vllm.servers.patch import ATTENTION
 SERVERS = Path(importlib.util.find_spec("rollout_vllm").origin).with_name("servers")  # type: ignore[union-attr,arg-type]
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 CASES = """
+import dataclasses
 import itertools
+from types import SimpleNamespace
 import torch
 import attention
 
 torch.manual_seed(0)
-WIDTH, BLOCK, SCALE = 64, 16, 0.2
+WIDTH, BLOCK, BLOCKS, SCALE = 64, 16, 400, 0.2
 
 
 def compare(heads, key_heads, together, heads_first, lengths, shared):
     if heads_first:
-        cache = torch.randn(200, key_heads, BLOCK, 2 * WIDTH)
+        cache = torch.randn(BLOCKS, key_heads, BLOCK, 2 * WIDTH)
     else:
-        cache = torch.randn(200, BLOCK, key_heads, 2 * WIDTH).transpose(1, 2)
+        cache = torch.randn(BLOCKS, BLOCK, key_heads, 2 * WIDTH).transpose(1, 2)
     cache[0] = float("nan")  # the block of padding
     keys, values = cache.transpose(1, 2).split(WIDTH, -1)
-    free = iter((1 + torch.randperm(199)).tolist())
-    table = torch.zeros(len(lengths), 32, dtype=torch.int32)
+    free = iter((1 + torch.randperm(BLOCKS - 1)).tolist())
+    table = torch.zeros(len(lengths), 144, dtype=torch.int32)
     for row, length in enumerate(lengths):
         if row % 4 == 0:
             prompt = [next(free) for _ in range(shared)]
@@ -45,17 +47,21 @@ def compare(heads, key_heads, together, heads_first, lengths, shared):
     out = torch.full_like(q, 7.0)
     lengths_tensor = torch.tensor(lengths, dtype=torch.int32)
     attention.decode(out, q, keys, values, table, lengths_tensor, SCALE, together=together, tile=32)
+    torch.testing.assert_close(out, plain(q, keys, values, table, lengths, SCALE), rtol=1e-5, atol=1e-5)
+
+
+def plain(q, keys, values, table, lengths, scale):
+    out = torch.zeros_like(q)
     for row, length in enumerate(lengths):
-        if not length:
-            assert not out[row].any()
-            continue
-        blocks = table[row, : -(-length // BLOCK)].long()
+        blocks = table[row, : -(-length // keys.shape[1])].long()
         k, v = (
-            stored[blocks].reshape(-1, key_heads, WIDTH)[:length].repeat_interleave(heads // key_heads, 1)
+            stored[blocks].reshape(-1, *keys.shape[2:])[:length].repeat_interleave(q.shape[1] // keys.shape[2], 1)
             for stored in (keys, values)
         )
-        weights = (SCALE * torch.einsum("hd,nhd->hn", q[row], k)).softmax(-1)
-        torch.testing.assert_close(out[row], torch.einsum("hn,nhd->hd", weights, v), rtol=1e-5, atol=1e-5)
+        if length:
+            weights = (scale * torch.einsum("hd,nhd->hn", q[row], k)).softmax(-1)
+            out[row] = torch.einsum("hn,nhd->hd", weights, v)
+    return out
 
 
 count = 0
@@ -68,11 +74,38 @@ for (heads, key_heads, together), heads_first, (lengths, shared) in itertools.pr
         ([64, 64, 64, 64], 4),
         ([130, 140, 129, 150], 8),
         ([0, 70, 80, 90], 3),
+        ([1030, 1041, 1024, 1100], 64),  # blocks are compared 64 at once
+        ([2200, 2177, 0, 2176], 130),
     ],
 ):
     compare(heads, key_heads, together, heads_first, lengths, shared)
     count += 1
 print(count, "cases")
+
+
+# The comparison with vLLM's attention, here one in torch.
+@dataclasses.dataclass
+class Step:
+    num_actual_tokens: int = 0
+    max_seq_len: int = 0
+    max_num_splits: int = 0
+    query_start_loc: object = None
+    seq_lens: object = None
+    block_table: object = None
+    scheduler_metadata: object = None
+
+
+def stock(layer, module, queries, key, value, cache, step, out):
+    keys, values = cache.transpose(1, 2).split(layer.head_size, -1)
+    out.copy_(plain(queries, keys, values, step.block_table, step.seq_lens.tolist(), layer.scale))
+
+
+for block in (16, 48, 256):
+    layer = SimpleNamespace(num_heads=4, num_kv_heads=2, head_size=WIDTH, scale=SCALE)
+    cache, state = torch.empty(3, 2, block, 2 * WIDTH), torch.get_rng_state()
+    assert attention._problem(layer, None, torch.empty(1, 4, WIDTH), cache, Step(), stock) == ""
+    assert torch.equal(torch.get_rng_state(), state)  # it samples tokens
+print("compared")
 """
 
 
@@ -82,7 +115,7 @@ def test_attention_under_the_interpreter_is_a_softmax_over_each_requests_tokens(
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
     done = subprocess.run([sys.executable, "-c", CASES], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "40 cases" in done.stdout
+    assert "56 cases\ncompared" in done.stdout
 
 
 @needs_triton
@@ -108,7 +141,10 @@ def decoding_step(**changes: Any) -> Any:
     """Metadata of a step with one new token for each of two requests, 40 and 33 tokens long."""
     from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 
+    cascade = ("use_cascade", "common_prefix_len", "cu_prefix_query_lens", "prefix_kv_lens", "suffix_kv_lens")
+    fields = {field.name for field in dataclasses.fields(FlashAttentionMetadata)}
     step = FlashAttentionMetadata(
+        **{name: None for name in cascade if name in fields},  # vLLM 0.26 has no defaults for them
         num_actual_tokens=2,
         max_query_len=1,
         query_start_loc=torch.arange(3, dtype=torch.int32),
@@ -121,15 +157,14 @@ def decoding_step(**changes: Any) -> Any:
 
 
 def layer(**changes: Any) -> Any:
+    from vllm.config import CUDAGraphMode
+
     found: dict[str, Any] = {
         "num_heads": 4, "num_kv_heads": 2, "head_size": 64, "scale": 0.125, "attn_type": "decoder",
         "alibi_slopes": None, "logits_soft_cap": 0, "sinks": None, "sliding_window": (-1, -1),
+        "plinth_compilation": SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE),
     }  # fmt: skip
     return SimpleNamespace(**{**found, **changes})
-
-
-CACHE = (5, 2, 16, 128)
-"""Blocks, key heads, tokens of a block, keys and values."""
 
 
 def plain_attention(self: Any, query: torch.Tensor, kv_cache: torch.Tensor, step: Any, output: torch.Tensor) -> None:
@@ -149,7 +184,9 @@ class Replaced:
         attention = pytest.importorskip("rollout_vllm.servers.attention", reason="triton is not installed")
         from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
-        self.stock_calls, self.our_calls = 0, 0
+        self.stock_calls, self.our_calls, self.capturing = 0, 0, False
+        self.case: Any = None
+        """Metadata of the comparison."""
 
         def stock(
             self_: Any, module: Any, query: Any, key: Any, value: Any, cache: Any, step: Any, out: Any, *_: Any
@@ -161,6 +198,7 @@ class Replaced:
 
         def decode(self_: Any, query: Any, cache: Any, step: Any, out: Any) -> None:
             self.our_calls += 1
+            self.case = self.case or step
             if error is None:
                 raise RuntimeError("no such kernel")
             plain_attention(self_, query, cache, step, out)
@@ -168,15 +206,18 @@ class Replaced:
 
         monkeypatch.setattr(FlashAttentionImpl, "forward", stock)
         monkeypatch.setattr(attention, "_decode", decode)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        monkeypatch.setattr(FlashAttentionImpl, "__init__", FlashAttentionImpl.__init__)  # restored afterwards
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         found = SimpleNamespace(multi_processor_count=processors)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
         attention.attend_together(ATTENTION.replace)
         self.implementation = FlashAttentionImpl
 
-    def forward(self, of: Any, step: Any, *, dtype: torch.dtype = torch.bfloat16, scales: Any = None) -> None:
+    def forward(
+        self, of: Any, step: Any, *, dtype: torch.dtype = torch.bfloat16, scales: Any = None, block: int = 16
+    ) -> None:
         query = torch.randn((2, 4, of.head_size), generator=torch.Generator().manual_seed(1)).to(dtype)
-        cache = torch.randn(CACHE, generator=torch.Generator().manual_seed(2)).to(dtype)
+        cache = torch.randn((5, 2, block, 128), generator=torch.Generator().manual_seed(2)).to(dtype)
         output, expected = torch.zeros_like(query), torch.zeros_like(query)
         forward: Any = self.implementation.forward
         found = forward(of, None, query, None, None, cache, step, output, scales)
@@ -209,6 +250,65 @@ def test_an_attention_that_is_not_vllms_is_not_used(
         replaced.forward(layer(), decoding_step())
     assert replaced.our_calls == 1, "vLLM's own path from the first difference on"
     assert f"attention of decoding steps: vLLM's own path is used: {said}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("block", [16, 48, 256])
+def test_requests_of_the_comparison_share_whole_tiles(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the part of the kernel that computes requests together would not be compared."""
+    replaced = Replaced(monkeypatch)
+    replaced.forward(layer(), decoding_step(), block=block)
+    table, lengths = replaced.case.block_table[:4], replaced.case.seq_lens[:4].tolist()
+    assert table.shape[1] * block >= max(lengths)
+    alike = (table == table[0]).all(0).int().cumprod(0).sum().item()
+    assert min(alike, min(lengths) // block) * block >= 2 * 64
+
+
+def test_one_missing_token_of_many_is_a_difference(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replaced = Replaced(monkeypatch)
+
+    def decode(self: Any, query: Any, cache: Any, step: Any, out: Any) -> None:
+        lengths = torch.where(step.seq_lens == step.seq_lens.max(), step.seq_lens - 1, step.seq_lens)
+        plain_attention(self, query, cache, dataclasses.replace(step, seq_lens=lengths), out)
+
+    monkeypatch.setattr(sys.modules["rollout_vllm.servers.attention"], "_decode", decode)
+    replaced.forward(layer(), decoding_step())
+    assert "outputs differ by" in capsys.readouterr().out
+
+
+def test_the_comparison_waits_until_no_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    replaced = Replaced(monkeypatch)
+    replaced.capturing = True
+    replaced.forward(layer(), decoding_step())
+    assert (replaced.stock_calls, replaced.our_calls) == (1, 0)
+    replaced.capturing = False
+    replaced.forward(layer(), decoding_step())
+    replaced.capturing = True
+    replaced.forward(layer(), decoding_step())
+    assert (replaced.stock_calls, replaced.our_calls) == (1 + 1, 1 + 2)
+
+
+@pytest.mark.parametrize(
+    ("mode", "ours"),
+    [("FULL", False), ("FULL_AND_PIECEWISE", True), ("FULL_DECODE_ONLY", True), ("PIECEWISE", True), ("NONE", True)],
+)
+def test_graphs_that_vllm_replays_for_prompts_are_vllms(mode: str, ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With cudagraph_mode=FULL, vLLM 0.26 captures them as decoding steps."""
+    from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
+
+    replaced, config = Replaced(monkeypatch), VllmConfig()
+    with set_current_vllm_config(config):
+        of = replaced.implementation(4, 64, 0.125, 2, None, None, "auto")
+    config.compilation_config.cudagraph_mode = CUDAGraphMode[mode]  # vLLM decides after it has built the layers
+    replaced.forward(of, decoding_step())
+    assert replaced.our_calls == (1 + 1 if ours else 0)
+
+
+def test_a_layer_without_a_configuration_is_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+    replaced = Replaced(monkeypatch)
+    replaced.forward(replaced.implementation(4, 64, 0.125, 2, None, None, "auto"), decoding_step())
+    assert (replaced.stock_calls, replaced.our_calls) == (1, 0)
 
 
 @pytest.mark.parametrize(
@@ -255,11 +355,13 @@ def test_attention_on_a_gpu_is_a_softmax(requests: int, heads: int, key_heads: i
     from rollout_vllm.servers.attention import decode, requests_together
 
     torch.manual_seed(0)
-    blocks = 4 + 8 * requests
+    most, shared = 80, 70
+    blocks = most * requests
     cache = torch.randn((blocks, key_heads, 16, 2 * width), device="cuda", dtype=torch.bfloat16)
-    table = (4 + torch.randperm(8 * requests).to(torch.int32).view(requests, 8)).cuda()
-    table[:, :3] = torch.arange(3, dtype=torch.int32)  # one prompt
-    lengths = torch.randint(1, 129, (requests,), dtype=torch.int32, device="cuda")
+    table = torch.randperm(blocks).to(torch.int32).view(requests, most).cuda()
+    table[:, :shared] = table[0, :shared].clone()  # one prompt
+    lengths = torch.randint(1, 16 * most + 1, (requests,), dtype=torch.int32, device="cuda")
+    lengths[: requests // 2] = lengths[: requests // 2].clamp(min=16 * shared)  # these neighbors share all of it
     lengths[-1] = 0
     q = torch.randn((requests, heads, width), device="cuda", dtype=torch.bfloat16)
     out, expected = torch.full_like(q, 7.0), torch.zeros_like(q)

@@ -82,7 +82,7 @@ def prepare_engine_core(patch: Any) -> None:
         return
     if patch.SCORES.check():
         _load("plinth_server_scores", "scores.py").divide_rows(patch.SCORES.replace)
-    # A batch-invariant server computes a request the same beside any other; these programs depend on its neighbors.
+    # A batch-invariant server computes a request the same beside any other; the number of them decides who computes it.
     if os.environ.get("VLLM_BATCH_INVARIANT") != "1" and patch.ATTENTION.check():
         _load("plinth_server_attention", "attention.py").attend_together(patch.ATTENTION.replace)
     if patch.WARM_UP.check():

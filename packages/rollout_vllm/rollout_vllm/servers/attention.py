@@ -33,7 +33,7 @@ _PROGRAMS_PER_PROCESSOR = 1.5
 _WIDTHS = (64, 128)
 """Head sizes that the kernel was tried with."""
 _CLOSE = 2e-2
-"""Largest difference from FlashAttention, in units of the output's largest value: both round to 16 bits."""
+"""Largest difference from FlashAttention, in units of a request's largest value: both round to 16 bits."""
 
 
 @triton.jit(do_not_specialize=["num_requests"])  # it would be compiled for each number of requests
@@ -172,11 +172,17 @@ def attend_together(replace: Replace) -> Callable[[], None]:
     The first such step computes a small random case in both ways. If they differ, or `decode` cannot compute it,
     vLLM's way is used from then on and one line says so. Returns the function that restores vLLM's way.
     """
+    from vllm.config import get_current_vllm_config_or_none
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
-    stock = FlashAttentionImpl.forward
+    stock, create = FlashAttentionImpl.forward, FlashAttentionImpl.__init__
     compared = False
     processors: int | None = None
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        create(self, *args, **kwargs)
+        config = get_current_vllm_config_or_none()
+        self.plinth_compilation = config and config.compilation_config  # vLLM chooses the graphs later
 
     def forward(
         self: Any, layer: Any, query: Tensor, key: Any, value: Any, kv_cache: Tensor, attn_metadata: Any,
@@ -204,12 +210,18 @@ def attend_together(replace: Replace) -> Callable[[], None]:
             compared = True
             if problem := _problem(self, layer, query, kv_cache, step, stock):
                 print(f"attention of decoding steps: vLLM's own path is used: {problem}", flush=True)
-                restore()
+                restore_forward()
                 return stock(self, layer, query, key, value, kv_cache, step, output)
         _decode(self, query, kv_cache, step, output)
         return output
 
-    restore = replace(FlashAttentionImpl, "forward", forward)
+    restore_forward = replace(FlashAttentionImpl, "forward", forward)
+    restore_init = replace(FlashAttentionImpl, "__init__", init)
+
+    def restore() -> None:
+        restore_forward()
+        restore_init()
+
     return restore
 
 
@@ -246,24 +258,38 @@ def _is_plain(layer: Any, query: Tensor, kv_cache: Tensor, step: Any) -> bool:
         and getattr(step, "mm_prefix_query_range_tensor", None) is None
         and not getattr(step, "use_cascade", False)
         and step.num_actual_tokens == step.block_table.shape[0] == step.seq_lens.shape[0]
+        and _graphs_of_decoding(layer)
     )
+
+
+def _graphs_of_decoding(layer: Any) -> bool:
+    """Whether CUDA graphs of decoding steps compute nothing else.
+
+    With cudagraph_mode=FULL, vLLM 0.26 captures a graph as a decoding step and replays it for steps with prompts.
+    """
+    compilation = layer.plinth_compilation
+    return compilation is not None and compilation.cudagraph_mode.mixed_mode().name != "FULL"
 
 
 def _problem(layer: Any, module: Any, query: Tensor, kv_cache: Tensor, step: Any, stock: Callable[..., Any]) -> str:
     """What differs from vLLM's attention on a random case, or went wrong; empty: nothing."""
     try:
-        block, most = kv_cache.shape[2], 6
-        lengths = [most * block, most * block - 3, 4 * block + 1, 4 * block, 1, block, 2 * block - 1]
+        block = kv_cache.shape[2]
+        shared = 1 + -(-2 * _TILE // block)  # blocks of a prompt, two whole tiles at least
+        most = shared + 3
+        lengths = [most * block, most * block - 3, (shared + 1) * block + 1, (shared + 1) * block]
+        lengths += [1, block, 2 * block - 1]
         blocks = 1 + most * len(lengths)
+        # Not the process's generator: it samples tokens, and must do so alike on all GPUs of a server.
+        generator = torch.Generator(query.device).manual_seed(0)
         cache = torch.empty_strided(
             (blocks, *kv_cache.shape[1:]), kv_cache.stride(), dtype=kv_cache.dtype, device=kv_cache.device
-        ).normal_()
-        generator = torch.Generator().manual_seed(0)
-        table = 1 + torch.randperm(blocks - 1, generator=generator).to(torch.int32).view(len(lengths), most)
-        table[1:4, :3] = table[0, :3]  # these share a prompt
-        table = table.to(query.device)
+        ).normal_(generator=generator)
+        table = 1 + torch.randperm(blocks - 1, generator=generator, device=query.device)
+        table = table.to(torch.int32).view(len(lengths), most)
+        table[1:4, :shared] = table[0, :shared].clone()
         shape = (len(lengths), layer.num_heads, layer.head_size)
-        queries = torch.empty(shape, dtype=query.dtype, device=query.device).normal_()
+        queries = torch.empty(shape, dtype=query.dtype, device=query.device).normal_(generator=generator)
         ints: Any = {"dtype": torch.int32, "device": query.device}
         case = dataclasses.replace(
             step,
@@ -278,9 +304,10 @@ def _problem(layer: Any, module: Any, query: Tensor, kv_cache: Tensor, step: Any
         expected, found = torch.zeros_like(queries), torch.zeros_like(queries)
         stock(layer, module, queries, None, None, cache, case, expected)
         _decode(layer, queries, cache, case, found)
-        error = (found.float() - expected.float()).abs().max().item() / expected.float().abs().max().item()
+        differences, sizes = (found.float() - expected.float()).abs(), expected.float().abs()
+        error = (differences.amax((1, 2)) / sizes.amax((1, 2))).max().item()  # of many tokens, outputs are small
         if not error < _CLOSE:
-            return f"outputs differ by {error:.1e} of the largest"
+            return f"outputs differ by {error:.1e} of a request's largest"
     except Exception as error:  # of another Triton's compiler, for example
         return f"{type(error).__name__}: {error}"
     return ""

@@ -162,12 +162,18 @@ _LAYER = "num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_windo
 ATTENTION = Patch(
     name="attention of decoding steps",
     reason="FlashAttention reads a prompt's keys for each of its samples, and computes tiles of 64 or more queries",
-    replaces={"vllm.v1.attention.backends.flash_attn:FlashAttentionImpl": (f"forward({_FORWARD})",)},
+    replaces={
+        "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl": (
+            f"forward({_FORWARD})",
+            f"__init__(self, {_LAYER}, attn_type, kv_sharing_target_layer_name, sinks)",
+        )
+    },
     reads={
         "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl": (
-            f"__init__(self, {_LAYER}, attn_type, kv_sharing_target_layer_name, sinks)",
             "do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping)",  # apart from forward
         ),
+        "vllm.config": ("get_current_vllm_config_or_none()",),
+        "vllm.config:CUDAGraphMode": ("mixed_mode(self)", "FULL"),
         "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadata": (
             "num_actual_tokens",
             "max_query_len",
