@@ -128,6 +128,21 @@ def test_a_whole_kv_cache_holds_all_sequences_at_full_length(
     assert blocks - 1 >= num_prompts * samples * -(-(prompt + response) // 16), "vLLM keeps a block empty"
 
 
+@pytest.mark.parametrize("longest", [*range(833, 849), *range(3001, 3017)])
+def test_a_kv_cache_holds_a_sequence_as_long_as_servers_accept(longest: int) -> None:
+    """vLLM starts with a block less, too, and then cannot complete such a sequence."""
+    one = config(
+        batch=BatchConfig(train_batch_size=1, mini_batch_size=1),
+        sampling=SamplingConfig(n=1, max_tokens=512),
+        rollout=RolloutConfig(max_model_len=longest),
+    )
+    shape = replace(QWEN3_06B, num_heads=32, num_kv_heads=32)  # a block has 7 MiB, and sizes are rounded to 10
+    gib = choose_for(one, gpus=gpus(1), shape=shape).config.rollout.kv_cache_gib
+    assert gib is not None
+    blocks = int(gib * GIB) // (16 * 2 * 28 * 4096 * 2)
+    assert (blocks - 1) * 16 >= longest
+
+
 def test_a_choice_that_the_configuration_refuses_is_an_input_error() -> None:
     job = SupervisedJobConfig(engine=EngineConfig(sequence_parallel=70_000))
     with pytest.raises(InputError, match=r"num_ranks is 70000.*was chosen: engine.sequence_parallel is 70000"):

@@ -375,7 +375,8 @@ def _server_memory(config: JobConfig, shape: ModelShape, kv_share: float, total:
     sequences = rollout.max_num_seqs or 256
     longest = rollout.max_model_len or longest_sequence(config)
     at_once = min(sequences, samples_per_server(config))
-    needed = _KV_BLOCK + max(longest, int(at_once * _whole_blocks(min(longest, longest_sequence(config))) * kv_share))
+    whole = at_once * _whole_blocks(min(longest, longest_sequence(config)))
+    needed = _KV_BLOCK + max(_whole_blocks(longest), int(whole * kv_share))
     if rollout.kv_cache_gib is not None:
         needed = int(rollout.kv_cache_gib * rollout.tensor_parallel_size * 2**30 / per_token)
     memory = estimate_server_memory(
