@@ -128,6 +128,23 @@ def test_a_prompt_is_read_once_by_neighbors_that_are_computed_together(
     assert found == pytest.approx(reads / len(of_prompt) if fills else 1.0)
 
 
+@given(
+    sequences=st.integers(1, 400),
+    key_heads=st.sampled_from([1, 2, 4, 8]),
+    queries=st.integers(1, 16),
+    width=st.sampled_from([64, 96, 128]),
+)
+@settings(deadline=None, derandomize=True)
+def test_servers_compute_so_many_neighbors_together(sequences: int, key_heads: int, queries: int, width: int) -> None:
+    """The forecast runs without triton, so it has the rule of the servers' kernel a second time."""
+    attention = pytest.importorskip("rollout_vllm.servers.attention", reason="triton is not installed")
+    heads = key_heads * queries
+    shape = replace(model_shape("qwen3-0.6b"), num_heads=heads, num_kv_heads=key_heads, head_dim=width)
+    ours = width in attention._WIDTHS and attention.fills_gpu(sequences, heads, key_heads, 132)
+    found = prompt_reads(shape, sequences=sequences, samples_per_prompt=4, tensor_parallel=1)
+    assert found == (1 / attention.requests_together(heads, key_heads) if ours else 1)
+
+
 @pytest.mark.parametrize(
     ("setting", "samples"),
     [

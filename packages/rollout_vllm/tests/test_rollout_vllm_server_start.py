@@ -97,8 +97,9 @@ def test_all_reduces_are_not_fused_where_the_environment_disables_multicast() ->
     assert unfused not in [*arguments(pair, None), *arguments(pair, "0"), *arguments(pair, "")]
     assert unfused not in arguments(RolloutConfig(), "1")
     assert unfused not in arguments(pair, "1", device="cpu")
-    own = RolloutConfig(tensor_parallel_size=2, extra_args=("--compilation-config", '{"cudagraph_mode": "NONE"}'))
-    assert unfused not in arguments(own, "1"), "a configuration of the user's is not mixed with ours"
+    for name in ("--compilation-config", "--compilation_config", "-cc"):
+        own = RolloutConfig(tensor_parallel_size=2, extra_args=(name, '{"cudagraph_mode": "NONE"}'))
+        assert unfused not in arguments(own, "1"), "a configuration of the user's is not mixed with ours"
 
 
 def test_settings_left_open_follow_the_device() -> None:

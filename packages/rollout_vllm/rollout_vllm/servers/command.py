@@ -109,7 +109,8 @@ def server_arguments(
     args += ["--enable-chunked-prefill" if chunked else "--no-enable-chunked-prefill"]
     if config.tensor_parallel_size > 1:
         args += ["--tensor-parallel-size", str(config.tensor_parallel_size)]
-        compiled = any(each.startswith(("--compilation-config", "-cc")) for each in (*extra_args, *config.extra_args))
+        given = [each.replace("_", "-") for each in (*extra_args, *config.extra_args)]  # vLLM takes both
+        compiled = any(each.startswith(("--compilation-config", "-cc")) for each in given)
         if device == "cuda" and not multicast and not compiled:
             # vLLM 0.26 fuses all-reduces with a kernel that needs a multicast address, and does not look for one.
             args += ["--compilation-config.pass_config.fuse_allreduce_rms=false"]
