@@ -133,6 +133,8 @@ def decode(
 ) -> Tensor:
     """Attention of one new token per request over its tokens in a paged KV cache.
 
+    A value that is not finite, in the tokens of one request, also reaches the other requests of its program.
+
     Args:
         out: [requests, heads, width], written; rows of requests without tokens become zero.
         q: [requests, heads, width], float16 or bfloat16, its last dimension contiguous, as that of `out`, `k` and `v`.
