@@ -180,7 +180,14 @@ def plain_attention(self: Any, query: torch.Tensor, kv_cache: torch.Tensor, step
 class Replaced:
     """FlashAttentionImpl's forward with our hook, the kernel in torch, and both counted."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, error: float | None = 0.0, processors: int = 1) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        error: float | None = 0.0,
+        processors: int = 1,
+        capability: tuple[int, int] = (9, 0),
+    ) -> None:
         attention = pytest.importorskip("rollout_vllm.servers.attention", reason="triton is not installed")
         from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
@@ -208,7 +215,7 @@ class Replaced:
         monkeypatch.setattr(attention, "_decode", decode)
         monkeypatch.setattr(FlashAttentionImpl, "__init__", FlashAttentionImpl.__init__)  # restored afterwards
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
-        found = SimpleNamespace(multi_processor_count=processors)
+        found = SimpleNamespace(multi_processor_count=processors, major=capability[0], minor=capability[1])
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
         attention.attend_together(ATTENTION.replace)
         self.implementation = FlashAttentionImpl
@@ -339,6 +346,16 @@ def test_other_steps_are_vllms(
         monkeypatch.setattr(sys.modules[__name__], "plain_attention", lambda *_: None)
     replaced.forward(layer(**of), step, **options)
     assert (replaced.stock_calls, replaced.our_calls) == (1, 0)
+
+
+def test_a_gpu_that_the_kernel_was_not_timed_on_keeps_vllms_attention(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replaced = Replaced(monkeypatch, capability=(8, 0))
+    for _ in range(2):
+        replaced.forward(layer(), decoding_step())
+    assert (replaced.stock_calls, replaced.our_calls) == (2, 0)
+    assert capsys.readouterr().out.count("vLLM's own path is used: it was timed on compute capability (9, 0)") == 1
 
 
 def test_a_step_that_does_not_fill_the_gpu_is_vllms(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,8 @@ _TABLE_CHUNK = 64
 """Blocks that are compared at once."""
 _PROGRAMS_PER_PROCESSOR = 1.5
 """Fewer are left to vLLM: FlashAttention 3 is slower at 1.9 on an H200, and faster at 0.5."""
+_CAPABILITY = (9, 0)
+"""Compute capability of the GPUs that it was timed on. Others may be faster with what vLLM has for them."""
 _WIDTHS = (64, 128)
 """Head sizes that the kernel was tried with."""
 _CLOSE = 2e-2
@@ -171,8 +173,9 @@ def fills_gpu(requests: int, heads: int, key_heads: int, processors: int) -> boo
 def attend_together(replace: Replace) -> Callable[[], None]:
     """Compute decoding steps of plain attention layers with `decode`, if they have requests enough to fill the GPU.
 
-    The first such step computes a small random case in both ways. If they differ, or `decode` cannot compute it,
-    vLLM's way is used from then on and one line says so. Returns the function that restores vLLM's way.
+    The first such step computes a small random case in both ways. If they differ, or `decode` cannot compute it, or the
+    GPU is not one that it was timed on, vLLM's way is used from then on and one line says so. Returns the function that
+    restores vLLM's way.
     """
     from vllm.config import get_current_vllm_config_or_none
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
@@ -203,7 +206,11 @@ def attend_together(replace: Replace) -> Callable[[], None]:
                 self, layer, query, key, value, kv_cache, step, output, output_scale, output_block_scale
             )  # fmt: skip
         if processors is None:
-            processors = torch.cuda.get_device_properties(query.device).multi_processor_count
+            gpu = torch.cuda.get_device_properties(query.device)
+            processors = gpu.multi_processor_count
+            if (gpu.major, gpu.minor) != _CAPABILITY:
+                give_up(f"it was timed on compute capability {_CAPABILITY}, and this GPU has {(gpu.major, gpu.minor)}")
+                return stock(self, layer, query, key, value, kv_cache, step, output)
         if not fills_gpu(step.num_actual_tokens, self.num_heads, self.num_kv_heads, processors):
             return stock(self, layer, query, key, value, kv_cache, step, output)
         if not compared:
@@ -211,11 +218,14 @@ def attend_together(replace: Replace) -> Callable[[], None]:
                 return stock(self, layer, query, key, value, kv_cache, step, output)
             compared = True
             if problem := _problem(self, layer, query, kv_cache, step, stock):
-                print(f"attention of decoding steps: vLLM's own path is used: {problem}", flush=True)
-                restore_forward()
+                give_up(problem)
                 return stock(self, layer, query, key, value, kv_cache, step, output)
         _decode(self, query, kv_cache, step, output)
         return output
+
+    def give_up(why: str) -> None:
+        print(f"attention of decoding steps: vLLM's own path is used: {why}", flush=True)
+        restore_forward()
 
     restore_forward = replace(FlashAttentionImpl, "forward", forward)
     restore_init = replace(FlashAttentionImpl, "__init__", init)
@@ -269,8 +279,9 @@ def _graphs_of_decoding(layer: Any) -> bool:
 
     With cudagraph_mode=FULL, vLLM 0.26 captures a graph as a decoding step and replays it for steps with prompts.
     """
-    compilation = layer.plinth_compilation
-    return compilation is not None and compilation.cudagraph_mode.mixed_mode().name != "FULL"
+    compilation = getattr(layer, "plinth_compilation", None)
+    mode = compilation and compilation.cudagraph_mode
+    return mode is not None and mode.mixed_mode().name != "FULL"
 
 
 def _problem(layer: Any, module: Any, query: Tensor, kv_cache: Tensor, step: Any, stock: Callable[..., Any]) -> str:
