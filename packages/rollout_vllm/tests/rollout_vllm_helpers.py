@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
+import os
 import random
 import re
 import subprocess
@@ -20,6 +22,18 @@ from aiohttp import web
 from rollout_vllm import Endpoint, GroupResult, Request, RolloutConfig, request_seed
 
 EOS_ID = 1
+SERVERS = Path(importlib.util.find_spec("rollout_vllm").origin).with_name("servers")  # type: ignore[union-attr,arg-type]
+"""Folder of the files that a server process loads by path."""
+
+
+def run_under_the_interpreter(code: str) -> str:
+    """What `code` prints in a process in which Triton's kernels run on the CPU and files of `SERVERS` are modules."""
+    paths = os.pathsep.join(path for path in (str(SERVERS), *sys.path) if path)
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
 
 _BUILD_MODEL = """
 import sys, torch

@@ -2,19 +2,16 @@
 
 import dataclasses
 import importlib.util
-import os
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rollout_vllm_helpers import run_under_the_interpreter
 
 from rollout_vllm.servers.patch import ATTENTION
 
-SERVERS = Path(importlib.util.find_spec("rollout_vllm").origin).with_name("servers")  # type: ignore[union-attr,arg-type]
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 CASES = """
 import dataclasses
@@ -111,11 +108,7 @@ print("compared")
 
 @needs_triton
 def test_attention_under_the_interpreter_is_a_softmax_over_each_requests_tokens() -> None:
-    paths = os.pathsep.join(path for path in (str(SERVERS), *sys.path) if path)
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
-    done = subprocess.run([sys.executable, "-c", CASES], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "56 cases\ncompared" in done.stdout
+    assert "56 cases\ncompared" in run_under_the_interpreter(CASES)
 
 
 @needs_triton

@@ -1,18 +1,14 @@
 """Scores of sampled tokens: the kernels under Triton's interpreter, in a process of its own, and on a GPU."""
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rollout_vllm_helpers import run_under_the_interpreter
 
 from rollout_vllm.servers.patch import SCORES
 
-SERVERS = Path(importlib.util.find_spec("rollout_vllm").origin).with_name("servers")  # type: ignore[union-attr,arg-type]
 CASES = """
 import importlib, itertools
 import torch
@@ -39,11 +35,7 @@ print(count, "cases")
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_scores_under_the_interpreter_are_those_of_a_log_softmax() -> None:
-    paths = os.pathsep.join(path for path in (str(SERVERS), *sys.path) if path)
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
-    done = subprocess.run([sys.executable, "-c", CASES], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "16 cases" in done.stdout
+    assert "16 cases" in run_under_the_interpreter(CASES)
 
 
 def reference(logits: torch.Tensor, num_logprobs: int, tokens: torch.Tensor, *_: object, **__: object) -> object:
