@@ -135,16 +135,13 @@ def time_layer(call: Call) -> float:
 def contestants(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[Work], Call]]]:
     yield "FlashAttention", flash
     yield "vLLM's Triton kernel", unified
-    most = attention.requests_together(args.heads, args.key_heads)
-    grid = [(most, 64, 2, 4), (1, 64, 2, 4)]
+    ways = [n for n in (1, 2, 4) if n * (args.heads // args.key_heads) <= 16]
+    for together in ways:
+        yield f"ours, {together} together", lambda work, together=together: ours(work, together=together)  # type: ignore[misc]
     if args.sweep:
-        grid = [
-            *itertools.product([n for n in (1, 2, 4) if n <= most], (32, 64, 128), (2, 3, 4), (4,)),
-            *itertools.product((most,), (64, 128), (2, 3), (2, 8)),
-        ]
-    for together, tile, stages, warps in grid:
-        options = {"together": together, "tile": tile, "stages": stages, "warps": warps}
-        yield str(options), lambda work, options=options: ours(work, **options)  # type: ignore[misc]
+        for together, tile, stages, registers in itertools.product(ways, (32, 64), (2, 3), (96, 128, 0)):
+            options = {"together": together, "tile": tile, "stages": stages, "registers": registers}
+            yield str(options), lambda work, options=options: ours(work, **options)  # type: ignore[misc]
 
 
 def main() -> None:
@@ -169,7 +166,10 @@ def main() -> None:
     for requests in args.requests:
         work = Work(args, requests)
         sizes = f"{work.bytes / 1e6:.0f} MB per layer, {work.logical_bytes / 1e6:.0f} read by each alone"
-        print(f"\n{requests} requests: {sizes}\n")
+        processors = torch.cuda.get_device_properties(0).multi_processor_count
+        together = attention.requests_together(requests, args.heads, args.key_heads, processors)
+        choice = f"servers compute {together} together" if together else "servers leave them to FlashAttention"
+        print(f"\n{requests} requests ({choice}): {sizes}\n")
         found, expected = [], None
         for name, make in contestants(args):
             try:

@@ -115,19 +115,22 @@ def test_attention_under_the_interpreter_is_a_softmax_over_each_requests_tokens(
 @pytest.mark.parametrize(
     ("requests", "heads", "key_heads", "expected"),
     [
-        (256, 16, 8, (4, True)),
-        (128, 16, 8, (4, True)),  # 256 programs for 132 processors
-        (96, 16, 8, (4, False)),
-        (1, 16, 8, (4, False)),
-        (256, 14, 2, (2, True)),  # seven queries of a key head: two requests fill a tile
-        (64, 14, 2, (2, False)),
-        (256, 16, 1, (1, True)),
+        (512, 16, 8, 4),
+        (256, 16, 8, 4),  # 512 programs for 132 processors
+        (128, 16, 8, 2),
+        (64, 16, 8, 1),
+        (32, 16, 8, 0),
+        (512, 14, 2, 2),  # seven queries of a key head: two requests fill a tile
+        (256, 14, 2, 1),
+        (128, 14, 2, 0),
     ],
 )
-def test_few_requests_are_left_to_vllm(requests: int, heads: int, key_heads: int, expected: tuple[int, bool]) -> None:
-    from rollout_vllm.servers.attention import fills_gpu, requests_together
+def test_as_few_requests_are_together_as_keep_the_gpu_busy(
+    requests: int, heads: int, key_heads: int, expected: int
+) -> None:
+    from rollout_vllm.servers.attention import requests_together
 
-    assert (requests_together(heads, key_heads), fills_gpu(requests, heads, key_heads, 132)) == expected
+    assert requests_together(requests, heads, key_heads, 132) == expected
 
 
 def decoding_step(**changes: Any) -> Any:
@@ -147,6 +150,10 @@ def decoding_step(**changes: Any) -> Any:
         slot_mapping=torch.zeros(2, dtype=torch.int64),
     )
     return dataclasses.replace(step, **changes)
+
+
+COMPARED = 3
+"""Calls of the comparison: one, two and four requests together."""
 
 
 def layer(**changes: Any) -> Any:
@@ -196,7 +203,7 @@ class Replaced:
                 plain_attention(self_, query, cache, step, out)
             return out
 
-        def decode(self_: Any, query: Any, cache: Any, step: Any, out: Any) -> None:
+        def decode(self_: Any, query: Any, cache: Any, step: Any, out: Any, together: int) -> None:
             self.our_calls += 1
             self.case = self.case or step
             if error is None:
@@ -234,7 +241,7 @@ def test_decoding_steps_are_computed_together(
     for _ in range(3):
         replaced.forward(layer(), decoding_step())
     assert replaced.stock_calls == 1, "one comparison"
-    assert replaced.our_calls == 1 + 3
+    assert replaced.our_calls == COMPARED + 3
     assert "own path" not in capsys.readouterr().out
 
 
@@ -268,7 +275,7 @@ def test_one_missing_token_of_many_is_a_difference(
 ) -> None:
     replaced = Replaced(monkeypatch)
 
-    def decode(self: Any, query: Any, cache: Any, step: Any, out: Any) -> None:
+    def decode(self: Any, query: Any, cache: Any, step: Any, out: Any, together: int) -> None:
         lengths = torch.where(step.seq_lens == step.seq_lens.max(), step.seq_lens - 1, step.seq_lens)
         plain_attention(self, query, cache, dataclasses.replace(step, seq_lens=lengths), out)
 
@@ -286,7 +293,7 @@ def test_the_comparison_waits_until_no_graph_is_captured(monkeypatch: pytest.Mon
     replaced.forward(layer(), decoding_step())
     replaced.capturing = True
     replaced.forward(layer(), decoding_step())
-    assert (replaced.stock_calls, replaced.our_calls) == (1 + 1, 1 + 2)
+    assert (replaced.stock_calls, replaced.our_calls) == (1 + 1, COMPARED + 2)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +309,7 @@ def test_graphs_that_vllm_replays_for_prompts_are_vllms(mode: str, ours: bool, m
         of = replaced.implementation(4, 64, 0.125, 2, None, None, "auto")
     config.compilation_config.cudagraph_mode = CUDAGraphMode[mode]  # vLLM decides after it has built the layers
     replaced.forward(of, decoding_step())
-    assert replaced.our_calls == (1 + 1 if ours else 0)
+    assert replaced.our_calls == (COMPARED + 1 if ours else 0)
 
 
 def test_a_layer_without_a_configuration_is_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,7 +369,7 @@ def test_a_step_that_does_not_fill_the_gpu_is_vllms(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(("heads", "key_heads", "width"), [(16, 8, 128), (14, 2, 64), (32, 8, 128)])
 @pytest.mark.parametrize("requests", [1, 5, 64, 256])
 def test_attention_on_a_gpu_is_a_softmax(requests: int, heads: int, key_heads: int, width: int) -> None:
-    from rollout_vllm.servers.attention import decode, requests_together
+    from rollout_vllm.servers.attention import _choices, decode
 
     torch.manual_seed(0)
     most, shared = 80, 70
@@ -376,8 +383,8 @@ def test_attention_on_a_gpu_is_a_softmax(requests: int, heads: int, key_heads: i
     q = torch.randn((requests, heads, width), device="cuda", dtype=torch.bfloat16)
     out, expected = torch.full_like(q, 7.0), torch.zeros_like(q)
     keys, values = cache.transpose(1, 2).split(width, -1)
-    together = requests_together(heads, key_heads)
-    decode(out, q, keys, values, table, lengths, width**-0.5, together=together)
     of = layer(num_heads=heads, num_kv_heads=key_heads, head_size=width, scale=width**-0.5)
     plain_attention(of, q, cache, SimpleNamespace(seq_lens=lengths, block_table=table), expected)
-    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+    for together in _choices(heads, key_heads):
+        decode(out.fill_(7.0), q, keys, values, table, lengths, width**-0.5, together=together)
+        torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)

@@ -28,8 +28,12 @@ _TILE = 64
 """Tokens of a tile."""
 _TABLE_CHUNK = 64
 """Blocks that are compared at once."""
-_PROGRAMS_PER_PROCESSOR = 1.5
-"""Fewer are left to vLLM: FlashAttention 3 is slower at 1.9 on an H200, and faster at 0.5."""
+_AT_ONCE = 4
+"""Programs that a streaming multiprocessor of a Hopper GPU runs at once: of four warps with `_REGISTERS` each."""
+_REGISTERS = 128
+"""Registers of a thread, at most. With more, fewer programs run at once: 3 for 152, which took 1.38 times as long."""
+_FEWEST = 3.5
+"""Steps with fewer programs per multiprocessor are left to vLLM."""
 _CAPABILITY = (9, 0)
 """Compute capability of the GPUs that it was timed on. Others may be faster with what vLLM has for them."""
 _WIDTHS = (64, 128)
@@ -83,13 +87,11 @@ def _attend_kernel(
     total = tl.zeros([ROWS], tl.float32)
     values = tl.zeros([ROWS, WIDTH], tl.float32)
     tokens = tl.arange(0, TILE)
-    for part in tl.static_range(TOGETHER + 1):  # a loop for each, so that its loads are pipelined
-        which = 0 if part == 0 else part - 1
-        if part == 0:
-            begin, end, length, asks = 0, shared, shared * TILE, has_tokens
-        else:
-            length = tl.sum(tl.where(near == which, lengths, 0), axis=0)
-            begin, end, asks = shared, (length + TILE - 1) // TILE, (member == which) & has_tokens
+    for part in range(TOGETHER + 1):  # not unrolled: the compiler would spend more registers on it
+        which = tl.maximum(part - 1, 0)
+        length = tl.where(part == 0, shared * TILE, tl.sum(tl.where(near == which, lengths, 0), axis=0))
+        begin, end = tl.where(part == 0, 0, shared), (length + TILE - 1) // TILE
+        asks = ((part == 0) | (member == which)) & has_tokens
         row_ptr = table_ptr + (first + which).to(tl.int64) * table_row
         for number in tl.range(begin, end, num_stages=STAGES):
             position = number * TILE + tokens
@@ -132,6 +134,7 @@ def decode(
     tile: int = _TILE,
     stages: int = 2,
     warps: int = 4,
+    registers: int = _REGISTERS,
 ) -> Tensor:
     """Attention of one new token per request over its tokens in a paged KV cache.
 
@@ -154,20 +157,26 @@ def decode(
         q.stride(0), q.stride(1), out.stride(0), out.stride(1),
         k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2), table.stride(0),
         BLOCK=block, WIDTH=width, PER_HEAD=heads // key_heads, TOGETHER=together, TILE=tile,
-        ROWS=_ROWS, CHUNK=_TABLE_CHUNK, STAGES=stages, num_warps=warps,
+        ROWS=_ROWS, CHUNK=_TABLE_CHUNK, STAGES=stages, num_warps=warps, **({"maxnreg": registers} if registers else {}),
     )  # fmt: skip
     return out
 
 
-def requests_together(heads: int, key_heads: int) -> int:
-    """Requests of one program of `decode`, as many as have room in a tile of queries."""
-    return max(n for n in (1, 2, 4) if n * (heads // key_heads) <= _ROWS)
+def requests_together(requests: int, heads: int, key_heads: int, processors: int) -> int:
+    """Requests of one program of `decode`; 0: too few for a GPU with so many streaming multiprocessors.
+
+    As few as let all programs run at once, so that they keep as much of the GPU busy as they can.
+    """
+    choices = _choices(heads, key_heads)
+    programs = {n: key_heads * -(-requests // n) for n in choices}
+    if programs[1] < _FEWEST * processors:
+        return 0
+    return next((n for n in choices if programs[n] <= _AT_ONCE * processors), choices[-1])
 
 
-def fills_gpu(requests: int, heads: int, key_heads: int, processors: int) -> bool:
-    """Whether `decode` has work for most of a GPU's streaming multiprocessors."""
-    programs = key_heads * -(-requests // requests_together(heads, key_heads))
-    return programs >= _PROGRAMS_PER_PROCESSOR * processors
+def _choices(heads: int, key_heads: int) -> list[int]:
+    """Numbers of requests whose queries have room in a tile."""
+    return [n for n in (1, 2, 4) if n * (heads // key_heads) <= _ROWS]
 
 
 def attend_together(replace: Replace) -> Callable[[], None]:
@@ -211,7 +220,8 @@ def attend_together(replace: Replace) -> Callable[[], None]:
             if (gpu.major, gpu.minor) != _CAPABILITY:
                 give_up(f"it was timed on compute capability {_CAPABILITY}, and this GPU has {(gpu.major, gpu.minor)}")
                 return stock(self, layer, query, key, value, kv_cache, step, output)
-        if not fills_gpu(step.num_actual_tokens, self.num_heads, self.num_kv_heads, processors):
+        together = requests_together(step.num_actual_tokens, self.num_heads, self.num_kv_heads, processors)
+        if not together:
             return stock(self, layer, query, key, value, kv_cache, step, output)
         if not compared:
             if torch.cuda.is_current_stream_capturing():  # a kernel is not compiled during a capture
@@ -220,7 +230,7 @@ def attend_together(replace: Replace) -> Callable[[], None]:
             if problem := _problem(self, layer, query, kv_cache, step, stock):
                 give_up(problem)
                 return stock(self, layer, query, key, value, kv_cache, step, output)
-        _decode(self, query, kv_cache, step, output)
+        _decode(self, query, kv_cache, step, output, together)
         return output
 
     def give_up(why: str) -> None:
@@ -237,13 +247,13 @@ def attend_together(replace: Replace) -> Callable[[], None]:
     return restore
 
 
-def _decode(layer: Any, query: Tensor, kv_cache: Tensor, step: Any, output: Tensor) -> None:
+def _decode(layer: Any, query: Tensor, kv_cache: Tensor, step: Any, output: Tensor, together: int) -> None:
     stored = kv_cache.transpose(1, 2)
     keys, values = stored[..., : layer.head_size], stored[..., layer.head_size :]
     requests = step.num_actual_tokens
     decode(
         output[:requests], query[:requests], keys, values, step.block_table, step.seq_lens, layer.scale,
-        together=requests_together(layer.num_heads, layer.num_kv_heads),
+        together=together,
     )  # fmt: skip
 
 
@@ -316,11 +326,12 @@ def _problem(layer: Any, module: Any, query: Tensor, kv_cache: Tensor, step: Any
         )
         expected, found = torch.zeros_like(queries), torch.zeros_like(queries)
         stock(layer, module, queries, None, None, cache, case, expected)
-        _decode(layer, queries, cache, case, found)
-        differences, sizes = (found.float() - expected.float()).abs(), expected.float().abs()
-        error = (differences.amax((1, 2)) / sizes.amax((1, 2))).max().item()  # of many tokens, outputs are small
-        if not error < _CLOSE:
-            return f"outputs differ by {error:.1e} of a request's largest"
+        for together in _choices(layer.num_heads, layer.num_kv_heads):
+            _decode(layer, queries, cache, case, found, together)
+            differences, sizes = (found.float() - expected.float()).abs(), expected.float().abs()
+            error = (differences.amax((1, 2)) / sizes.amax((1, 2))).max().item()  # of many tokens, outputs are small
+            if not error < _CLOSE:
+                return f"outputs differ by {error:.1e} of a request's largest, {together} requests together"
     except Exception as error:  # of another Triton's compiler, for example
         return f"{type(error).__name__}: {error}"
     return ""
