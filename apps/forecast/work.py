@@ -6,8 +6,8 @@ from ds_engine import ModelShape
 
 _QUERIES_TOGETHER = 16
 """Queries of a key head that servers compute together at most."""
-_FEWEST_PROGRAMS = 198
-"""Programs of a GPU from which servers compute neighbors together: 1.5 for each multiprocessor of an H100 or H200."""
+_PROGRAMS_AT_ONCE = 528
+"""Programs of the servers' attention that run at once on an H100 or H200, four on each multiprocessor."""
 
 
 def forward_flops(shape: ModelShape, *, prompt: int, response: int) -> float:
@@ -32,14 +32,15 @@ def prompt_reads(shape: ModelShape, *, sequences: int, samples_per_prompt: int, 
     """How often decoding reads the KV cache of a prompt for each of its samples: once, or a part of that.
 
     `rollout_vllm/servers/attention.py` computes groups of neighboring sequences together, and reads a prompt once for a
-    group if all of it continues that prompt. Too few groups to fill the GPU, or other head sizes than 64 and 128, are
-    left to vLLM, which reads it for every sample.
+    group if all of it continues that prompt. Groups are as small as let all of them run at once. Other head sizes than
+    64 and 128 are left to vLLM, which reads a prompt for every sample.
     """
     key_heads = max(1, shape.num_kv_heads // tensor_parallel)
     queries = shape.num_heads // tensor_parallel // key_heads
-    together = max((n for n in (2, 4) if n * queries <= _QUERIES_TOGETHER), default=1)
-    if shape.head_dim not in (64, 128) or key_heads * math.ceil(sequences / together) < _FEWEST_PROGRAMS:
+    sizes = [n for n in (1, 2, 4) if n * queries <= _QUERIES_TOGETHER]
+    if shape.head_dim not in (64, 128) or not sizes:
         return 1.0
+    together = next((n for n in sizes if key_heads * math.ceil(sequences / n) <= _PROGRAMS_AT_ONCE), sizes[-1])
     period = math.lcm(samples_per_prompt, together)
     starts = range(0, period, together)
     reads = (1 if start % samples_per_prompt + together <= samples_per_prompt else together for start in starts)

@@ -119,6 +119,7 @@ def test_attention_under_the_interpreter_is_a_softmax_over_each_requests_tokens(
         (256, 16, 8, 4),  # 512 programs for 132 processors
         (128, 16, 8, 2),
         (64, 16, 8, 1),
+        (48, 16, 8, 1),
         (32, 16, 8, 0),
         (512, 14, 2, 2),  # seven queries of a key head: two requests fill a tile
         (256, 14, 2, 1),

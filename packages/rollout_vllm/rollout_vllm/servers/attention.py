@@ -4,6 +4,7 @@ In a rollout, several samples continue one prompt, and vLLM keeps the prompt's k
 reads them for every sample, and computes tiles of 64 or 128 queries of which a decoding step has two or seven. Here one
 program of the GPU computes neighboring requests together: it reads blocks of the KV cache that they share once, and its
 tiles have 16 queries. How the work is divided depends on the number of requests alone, so CUDA graphs can contain it.
+Memory is read as fast as there are programs at once to ask for it: their number decides how many requests one computes.
 Online softmax over tiles of tokens: FlashAttention-2 (https://arxiv.org/abs/2307.08691), algorithm 1. The tokens of a
 request are not divided among programs, so with few requests most of the GPU would be idle: vLLM computes these steps.
 
@@ -29,11 +30,11 @@ _TILE = 64
 _TABLE_CHUNK = 64
 """Blocks that are compared at once."""
 _AT_ONCE = 4
-"""Programs that a streaming multiprocessor of a Hopper GPU runs at once: of four warps with `_REGISTERS` each."""
+"""Programs that a streaming multiprocessor of a Hopper GPU runs at once: of four warps, `_REGISTERS` for a thread."""
 _REGISTERS = 128
-"""Registers of a thread, at most. With more, fewer programs run at once: 3 for 152, which took 1.38 times as long."""
-_FEWEST = 3.5
-"""Steps with fewer programs per multiprocessor are left to vLLM."""
+"""The most of a thread. A version with 152 ran three programs at once and took 1.38 times as long (256 requests)."""
+_FEWEST = 2.9
+"""Steps with fewer programs per multiprocessor are left to vLLM: FlashAttention 3 was slower at 2.9, faster at 1.9."""
 _CAPABILITY = (9, 0)
 """Compute capability of the GPUs that it was timed on. Others may be faster with what vLLM has for them."""
 _WIDTHS = (64, 128)
@@ -149,6 +150,10 @@ def decode(
         lengths: [requests] int32, tokens of each request, the new one included.
         scale: factor of the scores before the softmax.
         together: neighboring requests of one program, 1, 2 or 4, with at most 16 queries of a key head.
+        tile: tokens of a tile.
+        stages: of Triton's pipeline of loads.
+        warps: of a program.
+        registers: the most of a thread; 0: as many as the compiler likes.
     """
     requests, heads, width = q.shape
     block, key_heads = k.shape[1:3]
@@ -157,7 +162,7 @@ def decode(
         q.stride(0), q.stride(1), out.stride(0), out.stride(1),
         k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2), table.stride(0),
         BLOCK=block, WIDTH=width, PER_HEAD=heads // key_heads, TOGETHER=together, TILE=tile,
-        ROWS=_ROWS, CHUNK=_TABLE_CHUNK, STAGES=stages, num_warps=warps, **({"maxnreg": registers} if registers else {}),
+        ROWS=_ROWS, CHUNK=_TABLE_CHUNK, STAGES=stages, num_warps=warps, maxnreg=registers or None,
     )  # fmt: skip
     return out
 
