@@ -1,4 +1,4 @@
-"""Which steps the loop takes and saves when a signal asks it to stop.
+"""Which steps the loop takes and saves when a signal asks it to stop, and what it says.
 
 The tests of the apps run it on real processes.
 """
@@ -33,6 +33,8 @@ class Journal:
         self.stop = StopRequest()
         self.done: list[tuple[str, int]] = []
         self.said: list[str] = []
+        self.learned: dict[int, dict[str, float]] = {}
+        """Metrics of the update of a step."""
 
     def note(self, what: str, step: int) -> None:
         self.done.append((what, step))
@@ -63,7 +65,7 @@ class Journal:
 
     def learn(self, step: int, *_: Any) -> dict[str, float]:
         self.note("learn", step)
-        return {}
+        return self.learned.get(step, {})
 
     @contextmanager
     def step(self, _step: int) -> Iterator[PhaseTimer]:
@@ -139,3 +141,22 @@ def test_a_run_that_cannot_be_saved_says_so() -> None:
     assert run(journal).stopped_after == 1
     assert journal.steps("save") == []
     assert journal.said == ["step 1: no checkpoint, because the last 2 updates were skipped"]
+
+
+def test_servers_of_another_policy_are_named_once_for_steps_in_a_row() -> None:
+    """A 4-bit server and its ranks once had nothing in common (mismatch 1.8), and only a metric showed it."""
+    journal = Journal(TrainerConfig(total_training_steps=6), None)
+    mismatches = {1: 1.8085, 2: 1.8, 3: 0.04, 4: 0.0052, 5: 0.6, 6: float("nan")}
+    journal.learned = {
+        step: {"rollout/log_prob_mismatch": found, "rollout/mismatch_ess": 0.07} for step, found in mismatches.items()
+    }
+    run(journal)
+    assert [line[:8] for line in journal.said] == ["step 1: ", "step 5: "]
+    assert "differ by 1.8 on average" in journal.said[0]
+    assert "effective sample size is 0.07" in journal.said[0]
+
+
+def test_steps_without_log_probs_of_servers_say_nothing_about_them() -> None:
+    journal = Journal(TrainerConfig(total_training_steps=1), None)
+    run(journal)
+    assert journal.said == []

@@ -4,7 +4,7 @@ The app passes in the policy update as `learn`, a function from the step's sampl
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from ..rollout.ahead import RolloutsAhead
 from ..rollout.servers import RolloutServers
 from ..rollout.step_rollouts import StepRollouts
 from .checkpoints import RunCheckpoints, load_and_say, save_or_say
-from .metrics import rollout_metrics
+from .metrics import disagreement, rollout_metrics
 from .record import RunRecord
 from .reward_model import RewardModel
 
@@ -72,6 +72,8 @@ class TrainingLoop:
         """`reward_model`: on the ranks; completes the scores that `rollouts` return."""
         self._trainer, self._rollouts, self._servers = trainer, rollouts, servers
         self._checkpoints, self._record, self._reward_model = checkpoints, record, reward_model
+        self._policies_differ = False
+        """Whether servers and ranks did in the last step."""
 
     def run(
         self,
@@ -156,6 +158,7 @@ class TrainingLoop:
                         collected = self._reward_model.complete(collected)
                 metrics = rollout_metrics(collected) | learn(step, collected.batch, timer.phase)
                 self._record.log_samples(step, collected)
+                self._say_if_policies_differ(step, metrics)
                 # Before the sync, after which the engines' memory may belong to the servers.
                 if self._checkpoints.is_due(step):
                     with timer.phase("checkpoint"):
@@ -165,6 +168,13 @@ class TrainingLoop:
         metrics["rollout/num_restarts"] = float(self._servers.num_restarts)
         self._record.log_step(step, collected, metrics, timer)
         return metrics
+
+    def _say_if_policies_differ(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Once for all consecutive steps in which they do."""
+        warning = disagreement(metrics)
+        if warning and not self._policies_differ:
+            self._record.info(f"step {step}: {warning}")
+        self._policies_differ = bool(warning)
 
     def _sync(self, version: int, phase: Phase = nullcontext) -> dict[str, float]:
         """Pushes the actor's weights to the servers as policy `version`."""
