@@ -154,7 +154,7 @@ def check_keys(module: str, known: argparse.Namespace, extra: list[str], folder:
     """Loads the configuration of every run that the command starts; raises ConfigError for a key that is none."""
     if module.endswith("rollout.evaluate"):
         load_config(EvaluateConfig, overrides=extra)
-    elif module.endswith(("scaling.run", "staleness.run", "memory_turns.run")):
+    elif module.endswith(("scaling.run", "staleness.run", "memory_turns.run", "small_cards.agreement")):
         for case in map(importlib.import_module(module).CASES.get, known.cases):
             num_prompts = case.num_prompts
             own = workload.settings(folder, known.steps, num_prompts=num_prompts)

@@ -1,8 +1,9 @@
 """Do 4-bit servers compute what ranks with a 4-bit base compute? One difference a case, from none to the 7B recipe.
 
-`python -m benchmarks.small_cards.agreement FOLDER` takes a step of workload W's prompts per case with LoRA adapters that
-change nothing yet, and prints the mismatch of log-probs. A case far above `plain` has a fault in what it adds to the
-case before. `--cases` selects some. Further `section.key=value` arguments go to every run. Servers need bitsandbytes.
+`python -m benchmarks.small_cards.agreement FOLDER` takes a step of workload W's prompts per case with LoRA adapters
+that change nothing yet, and prints the mismatch of log-probs. A case far above `plain` has a fault in what it adds to
+the cases before. `--cases` selects some. Further `section.key=value` arguments go to every run. Servers need
+bitsandbytes.
 """
 
 from benchmarks.grpo_step.cases import Case, metric, run_cases
@@ -22,7 +23,7 @@ CASES = {
     "pair": Case(gpus=2, keys=(*BITSANDBYTES, *PAIR)),
     "pair_in_turns": Case(gpus=2, keys=(*BITSANDBYTES, *PAIR, "trainer.take_turns=servers")),
 }
-"""With `nf4` and `nf4_zero3` the servers get the ranks' rounded base; from `bitsandbytes` on, they round it themselves."""
+"""With `nf4` and `nf4_zero3` servers get the ranks' rounded base; from `bitsandbytes` on, they round it themselves."""
 COLUMNS = {
     "mismatch": metric("rollout/log_prob_mismatch", skip=0),
     "effective sample size": metric("rollout/mismatch_ess", skip=0),

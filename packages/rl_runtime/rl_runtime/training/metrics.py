@@ -87,8 +87,9 @@ def disagreement(metrics: Mapping[str, float]) -> str:
         return ""
     return (
         f"warning: servers and ranks compute different policies: their log-probs of the newest tokens differ by "
-        f"{found:.2g} on average (rollout/log_prob_mismatch; rounding makes less than {_NO_ROUNDING}), and the effective "
-        f"sample size is {metrics['rollout/mismatch_ess']:.2g}. See docs/troubleshooting.md#updates-nan-and-mismatch"
+        f"{found:.2g} on average (rollout/log_prob_mismatch; rounding makes less than {_NO_ROUNDING}), and the "
+        f"effective sample size is {metrics['rollout/mismatch_ess']:.2g}. "
+        "See docs/troubleshooting.md#updates-nan-and-mismatch"
     )
 
 
