@@ -145,13 +145,21 @@ def test_a_run_that_cannot_be_saved_says_so() -> None:
 
 def test_servers_of_another_policy_are_named_once_for_steps_in_a_row() -> None:
     """A 4-bit server and its ranks once had nothing in common (mismatch 1.8), and only a metric showed it."""
-    journal = Journal(TrainerConfig(total_training_steps=6), None)
-    mismatches = {1: 1.8085, 2: 1.8, 3: 0.04, 4: 0.0052, 5: 0.6, 6: float("nan")}
+    journal = Journal(TrainerConfig(total_training_steps=8), None)
+    mismatches = {
+        1: 1.8085,
+        2: 1.8,
+        4: 1.7,
+        5: 0.04,
+        6: float("nan"),
+        7: 0.6,
+        8: float("inf"),
+    }  # step 3: stale tokens alone
     journal.learned = {
         step: {"rollout/log_prob_mismatch": found, "rollout/mismatch_ess": 0.07} for step, found in mismatches.items()
     }
     run(journal)
-    assert [line[:8] for line in journal.said] == ["step 1: ", "step 5: "]
+    assert [line[:8] for line in journal.said] == ["step 1: ", "step 7: "]
     assert "differ by 1.8 on average" in journal.said[0]
     assert "effective sample size is 0.07" in journal.said[0]
 

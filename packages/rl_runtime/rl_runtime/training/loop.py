@@ -170,7 +170,9 @@ class TrainingLoop:
         return metrics
 
     def _say_if_policies_differ(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Once for all consecutive steps in which they do."""
+        """Once for all consecutive steps in which they do. Steps whose tokens are all of older policies say nothing."""
+        if "rollout/log_prob_mismatch" not in metrics:
+            return
         warning = disagreement(metrics)
         if warning and not self._policies_differ:
             self._record.info(f"step {step}: {warning}")

@@ -81,9 +81,12 @@ def mismatch(batch: ExperienceBatch, log_probs_K: torch.Tensor) -> dict[str, flo
 
 
 def disagreement(metrics: Mapping[str, float]) -> str:
-    """A warning if servers and ranks compute different policies, from the metrics of `mismatch`; empty: they agree."""
+    """A warning if servers and ranks compute different policies, from the metrics of `mismatch`; empty: they agree.
+
+    Without a mismatch, or with one that is nan, nothing is compared: a loss that is nan has a warning of its own.
+    """
     found = metrics.get("rollout/log_prob_mismatch", 0.0)
-    if found < _NO_ROUNDING:
+    if not found >= _NO_ROUNDING:
         return ""
     return (
         f"warning: servers and ranks compute different policies: their log-probs of the newest tokens differ by "

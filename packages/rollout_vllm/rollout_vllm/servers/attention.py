@@ -32,9 +32,10 @@ _TABLE_CHUNK = 64
 _AT_ONCE = 4
 """Programs that a streaming multiprocessor of a Hopper GPU runs at once: of four warps, `_REGISTERS` for a thread."""
 _REGISTERS = 128
-"""The most of a thread. A version with 152 ran three programs at once and took 1.38 times as long (256 requests)."""
+"""The most of a thread. A version with 152 ran three programs at once and took 1.35 times as long (256 requests)."""
 _FEWEST = 2.9
-"""Steps with fewer programs per multiprocessor are left to vLLM: FlashAttention 3 was slower at 2.9, faster at 1.9."""
+"""Steps with fewer programs per multiprocessor, counted with one request each, are left to vLLM: FlashAttention 3 was
+slower at 2.9 and faster at 1.9."""
 _CAPABILITY = (9, 0)
 """Compute capability of the GPUs that it was timed on. Others may be faster with what vLLM has for them."""
 _WIDTHS = (64, 128)
@@ -170,11 +171,12 @@ def decode(
 def requests_together(requests: int, heads: int, key_heads: int, processors: int) -> int:
     """Requests of one program of `decode`; 0: too few for a GPU with so many streaming multiprocessors.
 
-    As few as let all programs run at once, so that they keep as much of the GPU busy as they can.
+    As few as let all programs run at once, so that they keep as much of the GPU busy as they can; with more requests
+    than that, as many as a tile of queries holds.
     """
     choices = _choices(heads, key_heads)
     programs = {n: key_heads * -(-requests // n) for n in choices}
-    if programs[1] < _FEWEST * processors:
+    if not choices or programs[1] < _FEWEST * processors:
         return 0
     return next((n for n in choices if programs[n] <= _AT_ONCE * processors), choices[-1])
 
@@ -329,9 +331,10 @@ def _problem(layer: Any, module: Any, query: Tensor, kv_cache: Tensor, step: Any
             scheduler_metadata=None,
             max_num_splits=0,
         )
-        expected, found = torch.zeros_like(queries), torch.zeros_like(queries)
+        expected = torch.zeros_like(queries)
         stock(layer, module, queries, None, None, cache, case, expected)
         for together in _choices(layer.num_heads, layer.num_kv_heads):
+            found = torch.zeros_like(queries)  # else rows that are not written would have the result of the size before
             _decode(layer, queries, cache, case, found, together)
             differences, sizes = (found.float() - expected.float()).abs(), expected.float().abs()
             error = (differences.amax((1, 2)) / sizes.amax((1, 2))).max().item()  # of many tokens, outputs are small
