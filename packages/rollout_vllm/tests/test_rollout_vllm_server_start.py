@@ -158,6 +158,10 @@ def test_environment() -> None:
     assert "PLINTH_ROLLOUT_FORK" not in many  # an OpenMP pool does not survive a fork
     gpu = server_environment(base, RolloutConfig(), device="cuda", api_key="k", num_cores=2, gpu_ids=[2, 3])
     assert gpu["CUDA_VISIBLE_DEVICES"] == "2,3"
+    quantized = RolloutConfig(quantization="bitsandbytes", max_lora_rank=8)
+    variable = "PLINTH_ROLLOUT_QUANTIZATION"
+    assert server_environment(base, quantized, device="cuda", api_key="k", num_cores=2)[variable] == "bitsandbytes"
+    assert variable not in gpu
     assert gpu["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
     assert not {"OMP_NUM_THREADS", "VLLM_ENABLE_V1_MULTIPROCESSING"} & set(gpu)
     method = "VLLM_WORKER_MULTIPROC_METHOD"

@@ -21,6 +21,7 @@ VERSIONS_MODULE = "plinth_server_policy_versions"
 FORK_VARIABLE = "PLINTH_ROLLOUT_FORK"
 BUFFER_VARIABLE = "PLINTH_ROLLOUT_BUFFER"
 GPU_VARIABLE = "PLINTH_ROLLOUT_GPU"
+QUANTIZATION_VARIABLE = "PLINTH_ROLLOUT_QUANTIZATION"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -80,6 +81,8 @@ def prepare_engine_core(patch: Any) -> None:
         _load("plinth_server_decoding", "decoding.py").skip_needless_block_searches(patch.DECODING.replace)
     if os.environ.get(GPU_VARIABLE) != "1":
         return
+    if os.environ.get(QUANTIZATION_VARIABLE) == "bitsandbytes":
+        _load("plinth_server_quantizing", "quantizing.py").load_on_one_stream()
     if patch.SCORES.check():
         _load("plinth_server_scores", "scores.py").divide_rows(patch.SCORES.replace)
     # A batch-invariant server computes a request the same beside any other; the number of them decides who computes it.

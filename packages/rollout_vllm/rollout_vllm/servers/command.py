@@ -201,6 +201,8 @@ def server_environment(
             env["TORCHDYNAMO_DISABLE"] = "1"
     else:
         env["PLINTH_ROLLOUT_GPU"] = "1"
+        if config.quantization != "none":
+            env["PLINTH_ROLLOUT_QUANTIZATION"] = config.quantization
         if config.tensor_parallel_size == 1:
             # vLLM's command line chooses spawn, with which the engine imports vLLM a second time. Nothing initializes
             # CUDA before the fork; vLLM would spawn then.
