@@ -39,7 +39,7 @@ from benchmarks.small_cards.run import PRESETS, keys
 from run_kit import load_config
 
 APPS = Path(__file__).resolve().parents[1] / "apps"
-CALLS = {"one_gpu": (1, 3), "one_gpu_more": (1, 4), "two_gpus": (2, 8), "two_gpus_more": (2, 8), "eight_gpus": (8, 4)}
+CALLS = {"one_gpu": (1, 3), "one_gpu_more": (1, 4), "two_gpus": (2, 6), "two_gpus_more": (2, 8), "eight_gpus": (8, 4)}
 """Plan -> GPUs, and calls of 9.5 minutes if every measurement lasts as expected."""
 BENCHES: dict[str, tuple[type[Any], Callable[[Any], list[Case]]]] = {
     "six_case": (SixCaseConfig, plan_six),
@@ -154,7 +154,7 @@ def check_keys(module: str, known: argparse.Namespace, extra: list[str], folder:
     """Loads the configuration of every run that the command starts; raises ConfigError for a key that is none."""
     if module.endswith("rollout.evaluate"):
         load_config(EvaluateConfig, overrides=extra)
-    elif module.endswith(("scaling.run", "staleness.run", "memory_turns.run", "small_cards.agreement")):
+    elif module.endswith(("scaling.run", "staleness.run", "memory_turns.run")):
         for case in map(importlib.import_module(module).CASES.get, known.cases):
             num_prompts = case.num_prompts
             own = workload.settings(folder, known.steps, num_prompts=num_prompts)

@@ -13,7 +13,7 @@ import pytest
 
 from apps.grpo.config import GrpoConfig
 from apps.sft.config import SftConfig
-from benchmarks.small_cards.run import PRESETS, ballast, keys, phases
+from benchmarks.small_cards.run import PRESETS, ballast, keys, medians
 from run_kit import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,12 +62,14 @@ def test_the_apps_accept_every_key(tmp_path: Path) -> None:
     assert loaded["sft"].supervised.num_steps(10_000) == loaded["grpo"].trainer.total_training_steps == 3
 
 
-def test_phases_are_medians_after_the_first_step(tmp_path: Path) -> None:
-    folder = tmp_path / "outputs" / "sft_20260101_000000"
+def test_medians_are_of_the_steps_after_the_first_one(tmp_path: Path) -> None:
+    folder = tmp_path / "outputs" / "grpo_20260101_000000"
     folder.mkdir(parents=True)
-    assert phases(tmp_path, "grpo") == {}
-    (folder / "metrics.tsv").write_text("step\ttiming_s/step\n1\t9\n2\t1\n3\t2\n4\t3\n")
-    assert phases(tmp_path, "sft") == {"step": 2.0}
+    assert medians(tmp_path, "sft") == ""
+    (folder / "metrics.tsv").write_text(
+        "step\ttiming_s/step\ttiming_s/sync\trollout/log_prob_mismatch\n1\t9\t9\t9\n2\t1\t0\t1\n3\t2\t0\t2\n4\t3\t0\t3\n"
+    )
+    assert medians(tmp_path, "grpo") == "step 2.0 s, mismatch of log-probs 2"
 
 
 def test_no_ballast_starts_no_process() -> None:

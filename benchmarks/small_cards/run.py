@@ -2,14 +2,15 @@
 
 `python -m benchmarks.small_cards.run FOLDER [key=value ...] [--gib 11] [--gpus 2] [--parts sft grpo]` writes
 DeepSeek-R1-Distill-Qwen-7B's configuration with random weights, takes the rest of each GPU's memory in a process of its
-own, runs the two presets for such cards, and prints seconds a step and the peak of a GPU as NVML counts it. Servers
-need bitsandbytes. `--gib 0` takes nothing. Further keys go to the apps.
+own, runs the two presets for such cards, and prints seconds a step, the peak of a GPU as NVML counts it, and by how
+much log-probs of servers and ranks differ. Servers need bitsandbytes. `--gib 0` takes nothing. Further keys go to the
+apps.
 """
 
 import argparse
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -98,12 +99,13 @@ def write_prompts(folder: Path, number: int) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"question": texts}), folder / "prompts.parquet")
 
 
-def phases(folder: Path, part: str) -> Mapping[str, float]:
-    """Median seconds of each phase of the newest run, after its first step; with one step, of that."""
+def medians(folder: Path, part: str) -> str:
+    """Seconds of each phase and mismatch of log-probs, after the first step of the newest run; with one step, of that."""
     steps = Steps(run_folder(folder, part))
     names = [name for name in (steps.table.columns if steps.table else ()) if name.startswith("timing_s/")]
-    medians = {name[9:]: steps.median(name) for name in names}
-    return {name: seconds for name, seconds in medians.items() if not math.isnan(seconds)}
+    found = [f"{name[9:]} {seconds:.1f} s" for name in names if (seconds := steps.median(name)) >= 0.05]
+    mismatch = steps.median("rollout/log_prob_mismatch")
+    return ", ".join([*found, *([] if math.isnan(mismatch) else [f"mismatch of log-probs {mismatch:.2g}"])])
 
 
 def measure(folder: Path, part: str, args: argparse.Namespace, extra: Sequence[str]) -> int:
@@ -117,10 +119,7 @@ def measure(folder: Path, part: str, args: argparse.Namespace, extra: Sequence[s
         code = run.end(args.timeout)
     held = max(map(float.__sub__, run.peaks_gib, before.gib), default=0.0)
     print(f"{run.report(code)}\nthe fullest GPU held {held:.1f} GiB beside the ballast")
-    print(
-        ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases(folder, part).items() if seconds >= 0.05),
-        flush=True,
-    )
+    print(medians(folder, part), flush=True)
     return code
 
 
