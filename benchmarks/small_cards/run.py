@@ -100,7 +100,7 @@ def write_prompts(folder: Path, number: int) -> None:
 
 
 def medians(folder: Path, part: str) -> str:
-    """Seconds of each phase and mismatch of log-probs, after the first step of the newest run; with one step, of that."""
+    """Seconds of each phase and mismatch of log-probs after the first step of the newest run (with one step, of it)."""
     steps = Steps(run_folder(folder, part))
     names = [name for name in (steps.table.columns if steps.table else ()) if name.startswith("timing_s/")]
     found = [f"{name[9:]} {seconds:.1f} s" for name in names if (seconds := steps.median(name)) >= 0.05]
