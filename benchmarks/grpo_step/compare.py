@@ -45,12 +45,13 @@ def main() -> None:
     arguments.add_argument("--gpus", type=int, default=1, help="of the app")
     arguments.add_argument("--peer", choices=("trl", "verl", "none"), default="trl")
     arguments.add_argument("--peer-steps", type=int, default=4)
+    arguments.add_argument("--peer-args", default="", help="further arguments of the peer's script")
     arguments.add_argument("--again", type=int, default=4, help="steps of the second run; 0: none")
     args, extra = arguments.parse_known_args()
     folder, gpus = args.folder, visible_gpus(args.gpus)
     write_workload(folder, model=args.model)
     module = f"benchmarks.grpo_step.{args.peer}_step"
-    peer_command = [sys.executable, "-m", module, str(folder), "--steps", str(args.peer_steps)]
+    peer_command = [sys.executable, "-m", module, str(folder), "--steps", str(args.peer_steps), *args.peer_args.split()]
     peer = Run(args.peer, peer_command, folder / f"{args.peer}.log", visible_gpus(1, first=args.gpus))
     if args.peer != "none":
         peer.start()
@@ -62,8 +63,8 @@ def main() -> None:
             codes.append(report(folder, run, run.end(args.timeout)))
     if args.peer != "none":
         codes.append(peer.end(args.timeout))
-        print(f"\n## {args.peer}: exit code {codes[-1]}")
-        print("\n".join(peer.found(rf"^{args.peer} step.*")))
+        print(peer.report(codes[-1]))
+        print("\n".join(peer.found(rf"^{args.peer} (?:step|with).*")))
     leave(codes)
 
 
