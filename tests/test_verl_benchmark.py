@@ -111,7 +111,7 @@ def test_a_run_without_a_step_is_tried_with_the_next_attention(
     tried: list[str] = []
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        tried += [key.rpartition("=")[2] for key in command if "attn_implementation" in key]
+        tried.extend(key.rpartition("=")[2] for key in command if "attn_implementation" in key)
         if len(tried) == 2:
             (tmp_path / verl_step.LOG).write_text(json.dumps({"step": 1, "data": {"timing_s/step": 2.0}}) + "\n")
         return subprocess.CompletedProcess(command, returncode=2 - len(tried))
