@@ -10,9 +10,8 @@ import random
 import re
 import subprocess
 import sys
-import threading
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import aiohttp
 from aiohttp import web
 
 from rollout_vllm import Endpoint, GroupResult, Request, RolloutConfig, request_seed
+from rollout_vllm.client.transport import LoopThread
 
 EOS_ID = 1
 SERVERS = Path(importlib.util.find_spec("rollout_vllm").origin).with_name("servers")  # type: ignore[union-attr,arg-type]
@@ -118,13 +118,9 @@ class AppThread:
     """An aiohttp application in a thread. url: its address."""
 
     def __init__(self, *routes: web.AbstractRouteDef) -> None:
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self._runner = self._run(self._start(routes))
+        self._thread = LoopThread("application of a test")
+        self._runner = self._thread.run(self._start(routes))
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-
-    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(20)
 
     async def _start(self, routes: Sequence[web.AbstractRouteDef]) -> web.AppRunner:
         app = web.Application(client_max_size=1 << 30)
@@ -135,8 +131,9 @@ class AppThread:
         return runner
 
     def close(self) -> None:
-        self._run(self._runner.cleanup())
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.run(self._runner.cleanup())
+        self._thread.settle(cancel=True)
+        self._thread.close()
 
 
 class FaultyProxy(AppThread):
