@@ -78,6 +78,7 @@ def test_padded_rows_are_refused() -> None:
 def test_processes_of_verl_load_the_plugin_from_any_folder_and_see_no_trl(tmp_path: Path) -> None:
     verl = tmp_path / "verl.py"  # loads what the variable names, as verl's __init__ does
     verl.write_text("import importlib, os\nimportlib.import_module(os.environ['VERL_USE_EXTERNAL_MODULES'])\n")
+    (tmp_path / "trl.py").touch()  # is there, also where TRL is not installed
     code = "import verl, importlib.util, transformers\n"
     code += "print(importlib.util.find_spec('trl'), *transformers.AttentionInterface().valid_keys())"
     env = verl_step.environment(tmp_path)
@@ -94,10 +95,9 @@ def test_a_run_has_the_prompts_and_a_tokenizer_as_verl_needs_them(tmp_path: Path
     write_random_model("qwen3-tiny", tmp_path / "model")
     write_prompts(tmp_path, 4)
     files = verl_step.write_prompts(tmp_path), verl_step.write_tokenizer(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(files[1])
-    assert isinstance(
-        tokenizer.convert_tokens_to_ids("<|im_end|>"), int
-    )  # verl's agent loop of Qwen models asks for it
+    # verl's agent loop of Qwen models asks for this token.
+    assert "<|im_end|>" not in AutoTokenizer.from_pretrained(tmp_path / "model").get_vocab()
+    assert "<|im_end|>" in AutoTokenizer.from_pretrained(files[1]).get_vocab()
     keys = verl_step.overrides(tmp_path, *files, steps=2, gpus=1, attention="varlen")
     assert f"actor_rollout_ref.model.tokenizer_path={files[1]}" in keys
     assert f"+actor_rollout_ref.model.override_config.attn_implementation={verl_plugin.ATTENTION}" in keys
@@ -113,7 +113,8 @@ def test_a_run_without_a_step_is_tried_with_the_next_attention(
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         tried.extend(key.rpartition("=")[2] for key in command if "attn_implementation" in key)
         if len(tried) == 2:
-            (tmp_path / verl_step.LOG).write_text(json.dumps({"step": 1, "data": {"timing_s/step": 2.0}}) + "\n")
+            step = json.dumps({"step": 1, "data": {"timing_s/step": 2.0}})
+            (tmp_path / verl_step.LOG).write_text(f"{step}\n{step[:-9]}")  # it ended as it wrote the second one
         return subprocess.CompletedProcess(command, returncode=2 - len(tried))
 
     monkeypatch.setattr("benchmarks.grpo_step.verl_step.subprocess.run", run)

@@ -147,9 +147,9 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def report(log: Path) -> list[str]:
-    """One line per step of verl's JSON log."""
+    """One line per step of verl's JSON log, without a record that a time limit cut off."""
     lines = []
-    for text in log.read_text().splitlines():
+    for text in log.read_text().rpartition("\n")[0].splitlines():
         record = json.loads(text)
         times = {name.removeprefix("timing_s/"): value for name, value in record["data"].items() if "timing_s/" in name}
         if "step" in times:
