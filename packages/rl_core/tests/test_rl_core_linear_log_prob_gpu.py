@@ -116,6 +116,26 @@ def test_deterministic_results_repeat() -> None:
         assert torch.equal(first, second)
 
 
+def num_compiled() -> int:
+    """Variants of the op's kernels that this process has compiled or loaded."""
+    from rl_core.fused_log_prob import hopper_kernels, triton_kernels
+
+    values = [*vars(hopper_kernels).values(), *vars(triton_kernels).values()]
+    kernels = {id(value): value for value in values if hasattr(value, "device_caches")}
+    return sum(len(caches[0]) for kernel in kernels.values() for caches in kernel.device_caches.values())
+
+
+@pytest.mark.parametrize("vocab", [32000, 151936])
+def test_other_numbers_of_tokens_compile_nothing(vocab: int) -> None:
+    """Else a run's first batch with an odd number of tokens waits for a compiler."""
+    run(make_inputs(16384, 1024, vocab, torch.bfloat16), with_entropy=vocab > 32000)
+    compiled = num_compiled()
+    assert compiled
+    for tokens in (16383, 16002, 15001):
+        run(make_inputs(tokens, 1024, vocab, torch.bfloat16), with_entropy=vocab > 32000)
+        assert num_compiled() == compiled, tokens
+
+
 def test_out_of_range_targets_give_nan() -> None:
     hidden, weight, targets, _ = make_inputs(10, 64, 300, torch.bfloat16)
     targets[3] = 300
