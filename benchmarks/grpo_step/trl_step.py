@@ -2,7 +2,7 @@
 
 `python -m benchmarks.grpo_step.trl_step FOLDER --steps 4`; the folder is `benchmarks.grpo_step.workload`'s. With
 `--sleep` it is the peer of `benchmarks.memory_turns`: vLLM sleeps while the trainer works. `--lora` trains adapters of
-rank 16, and like `--recompute` recomputes activations.
+rank 16.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def train(args: argparse.Namespace) -> None:
         num_generations=SAMPLES,
         max_completion_length=args.new_tokens,
         beta=0.0,
-        gradient_checkpointing=args.lora or args.recompute,
+        gradient_checkpointing=args.recompute,
         use_vllm=vllm,
         vllm_enable_sleep_mode=args.sleep,
         vllm_mode="colocate",
@@ -62,10 +62,10 @@ def main() -> None:
     """The command line."""
     parser = trl_peer.parser(__doc__, steps=4, cpu="without vLLM, to try this script")
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
-    parser.add_argument("--lora", action="store_true", help="adapters; activations are recomputed")
+    parser.add_argument("--lora", action="store_true", help="train adapters")
     parser.add_argument("--sleep", action="store_true", help="vLLM sleeps while the trainer works")
     parser.add_argument("--per-forward", type=int, default=32, help="sequences per forward and backward pass")
-    parser.add_argument("--recompute", action="store_true", help="activation checkpointing without adapters, too")
+    parser.add_argument("--recompute", action="store_true", help="activation checkpointing")
     train(parser.parse_args())
 
 

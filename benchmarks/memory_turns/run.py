@@ -1,9 +1,9 @@
 """GRPO of a 7B configuration with random weights, side by side and in turns: seconds, memory and what turns cost.
 
 `python -m benchmarks.memory_turns.run FOLDER` runs the cases that the GPUs allow (all: two H200s), `--cases` some of
-them, and prints a table. Further `section.key=value` arguments go to every run of the app. `trl_lora` and `trl_one` are
-the same work in TRL, with adapters and with the whole model (for an H200): bf16 weights, gradients and AdamW states,
-where the app has fp32 ones. `--peer-args` are for TRL's script.
+them, and prints a table. Further `section.key=value` arguments go to every run of the app. `trl_lora`, `trl_lora_kept`
+(which keeps activations) and `trl_one` are the same work in TRL, with adapters and with the whole model (for an H200):
+bf16 weights, gradients and AdamW states, where the app has fp32 ones. `--peer-args` are for TRL's script.
 """
 
 from benchmarks.grpo_step.cases import MEMORY, Case, metric, run_cases, timings
@@ -18,7 +18,8 @@ CASES = {
     "two": Case(gpus=2, keys=ZERO_3),
     "two_servers": Case(gpus=2, keys=(*ZERO_3, "trainer.take_turns=servers")),
     "two_both": Case(gpus=2, keys=(*ZERO_3, "trainer.take_turns=both")),
-    "trl_lora": Case(gpus=1, peer=(*TRL, "--lora")),
+    "trl_lora": Case(gpus=1, peer=(*TRL, "--lora", "--recompute")),
+    "trl_lora_kept": Case(gpus=1, peer=(*TRL, "--lora", "--per-forward=8")),
     "trl_one": Case(gpus=1, peer=(*TRL, "--recompute", "--per-forward=8")),
 }
 """`take_turns` is left to the planner where it is not named."""
