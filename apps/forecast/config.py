@@ -34,9 +34,19 @@ class ClusterConfig:
 class RatesConfig:
     """Measured rates of one H200 and its host, or as said; each names its table in benchmarks/. GB are 1e9 bytes."""
 
-    matmul_tflops: float = 408.0
-    """TFLOP/s of a training step with compiled layers and full micro batches: 12,288 tokens of Qwen3-0.6B in 113 ms at
-    ZeRO-2 (engine_step, "One GPU"), by `work.forward_flops`. Larger models should be faster; none was measured."""
+    matmul_tflops: float = 584.0
+    """TFLOP/s of products with weights in compiled layers and full micro batches, by
+    `ds_engine.planning.operations`. This rate and the next two are least squares over engine_step's steps of 0.6B at
+    ZeRO-2, 1.7B to 8B at ZeRO-3, and 1,024 to 32,768 tokens a sequence ("One GPU", "Larger models", "Longer
+    sequences"), which they reproduce within 3%."""
+    attention_tflops: float = 520.0
+    """TFLOP/s of attention."""
+    channel_ps: float = 26.2
+    """Picoseconds of a pass for each token, layer and hidden channel: norms, rotary embeddings, activation functions
+    and residuals. A training step has three passes."""
+    adamw_ms_per_billion: float = 6.7
+    """Milliseconds of an optimizer step for 1e9 parameters of a rank's shard: 4 ms for Qwen3-0.6B (engine_step, "Other
+    measurements")."""
     host_ms_per_layer: float = 2.7
     """Milliseconds per layer that the host needs to launch a micro batch with its backward pass, however few tokens it
     has: 75 ms for 28 layers (engine_step, "Other measurements"). A pass without gradients is taken to need a third."""
@@ -54,10 +64,11 @@ class RatesConfig:
     push_fixed_ms: float = 30.0
     """Milliseconds of a push that do not depend on its bytes: 37 ms for 1.19 GB and 98 ms for 13.8 GB (weight_sync, "On
     GPUs", `nccl`)."""
-    exchange_gb_per_s: float = 235.0
-    """GB/s of the all-to-alls of sequence parallelism: 4.2 GB in 18 ms (engine_step, "Sequence parallelism")."""
-    turns_gb_per_s: float = 20.0
-    """GB/s between GPU and host memory for states in turns. **Assumed**, as in the memory plan."""
+    exchange_gb_per_s: float = 138.0
+    """GB/s of the all-to-alls of sequence parallelism: 11.3 GB in 76 to 90 ms (engine_step, "Longer sequences")."""
+    turns_gb_per_s: float = 27.0
+    """GB/s between a GPU and host memory for states in turns: 91.4 GB of each of two GPUs in 3.4 s (memory_turns, "Two
+    GPUs")."""
     snapshot_gb_per_s: float = 54.0
     """GB/s from the GPUs of a host to its memory for a checkpoint in the background (ckpt, "One H200 host")."""
     disk_gb_per_s: float = 1.9

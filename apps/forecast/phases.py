@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 from apps.forecast.config import ForecastConfig, RatesConfig
 from apps.forecast.links import Links, ring_links
-from apps.forecast.work import decode_bytes, forward_flops, layer_flops, prompt_reads
+from apps.forecast.work import decode_bytes, prompt_reads
 from ds_engine import MemoryEstimate, ModelShape
+from ds_engine.planning.operations import forward_operations
 from ds_engine.planning.traffic import Traffic, exchanged_bytes, forward_traffic, update_traffic
 from rl_core import BatchLayout
 from rl_runtime import Placement
@@ -118,7 +119,7 @@ def step_phases(job: Job) -> list[Phase]:
     phases.append(updates(job))
     if job.moved_bytes:
         seconds = job.moved_bytes / job.rates.turns_gb_per_s / 1e9
-        phases.append(Phase(name="turns", seconds=seconds, limit="host memory (assumed)", waiting="all"))
+        phases.append(Phase(name="turns", seconds=seconds, limit="host memory", waiting="all"))
     return [*phases, push(job)]
 
 
@@ -148,13 +149,12 @@ def generation(job: Job) -> Phase:
     links = Links(nvlink=2 * row_bytes * (tp - 1) / tp)
     on_gpu = read / rates.decode_gb_per_s / 1e9 + job.link_seconds(links)
     on_host = (rates.decode_host_ms + rates.decode_host_ms_per_seq * sequences) / 1e3
-    prefill = (
-        samples / job.layout.samples_per_prompt * forward_flops(job.shape, prompt=config.prompt_length, response=0)
-    )
+    prompts = samples / job.layout.samples_per_prompt
+    prefill = prompts * computing_s(rates, job.shape, prompt=config.prompt_length, response=0, layer_passes=1)
     steps = rounds * config.response_length
     return Phase(
         name="generation",
-        seconds=steps * max(on_gpu, on_host) + prefill / tp / rates.matmul_tflops / 1e12,
+        seconds=steps * max(on_gpu, on_host) + prefill / tp,
         limit="weights and KV cache" if on_gpu >= on_host else "vLLM's Python",
         waiting="all ranks, for the slowest server",
         links=links.times(steps),
@@ -178,6 +178,17 @@ def _kv_bytes_per_token(job: Job) -> int:
 
 
 # ------------------------------------------------------------------- training
+
+
+def computing_s(
+    rates: RatesConfig, shape: ModelShape, *, prompt: int, response: int, layer_passes: float, head_passes: int = 0
+) -> float:
+    """Seconds of a GPU for one sequence; a backward pass counts as two passes."""
+    found = forward_operations(shape, prompt=prompt, response=response)
+    products = (found.layers * layer_passes + found.head * head_passes) / rates.matmul_tflops
+    attention = found.attention * layer_passes / rates.attention_tflops
+    channels = (prompt + response) * shape.num_layers * shape.hidden * layer_passes
+    return (products + attention + channels * rates.channel_ps) / 1e12
 
 
 def log_probs(
@@ -227,6 +238,7 @@ def updates(job: Job) -> Phase:
         micro_batches=micro_batches * number,
         links=_ring(job, overlapping).times(number),
         after=_ring(job, after).times(number),
+        optimizer_steps=number,
     )
 
 
@@ -241,6 +253,7 @@ def _passes(
     links: Links,
     after: Links | None = None,
     has_logits: bool = True,
+    optimizer_steps: int = 0,
 ) -> Phase:
     """Passes over `samples` sequences: 1 without gradients, 3 with, 4 with recomputation of all layers.
 
@@ -250,27 +263,30 @@ def _passes(
         has_logits: the LM head computes the logits of the responses.
     """
     config, rates, after = job.config, job.rates, after or Links()
+    head_passes = min(passes, 3) if has_logits else 0
+    layer_passes = min(passes, 3) + (1 / config.actor.checkpoint_every if passes > 3 else 0)
     lengths = {"prompt": config.prompt_length, "response": config.response_length}
-    forward = forward_flops if has_logits else layer_flops
-    flops = min(passes, 3) * forward(shape, **lengths)
-    flops += layer_flops(shape, **lengths) / config.actor.checkpoint_every if passes > 3 else 0.0
-    computing = flops * samples / job.num_ranks / rates.matmul_tflops / 1e12
+    computing = computing_s(rates, shape, **lengths, layer_passes=layer_passes, head_passes=head_passes)
+    computing *= samples / job.num_ranks
+    shard = job.memory.optimizer.device / 12
+    stepping = optimizer_steps * shard * rates.adamw_ms_per_billion * 1e-12
     launching = micro_batches * shape.num_layers * rates.host_ms_per_layer / 1e3
     launching *= _FORWARD_SHARE if passes == 1 else 1.0
     sending = job.link_seconds(links)
     tokens = job.tokens * samples * job.layout.sp // job.num_ranks
     # Recomputation exchanges heads again: as often as there are passes, but for the backward pass, which counts once.
     exchanged = exchanged_bytes(shape, config.actor, tokens=tokens) * (1 if passes == 1 else passes - 1)
+    over_network = links.network / config.cluster.network_gb_per_s >= links.nvlink / rates.nvlink_gb_per_s
     seconds, limit = max(
-        (computing, "matrix products"),
-        (sending, "network" if links.network / config.cluster.network_gb_per_s * 1e-9 == sending else "NVLink"),
+        (computing, "computing"),
+        (sending, "network" if over_network else "NVLink"),
         (launching, "launching kernels"),
     )
-    seconds += exchanged / rates.exchange_gb_per_s / 1e9 + job.link_seconds(after)
+    seconds += exchanged / rates.exchange_gb_per_s / 1e9 + job.link_seconds(after) + stepping
     return Phase(
         name=name,
         seconds=seconds,
-        limit=f"{limit} ({computing:.1f} s products, {sending:.1f} s collectives)" if sending else limit,
+        limit=f"{limit} ({computing:.1f} s computing, {sending:.1f} s collectives)" if sending else limit,
         waiting="servers; ranks for each other",
         links=links + after + Links(nvlink=exchanged),
     )

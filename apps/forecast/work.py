@@ -1,4 +1,4 @@
-"""Operations and bytes of a model's forward pass and of a decoding step. Pure functions."""
+"""Bytes of a decoding step. Pure functions."""
 
 import math
 
@@ -8,24 +8,6 @@ _QUERIES_TOGETHER = 16
 """Queries of a key head that servers compute together at most."""
 _PROGRAMS_AT_ONCE = 528
 """Programs of the servers' attention that run at once on an H100 or H200, four on each multiprocessor."""
-
-
-def forward_flops(shape: ModelShape, *, prompt: int, response: int) -> float:
-    """Floating-point operations of the forward pass of one sequence.
-
-    Two per weight and token in the layers, and in the head for response tokens only; attention is causal: a token
-    attends to half of the sequence on average, with 2 operations per feature for scores and 2 for the output.
-    """
-    tokens = prompt + response
-    layers = 2 * shape.num_layers * sum(weight.size for weight in shape.linear_layers()) * tokens
-    head = 2 * shape.vocab * shape.hidden * response
-    attention = 4 * shape.num_layers * shape.query_width * tokens * tokens / 2
-    return layers + head + attention
-
-
-def layer_flops(shape: ModelShape, *, prompt: int, response: int) -> float:
-    """Those of `forward_flops` that recomputation repeats: all but the head's."""
-    return forward_flops(shape, prompt=prompt, response=response) - 2 * shape.vocab * shape.hidden * response
 
 
 def prompt_reads(shape: ModelShape, *, sequences: int, samples_per_prompt: int, tensor_parallel: int) -> float:

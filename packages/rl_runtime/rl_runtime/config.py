@@ -270,7 +270,7 @@ class TrainerConfig(TrainingConfig):
     """Rollout servers share the trainer's GPUs (true) or use the GPUs after them (false). Ignored on the CPU."""
     take_turns: Literal["never", "servers", "both"] | None = None
     """How ranks and servers on the same GPUs divide their memory. `never`: side by side. `servers`: servers sleep while
-    the trainer works. `both`: besides, optimizer states and gradients wait in host memory while the servers generate.
+    the trainer works. `both`: besides, optimizer states wait in host memory while the servers generate.
     null: side by side if that fits, else in turns."""
     max_server_restarts: int = 3
     """Restarts of each rollout server that died or hangs; it gets the current weights before it serves. Servers of a

@@ -79,6 +79,8 @@ class MemoryEstimate:
     """Buffers for communication and offload, and parameters gathered at stage 3."""
     activations: Place
     """Activations kept by the forward pass, and the temporary tensors at the peak."""
+    lasting_gradients: int
+    """Device bytes of the gradients that stay allocated between steps: the fp32 ones at stage 1 in bf16, else none."""
     is_exact: bool = True
     """Whether the family is known; otherwise activations are an upper bound."""
 
@@ -152,7 +154,7 @@ class _States:
     optimizer: Place
     buffers: Place
     late_gradients: int
-    """Device bytes of gradients that the first micro batch allocates only during its backward pass."""
+    """Device bytes of gradients that a step's first micro batch allocates only during its backward pass."""
     step_only: int
     """Device bytes allocated only during the optimizer step."""
     grad_cast: int = 0
@@ -219,6 +221,7 @@ def estimate_memory(
         optimizer=states.optimizer,
         buffers=states.buffers,
         activations=Place(device=peak, cpu=inputs),
+        lasting_gradients=states.gradients.device - states.late_gradients,
     )
 
 

@@ -3,7 +3,7 @@
 The plan counts the trainer (`ds_engine.estimate_memory`) and the server on the same GPU
 (`rollout_vllm.estimate_server_memory`): activations are recomputed, micro batches shrink and the KV cache gives way,
 in this order, until both fit. If they never do, they take turns: servers sleep while the trainer works, and if that is
-not enough, optimizer states and gradients wait in host memory while the servers generate.
+not enough, optimizer states wait in host memory while the servers generate.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ _TRAINER_BYTES = 2 * 2**30
 """CUDA context, communicators and the buckets of the weight sync of a rank."""
 _USABLE = 0.97
 """Share of a GPU's free memory that is planned."""
-_MOVED_PER_S = 20e9
-"""Bytes that a rank is expected to move between GPU and pinned host memory in a second."""
+_MOVED_PER_S = 27e9
+"""Bytes that a rank moves between GPU and pinned host memory in a second: each of two on one host; one alone moved 38e9
+(benchmarks/memory_turns)."""
 _ALONE = 0.9
 """Share of a GPU that a server without a rank beside it uses."""
 
@@ -206,7 +207,7 @@ def _memory_line(plan: _Plan, free: int) -> str:
     if not plan.moved_bytes:
         return f"{line}; nothing is moved, servers discard their weights"
     what = [
-        *(["optimizer states and gradients"] if plan.turns == "both" else []),
+        *(["optimizer states"] if plan.turns == "both" else []),
         *(["the servers' weights"] if plan.level_1 else []),
     ]
     seconds = plan.moved_bytes / _MOVED_PER_S
@@ -319,9 +320,10 @@ def _rank_memory(
     groups = [shared, *([estimate] for estimate in alone)]
     states = [sum(map(_states, group)) for group in groups]
     beside = [n + frozen * (group is shared) for n, group in zip(states, groups, strict=True)]
-    # The weights of the actor stay for the push; all other states move.
+    # The weights of the actor stay for the push; all other states that there are between steps move.
     kept = [sum(e.buffers.device for e in group) + (group is shared) * shared[0].weights.device for group in groups]
-    moved = [n - k for n, k in zip(beside, kept, strict=True)]
+    freed = [sum(e.gradients.device - e.lasting_gradients for e in group) for group in groups]
+    moved = [n - k - f for n, k, f in zip(beside, kept, freed, strict=True)]
     return _Rank(
         peak=max(_reserved(n, max(e.activations.device for e in g)) for n, g in zip(beside, groups, strict=True)),
         states=max(states),
