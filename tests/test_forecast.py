@@ -67,8 +67,9 @@ def test_the_slower_link_decides() -> None:
 
 
 TURNS = ["model.path=qwen2.5-7b", "actor.zero.stage=3", "trainer.take_turns=both"]
-# Seconds on H200s, 2026-11-25 (docs/forecast.md, which names the tables). Not compared: pushes, and old log-probs on
-# two GPUs, which are shorter than what each server and each call adds.
+# Seconds on H200s, 2026-11-25 (docs/forecast.md, which names the tables). Not compared, because the forecast misses
+# them by more than 7%: pushes; old log-probs and updates of W on two GPUs; old log-probs with 8 samples; generation
+# with 16; generation, old log-probs and turns of `one`.
 MEASURED = {
     "w": ([], {"generation": 3.19, "old log-probs": 0.30, "updates": 1.73, "step": 5.32}),
     "w_2": (["cluster.gpus_per_host=2"], {"generation": 2.19, "step": 3.49}),
@@ -88,6 +89,7 @@ def test_a_step_takes_what_was_measured(case: str) -> None:
     for name, seconds in measured.items():
         forecast_s = sum(phase.seconds for phase in found.values()) if name == "step" else found[name].seconds
         assert forecast_s == pytest.approx(seconds, rel=0.07), name
+    assert (found["updates"].links == Links()) == ("cluster.gpus_per_host=2" not in overrides)
 
 
 STEPS = [
@@ -284,6 +286,22 @@ def test_a_7b_push_takes_what_was_measured() -> None:
     """98 ms for 13.83 GB by NCCL to another GPU; this model has 15.2 GB."""
     found = push(job("workload_w", "model.path=qwen2.5-7b", "cluster.gpus_per_host=2", "trainer.colocate=false"))
     assert found.seconds == pytest.approx(0.098 * 15.2 / 13.83, rel=0.15)
+
+
+def test_the_network_is_named_where_it_is_the_limit() -> None:
+    found = phases(job("llama_70b_64_gpus", "cluster.network_gb_per_s=1"))
+    assert found["updates"].limit.startswith("network (")
+    assert found["old log-probs"].limit.startswith("network (")
+    found = phases(job("llama_70b_64_gpus", "cluster.network_gb_per_s=1", "rates.nvlink_gb_per_s=1"))
+    assert found["updates"].limit.startswith("NVLink (")
+
+
+@pytest.mark.parametrize(("offload", "steps"), [("none", 2), ("cpu", 0)])
+def test_optimizer_steps_on_gpus_take_time(offload: str, steps: int) -> None:
+    """Two of them, of half of 0.596e9 parameters each; AdamW on the CPU is not in the forecast."""
+    common = ["cluster.gpus_per_host=2", f"actor.zero.offload.optimizer={offload}"]
+    slow, usual = (phases(job("workload_w", *common, f"rates.adamw_ms_per_billion={ms}")) for ms in (1006.7, 6.7))
+    assert slow["updates"].seconds - usual["updates"].seconds == pytest.approx(steps * 0.298, rel=1e-3, abs=1e-6)
 
 
 def test_70b_on_64_gpus() -> None:

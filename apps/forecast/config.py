@@ -15,8 +15,8 @@ class ClusterConfig:
     """Hosts; each has `gpus_per_host` GPUs."""
     gpus_per_host: int = 8
     """GPUs of a host, connected by NVLink."""
-    gpu_gib: float = 140.4
-    """Free memory of a GPU in GiB; 140.4: an H200."""
+    gpu_gib: float = 139.8
+    """Free memory of a GPU in GiB; 139.8: an H200, as driver 580 reports it."""
     host_gib: float | None = None
     """Free memory of a host in GiB, for states and weights in turns; null: not limited."""
     network_gb_per_s: float = 40.0
@@ -36,17 +36,17 @@ class RatesConfig:
 
     matmul_tflops: float = 584.0
     """TFLOP/s of products with weights in compiled layers and full micro batches, by
-    `ds_engine.planning.operations`. This rate and the next two are least squares over engine_step's steps of 0.6B at
-    ZeRO-2, 1.7B to 8B at ZeRO-3, and 1,024 to 32,768 tokens a sequence ("One GPU", "Larger models", "Longer
-    sequences"), which they reproduce within 3%."""
+    `ds_engine.planning.operations`. This rate and the next two minimize the squared relative errors of engine_step's
+    steps of 0.6B at ZeRO-2, 1.7B to 8B at ZeRO-3, and 1,024 to 32,768 tokens a sequence ("One GPU", "Larger models",
+    "Longer sequences"), after `adamw_ms_per_billion`; they reproduce these within 3%."""
     attention_tflops: float = 520.0
     """TFLOP/s of attention."""
     channel_ps: float = 26.2
     """Picoseconds of a pass for each token, layer and hidden channel: norms, rotary embeddings, activation functions
     and residuals. A training step has three passes."""
     adamw_ms_per_billion: float = 6.7
-    """Milliseconds of an optimizer step for 1e9 parameters of a rank's shard: 4 ms for Qwen3-0.6B (engine_step, "Other
-    measurements")."""
+    """Milliseconds of an optimizer step on a GPU for 1e9 parameters of a rank's shard: 4 ms for Qwen3-0.6B
+    (engine_step, "Other measurements"). AdamW on the CPU (`actor.zero.offload`) is not in the forecast."""
     host_ms_per_layer: float = 2.7
     """Milliseconds per layer that the host needs to launch a micro batch with its backward pass, however few tokens it
     has: 75 ms for 28 layers (engine_step, "Other measurements"). A pass without gradients is taken to need a third."""

@@ -268,7 +268,7 @@ def _passes(
     lengths = {"prompt": config.prompt_length, "response": config.response_length}
     computing = computing_s(rates, shape, **lengths, layer_passes=layer_passes, head_passes=head_passes)
     computing *= samples / job.num_ranks
-    shard = job.memory.optimizer.device / 12
+    shard = job.memory.optimizer.device / 12  # fp32 weight and two moments; none of them on the GPU with offload
     stepping = optimizer_steps * shard * rates.adamw_ms_per_billion * 1e-12
     launching = micro_batches * shape.num_layers * rates.host_ms_per_layer / 1e3
     launching *= _FORWARD_SHARE if passes == 1 else 1.0

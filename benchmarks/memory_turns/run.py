@@ -1,9 +1,10 @@
 """GRPO of a 7B configuration with random weights, side by side and in turns: seconds, memory and what turns cost.
 
 `python -m benchmarks.memory_turns.run FOLDER` runs the cases that the GPUs allow (all: two H200s), `--cases` some of
-them, and prints a table. Further `section.key=value` arguments go to every run of the app. `trl_lora`, `trl_lora_kept`
-(which keeps activations) and `trl_one` are the same work in TRL, with adapters and with the whole model (for an H200):
-bf16 weights, gradients and AdamW states, where the app has fp32 ones. `--peer-args` are for TRL's script.
+them, and prints a table. Further `section.key=value` arguments go to every run of the app. TRL does the
+same work in `trl_lora` (activations recomputed), `trl_lora_kept` (activations kept, smaller forward passes) and
+`trl_one` (the whole model, for an H200, with weights, gradients and AdamW states in bf16, where the app has fp32
+masters, gradients and states). `--peer-args` are for TRL's script.
 """
 
 from benchmarks.grpo_step.cases import MEMORY, Case, metric, run_cases, timings

@@ -44,8 +44,8 @@ _TRAINER_BYTES = 2 * 2**30
 _USABLE = 0.97
 """Share of a GPU's free memory that is planned."""
 _MOVED_PER_S = 27e9
-"""Bytes that a rank moves between GPU and pinned host memory in a second: each of two on one host; one alone moved 38e9
-(benchmarks/memory_turns)."""
+"""Bytes that a rank moves between GPU and pinned host memory in a second, as measured for each of two ranks on a host;
+a single rank moved 38e9 (benchmarks/memory_turns)."""
 _ALONE = 0.9
 """Share of a GPU that a server without a rank beside it uses."""
 
@@ -75,6 +75,8 @@ class _Rank:
     """While the servers generate, if the states are moved."""
     moved: int
     """What is moved."""
+    moves_gradients: bool
+    """Whether gradients are among it."""
     moved_on_host: int
     """What all ranks move; they are on one host."""
     saved_on_host: int
@@ -207,7 +209,7 @@ def _memory_line(plan: _Plan, free: int) -> str:
     if not plan.moved_bytes:
         return f"{line}; nothing is moved, servers discard their weights"
     what = [
-        *(["optimizer states"] if plan.turns == "both" else []),
+        *(["optimizer states" + " and gradients" * rank.moves_gradients] if plan.turns == "both" else []),
         *(["the servers' weights"] if plan.level_1 else []),
     ]
     seconds = plan.moved_bytes / _MOVED_PER_S
@@ -320,7 +322,7 @@ def _rank_memory(
     groups = [shared, *([estimate] for estimate in alone)]
     states = [sum(map(_states, group)) for group in groups]
     beside = [n + frozen * (group is shared) for n, group in zip(states, groups, strict=True)]
-    # The weights of the actor stay for the push; all other states that there are between steps move.
+    # The weights of the actor stay for the push; the other states that exist between steps move.
     kept = [sum(e.buffers.device for e in group) + (group is shared) * shared[0].weights.device for group in groups]
     freed = [sum(e.gradients.device - e.lasting_gradients for e in group) for group in groups]
     moved = [n - k - f for n, k, f in zip(beside, kept, freed, strict=True)]
@@ -330,6 +332,7 @@ def _rank_memory(
         beside=max(beside) + _TRAINER_BYTES,
         kept=max(kept) + _TRAINER_BYTES,
         moved=max(moved),
+        moves_gradients=any(e.lasting_gradients for group in groups for e in group),
         moved_on_host=sum(n * group[0].num_ranks for n, group in zip(moved, groups, strict=True)),
         saved_on_host=sum(e.num_ranks * (e.weights.device + e.optimizer.device) for group in groups for e in group)
         if config.trainer.save_freq

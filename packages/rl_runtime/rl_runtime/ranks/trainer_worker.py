@@ -372,8 +372,8 @@ class TrainerWorker(RankProfiler):
         The weights of `pushed_role` stay, so that they can be pushed. Until `claim_memory` no engine can compute.
 
         Args:
-            moves_states: moves optimizer states, fp32 weights and gradients, and the weights of the other roles; False
-                frees only what torch's allocator keeps for reuse.
+            moves_states: moves optimizer states, fp32 weights, gradients that are allocated, and the weights of the
+                other roles; False frees only what torch's allocator keeps for reuse.
         """
         if self._saver is not None:
             self._saver.wait_copied()  # a save in the background reads the states

@@ -2,7 +2,8 @@
 
 Ranks and servers share GPUs that cannot hold both. A step passes through three turns:
 
-    GENERATION   the servers are awake; with `moves_states`, optimizer states and gradients are in host memory
+    GENERATION   the servers are awake; with `moves_states`, optimizer states (at ZeRO-1 in bf16 also gradients) are
+                 in host memory
       sleep        requests end, the servers free weights (level 1: copied to host memory) and KV cache
       reload       the engines' states return
     TRAINING     log-probs, updates, checkpoint
