@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import apps.forecast.main as forecast
 import apps.grpo.main as grpo
-from apps.forecast.config import ForecastConfig
+from apps.forecast.config import ForecastConfig, RatesConfig
 from apps.forecast.links import Links, ring_links
 from apps.forecast.models import model_shape
 from apps.forecast.phases import Job, Phase, checkpoint, computing_s, push, sequences_at_once, step_phases
@@ -24,6 +24,7 @@ from ds_engine.planning.operations import forward_operations
 from ds_engine.planning.traffic import Traffic
 from rl_core import SequenceData
 from rl_runtime import ModelHandle, TrainBatch
+from rl_runtime.app import memory_choices
 from rl_runtime.ranks.trainer_worker import TrainerWorker
 from run_kit import load_config
 
@@ -370,6 +371,8 @@ def _with_network(config: ForecastConfig, speed: float) -> ForecastConfig:
 def test_states_in_turns_take_time() -> None:
     """7B on one GPU, as in the memory plan: 7 s a step."""
     assert phases(job("workload_w", "model.path=qwen2.5-7b"))["turns"].seconds == pytest.approx(6.77, abs=0.1)
+    # The memory plan imports torch and Ray, the command's help does not: so the rate is there a second time.
+    assert RatesConfig().turns_gb_per_s * 1e9 == memory_choices._MOVED_PER_S
 
 
 ON_RANKS = ["teacher.on=ranks", "teacher.model=llama-3.1-8b"]

@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass, field, fields
 
 from rl_runtime import FrozenModel, JobConfig, PolicyConfig, TeacherConfig
-from rl_runtime.app.memory_choices import MOVED_PER_S
 from rl_runtime.config import check_at_least, check_value, value_of
 
 
@@ -67,9 +66,9 @@ class RatesConfig:
     GPUs", `nccl`)."""
     exchange_gb_per_s: float = 138.0
     """GB/s of the all-to-alls of sequence parallelism: 11.3 GB in 76 to 90 ms (engine_step, "Longer sequences")."""
-    turns_gb_per_s: float = MOVED_PER_S / 1e9
-    """GB/s between a GPU and host memory for states in turns, as in the memory plan: 91.4 GB of each of two GPUs in
-    3.4 s (memory_turns, "Two GPUs")."""
+    turns_gb_per_s: float = 27.0
+    """GB/s between a GPU and host memory for states in turns: 91.4 GB of each of two GPUs in 3.4 s (memory_turns, "Two
+    GPUs")."""
     snapshot_gb_per_s: float = 54.0
     """GB/s from the GPUs of a host to its memory for a checkpoint in the background (ckpt, "One H200 host")."""
     disk_gb_per_s: float = 1.9

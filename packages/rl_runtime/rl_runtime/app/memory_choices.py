@@ -43,7 +43,7 @@ _TRAINER_BYTES = 2 * 2**30
 """CUDA context, communicators and the buckets of the weight sync of a rank."""
 _USABLE = 0.97
 """Share of a GPU's free memory that is planned."""
-MOVED_PER_S = 27e9
+_MOVED_PER_S = 27e9
 """Bytes that a rank moves between GPU and pinned host memory in a second, as measured for each of two ranks on a host;
 a single rank moved 38e9 (benchmarks/memory_turns)."""
 _ALONE = 0.9
@@ -212,10 +212,10 @@ def _memory_line(plan: _Plan, free: int) -> str:
         *(["optimizer states" + " and gradients" * rank.moves_gradients] if plan.turns == "both" else []),
         *(["the servers' weights"] if plan.level_1 else []),
     ]
-    seconds = plan.moved_bytes / MOVED_PER_S
+    seconds = plan.moved_bytes / _MOVED_PER_S
     return (
         f"{line}; {' and '.join(what)} wait in host memory ({_gib(plan.host_bytes)}): {seconds:.0f} s a step, "
-        f"estimated at {MOVED_PER_S / 1e9:.0f} GB/s"
+        f"estimated at {_MOVED_PER_S / 1e9:.0f} GB/s"
     )
 
 
