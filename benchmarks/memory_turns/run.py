@@ -17,6 +17,7 @@ CASES = {
     "one_lora": Case(gpus=1, keys=LORA),
     "one_lora_servers": Case(gpus=1, keys=(*LORA, "trainer.take_turns=servers")),
     "two": Case(gpus=2, keys=ZERO_3),
+    "two_lora": Case(gpus=2, keys=LORA),
     "two_servers": Case(gpus=2, keys=(*ZERO_3, "trainer.take_turns=servers")),
     "two_both": Case(gpus=2, keys=(*ZERO_3, "trainer.take_turns=both")),
     "trl_lora": Case(gpus=1, peer=(*TRL, "--lora", "--recompute")),
