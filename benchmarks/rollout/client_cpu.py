@@ -40,13 +40,16 @@ def main() -> None:
         "--tokens-per-s", type=float, nargs="+", default=[21_000, 100_000, 0], help="0: answer immediately"
     )
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--lists", action="store_true", help="answers of stock vLLM")
     args = parser.parse_args()
     print("| samples per request | server rate | measured tok/s | client cores | CPU us per token |")
     print("| --- | --- | --- | --- | --- |")
     for rate in args.tokens_per_s:
         for n in args.n:
             case = argparse.Namespace(**vars(args) | {"n": n})
-            with dummy_server(tokens=args.tokens, prompt_tokens=256, tokens_per_s=rate / args.concurrency) as url:
+            with dummy_server(
+                tokens=args.tokens, prompt_tokens=256, tokens_per_s=rate / args.concurrency, lists=args.lists
+            ) as url:
                 found = measure(url, case)
             name = f"{rate:.0f} tok/s" if rate else "immediate"
             print(

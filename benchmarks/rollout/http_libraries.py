@@ -100,7 +100,7 @@ def main() -> None:
     print(f"{args.requests} requests, {args.concurrency} in flight, best of {args.rounds}")
     print("| library | CPU ms per request | requests/s |\n| --- | --- | --- |")
     runs: dict[str, list[tuple[float, float]]] = {name: [] for name in LIBRARIES}
-    with dummy_server(tokens=512, prompt_tokens=256, tokens_per_s=0) as url:
+    with dummy_server(tokens=512, prompt_tokens=256, tokens_per_s=0, lists=True) as url:
         for _ in range(args.rounds):  # alternate, so that other load affects all libraries
             for name in LIBRARIES:
                 one = measure(name, url, num_requests=args.requests, concurrency=args.concurrency)

@@ -3,6 +3,7 @@
 The tests of the apps run it on real processes.
 """
 
+import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from signal import SIGTERM
@@ -134,6 +135,20 @@ def test_the_step_is_finished_and_saved_once(save_freq: int, test_freq: int, ste
     assert result.num_steps == last
     if stopped and what != "validate":
         assert last not in journal.steps("validate"), "nobody waits for a validation"
+
+
+def test_collections_of_garbage_skip_what_is_older_than_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(TrainerConfig(total_training_steps=2), ("log", 9))
+    frozen = []
+
+    def learn(step: int, *_: Any) -> dict[str, float]:
+        frozen.append((gc.get_freeze_count() > 0, any(one is journal.trainer for one in gc.get_objects())))
+        return {}
+
+    monkeypatch.setattr(journal, "learn", learn)
+    run(journal)
+    assert frozen == [(True, False)] * 2
+    assert gc.get_freeze_count() == 0
 
 
 def test_a_run_that_cannot_be_saved_says_so() -> None:

@@ -19,6 +19,7 @@ from rollout_vllm.client.protocol import Choice, MalformedAnswerError, completio
 from rollout_vllm.client.retry import backoff_s, classify_status
 from rollout_vllm.config import SamplingConfig
 from rollout_vllm.samples import PartialSample
+from rollout_vllm.servers.buffering import packed_choice
 
 QUICK = settings(deadline=None, derandomize=True)
 
@@ -75,6 +76,42 @@ def test_a_resumed_response_has_log_probs_if_all_its_parts_do(first: Any, second
     part = PartialSample(sample_index=0, response_ids=[1] * len(first or [1]), log_probs=first)
     choice = Choice([2] * len(second or [2]), second, "stop")
     assert extend(part, choice, SamplingConfig(n=1), version=0, last_version=0).log_probs == expected
+
+
+float32 = st.floats(-50, 0, width=32)
+
+
+@QUICK
+@given(st.lists(st.lists(st.tuples(st.integers(0, 2**31 - 1), float32)), min_size=1, max_size=3), st.booleans())
+def test_packed_answers_have_the_numbers_of_lists(choices: list[list[tuple[int, float]]], log_probs: bool) -> None:
+    groups = [([i for i, _ in pairs], [value for _, value in pairs]) for pairs in choices]
+    lists = answer(groups)
+    packed = answer(groups, token_ids=None, logprobs=None)
+    for choice, (ids, values) in zip(packed["choices"], groups, strict=True):  # type: ignore[call-overload]
+        choice["packed"] = packed_choice(ids, values if log_probs else [])
+    assert parse_completion(packed, len(groups), log_probs=log_probs) == parse_completion(
+        lists, len(groups), log_probs=log_probs
+    )
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        None,
+        7,
+        {},
+        {"token_ids": packed_choice([1], [])["token_ids"]},
+        packed_choice([1, 2], [-1.0]),
+        packed_choice([1], [float("nan")]),
+        packed_choice([1], []),
+        packed_choice([1], [-1.0]) | {"token_ids": "AQA"},
+        packed_choice([1], [-1.0]) | {"token_ids": "AQAA"},
+        packed_choice([1], [-1.0]) | {"log_probs": "\u00e9"},
+    ],
+)
+def test_incomplete_packed_answers_are_rejected(packed: object) -> None:
+    with pytest.raises(MalformedAnswerError, match="choice 0"):
+        parse_completion(answer([([1], [-1.0])], packed=packed), 1)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.outputs import LogprobsLists
 
-from rollout_vllm.client.protocol import completion_body
+from rollout_vllm.client.protocol import completion_body, parse_completion
 from rollout_vllm.config import SamplingConfig
 from rollout_vllm.servers import patch as patch_module
 from rollout_vllm.servers.buffering import buffer_in_front_end
@@ -47,9 +47,13 @@ def patched() -> Iterator[None]:
         restore()
 
 
-def front_end(tokenizer: Any, extra_args: dict[str, Any] | None) -> tuple[OutputProcessor, Any]:
+def front_end(
+    tokenizer: Any, extra_args: dict[str, Any] | None, *, log_probs: bool = True
+) -> tuple[OutputProcessor, Any]:
     """vLLM's front end with one request, to which the tokens of TEXT and their log-probs were sent."""
-    params = SamplingParams(logprobs=0, extra_args=extra_args, output_kind=RequestOutputKind.FINAL_ONLY)
+    params = SamplingParams(
+        logprobs=0 if log_probs else None, extra_args=extra_args, output_kind=RequestOutputKind.FINAL_ONLY
+    )
     request: Any = SimpleNamespace(
         request_id="cmpl-r-1",
         external_req_id="cmpl-r",
@@ -66,13 +70,16 @@ def front_end(tokenizer: Any, extra_args: dict[str, Any] | None) -> tuple[Output
     state = processor.request_states["cmpl-r-1"]
     for token in tokenizer.encode(TEXT):
         row = numpy.array([[token]])
-        ids = numpy.array([[3, 1]]) if extra_args and IDS_ONLY in extra_args else row  # (policy version, tokens)
-        lists = LogprobsLists(ids, (-row / 128).astype(numpy.float32), numpy.array([1]))
+        marked = extra_args and IDS_ONLY in extra_args
+        ids = numpy.array([[3, 1]]) if marked else row  # (policy version, tokens)
+        values = (-row / 128).astype(numpy.float32)
+        lists = LogprobsLists(ids, values if log_probs else values[:0], numpy.array([1]))
+        sent = lists if log_probs or marked else None
         assert state.detokenizer is not None
         assert state.logprobs_processor is not None
         state.detokenizer.update([token], False)
         state.logprobs_processor.update_from_output(
-            SimpleNamespace(new_logprobs=lists, new_prompt_logprobs_tensors=None, prompt_token_id_logprobs=None)
+            SimpleNamespace(new_logprobs=sent, new_prompt_logprobs_tensors=None, prompt_token_id_logprobs=None)
         )
     return processor, state
 
@@ -104,20 +111,33 @@ def test_clients_of_this_package_get_ids_and_log_probs(
     assert "buffered tokens: from_new_request is replaced and in use\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("marked", [True, False])
-def test_answer_has_the_policy_versions_of_each_choice(tokenizer: Any, patched: None, marked: bool) -> None:
-    _, state = front_end(tokenizer, {IDS_ONLY: 1} if marked else None)
+@pytest.mark.parametrize("log_probs", [True, False])
+@pytest.mark.parametrize("mark", [None, 1, 2])
+def test_answer_has_what_its_client_reads(tokenizer: Any, patched: None, mark: int | None, log_probs: bool) -> None:
+    marks = {} if mark is None else {IDS_ONLY: mark}
+    _, state = front_end(tokenizer, marks, log_probs=log_probs)
     result = state.make_request_output([], None, "length", None)
-    request = CompletionRequest(prompt=[1, 2], max_tokens=99, logprobs=0 if marked else None, return_token_ids=True)
+    request = CompletionRequest(
+        prompt=[1, 2],
+        max_tokens=99,
+        logprobs=0 if log_probs and mark else None,
+        return_token_ids=True,
+        vllm_xargs=marks,
+    )
     serving = OpenAIServingCompletion.__new__(OpenAIServingCompletion)
     serving.enable_prompt_tokens_details = serving.enable_per_request_metrics = False
     serving.system_fingerprint = None
     to_response = serving.request_output_to_completion_response
     answer = to_response([result], request, "cmpl-r", 0, "policy", tokenizer, SimpleNamespace())  # type: ignore[arg-type]
-    [choice] = json.loads(answer.model_dump_json())["choices"]
     ids = tokenizer.encode(TEXT)
-    assert choice["token_ids"] == ids
-    assert choice.get("policy_versions") == ([[3, 1]] * len(ids) if marked else None)
+    assert answer.usage.completion_tokens == len(ids)
+    body = json.loads(answer.model_dump_json())
+    [raw] = body["choices"]
+    assert ("packed" in raw, raw["token_ids"]) == (mark == 2, None if mark == 2 else ids)
+    assert raw.get("policy_versions") == ([[3, 1]] * len(ids) if mark else None)
+    [choice] = parse_completion(body, 1, log_probs=log_probs and mark is not None)
+    assert choice.response_ids == ids
+    assert choice.log_probs == ([-token / 128 for token in ids] if log_probs and mark else None)
 
 
 @pytest.mark.parametrize("internal", [True, False])

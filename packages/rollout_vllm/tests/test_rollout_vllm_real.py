@@ -56,6 +56,7 @@ from rollout_vllm.servers import control
 from rollout_vllm.servers.blocking_http import call
 from rollout_vllm.servers.buffering import INTERVAL
 from rollout_vllm.servers.command import server_environment
+from rollout_vllm.servers.patch import IDS_ONLY
 
 pytestmark = pytest.mark.slow
 
@@ -84,18 +85,18 @@ def test_buffered_tokens_and_log_probs_are_those_of_stock_vllm(pair: ServerGroup
     sampling = SamplingConfig(n=1, max_tokens=3 * INTERVAL + 5, temperature=0.9, ignore_eos=True)
     body = completion_body([5, 6, 7], sampling, model=None, seed=3)
     answers = []
-    for request in (body, {**body, "vllm_xargs": {}}):
-        status, text = call(pair.endpoints[0], "POST", "/v1/completions", request, timeout_s=120)
+    for xargs in (body["vllm_xargs"], {IDS_ONLY: 1}, {}):
+        status, text = call(pair.endpoints[0], "POST", "/v1/completions", {**body, "vllm_xargs": xargs}, timeout_s=120)
         assert status == 200, text
         answers.append(json.loads(text)["choices"][0])
-    buffered, stock = answers
+    packed, buffered, stock = answers
     assert (buffered["text"], buffered["logprobs"]["tokens"]) == ("", [])
     assert stock["text"]
     assert len(stock["token_ids"]) == len(stock["logprobs"]["tokens"]) == sampling.max_tokens
-    assert buffered["token_ids"] == stock["token_ids"]
-    assert buffered["logprobs"]["token_logprobs"] == stock["logprobs"]["token_logprobs"]
-    [choice], [expected] = (parse_completion({"choices": [answer]}, 1) for answer in (buffered, stock))
-    assert dataclasses.replace(choice, spans=()) == expected  # stock vLLM does not know which policy sampled a token
+    assert (packed["token_ids"], packed["logprobs"], packed["text"]) == (None, None, "")
+    expected, *choices = (parse_completion({"choices": [answer]}, 1)[0] for answer in (stock, buffered, packed))
+    for choice in choices:  # stock vLLM does not know which policy sampled a token
+        assert dataclasses.replace(choice, spans=()) == expected
 
 
 def test_groups_of_samples(client: RolloutClient) -> None:

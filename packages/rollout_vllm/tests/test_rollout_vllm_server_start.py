@@ -163,7 +163,10 @@ def test_environment() -> None:
     assert server_environment(base, quantized, device="cuda", api_key="k", num_cores=2)[variable] == "bitsandbytes"
     assert variable not in gpu
     assert gpu["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
-    assert not {"OMP_NUM_THREADS", "VLLM_ENABLE_V1_MULTIPROCESSING"} & set(gpu)
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in gpu
+    assert gpu["OMP_NUM_THREADS"] == "1"  # several servers' threads would wait for each other
+    wide = server_environment(base, RolloutConfig(cpu_threads=4), device="cuda", api_key="k", num_cores=2)
+    assert wide["OMP_NUM_THREADS"] == "4"
     method = "VLLM_WORKER_MULTIPROC_METHOD"
     assert gpu[method] == "fork"
     two = RolloutConfig(tensor_parallel_size=2)
@@ -175,10 +178,11 @@ def test_environment() -> None:
 @QUICK
 @given(st.integers(1, 256), st.integers(1, 16))
 def test_cpu_threads(cores: int, servers: int) -> None:
-    threads = plan_cpu_threads(cores, servers, None)
+    threads = plan_cpu_threads("cpu", cores, servers, None)
     assert threads >= 1
     assert threads == 1 or threads * servers <= cores / 2
-    assert plan_cpu_threads(cores, servers, 7) == 7
+    assert plan_cpu_threads("cuda", cores, servers, None) == 1
+    assert plan_cpu_threads("cuda", cores, servers, 7) == plan_cpu_threads("cpu", cores, servers, 7) == 7
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,8 @@ def with_final_scores(groups: Sequence[ScoredGroup], finish: Finish) -> list[Sco
 
 def _generated_spans(sample: Sample | EpisodeResult) -> tuple[tuple[int, int], ...]:
     """(policy version, number of consecutive tokens) over the generated tokens."""
-    versions = token_versions(sample.version_spans)
-    if isinstance(sample, EpisodeResult):
-        versions = [version for version, own in zip(versions, sample.response_mask, strict=True) if own]
+    if isinstance(sample, Sample):
+        return sample.version_spans
+    tokens = zip(token_versions(sample.version_spans), sample.response_mask, strict=True)
+    versions = (version for version, own in tokens if own)
     return tuple((version, len(list(run))) for version, run in groupby(versions))

@@ -3,9 +3,10 @@
 The app passes in the policy update as `learn`, a function from the step's samples to metrics.
 """
 
+import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from ckpt import Checkpoint
@@ -116,7 +117,7 @@ class TrainingLoop:
         if trainer.val_before_train:
             before = self._record.first_values("val/accuracy").get("val/accuracy") if restart is not None else None
             before = self._validate(done) if before is None else before
-        with stop.listen("stopping after this step, with a checkpoint; again: stop now, without"):
+        with stop.listen("stopping after this step, with a checkpoint; again: stop now, without"), _frozen_objects():
             last, after = self._steps(done + 1, learn, stop)
         return LoopResult(
             accuracy_before=before,
@@ -199,3 +200,17 @@ class TrainingLoop:
         assert self._reward_model is not None
         with self._servers.lending_memory():
             return self._reward_model.score(items)
+
+
+@contextmanager
+def _frozen_objects() -> Iterator[None]:
+    """Context in which the garbage collector skips what exists now.
+
+    Full collections stop the client's event loop while responses arrive. Those of a driver with torch, Ray and
+    DeepSpeed imported took 0.25 to 0.36 s (2 cores, without a GPU), those of what a step creates take milliseconds.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

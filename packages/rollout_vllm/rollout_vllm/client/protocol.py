@@ -3,16 +3,19 @@
 The request is /v1/completions with token ids as the prompt. It uses these vLLM extensions: `return_token_ids` (token
 ids of the response), `return_tokens_as_token_ids` (log-prob tokens as "token_id:17", the fallback for servers without
 the former), `top_k`, `min_p`, `stop_token_ids`, `ignore_eos`, `min_tokens`, `repetition_penalty`, and `vllm_xargs`,
-which tells this package's servers that only ids and log-probs are read (other servers ignore it). Their responses also
-have `policy_versions` of each choice: [version, number of tokens] in order, -1 for a version that the server does not
-know.
+which tells this package's servers that only ids and log-probs are read (other servers ignore it). Their responses have
+both as `packed` in place of lists (base64 of little-endian int32 and float32), and `policy_versions` of each choice:
+[version, number of tokens] in order, -1 for a version that the server does not know.
 """
 
+import base64
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
+
+import numpy
 
 from ..config import SamplingConfig
 from ..samples import FinishReason
@@ -57,7 +60,7 @@ def completion_body(
         "frequency_penalty": 0.0,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
-        "vllm_xargs": {"plinth_ids_only": 1},
+        "vllm_xargs": {"plinth_ids_only": 2},  # 2: `packed` is read
         "stream": False,
         **{name: value for name, value in optional.items() if value is not None},
     }
@@ -97,6 +100,29 @@ def _parse_choice(raw: Mapping[str, Any], index: int, asked: bool) -> Choice:
         raise MalformedAnswerError(
             f"choice {index}: finish_reason {reason!r} is not one of {', '.join(_FINISH_REASONS)}"
         )
+    ids, values = (_packed_numbers if "packed" in raw else _listed_numbers)(raw, index, asked)
+    spans = _parse_spans(raw.get("policy_versions", []), index, len(ids))
+    if values is not None and len(values) != len(ids):
+        raise MalformedAnswerError(f"choice {index}: {len(values)} log-probs for {len(ids)} tokens")
+    return Choice(ids, values, cast(FinishReason, reason), spans)
+
+
+def _packed_numbers(raw: Mapping[str, Any], index: int, asked: bool) -> tuple[list[int], list[float] | None]:
+    """Ids and log-probs of this package's servers. asked: whether log-probs were."""
+    try:
+        ids, values = (
+            numpy.frombuffer(base64.b64decode(raw["packed"][name], validate=True), dtype)
+            for name, dtype in (("token_ids", "<i4"), ("log_probs", "<f4"))
+        )
+    except (LookupError, TypeError, ValueError) as error:
+        raise MalformedAnswerError(f"choice {index}: packed ids and log-probs: {error!r}") from None
+    if not numpy.isfinite(values).all():
+        raise MalformedAnswerError(f"choice {index}: a log-prob is not finite")
+    return ids.tolist(), values.tolist() if asked else None
+
+
+def _listed_numbers(raw: Mapping[str, Any], index: int, asked: bool) -> tuple[list[int], list[float] | None]:
+    """Ids and log-probs of other servers. asked: whether log-probs were."""
     logprobs = raw.get("logprobs")
     values = logprobs.get("token_logprobs") if isinstance(logprobs, Mapping) else None
     ids = raw.get("token_ids")
@@ -107,15 +133,13 @@ def _parse_choice(raw: Mapping[str, Any], index: int, asked: bool) -> Choice:
     # A large step has a million tokens: use built-in functions over whole lists instead of a Python loop.
     if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
         raise MalformedAnswerError(f"choice {index}: no token ids (does the server support return_token_ids?)")
-    spans = _parse_spans(raw.get("policy_versions", []), index, len(ids))
     if not asked:
-        return Choice(ids, None, cast(FinishReason, reason), spans)
-    if not isinstance(values, list) or len(values) != len(ids):
-        got = len(values) if isinstance(values, list) else "no"
-        raise MalformedAnswerError(f"choice {index}: {got} log-probs for {len(ids)} tokens")
+        return ids, None
+    if not isinstance(values, list):
+        raise MalformedAnswerError(f"choice {index}: no log-probs")
     if not set(map(type, values)) <= {int, float} or not all(map(math.isfinite, values)):
         raise MalformedAnswerError(f"choice {index}: a log-prob is missing or is not finite")
-    return Choice(ids, list(map(float, values)), cast(FinishReason, reason), spans)
+    return ids, list(map(float, values))
 
 
 def _parse_spans(raw: Any, index: int, num_tokens: int) -> tuple[tuple[int | None, int], ...]:

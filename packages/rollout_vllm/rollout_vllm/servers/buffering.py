@@ -3,7 +3,8 @@
 Stock vLLM sends every token from the engine core to the front end as it is sampled, its log-prob as three arrays, and
 the front end makes Python objects and text of each. That work takes longer than a decoding step of a small model. Here
 the engine core collects the tokens and log-probs of a request and sends them every `INTERVAL` tokens, when the request
-ends and when it is aborted; the front end appends them to two lists. Values and tokens are the same.
+ends and when it is aborted; the front end appends them to two lists. Values and tokens are the same. The answer
+has them as two base64 texts if the client reads those, because pydantic and JSON would handle every number in Python.
 
 The engine core also notes the policy version that samples each token: `policy_versions.py` tells it the version when
 new weights are published. The versions travel with the tokens, so they are exact whatever is in flight between the
@@ -12,14 +13,20 @@ processes.
 `_serve.py` loads this file by path, so it imports nothing of this package.
 """
 
+import base64
 import dataclasses
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
+
 INTERVAL = 32
 """Tokens of a request per message. Counters such as `vllm:generation_tokens` advance in these steps."""
+
+PACKED = 2
+"""Value of the marker of a client that reads `packed_choice`. Clients of earlier releases send 1."""
 
 UNKNOWN_VERSION = -1
 """Policy version of a server whose weights were never published with a version."""
@@ -49,6 +56,23 @@ def is_buffered(request: Any, marker: str) -> bool:
         return False
     needs = (params.logprobs, params.prompt_logprobs, params.logprob_token_ids, params.stop)
     return params.output_kind.name == "FINAL_ONLY" and not any(needs) and params.prompt_logprobs is None
+
+
+def wants_packed(request: Any, marker: str) -> bool:
+    """Whether the client of a `CompletionRequest` reads `packed_choice`."""
+    return (request.vllm_xargs or {}).get(marker) == PACKED
+
+
+def packed_choice(token_ids: Sequence[int], log_probs: Sequence[float]) -> dict[str, str]:
+    """Ids (int32) and log-probs (float32, as vLLM computes them) as base64 of little-endian numbers.
+
+    log_probs: empty if they were not asked for.
+    """
+    arrays = {
+        "token_ids": numpy.asarray(token_ids, dtype="<i4"),
+        "log_probs": numpy.maximum(numpy.asarray(log_probs, dtype="<f4"), numpy.float32(-9999.0)),
+    }
+    return {name: base64.b64encode(array.tobytes()).decode("ascii") for name, array in arrays.items()}
 
 
 def ending_tokens(request: Any) -> frozenset[int] | None:
@@ -196,7 +220,6 @@ class TokenBuffer:
 
         In place of token ids it has the int64 rows (policy version, number of tokens).
         """
-        import numpy
         from vllm.v1.outputs import LogprobsLists
 
         unsent.end_span(self.version)
@@ -350,12 +373,17 @@ def buffer_in_front_end(replace: Replace, marker: str) -> list[Callable[[], None
             return choice_log_probs(self, token_ids, top_logprobs, *args, **kwargs)
         return CompletionLogProbs(token_logprobs=[max(value, -9999.0) for value in top_logprobs])  # JSON has no -inf
 
-    def request_output_to_completion_response(self: Any, results: list[Any], *args: Any, **kwargs: Any) -> Any:
-        response = to_response(self, results, *args, **kwargs)
+    def request_output_to_completion_response(self: Any, results: list[Any], request: Any, *args: Any) -> Any:
         outputs = [output for result in results for output in result.outputs]
+        packs = wants_packed(request, marker) and all(isinstance(one.logprobs, SampledLogProbs) for one in outputs)
+        if packs:
+            request = request.model_copy(update={"logprobs": None, "return_token_ids": False})
+        response = to_response(self, results, request, *args)
         for choice, output in zip(response.choices, outputs, strict=True):
             if isinstance(output.logprobs, SampledLogProbs):
                 choice.policy_versions = output.logprobs.spans
+                if packs:
+                    choice.packed = packed_choice(output.token_ids, output.logprobs)
         return response
 
     return [

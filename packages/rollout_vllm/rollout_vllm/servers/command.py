@@ -71,9 +71,16 @@ def check_build(
     )
 
 
-def plan_cpu_threads(num_cores: int, num_servers: int, requested: int | None) -> int:
-    """OpenMP threads of each CPU server. Half of the cores are left to the trainer and the HTTP front ends."""
-    return requested if requested is not None else max(1, num_cores // (2 * num_servers))
+def plan_cpu_threads(device: Device, num_cores: int, num_servers: int, requested: int | None) -> int:
+    """OpenMP threads of each server.
+
+    One on a GPU: by default each of several servers has as many threads as the host has cores, and all of them wait
+    for each other where a server loads an adapter from CPU memory. CPU servers leave half of the cores to the trainer
+    and the HTTP front ends.
+    """
+    if requested is not None:
+        return requested
+    return 1 if device == "cuda" else max(1, num_cores // (2 * num_servers))
 
 
 def server_arguments(
@@ -185,9 +192,9 @@ def server_environment(
         env["VLLM_SERVER_DEV_MODE"] = "1"  # enables these routes; the API key protects them too
     if config.max_lora_rank is not None:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    threads = plan_cpu_threads(device, num_cores, config.server_count, config.cpu_threads)
+    env["OMP_NUM_THREADS"] = str(threads)
     if device == "cpu":
-        threads = plan_cpu_threads(num_cores, config.server_count, config.cpu_threads)
-        env["OMP_NUM_THREADS"] = str(threads)
         # By default vLLM pins its threads to the first cores, which other servers and trainer ranks use too.
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         if threads == 1:

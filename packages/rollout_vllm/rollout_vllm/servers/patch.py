@@ -128,6 +128,12 @@ BUFFERING = Patch(
             "repetition_detection",
         ),
         "vllm.entrypoints.openai.completion.protocol:CompletionLogProbs": ("token_logprobs",),
+        "vllm.entrypoints.openai.completion.protocol:CompletionRequest": (
+            "vllm_xargs",
+            "logprobs",
+            "return_token_ids",
+            "model_copy",
+        ),
         "vllm.v1.engine.core_client:AsyncMPClient": ("call_utility_async(self, method, args)",),
     },
 )
