@@ -4,20 +4,26 @@ The tests of the apps run it on real processes.
 """
 
 import gc
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from signal import SIGTERM
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_runtime.config import TrainerConfig
+from rl_runtime.experience import ExperienceBatch
+from rl_runtime.rollout.groups import Collected
 from rl_runtime.training import loop as loop_module
 from rl_runtime.training.loop import LoopResult, TrainingLoop
+from rl_runtime.training.record import RunRecord
 from run_kit import StopRequest
+from run_kit.memory import MemorySampler
 from run_kit.timing import PhaseTimer
 
 
@@ -149,6 +155,25 @@ def test_collections_of_garbage_skip_what_is_older_than_the_steps(monkeypatch: p
     run(journal)
     assert frozen == [(True, False)] * 2
     assert gc.get_freeze_count() == 0
+
+
+def test_a_step_says_how_long_logging_the_one_before_took() -> None:
+    logged: list[dict[str, float]] = []
+    record = RunRecord(
+        SimpleNamespace(  # type: ignore[arg-type]
+            log=lambda _, metrics: logged.append(metrics), log_rollouts=lambda *_: time.sleep(0.05)
+        ),
+        MemorySampler(),
+        nullcontext(),  # type: ignore[arg-type]
+        SimpleNamespace(placement=SimpleNamespace(num_gpus=1), rank_groups=[Mock(run=lambda _: [{}])]),  # type: ignore[arg-type]
+    )
+    for step in (1, 2):
+        timer = PhaseTimer()
+        with timer.step():
+            pass
+        record.log_step(step, Collected(batch=ExperienceBatch(items=()), num_failed=0), {}, timer)
+    assert logged[0]["perf/log_s"] == 0
+    assert logged[1]["perf/log_s"] >= 0.05
 
 
 def test_a_run_that_cannot_be_saved_says_so() -> None:

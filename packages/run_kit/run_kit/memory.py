@@ -59,6 +59,7 @@ class MemorySampler:
     """Samples the memory of the process tree in a background thread and keeps the peak.
 
     Samples are taken every `interval_s` seconds, less often where sampling would use more than 5% of one core.
+    `metrics` has the newest one, because a sample of many processes with much memory takes up to a second.
 
     ```
     with MemorySampler(interval_s=1.0) as sampler:
@@ -80,6 +81,7 @@ class MemorySampler:
         self._read = read or (lambda: process_tree_memory(extra_pids=extra_pids))
         self._lock = threading.Lock()
         self._peak = TreeMemory(rss_bytes=0, pss_bytes=0, num_processes=0)
+        self._newest: TreeMemory | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -101,6 +103,7 @@ class MemorySampler:
         """Take a sample now and update the peak."""
         memory = self._read()
         with self._lock:
+            self._newest = memory
             if memory.pss_bytes > self._peak.pss_bytes:
                 self._peak = memory
         return memory
@@ -112,12 +115,14 @@ class MemorySampler:
             return self._peak
 
     def metrics(self) -> dict[str, float]:
-        """Current and peak memory in GiB, and the number of processes."""
-        now = self.sample()
+        """Memory and number of processes in the newest sample, and the peak; GiB. The first one is taken now."""
+        with self._lock:
+            newest = self._newest
+        newest = newest or self.sample()
         return {
-            "memory/host_gib": now.pss_bytes / GIB,
+            "memory/host_gib": newest.pss_bytes / GIB,
             "memory/host_peak_gib": self.peak.pss_bytes / GIB,
-            "memory/num_processes": float(now.num_processes),
+            "memory/num_processes": float(newest.num_processes),
         }
 
     def __enter__(self) -> "MemorySampler":

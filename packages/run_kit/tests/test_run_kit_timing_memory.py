@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -152,6 +153,14 @@ def test_child_processes_are_counted() -> None:
     finally:
         child.communicate("\n", timeout=30)
     assert process_tree_memory(child.pid).num_processes == 0
+
+
+def test_metrics_do_not_wait_for_a_sample() -> None:
+    read = Mock(return_value=TreeMemory(rss_bytes=2 * GIB, pss_bytes=GIB, num_processes=4))
+    sampler = MemorySampler(interval_s=60, read=read)
+    expected = {"memory/host_gib": 1.0, "memory/host_peak_gib": 1.0, "memory/num_processes": 4.0}
+    assert sampler.metrics() == sampler.metrics() == expected
+    assert read.call_count == 1  # only where the thread has none yet
 
 
 def test_sampler_keeps_the_peak() -> None:

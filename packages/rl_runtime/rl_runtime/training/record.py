@@ -1,5 +1,6 @@
 """Writes down what a run does: metrics, phase times, memory, traces and sampled rollouts."""
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -32,6 +33,8 @@ class RunRecord:
         """`ledger`: of a run that samples."""
         self._tracker, self._memory, self._profiler, self._session = tracker, memory, profiler, session
         self._ledger = ledger
+        self._log_s = 0.0
+        """Seconds that logging the last step took."""
 
     def info(self, text: str) -> None:
         """Prints a line and writes it to the log."""
@@ -62,20 +65,25 @@ class RunRecord:
 
     def log_step(self, step: int, collected: Collected, metrics: dict[str, float], timer: PhaseTimer) -> None:
         """Writes the step's metrics, with times, throughput and memory, and some of its rollouts."""
+        started = time.perf_counter()
         self.log(step, metrics, timer, num_tokens=collected.batch.num_tokens)
         self._tracker.log_rollouts(step, [rollout_record(item) for item in collected.batch.items])
+        self._log_s = time.perf_counter() - started
 
     def log(self, step: int, metrics: dict[str, float], timer: PhaseTimer, *, num_tokens: int) -> None:
         """Writes a step's metrics, with times, throughput and memory."""
+        started = time.perf_counter()
         times = timer.metrics()
         num_gpus = self._session.placement.num_gpus
         speed = {
             "perf/total_num_tokens": float(num_tokens),
             "perf/throughput": throughput(num_tokens, times["timing_s/step"], num_gpus),
+            "perf/log_s": self._log_s,
         }
         ranks = [rank for group in self._session.rank_groups for rank in group.run(TrainerWorker.memory_gb)]
         largest = {f"perf/{name}": max(rank[name] for rank in ranks) for name in ranks[0]}
         self._tracker.log(step, metrics | times | speed | self._memory.metrics() | largest)
+        self._log_s = time.perf_counter() - started
 
     def log_held_out(self, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]]) -> None:
         """Writes the loss on held-out demonstrations, and responses to some of their prompts."""
