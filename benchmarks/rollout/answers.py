@@ -10,6 +10,7 @@ import json
 import random
 import statistics
 import time
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.outputs import LogprobsLists
 
 from rollout_vllm import SamplingConfig
-from rollout_vllm.client.protocol import completion_body, parse_completion
+from rollout_vllm.client.protocol import Choice, completion_body, parse_completion
 from rollout_vllm.servers.buffering import PACKED, buffer_in_front_end
 from rollout_vllm.servers.patch import BUFFERING, IDS_ONLY
 
@@ -52,12 +53,12 @@ def result(args: argparse.Namespace, chooser: random.Random) -> Any:
         state = processor.request_states["cmpl-r-1"]
         values = numpy.array([-chooser.expovariate(0.5) for _ in range(args.tokens)], numpy.float32)
         spans = numpy.array([[1, args.tokens]])
-        sent = SimpleNamespace(new_logprobs=LogprobsLists(spans, values[:, None], numpy.empty(0, numpy.int32)))
+        sent: Any = SimpleNamespace(new_logprobs=LogprobsLists(spans, values[:, None], numpy.empty(0, numpy.int32)))
         assert state.detokenizer is not None
         assert state.logprobs_processor is not None
         state.detokenizer.update([chooser.randrange(VOCABULARY) for _ in range(args.tokens)], False)
-        state.logprobs_processor.update_from_output(sent)  # type: ignore[arg-type]
-        made: Any = state.make_request_output([], None, "length", None)  # type: ignore[arg-type]
+        state.logprobs_processor.update_from_output(sent)
+        made: Any = state.make_request_output([], None, "length", None)
         made.outputs[0].index = index
         whole = whole or made
         if whole is not made:
@@ -65,25 +66,37 @@ def result(args: argparse.Namespace, chooser: random.Random) -> Any:
     return whole
 
 
-def measure(results: list[Any], args: argparse.Namespace, mark: int) -> tuple[float, float, int, list[Any]]:
-    """Seconds of the front end and of the client, bytes of an answer, and what the client reads."""
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """CPU milliseconds of the front end and of the client, bytes of an answer, and what the client reads."""
+
+    front_end: float
+    client: float
+    num_bytes: int
+    read: list[list[Choice]]
+
+
+def measure(results: list[Any], args: argparse.Namespace, mark: int) -> Measured:
+    """One round of answers to a request with this mark."""
     sampling = SamplingConfig(n=args.n, max_tokens=args.tokens)
     body = completion_body([1], sampling, model="policy", seed=0) | {"vllm_xargs": {IDS_ONLY: mark}}
     request = CompletionRequest(**body)
     serving: Any = OpenAIServingCompletion.__new__(OpenAIServingCompletion)
     serving.enable_prompt_tokens_details = serving.enable_per_request_metrics = False
     serving.system_fingerprint = None
-    begin = time.process_time()
+    started = time.process_time()
     answers = []
     for each in results:
         response = serving.request_output_to_completion_response(
             [each], request, "cmpl-r", 0, "policy", None, SimpleNamespace()
         )
-        answers.append(JSONResponse(content=response.model_dump()).body)  # as vLLM's route does
-    front_end = time.process_time() - begin
-    begin = time.process_time()
-    read = [parse_completion(json.loads(bytes(answer)), args.n) for answer in answers]
-    return front_end, time.process_time() - begin, len(answers[0]), read
+        answers.append(bytes(JSONResponse(content=response.model_dump()).body))  # as vLLM's route does
+    made = time.process_time()
+    read = [parse_completion(json.loads(answer), args.n) for answer in answers]
+    ended = time.process_time()
+    return Measured(
+        front_end=1000 * (made - started), client=1000 * (ended - made), num_bytes=len(answers[0]), read=read
+    )
 
 
 def main() -> None:
@@ -100,15 +113,13 @@ def main() -> None:
     results = [result(args, chooser) for _ in range(args.requests)]
     forms = {"lists": 1, "packed": PACKED}
     rounds = [{name: measure(results, args, mark) for name, mark in forms.items()} for _ in range(args.rounds)]
-    assert all(found["lists"][3] == found["packed"][3] for found in rounds)
+    assert all(found["lists"].read == found["packed"].read for found in rounds)
     print(f"{args.requests} answers with {args.n} x {args.tokens} tokens; CPU milliseconds, median (range)")
     print("| | front end | client | bytes of an answer |\n| --- | --- | --- | --- |")
     for name in forms:
-        columns = []
-        for side in (0, 1):
-            spent = sorted(1000 * found[name][side] for found in rounds)
-            columns.append(f"{statistics.median(spent):.0f} ({spent[0]:.0f}-{spent[-1]:.0f})")
-        print(f"| {name} | {' | '.join(columns)} | {rounds[0][name][2]:,} |")
+        sides = [[found[name].front_end for found in rounds], [found[name].client for found in rounds]]
+        cells = [f"{statistics.median(side):.0f} ({min(side):.0f}-{max(side):.0f})" for side in sides]
+        print(f"| {name} | {' | '.join(cells)} | {rounds[0][name].num_bytes:,} |")
 
 
 if __name__ == "__main__":

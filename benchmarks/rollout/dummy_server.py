@@ -23,14 +23,14 @@ def choice(num_tokens: int, num_prompt_tokens: int | None, chooser: random.Rando
     ids = [chooser.randrange(151936) for _ in range(num_tokens)]
     values = [-chooser.expovariate(0.5) for _ in ids]
     if num_prompt_tokens is None:
-        numbers = {"token_ids": array("i", ids), "log_probs": array("f", values)}
+        numbers = {"token_ids": array("i", ids).tobytes(), "log_probs": array("f", values).tobytes()}
         nothing = dict.fromkeys(("logprobs", "stop_reason", "token_ids", "prompt_logprobs", "prompt_token_ids"))
         return nothing | {
             "index": 0,
             "text": "",
             "finish_reason": "length",
             "policy_versions": [[0, num_tokens]],
-            "packed": {name: base64.b64encode(row.tobytes()).decode() for name, row in numbers.items()},
+            "packed": {name: base64.b64encode(row).decode() for name, row in numbers.items()},
         }
     names = [f"token_id:{i}" for i in ids]
     return {
