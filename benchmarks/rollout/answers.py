@@ -1,8 +1,8 @@
 """CPU time of answers that arrive together at the end of a generation: `python -m benchmarks.rollout.answers`.
 
 The front end of a server makes them, the client reads them; both without HTTP. "Lists" have a JSON number for each id
-and log-prob, as clients of earlier releases get them; "packed" answers have two base64 texts. Needs vLLM, for the CPU
-or for GPUs.
+and log-prob (`plinth_ids_only: 1` in the request), "packed" answers two base64 texts (2, as the client asks). Needs
+vLLM, for the CPU or for GPUs.
 """
 
 import argparse
@@ -107,7 +107,8 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=297)
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
-    BUFFERING.check()
+    if not BUFFERING.check():
+        raise SystemExit("the installed vLLM takes its own path")
     buffer_in_front_end(BUFFERING.replace, IDS_ONLY)
     chooser = random.Random(0)
     results = [result(args, chooser) for _ in range(args.requests)]

@@ -48,7 +48,6 @@ def measure(folder: Path, num_servers: int, args: argparse.Namespace) -> dict[st
         client = stack.enter_context(RolloutClient(endpoints, RolloutConfig(num_servers=num_servers)))
         scorer = stack.enter_context(Scorer(ScoringConfig(function=REWARD)))
         phase = RolloutPhase(client, tokenizer, scorer=scorer, seed=0)
-        gc.freeze()
         for step in range(1 + args.steps):
             times = dict.fromkeys(spent, 0.0)
 
@@ -73,6 +72,8 @@ def main() -> None:
     args = parser.parse_args()
     print("| servers | samples | seconds after the answers, median (range) | scoring after that |")
     print("| --- | --- | --- | --- |")
+    gc.collect()
+    gc.freeze()  # as the training loop does
     with tempfile.TemporaryDirectory() as name:
         write_workload(Path(name), model="qwen3-tiny")
         for num_servers in args.servers:

@@ -2,7 +2,7 @@
 
 `python -m benchmarks.weight_sync.adapter_load` makes vLLM's `LoRAModel` from the tensors of a rank-16 adapter of a 7B
 model in CPU memory, as a server does before the first request after a push; in one process, then in several that start
-together. Needs vLLM, for the CPU or for GPUs.
+together. A GPU server copies them into pinned memory besides. Needs vLLM, for the CPU or for GPUs.
 """
 
 import argparse

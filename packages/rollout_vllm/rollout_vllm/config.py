@@ -56,7 +56,8 @@ class RolloutConfig:
     load_format: str = "auto"  # vLLM's --load-format; "dummy": random weights, when weights are pushed anyway
     deterministic: bool = False  # same seeds give the same tokens, independently of batching; slower
     cpu_threads: int | None = None
-    """OpenMP threads per server; None: 1 on GPUs, on the CPU half of the cores divided by num_servers, at least 1."""
+    """OpenMP threads per server, whatever OMP_NUM_THREADS is; None: 1 on GPUs, on the CPU half of the cores divided by
+    num_servers, at least 1."""
     port: int | None = None  # port of the first server, the next servers use the next ports; None: free ports
     host: str = "127.0.0.1"  # network interface that the servers bind to
     extra_args: tuple[str, ...] = ()  # additional vLLM arguments; they come last and override the others

@@ -94,6 +94,13 @@ def test_packed_answers_have_the_numbers_of_lists(choices: list[list[tuple[int, 
     )
 
 
+def test_packed_log_probs_are_finite_as_in_lists() -> None:
+    ids, values = [1, 2, 3], [float("-inf"), -20000.0, -1.5]
+    body = answer([(ids, [])], token_ids=None, logprobs=None, packed=packed_choice(ids, values))
+    [choice] = parse_completion(body, 1)
+    assert choice.log_probs == [-9999.0, -9999.0, -1.5]
+
+
 @pytest.mark.parametrize(
     "packed",
     [

@@ -22,7 +22,7 @@ from vllm.v1.outputs import LogprobsLists
 from rollout_vllm.client.protocol import completion_body, parse_completion
 from rollout_vllm.config import SamplingConfig
 from rollout_vllm.servers import patch as patch_module
-from rollout_vllm.servers.buffering import buffer_in_front_end
+from rollout_vllm.servers.buffering import PACKED, buffer_in_front_end, wants_packed
 from rollout_vllm.servers.patch import BUFFERING, IDS_ONLY, PATCHES, Patch, records
 
 TEXT = "a\u00e9\u20ac \U0001f642z\u4e2d"
@@ -104,6 +104,7 @@ def test_clients_of_this_package_get_ids_and_log_probs(
     tokenizer: Any, patched: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     extra_args = completion_body([1], SamplingConfig(), model=None, seed=None)["vllm_xargs"]
+    assert extra_args == {IDS_ONLY: PACKED}
     text, ids, log_probs = response(front_end(tokenizer, extra_args)[1])
     assert (text, ids) == ("", tokenizer.encode(TEXT))
     assert log_probs == [-token / 128 for token in ids]
@@ -138,6 +139,12 @@ def test_answer_has_what_its_client_reads(tokenizer: Any, patched: None, mark: i
     [choice] = parse_completion(body, 1, log_probs=log_probs and mark is not None)
     assert choice.response_ids == ids
     assert choice.log_probs == ([-token / 128 for token in ids] if log_probs and mark else None)
+
+
+def test_an_answer_that_has_its_prompt_is_not_packed() -> None:
+    request = CompletionRequest(prompt=[1, 2], vllm_xargs={IDS_ONLY: PACKED})
+    assert wants_packed(request, IDS_ONLY)
+    assert not wants_packed(request.model_copy(update={"echo": True}), IDS_ONLY)
 
 
 @pytest.mark.parametrize("internal", [True, False])

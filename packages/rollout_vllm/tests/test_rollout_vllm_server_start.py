@@ -38,9 +38,9 @@ from rollout_vllm.servers.command import (
     check_build,
     detect_device,
     has_multicast,
-    plan_cpu_threads,
     server_arguments,
     server_environment,
+    server_threads,
 )
 from rollout_vllm.servers.diagnose import diagnose
 from rollout_vllm.servers.memory import ServerMemory, estimate_server_memory
@@ -178,11 +178,11 @@ def test_environment() -> None:
 @QUICK
 @given(st.integers(1, 256), st.integers(1, 16))
 def test_cpu_threads(cores: int, servers: int) -> None:
-    threads = plan_cpu_threads("cpu", cores, servers, None)
+    threads = server_threads("cpu", cores, servers, None)
     assert threads >= 1
     assert threads == 1 or threads * servers <= cores / 2
-    assert plan_cpu_threads("cuda", cores, servers, None) == 1
-    assert plan_cpu_threads("cuda", cores, servers, 7) == plan_cpu_threads("cpu", cores, servers, 7) == 7
+    assert server_threads("cuda", cores, servers, None) == 1
+    assert server_threads("cuda", cores, servers, 7) == server_threads("cpu", cores, servers, 7) == 7
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,8 @@ def process_tree_memory(pid: int | None = None, *, extra_pids: Sequence[int] = (
 class MemorySampler:
     """Samples the memory of the process tree in a background thread and keeps the peak.
 
-    Samples are taken every `interval_s` seconds, less often where sampling would use more than 5% of one core.
-    `metrics` has the newest one, because a sample of many processes with much memory takes up to a second.
+    Samples are taken every `interval_s` seconds, less often where sampling would use more than 5% of one core: a sample
+    of many processes with much memory takes a second, and `metrics` does not wait for one while the thread runs.
 
     ```
     with MemorySampler(interval_s=1.0) as sampler:
@@ -115,10 +115,14 @@ class MemorySampler:
             return self._peak
 
     def metrics(self) -> dict[str, float]:
-        """Memory and number of processes in the newest sample, and the peak; GiB. The first one is taken now."""
+        """Memory and number of processes in the newest sample, and the peak; GiB.
+
+        Takes a sample if the thread has none yet or does not run.
+        """
         with self._lock:
             newest = self._newest
-        newest = newest or self.sample()
+        if newest is None or self._thread is None or not self._thread.is_alive():
+            newest = self.sample()
         return {
             "memory/host_gib": newest.pss_bytes / GIB,
             "memory/host_peak_gib": self.peak.pss_bytes / GIB,

@@ -157,10 +157,29 @@ def test_child_processes_are_counted() -> None:
 
 def test_metrics_do_not_wait_for_a_sample() -> None:
     read = Mock(return_value=TreeMemory(rss_bytes=2 * GIB, pss_bytes=GIB, num_processes=4))
-    sampler = MemorySampler(interval_s=60, read=read)
     expected = {"memory/host_gib": 1.0, "memory/host_peak_gib": 1.0, "memory/num_processes": 4.0}
-    assert sampler.metrics() == sampler.metrics() == expected
-    assert read.call_count == 1  # only where the thread has none yet
+    with MemorySampler(interval_s=60, read=read) as sampler:
+        assert sampler.metrics() == sampler.metrics() == expected
+        assert read.call_count == 1  # the thread has none yet
+    assert sampler.metrics() == expected
+    assert read.call_count == 2  # the thread takes no more
+
+
+def test_metrics_have_the_newest_sample() -> None:
+    sizes = iter([5, 2])
+    taken = threading.Event()
+
+    def read() -> TreeMemory:
+        size = next(sizes, 0) * GIB
+        if not size:
+            taken.set()
+            time.sleep(60)
+        return TreeMemory(rss_bytes=size, pss_bytes=size, num_processes=4)
+
+    sampler = MemorySampler(interval_s=0.001, read=read).start()
+    assert taken.wait(10)  # the third sample is being taken
+    found = sampler.metrics()
+    assert (found["memory/host_gib"], found["memory/host_peak_gib"]) == (2, 5)
 
 
 def test_sampler_keeps_the_peak() -> None:

@@ -3,12 +3,12 @@
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Any
 
 import numpy as np
 
 from rollout_vllm import EpisodeGroup, EpisodeResult, GroupResult, Sample, token_versions
+from rollout_vllm.samples import merge_spans
 
 from ..experience import Experience, ExperienceBatch, PromptLike, with_token_ids
 from .scoring import Scorer
@@ -130,7 +130,6 @@ def with_final_scores(groups: Sequence[ScoredGroup], finish: Finish) -> list[Sco
 def _generated_spans(sample: Sample | EpisodeResult) -> tuple[tuple[int, int], ...]:
     """(policy version, number of consecutive tokens) over the generated tokens."""
     if isinstance(sample, Sample):
-        return sample.version_spans
+        return merge_spans(sample.version_spans)
     tokens = zip(token_versions(sample.version_spans), sample.response_mask, strict=True)
-    versions = (version for version, own in tokens if own)
-    return tuple((version, len(list(run))) for version, run in groupby(versions))
+    return merge_spans((version, 1) for version, own in tokens if own)

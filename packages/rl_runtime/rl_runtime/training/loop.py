@@ -204,11 +204,15 @@ class TrainingLoop:
 
 @contextmanager
 def _frozen_objects() -> Iterator[None]:
-    """Context in which the garbage collector skips what exists now.
+    """Context in which the garbage collector skips what exists now, unless the caller has frozen its own objects.
 
     Full collections stop the client's event loop while responses arrive. Those of a driver with torch, Ray and
-    DeepSpeed imported took 0.25 to 0.36 s (2 cores, without a GPU), those of what a step creates take milliseconds.
+    DeepSpeed imported took 0.25 to 0.36 s (2 cores, without a GPU), those of what 512 samples create 0.04 s at most.
     """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.collect()  # garbage that is frozen stays to the end of the run
     gc.freeze()
     try:
         yield

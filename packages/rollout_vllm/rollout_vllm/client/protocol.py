@@ -132,7 +132,9 @@ def _listed_numbers(raw: Mapping[str, Any], index: int, asked: bool) -> tuple[li
         values = []
     # A large step has a million tokens: use built-in functions over whole lists instead of a Python loop.
     if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
-        raise MalformedAnswerError(f"choice {index}: no token ids (does the server support return_token_ids?)")
+        raise MalformedAnswerError(
+            f"choice {index}: no token ids (does the server support return_token_ids, or does a proxy drop `packed`?)"
+        )
     if not asked:
         return ids, None
     if not isinstance(values, list):

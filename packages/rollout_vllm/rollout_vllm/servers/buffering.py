@@ -26,7 +26,7 @@ INTERVAL = 32
 """Tokens of a request per message. Counters such as `vllm:generation_tokens` advance in these steps."""
 
 PACKED = 2
-"""Value of the marker of a client that reads `packed_choice`. Clients of earlier releases send 1."""
+"""Value of the marker of a client that reads `packed_choice`; with 1 it gets lists."""
 
 UNKNOWN_VERSION = -1
 """Policy version of a server whose weights were never published with a version."""
@@ -59,8 +59,8 @@ def is_buffered(request: Any, marker: str) -> bool:
 
 
 def wants_packed(request: Any, marker: str) -> bool:
-    """Whether the client of a `CompletionRequest` reads `packed_choice`."""
-    return (request.vllm_xargs or {}).get(marker) == PACKED
+    """Whether the client of a `CompletionRequest` reads `packed_choice`, which has no prompt."""
+    return (request.vllm_xargs or {}).get(marker) == PACKED and not request.echo
 
 
 def packed_choice(token_ids: Sequence[int], log_probs: Sequence[float]) -> dict[str, str]:
@@ -373,12 +373,14 @@ def buffer_in_front_end(replace: Replace, marker: str) -> list[Callable[[], None
             return choice_log_probs(self, token_ids, top_logprobs, *args, **kwargs)
         return CompletionLogProbs(token_logprobs=[max(value, -9999.0) for value in top_logprobs])  # JSON has no -inf
 
-    def request_output_to_completion_response(self: Any, results: list[Any], request: Any, *args: Any) -> Any:
+    def request_output_to_completion_response(
+        self: Any, results: list[Any], request: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         outputs = [output for result in results for output in result.outputs]
         packs = wants_packed(request, marker) and all(isinstance(one.logprobs, SampledLogProbs) for one in outputs)
         if packs:
             request = request.model_copy(update={"logprobs": None, "return_token_ids": False})
-        response = to_response(self, results, request, *args)
+        response = to_response(self, results, request, *args, **kwargs)
         for choice, output in zip(response.choices, outputs, strict=True):
             if isinstance(output.logprobs, SampledLogProbs):
                 choice.policy_versions = output.logprobs.spans

@@ -71,12 +71,12 @@ def check_build(
     )
 
 
-def plan_cpu_threads(device: Device, num_cores: int, num_servers: int, requested: int | None) -> int:
+def server_threads(device: Device, num_cores: int, num_servers: int, requested: int | None) -> int:
     """OpenMP threads of each server.
 
-    One on a GPU: by default each of several servers has as many threads as the host has cores, and all of them wait
-    for each other where a server loads an adapter from CPU memory. CPU servers leave half of the cores to the trainer
-    and the HTTP front ends.
+    One on a GPU: by default each of several servers has as many threads as the host has cores, and where they load a
+    pushed adapter at the same time, the threads of all wait for each other (benchmarks/weight_sync/adapter_load.py).
+    CPU servers leave half of the cores to the trainer and the HTTP front ends.
     """
     if requested is not None:
         return requested
@@ -192,7 +192,7 @@ def server_environment(
         env["VLLM_SERVER_DEV_MODE"] = "1"  # enables these routes; the API key protects them too
     if config.max_lora_rank is not None:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-    threads = plan_cpu_threads(device, num_cores, config.server_count, config.cpu_threads)
+    threads = server_threads(device, num_cores, config.server_count, config.cpu_threads)
     env["OMP_NUM_THREADS"] = str(threads)
     if device == "cpu":
         # By default vLLM pins its threads to the first cores, which other servers and trainer ranks use too.

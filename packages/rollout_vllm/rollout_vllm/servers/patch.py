@@ -130,6 +130,7 @@ BUFFERING = Patch(
         "vllm.entrypoints.openai.completion.protocol:CompletionLogProbs": ("token_logprobs",),
         "vllm.entrypoints.openai.completion.protocol:CompletionRequest": (
             "vllm_xargs",
+            "echo",
             "logprobs",
             "return_token_ids",
             "model_copy",
