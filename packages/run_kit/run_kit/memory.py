@@ -58,8 +58,8 @@ def process_tree_memory(pid: int | None = None, *, extra_pids: Sequence[int] = (
 class MemorySampler:
     """Samples the memory of the process tree in a background thread and keeps the peak.
 
-    Samples are taken every `interval_s` seconds, less often where sampling would use more than 5% of one core. `metrics`
-    does not wait for one while the thread runs: a sample of 17 processes with 3.3 GiB took 0.1 s, on 2 cores.
+    Samples are taken every `interval_s` seconds, less often where sampling would use more than 5% of one core.
+    `metrics` does not wait for one while the thread runs: a sample of 17 processes with 3.3 GiB took 0.1 s, on 2 cores.
 
     ```
     with MemorySampler(interval_s=1.0) as sampler:
