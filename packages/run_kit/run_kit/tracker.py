@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -89,6 +90,8 @@ class Tracker:
         self._clock = clock
         self._started = self._curves_time = clock()
         self._closed = False
+        self._drawer = ThreadPoolExecutor(1, thread_name_prefix="curves")
+        self._drawing: Future[Path | None] | None = None
         self._state: StateFile | None = None
         run.write_config(config, comment)
         board = [TensorBoardWriter(run.tensorboard_dir)] if self._config.tensorboard else []
@@ -111,7 +114,7 @@ class Tracker:
             extra={} if SCORE in row else {k.rpartition("/")[2]: v for k, v in row.items() if k.endswith("/loss")},
         )
         if self._config.curves and self._clock() - self._curves_time >= self._config.curves_interval_s:
-            self.draw_curves()
+            self._start_drawing()
 
     def log_validation(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record and print held-out metrics, measured after this step (0: before the first)."""
@@ -203,7 +206,22 @@ class Tracker:
         """Draw `curves.png` now."""
         from .tracking.curves import write_curves
 
+        if self._drawing is not None:
+            wait([self._drawing])
         write_curves(self.table, self.run.curves_file, title=self.run.name)
+        self._curves_time = self._clock()
+
+    def _start_drawing(self) -> None:
+        """Draws `curves.png` in a thread, because it takes longer than all else that is logged of a step."""
+        from .tracking.curves import write_curves
+
+        if self._drawing is not None:
+            if not self._drawing.done():
+                return
+            if error := self._drawing.exception():
+                self.info(f"warning: curves.png was not redrawn: {error}")
+        file, title = self.run.curves_file, self.run.name
+        self._drawing = self._drawer.submit(write_curves, self.table.snapshot(), file, title=title)
         self._curves_time = self._clock()
 
     def close(self, *, failed: bool = False) -> None:
@@ -224,6 +242,7 @@ class Tracker:
 
                 write_report(self.run.path)
         finally:
+            self._drawer.shutdown()
             for writer in self._writers:
                 writer.close(failed=failed)
 

@@ -5,6 +5,8 @@ import math
 import re
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -465,7 +467,38 @@ def test_curves_are_redrawn_after_the_interval(run: RunFolder) -> None:
     assert not run.curves_file.exists()
     clock.now += 31
     tracker.log(2, {"a": 1})
-    assert run.curves_file.exists()
+    deadline = time.monotonic() + 60
+    while not run.curves_file.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert run.curves_file.exists(), "before close(), which draws as well"
+    tracker.close()
+
+
+def test_a_step_does_not_wait_for_the_curves(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn: list[tuple[tuple[int, ...], float]] = []
+    finish, failure = threading.Event(), OSError("no room for a picture")
+
+    def draw(table: MetricsTable, path: Path, *, title: str = "") -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert finish.wait(60)
+        drawn.append((table.steps, table.row(1)["a"]))
+        if len(drawn) == 1:
+            raise failure
+
+    monkeypatch.setattr("run_kit.tracking.curves.write_curves", draw)
+    with Tracker(run, replace(QUIET, curves=True, curves_interval_s=0), num_steps=5) as tracker:
+        for step in (1, 2, 3):  # all while the first drawing lasts
+            tracker.log(step, {"a": step})
+        tracker.rewind(2, {})
+        assert drawn == []
+        finish.set()
+        tracker.draw_curves()
+        assert drawn == [((1,), 1), ((1, 2), 1)], "of the steps at its beginning, and not at the same time"
+        tracker.log(3, {"a": 30})
+    assert [steps for steps, _ in drawn[2:]] == [(1, 2, 3), (1, 2, 3)]
+    assert capsys.readouterr().out.count("curves.png was not redrawn: no room for a picture") == 1
 
 
 def test_a_missing_tensorboard_is_reported(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:

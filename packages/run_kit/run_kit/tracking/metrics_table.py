@@ -1,5 +1,6 @@
 """`metrics.tsv`: one row per step, tab-separated, readable during the run."""
 
+import copy
 import errno
 import math
 import os
@@ -95,6 +96,12 @@ class MetricsTable:
     def steps(self) -> tuple[int, ...]:
         """Logged steps, ascending."""
         return tuple(self._rows)
+
+    def snapshot(self) -> "MetricsTable":
+        """The table as it is now, to be read in another thread while this one goes on."""
+        taken = copy.copy(self)
+        taken._columns, taken._rows = list(self._columns), dict(self._rows)
+        return taken
 
     def row(self, step: int) -> dict[str, float | int]:
         """Metrics of one step."""
