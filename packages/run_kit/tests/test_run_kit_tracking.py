@@ -351,15 +351,15 @@ def test_progress_lines() -> None:
     clock, out = Clock(), io.StringIO()
     progress = Progress(30, stream=out, clock=clock)
     progress.status("rollout", 1, 2)
-    clock.now += 4
+    clock.now += 4 + 110
     progress.step(1, score=0.5, throughput=1234.4, step_s=3.9)
     clock.now += 6
     progress.step(2, score=-0.25, extra={"kl": 0.0123456})
     clock.now += 4
     progress.step(30, score=1.0)
     assert out.getvalue() == (
-        "step  1/30  score  0.500    1,234 tok/s    3.9 s/step   1m56s left\n"
-        "step  2/30  score -0.250    6.0 s/step  kl 0.0123   2m20s left\n"
+        "step  1/30  score  0.500    1,234 tok/s    3.9 s/step   1m53s left\n"
+        "step  2/30  score -0.250    6.0 s/step  kl 0.0123   2m19s left\n"
         "step 30/30  score  1.000    4.0 s/step    done\n"
     )
 

@@ -72,7 +72,8 @@ class Progress:
         """
         now = self._clock()
         wall_s, self._last = now - self._last, now
-        self._durations.append(wall_s)
+        # Start-up passed before the first step; what passes between later ones (checkpoints, validation) is to come, too.
+        self._durations.append(wall_s if self._durations or step_s is None else step_s)
         self._next_step = step + 1
         width = len(str(self.total_steps))
         parts = [f"step {step:>{width}}/{self.total_steps}"]
@@ -124,7 +125,7 @@ class Progress:
             self._status_shown = False
 
     def restart_clock(self) -> None:
-        """Start the next step's time now (after start-up or validation, which are not part of it)."""
+        """Start the next step's time now (after validation or a recovery, which are not part of it)."""
         self._last = self._clock()
 
     def _out(self) -> TextIO:
