@@ -103,6 +103,7 @@ class Tracker:
 
         Raises:
             TrackingError: a step before the last one, or a value that is no number.
+            DiskFullError: no room for the metrics, or for the curves that were drawn last.
         """
         self._record(self.table, step, metrics)
         row = self.table.row(step)
@@ -113,7 +114,11 @@ class Tracker:
             step_s=row.get("timing_s/step"),
             extra={} if SCORE in row else {k.rpartition("/")[2]: v for k, v in row.items() if k.endswith("/loss")},
         )
-        if self._config.curves and self._clock() - self._curves_time >= self._config.curves_interval_s:
+        if (
+            self._config.curves
+            and not self._closed
+            and self._clock() - self._curves_time >= self._config.curves_interval_s
+        ):
             self._start_drawing()
 
     def log_validation(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -203,7 +208,7 @@ class Tracker:
         self._supervised.truncate_from(1)
 
     def draw_curves(self) -> None:
-        """Draw `curves.png` now."""
+        """Draw `curves.png` now, in place of what a thread has drawn or failed to draw."""
         from .tracking.curves import write_curves
 
         if self._drawing is not None:
@@ -212,14 +217,16 @@ class Tracker:
         self._curves_time = self._clock()
 
     def _start_drawing(self) -> None:
-        """Draws `curves.png` in a thread, because it takes longer than all else that is logged of a step."""
+        """Draws `curves.png` in a thread, because it takes longer than all else that is logged of a step.
+
+        What the previous drawing raised, such as DiskFullError, is raised here.
+        """
         from .tracking.curves import write_curves
 
         if self._drawing is not None:
             if not self._drawing.done():
                 return
-            if error := self._drawing.exception():
-                self.info(f"warning: curves.png was not redrawn: {error}")
+            self._drawing.result()  # raises what that drawing raised
         file, title = self.run.curves_file, self.run.name
         self._drawing = self._drawer.submit(write_curves, self.table.snapshot(), file, title=title)
         self._curves_time = self._clock()

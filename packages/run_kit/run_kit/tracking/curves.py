@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..errors import DiskFullError
 from .metrics_table import MetricsTable, naming_full_disk
 from .panels import Panel, choose_panels, measured_columns, single_panels
 from .summary import smooth
@@ -49,7 +50,7 @@ def _write_grid(panels: Sequence[Panel], path: Path, title: str, draw: Callable[
     num_rows = -(-len(panels) // num_columns)
     width, height = 4.6 * num_columns, 2.75 * num_rows + 0.4
     figure = Figure(figsize=(width, height), dpi=110)
-    # Margins in inches: a layout that measures every label takes as long as drawing, and a step waits for both.
+    # Margins in inches: a layout that measures every label takes as long as drawing, and the run waits at its end.
     figure.subplots_adjust(
         left=0.8 / width, right=1 - 0.15 / width, bottom=0.5 / height, top=1 - 0.65 / height, wspace=0.32, hspace=0.42
     )
@@ -67,8 +68,12 @@ def _write_grid(panels: Sequence[Panel], path: Path, title: str, draw: Callable[
         else:
             axes.set_visible(False)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with naming_full_disk(path):
-        figure.savefig(temporary, format="png")
+    try:
+        with naming_full_disk(path):
+            figure.savefig(temporary, format="png")
+    except DiskFullError:
+        temporary.unlink(missing_ok=True)
+        raise
     os.replace(temporary, path)
     return path
 

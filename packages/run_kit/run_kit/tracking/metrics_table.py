@@ -98,9 +98,9 @@ class MetricsTable:
         return tuple(self._rows)
 
     def snapshot(self) -> "MetricsTable":
-        """The table as it is now, to be read in another thread while this one goes on."""
+        """A copy of the table, to be read in another thread while this one goes on."""
         taken = copy.copy(self)
-        taken._columns, taken._rows = list(self._columns), dict(self._rows)
+        taken._columns, taken._rows = list(self._columns), {step: dict(row) for step, row in self._rows.items()}
         return taken
 
     def row(self, step: int) -> dict[str, float | int]:
