@@ -1,13 +1,12 @@
 """`curves.png`: the main metrics of a run, or of several, in one picture."""
 
+import io
 import itertools
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import DiskFullError
-from .metrics_table import MetricsTable, naming_full_disk
+from .metrics_table import MetricsTable, atomic_write
 from .panels import Panel, choose_panels, measured_columns, single_panels
 from .summary import smooth
 
@@ -67,14 +66,9 @@ def _write_grid(panels: Sequence[Panel], path: Path, title: str, draw: Callable[
             axes.margins(x=0.02)
         else:
             axes.set_visible(False)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with naming_full_disk(path):
-            figure.savefig(temporary, format="png")
-    except DiskFullError:
-        temporary.unlink(missing_ok=True)
-        raise
-    os.replace(temporary, path)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    atomic_write(path, picture.getvalue())
     return path
 
 

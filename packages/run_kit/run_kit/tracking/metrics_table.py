@@ -33,7 +33,7 @@ def naming_full_disk(path: Path) -> Iterator[None]:
         ) from error
 
 
-def atomic_write(path: Path, text: str) -> None:
+def atomic_write(path: Path, content: str | bytes) -> None:
     """Write a file so that readers see the old or the new content, never a part.
 
     A lone surrogate, which a tokenizer can produce and UTF-8 cannot hold, is written as its escape, as in JSON.
@@ -41,10 +41,11 @@ def atomic_write(path: Path, text: str) -> None:
     Raises:
         DiskFullError: there is no room; an old file is unchanged.
     """
+    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with naming_full_disk(path):
-            temporary.write_bytes(text.encode("utf-8", "backslashreplace"))
+            temporary.write_bytes(data)
     except DiskFullError:
         temporary.unlink(missing_ok=True)
         raise

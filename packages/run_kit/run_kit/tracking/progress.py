@@ -72,7 +72,7 @@ class Progress:
         """
         now = self._clock()
         wall_s, self._last = now - self._last, now
-        # Before the first step passed the start; what passes between later ones (checkpoints, validation) comes again.
+        # The time before the first step is start-up; that between later steps (checkpoints, validation) comes again.
         self._durations.append(wall_s if self._durations or step_s is None else step_s)
         self._next_step = step + 1
         width = len(str(self.total_steps))
