@@ -173,7 +173,7 @@ def test_a_prompt_is_read_once_by_neighbors_that_are_computed_together(
 @settings(deadline=None, derandomize=True)
 def test_servers_compute_so_many_neighbors_together(sequences: int, key_heads: int, queries: int, width: int) -> None:
     """The forecast runs without triton, so it has the rule of the servers' kernel a second time."""
-    attention = pytest.importorskip("rollout_vllm.servers.attention", reason="triton is not installed")
+    attention = pytest.importorskip("rollout_vllm.servers.fast.attention", reason="triton is not installed")
     heads = key_heads * queries
     shape = replace(model_shape("qwen3-0.6b"), num_heads=heads, num_kv_heads=key_heads, head_dim=width)
     found = prompt_reads(shape, sequences=sequences, samples_per_prompt=4, tensor_parallel=1)

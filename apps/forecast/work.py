@@ -13,8 +13,8 @@ _PROGRAMS_AT_ONCE = 528
 def prompt_reads(shape: ModelShape, *, sequences: int, samples_per_prompt: int, tensor_parallel: int) -> float:
     """How often decoding reads the KV cache of a prompt for each of its samples: once, or a part of that.
 
-    `rollout_vllm/servers/attention.py` computes groups of neighboring sequences together, and reads a prompt once for a
-    group if all of it continues that prompt. Groups are as small as let all of them run at once, or, with more
+    `servers/fast/attention` of rollout_vllm computes groups of neighboring sequences together, and reads a prompt once for
+    a group if all of it continues that prompt. Groups are as small as let all of them run at once, or, with more
     sequences than that, as large as they can be. Other head sizes than 64 and 128 are left to vLLM, which reads a
     prompt for every sample.
     """
