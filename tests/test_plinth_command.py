@@ -15,7 +15,7 @@ from run_kit.cluster.app import FILES, MODELS
 from run_kit.commands import GROUP, main
 
 APPS = Path(__file__).resolve().parents[1] / "apps"
-COMMANDS = {"grpo", "ppo", "sft", "evaluate", "bench", "forecast", "ckpt", "report", "plan", "prepare", "runs", "slurm"}
+COMMANDS = {"grpo", "ppo", "sft", "evaluate", "bench", "ckpt", "report", "plan", "prepare", "runs", "slurm"}
 COMMANDS |= {"rayjob", "completion", "distill", "reward", "dpo", "doctor"}
 
 
