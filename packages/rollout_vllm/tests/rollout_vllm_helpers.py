@@ -27,7 +27,7 @@ FAST_PATHS = Path(rollout_vllm.__file__).parent / "servers" / "fast"
 
 
 def run_under_the_interpreter(code: str) -> str:
-    """What `code` prints in a process whose Triton kernels run on the CPU and whose modules are the files of `FAST_PATHS`."""
+    """Output of `code` in a process that runs Triton kernels on the CPU and imports the files of `FAST_PATHS`."""
     paths = os.pathsep.join(path for path in (str(FAST_PATHS), *sys.path) if path)
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
