@@ -54,8 +54,9 @@ NEIGHBORS: dict[str, dict[str, str]] = {
     },
     "rl_data": {
         "files": "",
-        "prepare": "config.py files prompts.py rewards rows.py tokenizer.py",
+        "prepare": "config.py files rendering.py rewards rows.py tokenizer.py",
         "rewards": "config.py",
+        "tasks": "",
     },
     "run_kit": {
         "cluster": "cli.py commands.py config signals.py tracking",
