@@ -60,7 +60,6 @@ NEIGHBORS: dict[str, dict[str, str]] = {
     },
     "run_kit": {
         "cluster": "cli.py commands.py config signals.py tracking",
-        "completion": "commands.py",
         "config": "",
         "machine": "",
         "report": "config tracking",
