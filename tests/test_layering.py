@@ -48,20 +48,19 @@ NEIGHBORS: dict[str, dict[str, str]] = {
         "vllm_plugin": "adapter.py channel.py config.py plan.py tensors.py transports",
     },
     "ckpt": {
-        "savers": "digest.py files.py hf_export.py manager.py reader.py upstream.py",
-        # savers: HostCheckpoints is a store of AsyncSaver, below a URL.
-        "tools": "digest.py files.py hf_export.py manager.py manifest.py packages.py pins.py reader.py retention.py "
-        "savers upstream.py zero",
+        "savers": "digest.py files.py hf_export.py manager.py reader.py store upstream.py",
+        "store": "digest.py files.py manager.py manifest.py packages.py pins.py reader.py retention.py",
+        "tools": "files.py hf_export.py manager.py manifest.py retention.py store upstream.py zero",
         "zero": "upstream.py",
     },
     "rl_data": {
         "files": "",
-        "prepare": "config.py files prompts.py rewards rows.py tokenizer.py",
+        "prepare": "config.py files rendering.py rewards rows.py tokenizer.py",
         "rewards": "config.py",
+        "tasks": "",
     },
     "run_kit": {
         "cluster": "cli.py commands.py config signals.py tracking",
-        "completion": "commands.py",
         "config": "",
         "machine": "",
         "report": "config tracking",
