@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG = 1
 
 def _load(name: str, file: str) -> Any:
     """Make a neighboring file importable under a fixed name, independently of where this package is installed."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(file))
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
