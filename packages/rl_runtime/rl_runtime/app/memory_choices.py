@@ -18,7 +18,7 @@ from ds_engine import MemoryEstimate, ModelShape, estimate_memory
 from ds_engine.dtypes import nf4_bytes
 from rl_core.batching.layout import DEFAULT_TOKEN_BUDGET
 from rollout_vllm import RolloutConfig, ServerMemory, estimate_server_memory
-from rollout_vllm.servers.checks import kv_value_bytes
+from rollout_vllm.servers.memory import kv_value_bytes
 
 from ..config import FrozenModel
 from ..errors import InputError
