@@ -113,7 +113,7 @@ class Job:
     def _saver(self, rank: int | None) -> AsyncSaver:
         remote = RemoteCheckpoints(self._url)
         if self._fate is not None:
-            remote._fs = MortalStorage(remote._fs, process_name(rank), self._fate)
+            remote.fs = MortalStorage(remote.fs, process_name(rank), self._fate)
         store = HostCheckpoints(
             self._folder / process_name(rank),
             remote,

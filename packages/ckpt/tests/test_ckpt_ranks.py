@@ -26,7 +26,8 @@ from ckpt import (
     rank_file,
 )
 from ckpt.savers.coordination import SaveCoordinator
-from ckpt.store.messages import COORDINATION_PREFIX, FolderMessages
+from ckpt.store.messages import COORDINATION_PREFIX
+from ckpt.store.shared_folder import SharedFolder
 
 
 def coordination_folders(root: Path) -> list[str]:
