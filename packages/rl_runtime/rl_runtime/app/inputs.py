@@ -22,7 +22,7 @@ from rl_data import (
     load_tokenizer,
     write_task,
 )
-from rl_data.prompts import uses_chat_template
+from rl_data.rendering import uses_chat_template
 from rollout_vllm import ChatFormat
 
 from ..config import BUILTIN_MODEL, ModelConfig

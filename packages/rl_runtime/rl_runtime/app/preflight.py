@@ -40,7 +40,7 @@ from rl_data import (
     find_model_folder,
     load_tokenizer,
 )
-from rl_data.tiny_model import build_tiny_tokenizer
+from rl_data.tasks.tiny_model import build_tiny_tokenizer
 from rollout_vllm import (
     Endpoint,
     EnvironmentFailedError,
