@@ -58,17 +58,13 @@ def hash_files(paths: Sequence[Path], *, on_read: Callable[[int], None] | None =
 
 def _hash_file(path: Path, report: Callable[[int], None]) -> str | OSError:
     try:
-        with path.open("rb", buffering=0) as file, Pool(1) as reader:
+        with path.open("rb", buffering=0) as file:
             num_bytes = os.fstat(file.fileno()).st_size
             hasher = _new_hasher(num_bytes)
-            # Two buffers: one is read while the other one is hashed.
-            block, spare = (memoryview(bytearray(min(num_bytes, _BLOCK_BYTES) or 1)) for _ in range(2))
-            count = file.readinto(block)
-            while count:
-                following = reader.submit(file.readinto, spare)
+            block = memoryview(bytearray(min(num_bytes, _BLOCK_BYTES)))
+            while count := file.readinto(block):
                 hasher.update(block[:count])
                 report(count)
-                count, block, spare = following.result(), spare, block
             return hasher.hexdigest()
     except OSError as error:
         return error

@@ -137,7 +137,7 @@ class HostCheckpoints:
         self._retry(f"publish {name}", partial(self._remote.publish, name, manifest))
         # Nothing below may raise: the caller deletes what it could not publish.
         try:
-            self._remote.delete_all_but(step, keep=name)
+            self._remote.delete(step, keep=name)
             self._remote.prune(self._retention, keep=step)
         except Exception as error:  # every storage has classes of its own
             self._report(f"old checkpoints in {self._remote.url} could not be deleted: {storage_error(error)}")

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from ..errors import CheckpointDamagedError, CheckpointExistsError, CheckpointNotFoundError, UnsupportedFormatError
 from ..files import check_space, fsync_file, new_folder, write_text
@@ -64,7 +63,7 @@ class RemoteCheckpoints(Storage):
                 f"{self.root}/{earlier}: step {step} already exists. Pass overwrite=True to replace it."
             )
         _require_good(checkpoint.path, f"{checkpoint.path}: is damaged and is not uploaded", step=step)
-        self.delete_all_but(step, keep=earlier)
+        self.delete(step, keep=earlier)
         name = new_upload(step)
         try:
             self._put_files(checkpoint.path, CheckpointManifest.read(checkpoint.path), name, on_file)
@@ -72,7 +71,7 @@ class RemoteCheckpoints(Storage):
             with suppress(Exception):  # the first error is raised; readers never see leftovers
                 self.delete_path(name)
             raise
-        self.delete_all_but(step, keep=name)
+        self.delete(step, keep=name)
         return f"{self.root}/{name}"
 
     def download(
@@ -152,11 +151,11 @@ class RemoteCheckpoints(Storage):
                     metrics[step] = self._manifest_of(name).metrics
         deleted = steps_to_delete(uploads, metrics, retention, keep=keep)
         for step in deleted:
-            self.delete_all_but(step, keep=None)
+            self.delete(step)
         return deleted
 
-    def delete_all_but(self, step: int, *, keep: str | None) -> None:
-        """Delete all uploads of a step except `keep`, finished or not."""
+    def delete(self, step: int, *, keep: str | None = None) -> None:
+        """Delete all uploads of a step, finished or not, except the one named `keep`."""
         for name in self._uploads():
             if _step_of(name) == step and name != keep:
                 self.delete_path(name)
