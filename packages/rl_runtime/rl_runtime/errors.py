@@ -11,6 +11,11 @@ RlRuntimeError
 Errors that are also ValueErrors are a user's mistake: `run_cli` prints them as one `error: …` and exits with code 2.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rl_data import DataError
+
 
 class RlRuntimeError(Exception):
     """Base class of the errors of this package."""
@@ -48,3 +53,17 @@ class DivergedError(RlRuntimeError):
 
 class RolloutFailed(RlRuntimeError):
     """A step without any sample to train on."""
+
+
+@contextmanager
+def naming_key(key: str) -> Iterator[None]:
+    """Errors about a file or folder name the configuration key that gave it.
+
+    Raises InputError for rl_data.DataError and OSError.
+    """
+    try:
+        yield
+    except DataError as error:
+        raise InputError(f"{key}: {error}") from error
+    except OSError as error:  # a name that is too long, a folder that may not be read
+        raise InputError(f"{key}: {error.strerror or error}: {str(error.filename)[:200]!r}; give another") from error
