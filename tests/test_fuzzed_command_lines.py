@@ -17,7 +17,6 @@ from hypothesis import HealthCheck, Phase, given, note, settings
 import apps.bench.plan as bench_plan
 import apps.distill.main as distill
 import apps.evaluate.main as evaluate
-import apps.forecast.plan as forecast_plan
 import apps.grpo.main as grpo
 import apps.ppo.main as ppo
 import apps.reward.main as reward
@@ -28,7 +27,6 @@ from apps.bench.config import SixCaseConfig, StageGateConfig
 from apps.distill.config import DistillConfig
 from apps.dpo.config import DpoConfig
 from apps.evaluate.config import EvaluateConfig
-from apps.forecast.config import ForecastConfig
 from apps.grpo.config import GrpoConfig
 from apps.ppo.config import PpoConfig
 from apps.reward.config import RewardConfig
@@ -85,9 +83,6 @@ BY_NAME = {
     "dpo": supervised_app(DpoConfig, rl_runtime.check_run, "dpo"),
     "six_case": App(config_cls=SixCaseConfig, start=BENCH, check=bench_plan.plan_six),
     "stage_gate": App(config_cls=StageGateConfig, start=BENCH, check=bench_plan.plan_gate),
-    "forecast": App(
-        config_cls=ForecastConfig, start=partial(run_cli, app_name="forecast"), check=forecast_plan.plan_job
-    ),
     "evaluate": App(config_cls=EvaluateConfig, start=partial(run_cli, app_name="evaluate"), check=evaluate.check),
 }
 KEYS = {name: [e for e in entries(app.config_cls) if isinstance(e, Key)] for name, app in BY_NAME.items()}

@@ -11,8 +11,8 @@ from typing import get_args
 import pytest
 import torch
 
-from apps.forecast.models import PUBLISHED
 from apps.grpo.config import GrpoConfig
+from benchmarks.random_model import CONFIGS
 from ds_engine import EngineConfig, EngineConfigError, ModelShape, ZeroConfig, check_deepspeed
 from ds_engine.guard import collective_log as guard
 from rl_runtime import InputError, PlacementError
@@ -27,7 +27,7 @@ from run_kit import load_config
 
 REPO = Path(__file__).resolve().parents[1]
 QUOTED = (REPO / "docs" / "troubleshooting.md").read_text()
-QWEN2_7B = ModelShape.read(PUBLISHED["qwen2.5-7b"])
+QWEN2_7B = ModelShape.read(CONFIGS["qwen2-7b"])
 
 
 def cards(number: int, gib: float, capability: tuple[int, int]) -> tuple[Gpu, ...]:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from apps.forecast.models import PUBLISHED
 from apps.grpo.config import GrpoConfig
 from apps.sft.config import SftConfig
+from benchmarks.random_model import CONFIGS
 from ds_engine import ModelShape, estimate_memory
 from rl_runtime.launch.gpus import Gpu
 from rl_runtime.resolve.job import resolve_job_for
@@ -21,7 +21,7 @@ from rollout_vllm.servers.command import server_arguments
 from run_kit import ConfigError, load_config
 
 APPS = Path(__file__).resolve().parents[1] / "apps"
-QWEN2_7B = ModelShape.read(PUBLISHED["qwen2.5-7b"])
+QWEN2_7B = ModelShape.read(CONFIGS["qwen2-7b"])
 GIB = 2**30
 
 

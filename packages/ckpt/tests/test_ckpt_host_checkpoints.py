@@ -33,7 +33,7 @@ from ckpt import (
     rank_file,
     save_state_dict,
 )
-from ckpt.tools.remote import PART_PREFIX
+from ckpt.store.remote import PART_PREFIX
 from plinth_testing import fork_ranks
 
 NUM_RANKS = 2

@@ -25,7 +25,8 @@ from ckpt import (
     load_state_dict,
     rank_file,
 )
-from ckpt.savers.coordination import COORDINATION_PREFIX, FolderMessages, SaveCoordinator
+from ckpt.savers.coordination import SaveCoordinator
+from ckpt.store.messages import COORDINATION_PREFIX, FolderMessages
 
 
 def coordination_folders(root: Path) -> list[str]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 OWN_PACKAGES = (
+    "plinth_base",
     "rl_core",
     "ds_engine",
     "rollout_vllm",

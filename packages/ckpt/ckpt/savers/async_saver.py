@@ -11,10 +11,10 @@ from ..digest import FileEntry
 from ..errors import CheckpointUsageError
 from ..manager import CheckpointManager, state_to_json
 from ..reader import Checkpoint
+from ..store.shared_folder import CheckpointStore, SharedFolder
 from .capture import Capture
 from .coordination import SaveCoordinator, SaverRanks
 from .state_dicts import HostSnapshot
-from .stores import CheckpointStore, SharedFolder
 
 _log = logging.getLogger("ckpt")
 

@@ -177,7 +177,7 @@ def _reshape(options: argparse.Namespace) -> int:
 
 
 def _upload(options: argparse.Namespace) -> int:
-    from .remote import RemoteCheckpoints
+    from ..store.remote import RemoteCheckpoints
 
     remote = RemoteCheckpoints(options.url)
     remote.check_writable()

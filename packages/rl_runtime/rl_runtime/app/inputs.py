@@ -28,8 +28,8 @@ from rl_data import (
     load_tokenizer,
     write_task,
 )
-from rl_data.prompts import uses_chat_template
-from rl_data.tiny_model import build_tiny_tokenizer
+from rl_data.rendering import uses_chat_template
+from rl_data.tasks.tiny_model import build_tiny_tokenizer
 from rollout_vllm import ChatFormat, SamplingConfig
 
 from ..config import BUILTIN_MODEL, ModelConfig, TaskSize

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rl_data import find_model_folder
-from rl_data.tiny_model import VOCABULARY_SIZE
+from rl_data.tasks.tiny_model import VOCABULARY_SIZE
 from rollout_vllm import (
     Endpoint,
     RolloutConfig,

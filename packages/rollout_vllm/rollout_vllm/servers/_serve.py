@@ -54,7 +54,7 @@ def _fork_engine_and_worker(patch: Any) -> None:
 
 def buffer_tokens(patch: Any, *, front_end: bool) -> None:
     """Make the engine core, and `front_end`, buffer the tokens of clients that read only ids and log-probs."""
-    buffering = _load("plinth_server_buffering", "buffering.py")
+    buffering = _load("plinth_server_buffering", "fast/buffering.py")
     versions = sys.modules.get(VERSIONS_MODULE) or _load(VERSIONS_MODULE, "policy_versions.py")
     buffering.buffer_in_engine_core(patch.BUFFERING.replace, patch.IDS_ONLY, versions.PUBLISH)
     if front_end:
@@ -78,16 +78,16 @@ def prepare_engine_core(patch: Any) -> None:
     """For the engine core and its workers, which are forked from this process or do it again: short scheduling, faster
     scores, and no needless work when it starts."""
     if patch.DECODING.check():
-        _load("plinth_server_decoding", "decoding.py").skip_needless_block_searches(patch.DECODING.replace)
+        _load("plinth_server_decoding", "fast/decoding.py").skip_needless_block_searches(patch.DECODING.replace)
     if os.environ.get(GPU_VARIABLE) != "1":
         return
     if os.environ.get(QUANTIZATION_VARIABLE) == "bitsandbytes":
         _load("plinth_server_quantizing", "quantizing.py").load_on_one_stream()
     if patch.SCORES.check():
-        _load("plinth_server_scores", "scores.py").divide_rows(patch.SCORES.replace)
+        _load("plinth_server_scores", "fast/scores.py").divide_rows(patch.SCORES.replace)
     # A batch-invariant server computes a request the same beside any other; the number of them decides who computes it.
     if os.environ.get("VLLM_BATCH_INVARIANT") != "1" and patch.ATTENTION.check():
-        _load("plinth_server_attention", "attention.py").attend_together(patch.ATTENTION.replace)
+        _load("plinth_server_attention", "fast/attention.py").attend_together(patch.ATTENTION.replace)
     if patch.WARM_UP.check():
         from vllm.model_executor.warmup import kernel_warmup
 

@@ -28,9 +28,9 @@ from ..manifest import CheckpointManifest, describe_files
 from ..packages import package_versions
 from ..reader import STATE_NAME, Checkpoint
 from ..retention import Retention
-from ..savers.coordination import COORDINATION_PREFIX
-from .async_uploader import Upload
+from .messages import COORDINATION_PREFIX
 from .remote import PART_PREFIX, RemoteCheckpoints, new_upload, storage_error, upload_time
+from .uploader import Upload
 
 _log = logging.getLogger("ckpt")
 _LONGEST_PAUSE_S = 60.0

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from ..digest import FileEntry
 from ..manager import CheckpointManager
 from ..reader import Checkpoint
-from .coordination import FolderMessages, Messages
+from .messages import FolderMessages, Messages
 
 
 class CheckpointStore(Protocol):

@@ -1,1 +1,0 @@
-"""Forecast of a training step on a cluster, without starting anything."""
