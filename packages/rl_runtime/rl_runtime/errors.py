@@ -9,15 +9,18 @@ RlRuntimeError
 └── RolloutFailed               a step without any sample to train on
 
 Errors that are also ValueErrors are a user's mistake: `run_cli` prints them as one `error: …` and exits with code 2.
+All of them are PlinthErrors: errors about a setting carry `field`, `value`, `allowed` and `remedy`, and all pickle.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+from plinth_base.errors import PlinthError
 from rl_data import DataError
 
 
-class RlRuntimeError(Exception):
+class RlRuntimeError(PlinthError):
     """Base class of the errors of this package."""
 
 
@@ -35,12 +38,9 @@ class RankError(RlRuntimeError):
     `cause` is the exception of the rank, if it raised one: a user's mistake found on a rank is reported as such.
     """
 
-    def __init__(self, message: str, cause: BaseException | None = None) -> None:
-        super().__init__(message, cause)
+    def __init__(self, problem: str, cause: BaseException | None = None, **fields: Any) -> None:
+        super().__init__(problem, **fields)
         self.cause = cause
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class RankLost(RankError):
