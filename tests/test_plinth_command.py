@@ -1,22 +1,19 @@
 """The `plinth` command over the installed packages and apps."""
 
 import contextvars
-import json
 import subprocess
 import sys
 import tomllib
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from run_kit.cluster.app import FILES, MODELS
 from run_kit.commands import GROUP, main
 
 APPS = Path(__file__).resolve().parents[1] / "apps"
 COMMANDS = {"grpo", "ppo", "sft", "evaluate", "bench", "ckpt", "report", "plan", "prepare", "runs", "slurm"}
-COMMANDS |= {"rayjob", "completion", "distill", "reward", "dpo", "doctor"}
+COMMANDS |= {"rayjob", "distill", "reward", "dpo", "doctor"}
 
 
 def test_every_command_is_registered(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,44 +41,12 @@ def test_a_function_in_the_working_folder_can_be_named(tmp_path: Path) -> None:
     assert done.stderr == "error: reward.function is 'my_reward:scores', but my_reward has no function 'scores'\n"
 
 
-def test_bash_completes_the_apps_in_a_third_of_a_second(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", "bash"]) == 0
-    timed = """
-    lines=('grpo ' 'ppo critic.' 'grpo actor.zero.stage=' 'grpo preset=gsm8' 'slurm grpo no' 'bench six_case see')
-    for line in "${lines[@]}"; do
-        COMP_WORDBREAKS=$' ="' COMP_LINE="plinth $line" COMP_POINT=99 begun=${EPOCHREALTIME/[.,]/}
-        _plinth
-        echo "$((${EPOCHREALTIME/[.,]/} - begun)) ${COMPREPLY[*]}"
-    done
-    """
-    program = capsys.readouterr().out + timed
-    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    times, replies = zip(*(line.split(" ", 1) for line in done.stdout.splitlines()), strict=True)
-    assert {"actor.", "trainer.", "preset=", "overlay=", "config="} <= set(replies[0].split())
-    assert {"critic.zero.", "critic.optim."} <= set(replies[1].split())
-    assert replies[2:] == ("1 2 3", replies[3], "nodes=", "seed=")
-    assert "gsm8k" in replies[3].split()
-    assert max(map(int, times)) < 300_000, "microseconds"
-
-
 def test_the_apps_distribution_lists_every_app() -> None:
     project = tomllib.loads((APPS / "pyproject.toml").read_text())
     folders = {f"apps.{path.parent.name}" for path in APPS.glob("*/main.py")}
     assert set(project["tool"]["setuptools"]["packages"]) == {"apps", *folders}
     registered = {command.name for command in entry_points(group=GROUP) if command.value.startswith("apps.")}
     assert registered == {folder.removeprefix("apps.") for folder in folders}
-
-
-def test_keys_of_inputs_that_jobs_look_for_are_keys_of_apps(capsys: pytest.CaptureFixture[str]) -> None:
-    apps = ("grpo", "sft", "distill", "evaluate")
-    known = [entry["key"] for name in apps for entry in help_tree_of(name, capsys)["keys"]]
-    assert set(known) >= {*MODELS, *FILES}
-
-
-def help_tree_of(name: str, capsys: pytest.CaptureFixture[str]) -> Any:
-    with pytest.raises(SystemExit):
-        contextvars.copy_context().run(main, [name, "--help-json"])
-    return json.loads(capsys.readouterr().out)
 
 
 def test_help_shows_the_command_that_the_user_typed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from apps.grpo.stones import StoneGame
-from rl_data.stones import STARTS, best_move, random_move
+from rl_data.tasks.stones import STARTS, best_move, random_move
 
 
 def play(stones: int, seed: int, move_of: Any) -> tuple[float, int]:

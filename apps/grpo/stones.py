@@ -6,7 +6,7 @@ Use it with `episode.environment=apps.grpo.stones:StoneGame` on the task `stones
 import random
 from typing import TYPE_CHECKING, Any
 
-from rl_data.stones import best_move, question, read_move
+from rl_data.tasks.stones import best_move, question, read_move
 
 if TYPE_CHECKING:
     from rl_runtime import PromptLike

@@ -25,7 +25,7 @@ from vllm.v1.outputs import LogprobsLists
 
 from rollout_vllm import SamplingConfig
 from rollout_vllm.client.protocol import Choice, completion_body, parse_completion
-from rollout_vllm.servers.buffering import PACKED, buffer_in_front_end
+from rollout_vllm.servers.fast.buffering import PACKED, buffer_in_front_end
 from rollout_vllm.servers.patch import BUFFERING, IDS_ONLY
 
 VOCABULARY = 151_936

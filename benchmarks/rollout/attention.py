@@ -1,4 +1,4 @@
-"""Attention of a decoding step: FlashAttention 3 as vLLM calls it, vLLM's Triton kernel, and `servers/attention`.
+"""Attention of a decoding step: FlashAttention 3 as vLLM calls it, vLLM's Triton kernel, and `servers/fast/attention`.
 
 `python -m benchmarks.rollout.attention` prints microseconds per layer on a GPU, in CUDA graphs of 8 layers with a KV
 cache each, more than the GPU's own caches hold. Prompts come in groups of `--n` whose blocks are shared. `--sweep`

@@ -22,7 +22,7 @@ def choice(num_tokens: int, num_prompt_tokens: int | None, chooser: random.Rando
     """
     ids = [chooser.randrange(151936) for _ in range(num_tokens)]
     values = [-chooser.expovariate(0.5) for _ in ids]
-    if num_prompt_tokens is None:  # `packed_choice` of servers/buffering, without numpy; little-endian hosts only
+    if num_prompt_tokens is None:  # `packed_choice` of servers/fast/buffering, without numpy; little-endian hosts only
         numbers = {"token_ids": array("i", ids).tobytes(), "log_probs": array("f", values).tobytes()}
         nothing = dict.fromkeys(("logprobs", "stop_reason", "token_ids", "prompt_logprobs", "prompt_token_ids"))
         return nothing | {

@@ -2,8 +2,8 @@
 
 Drives vLLM's own AsyncScheduler without a model or a server: `--requests` requests of 297 prompt tokens in groups of 4
 with the same prompt, random tokens, two steps in flight as on a GPU. Both ways buffer tokens as rollout servers do
-(`servers/buffering`). "Short" adds what shortens a step: vLLM looks neither for KV-cache blocks that a token does not
-need (`servers/decoding`) nor at tokens that are only buffered. Both must decide and send the same in every step.
+(`servers/fast/buffering`). "Short" adds what shortens a step: vLLM looks neither for KV-cache blocks that a token does
+not need (`servers/fast/decoding`) nor at tokens that are only buffered. Both must decide and send the same.
 """
 
 import argparse
@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.random_model import model_config
-from rollout_vllm.servers.buffering import buffer_in_engine_core
-from rollout_vllm.servers.decoding import skip_needless_block_searches
+from rollout_vllm.servers.fast.buffering import buffer_in_engine_core
+from rollout_vllm.servers.fast.decoding import skip_needless_block_searches
 from rollout_vllm.servers.patch import BUFFERING, DECODING, IDS_ONLY
 from rollout_vllm.servers.policy_versions import PUBLISH
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import rl_data
-from rl_data.tiny_model import EOS_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN, VOCABULARY_SIZE
+from rl_data.tasks.tiny_model import EOS_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN, VOCABULARY_SIZE
 
 PIECES = (
     *("Write f(a, b): ", "the sum of ", "the difference of ", "the product of ", " and ", "a", "b", "\n"),

@@ -1,4 +1,3 @@
-from .checks import check_files as check_files
 from .config import ColumnsConfig as ColumnsConfig
 from .config import DataConfig as DataConfig
 from .config import RewardConfig as RewardConfig
@@ -19,6 +18,7 @@ from .preferences import load_pairs as load_pairs
 from .prepare.config import PrepareConfig as PrepareConfig
 from .prepare.pipeline import prepare_data as prepare_data
 from .prompts import Prompt as Prompt
+from .prompts import check_files as check_files
 from .prompts import load_prompts as load_prompts
 from .rewards.base import Reward as Reward
 from .rewards.gsm8k import gsm8k_score as gsm8k_score
@@ -27,10 +27,10 @@ from .rewards.registry import make_reward as make_reward
 from .rewards.registry import register_reward as register_reward
 from .rewards.registry import reward_for as reward_for
 from .sampler import PromptSampler as PromptSampler
-from .tasks import TaskFiles as TaskFiles
-from .tasks import write_task as write_task
-from .tiny_model import build_tiny_model as build_tiny_model
+from .tasks.tiny_model import build_tiny_model as build_tiny_model
+from .tasks.write import TaskFiles as TaskFiles
+from .tasks.write import write_task as write_task
 from .tokenizer import check_model_folder as check_model_folder
+from .tokenizer import check_same_vocabulary as check_same_vocabulary
 from .tokenizer import find_model_folder as find_model_folder
 from .tokenizer import load_tokenizer as load_tokenizer
-from .vocabulary import check_same_vocabulary as check_same_vocabulary

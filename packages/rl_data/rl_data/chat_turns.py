@@ -13,7 +13,8 @@ from itertools import groupby
 
 from .config import TurnsTrained
 from .files.table import Place, shorten
-from .prompts import Renderer, dotted
+from .prompts import dotted
+from .rendering import Renderer
 from .rows import Message, Tool
 from .tokenizer import TokenizerLike
 

@@ -24,7 +24,8 @@ from .config import DataConfig, TurnsTrained
 from .errors import DataError
 from .files.opening import open_table
 from .files.table import Place, Table
-from .prompts import Renderer, batches, dotted, encode, report_filtered, too_long, with_configured
+from .prompts import batches, dotted, report_filtered, too_long
+from .rendering import Renderer, encode, with_configured
 from .rows import Message, Tool, conversation, tools_of
 from .tokenizer import TokenizerLike
 

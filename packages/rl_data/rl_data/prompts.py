@@ -1,13 +1,4 @@
-"""Prompts from rows of data: the conversation, its text and its token ids.
-
-A conversation becomes text
-
-- with the tokenizer's chat template if it has one (`chat_template="auto"`), with the row's tools, up to the start of
-  the assistant's turn;
-- otherwise as plain text: the content of each message followed by a line break. A GSM8K question `Q` becomes `Q\\n`,
-  and the response starts on the next line. The tokenizer adds its usual special tokens, such as a
-  beginning-of-sequence token.
-"""
+"""Prompts from rows of data, as text and token ids, and checks of their files before any process starts."""
 
 import logging
 from collections import Counter
@@ -18,10 +9,23 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .config import DataConfig
-from .errors import DataError
+from .errors import DataError, UnknownDataSourceError
 from .files.opening import open_table
-from .files.table import Place, first_line
-from .rows import Message, Row, Tool, find_schema, left_out, read_rows
+from .files.table import Place, Table
+from .rendering import Renderer, with_configured
+from .rewards.base import Reward
+from .rewards.registry import reward_for
+from .rows import (
+    COLUMNS_HELP,
+    GSM8K_DATA_SOURCE,
+    Message,
+    Row,
+    Schema,
+    Tool,
+    find_schema,
+    left_out,
+    read_rows,
+)
 from .tokenizer import TokenizerLike
 
 T = TypeVar("T")
@@ -29,6 +33,7 @@ T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 #: Rows tokenized in one call.
 _BATCH_SIZE = 1024
+_SCORE = "or choose the reward in the configuration, such as reward.terms.correct.function=gsm8k."
 
 
 @dataclass(frozen=True)
@@ -63,116 +68,6 @@ def file_labels(files: Sequence[str | Path]) -> list[str]:
     stems = [Path(file).stem for file in files]
     counts = Counter(stems)
     return [stem if counts[stem] == 1 else f"{stem}~{index}" for index, stem in enumerate(stems)]
-
-
-def with_configured(messages: Sequence[Message], config: DataConfig, *, is_question: bool) -> tuple[Message, ...]:
-    """The messages of a row with the configured system prompt and question template."""
-    if is_question:
-        # str.replace, not str.format: questions contain braces.
-        text = config.question_template.replace("{question}", messages[0]["content"])
-        messages = [{**messages[0], "content": text}, *messages[1:]]
-    if config.system_prompt is not None and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": config.system_prompt}, *messages]
-    return tuple(messages)
-
-
-def uses_chat_template(tokenizer: TokenizerLike, config: DataConfig) -> bool:
-    """Whether to use the tokenizer's chat template. Raises DataError for "always" if it has none."""
-    has_template = bool(tokenizer.chat_template)
-    if config.chat_template == "always" and not has_template:
-        raise DataError(
-            "data.chat_template=always, but the model's tokenizer has no chat template. Set it to auto or never, or "
-            "add chat_template.jinja to the model folder."
-        )
-    if config.chat_template_kwargs and not has_template:
-        raise DataError(
-            "data.chat_template_kwargs is given, but the model's tokenizer has no chat template. Remove it."
-        )
-    return has_template and config.chat_template != "never"
-
-
-class Renderer:
-    """Renders conversations as text, with the tokenizer's chat template or plain."""
-
-    def __init__(self, tokenizer: TokenizerLike, config: DataConfig) -> None:
-        """Raises DataError for `chat_template="always"` if the tokenizer has no template."""
-        self._tokenizer, self._kwargs = tokenizer, dict(config.chat_template_kwargs)
-        self._choice = config.chat_template
-        self.with_template = uses_chat_template(tokenizer, config)
-        self._shows_tools = self._has_rendered = False
-
-    def __call__(
-        self, messages: Sequence[Message], tools: Sequence[Tool], place: Place, *, for_response: bool = True
-    ) -> str:
-        """The text up to the start of the response, or of the messages alone (`for_response=False`).
-
-        Raises DataError for what the template does not take.
-        """
-        self._has_rendered = True
-        self._require_tools(messages, tools, place)
-        if self.with_template:
-            return str(self._apply(messages, tools, place, tokenize=False, add_generation_prompt=for_response))
-        if any("tool_calls" in message for message in messages):
-            raise place.error("tool calls, which need a chat template", "Drop the row, or add a template to the model.")
-        return "".join(f"{message['content']}\n" for message in messages)
-
-    def encode(self, texts: list[str]) -> list[tuple[int, ...]]:
-        """Token ids of rendered texts; a template writes its special tokens itself."""
-        return encode(texts, self._tokenizer, add_special_tokens=not self.with_template)
-
-    def encode_marked(
-        self, messages: Sequence[Message], tools: Sequence[Tool], place: Place
-    ) -> tuple[list[int], list[bool]]:
-        """Token ids of a conversation and the mask of a template with `{% generation %}` markers."""
-        self._require_tools(messages, tools, place)
-        options = {"return_dict": True, "return_assistant_tokens_mask": True}
-        found = self._apply(messages, tools, place, tokenize=True, add_generation_prompt=False, **options)
-        return [int(token) for token in found["input_ids"]], [bool(one) for one in found["assistant_masks"]]
-
-    def report(self) -> None:
-        """Log how messages became text, if there were any: a warning where the tokenizer lacks a template."""
-        if not self._has_rendered:
-            return
-        plain = "as plain text, the content of each and a line break, without roles"
-        if self.with_template:
-            _logger.info(
-                "messages are rendered with the tokenizer's chat template (data.chat_template=%s; never: plain text)",
-                self._choice,
-            )
-        elif self._choice == "never":
-            _logger.info("messages are rendered %s (data.chat_template=never)", plain)
-        else:
-            _logger.warning(
-                "messages are rendered %s: the tokenizer has no chat template (data.chat_template=auto; always refuses "
-                "this). To use a template, put chat_template.jinja into the model folder",
-                plain,
-            )
-
-    def _require_tools(self, messages: Sequence[Message], tools: Sequence[Tool], place: Place) -> None:
-        """Raises DataError for tools that the template does not show."""
-        if not tools or self._shows_tools:
-            return
-        if self.with_template:
-            options = {"tokenize": False, "add_generation_prompt": True}
-            with_tools, without = (self._apply(messages, some, place, **options) for some in (tools, ()))
-            self._shows_tools = with_tools != without
-        if not self._shows_tools:
-            raise place.error("tools, which the chat template does not show", "Use a model whose template has tools.")
-
-    def _apply(self, messages: Sequence[Message], tools: Sequence[Tool], place: Place, **options: Any) -> Any:
-        try:
-            return self._tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, **options, **self._kwargs
-            )
-        except Exception as error:  # templates raise what they like, such as "roles must alternate"
-            what = f"the chat template refuses the messages ({type(error).__name__}: {first_line(error)})"
-            raise place.error(what, "Fix the messages, or set data.chat_template=never.") from error
-
-
-def encode(texts: list[str], tokenizer: TokenizerLike, *, add_special_tokens: bool) -> list[tuple[int, ...]]:
-    """Token ids of each text."""
-    ids = tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
-    return [tuple(int(token) for token in row) for row in ids]
 
 
 def batches(rows: Iterable[T]) -> Iterator[list[T]]:
@@ -268,3 +163,54 @@ def _prompt(label: str, row: Row, messages: tuple[Message, ...], text: str, ids:
         messages=messages,
         tools=row.tools,
     )
+
+
+def check_files(
+    files: Sequence[str | Path], config: DataConfig | None = None, *, rewards: Sequence[Reward] | None = None
+) -> int:
+    """Read every file once and return the number of rows.
+
+    Args:
+        rewards: those that score every row. None: the data source of each row selects its reward. Empty: the caller
+            scores by other means, which may need no ground truth.
+
+    Raises DataError for a file that is missing, empty or damaged, for a missing column (naming those found), and for
+    the first row without a prompt, without a reward for its data source, or that its rewards can never score.
+    """
+    config = config or DataConfig()
+    num_rows, by_source = 0, dict[str, Reward]()
+    for file in files:
+        table = open_table(file)
+        schema = find_schema(table, config)
+        for row in read_rows(table, schema):
+            if rewards is None and row.data_source not in by_source:
+                by_source[row.data_source] = _reward_of(row, table, schema)
+            for reward in (by_source[row.data_source],) if rewards is None else rewards:
+                if problem := reward.problem(row.ground_truth, row.extra):
+                    raise _unscorable(row, table, schema, problem)
+            num_rows += 1
+    return num_rows
+
+
+def _reward_of(row: Row, table: Table, schema: Schema) -> Reward:
+    """The reward of the row's data source. Raises DataError if there is none."""
+    if not row.data_source and schema.data_source is None:
+        table.require(
+            ["data_source"], f"It selects the reward of a row. Add it, name it (data.columns.data_source=…), {_SCORE}"
+        )
+    if not row.data_source:
+        raise row.place.error("empty", f"Name one, such as {GSM8K_DATA_SOURCE}, {_SCORE}", column=schema.data_source)
+    try:
+        return reward_for(row.data_source)
+    except UnknownDataSourceError as error:
+        what, _, remedy = str(error).partition(". ")
+        raise row.place.error(what, remedy, column=schema.data_source) from error
+
+
+def _unscorable(row: Row, table: Table, schema: Schema, problem: str) -> DataError:
+    """The error of a row that a reward can never score; of the file, if it has no ground truth at all."""
+    column = schema.ground_truth[0]
+    if not row.ground_truth:
+        table.require([column], COLUMNS_HELP)
+    remedy = "Fix it, drop the row, or score with another reward."
+    return row.place.error(problem, remedy, column=column if column in table.columns else None)

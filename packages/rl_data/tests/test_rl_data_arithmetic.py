@@ -16,7 +16,7 @@ from rl_data import (
     load_tokenizer,
     write_task,
 )
-from rl_data.arithmetic import WORKING_SHARE, WRONG_SHARE, working
+from rl_data.tasks.arithmetic import WORKING_SHARE, WRONG_SHARE, working
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from rl_data import DataConfig, DataError, Demonstration, TurnsTrained, check_demonstrations, load_demonstrations
 from rl_data.chat_turns import ChatTurns
 from rl_data.files.table import Place
-from rl_data.prompts import Renderer
+from rl_data.rendering import Renderer
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\\n' }}"

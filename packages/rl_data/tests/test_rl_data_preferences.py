@@ -21,8 +21,8 @@ from rl_data import (
     load_pairs,
     write_task,
 )
-from rl_data.arithmetic import NUM_NUMBERS, slipped, working
 from rl_data.preferences import _unrelated
+from rl_data.tasks.arithmetic import NUM_NUMBERS, slipped, working
 
 CONFIG = DataConfig()
 USER = {"role": "user", "content": "2 + 3"}

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_data import DataConfig, load_prompts, write_task
-from rl_data.stones import STARTS, best_move, question, random_move, read_move, rows
-from rl_data.tiny_model import build_tiny_tokenizer
+from rl_data.tasks.stones import STARTS, best_move, question, random_move, read_move, rows
+from rl_data.tasks.tiny_model import build_tiny_tokenizer
 
 
 @given(st.integers(1, 99), st.integers())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
 import random
@@ -18,17 +17,18 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+import rollout_vllm
 from rollout_vllm import Endpoint, GroupResult, Request, RolloutConfig, request_seed
 from rollout_vllm.client.transport import LoopThread
 
 EOS_ID = 1
-SERVERS = Path(importlib.util.find_spec("rollout_vllm").origin).with_name("servers")  # type: ignore[union-attr,arg-type]
-"""Folder of the files that a server process loads by path."""
+FAST_PATHS = Path(rollout_vllm.__file__).parent / "servers" / "fast"
+"""Folder of files that a server process loads by path."""
 
 
 def run_under_the_interpreter(code: str) -> str:
-    """What `code` prints in a process in which Triton's kernels run on the CPU and files of `SERVERS` are modules."""
-    paths = os.pathsep.join(path for path in (str(SERVERS), *sys.path) if path)
+    """Output of `code` in a process that runs Triton kernels on the CPU and imports the files of `FAST_PATHS`."""
+    paths = os.pathsep.join(path for path in (str(FAST_PATHS), *sys.path) if path)
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -129,7 +129,7 @@ def test_attention_under_the_interpreter_is_a_softmax_over_each_requests_tokens(
 def test_as_few_requests_are_together_as_keep_the_gpu_busy(
     requests: int, heads: int, key_heads: int, expected: int
 ) -> None:
-    from rollout_vllm.servers.attention import requests_together
+    from rollout_vllm.servers.fast.attention import requests_together
 
     assert requests_together(requests, heads, key_heads, 132) == expected
 
@@ -189,7 +189,7 @@ class Replaced:
         processors: int = 1,
         capability: tuple[int, int] = (9, 0),
     ) -> None:
-        attention = pytest.importorskip("rollout_vllm.servers.attention", reason="triton is not installed")
+        attention = pytest.importorskip("rollout_vllm.servers.fast.attention", reason="triton is not installed")
         from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
         self.stock_calls, self.our_calls, self.capturing = 0, 0, False
@@ -280,7 +280,7 @@ def test_one_missing_token_of_many_is_a_difference(
         lengths = torch.where(step.seq_lens == step.seq_lens.max(), step.seq_lens - 1, step.seq_lens)
         plain_attention(self, query, cache, dataclasses.replace(step, seq_lens=lengths), out)
 
-    monkeypatch.setattr(sys.modules["rollout_vllm.servers.attention"], "_decode", decode)
+    monkeypatch.setattr(sys.modules["rollout_vllm.servers.fast.attention"], "_decode", decode)
     replaced.forward(layer(), decoding_step())
     assert "outputs differ by" in capsys.readouterr().out
 
@@ -370,7 +370,7 @@ def test_a_step_that_does_not_fill_the_gpu_is_vllms(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(("heads", "key_heads", "width"), [(16, 8, 128), (14, 2, 64), (32, 8, 128)])
 @pytest.mark.parametrize("requests", [1, 5, 64, 256])
 def test_attention_on_a_gpu_is_a_softmax(requests: int, heads: int, key_heads: int, width: int) -> None:
-    from rollout_vllm.servers.attention import _choices, decode
+    from rollout_vllm.servers.fast.attention import _choices, decode
 
     torch.manual_seed(0)
     most, shared = 80, 70

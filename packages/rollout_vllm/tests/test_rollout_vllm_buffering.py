@@ -14,7 +14,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists
 
-from rollout_vllm.servers.buffering import INTERVAL, UNKNOWN_VERSION, TokenBuffer, is_buffered
+from rollout_vllm.servers.fast.buffering import INTERVAL, UNKNOWN_VERSION, TokenBuffer, is_buffered
 from rollout_vllm.servers.patch import IDS_ONLY
 
 REQUESTS = ("a", "b", "stock")

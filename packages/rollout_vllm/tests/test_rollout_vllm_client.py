@@ -19,7 +19,7 @@ from rollout_vllm.client.protocol import Choice, MalformedAnswerError, completio
 from rollout_vllm.client.retry import backoff_s, classify_status
 from rollout_vllm.config import SamplingConfig
 from rollout_vllm.samples import PartialSample
-from rollout_vllm.servers.buffering import packed_choice
+from rollout_vllm.servers.fast.buffering import packed_choice
 
 QUICK = settings(deadline=None, derandomize=True)
 

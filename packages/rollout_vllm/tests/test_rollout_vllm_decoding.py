@@ -25,8 +25,8 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from rollout_vllm.servers.buffering import buffer_in_engine_core, ending_tokens
-from rollout_vllm.servers.decoding import skip_needless_block_searches
+from rollout_vllm.servers.fast.buffering import buffer_in_engine_core, ending_tokens
+from rollout_vllm.servers.fast.decoding import skip_needless_block_searches
 from rollout_vllm.servers.patch import BUFFERING, DECODING, IDS_ONLY
 
 BLOCK = 16

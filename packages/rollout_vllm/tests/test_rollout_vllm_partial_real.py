@@ -23,7 +23,7 @@ from rollout_vllm import (
 )
 from rollout_vllm.client.protocol import Choice, completion_body, parse_completion
 from rollout_vllm.servers.blocking_http import call
-from rollout_vllm.servers.buffering import INTERVAL
+from rollout_vllm.servers.fast.buffering import INTERVAL
 
 pytestmark = pytest.mark.slow
 LONG = SamplingConfig(n=4, max_tokens=200, ignore_eos=True, temperature=0.8)

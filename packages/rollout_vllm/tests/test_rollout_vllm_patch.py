@@ -22,7 +22,7 @@ from vllm.v1.outputs import LogprobsLists
 from rollout_vllm.client.protocol import completion_body, parse_completion
 from rollout_vllm.config import SamplingConfig
 from rollout_vllm.servers import patch as patch_module
-from rollout_vllm.servers.buffering import PACKED, buffer_in_front_end, wants_packed
+from rollout_vllm.servers.fast.buffering import PACKED, buffer_in_front_end, wants_packed
 from rollout_vllm.servers.patch import BUFFERING, IDS_ONLY, PATCHES, Patch, records
 
 TEXT = "a\u00e9\u20ac \U0001f642z\u4e2d"

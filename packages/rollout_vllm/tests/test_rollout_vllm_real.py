@@ -54,8 +54,8 @@ from rollout_vllm import (
 from rollout_vllm.client.protocol import completion_body, parse_completion
 from rollout_vllm.servers import control
 from rollout_vllm.servers.blocking_http import call
-from rollout_vllm.servers.buffering import INTERVAL
 from rollout_vllm.servers.command import server_environment
+from rollout_vllm.servers.fast.buffering import INTERVAL
 from rollout_vllm.servers.patch import IDS_ONLY
 
 pytestmark = pytest.mark.slow

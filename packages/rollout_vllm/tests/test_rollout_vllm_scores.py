@@ -57,7 +57,7 @@ def reference(logits: torch.Tensor, num_logprobs: int, tokens: torch.Tensor, *_:
 def test_the_first_scores_are_compared_with_vllms(
     error: float | None, wrong_rank: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    scores = pytest.importorskip("rollout_vllm.servers.scores", reason="triton is not installed")
+    scores = pytest.importorskip("rollout_vllm.servers.fast.scores", reason="triton is not installed")
     from vllm.v1.worker.gpu.sample import sampler
 
     calls = []
@@ -90,7 +90,7 @@ def test_the_first_scores_are_compared_with_vllms(
     ("num_logprobs", "options"), [(2, {}), (0, {"max_per_req_token_ids": 1}), (0, {"logits_mode": True})]
 )
 def test_other_scores_are_vllms(num_logprobs: int, options: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    scores = pytest.importorskip("rollout_vllm.servers.scores", reason="triton is not installed")
+    scores = pytest.importorskip("rollout_vllm.servers.fast.scores", reason="triton is not installed")
     from vllm.v1.worker.gpu.sample import sampler
 
     monkeypatch.setattr(sampler, "compute_topk_scores", lambda *_, **__: "stock")
@@ -107,7 +107,7 @@ def test_other_scores_are_vllms(num_logprobs: int, options: dict[str, object], m
 def test_scores_on_a_gpu_are_those_of_vllms_kernels(dtype: torch.dtype) -> None:
     from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 
-    from rollout_vllm.servers.scores import token_scores
+    from rollout_vllm.servers.fast.scores import token_scores
 
     logits = (4 * torch.randn(128, 151_936, device="cuda")).to(dtype)
     logits[0, :100_000] = float("-inf")

@@ -8,7 +8,6 @@ configuration is validated.
 """
 
 import difflib
-import json
 import os
 import sys
 import traceback
@@ -18,7 +17,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from .config.help import PresetFile, help_text, help_tree, list_presets
+from .config.help import PresetFile, help_text, list_presets
 from .config.loader import given_keys, load_config
 from .config.redaction import redact, secrets_in, yaml_without_secrets
 from .config.schema import all_paths, nearest_paths
@@ -29,7 +28,6 @@ from .tracking.metrics_table import is_disk_full
 ConfigT = TypeVar("ConfigT")
 
 _HELP = ("--help", "-h", "help")
-_HELP_JSON = "--help-json"
 _SOURCES = ("preset", "overlay", "config")
 
 INVOKED_AS: ContextVar[str] = ContextVar("INVOKED_AS", default="")
@@ -77,8 +75,6 @@ def run_cli(
     app_name = INVOKED_AS.get() or (app_name if " " in app_name else f"python -m {app_name}")
     try:
         files = {"presets": list_presets(preset_dir), "overlays": list_presets(preset_dir and preset_dir / "overlays")}
-        if _HELP_JSON in args:
-            _print_and_exit(json.dumps(help_tree(config_cls, doc=doc, **files), indent=1) + "\n")
         if any(arg in _HELP for arg in args):
             under = next((arg for arg in args if arg not in _HELP and "=" not in arg), "")
             _print_and_exit(help_text(config_cls, app_name=app_name, doc=doc, examples=examples, under=under, **files))

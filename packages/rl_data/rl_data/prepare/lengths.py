@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from ..config import DataConfig
 from ..errors import DataError
 from ..files.table import OnBad
-from ..prompts import Renderer, encode
+from ..rendering import Renderer, encode
 from ..tokenizer import load_tokenizer
 from .layouts import Sample
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rl_data import find_model_folder
-from rl_data.tiny_model import VOCABULARY_SIZE
+from rl_data.tasks.tiny_model import VOCABULARY_SIZE
 from rollout_vllm import (
     Endpoint,
     RolloutConfig,
@@ -18,14 +18,16 @@ from rollout_vllm import (
 
 from ..config import BUILTIN_MODEL, ModelConfig
 from ..errors import InputError
+from ..job_config import JobConfig
 from ..launch.placement import Placement
 from ..launch.server_keys import naming_servers
 from ..rollout.watched_servers import WatchedServers
+from ..training.engines import check_architectures
 from ..training.teacher import RankTeacher, ServerTeacher
 from ..training.teacher_config import TeacherConfig
+from .inputs import read_model_config
 from .job import Job
-from .job_config import JobConfig
-from .preflight import check_architectures, load_scoring_model, read_model_config
+from .reward_model import load_scoring_model
 
 
 def check_teacher(config: JobConfig, teacher: TeacherConfig, placement: Placement) -> None:

@@ -138,5 +138,5 @@ def default_cores(num_gpus: int) -> int:
 
 def split_arguments(arguments: Sequence[str], own: Sequence[str]) -> tuple[list[str], list[str]]:
     """The arguments of the app, and those whose key is in `own` or that ask for help."""
-    mine = [a for a in arguments if a.partition("=")[0] in own or a in ("--help", "-h", "help", "--help-json")]
+    mine = [a for a in arguments if a.partition("=")[0] in own or a in ("--help", "-h", "help")]
     return [a for a in arguments if a not in mine], mine

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .field_docs import class_doc, field_doc
-from .schema import MISSING, Key, alternatives, choices, entries, nearest_paths, type_text
+from .schema import MISSING, Key, entries, nearest_paths, type_text
 from .trees import plain_tree
 
 _WIDTH = 110
@@ -64,7 +64,6 @@ def help_text(
         "  config=FILE.yaml   merge your own file; overlays and files go left to right",
         "  key=value          then single keys; value is YAML: 1e-4, true, null, text, [a, b], ${other.key}",
         "  --help [KEY]       print this text, or only the keys that match KEY",
-        "  --help-json        print keys, choices, presets and overlays as JSON",
         "  --print-config     print the resolved configuration and stop",
         "",
     ]
@@ -72,42 +71,6 @@ def help_text(
     if examples:
         lines += ["Examples", *(f"  {app_name} {example}".rstrip() for example in examples), ""]
     return "\n".join([*lines, "Keys", *listing]) + "\n"
-
-
-def help_tree(
-    cls: type, *, doc: str = "", presets: Sequence[PresetFile] = (), overlays: Sequence[PresetFile] = ()
-) -> dict[str, Any]:
-    """Help for programs, such as editors and shells, for JSON: `doc`, `keys`, `presets` and `overlays`.
-
-    A key has its dotted path (`key`), `type`, `default` (None if it is required), `doc`, and `choices` as they are
-    written in an override, empty where any value of the type is allowed.
-    """
-    keys = [
-        {
-            "key": entry.path,
-            "type": type_text(entry.hint),
-            "default": None if entry.default is MISSING else default_text(entry.default),
-            "choices": _choice_texts(entry.hint),
-            "doc": field_doc(entry.owner, entry.name),
-        }
-        for entry in entries(cls)
-        if isinstance(entry, Key)
-    ]
-    files = {
-        kind: [{"name": file.name, "doc": file.doc} for file in found]
-        for kind, found in (("presets", presets), ("overlays", overlays))
-    }
-    return {"doc": doc or class_doc(cls), "keys": keys, **files}
-
-
-def _choice_texts(hint: Any) -> list[str]:
-    """The values that a Literal, an Enum or a bool allows; empty for a type that allows others too."""
-    members, nullable = alternatives(hint)
-    members = tuple(member for member in members if member is not type(None))
-    if not all(member is bool or choices(member) for member in members):
-        return []
-    values = [value for member in members for value in ((True, False) if member is bool else choices(member))]
-    return [default_text(value) for value in (*values, *([None] if nullable else []))]
 
 
 def _preset_lines(title: str, files: Sequence[PresetFile]) -> list[str]:

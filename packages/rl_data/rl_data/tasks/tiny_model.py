@@ -1,7 +1,7 @@
 """Tiny model for tests and examples: a Qwen3 causal LM with 0.4M parameters and a word-level tokenizer.
 
 It lets a whole training stack run on two CPU cores. Its vocabulary has only the words of the built-in tasks
-(`rl_data.arithmetic`, `rl_data.stones`). transformers and vLLM load it like any other model.
+(`arithmetic.py`, `stones.py`). transformers and vLLM load it like any other model.
 """
 
 from pathlib import Path

@@ -1,0 +1,132 @@
+"""Conversations as text and token ids.
+
+A conversation becomes text
+
+- with the tokenizer's chat template if it has one (`chat_template="auto"`), with the row's tools, up to the start of
+  the assistant's turn;
+- otherwise as plain text: the content of each message followed by a line break. A GSM8K question `Q` becomes `Q\\n`,
+  and the response starts on the next line. The tokenizer adds its usual special tokens, such as a
+  beginning-of-sequence token.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from .config import DataConfig
+from .errors import DataError
+from .files.table import Place, first_line
+from .rows import Message, Tool
+from .tokenizer import TokenizerLike
+
+_logger = logging.getLogger(__name__)
+
+
+def with_configured(messages: Sequence[Message], config: DataConfig, *, is_question: bool) -> tuple[Message, ...]:
+    """The messages of a row with the configured system prompt and question template."""
+    if is_question:
+        # str.replace, not str.format: questions contain braces.
+        text = config.question_template.replace("{question}", messages[0]["content"])
+        messages = [{**messages[0], "content": text}, *messages[1:]]
+    if config.system_prompt is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": config.system_prompt}, *messages]
+    return tuple(messages)
+
+
+def uses_chat_template(tokenizer: TokenizerLike, config: DataConfig) -> bool:
+    """Whether to use the tokenizer's chat template. Raises DataError for "always" if it has none."""
+    has_template = bool(tokenizer.chat_template)
+    if config.chat_template == "always" and not has_template:
+        raise DataError(
+            "data.chat_template=always, but the model's tokenizer has no chat template. Set it to auto or never, or "
+            "add chat_template.jinja to the model folder."
+        )
+    if config.chat_template_kwargs and not has_template:
+        raise DataError(
+            "data.chat_template_kwargs is given, but the model's tokenizer has no chat template. Remove it."
+        )
+    return has_template and config.chat_template != "never"
+
+
+class Renderer:
+    """Renders conversations as text, with the tokenizer's chat template or plain."""
+
+    def __init__(self, tokenizer: TokenizerLike, config: DataConfig) -> None:
+        """Raises DataError for `chat_template="always"` if the tokenizer has no template."""
+        self._tokenizer, self._kwargs = tokenizer, dict(config.chat_template_kwargs)
+        self._choice = config.chat_template
+        self.with_template = uses_chat_template(tokenizer, config)
+        self._shows_tools = self._has_rendered = False
+
+    def __call__(
+        self, messages: Sequence[Message], tools: Sequence[Tool], place: Place, *, for_response: bool = True
+    ) -> str:
+        """The text up to the start of the response, or of the messages alone (`for_response=False`).
+
+        Raises DataError for what the template does not take.
+        """
+        self._has_rendered = True
+        self._require_tools(messages, tools, place)
+        if self.with_template:
+            return str(self._apply(messages, tools, place, tokenize=False, add_generation_prompt=for_response))
+        if any("tool_calls" in message for message in messages):
+            raise place.error("tool calls, which need a chat template", "Drop the row, or add a template to the model.")
+        return "".join(f"{message['content']}\n" for message in messages)
+
+    def encode(self, texts: list[str]) -> list[tuple[int, ...]]:
+        """Token ids of rendered texts; a template writes its special tokens itself."""
+        return encode(texts, self._tokenizer, add_special_tokens=not self.with_template)
+
+    def encode_marked(
+        self, messages: Sequence[Message], tools: Sequence[Tool], place: Place
+    ) -> tuple[list[int], list[bool]]:
+        """Token ids of a conversation and the mask of a template with `{% generation %}` markers."""
+        self._require_tools(messages, tools, place)
+        options = {"return_dict": True, "return_assistant_tokens_mask": True}
+        found = self._apply(messages, tools, place, tokenize=True, add_generation_prompt=False, **options)
+        return [int(token) for token in found["input_ids"]], [bool(one) for one in found["assistant_masks"]]
+
+    def report(self) -> None:
+        """Log how messages became text, if there were any: a warning where the tokenizer lacks a template."""
+        if not self._has_rendered:
+            return
+        plain = "as plain text, the content of each and a line break, without roles"
+        if self.with_template:
+            _logger.info(
+                "messages are rendered with the tokenizer's chat template (data.chat_template=%s; never: plain text)",
+                self._choice,
+            )
+        elif self._choice == "never":
+            _logger.info("messages are rendered %s (data.chat_template=never)", plain)
+        else:
+            _logger.warning(
+                "messages are rendered %s: the tokenizer has no chat template (data.chat_template=auto; always refuses "
+                "this). To use a template, put chat_template.jinja into the model folder",
+                plain,
+            )
+
+    def _require_tools(self, messages: Sequence[Message], tools: Sequence[Tool], place: Place) -> None:
+        """Raises DataError for tools that the template does not show."""
+        if not tools or self._shows_tools:
+            return
+        if self.with_template:
+            options = {"tokenize": False, "add_generation_prompt": True}
+            with_tools, without = (self._apply(messages, some, place, **options) for some in (tools, ()))
+            self._shows_tools = with_tools != without
+        if not self._shows_tools:
+            raise place.error("tools, which the chat template does not show", "Use a model whose template has tools.")
+
+    def _apply(self, messages: Sequence[Message], tools: Sequence[Tool], place: Place, **options: Any) -> Any:
+        try:
+            return self._tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) or None, **options, **self._kwargs
+            )
+        except Exception as error:  # templates raise what they like, such as "roles must alternate"
+            what = f"the chat template refuses the messages ({type(error).__name__}: {first_line(error)})"
+            raise place.error(what, "Fix the messages, or set data.chat_template=never.") from error
+
+
+def encode(texts: list[str], tokenizer: TokenizerLike, *, add_special_tokens: bool) -> list[tuple[int, ...]]:
+    """Token ids of each text."""
+    ids = tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
+    return [tuple(int(token) for token in row) for row in ids]

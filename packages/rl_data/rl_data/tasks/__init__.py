@@ -1,0 +1,1 @@
+"""Built-in tasks, and a tiny model that learns them."""
