@@ -17,7 +17,8 @@ from scripts.import_graph import cycles, imported_modules, rooms
 
 REPO = Path(__file__).resolve().parents[1]
 LEAVES = ("rl_core", "ds_engine", "rollout_vllm", "weight_sync", "ckpt", "rl_data", "run_kit")
-PACKAGES = (*LEAVES, "rl_runtime", "plinth_testing")
+LAZY = (*LEAVES, "rl_runtime", "plinth_testing")
+PACKAGES = ("plinth_base", *LAZY)
 # Package -> folder -> rooms (files and folders at the top of the package) that it imports; errors.py is always allowed.
 NEIGHBORS: dict[str, dict[str, str]] = {
     "rl_core": {
@@ -66,9 +67,10 @@ NEIGHBORS: dict[str, dict[str, str]] = {
         "tracking": "config signals.py",
     },
     "rl_runtime": {
-        "app": "config.py launch ranks rollout training",
+        "app": "config.py job_config.py launch ranks resolve rollout supervised_job_config.py training",
         "launch": "config.py ranks",
         "ranks": "experience.py",
+        "resolve": "config.py job_config.py launch ranks rollout supervised_job_config.py training",
         "rollout": "config.py experience.py ranks",
         "training": "config.py experience.py launch ranks rollout",
     },
@@ -91,7 +93,8 @@ def forbidden_imports(folder: Path, forbidden: tuple[str, ...]) -> list[str]:
 
 @pytest.mark.parametrize("package", LEAVES)
 def test_leaf_imports_no_other_package(package: str) -> None:
-    others = tuple(name for name in PACKAGES if name not in (package, "plinth_testing"))
+    base = () if package == "rl_core" else ("plinth_base",)  # rl_core needs torch and numpy alone
+    others = tuple(name for name in PACKAGES if name not in (package, "plinth_testing", *base))
     folder = REPO / "packages" / package
     # Its tests too, but for plinth_testing: they run where only the leaf is installed.
     assert not forbidden_imports(folder, (*others, "apps"))
@@ -99,7 +102,18 @@ def test_leaf_imports_no_other_package(package: str) -> None:
 
 
 def test_plinth_testing_imports_no_other_package() -> None:
-    assert not forbidden_imports(REPO / "packages" / "plinth_testing", (*LEAVES, "rl_runtime", "apps"))
+    assert not forbidden_imports(REPO / "packages" / "plinth_testing", ("plinth_base", *LEAVES, "rl_runtime", "apps"))
+
+
+def test_plinth_base_imports_the_standard_library_alone() -> None:
+    found = {
+        module.partition(".")[0]
+        for path in python_files(REPO / "packages" / "plinth_base" / "plinth_base")
+        for _, module in imported_modules(path.read_text(encoding="utf-8"))
+    }
+    # huggingface_hub only to find a download, which nobody has without it
+    assert found - sys.stdlib_module_names <= {"huggingface_hub"}
+    assert not forbidden_imports(REPO / "packages" / "plinth_base" / "tests", (*LEAVES, "rl_runtime", "apps"))
 
 
 def test_runtime_imports_no_app() -> None:
@@ -176,7 +190,13 @@ def test_package_is_complete(package: str) -> None:
     assert list(folder.glob("tests/**/test_*.py")), "no tests"
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+def test_plinth_base_exports_its_names() -> None:
+    module = importlib.import_module("plinth_base")
+    assert module.__all__ == sorted(module.__all__)
+    assert [name for name in module.__all__ if getattr(module, name, None) is None] == []
+
+
+@pytest.mark.parametrize("package", LAZY)
 def test_public_names_are_lines_of_the_stub_and_the_wheel_has_it(package: str) -> None:
     folder = REPO / "packages" / package
     exports = (folder / package / "__init__.pyi").read_text().splitlines()
@@ -200,7 +220,8 @@ def test_package_is_released_on_its_own(package: str) -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", project["version"])
     assert f"## {project['version']}" in (folder / "CHANGELOG.md").read_text(), "CHANGELOG.md lacks this version"
     if package in LEAVES:
-        assert not [name for name in project["dependencies"] if name.startswith("plinth-")]
+        siblings = {re.split(r"[^\w-]", name)[0] for name in project["dependencies"] if name.startswith("plinth-")}
+        assert siblings <= ({"plinth-base"} if package != "rl_core" else set())
 
 
 def tracked_files() -> list[Path]:

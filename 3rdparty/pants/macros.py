@@ -48,4 +48,14 @@ def plinth_app():
     )
 
 
-PACKAGES = ("rl_core", "ds_engine", "rollout_vllm", "weight_sync", "ckpt", "rl_data", "run_kit", "rl_runtime")
+PACKAGES = (
+    "plinth_base",
+    "rl_core",
+    "ds_engine",
+    "rollout_vllm",
+    "weight_sync",
+    "ckpt",
+    "rl_data",
+    "run_kit",
+    "rl_runtime",
+)

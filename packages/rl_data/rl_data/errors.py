@@ -6,13 +6,16 @@ RlDataError
 ├── UnknownDataSourceError (also ValueError) no reward is registered for a data source
 └── SamplerStateError (also ValueError)      a saved sampler state belongs to other data or settings
 
-All of them pickle with their attributes, because they cross process boundaries.
+All of them are PlinthErrors: errors about a setting or argument carry `field`, `value`, `allowed` and `remedy`, and all
+pickle with their attributes.
 """
 
 from typing import Any
 
+from plinth_base.errors import PlinthError
 
-class RlDataError(Exception):
+
+class RlDataError(PlinthError):
     """Base class of this package's exceptions."""
 
 
@@ -23,15 +26,19 @@ class DataError(RlDataError, ValueError):
     from 0; None for the whole file), `column`.
     """
 
-    def __init__(self, message: str, *, file: str | None = None, row: int | None = None, column: str | None = None):
-        super().__init__(message)
+    def __init__(
+        self,
+        problem: str = "",
+        *,
+        file: str | None = None,
+        row: int | None = None,
+        column: str | None = None,
+        **fields: Any,
+    ) -> None:
+        super().__init__(problem, **fields)
         self.file = file
         self.row = row
         self.column = column
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # pickle calls the class with `args`; the keyword attributes are restored from the state
-        return (type(self), self.args, self.__dict__)
 
 
 class ModelFolderError(DataError):

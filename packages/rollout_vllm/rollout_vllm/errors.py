@@ -15,19 +15,22 @@ RolloutError
 │   └── UnlabeledTokensError               a server does not note the policy version of tokens
 └── NoServerError                          the client was created without endpoints
 
+All of them are PlinthErrors: errors about a setting carry `field`, `value`, `allowed` and `remedy`, and all pickle.
 A sample that fails is data (`Failure`), not an exception; see samples.py.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 
+from plinth_base.errors import PlinthError
 
-class RolloutError(Exception):
+
+class RolloutError(PlinthError):
     """Base class of this package's exceptions."""
 
 
 class RolloutConfigError(RolloutError, ValueError):
-    """Invalid configuration or input. The message says what is allowed."""
+    """Invalid configuration or input; `allowed` or `remedy` says what works."""
 
 
 class ApiKeyError(RolloutConfigError):
@@ -56,7 +59,7 @@ class _ServerError(RolloutError):
     _what = "failed"
 
     def __init__(self, reason: str, server_index: int, log_path: Path | None) -> None:
-        super().__init__(reason, server_index, log_path)  # all arguments in args, so that the exception pickles
+        super().__init__(reason)
         self.reason = reason
         self.server_index = server_index
         self.log_path = log_path
@@ -86,11 +89,8 @@ class ControlError(RolloutError):
     """A control route returned an error or did not answer. problems: url -> problem of each server that failed."""
 
     def __init__(self, message: str, problems: Mapping[str, str] | None = None) -> None:
-        super().__init__(message, problems)  # all arguments in args, so that the exception pickles
+        super().__init__(message)
         self.problems = dict(problems or {})
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class UnlabeledTokensError(ControlError):

@@ -1,0 +1,61 @@
+"""Model folders are checked by file names, downloads are found, and dtypes have torch's names."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from plinth_base import DTYPE_BYTES, Endpoint, ModelFolderError, check_model_folder, find_model_folder
+from plinth_base.model_folder import TOKENIZER_FILES
+
+
+def write(folder: Path, *names: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        (folder / name).write_text(json.dumps({}))
+    return folder
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZER_FILES)
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model-00001-of-00002.bin", "a.pt"])
+def test_a_whole_model_folder_is_accepted(tmp_path: Path, tokenizer: str, weights: str) -> None:
+    folder = write(tmp_path, "config.json", tokenizer)
+    assert check_model_folder(folder, need_weights=False) == folder
+    with pytest.raises(ModelFolderError) as caught:
+        check_model_folder(str(folder))
+    assert caught.value.value == str(folder)
+    assert check_model_folder(write(folder, weights)) == folder
+
+
+@pytest.mark.parametrize("names", [(), ("config.json",), ("tokenizer.json", "a.pt"), ("config.json", "a.pt", "a.txt")])
+def test_an_incomplete_folder_is_refused(tmp_path: Path, names: tuple[str, ...]) -> None:
+    with pytest.raises(ModelFolderError):
+        check_model_folder(write(tmp_path, *names))
+
+
+@pytest.mark.parametrize("path", ["nowhere", "file", "a\0b", "a/b"])
+def test_what_is_no_folder_is_refused(tmp_path: Path, path: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelFolderError) as caught:
+        check_model_folder(path if path == "a/b" else f"{tmp_path}/{path}")
+    assert ("hf download a/b" in str(caught.value)) == (path == "a/b")
+
+
+def test_a_download_is_found_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0a1b"
+    for file in (snapshot / "config.json", tmp_path / "models--a--b" / "refs" / "main"):
+        file.parent.mkdir(parents=True)
+        file.write_text("0a1b")
+    for name in ("a/b", "a/c", "/", "/x", "b", "a//b"):
+        assert find_model_folder(name) == (snapshot if name == "a/b" else Path(name)), name
+
+
+def test_an_api_key_is_not_printed() -> None:
+    assert "secret" not in repr(Endpoint("http://a", api_key="secret"))
+
+
+def test_sizes_follow_from_the_names_of_dtypes() -> None:
+    for name, num_bytes in DTYPE_BYTES.items():
+        assert num_bytes == (1 if name == "bool" else int(re.findall(r"\d+", name)[0]) // 8)
