@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from .errors import ApiKeyError
+from .errors import ApiKeyError, RolloutConfigError
 
 
 def _require(ok: bool, field: str, value: Any, allowed: str) -> None:
     if not ok:
-        raise ValueError(f"{field}={value!r}: must be {allowed}")
+        raise RolloutConfigError(field=field, value=value, allowed=allowed)
 
 
 def _require_positive(config: object, fields: Iterable[str], *, or_none: bool = False) -> None:
@@ -99,8 +99,8 @@ class RolloutConfig:
         ports_fit = self.port is None or 1 <= self.port <= last <= 65535
         _require(ports_fit, "port", self.port, "in 1..65535 with room for num_servers ports, or None")
         every_interface = self.host in ("", "0.0.0.0", "::")
-        message = "the address of one interface; use 127.0.0.1 unless other hosts send requests"
-        _require(not every_interface, "host", self.host, message)
+        one_interface = "the address of one interface; use 127.0.0.1 unless other hosts send requests"
+        _require(not every_interface, "host", self.host, one_interface)
         for argument in self.extra_args:
             reserved = argument.partition("=")[0] in _RESERVED_ARGUMENTS
             _require(
@@ -133,9 +133,9 @@ def read_api_key(api_key: str | None, file: str | None) -> str | None:
     try:
         text = Path(file).expanduser().read_text(encoding="utf-8").strip()
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: ~nobody
-        raise ApiKeyError(f"api_key_file is {file}, which cannot be read: {error}") from None
+        raise ApiKeyError(f"the file cannot be read: {error}", field="api_key_file", value=file) from None
     if not text:
-        raise ApiKeyError(f"api_key_file is {file}, which is empty; allowed: a file with the key")
+        raise ApiKeyError("the file is empty", field="api_key_file", value=file, allowed="a file with the key")
     return text
 
 

@@ -3,7 +3,6 @@
 RolloutError
 ├── RolloutConfigError (also ValueError)   an error in the user's configuration, found before any process starts
 │   ├── ApiKeyError                        the file with the API key cannot be read
-│   ├── ModelFolderError                   the model path is not a usable Hugging Face folder
 │   ├── PortInUseError                     another process listens on the configured port
 │   ├── KVCacheTooSmallError               the KV cache cannot hold one sequence of max_model_len tokens
 │   └── RequestTooLongError                prompt + max_tokens exceed max_model_len
@@ -15,6 +14,8 @@ RolloutError
 │   └── UnlabeledTokensError               a server does not note the policy version of tokens
 └── NoServerError                          the client was created without endpoints
 
+ModelFolderError (the model path is not a usable Hugging Face folder) is plinth_base's.
+
 All of them are PlinthErrors: errors about a setting carry `field`, `value`, `allowed` and `remedy`, and all pickle.
 A sample that fails is data (`Failure`), not an exception; see samples.py.
 """
@@ -23,6 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from plinth_base.errors import PlinthError
+from plinth_base.model_folder import ModelFolderError as ModelFolderError
 
 
 class RolloutError(PlinthError):
@@ -35,10 +37,6 @@ class RolloutConfigError(RolloutError, ValueError):
 
 class ApiKeyError(RolloutConfigError):
     """The file with the API key cannot be read."""
-
-
-class ModelFolderError(RolloutConfigError):
-    """The model path is not a usable Hugging Face folder."""
 
 
 class PortInUseError(RolloutConfigError):

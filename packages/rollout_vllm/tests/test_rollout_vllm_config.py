@@ -42,7 +42,7 @@ def test_errors_pickle(error: Exception) -> None:
 
 
 def test_config_errors_are_value_errors() -> None:
-    for name in ("ModelFolderError", "PortInUseError", "KVCacheTooSmallError", "RequestTooLongError"):
+    for name in ("PortInUseError", "KVCacheTooSmallError", "RequestTooLongError"):
         assert issubclass(getattr(errors, name), ValueError)
         assert issubclass(getattr(errors, name), errors.RolloutError)
 

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from ds_engine import EngineConfig, ModelShape
 from ds_engine.planning.model_shape import FAMILIES, read_shape
+from plinth_base.model_folder import find_model_folder
 from rl_core import BatchError, batch_layout
 from rl_core.batching.layout import DEFAULT_TOKEN_BUDGET
-from rl_data import DataError, find_model_folder
 from rollout_vllm import untested_vllm
 
 from ..config import BUILTIN_MODEL, DEFAULT_NUM_RANKS, ModelConfig, RanksConfig, value_of
@@ -153,11 +153,7 @@ def _read_shape(path: str, *, key: str = "model.path") -> ModelShape | None:
     if path == BUILTIN_MODEL:
         return None
     try:
-        folder = find_model_folder(path)
-    except DataError as error:
-        raise InputError(f"{key}: {error}") from error
-    try:
-        return read_shape(folder)
+        return read_shape(find_model_folder(path))
     except ValueError as error:
         raise InputError(f"{key} is {path}: {error}") from error
 

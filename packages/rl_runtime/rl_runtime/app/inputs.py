@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from plinth_base.model_folder import find_model_folder
 from rl_data import (
     DataConfig,
     DataError,
@@ -14,7 +15,6 @@ from rl_data import (
     Prompt,
     TaskFiles,
     build_tiny_model,
-    find_model_folder,
     load_demonstrations,
     load_labeled,
     load_pairs,

@@ -26,6 +26,8 @@ from ds_engine import (
     check_model,
 )
 from ds_engine.config import check_schedule
+from plinth_base.errors import prefix_fields
+from plinth_base.model_folder import ModelFolderError, check_model_folder, find_model_folder
 from rl_data import (
     DataConfig,
     DataError,
@@ -34,10 +36,8 @@ from rl_data import (
     build_tiny_model,
     check_demonstrations,
     check_files,
-    check_model_folder,
     check_preferences,
     check_same_vocabulary,
-    find_model_folder,
     load_tokenizer,
 )
 from rl_data.tasks.tiny_model import build_tiny_tokenizer
@@ -58,7 +58,6 @@ from ..errors import InputError
 from ..launch.cluster import check_nodes, cluster_nodes, read_nodes
 from ..launch.placement import Placement
 from ..launch.reachability import why_unreachable
-from ..launch.server_keys import naming_servers
 from ..rollout.config import EpisodeConfig
 from ..rollout.episodes import load_environment, load_rollout, reset_once
 from ..rollout.reward_trial import has_functions, try_rewards
@@ -75,11 +74,11 @@ from .task_config import TaskSize
 def naming_key(key: str) -> Iterator[None]:
     """Errors about a file or folder name the configuration key that gave it.
 
-    Raises InputError for rl_data.DataError and OSError.
+    Raises InputError for rl_data.DataError, ModelFolderError and OSError.
     """
     try:
         yield
-    except DataError as error:
+    except (DataError, ModelFolderError) as error:
         raise InputError(f"{key}: {error}") from error
     except OSError as error:  # a name that is too long, a folder that may not be read
         raise InputError(f"{key}: {error.strerror or error}: {str(error.filename)[:200]!r}; give another") from error
@@ -149,7 +148,7 @@ def check_functions(episode: EpisodeConfig, reward: ScoringConfig) -> None:
     prepare_rewards(load_functions(reward).values())
     load_answer(reward)
     if reward.url is not None:
-        with naming_servers("reward"):  # its key is read as a server's
+        with prefix_fields("reward"):
             reward.read_api_key()
         parts = urlsplit(reward.url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -439,7 +438,7 @@ def check_servers(
         why = "rollout.urls names servers that others may use" if rollout.urls else "the ranks run on the CPU"
         raise InputError(f"trainer.take_turns is {trainer.take_turns}, but {why}; allowed: never, or null")
     check_transport(sync, rollout, placement)
-    with naming_servers():
+    with prefix_fields("rollout"):
         api_key = rollout.read_api_key()
         if rollout.urls:
             check_running(replace(rollout, control_routes=True))
@@ -452,7 +451,7 @@ def check_servers(
     model_folder = str(Path(trainer.output_dir).absolute() if builtin else find_model_folder(model.path))
     check_folder_name("trainer.output_dir" if builtin else "model.path", model_folder)
     rollout = replace(rollout, device=device)
-    with naming_servers(), TemporaryDirectory() as folder:
+    with prefix_fields("rollout"), TemporaryDirectory() as folder:
         served = build_tiny_model(folder) if builtin else model_folder
         check_launch(served, rollout, elsewhere=elsewhere, device_key="trainer.device")
 

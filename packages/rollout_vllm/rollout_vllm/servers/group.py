@@ -20,7 +20,7 @@ from .checks import (
     check_device_features,
     check_kv_cache,
     check_memory,
-    check_model_folder,
+    read_model_config,
     reserve_port,
 )
 from .command import (
@@ -52,7 +52,7 @@ def check_launch(
         return "cpu"
     device = detect_device()[0] if config.device == "auto" else config.device
     check_device_features(config, device)
-    model_config = check_model_folder(str(model_path), load_format=config.load_format)
+    model_config = read_model_config(str(model_path), load_format=config.load_format)
     check_context(config, model_config)
     check_kv_cache(config, model_config, device)
     if elsewhere:
@@ -139,7 +139,9 @@ class ServerGroup:
         device = check_launch(model_path, config)
         if gpu_ids_per_server is not None and len(gpu_ids_per_server) != config.server_count:
             raise RolloutConfigError(
-                f"gpu_ids_per_server has {len(gpu_ids_per_server)} entries for num_servers={config.server_count}"
+                f"got {len(gpu_ids_per_server)} entries",
+                field="gpu_ids_per_server",
+                allowed=f"one entry per server ({config.server_count})",
             )
         api_key = config.read_api_key() or secrets.token_urlsafe(32)
         servers = [

@@ -45,8 +45,10 @@ class _ServerHost:
             check_launch(model_path, dataclasses.replace(config, port=None))
         except ModelFolderError as error:
             raise ModelFolderError(
-                f"on Ray node {config.host}: {error}; the model folder must exist under the same path on every node "
-                "that runs a server, for example on a shared file system"
+                f"on Ray node {config.host}: {error.problem}",
+                value=error.value,
+                remedy="the model folder must exist under the same path on every node that runs a server, for example "
+                "on a shared file system",
             ) from None
         self._server = build_server(index, model_path, config, **settings)
         self._server.start()
@@ -164,13 +166,16 @@ def launch_on_ray(
     import ray
 
     if config.urls:
-        raise RolloutConfigError("urls: existing servers do not need Ray; use ServerGroup.launch")
+        raise RolloutConfigError(
+            "existing servers do not need Ray", field="urls", value=config.urls, remedy="use ServerGroup.launch"
+        )
     if not ray.is_initialized():
-        raise RolloutConfigError("Ray is not initialized: call ray.init(address=...) first")
+        raise RolloutConfigError("Ray is not initialized", remedy="call ray.init(address=...) first")
     if seats is not None and (placement_group is not None or len(seats) != config.server_count):
         raise RolloutConfigError(
-            f"seats has {len(seats)} entries for num_servers={config.server_count}; give one per server, and no "
-            "placement_group"
+            f"got {len(seats)} entries",
+            field="seats",
+            allowed=f"one entry per server ({config.server_count}), and no placement_group",
         )
     device: Device = detect_device()[0] if config.device == "auto" else config.device
     check_device_features(config, device)
@@ -223,8 +228,11 @@ def _check_resources(wanted: Mapping[str, float], num_servers: int, available: M
     for name, amount in wanted.items():
         if amount * num_servers > available.get(name, 0.0):
             raise RolloutConfigError(
-                f"num_servers={num_servers}: {amount:g} {name} each is {amount * num_servers:g} in total, the cluster "
-                f"has {available.get(name, 0.0):g}; lower num_servers or resources_per_server"
+                f"{amount:g} {name} each is {amount * num_servers:g} in total, the cluster has "
+                f"{available.get(name, 0.0):g}",
+                field="num_servers",
+                value=num_servers,
+                remedy="lower num_servers or resources_per_server",
             )
 
 

@@ -39,8 +39,10 @@ def _check(endpoint: Endpoint, config: RolloutConfig) -> None:
     context = _first(models, "data").get("max_model_len")
     if config.max_model_len is not None and isinstance(context, int) and context < config.max_model_len:
         raise RequestTooLongError(
-            f"urls: the context of {endpoint.url} is {context} tokens, less than max_model_len={config.max_model_len}; "
-            f"start it with --max-model-len {config.max_model_len}, or lower max_model_len"
+            f"the server's context is {context} tokens, less than max_model_len={config.max_model_len}",
+            field="urls",
+            value=endpoint.url,
+            remedy=f"start it with --max-model-len {config.max_model_len}, or lower max_model_len",
         )
     if config.control_routes:
         missing = "start it with VLLM_SERVER_DEV_MODE=1, on a private network"
@@ -55,8 +57,10 @@ def _check(endpoint: Endpoint, config: RolloutConfig) -> None:
     first = log_probs[0] if isinstance(log_probs, list) and log_probs else None
     if not isinstance(first, (int, float)) or not first >= -1e-4:
         raise RolloutConfigError(
-            f"urls: {endpoint.url} returns log-probs of a distribution other than the one it samples from; start it "
-            "with --logprobs-mode processed_logprobs"
+            "it returns log-probs of a distribution other than the one it samples from",
+            field="urls",
+            value=endpoint.url,
+            remedy="start it with --logprobs-mode processed_logprobs",
         )
 
 
@@ -65,19 +69,25 @@ def _request(endpoint: Endpoint, method: str, path: str, body: Any = None, *, mi
         status, text = call(endpoint, method, path, body, timeout_s=_CALL_TIMEOUT_S)
     except NO_ANSWER as error:
         raise RolloutConfigError(
-            f"urls: no server answers at {endpoint.url} ({type(error).__name__}: {error}); start the server first"
+            f"no server answers ({type(error).__name__}: {error})",
+            field="urls",
+            value=endpoint.url,
+            remedy="start the server first",
         ) from None
     if status in (401, 403):
-        given = "the given api_key" if endpoint.api_key else "requests without an API key; set api_key"
-        raise RolloutConfigError(f"urls: {endpoint.url} rejects {given} (HTTP {status} at {path})")
+        rejected = "the given api_key" if endpoint.api_key else "requests without an API key; set api_key"
+        problem = f"the server rejects {rejected} (HTTP {status} at {path})"
+        raise RolloutConfigError(problem, field="urls", value=endpoint.url)
     if status == 404 and missing:
-        raise RolloutConfigError(f"urls: {endpoint.url} has no route {path}; {missing}")
+        problem = f"the server has no route {path}"
+        raise RolloutConfigError(problem, field="urls", value=endpoint.url, remedy=missing)
     try:
         answer = json.loads(text)
     except (ValueError, RecursionError):
         answer = None
     if status != 200 or not isinstance(answer, dict):
-        raise RolloutConfigError(f"urls: {endpoint.url} answers {path} with HTTP {status}: {text[:200]}")
+        problem = f"the server answers {path} with HTTP {status}: {text[:200]}"
+        raise RolloutConfigError(problem, field="urls", value=endpoint.url)
     return answer
 
 
