@@ -11,11 +11,12 @@ from apps.evaluate.results import check_same_settings
 from plinth_base.errors import prefix_fields
 from plinth_base.model_folder import find_model_folder
 from rl_runtime import InputError, Inputs, SupervisedConfig, check_lengths, check_prompt_files
+from rl_runtime.app.first_prompts import check_first_prompts, check_functions
 from rl_runtime.app.inputs import load_ahead
-from rl_runtime.app.preflight import check_first_prompts, check_folder_name, check_functions
 from rl_runtime.app.resume import earlier_folder
 from rl_runtime.app.reward_model import check_reward_model
 from rl_runtime.config import BUILTIN_MODEL
+from rl_runtime.launch.servers import check_folder_name
 from rl_runtime.rollout.scoring import rewards_of_rows
 from rollout_vllm import RequestTooLongError, check_launch, check_running
 from rollout_vllm.servers.command import Device, check_build

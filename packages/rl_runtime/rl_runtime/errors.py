@@ -12,9 +12,13 @@ Errors that are also ValueErrors are a user's mistake: `run_cli` prints them as 
 All of them are PlinthErrors: errors about a setting carry `field`, `value`, `allowed` and `remedy`, and all pickle.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from plinth_base.errors import PlinthError
+from plinth_base.model_folder import ModelFolderError
+from rl_data import DataError
 
 
 class RlRuntimeError(PlinthError):
@@ -50,3 +54,17 @@ class DivergedError(RlRuntimeError):
 
 class RolloutFailed(RlRuntimeError):
     """A step without any sample to train on."""
+
+
+@contextmanager
+def naming_key(key: str) -> Iterator[None]:
+    """Errors about a file or folder name the configuration key that gave it.
+
+    Raises InputError for rl_data.DataError, ModelFolderError and OSError.
+    """
+    try:
+        yield
+    except (DataError, ModelFolderError) as error:
+        raise InputError(f"{key}: {error}") from error
+    except OSError as error:  # a name that is too long, a folder that may not be read
+        raise InputError(f"{key}: {error.strerror or error}: {str(error.filename)[:200]!r}; give another") from error

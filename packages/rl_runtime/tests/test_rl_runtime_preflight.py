@@ -3,16 +3,16 @@
 from pathlib import Path
 
 import pytest
-from plinth_base.errors import prefix_fields
-from plinth_testing import raises
 import transformers
 
 from ds_engine import EngineConfig
-from plinth_testing import tiny_config
+from plinth_base.errors import prefix_fields
+from plinth_testing import raises, tiny_config
 from rl_data import build_tiny_model
 from rl_runtime import InputError, ModelConfig, TrainerConfig, check_architectures
-from rl_runtime.app.preflight import check_context, check_servers
+from rl_runtime.app.inputs import check_context
 from rl_runtime.launch.placement import Node, plan_placement
+from rl_runtime.launch.servers import check_servers
 from rl_runtime.launch.session import plan_session
 from rollout_vllm import ModelFolderError, RolloutConfig, RolloutConfigError, SamplingConfig, check_launch
 from rollout_vllm.servers.command import detect_device

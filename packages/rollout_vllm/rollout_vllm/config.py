@@ -55,6 +55,9 @@ class RolloutConfig:
     profile_dir: str | None = None  # folder on the servers' host for traces (control.start_profile); None: no tracing
     load_format: str = "auto"  # vLLM's --load-format; "dummy": random weights, when weights are pushed anyway
     deterministic: bool = False  # same seeds give the same tokens, independently of batching; slower
+    fast_paths: bool = True
+    """Our replacements of parts of vLLM (servers/fast: buffered tokens, scheduling, scores, attention, start). False:
+    stock vLLM, slower, and without the policy version of each token."""
     cpu_threads: int | None = None
     """OpenMP threads per server, whatever OMP_NUM_THREADS is; None: 1 on GPUs, on the CPU half of the cores divided by
     num_servers, at least 1."""

@@ -28,7 +28,7 @@ from rollout_vllm_helpers import (
     reference_log_probs,
 )
 
-from plinth_testing import wait_until
+from plinth_testing import raises, wait_until
 from rollout_vllm import (
     ControlError,
     Endpoint,

@@ -195,6 +195,7 @@ def server_environment(
         env["VLLM_SERVER_DEV_MODE"] = "1"  # enables these routes; the API key protects them too
     if config.max_lora_rank is not None:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    env["PLINTH_ROLLOUT_FAST_PATHS"] = "1" if config.fast_paths else "0"
     threads = server_threads(device, num_cores, config.server_count, config.cpu_threads)
     env["OMP_NUM_THREADS"] = str(threads)
     if device == "cpu":
