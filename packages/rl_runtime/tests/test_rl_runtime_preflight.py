@@ -15,7 +15,7 @@ from rl_runtime.launch.placement import Node, plan_placement
 from rl_runtime.launch.servers import check_servers
 from rl_runtime.launch.session import plan_session
 from rollout_vllm import ModelFolderError, RolloutConfig, RolloutConfigError, SamplingConfig, check_launch
-from rollout_vllm.servers.command import detect_device
+from rollout_vllm.servers.device import detect_device
 from weight_sync import SyncConfig
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
 
+from plinth_base import Endpoint
+
 from ..errors import ControlError, RolloutConfigError
-from ..samples import Endpoint
 from .blocking_http import NO_ANSWER, call
 
 WakeTag = Literal["weights", "kv_cache"]
