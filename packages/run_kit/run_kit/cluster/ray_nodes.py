@@ -3,8 +3,8 @@
     address HOST                      prints this node's address towards HOST and two free ports
     wait ADDRESS NODES TIMEOUT PID …  waits until the cluster has NODES nodes, while the processes PID live
 
-`ray symmetric-run` (2.60) does not serve here: it refuses a host on which another job runs Ray, its `ray stop` ends that
-job's Ray as well, SIGUSR1 kills it, and it exits with 0 if a node cannot start.
+`ray symmetric-run` (2.60) does not serve here: it refuses a host on which another job runs Ray, its `ray stop` ends the
+Ray of that job as well, SIGUSR1 kills it, and it exits with 0 if Ray cannot start.
 """
 
 import socket

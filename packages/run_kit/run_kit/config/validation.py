@@ -50,7 +50,7 @@ _MAX_SECONDS = 1e9  # threading.TIMEOUT_MAX is 9e9: waiting longer raises Overfl
 
 
 def _fitting_words(path: str, value: Any) -> str:
-    """Words for what is allowed instead of a number or text that no process, file or tensor can hold; empty if it fits."""
+    """Allowed values in place of one that no process, file or tensor can hold; empty if the value fits."""
     if isinstance(value, float) and not math.isfinite(value):
         return "a finite number"
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
