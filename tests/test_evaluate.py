@@ -112,7 +112,7 @@ def test_a_preset_is_that_of_the_training_run(preset: str) -> None:
 
 
 def test_a_slurm_job_finds_the_keys_by_which_it_resumes() -> None:
-    assert submission(["evaluate"])[-2:] == ["resume=auto", "experiment=evaluate-@JOB_ID@"]
+    assert submission(["evaluate"])[-2:] == ["resume=auto", "experiment=evaluate_demo-@JOB_ID@"]
 
 
 def test_servers_have_the_gpus_to_themselves() -> None:
