@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from rl_runtime.config import check_at_least, check_resume, check_run_name, check_value
+from rl_runtime.config import check_resume, check_run_name
+from rl_runtime.rules import check_at_least, check_value
 
 CaseName = Literal[
     "zero1_no_offload",
