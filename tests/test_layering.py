@@ -60,7 +60,7 @@ NEIGHBORS: dict[str, dict[str, str]] = {
         "tasks": "",
     },
     "run_kit": {
-        "cluster": "cli.py commands.py config signals.py tracking",
+        "cluster": "commands.py config tracking",
         "config": "",
         "machine": "",
         "report": "config tracking",
