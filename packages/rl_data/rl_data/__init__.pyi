@@ -5,8 +5,9 @@ from .config import TurnsTrained as TurnsTrained
 from .demonstrations import Demonstration as Demonstration
 from .demonstrations import check_demonstrations as check_demonstrations
 from .demonstrations import load_demonstrations as load_demonstrations
+from .errors import BadRowsError as BadRowsError
+from .errors import DataConfigError as DataConfigError
 from .errors import DataError as DataError
-from .errors import ModelFolderError as ModelFolderError
 from .errors import RlDataError as RlDataError
 from .errors import SamplerStateError as SamplerStateError
 from .errors import UnknownDataSourceError as UnknownDataSourceError
@@ -30,7 +31,5 @@ from .sampler import PromptSampler as PromptSampler
 from .tasks.tiny_model import build_tiny_model as build_tiny_model
 from .tasks.write import TaskFiles as TaskFiles
 from .tasks.write import write_task as write_task
-from .tokenizer import check_model_folder as check_model_folder
 from .tokenizer import check_same_vocabulary as check_same_vocabulary
-from .tokenizer import find_model_folder as find_model_folder
 from .tokenizer import load_tokenizer as load_tokenizer

@@ -145,10 +145,10 @@ def _of_text(place: Place, row: dict[str, Any]) -> AnsweredRow:
 def _require_response(place: Place, messages: Sequence[Message], column: str) -> None:
     last, roles = messages[-1], [message["role"] for message in messages]
     if roles[-1] != "assistant" or not (last["content"].strip() or last.get("tool_calls")) or roles[0] == "assistant":
-        what = "the conversation does not end with an assistant's text that answers another message"
+        problem = "the conversation does not end with an assistant's text that answers another message"
         if roles[0] == "assistant":
-            what = "the conversation begins with an assistant's message, which answers none"
-        raise place.error(what, "Drop the messages around it, or drop the row.", column=column)
+            problem = "the conversation begins with an assistant's message, which answers none"
+        raise place.error(problem, "Drop the messages around it, or drop the row.", column=column)
 
 
 def check_demonstrations(files: Sequence[str | Path]) -> int:
@@ -183,7 +183,7 @@ def load_demonstrations(
         section: the configuration section of `turns` and `max_length`, for errors.
     """
     if not files:
-        raise DataError("no files were given. Name at least one.")
+        raise DataError("no files were given", "Name at least one.")
     encoded = RowEncoder(tokenizer, config, turns, section=section)
     demonstrations: list[Demonstration] = []
     num_filtered = 0
@@ -280,6 +280,6 @@ def exceeds(place: Place, found: Demonstration, config: DataConfig, max_length: 
     if max_length is None or found.num_tokens <= max_length:
         return False
     if config.overlong == "refuse":
-        what = f"the demonstration has {found.num_tokens} tokens, {dotted(section, 'max_length')}={max_length}"
-        raise place.error(what, "Raise the limit, drop the row, or set data.overlong=filter.")
+        problem = f"the demonstration has {found.num_tokens} tokens, {dotted(section, 'max_length')}={max_length}"
+        raise place.error(problem, "Raise the limit or drop the row.", setting="data.overlong=filter")
     return True

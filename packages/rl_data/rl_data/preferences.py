@@ -107,8 +107,8 @@ def _of_prompt(place: Place, row: dict[str, Any], column: str) -> AnsweredRow:
     if not _is_conversation(row.get(column)):
         return of_completion(place, row, column)
     if not (_is_conversation(chosen) and _is_conversation(rejected)) or chosen[:-1] != rejected[:-1]:
-        what = "the conversations in 'chosen' and 'rejected' differ before their last message"
-        raise place.error(what, "They must share the prompt.", column="rejected")
+        problem = "the conversations in 'chosen' and 'rejected' differ before their last message"
+        raise place.error(problem, "They must share the prompt.", column="rejected")
     return of_messages(place, row, column)
 
 
@@ -211,7 +211,7 @@ def _load(
 ) -> Iterator[tuple[tuple[Demonstration, ...], ExtraT]]:
     """The tokenized responses of each group of which none is overlong."""
     if not files:
-        raise DataError("no files were given. Name at least one.")
+        raise DataError("no files were given", "Name at least one.")
     encode = RowEncoder(tokenizer, config, "last", section=section)
     num_kept = num_filtered = 0
     for batch in batches(groups):
@@ -240,7 +240,7 @@ def _unrelated(responses: Sequence[Demonstration], files: Sequence[str | Path], 
             partners[here] = partners[after]
     if len(partners) < len(responses):
         names = ", ".join(map(str, files))
-        raise DataError(f"{names}: all responses belong to one prompt. KTO needs at least two prompts.")
+        raise DataError("all responses belong to one prompt", "KTO needs at least two prompts.", file=names)
     return [
         Demonstration(one.prompt_ids, other.response_ids, other.response_mask)
         for one, other in ((responses[index], responses[partners[index]]) for index in range(len(responses)))

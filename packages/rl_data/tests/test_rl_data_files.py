@@ -384,7 +384,7 @@ def test_folders(tmp_path: Path) -> None:
     splits, saved = tmp_path / "a.splits", tmp_path / "b.saved"
     assert check_files([f"{splits}:other"]) == 1
     for name, words in (
-        (f"{splits}", f"say which of its splits. Give {splits}:train or {splits}:other"),
+        (f"{splits}", f"which of its splits to read. Give {splits}:train or {splits}:other"),
         (f"{splits}:test", "no split 'test'"),
         (f"{splits}:", "no split ''"),
         (f"{saved}:train", "has no splits"),

@@ -11,8 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 from rl_data_rows import iter_rows
 
+from plinth_testing.errors import raises
 from rl_data import (
     DataConfig,
+    DataConfigError,
     DataError,
     check_demonstrations,
     check_files,
@@ -86,10 +88,12 @@ def test_arguments_of_the_chat_template(tmp_path: Path, tokenizer: Any) -> None:
     file = write(tmp_path, "jsonl", {"messages": MESSAGES[:1]})
     (prompt,) = load_prompts([file], tokenizer, DataConfig(chat_template_kwargs={"enable_thinking": False}))
     assert prompt.text == "<user>Tom\n<assistant><no>"
-    with pytest.raises(ValueError, match="chat_template_kwargs has 'tools', which is set for each prompt"):
-        DataConfig(chat_template_kwargs={"tools": []})
-    with pytest.raises(ValueError, match="must be empty with chat_template='never'"):
-        DataConfig(chat_template_kwargs={"a": 1}, chat_template="never")
+    for options in (
+        {"chat_template_kwargs": {"tools": []}},
+        {"chat_template_kwargs": {"a": 1}, "chat_template": "never"},
+    ):
+        with raises(DataConfigError, field="chat_template_kwargs"):
+            DataConfig(**options)
     tokenizer.chat_template = None
     with pytest.raises(
         DataError, match=r"^data.chat_template_kwargs is given, but the model's tokenizer has no chat template"

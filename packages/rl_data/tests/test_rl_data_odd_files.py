@@ -17,7 +17,7 @@ from rl_data.rows import Row
 
 SOURCE = "openai/gsm8k"
 NOT_UTF8 = pa.Array.from_buffers(
-    pa.string(), 2, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0\3\0\0\0"), pa.py_buffer(b"a\xff\xfe")]
+    pa.string(), 2, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0\3\0\0\0"), pa.py_buffer(b"\xff\xfea")]
 )
 DAY = datetime.datetime(2026, 11, 22)
 
@@ -95,14 +95,14 @@ REFUSED: dict[str, tuple[pa.Table, str, str, int | None]] = {
     "list answers to questions": (gsm8k(answer=(["#### 1"], [])), "no answer; found ['#### 1']", "answer", 0),
     "answers that are no number": (gsm8k(answer=("#### 1", "#### seven")), "'seven' is no number", "answer", 1),
     "fractions as answers": (gsm8k(answer=("#### 1", "#### 3/4")), "'3/4' is no number", "answer", 1),
-    "questions that are not UTF-8": (gsm8k(NOT_UTF8), "text that is not UTF-8", "question", 1),
-    "answers that are not UTF-8": (gsm8k(answer=NOT_UTF8), "text that is not UTF-8", "answer", 1),
+    "questions that are not UTF-8": (gsm8k(NOT_UTF8), "text that is not UTF-8", "question", 0),
+    "answers that are not UTF-8": (gsm8k(answer=NOT_UTF8), "text that is not UTF-8", "answer", 0),
     "integer data sources": (gsm8k(data_source=[SOURCE, ""]), "empty", "data_source", 1),
     "list data sources": (verl(data_source=[[SOURCE], []]), "no text: ['openai/gsm8k']", "data_source", 0),
     "struct data sources": (verl(data_source=[{"a": 1}] * 2), "no text: {'a': 1}", "data_source", 0),
     "unknown data sources": (verl(data_source=[SOURCE, "mine"]), "no reward is registered", "data_source", 1),
     "null data sources": (verl(data_source=[SOURCE, None]), "empty", "data_source", 1),
-    "data sources that are not UTF-8": (verl(data_source=NOT_UTF8), "not UTF-8", "data_source", 1),
+    "data sources that are not UTF-8": (verl(data_source=NOT_UTF8), "not UTF-8", "data_source", 0),
     "integer prompts": (verl(prompt=[1, 2]), "neither text nor a list of messages: 1", "prompt", 0),
     "struct prompts": (verl(prompt=[{"role": "user", "content": "a"}] * 2), "neither text nor", "prompt", 0),
     "bytes as prompts": (verl(prompt=[b"a", b"b"]), "neither text nor", "prompt", 0),
@@ -118,7 +118,7 @@ REFUSED: dict[str, tuple[pa.Table, str, str, int | None]] = {
         0,
     ),
     "messages without a role": (verl(prompt=[[{"content": "a"}]] * 2), "a message without text", "prompt", 0),
-    "prompts that are not UTF-8": (verl(prompt=NOT_UTF8), "not UTF-8", "prompt", 1),
+    "prompts that are not UTF-8": (verl(prompt=NOT_UTF8), "not UTF-8", "prompt", 0),
     "text reward_model": (verl(reward_model=['{"ground_truth": 1}'] * 2), "must be a struct", "reward_model", 0),
     "list reward_model": (verl(reward_model=[[{"ground_truth": "1"}]] * 2), "must be a struct", "reward_model", 0),
     "null reward_model": (verl(reward_model=[{"ground_truth": "1"}, None]), "no ground truth", "reward_model", 1),
@@ -133,7 +133,7 @@ REFUSED: dict[str, tuple[pa.Table, str, str, int | None]] = {
     "lists of words as answers": (answers([["1"], ["1", "one"]]), "is no number", "reward_model", 1),
     "lists of lists as answers": (answers([[["1"]]]), "is no number", "reward_model", 0),
     "struct answers": (answers([{"target": ["1"]}]), "is no number", "reward_model", 0),
-    "ground truths that are not UTF-8": (answers(NOT_UTF8), "not UTF-8", "reward_model", 1),
+    "ground truths that are not UTF-8": (answers(NOT_UTF8), "not UTF-8", "reward_model", 0),
     "times that Python cannot hold": (
         answers(pa.array([1], pa.timestamp("ns"))),
         "",

@@ -25,26 +25,27 @@ from ..rewards.registry import reward_for
 from ..rows import Message, Row, Schema, conversation, find_schema, parse_row, raw_rows
 from .config import PrepareConfig
 
+_PROMPTS = {"question": "question", "math": "problem", "chat": "messages", "prompt": "prompt"}
+_RESPONSES = {"question": ("answer",), "math": ("solution",), "prompt": ("completion", "response"), "chat": ()}
 MATH_DATA_SOURCE = "lighteval/MATH"
-_MEANINGFUL = (
+_MEANINGFUL = {
     "question",
-    "answer",
-    "prompt",
-    "completion",
     "messages",
+    "prompt",
+    "answer",
+    "completion",
     "ground_truth",
     "reward_model",
     "data_source",
     "tools",
-)
+}
 """Columns that decide how the apps read a file; no other column may have such a name."""
-_FILL_IN = "Fill it in or drop the row."
 _ENCODER = json.JSONEncoder(ensure_ascii=False, sort_keys=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How the rows of one table become samples."""
+    """The columns of one table that become the columns of the training schema."""
 
     name: str
     schema: Schema
@@ -55,19 +56,19 @@ class Layout:
 
     @property
     def is_question(self) -> bool:
-        """Whether prompts are written as texts in `question`, which the apps' `data.question_template` applies to."""
+        """Prompts are written as texts in `question`, which the apps' `data.question_template` applies to."""
         return self.name in ("question", "math")
 
-    @cached_property
+    @property
     def read(self) -> set[str]:
         """The columns that become part of the training schema."""
         columns = self.schema.used | {self.response or self.schema.prompt}
         return columns | {"prompt", "messages"} if self.name == "chat" else columns
 
-    @cached_property
+    @property
     def reserved(self) -> set[str]:
         """Columns that are left out because of their names."""
-        return {*_MEANINGFUL} - self.read
+        return _MEANINGFUL - self.read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,38 +80,33 @@ class Sample:
     is_question: bool
 
     @property
-    def prompt_text(self) -> str:
-        """The contents of the messages, one after another."""
-        return "\n".join(map(_content, self.row.messages))
+    def response_text(self) -> str:
+        """The content of the response; empty without one."""
+        return str(self.response["content"]) if self.response else ""
 
-    @property
-    def compared_text(self) -> str:
-        """What duplicates and held-out prompts are found by: without system messages, which many rows share."""
-        return "\n".join(_content(message) for message in self.row.messages if message["role"] != "system")
+    def prompt_text(self, *, with_system: bool = True) -> str:
+        """The contents of the messages; a message with tool calls as JSON text."""
+        messages = [message for message in self.row.messages if with_system or message["role"] != "system"]
+        return "\n".join(str(message["content"]) or _ENCODER.encode(message) for message in messages)
 
     @property
     def context(self) -> str:
         """System messages and tools; prompts of different contexts are no duplicates."""
-        contents = [_content(message) for message in self.row.messages if message["role"] == "system"]
-        return _ENCODER.encode([contents, list(self.row.tools)])
-
-    @property
-    def response_text(self) -> str:
-        """The content of the response; empty without one."""
-        return str(self.response["content"]) if self.response else ""
+        systems = [str(message["content"]) for message in self.row.messages if message["role"] == "system"]
+        return _ENCODER.encode([systems, list(self.row.tools)])
 
     @cached_property
     def record(self) -> dict[str, Any]:
         """The columns of the training schema."""
         row, response = self.row, self.response
-        found: dict[str, Any]
+        record: dict[str, Any]
         if self.is_question:
-            found = {"question": row.messages[0]["content"], "answer": response["content"] if response else None}
+            record = {"question": row.messages[0]["content"], "answer": response["content"] if response else None}
         else:
-            found = {"prompt": list(row.messages), "messages": [*row.messages, response] if response else None}
-        found |= {"ground_truth": row.ground_truth or None, "data_source": row.data_source or None}
-        found["tools"] = json.dumps(row.tools, ensure_ascii=False) if row.tools else None
-        return {**found, **row.extra}
+            record = {"prompt": list(row.messages), "messages": [*row.messages, response] if response else None}
+        record |= {"ground_truth": row.ground_truth or None, "data_source": row.data_source or None}
+        record["tools"] = json.dumps(row.tools, ensure_ascii=False) if row.tools else None
+        return {**record, **row.extra}
 
     @cached_property
     def content(self) -> str:
@@ -118,33 +114,29 @@ class Sample:
         return _ENCODER.encode(self.record)
 
 
-def _content(message: Message) -> str:
-    """The text of a message; of one with tool calls, its JSON text."""
-    return str(message["content"]) or _ENCODER.encode(message)
-
-
 def find_layout(table: Table, config: PrepareConfig) -> Layout:
     """The layout of a table. Raises DataError for a column that is missing or whose name is reserved."""
-    name = _named(table, config) if config.layout == "auto" else config.layout
-    prompts = {"question": "question", "math": "problem", "chat": "messages", "prompt": "prompt"}
+    name = _layout_name(table, config) if config.layout == "auto" else config.layout
+    if config.response_column is not None:
+        table.require([config.response_column], "Name one of them: --response-column.")
     ground_truth = config.ground_truth_column
     if name == "math" and not ground_truth:  # in `answer` (MATH-500), or boxed in the solution
         ground_truth = "answer" if "answer" in table.columns else config.response_column or "solution"
-    columns = ColumnsConfig(prompt=config.prompt_column or prompts[name], ground_truth=ground_truth)
-    schema = find_schema(table, DataConfig(columns=columns, extra_columns=config.extra_columns))
+    columns = ColumnsConfig(prompt=config.prompt_column or _PROMPTS[name], ground_truth=ground_truth)
     layout = Layout(
         name=name,
-        schema=schema,
-        response=_response(name, table, config),
+        schema=find_schema(table, DataConfig(columns=columns, extra_columns=config.extra_columns)),
+        response=config.response_column or next(filter(table.columns.__contains__, _RESPONSES[name]), None),
         data_source=config.data_source or (MATH_DATA_SOURCE if name == "math" else ""),
     )
     if reserved := sorted(layout.reserved & {*(config.extra_columns or ())}):
-        what = f"{table.file}: the column {reserved[0]!r} would change how the apps read what is written"
-        raise DataError(f"{what}. Rename it, or take it out of --extra-columns.", file=table.file, column=reserved[0])
+        problem = f"the column {reserved[0]!r} would change how the apps read the files"
+        remedy = "Rename it, or take it out of --extra-columns."
+        raise DataError(problem, remedy, file=table.file, column=reserved[0])
     return layout
 
 
-def _named(table: Table, config: PrepareConfig) -> str:
+def _layout_name(table: Table, config: PrepareConfig) -> str:
     """The layout that the names of the columns show; for a named prompt column, its first value."""
     names = set(table.columns)
     if config.prompt_column is not None:
@@ -156,23 +148,14 @@ def _named(table: Table, config: PrepareConfig) -> str:
         return "question"
     if {"problem", "solution"} <= names:
         return "math"
-    for name, column in (("chat", "messages"), ("prompt", "prompt")):
-        if column in names:
-            return name
-    what = f"{table.file}: no known layout; the columns found are {', '.join(table.columns)[:1000]}"
+    if "messages" in names or "prompt" in names:
+        return "chat" if "messages" in names else "prompt"
     raise DataError(
-        f"{what}. Known are question (GSM8K), problem and solution (MATH), messages, and prompt; name other columns: "
+        f"no known layout; the columns are {', '.join(table.columns)[:1000]}",
+        "Known are question (GSM8K), problem and solution (MATH), messages, and prompt; name other columns: "
         "--prompt-column, --ground-truth-column, --response-column.",
         file=table.file,
     )
-
-
-def _response(name: str, table: Table, config: PrepareConfig) -> str | None:
-    if config.response_column is not None:
-        table.require([config.response_column], "Name one of them: --response-column.")
-        return config.response_column
-    usual = {"question": ("answer",), "math": ("solution",), "prompt": ("completion", "response")}.get(name, ())
-    return next((column for column in usual if column in table.columns), None)
 
 
 def read_samples(table: Table, layout: Layout) -> Iterator[Sample]:
@@ -192,10 +175,16 @@ def _sample(place: Place, raw: dict[str, Any], layout: Layout) -> Sample:
     schema, response = layout.schema, None
     if layout.name == "chat":
         raw, response = _split_chat(place, raw, layout)
-    elif layout.response is not None:
-        response = _text_response(place, raw.get(layout.response), layout.response)
+    elif layout.response is not None and (value := raw.get(layout.response)) not in (None, ""):
+        if not isinstance(value, str) or not value.strip():
+            raise place.error("the response is no text", "Fill it in or drop the row.", column=layout.response)
+        response = {"role": "assistant", "content": value}
     if layout.name == "math" and schema.ground_truth == (layout.response,):
-        raw = {**raw, schema.ground_truth[0]: _boxed(place, response, schema.ground_truth[0])}
+        answer = last_boxed(response["content"]) if response else None
+        if not answer:
+            remedy = "Put the answer into \\boxed{}, name its column (--ground-truth-column), or drop the row."
+            raise place.error("no answer in \\boxed{}", remedy, column=schema.ground_truth[0])
+        raw = {**raw, schema.ground_truth[0]: answer}
     row = parse_row(place, raw, schema)
     if layout.is_question and not row.is_question:
         raise place.error("a list of messages, not a text", "Give --layout chat.", column=schema.prompt)
@@ -216,25 +205,9 @@ def _split_chat(place: Place, raw: dict[str, Any], layout: Layout) -> tuple[dict
         if last.get("role") == "assistant":
             messages, response = before, conversation(place, [last], column)[0]
     if response is not None and (not response["content"].strip() or "tool_calls" in response):
-        what = "the conversation ends with an assistant's message that is no text"
-        raise place.error(what, "Drop that message, or drop the row.", column=column)
+        problem = "the conversation ends with an assistant's message that is no text"
+        raise place.error(problem, "Drop that message, or drop the row.", column=column)
     return {**raw, column: messages}, response
-
-
-def _text_response(place: Place, value: Any, column: str) -> Message | None:
-    if value is None or value == "":
-        return None
-    if not isinstance(value, str) or not value.strip():
-        raise place.error("the response is no text", _FILL_IN, column=column)
-    return {"role": "assistant", "content": value}
-
-
-def _boxed(place: Place, response: Message | None, column: str) -> str:
-    answer = last_boxed(response["content"]) if response else None
-    if not answer:
-        remedy = "Put the answer into \\boxed{}, name its column (--ground-truth-column), or drop the row."
-        raise place.error("no answer in \\boxed{}", remedy, column=column)
-    return answer
 
 
 def last_boxed(text: str) -> str | None:
