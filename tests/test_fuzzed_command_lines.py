@@ -69,7 +69,7 @@ def supervised_app(config_cls: type, check: Callable[[Any], object], name: str) 
     return App(
         config_cls=config_cls,
         start=start,
-        check=lambda config: check(rl_runtime.choose_supervised(config).config),
+        check=lambda config: check(rl_runtime.resolve_supervised(config).config),
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import check
 from benchmarks.random_model import write_random_model
-from rl_runtime import Choice, InputError, choose_settings
+from rl_runtime import InputError, ResolvedConfig, resolve_job
 from rl_runtime.launch import auto_address
 from rl_runtime.ranks.environment import cache_variables
 from run_kit import load_config
@@ -184,8 +184,8 @@ def test_the_adapters_of_the_page_are_accepted(
 def test_samples_of_older_policies_are_corrected_unless_that_means_nothing() -> None:
     """`trainer.max_staleness` chooses truncated importance weights, not for log-probs of another distribution."""
 
-    def chosen(*overrides: str) -> Choice[GrpoConfig]:
-        return choose_settings(load_config(GrpoConfig, presets=[DEMO], overrides=overrides))
+    def chosen(*overrides: str) -> ResolvedConfig[GrpoConfig]:
+        return resolve_job(load_config(GrpoConfig, presets=[DEMO], overrides=overrides))
 
     ahead = chosen("trainer.max_staleness=1")
     assert ahead.config.algorithm.rollout_correction.mode == "truncate"

@@ -39,7 +39,7 @@ NEIGHBORS: dict[str, dict[str, str]] = {
     "rollout_vllm": {
         "client": "config.py samples.py",
         "episodes": "client config.py samples.py",
-        "servers": "client config.py samples.py",
+        "servers": "client config.py",
     },
     "weight_sync": {
         "push": "adapter.py channel.py config.py plan.py sources tensors.py transports",
@@ -67,9 +67,10 @@ NEIGHBORS: dict[str, dict[str, str]] = {
         "tracking": "config signals.py",
     },
     "rl_runtime": {
-        "app": "config.py launch ranks rollout training",
+        "app": "config.py job_config.py launch ranks resolve rollout supervised_job_config.py training",
         "launch": "config.py ranks",
         "ranks": "experience.py",
+        "resolve": "config.py job_config.py launch ranks rollout supervised_job_config.py training",
         "rollout": "config.py experience.py ranks",
         "training": "config.py experience.py launch ranks rollout",
     },

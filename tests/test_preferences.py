@@ -28,8 +28,7 @@ from ds_engine import TokenOutputs, ValueOutputs
 from plinth_testing import write_tiny_model
 from rl_core import BatchConfig, PackedBatch, pack
 from rl_data import DataConfig, Demonstration, LabeledResponse, PreferencePair, build_tiny_model, load_pairs
-from rl_runtime.app.task_config import PreferenceTaskSize
-from rl_runtime.config import ModelConfig
+from rl_runtime.config import ModelConfig, PreferenceTaskSize
 from rl_runtime.errors import InputError
 from rl_runtime.ranks.train_batch import TrainBatch, assignment
 from rl_runtime.training.supervised_config import PreferenceTrainingConfig, SupervisedConfig
@@ -236,7 +235,7 @@ def test_files_are_checked_before_anything_starts(tmp_path: Path) -> None:
 def test_the_learning_rate_is_chosen_for_the_app() -> None:
     for app, rate, of_lora in (("reward", 1e-5, 1e-4), ("dpo", 1e-6, 1e-5)):
         config = PRESETS[app]()
-        assert rl_runtime.choose_supervised(config).config.supervised.optim.lr == config.learning_rates.builtin
+        assert rl_runtime.resolve_supervised(config).config.supervised.optim.lr == config.learning_rates.builtin
         assert (config.learning_rates.full, config.learning_rates.lora) == (rate, of_lora)
 
 
@@ -245,7 +244,7 @@ def test_the_demo_passes_the_checks(app: str, tmp_path: Path) -> None:
     folder = REPO / "apps" / app / "presets"
     files = [folder / "demo.yaml", folder / "overlays" / "tiny.yaml"]
     config = load_config(PRESETS[app], presets=files, overrides=[f"trainer.output_dir={tmp_path}"])
-    choice = rl_runtime.choose_supervised(config)
+    choice = rl_runtime.resolve_supervised(config)
     plan = rl_runtime.check_run(choice.config, head="value" if app == "reward" else "lm")
     assert plan.placement.num_ranks == 2
 

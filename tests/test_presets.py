@@ -230,7 +230,7 @@ def test_presets_of_preference_training_start_alone_and_with_the_tiny_overlay(
         for paths in (files, [*files, overlay(app)])
     )
     for config in (alone, tiny):
-        chosen = rl_runtime.choose_supervised(config).config
+        chosen = rl_runtime.resolve_supervised(config).config
         assert chosen.supervised.optim.lr == (config.supervised.optim.lr or config.learning_rates.builtin)
         assert CHECKS[app](chosen).placement.num_ranks == 2
     # What makes it the same case.

@@ -16,10 +16,10 @@ from benchmarks.random_model import CONFIGS
 from ds_engine import EngineConfig, EngineConfigError, ModelShape, ZeroConfig, check_deepspeed
 from ds_engine.guard import collective_log as guard
 from rl_runtime import InputError, PlacementError
-from rl_runtime.app.choices import choose_for
 from rl_runtime.launch import server_keys
 from rl_runtime.launch.gpus import Gpu
 from rl_runtime.ranks.environment import gpu_ids, visible_gpus
+from rl_runtime.resolve.job import resolve_job_for
 from rollout_vllm import ServerDiedError, ServerStartError
 from rollout_vllm.servers import diagnose as servers
 from rollout_vllm.servers.watch import EventKind
@@ -55,7 +55,7 @@ def test_a_recipe_begins_with_a_command_that_fits(recipe: str, gpus: tuple[Gpu, 
     text = (REPO / "docs" / "recipes" / f"{recipe}.md").read_text()
     match = re.match(r"# .*\n\n```\n(.*)\n```\n", text)
     assert match is not None, "the page begins with one command"
-    choice = choose_for(config_of(match[1]), gpus=gpus, shape=QWEN2_7B)
+    choice = resolve_job_for(config_of(match[1]), gpus=gpus, shape=QWEN2_7B)
     assert choice.config.trainer.rank_count == len(gpus)
     assert choice.gpu_bytes <= 0.97 * gpus[0].total_bytes
     assert "run out of memory" not in choice.memory
@@ -70,12 +70,12 @@ def provoke(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
         visible_gpus()
     elif kind == "memory":
-        choose_for(config_of("plinth grpo"), gpus=cards(2, 11, (8, 6)), shape=QWEN2_7B)
+        resolve_job_for(config_of("plinth grpo"), gpus=cards(2, 11, (8, 6)), shape=QWEN2_7B)
     elif kind == "key":
         check_deepspeed(EngineConfig(zero=ZeroConfig(stage=3, deepspeed={"stage3_max_live_parameter": 1})))
     else:
         given = config_of("plinth grpo actor.dtype=bfloat16")
-        choose_for(given, gpus=cards(2, 24, (7, 5)), shape=QWEN2_7B)
+        resolve_job_for(given, gpus=cards(2, 24, (7, 5)), shape=QWEN2_7B)
 
 
 @pytest.mark.parametrize("kind", ["duplicate", "slurm", "memory", "key", "dtype"])

@@ -48,7 +48,7 @@ def test_presets_have_the_values_that_they_document(preset: str) -> None:
 def test_presets_pass_the_checks_with_the_overlay_for_cpus(preset: str, tmp_path: Path) -> None:
     overrides = [f"trainer.output_dir={tmp_path}"]
     config = load_config(SftConfig, presets=[FOLDER / f"{preset}.yaml", TINY], overrides=overrides)
-    choice = rl_runtime.choose_supervised(config)
+    choice = rl_runtime.resolve_supervised(config)
     assert choice.config.supervised.optim.lr == 2e-3
     assert sft.check(choice.config).placement.num_ranks == 2
 

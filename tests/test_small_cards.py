@@ -11,12 +11,14 @@ from apps.grpo.config import GrpoConfig
 from apps.sft.config import SftConfig
 from benchmarks.random_model import CONFIGS
 from ds_engine import ModelShape, estimate_memory
-from rl_runtime.app.choices import choose_for, choose_supervised_for
+from plinth_testing import raises
 from rl_runtime.launch.gpus import Gpu
+from rl_runtime.resolve.job import resolve_job_for
+from rl_runtime.resolve.supervised import resolve_supervised_for
 from rollout_vllm import RolloutConfig
 from rollout_vllm.errors import RolloutConfigError
-from rollout_vllm.servers.checks import check_device_features
 from rollout_vllm.servers.command import server_arguments
+from rollout_vllm.servers.device import check_device_features
 from run_kit import ConfigError, load_config
 
 APPS = Path(__file__).resolve().parents[1] / "apps"
@@ -40,7 +42,7 @@ def sft(*overrides: str) -> SftConfig:
 
 @pytest.mark.parametrize("capability", [(7, 5), (9, 0)])
 def test_grpo_fits_on_two_small_cards_with_its_server(capability: tuple[int, int]) -> None:
-    choice = choose_for(grpo(), gpus=cards(11, capability=capability), shape=QWEN2_7B)
+    choice = resolve_job_for(grpo(), gpus=cards(11, capability=capability), shape=QWEN2_7B)
     assert "in turns" in choice.memory
     # vLLM reserves kv_cache_gib on each GPU of the server.
     assert f"KV cache {choice.config.rollout.kv_cache_gib:.1f}" in choice.memory
@@ -51,19 +53,19 @@ def test_grpo_fits_on_two_small_cards_with_its_server(capability: tuple[int, int
 
 
 def test_sft_fits_on_two_small_cards() -> None:
-    choice = choose_supervised_for(sft(), gpus=cards(11), shape=QWEN2_7B)
+    choice = resolve_supervised_for(sft(), gpus=cards(11), shape=QWEN2_7B)
     assert choice.rank_bytes <= 0.97 * 11 * GIB
     assert "run out of memory" not in choice.memory
 
 
 def test_on_larger_cards_rank_and_server_work_side_by_side() -> None:
-    choice = choose_for(grpo("trainer.take_turns=null"), gpus=cards(24, capability=(8, 9)), shape=QWEN2_7B)
+    choice = resolve_job_for(grpo("trainer.take_turns=null"), gpus=cards(24, capability=(8, 9)), shape=QWEN2_7B)
     assert choice.config.trainer.take_turns == "never"
 
 
 def test_a_server_with_a_16_bit_base_needs_more() -> None:
-    small = choose_for(grpo(), gpus=cards(11), shape=QWEN2_7B)
-    plain = choose_for(grpo("rollout.quantization=none"), gpus=cards(11), shape=QWEN2_7B)
+    small = resolve_job_for(grpo(), gpus=cards(11), shape=QWEN2_7B)
+    plain = resolve_job_for(grpo("rollout.quantization=none"), gpus=cards(11), shape=QWEN2_7B)
     # 6.53e9 weights in linear layers, each 11.5 bits smaller, over two GPUs; one dequantized matrix of 68e6 is extra.
     saved = (6.525e9 * (16 - 4.5) / 8 - 2 * 68e6) / 2
     rest = [choice.server_bytes - choice.config.rollout.kv_cache_gib * GIB for choice in (small, plain)]
@@ -83,7 +85,7 @@ def test_the_server_is_told_to_round_its_base() -> None:
     arguments = server_arguments(grpo().rollout, "/model", port=1, device="cuda")
     at = arguments.index("--quantization")
     assert arguments[at : at + 4] == ["--quantization", "bitsandbytes", "--load-format", "bitsandbytes"]
-    with pytest.raises(RolloutConfigError, match="must be 'none' on the CPU"):
+    with raises(RolloutConfigError, field="quantization", value="bitsandbytes"):
         check_device_features(RolloutConfig(quantization="bitsandbytes"), "cpu")
 
 

@@ -1,36 +1,34 @@
-"""Benchmarks of whole runs: `plinth bench six_case|stage_gate|algorithms [key=value ...]`.
+"""Benchmarks of whole runs: `plinth bench six_case|stage_gate [key=value ...]`.
 
 `six_case` runs PPO under ZeRO-1, 2 and 3, without and with CPU offload; `stage_gate` runs ZeRO-1 and ZeRO-2 with the
-same seeds and judges their differences. `overlay=tiny` runs either on two CPU cores. `algorithms` runs every algorithm
-preset on the built-in tasks with several seeds, on two CPU cores, and judges what each gains in held-out accuracy.
+same seeds and judges their differences. `overlay=tiny` runs either on two CPU cores.
 """
 
 import sys
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from apps.bench.config import AlgorithmsConfig, BenchConfig, SixCaseConfig, StageGateConfig
-from apps.bench.plan import Case, plan_algorithms, plan_gate, plan_six
+from apps.bench.config import BenchConfig, SixCaseConfig, StageGateConfig
+from apps.bench.plan import Case, plan_gate, plan_six
 from run_kit import RunFolder, run_cli
 from run_kit.cli import INVOKED_AS
 from run_kit.config.redaction import yaml_without_secrets
+from run_kit.tracking.metrics_table import atomic_write
 
 BENCHMARKS: dict[str, tuple[type[Any], Callable[[Any], list[Case]]]] = {
     "six_case": (SixCaseConfig, plan_six),
     "stage_gate": (StageGateConfig, plan_gate),
-    "algorithms": (AlgorithmsConfig, plan_algorithms),
 }
+SHOWN = ("status", "last_step", "avg_score_tail5", "avg_throughput_tail5", "avg_step_s_tail5", "wall_s")
 
 
 def run(config: BenchConfig, *, plan: Callable[[Any], list[Case]], command: str) -> int:
     """Run the cases one after the other; return 0, or 1 if a case failed or a verdict is `fail`."""
-    from apps.bench.live import LiveTable
-    from apps.bench.report import write_report, write_tables
-    from apps.bench.results import algorithm_rows, overall_rows
-    from apps.bench.runner import finished, run_case
+    from apps.bench.report import write_report
+    from apps.bench.results import Row, cell_text, compare_rows, overall_rows, tsv_text
+    from apps.bench.runner import completed_row, run_case
     from rl_runtime.app.resume import earlier_folder
 
     cases = plan(config)
@@ -38,33 +36,27 @@ def run(config: BenchConfig, *, plan: Callable[[Any], list[Case]], command: str)
     folder = folder or RunFolder.create(config.output_dir, config.run_tag).path
     (folder / "config.yaml").write_text(yaml_without_secrets(config))
     print(f"{folder}: {len(cases)} cases of {config.steps} steps", flush=True)
-    table = LiveTable(cases)
-    for case in cases:
-        reached = finished(case, folder) or run_case(
-            case,
-            folder,
-            retries=config.retries,
-            timeout_s=config.case_timeout_s,
-            on_progress=partial(table.update, case.name),
-        )
-        table.update(case.name, reached)
-        write_tables(config, cases, table.reached, folder)
-    table.close()
-    write_report(config, cases, table.reached, folder, command=command)
+    summary: list[Row] = []
+    overall: list[Row] = []
+    for number, case in enumerate(cases, 1):
+        print(f"{number} of {len(cases)}: {case.name}, output below {folder / 'attempts'}", flush=True)
+        row = completed_row(case, folder)
+        row = row or run_case(case, folder, retries=config.retries, timeout_s=config.case_timeout_s)
+        print(", ".join(f"{key}={cell_text(row[key], digits=4)}" for key in SHOWN if cell_text(row[key])), flush=True)
+        summary.append(row)
+        atomic_write(folder / "summary.tsv", tsv_text(summary))
+        if isinstance(config, StageGateConfig):
+            pairs = compare_rows(config, summary)
+            overall = overall_rows(config, pairs)
+            atomic_write(folder / "compare.tsv", tsv_text(pairs))
+            atomic_write(folder / "overall.tsv", tsv_text(overall))
+    write_report(config, summary, folder, command=command)
     print(folder / "report.md")
-    verdicts = []
-    if isinstance(config, StageGateConfig):
-        for row in overall_rows(config, table.reached):
-            print(f"step_each_micro={row['step_each_micro']}  {row['metric']:<22} {row['verdict']}")
-            verdicts.append(row["verdict"])
-    if isinstance(config, AlgorithmsConfig):
-        for row in algorithm_rows(config, table.reached):
-            print(f"{row['preset']:<22} gain {row['gain_mean']:+.3f}, least {row['gain_min']:+.3f}  {row['verdict']}")
-            verdicts.append(row["verdict"])
-    failed = [name for name, reached in table.reached.items() if reached.status != "completed"]
-    if failed:
+    for row in overall:
+        print(f"step_each_micro={row['step_each_micro']}  {row['metric']:<22} {row['verdict']}")
+    if failed := [row["case"] for row in summary if row["status"] == "failed"]:
         print(f"failed: {', '.join(failed)}; see their train.log, and `attempts/` for their output")
-    return 1 if failed or "fail" in verdicts else 0
+    return 1 if failed or any(row["verdict"] == "fail" for row in overall) else 0
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -75,10 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{__doc__}\nKeys of each: plinth bench six_case --help")
         sys.exit(0)
     if name not in BENCHMARKS:
-        near = get_close_matches(name, BENCHMARKS, n=1)
-        hint = f"nearest: {near[0]}; " if near else ""
-        what = f"unknown benchmark {name!r}" if name else "no benchmark is named"
-        print(f"error: {what}; {hint}allowed: {', '.join(BENCHMARKS)}; see plinth bench --help", file=sys.stderr)
+        print(f"error: benchmark {name!r}; allowed: {', '.join(BENCHMARKS)}; see plinth bench --help", file=sys.stderr)
         sys.exit(2)
     config_cls, plan = BENCHMARKS[name]
     app = f"{INVOKED_AS.get() or 'python -m apps.bench.main'} {name}"

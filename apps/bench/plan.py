@@ -1,9 +1,8 @@
 """Plans the cases of a benchmark. Pure."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from apps.bench.config import AlgorithmsConfig, BenchConfig, SixCaseConfig, StageGateConfig, app_of
+from apps.bench.config import BenchConfig, SixCaseConfig, StageGateConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,103 +11,53 @@ class Case:
 
     name: str
     app: str
+    stage: int
+    offload: str
+    step_each_micro: int
     seed: int
     steps: int
     arguments: tuple[str, ...]
-    stage: int | None = None
-    """ZeRO stage; None, like `offload` and `step_each_micro` below: that of the preset."""
-    offload: str = ""
-    step_each_micro: bool = False
 
 
 def plan_six(config: SixCaseConfig) -> list[Case]:
     """PPO with each stage and offload, in the configured order."""
-    return [
-        _case(config, name, "ppo", name, config.seed, stage=int(name[len("zero")]), each=config.step_each_micro)
-        for name in config.cases
-    ]
+    return [_stage_case(config, name, "ppo", name, config.seed, each=config.step_each_micro) for name in config.cases]
 
 
 def plan_gate(config: StageGateConfig) -> list[Case]:
     """For each seed, ZeRO-1 and then ZeRO-2 with each value of `step_each_micro`."""
-    cases = []
-    for seed in config.seeds:
-        for each in (None, *config.step_each_micro):
-            name, stage = (zero1_name(seed), 1) if each is None else (zero2_name(seed, each), 2)
-            stages = [f"{engine}.zero.stage={stage}" for engine in _engines(config.app)]
-            cases.append(_case(config, name, config.app, "gsm8k", seed, stage=stage, each=bool(each), more=stages))
-    return cases
+    runs = [(seed, each) for seed in config.seeds for each in (None, *config.step_each_micro)]
+    return [_stage_case(config, gate_name(seed, each), config.app, "gsm8k", seed, each=each) for seed, each in runs]
 
 
-def plan_algorithms(config: AlgorithmsConfig) -> list[Case]:
-    """For each preset, one run with each seed."""
-    return [
-        Case(
-            name=algorithm_name(preset, seed),
-            app=app_of(preset),
-            seed=seed,
-            steps=config.steps,
-            arguments=_arguments(config, preset, seed),
-        )
-        for preset in config.presets
-        for seed in config.seeds
-    ]
+def gate_name(seed: int, step_each_micro: bool | None) -> str:
+    """Name of a case of the gate; None: of ZeRO-1."""
+    return f"z1_seed{seed}" if step_each_micro is None else f"z2_micro{int(step_each_micro)}_seed{seed}"
 
 
-def algorithm_name(preset: str, seed: int) -> str:
-    """Name of the case of a preset."""
-    return f"{preset}_seed{seed}"
-
-
-def zero1_name(seed: int) -> str:
-    """Name of the gate's ZeRO-1 case."""
-    return f"z1_seed{seed}"
-
-
-def zero2_name(seed: int, step_each_micro: bool) -> str:
-    """Name of the gate's ZeRO-2 case."""
-    return f"z2_micro{int(step_each_micro)}_seed{seed}"
-
-
-def _case(
-    config: BenchConfig,
-    name: str,
-    app: str,
-    preset: str,
-    seed: int,
-    *,
-    stage: int,
-    each: bool,
-    more: Sequence[str] = (),
-) -> Case:
-    switches = [
-        f"{engine}.zero.{key}={str(value).lower()}"
-        for engine in _engines(app)
-        for key, value in (("fp32_grad_accum", config.fp32_grad_accum), ("step_each_micro", each))
-    ]
+def _stage_case(config: BenchConfig, name: str, app: str, preset: str, seed: int, *, each: bool | None) -> Case:
+    """A run at the ZeRO stage that its name begins with (`z1`, `zero3`)."""
+    stage = int(name.removeprefix("zero").removeprefix("z")[0])
+    keys = {"stage": str(stage)}
+    if stage == 2:
+        keys |= {"fp32_grad_accum": str(config.fp32_grad_accum).lower(), "step_each_micro": str(bool(each)).lower()}
+    engines = ("actor", "critic") if app == "ppo" else ("actor",)
+    switches = [f"{engine}.zero.{key}={value}" for engine in engines for key, value in keys.items()]
     return Case(
         name=name,
         app=app,
         stage=stage,
         offload="cpu" if "cpu" in preset else "none",
-        step_each_micro=stage == 2 and each,
+        step_each_micro=int(stage == 2 and bool(each)),
         seed=seed,
         steps=config.steps,
-        arguments=_arguments(config, preset, seed, [*more, *(switches if stage == 2 else ())]),
+        arguments=(
+            f"preset={preset}",
+            *(f"overlay={overlay}" for overlay in config.overlays),
+            *switches,
+            f"trainer.seed={seed}",
+            f"trainer.total_training_steps={config.steps}",
+            "trainer.export_model=false",
+            *config.overrides,
+        ),
     )
-
-
-def _arguments(config: BenchConfig, preset: str, seed: int, more: Sequence[str] = ()) -> tuple[str, ...]:
-    return (
-        f"preset={preset}",
-        *(f"overlay={overlay}" for overlay in config.overlays),
-        *more,
-        f"trainer.seed={seed}",
-        f"trainer.total_training_steps={config.steps}",
-        "trainer.export_model=false",
-        *config.overrides,
-    )
-
-
-def _engines(app: str) -> tuple[str, ...]:
-    return ("actor", "critic") if app == "ppo" else ("actor",)

@@ -1,6 +1,5 @@
 """Runs a case in its own process, with retries, and keeps its run folder as `<folder>/<case>`."""
 
-import contextlib
 import itertools
 import json
 import os
@@ -9,82 +8,69 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from apps.bench.plan import Case
-from apps.bench.results import CaseResult, read_result
+from apps.bench.results import Row, summary_row
 from rl_runtime import InputError
 from rl_runtime.ranks.environment import python_path
 
-RECORD = "case.json"
 USER_MISTAKE = 2
 """Exit code of an app that refused its arguments."""
 
-Command = Callable[[Case], Sequence[str]]
-"""Command of a case, without output folder and experiment name."""
+
+def app_command(app: str) -> list[str]:
+    """The app, run by this Python interpreter."""
+    return [sys.executable, "-m", f"apps.{app}.main"]
 
 
-def app_command(case: Case) -> list[str]:
-    """The case's app, run by this Python interpreter."""
-    return [sys.executable, "-m", f"apps.{case.app}.main", *case.arguments]
-
-
-def finished(case: Case, folder: Path) -> CaseResult | None:
-    """Result of the case if it already completed with the same arguments, else None."""
+def completed_row(case: Case, folder: Path) -> Row | None:
+    """Row of a case that already completed with the same arguments, else None."""
     try:
-        record = json.loads((folder / case.name / RECORD).read_text())
+        record = json.loads((folder / case.name / "case.json").read_text())
     except (OSError, ValueError):
         return None
-    if record["exit_code"] != 0 or record["arguments"] != list(case.arguments):
+    if record.pop("arguments") != list(case.arguments) or record["exit_code"] != 0:
         return None
-    return read_result(
-        folder / case.name, status="completed", attempts=record["attempts"], wall_s=float(record["wall_s"])
-    )
+    return summary_row(case, folder / case.name, **record)
 
 
-def run_case(
-    case: Case,
-    folder: Path,
-    *,
-    retries: int,
-    timeout_s: float,
-    on_progress: Callable[[CaseResult], None],
-    command: Command = app_command,
-) -> CaseResult:
+def run_case(case: Case, folder: Path, *, retries: int, timeout_s: float) -> Row:
     """Run a case up to `1 + retries` times; the last run folder is kept as `<folder>/<case>` even if it failed.
 
     Raises:
         rl_runtime.InputError: the app refused its arguments; this is not retried.
     """
     started = time.monotonic()
-    for attempt in range(1, retries + 2):
+    exit_code, attempts = -1, 0
+    while exit_code != 0 and attempts <= retries:
+        attempts += 1
         work = _new_attempt(folder, case.name)
-
-        def watch(work: Path = work, attempt: int = attempt) -> None:
-            run = _run_folder(work)
-            wall_s = time.monotonic() - started
-            on_progress(read_result(run or work, status="running", attempts=attempt, wall_s=wall_s))
-
-        arguments = [*command(case), f"trainer.output_dir={work}", f"trainer.experiment={case.name}"]
-        exit_code = _run(arguments, work / "output.log", timeout_s=timeout_s, watch=watch)
+        place = (f"trainer.output_dir={work}", f"trainer.experiment={case.name}")
+        command = [*app_command(case.app), *case.arguments, *place]
+        exit_code = _run(command, work / "output.log", timeout_s=timeout_s)
         if exit_code == USER_MISTAKE:
             lines = (work / "output.log").read_text(errors="replace").splitlines()
             raise InputError(f"case {case.name} was refused: " + "\n".join(lines[-5:]).removeprefix("error: "))
-        if exit_code == 0:
-            break
-    wall_s = time.monotonic() - started
-    record = {"arguments": list(case.arguments), "exit_code": exit_code, "attempts": attempt, "wall_s": wall_s}
-    _keep(work, folder / case.name, record, failed=exit_code != 0)
-    done = read_result(folder / case.name, status="completed", attempts=attempt, wall_s=wall_s)
-    return replace(done, status="failed") if exit_code != 0 or done.last_step < case.steps else done
+    record = {"exit_code": exit_code, "attempts": attempts, "wall_s": time.monotonic() - started}
+    run = next((path for path in work.iterdir() if path.is_dir()), work / "run")
+    run.mkdir(exist_ok=True)
+    if not (run / "train.log").exists():  # the app ended before its run
+        shutil.copy(work / "output.log", run / "train.log")
+    (run / "case.json").write_text(json.dumps({"arguments": case.arguments, **record}, indent=2) + "\n")
+    target = folder / case.name
+    if target.exists():
+        target.rename(_new_attempt(folder, case.name) / "earlier")
+    run.rename(target)
+    if exit_code == 0:
+        shutil.rmtree(work)
+    return summary_row(case, target, **record)
 
 
-def _run(arguments: Sequence[str], log: Path, *, timeout_s: float, watch: Callable[[], None]) -> int:
+def _run(arguments: Sequence[str], log: Path, *, timeout_s: float) -> int:
     """Run a process with output to `log` and return its exit code; it is terminated on interrupt or timeout."""
-    deadline = time.monotonic() + timeout_s
     with log.open("wb") as output:
         process = subprocess.Popen(
             arguments,
@@ -96,14 +82,10 @@ def _run(arguments: Sequence[str], log: Path, *, timeout_s: float, watch: Callab
             start_new_session=True,
         )
         try:
-            while True:
-                try:
-                    return process.wait(timeout=1.0)
-                except subprocess.TimeoutExpired:
-                    watch()
-                if time.monotonic() > deadline:
-                    output.write(f"\ntimed out after {timeout_s:.0f} s\n".encode())
-                    return -signal.SIGALRM
+            return process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            output.write(f"\ntimed out after {timeout_s:.0f} s\n".encode())
+            return -signal.SIGALRM
         finally:
             _end(process)
 
@@ -111,13 +93,10 @@ def _run(arguments: Sequence[str], log: Path, *, timeout_s: float, watch: Callab
 def _end(process: "subprocess.Popen[bytes]") -> None:
     # A training run finishes its step after the first SIGTERM and stops at once after the second.
     for number, patience_s in ((signal.SIGTERM, 1.0), (signal.SIGTERM, 60.0), (signal.SIGKILL, 10.0)):
-        if process.poll() is not None:
-            return
-        process.send_signal(number)
-        try:
+        with suppress(subprocess.TimeoutExpired):
+            process.send_signal(number)  # does nothing if the process has ended
             process.wait(timeout=patience_s)
-        except subprocess.TimeoutExpired:
-            continue
+            return
 
 
 def _new_attempt(folder: Path, name: str) -> Path:
@@ -125,25 +104,3 @@ def _new_attempt(folder: Path, name: str) -> Path:
     work = next(path for path in numbered if not path.exists())
     work.mkdir(parents=True)
     return work
-
-
-def _run_folder(work: Path) -> Path | None:
-    return next((path for path in work.iterdir() if path.is_dir()), None)
-
-
-def _keep(work: Path, target: Path, record: dict[str, Any], *, failed: bool) -> None:
-    """Make the attempt's run folder the case's; keep a failed attempt's output."""
-    run = _run_folder(work)
-    if run is None:
-        run = work / "run"
-        run.mkdir()
-    if not (run / "train.log").exists():
-        shutil.copy(work / "output.log", run / "train.log")
-    (run / RECORD).write_text(json.dumps(record, indent=2) + "\n")
-    if target.exists():
-        target.rename(_new_attempt(target.parent, target.name) / "earlier")
-    run.rename(target)
-    if not failed:
-        shutil.rmtree(work)
-        with contextlib.suppress(OSError):  # it contains an earlier attempt
-            work.parent.rmdir()

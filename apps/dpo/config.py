@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rl_runtime import LearningRates, PreferenceJobConfig, TrainingConfig
-from rl_runtime.app.supervised_job_config import ExampleKind
 from rl_runtime.config import check_value
+from rl_runtime.supervised_job_config import ExampleKind
 
 
 @dataclass(frozen=True, kw_only=True)

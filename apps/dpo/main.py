@@ -123,10 +123,10 @@ def compose(run: "rl_runtime.SupervisedRun", config: DpoConfig) -> "rl_runtime.O
 
 def main(config: DpoConfig) -> None:
     """Trains on the preferences and writes the model, also when a signal stops it before the last step."""
-    choice = rl_runtime.choose_supervised(config)
-    config = choice.config
+    resolved = rl_runtime.resolve_supervised(config)
+    config = resolved.config
     plan = rl_runtime.check_run(config)
-    rl_runtime.run_supervised(config, plan, partial(compose, config=config), choice=choice)
+    rl_runtime.run_supervised(resolved, plan, partial(compose, config=config))
 
 
 cli = partial(rl_runtime.run_job_cli, DpoConfig, main)

@@ -10,15 +10,16 @@ from apps.evaluate.evaluator import usable_gpus
 from apps.evaluate.results import check_same_settings
 from rl_data import find_model_folder
 from rl_runtime import InputError, Inputs, SupervisedConfig, check_lengths, check_prompt_files
+from rl_runtime.app.first_prompts import check_first_prompts, check_functions
 from rl_runtime.app.inputs import load_ahead
-from rl_runtime.app.preflight import check_first_prompts, check_folder_name, check_functions
 from rl_runtime.app.resume import earlier_folder
 from rl_runtime.app.reward_model import check_reward_model
 from rl_runtime.config import BUILTIN_MODEL
 from rl_runtime.launch.server_keys import naming_servers
+from rl_runtime.launch.servers import check_folder_name
 from rl_runtime.rollout.scoring import rewards_of_rows
 from rollout_vllm import RequestTooLongError, check_launch, check_running
-from rollout_vllm.servers.command import Device, check_build
+from rollout_vllm.servers.device import Device, check_build
 from run_kit import RunFolder
 from run_kit.cli import INVOKED_AS
 from run_kit.tracking.run_state import StateFile

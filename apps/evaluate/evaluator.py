@@ -18,10 +18,10 @@ from rl_runtime import (
     Validation,
     prepare_driver,
 )
-from rl_runtime.app.choice import Choice
 from rl_runtime.app.inputs import chat_format
 from rl_runtime.launch.server_keys import naming_servers
 from rl_runtime.ranks.environment import GpuId, visible_gpus
+from rl_runtime.resolve.resolved import ResolvedConfig
 from rollout_vllm import RolloutClient, ServerGroup
 from run_kit.tracking.progress import duration_text
 from weight_sync import HfFolderSource, WeightPusher, server_args, server_env
@@ -46,14 +46,14 @@ def usable_gpus(config: EvaluateConfig) -> list[GpuId]:
     return gpus
 
 
-def choose_servers(config: EvaluateConfig, *, num_gpus: int) -> Choice[EvaluateConfig]:
+def choose_servers(config: EvaluateConfig, *, num_gpus: int) -> ResolvedConfig[EvaluateConfig]:
     """Fills in the settings of the servers that are null: they have the GPUs to themselves.
 
     Raises:
         PlacementError: more GPUs are requested than there are.
     """
     devices = f"{num_gpus} GPUs" if num_gpus else "the CPU"
-    choice = Choice(config=config, devices=devices)
+    choice = ResolvedConfig(config=config, devices=devices)
     if config.rollout.urls or config.only_compare:
         return choice
     size = config.rollout.tensor_parallel_size

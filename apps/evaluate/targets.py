@@ -18,8 +18,8 @@ from ckpt.tools.lora_export import ADAPTER_CONFIG
 from rl_data import check_model_folder, find_model_folder
 from rl_runtime import InputError
 from rl_runtime.app.inputs import INITIAL_MODEL, TASK
-from rl_runtime.app.preflight import naming_key
 from rl_runtime.config import BUILTIN_MODEL
+from rl_runtime.errors import naming_key
 from rl_runtime.training.uploads import WARM_START_MODEL
 from run_kit.config.yaml import YamlError, parse_typed
 

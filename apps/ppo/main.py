@@ -110,9 +110,8 @@ def compose(job: "rl_runtime.Job", config: PpoConfig) -> "rl_runtime.Algorithm":
 
 def main(config: PpoConfig) -> None:
     """Runs the job and prints its summary."""
-    choice = rl_runtime.choose_settings(config)
-    config = choice.config
-    rl_runtime.run_job(config, check(config), partial(compose, config=config), choice=choice)
+    resolved = rl_runtime.resolve_job(config)
+    rl_runtime.run_job(resolved, check(resolved.config), partial(compose, config=resolved.config))
 
 
 cli = partial(rl_runtime.run_job_cli, PpoConfig, main)

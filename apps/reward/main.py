@@ -79,9 +79,9 @@ def check(config: RewardConfig) -> "rl_runtime.SupervisedPlan":
 
 def main(config: RewardConfig) -> None:
     """Trains on the pairs and writes the model, also when a signal stops it before the last step."""
-    choice = rl_runtime.choose_supervised(config)
-    config = choice.config
-    rl_runtime.run_supervised(config, check(config), partial(compose, config=config), choice=choice, head="value")
+    resolved = rl_runtime.resolve_supervised(config)
+    config = resolved.config
+    rl_runtime.run_supervised(resolved, check(config), partial(compose, config=config), head="value")
 
 
 cli = partial(rl_runtime.run_job_cli, RewardConfig, main)

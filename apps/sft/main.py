@@ -29,8 +29,8 @@ def compose(run: "rl_runtime.SupervisedRun") -> "rl_runtime.Objective":
 
 def main(config: SftConfig) -> None:
     """Trains on the demonstrations and writes the model, also when a signal stops it before the last step."""
-    choice = rl_runtime.choose_supervised(config)
-    rl_runtime.run_supervised(choice.config, check(choice.config), compose, choice=choice)
+    resolved = rl_runtime.resolve_supervised(config)
+    rl_runtime.run_supervised(resolved, check(resolved.config), compose)
 
 
 cli = partial(rl_runtime.run_job_cli, SftConfig, main)

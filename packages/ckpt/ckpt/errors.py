@@ -11,22 +11,21 @@ CheckpointError
 ├── CheckpointUsageError (also ValueError)      calls out of order, or an argument out of range
 ├── ExportError (also ValueError)               a Hugging Face export failed
 ├── ShardError (also ValueError)                a DeepSpeed checkpoint cannot be read; names the file
-├── UnsupportedFormatError (also ValueError)    the checkpoint's format is newer than this package
+├── UnsupportedFormatError (also ValueError)    another version of this package wrote the checkpoint's format
 ├── UntrustedFileError (also ValueError)        a file holds more than tensors and plain values
 └── UploadError                                 checkpoints could not be uploaded; names them
 
-All of them can be pickled with their attributes, because they cross process borders.
+All of them are PlinthErrors: errors about a setting or argument carry `field`, `value`, `allowed` and `remedy`, and all
+pickle with their attributes.
 """
 
 from typing import Any
 
+from plinth_base.errors import PlinthError
 
-class CheckpointError(Exception):
+
+class CheckpointError(PlinthError):
     """Base class of this package's exceptions."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Exceptions are pickled as a call of the class with `args`; attributes travel as state.
-        return (type(self), self.args, self.__dict__)
 
 
 class ArchitectureMismatchError(CheckpointError, ValueError):
@@ -41,9 +40,15 @@ class CheckpointDamagedError(CheckpointError):
     """
 
     def __init__(
-        self, message: str, *, step: int | None = None, files: tuple[str, ...] = (), newest_good: int | None = None
-    ):
-        super().__init__(message)
+        self,
+        problem: str,
+        *,
+        step: int | None = None,
+        files: tuple[str, ...] = (),
+        newest_good: int | None = None,
+        **fields: Any,
+    ) -> None:
+        super().__init__(problem, **fields)
         self.step = step
         self.files = files
         self.newest_good = newest_good
@@ -82,7 +87,7 @@ class ShardError(CheckpointError, ValueError):
 
 
 class UnsupportedFormatError(CheckpointError, ValueError):
-    """The checkpoint's format is newer than this version reads."""
+    """The checkpoint has a format that this version does not read."""
 
 
 class UntrustedFileError(CheckpointError, ValueError):
@@ -95,6 +100,6 @@ class UploadError(CheckpointError):
     Attributes: `steps` (the published steps that the storage lacks).
     """
 
-    def __init__(self, message: str, *, steps: tuple[int, ...] = ()):
-        super().__init__(message)
+    def __init__(self, problem: str, *, steps: tuple[int, ...] = (), **fields: Any) -> None:
+        super().__init__(problem, **fields)
         self.steps = steps

@@ -1,7 +1,13 @@
-"""Exceptions of this package. All of them can be pickled, so they can be raised across processes."""
+"""Exceptions of this package.
+
+All of them are PlinthErrors: errors about a setting or argument carry `field`, `value`, `allowed` and `remedy`, and all
+pickle with their attributes, so that they can be raised across processes.
+"""
+
+from plinth_base.errors import PlinthError
 
 
-class EngineError(Exception):
+class EngineError(PlinthError):
     """Base class of this package's exceptions."""
 
 

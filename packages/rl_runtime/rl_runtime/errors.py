@@ -9,10 +9,18 @@ RlRuntimeError
 └── RolloutFailed               a step without any sample to train on
 
 Errors that are also ValueErrors are a user's mistake: `run_cli` prints them as one `error: …` and exits with code 2.
+All of them are PlinthErrors: errors about a setting carry `field`, `value`, `allowed` and `remedy`, and all pickle.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
-class RlRuntimeError(Exception):
+from plinth_base.errors import PlinthError
+from rl_data import DataError
+
+
+class RlRuntimeError(PlinthError):
     """Base class of the errors of this package."""
 
 
@@ -30,12 +38,9 @@ class RankError(RlRuntimeError):
     `cause` is the exception of the rank, if it raised one: a user's mistake found on a rank is reported as such.
     """
 
-    def __init__(self, message: str, cause: BaseException | None = None) -> None:
-        super().__init__(message, cause)
+    def __init__(self, problem: str, cause: BaseException | None = None, **fields: Any) -> None:
+        super().__init__(problem, **fields)
         self.cause = cause
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class RankLost(RankError):
@@ -48,3 +53,17 @@ class DivergedError(RlRuntimeError):
 
 class RolloutFailed(RlRuntimeError):
     """A step without any sample to train on."""
+
+
+@contextmanager
+def naming_key(key: str) -> Iterator[None]:
+    """Errors about a file or folder name the configuration key that gave it.
+
+    Raises InputError for rl_data.DataError and OSError.
+    """
+    try:
+        yield
+    except DataError as error:
+        raise InputError(f"{key}: {error}") from error
+    except OSError as error:  # a name that is too long, a folder that may not be read
+        raise InputError(f"{key}: {error.strerror or error}: {str(error.filename)[:200]!r}; give another") from error

@@ -25,11 +25,12 @@ from rl_runtime import (
     TrainedModel,
     TrainerConfig,
     TrainingConfig,
-    choose_settings,
     job_layout,
+    resolve_job,
 )
-from rl_runtime.app.choices import choose_for, choose_supervised, choose_supervised_for
 from rl_runtime.launch.gpus import Gpu, known_gpus
+from rl_runtime.resolve.job import resolve_job_for
+from rl_runtime.resolve.supervised import resolve_supervised, resolve_supervised_for
 from rl_runtime.rollout.scoring_config import ScoringConfig
 from rollout_vllm import RolloutConfig, SamplingConfig
 from run_kit.machine import gpus as machine_gpus
@@ -78,7 +79,7 @@ def config(**sections: Any) -> JobConfig:
 
 
 def test_the_cpu_keeps_its_defaults() -> None:
-    choice = choose_settings(replace(config(), trainer=TrainerConfig(device="cpu")))
+    choice = resolve_job(replace(config(), trainer=TrainerConfig(device="cpu")))
     chosen = choice.config
     assert (chosen.trainer.num_ranks, chosen.rollout.num_servers) == (2, 1)
     assert (chosen.rollout.enforce_eager, chosen.actor.compile, chosen.actor.gradient_checkpointing) == (
@@ -92,7 +93,7 @@ def test_the_cpu_keeps_its_defaults() -> None:
 
 
 def test_a_gpu_gets_the_fast_way() -> None:
-    choice = choose_for(config(), gpus=gpus(1), shape=QWEN3_06B)
+    choice = resolve_job_for(config(), gpus=gpus(1), shape=QWEN3_06B)
     chosen = choice.config
     assert (chosen.trainer.num_ranks, chosen.rollout.num_servers) == (1, 1)
     assert (chosen.rollout.enforce_eager, chosen.actor.compile, chosen.actor.gradient_checkpointing) == (
@@ -120,7 +121,7 @@ def test_a_whole_kv_cache_holds_all_sequences_at_full_length(
         sampling=sampling,
         validation=sampling,
     )
-    choice = choose_for(asked, gpus=gpus(1), shape=QWEN3_06B)
+    choice = resolve_job_for(asked, gpus=gpus(1), shape=QWEN3_06B)
     assert "100% of all sequences" in choice.reasons["rollout.kv_cache_gib"]
     gib = choice.config.rollout.kv_cache_gib
     assert gib is not None
@@ -137,7 +138,7 @@ def test_a_kv_cache_holds_a_sequence_as_long_as_servers_accept(longest: int) -> 
         rollout=RolloutConfig(max_model_len=longest),
     )
     shape = replace(QWEN3_06B, num_heads=32, num_kv_heads=32)  # a block has 7 MiB, and sizes are rounded to 10
-    gib = choose_for(one, gpus=gpus(1), shape=shape).config.rollout.kv_cache_gib
+    gib = resolve_job_for(one, gpus=gpus(1), shape=shape).config.rollout.kv_cache_gib
     assert gib is not None
     blocks = int(gib * GIB) // (16 * 2 * 28 * 4096 * 2)
     assert (blocks - 1) * 16 >= longest
@@ -146,7 +147,7 @@ def test_a_kv_cache_holds_a_sequence_as_long_as_servers_accept(longest: int) -> 
 def test_a_choice_that_the_configuration_refuses_is_an_input_error() -> None:
     job = SupervisedJobConfig(engine=EngineConfig(sequence_parallel=70_000))
     with pytest.raises(InputError, match=r"num_ranks is 70000.*was chosen: engine.sequence_parallel is 70000"):
-        choose_supervised_for(job, gpus=(), shape=None)
+        resolve_supervised_for(job, gpus=(), shape=None)
 
 
 @pytest.mark.parametrize(
@@ -171,14 +172,14 @@ def test_pushes_interrupt_no_response_of_servers_that_label_tokens(
     }
     for devices in ((), gpus(2)):
         shape = QWEN3_06B if devices else None
-        choice = choose_for(config(**sections), gpus=devices, shape=shape, untested=untested)
+        choice = resolve_job_for(config(**sections), gpus=devices, shape=shape, untested=untested)
         assert choice.config.sync.running_requests == chosen
         assert ("sync.running_requests" in choice.reasons) == (chosen != given_value)
 
 
 @pytest.mark.parametrize(("number", "ranks", "per_server"), [(1, 1, 256), (2, 2, 128), (3, 2, 128), (4, 4, 64)])
 def test_ranks_and_servers_follow_the_gpus(number: int, ranks: int, per_server: int) -> None:
-    chosen = choose_for(config(), gpus=gpus(number), shape=QWEN3_06B).config
+    chosen = resolve_job_for(config(), gpus=gpus(number), shape=QWEN3_06B).config
     assert (chosen.trainer.num_ranks, chosen.rollout.num_servers) == (ranks, ranks)
     assert chosen.rollout.max_num_seqs == per_server
     job_layout(chosen)
@@ -186,12 +187,12 @@ def test_ranks_and_servers_follow_the_gpus(number: int, ranks: int, per_server: 
 
 def test_servers_apart_get_the_other_gpus() -> None:
     apart = config(trainer=TrainerConfig(colocate=False))
-    choice = choose_for(apart, gpus=gpus(4), shape=QWEN3_06B)
+    choice = resolve_job_for(apart, gpus=gpus(4), shape=QWEN3_06B)
     assert (choice.config.trainer.num_ranks, choice.config.rollout.num_servers) == (2, 2)
     assert choice.config.rollout.gpu_memory_utilization == 0.9
     assert choice.config.rollout.kv_cache_gib is None
     existing = replace(apart, rollout=RolloutConfig(urls=("http://h:1",)))
-    chosen = choose_for(existing, gpus=gpus(4), shape=QWEN3_06B).config
+    chosen = resolve_job_for(existing, gpus=gpus(4), shape=QWEN3_06B).config
     assert chosen.trainer.num_ranks == 4
     assert chosen.rollout == existing.rollout
 
@@ -201,42 +202,42 @@ def test_what_compiled_layers_cannot_do_is_left_off() -> None:
         EngineConfig(lora=LoraConfig(base_format="nf4")),
         EngineConfig(zero=ZeroConfig(stage=3, offload=OffloadConfig(optimizer="nvme", param="nvme", nvme_path="/x"))),
     ):
-        choice = choose_for(config(actor=engine), gpus=gpus(2), shape=QWEN3_06B)
+        choice = resolve_job_for(config(actor=engine), gpus=gpus(2), shape=QWEN3_06B)
         assert choice.config.actor.compile is False
     unknown = replace(QWEN3_06B, counted=tuple(QWEN3_06B.weights()))
-    choice = choose_for(config(), gpus=gpus(2), shape=unknown)
+    choice = resolve_job_for(config(), gpus=gpus(2), shape=unknown)
     assert choice.config.actor.compile is False
     assert "upper bounds" in choice.memory
 
 
 def test_a_smaller_gpu_recomputes() -> None:
-    chosen = choose_for(config(), gpus=gpus(1, gib=24), shape=QWEN3_06B).config
+    chosen = resolve_job_for(config(), gpus=gpus(1, gib=24), shape=QWEN3_06B).config
     assert chosen.actor.gradient_checkpointing is True
     assert chosen.actor.compile is True
 
 
 def test_states_that_cannot_fit_are_refused() -> None:
     with pytest.raises(InputError, match=r"127\.\d GiB, and a GPU has 80\.0 GiB free.*actor\.zero\.stage=3"):
-        choose_for(config(), gpus=gpus(1, gib=80), shape=QWEN2_7B)
+        resolve_job_for(config(), gpus=gpus(1, gib=80), shape=QWEN2_7B)
     # 7B as a whole leaves no room for activations: said, not refused, because they are an estimate.
-    assert "expect it to run out of memory" in choose_for(config(), gpus=gpus(1, gib=133), shape=QWEN2_7B).memory
+    assert "expect it to run out of memory" in resolve_job_for(config(), gpus=gpus(1, gib=133), shape=QWEN2_7B).memory
     lora = config(actor=EngineConfig(lora=LoraConfig()))
-    assert "expect" not in choose_for(lora, gpus=gpus(1, gib=80), shape=QWEN2_7B).memory
+    assert "expect" not in resolve_job_for(lora, gpus=gpus(1, gib=80), shape=QWEN2_7B).memory
 
 
 def test_settings_that_the_engine_refuses_are_named_by_their_key() -> None:
     """The memory plan is made before the model is tried."""
     three = EngineConfig(sequence_parallel=3)
     with pytest.raises(InputError, match=r"^actor\.sequence_parallel=3 does not divide the 16 attention heads"):
-        choose_for(config(actor=three), gpus=gpus(3), shape=QWEN3_06B)
+        resolve_job_for(config(actor=three), gpus=gpus(3), shape=QWEN3_06B)
     with pytest.raises(InputError, match=r"^engine\.sequence_parallel=3 does not divide the 16 attention heads"):
-        choose_supervised_for(supervised(engine=three), gpus=gpus(3), shape=QWEN3_06B)
+        resolve_supervised_for(supervised(engine=three), gpus=gpus(3), shape=QWEN3_06B)
     job = config(actor=EngineConfig(sequence_parallel=8), reward=ScoringConfig(model="/models/reward"))
     with pytest.raises(InputError, match=r"^reward\.model is /models/reward, whose .*: sequence_parallel=8 does not"):
-        choose_for(job, gpus=gpus(8), shape=QWEN3_06B, frozen_shapes={"reward.model": QWEN2_7B})
+        resolve_job_for(job, gpus=gpus(8), shape=QWEN3_06B, frozen_shapes={"reward.model": QWEN2_7B})
     unknown = EngineConfig(lora=LoraConfig(target_modules=("nowhere",)))
     with pytest.raises(InputError, match=r"^actor\.lora\.target_modules is \('nowhere',\), but the model has no such"):
-        choose_for(config(actor=unknown), gpus=gpus(1), shape=QWEN3_06B)
+        resolve_job_for(config(actor=unknown), gpus=gpus(1), shape=QWEN3_06B)
 
 
 def test_gpus_that_a_torch_without_cuda_cannot_use_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +249,7 @@ def test_gpus_that_a_torch_without_cuda_cannot_use_are_named(monkeypatch: pytest
         supervised_job = SupervisedJobConfig(trainer=TrainingConfig(device=device))
         for listed, is_named in (("0,1", True), ("", False), ("-1", False), ("NoDevFiles", False)):
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
-            for choice in (choose_settings(job), choose_supervised(supervised_job)):
+            for choice in (resolve_job(job), resolve_supervised(supervised_job)):
                 *warnings, chosen = choice.lines()
                 assert chosen.startswith("chosen for the CPU")
                 assert len(warnings) == (is_named and device == "auto")
@@ -260,13 +261,13 @@ def seven_b(**sections: Any) -> JobConfig:
 
 
 def test_7b_on_two_gpus_fits_side_by_side() -> None:
-    choice = choose_for(seven_b(), gpus=gpus(2), shape=QWEN2_7B, host_bytes=0)
+    choice = resolve_job_for(seven_b(), gpus=gpus(2), shape=QWEN2_7B, host_bytes=0)
     assert choice.config.trainer.take_turns == "never"
     assert choice.gpu_bytes == choice.rank_bytes + choice.server_bytes < 140 * GIB
 
 
 def test_7b_on_one_gpu_takes_turns_and_moves_the_optimizer() -> None:
-    choice = choose_for(seven_b(), gpus=gpus(1), shape=QWEN2_7B, host_bytes=200 * GIB)
+    choice = resolve_job_for(seven_b(), gpus=gpus(1), shape=QWEN2_7B, host_bytes=200 * GIB)
     assert choice.config.trainer.take_turns == "both"
     assert choice.config.actor.gradient_checkpointing is True
     assert "expect" not in choice.memory
@@ -280,16 +281,16 @@ def test_7b_on_one_gpu_takes_turns_and_moves_the_optimizer() -> None:
 
 def test_turns_that_host_memory_cannot_hold_are_refused() -> None:
     with pytest.raises(InputError, match=r"85\.1 GiB of host memory, and 81\.0 GiB can be used.*actor\.lora\.rank=16"):
-        choose_for(seven_b(), gpus=gpus(1), shape=QWEN2_7B, host_bytes=90 * GIB)
+        resolve_job_for(seven_b(), gpus=gpus(1), shape=QWEN2_7B, host_bytes=90 * GIB)
     # A checkpoint in the background copies weights and optimizer states as well.
     saving = seven_b(trainer=TrainerConfig(save_freq=10))
     with pytest.raises(InputError, match=r"184\.4 GiB of host memory"):
-        choose_for(saving, gpus=gpus(1), shape=QWEN2_7B, host_bytes=200 * GIB)
+        resolve_job_for(saving, gpus=gpus(1), shape=QWEN2_7B, host_bytes=200 * GIB)
 
 
 def test_turns_by_hand() -> None:
     """Servers that sleep leave the trainer room; those that get adapters alone keep their weights in host memory."""
-    asleep = choose_for(
+    asleep = resolve_job_for(
         seven_b(trainer=TrainerConfig(take_turns="servers")), gpus=gpus(2), shape=QWEN2_7B, host_bytes=0
     )
     assert asleep.config.batch.token_budget == 16384
@@ -300,7 +301,7 @@ def test_turns_by_hand() -> None:
         rollout=RolloutConfig(max_lora_rank=16),
         trainer=TrainerConfig(take_turns="servers"),
     )
-    choice = choose_for(adapters, gpus=gpus(2), shape=QWEN2_7B, host_bytes=100 * GIB)
+    choice = resolve_job_for(adapters, gpus=gpus(2), shape=QWEN2_7B, host_bytes=100 * GIB)
     assert choice.host_bytes == pytest.approx(2 * 2 * 7.616e9, rel=1e-3)
     assert "the servers' weights wait in host memory" in choice.memory
 
@@ -320,7 +321,7 @@ def test_turns_are_the_last_resort_and_fit(number: int, gib: int, stage: Any, ho
         trainer = TrainerConfig(take_turns=turns)
         job = config(actor=EngineConfig(zero=ZeroConfig(stage=stage)), trainer=trainer)
         try:
-            return choose_for(job, gpus=gpus(number, gib), shape=shape, host_bytes=host_gib * GIB)
+            return resolve_job_for(job, gpus=gpus(number, gib), shape=shape, host_bytes=host_gib * GIB)
         except InputError:
             return None
 
@@ -343,10 +344,10 @@ def test_turns_need_servers_on_the_ranks_gpus() -> None:
     with pytest.raises(ValueError, match="take_turns is both; allowed: never, or null, with colocate=false"):
         TrainerConfig(take_turns="both", colocate=False)
     assert TrainerConfig(take_turns="both", ray_address="auto").takes_turns
-    apart = choose_for(config(trainer=TrainerConfig(colocate=False)), gpus=gpus(2), shape=QWEN3_06B)
+    apart = resolve_job_for(config(trainer=TrainerConfig(colocate=False)), gpus=gpus(2), shape=QWEN3_06B)
     assert apart.config.trainer.take_turns == "never"
     assert apart.reasons["trainer.take_turns"] == "no server shares a GPU with a rank"
-    assert choose_for(config(), gpus=(), shape=None).config.trainer.take_turns == "never"
+    assert resolve_job_for(config(), gpus=(), shape=None).config.trainer.take_turns == "never"
 
 
 class WithCritic(JobConfig):
@@ -363,9 +364,9 @@ class WithOwnRanks(WithCritic):
 
 def test_a_critic_needs_memory_or_gpus_of_its_own() -> None:
     sections = {f.name: getattr(config(), f.name) for f in dataclasses.fields(config())}
-    alone = choose_for(config(), gpus=gpus(2), shape=QWEN3_06B)
-    shared = choose_for(WithCritic(**sections), gpus=gpus(2), shape=QWEN3_06B)
-    apart = choose_for(WithOwnRanks(**sections), gpus=gpus(2), shape=QWEN3_06B)
+    alone = resolve_job_for(config(), gpus=gpus(2), shape=QWEN3_06B)
+    shared = resolve_job_for(WithCritic(**sections), gpus=gpus(2), shape=QWEN3_06B)
+    apart = resolve_job_for(WithOwnRanks(**sections), gpus=gpus(2), shape=QWEN3_06B)
     assert shared.config.trainer.num_ranks == 2
     assert apart.config.trainer.num_ranks == 1
     assert apart.config.rollout.num_servers == 2
@@ -418,7 +419,7 @@ def test_given_settings_win_and_the_plan_fits(
         batch=BatchConfig(train_batch_size=64, mini_batch_size=32, **sections.get("batch", {})),
     )
     try:
-        choice = choose_for(job, gpus=gpus(number, gib), shape=shape if number else None)
+        choice = resolve_job_for(job, gpus=gpus(number, gib), shape=shape if number else None)
     except InputError:
         assert shape is QWEN2_7B or gib == 16
         return
@@ -445,22 +446,22 @@ def supervised(**sections: Any) -> SupervisedJobConfig:
     ("number", "gib", "recompute", "budget"), [(1, 140, False, 16384), (2, 20, False, 8192), (2, 14, True, 16384)]
 )
 def test_supervised_training_gets_all_gpus(number: int, gib: float, recompute: bool, budget: int) -> None:
-    choice = choose_supervised_for(supervised(), gpus=gpus(number, gib), shape=QWEN3_06B)
+    choice = resolve_supervised_for(supervised(), gpus=gpus(number, gib), shape=QWEN3_06B)
     chosen = choice.config
     assert chosen.trainer.num_ranks == number
     assert (chosen.engine.compile, chosen.engine.gradient_checkpointing) == (True, recompute)
     assert chosen.token_budget == budget
     assert choice.rank_bytes <= gib * GIB
     by_hand = supervised(trainer=TrainingConfig(num_ranks=1), engine=EngineConfig(compile=False), micro_batch_size=2)
-    kept = choose_supervised_for(by_hand, gpus=gpus(number, gib), shape=QWEN3_06B).config
+    kept = resolve_supervised_for(by_hand, gpus=gpus(number, gib), shape=QWEN3_06B).config
     assert (kept.trainer.num_ranks, kept.engine.compile, kept.token_budget) == (1, False, None)
 
 
 def test_supervised_training_says_what_does_not_fit() -> None:
     with pytest.raises(InputError, match=r"model.path: weights, gradients and optimizer states of a rank take"):
-        choose_supervised_for(supervised(), gpus=gpus(1, 80.0), shape=QWEN2_7B)
+        resolve_supervised_for(supervised(), gpus=gpus(1, 80.0), shape=QWEN2_7B)
     adapters = supervised(engine=EngineConfig(lora=LoraConfig()))
-    choice = choose_supervised_for(adapters, gpus=gpus(1, 24.0), shape=QWEN2_7B)
+    choice = resolve_supervised_for(adapters, gpus=gpus(1, 24.0), shape=QWEN2_7B)
     assert choice.config.engine.gradient_checkpointing
     assert "memory of a GPU" in choice.lines()[1]
 
@@ -475,7 +476,7 @@ def test_supervised_training_says_what_does_not_fit() -> None:
     ],
 )
 def test_the_learning_rate_suits_the_model(sections: dict[str, Any], rate: float, why: str | None) -> None:
-    choice = choose_supervised_for(supervised(**sections), gpus=(), shape=None)
+    choice = resolve_supervised_for(supervised(**sections), gpus=(), shape=None)
     assert choice.config.supervised.optim.lr == rate
     assert choice.reasons.get("supervised.optim.lr") == why
     assert (f"supervised.optim.lr={rate}" in choice.lines()[0]) == (why is not None)
@@ -483,12 +484,12 @@ def test_the_learning_rate_suits_the_model(sections: dict[str, Any], rate: float
 
 def test_a_warm_start_gets_a_learning_rate_too() -> None:
     with_steps = config(model=ModelConfig(), warm_start=SupervisedConfig(steps=3))
-    assert choose_for(with_steps, gpus=(), shape=None).config.warm_start.optim.lr == 2e-3
-    assert choose_for(config(model=ModelConfig()), gpus=(), shape=None).config.warm_start.optim.lr is None
+    assert resolve_job_for(with_steps, gpus=(), shape=None).config.warm_start.optim.lr == 2e-3
+    assert resolve_job_for(config(model=ModelConfig()), gpus=(), shape=None).config.warm_start.optim.lr is None
 
 
 def test_the_built_in_model_needs_no_plan_on_a_gpu() -> None:
-    choice = choose_for(config(model=ModelConfig()), gpus=gpus(2), shape=None)
+    choice = resolve_job_for(config(model=ModelConfig()), gpus=gpus(2), shape=None)
     assert (choice.config.trainer.num_ranks, choice.config.actor.compile) == (2, False)
     assert choice.memory == ""
 
@@ -510,7 +511,7 @@ def test_memory_that_the_driver_reserves_is_not_free_for_the_plan() -> None:
     found = known_gpus(machine_gpus.parse_gpus(text))
     assert {index: gpu.free_bytes // 2**20 for index, gpu in found.items()} == {0: 11264, 1: 11878}
     assert {gpu.total_bytes // 2**20 for gpu in found.values()} == {143771}
-    choice = choose_for(config(model=ModelConfig()), gpus=(found[0],), shape=None)
+    choice = resolve_job_for(config(model=ModelConfig()), gpus=(found[0],), shape=None)
     assert choice.devices == "1 x NVIDIA H200 (11 GiB free)"
 
 
@@ -520,7 +521,7 @@ def test_gpus_before_ampere_get_float16_and_sdpa(kind: Any) -> None:
     for capability in ((7, 5), (7, 0), (8, 0), (9, 0), None):
         cards = tuple(replace(gpu, capability=capability) for gpu in gpus(2))
         job = kind()
-        choose: Any = choose_for if isinstance(job, JobConfig) else choose_supervised_for
+        choose: Any = resolve_job_for if isinstance(job, JobConfig) else resolve_supervised_for
         choice = choose(job, gpus=cards, shape=QWEN3_06B)
         engine = choice.config.actor if isinstance(job, JobConfig) else choice.config.engine
         is_old = capability is not None and capability < (8, 0)
@@ -539,8 +540,8 @@ def test_gpus_before_ampere_get_float16_and_sdpa(kind: Any) -> None:
 def test_the_memory_plan_counts_a_reward_model_on_the_ranks(stage: Any, share: float) -> None:
     """Its bf16 weights beside the actor's; a vector takes the place of the LM head."""
     job = config(reward=ScoringConfig(model="folder"), actor=EngineConfig(zero=ZeroConfig(stage=stage)))
-    without = choose_for(job, gpus=gpus(2), shape=QWEN3_06B)
-    counted = choose_for(job, gpus=gpus(2), shape=QWEN3_06B, frozen_shapes={"reward.model": QWEN2_7B})
+    without = resolve_job_for(job, gpus=gpus(2), shape=QWEN3_06B)
+    counted = resolve_job_for(job, gpus=gpus(2), shape=QWEN3_06B, frozen_shapes={"reward.model": QWEN2_7B})
     num_weights = sum(weight.size for weight in QWEN2_7B.weights("value"))
     assert counted.rank_bytes - without.rank_bytes == pytest.approx(2 * num_weights * share, rel=0.03)
 
@@ -552,7 +553,7 @@ def test_a_reward_model_waits_in_host_memory_where_the_reference_does() -> None:
         actor=EngineConfig(gradient_checkpointing=True, zero=ZeroConfig(stage=3)),
     )
     without, counted = (
-        choose_for(job, gpus=gpus(2), shape=QWEN3_06B, host_bytes=500 * GIB, frozen_shapes={"reward.model": shape})
+        resolve_job_for(job, gpus=gpus(2), shape=QWEN3_06B, host_bytes=500 * GIB, frozen_shapes={"reward.model": shape})
         for shape in (None, QWEN2_7B)
     )
     grown = counted.rank_bytes - without.rank_bytes
@@ -581,8 +582,8 @@ def test_the_memory_plan_counts_a_teacher_on_the_ranks(stage: Any, share: float,
         actor=EngineConfig(gradient_checkpointing=True, zero=ZeroConfig(stage=stage)),
         teacher=TeacherConfig(model="folder", on="ranks", signal=signal),
     )
-    without = choose_for(job, gpus=gpus(2), shape=QWEN3_06B)
-    counted = choose_for(job, gpus=gpus(2), shape=QWEN3_06B, frozen_shapes={"teacher.model": QWEN2_7B})
+    without = resolve_job_for(job, gpus=gpus(2), shape=QWEN3_06B)
+    counted = resolve_job_for(job, gpus=gpus(2), shape=QWEN3_06B, frozen_shapes={"teacher.model": QWEN2_7B})
     expected = 2 * sum(weight.size for weight in QWEN2_7B.weights()) * share
     if signal == "full":
         expected += 2 * QWEN2_7B.hidden * (4096 + (QWEN2_7B.vocab if stage == 3 else 0))

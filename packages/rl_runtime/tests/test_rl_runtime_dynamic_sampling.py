@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from rl_core import DynamicSelection
 from rl_data import PromptSampler
-from rl_runtime.app.job_config import JobConfig
 from rl_runtime.errors import RolloutFailed
+from rl_runtime.job_config import JobConfig
 from rl_runtime.rollout.config import DynamicSamplingConfig, EpisodeConfig, OversamplingConfig
 from rl_runtime.rollout.dynamic_sampling import num_replacements
 from rl_runtime.rollout.phase import RolloutPhase

@@ -15,9 +15,9 @@ from rl_data import DataConfig, DataError, PromptSampler, build_tiny_model
 from rl_runtime import InputError, JobConfig, ModelConfig, SupervisedConfig
 from rl_runtime.app.inputs import describe_repeats, load_ahead, log_lines
 from rl_runtime.app.run import _repeats
-from rl_runtime.app.supervised_job_config import SupervisedJobConfig
 from rl_runtime.app.supervised_run import _describe, _load
-from rl_runtime.app.task_config import TaskSize
+from rl_runtime.config import TaskSize
+from rl_runtime.supervised_job_config import SupervisedJobConfig
 from rl_runtime.training.supervised_config import FineTuningConfig
 
 PLAIN = "warning: messages are rendered as plain text, the content of each and a line break, without roles"

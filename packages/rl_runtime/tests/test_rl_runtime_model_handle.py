@@ -21,10 +21,10 @@ from ds_engine import EngineConfig, LossOutput, StepStats, TokenOutputs
 from rl_core import BatchConfig, pack
 from rl_data import Demonstration, Prompt
 from rl_runtime.app.job import job_layout
-from rl_runtime.app.job_config import JobConfig
 from rl_runtime.config import TrainerConfig
 from rl_runtime.errors import DivergedError, InputError
 from rl_runtime.experience import Experience, ExperienceBatch
+from rl_runtime.job_config import JobConfig
 from rl_runtime.ranks import train_batch as train_batch_module
 from rl_runtime.ranks.model_handle import ModelHandle, SkippedUpdates, WithoutAdapters, run_concurrently
 from rl_runtime.ranks.train_batch import TrainBatch

@@ -17,8 +17,8 @@ from ds_engine import TokenOutputs
 from plinth_testing import random_model, tiny_config
 from rl_core import mismatch_metrics, pack
 from rl_data import Prompt
-from rl_runtime.app.job_config import JobConfig
 from rl_runtime.experience import Experience, ExperienceBatch
+from rl_runtime.job_config import JobConfig
 from rl_runtime.rollout.config import DynamicSamplingConfig, OversamplingConfig
 from rl_runtime.training.metrics import mismatch
 from rl_runtime.training.off_policy import (

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_runtime.app import preflight
-from rl_runtime.app.preflight import check_transport
 from rl_runtime.errors import InputError
+from rl_runtime.launch import servers
 from rl_runtime.launch.placement import Node, Placement, Slot
+from rl_runtime.launch.servers import check_transport
 from rollout_vllm import RolloutConfig
 from weight_sync import SyncConfig
 
@@ -29,7 +29,7 @@ def test_servers_that_the_run_starts(nodes: list[str], transport: str, on_gpu: b
     placement = placed(*nodes, rank_node="a", on_gpu=on_gpu)
     far = [index for index, node in enumerate(nodes) if node != "a"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preflight, "cluster_nodes", lambda: (Node(node_id="a"), Node(node_id="b")))
+        patch.setattr(servers, "cluster_nodes", lambda: (Node(node_id="a"), Node(node_id="b")))
         if transport in ("ipc", "nccl") and not on_gpu:
             expected = f"^sync.transport: '{transport}' given, but the trainer's tensors are on the CPU"
         elif transport in ("shm", "ipc") and far:
@@ -50,7 +50,7 @@ def test_existing_servers_of_this_host_and_of_another() -> None:
 
 
 def test_existing_servers_are_judged_from_the_host_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "cluster_nodes", lambda: (Node(node_id="driver"), Node(node_id="gpus")))
+    monkeypatch.setattr(servers, "cluster_nodes", lambda: (Node(node_id="driver"), Node(node_id="gpus")))
     sync, rollout = SyncConfig(transport="shm"), RolloutConfig(urls=(THERE,))
     check_transport(sync, rollout, placed(rank_node="gpus"))  # the first push looks from there
     with pytest.raises(InputError, match="is on another host"):

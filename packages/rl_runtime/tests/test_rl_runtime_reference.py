@@ -11,7 +11,7 @@ import pytest
 from ds_engine import EngineConfig, LoraConfig
 from plinth_testing import write_tiny_model
 from rl_runtime.app.job import Job
-from rl_runtime.app.job_config import JobConfig
+from rl_runtime.job_config import JobConfig
 from rl_runtime.ranks.model_handle import ModelHandle, WithoutAdapters
 
 

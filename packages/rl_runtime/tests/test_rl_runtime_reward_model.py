@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from plinth_testing import make_classifier
 from rl_data import build_tiny_model
-from rl_runtime.app.job_config import JobConfig
 from rl_runtime.app.reward_model import check_reward_model
 from rl_runtime.config import ModelConfig
 from rl_runtime.errors import InputError, RolloutFailed
 from rl_runtime.experience import Experience
+from rl_runtime.job_config import JobConfig
 from rl_runtime.rollout.config import DynamicSamplingConfig, EpisodeConfig
 from rl_runtime.rollout.scoring import Scorer, rewards_of_rows
 from rl_runtime.rollout.scoring_config import RewardTermConfig, ScoringConfig

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rl_runtime.app.job_config import JobConfig
 from rl_runtime.errors import RolloutFailed
+from rl_runtime.job_config import JobConfig
 from rl_runtime.rollout.scoring import Scorer
 from rl_runtime.rollout.scoring_config import ScoringConfig
 from rollout_vllm import (

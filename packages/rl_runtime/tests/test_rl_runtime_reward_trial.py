@@ -10,9 +10,9 @@ import pytest
 
 from rl_data import DataConfig, Prompt, build_tiny_model
 from rl_runtime import InputError, ModelConfig, SupervisedConfig
-from rl_runtime.app.inputs import load_ahead
-from rl_runtime.app.preflight import check_first_prompts, policy_tokenizer
-from rl_runtime.app.task_config import TaskSize
+from rl_runtime.app.first_prompts import check_first_prompts
+from rl_runtime.app.inputs import load_ahead, policy_tokenizer
+from rl_runtime.config import TaskSize
 from rl_runtime.rollout.config import EpisodeConfig
 from rl_runtime.rollout.reward_trial import has_functions, try_rewards
 from rl_runtime.rollout.scoring import load_reward

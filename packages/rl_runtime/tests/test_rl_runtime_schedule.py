@@ -22,10 +22,10 @@ from hypothesis.stateful import (
 )
 
 from rl_data import Prompt, PromptSampler
-from rl_runtime.app.job_config import JobConfig
 from rl_runtime.config import TrainerConfig
 from rl_runtime.errors import InputError, RolloutFailed
 from rl_runtime.experience import Experience
+from rl_runtime.job_config import JobConfig
 from rl_runtime.rollout import ahead as ahead_module
 from rl_runtime.rollout.ahead import RolloutsAhead
 from rl_runtime.rollout.config import DynamicSamplingConfig, OversamplingConfig

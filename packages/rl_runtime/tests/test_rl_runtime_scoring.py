@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from rl_data import make_reward
-from rl_runtime.app.preflight import check_functions
+from rl_runtime.app.first_prompts import check_functions
 from rl_runtime.errors import InputError
 from rl_runtime.experience import Experience, ExperienceBatch
 from rl_runtime.rollout.config import EpisodeConfig

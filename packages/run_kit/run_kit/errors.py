@@ -10,7 +10,8 @@ Errors that are also ValueErrors are user errors: `run_cli` prints them as one `
 """
 
 from dataclasses import dataclass
-from typing import Any
+
+from plinth_base.errors import PlinthError
 
 OWN_PACKAGES = (
     "plinth_base",
@@ -30,7 +31,7 @@ OWN_PACKAGES = (
 _MAX_MESSAGE = 1_000  # a message that repeats a value of any length is still readable
 
 
-class RunKitError(Exception):
+class RunKitError(PlinthError):
     """Base class of this package's errors."""
 
 
@@ -62,17 +63,14 @@ class ConfigError(RunKitError, ValueError):
             problems = ConfigProblem(path="", message=problems)
         if isinstance(problems, ConfigProblem):
             problems = (problems,)
+        super().__init__()
         self.problems: tuple[ConfigProblem, ...] = tuple(problems)
-        super().__init__(self.problems)
 
     def __str__(self) -> str:
         if len(self.problems) == 1:
             return str(self.problems[0])
         lines = "\n".join(f"  {problem}" for problem in self.problems)
         return f"{len(self.problems)} problems in the configuration\n{lines}"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (type(self), (self.problems,))
 
 
 class TrackingError(RunKitError, ValueError):

@@ -1,4 +1,4 @@
-"""Exceptions of this package. All of them can be pickled.
+"""Exceptions of this package.
 
 WeightSyncError
 ├── SyncConfigError (ValueError)      a setting is wrong, or the transport cannot work here
@@ -7,10 +7,15 @@ WeightSyncError
 ├── ServerError                       a control call to a server failed or got no answer
 ├── ReceiverError                     a worker inside a server rejected a tensor; names the tensor
 └── ChannelError                      the connection between pusher and worker broke
+
+All of them are PlinthErrors: errors about a setting carry `field`, `value`, `allowed` and `remedy`, and all pickle with
+their attributes.
 """
 
+from plinth_base.errors import PlinthError
 
-class WeightSyncError(Exception):
+
+class WeightSyncError(PlinthError):
     """A sync failed. After a failed push the servers stay paused; the next successful push resumes them."""
 
 
@@ -34,7 +39,7 @@ class ServerError(WeightSyncError):
     """
 
     def __init__(self, url: str, step: str, status: int, detail: str) -> None:
-        super().__init__(url, step, status, detail)
+        super().__init__(detail)
         self.url, self.step, self.status, self.detail = url, step, status, detail
 
     def __str__(self) -> str:
@@ -50,7 +55,7 @@ class ReceiverError(WeightSyncError):
     """
 
     def __init__(self, kind: str, tensor: str, detail: str, where: str = "") -> None:
-        super().__init__(kind, tensor, detail, where)
+        super().__init__(detail)
         self.kind, self.tensor, self.detail, self.where = kind, tensor, detail, where
 
     def __str__(self) -> str:

@@ -7,8 +7,8 @@ from typing import NoReturn, TypeVar
 
 from run_kit import run_cli
 
-from .job_config import JobConfig
-from .supervised_job_config import SupervisedJobConfig
+from ..job_config import JobConfig
+from ..supervised_job_config import SupervisedJobConfig
 
 AppConfigT = TypeVar("AppConfigT", bound=JobConfig | SupervisedJobConfig)
 

@@ -20,8 +20,8 @@ from ds_engine.deepspeed_keys import OWNED
 from run_kit import ConfigError, load_config
 
 from ..errors import InputError
-from .job_config import JobConfig
-from .supervised_job_config import PreferenceJobConfig, SupervisedJobConfig
+from ..job_config import JobConfig
+from ..supervised_job_config import PreferenceJobConfig, SupervisedJobConfig
 
 AppName = Literal["grpo", "ppo", "distill", "sft", "dpo", "reward"]
 Kind = Literal["mapped", "not needed", "refused"]

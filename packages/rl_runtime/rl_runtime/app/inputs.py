@@ -1,7 +1,8 @@
-"""Loads the inputs of a run: model folder, tokenizer, prompts, demonstrations. Writes the built-in ones first."""
+"""Checks and loads the inputs of a run: model folder, tokenizer, prompts, examples. Writes the built-in ones first."""
 
+import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,8 +13,13 @@ from rl_data import (
     DataError,
     Demonstration,
     Prompt,
+    Reward,
     TaskFiles,
     build_tiny_model,
+    check_demonstrations,
+    check_files,
+    check_model_folder,
+    check_preferences,
     find_model_folder,
     load_demonstrations,
     load_labeled,
@@ -23,13 +29,14 @@ from rl_data import (
     write_task,
 )
 from rl_data.rendering import uses_chat_template
-from rollout_vllm import ChatFormat
+from rl_data.tasks.tiny_model import build_tiny_tokenizer
+from rollout_vllm import ChatFormat, SamplingConfig
 
-from ..config import BUILTIN_MODEL, ModelConfig
-from ..errors import InputError
+from ..config import BUILTIN_MODEL, ModelConfig, TaskSize
+from ..errors import InputError, naming_key
+from ..supervised_job_config import ExampleKind
+from ..training.engines import check_optimizer_steps
 from ..training.supervised_config import SupervisedConfig
-from .supervised_job_config import ExampleKind
-from .task_config import TaskSize
 
 INITIAL_MODEL, TASK = "initial_model", "task"
 """Folders of a run with the built-in model and its task."""
@@ -195,3 +202,105 @@ def chat_format(tokenizer: Any, data: DataConfig) -> ChatFormat:
     """How the turns of a conversation become tokens, as in the prompts of `load_prompts`."""
     with_template = uses_chat_template(tokenizer, data)
     return ChatFormat(tokenizer, with_template=with_template, template_kwargs=data.chat_template_kwargs)
+
+
+def policy_tokenizer(model: ModelConfig) -> Any:
+    """The tokenizer of the policy, before a run has written the built-in one. Raises InputError."""
+    if model.path == BUILTIN_MODEL:
+        return build_tiny_tokenizer()
+    with naming_key("model.path"):
+        return load_tokenizer(find_model_folder(model.path))
+
+
+def check_prompt_files(model: ModelConfig, data: DataConfig, *, rewards: Sequence[Reward] | None = None) -> None:
+    """Checks the model folder and every row of the prompt files, with `rewards` as `rl_data.check_files` takes them.
+
+    Raises InputError, naming the key and the file or folder.
+    """
+    if model.path != BUILTIN_MODEL:
+        with naming_key("model.path"):
+            check_model_folder(find_model_folder(model.path))
+    elif data.train or data.val:
+        raise InputError(
+            f"model.path is {BUILTIN_MODEL}, whose vocabulary knows the built-in task only; "
+            "give model.path=<Hugging Face folder> with data.train and data.val"
+        )
+    for key, files in (("data.train", data.train), ("data.val", data.val)):
+        with naming_key(key):
+            check_files(files, data, rewards=rewards)
+
+
+def check_train_prompts(model: ModelConfig, data: DataConfig) -> None:
+    """Raises InputError for a model of the user without training prompts: those of the built-in task are not for it."""
+    if model.path != BUILTIN_MODEL and not data.train:
+        raise InputError(
+            "data.train is empty: the built-in task belongs to the built-in model; give data.train=<parquet, JSON "
+            f"lines or CSV>, or train the built-in model: model.path={BUILTIN_MODEL}"
+        )
+
+
+def check_supervised(
+    model: ModelConfig,
+    data: DataConfig,
+    supervised: SupervisedConfig,
+    *,
+    section: str,
+    examples: ExampleKind = "demonstrations",
+) -> None:
+    """Checks the examples and the schedule of supervised steps; `section` is their configuration section.
+
+    Raises InputError.
+    """
+    if not supervised.trains:
+        return
+    if not supervised.files and (data.train or model.path != BUILTIN_MODEL):
+        what = "demonstrations" if examples == "demonstrations" else "preferences"
+        raise InputError(
+            f"{section}.files is empty: the built-in {what} belong to the built-in model; give "
+            f"{section}.files=<parquet, JSON lines or CSV>, or train the built-in model: model.path={BUILTIN_MODEL}"
+        )
+    for key in ("files", "val_files"):
+        files = getattr(supervised, key, ())
+        if files and model.path == BUILTIN_MODEL:
+            raise InputError(
+                f"{section}.{key} is given, but model.path is {BUILTIN_MODEL}, whose vocabulary knows its own task "
+                "only; give model.path=<Hugging Face folder>"
+            )
+        with naming_key(f"{section}.{key}"):
+            if examples == "demonstrations":
+                check_demonstrations(files)
+            else:
+                check_preferences(files, examples)
+    if supervised.steps:
+        check_optimizer_steps(supervised.optim, supervised.steps, section=section)
+
+
+def read_model_config(folder: Path, *, key: str = "model.path") -> dict[str, Any]:
+    """The config.json of a model folder. Raises InputError."""
+    with naming_key(key):
+        try:
+            settings: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise InputError(f"{key}: {folder / 'config.json'} is no JSON: {error}") from error
+    return settings
+
+
+def check_context(model: ModelConfig, samplings: Mapping[str, SamplingConfig]) -> None:
+    """Raises InputError if a response could fill the whole context of the model, so that no prompt fits.
+
+    Args:
+        samplings: configuration section -> sampling. Models whose positions are scaled (YaRN) are left to vLLM.
+    """
+    if model.path == BUILTIN_MODEL:
+        return
+    settings = read_model_config(find_model_folder(model.path))
+    rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+    most = settings.get("max_position_embeddings")
+    if not isinstance(most, int) or not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
+        return
+    for section, sampling in samplings.items():
+        if sampling.max_tokens >= most:
+            raise InputError(
+                f"{section}.max_tokens is {sampling.max_tokens}, but the model at {model.path} has {most} positions "
+                f"(max_position_embeddings) for prompt and response; allowed: at most {most - 1}"
+            )

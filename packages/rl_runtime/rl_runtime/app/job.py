@@ -12,30 +12,20 @@ from rl_core import BatchError, BatchLayout, batch_layout
 from rl_data import find_model_folder
 
 from ..errors import InputError
+from ..job_config import JobConfig
+from ..launch.cluster import check_cluster
+from ..launch.servers import check_adapters, check_lengths, check_servers
 from ..launch.session import Session, plan_session
 from ..ranks.environment import prepare_driver
 from ..ranks.model_handle import ModelHandle, Reference, WithoutAdapters
 from ..rollout.scoring import rewards_of_rows
 from ..training.checkpoints import Stateful
+from ..training.engines import check_architectures, check_engine, check_sequence_parallel
+from ..training.local_disks import check_local_disks
 from ..training.loop import Learn
 from ..training.reward_model import RewardModel
-from .inputs import load_ahead
-from .job_config import JobConfig
-from .preflight import (
-    check_adapters,
-    check_architectures,
-    check_cluster,
-    check_context,
-    check_engine,
-    check_first_prompts,
-    check_functions,
-    check_lengths,
-    check_prompt_files,
-    check_sequence_parallel,
-    check_servers,
-    check_supervised,
-    check_train_prompts,
-)
+from .first_prompts import check_first_prompts, check_functions
+from .inputs import check_context, check_prompt_files, check_supervised, check_train_prompts, load_ahead
 from .reward_model import check_reward_model, check_reward_ranks
 from .training_run import JobPlan, TrainingRun, plan_run
 
@@ -149,6 +139,7 @@ def check_job(config: JobConfig, engines: Mapping[str, tuple[EngineConfig, int]]
     check_adapters(config.actor, config.rollout, config.sync)
     check_servers(config.model, config.rollout, config.sync, config.trainer, placement)
     check_cluster(config.model, config.trainer, placement)
+    check_local_disks(config.trainer, placement)
     architectures += check_reward_ranks(config, placement)
     seed = config.trainer.seed
     inputs = load_ahead(config.model, config.data, config.warm_start, config.task, seed=seed)

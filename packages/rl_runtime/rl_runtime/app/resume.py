@@ -11,9 +11,8 @@ from ckpt import Checkpoint, CheckpointDamagedError, CheckpointManager, RemoteCh
 from ckpt.reader import CheckpointReader
 
 from ..config import TrainingConfig, is_url
-from ..errors import InputError
+from ..errors import InputError, naming_key
 from ..training.uploads import DOWNLOADS, WARM_START_MODEL, fetch_checkpoint, naming_storage, remote_run
-from .preflight import naming_key
 
 
 @dataclass(frozen=True, kw_only=True)

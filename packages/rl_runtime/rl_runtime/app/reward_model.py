@@ -1,17 +1,40 @@
-"""Checks of a reward model before any process starts; `Job.reward_model` builds it."""
+"""Checks of a model that scores the policy's token ids, and of reward models in particular, before anything starts."""
 
 from pathlib import Path
 from typing import Any
 
-from rl_data import find_model_folder
+from rl_data import DataError, check_model_folder, check_same_vocabulary, find_model_folder, load_tokenizer
 
 from ..config import ModelConfig
-from ..errors import InputError
+from ..errors import InputError, naming_key
+from ..job_config import JobConfig
+from ..launch.cluster import check_cluster
 from ..launch.placement import Placement
 from ..rollout.scoring import connect_service
 from ..rollout.scoring_config import ScoringConfig
-from .job_config import JobConfig
-from .preflight import check_architectures, check_cluster, load_scoring_model, read_model_config
+from ..training.engines import check_architectures
+from .inputs import policy_tokenizer, read_model_config
+
+
+def load_scoring_model(
+    key: str, name: str, policy: ModelConfig, *, need_weights: bool, remedy: str
+) -> tuple[Path, Any]:
+    """The folder and the tokenizer of a model that scores the token ids of the policy; `key` names it.
+
+    Raises InputError, with `remedy` at its end if the vocabulary is another one.
+    """
+    folder = find_model_folder(name)
+    with naming_key(key):
+        check_model_folder(folder, need_weights=need_weights)
+        theirs = load_tokenizer(folder)
+    try:
+        check_same_vocabulary(policy_tokenizer(policy), theirs)
+    except DataError as error:
+        raise InputError(
+            f"{key} is {name}, which cannot score the token ids of model.path ({policy.path}): {error} {remedy}"
+        ) from error
+    return folder, theirs
+
 
 _HEAD = "score.weight"
 """The head of transformers' sequence classifiers on causal models; shape [labels, hidden]."""

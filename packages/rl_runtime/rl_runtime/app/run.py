@@ -5,15 +5,17 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 
 from rl_data import PromptSampler
 from rollout_vllm import RolloutConfig
 from run_kit import StopRequest
 from run_kit.timing import Laps
 
+from ..job_config import JobConfig, JobConfigT
 from ..launch.session import open_session
 from ..ranks.model_handle import ModelHandle
+from ..resolve.job import divides
+from ..resolve.resolved import ResolvedConfig
 from ..rollout.ahead import RolloutsAhead
 from ..rollout.memory_turns import MemoryTurns, put_to_sleep, sleep_level
 from ..rollout.phase import RolloutPhase
@@ -26,39 +28,29 @@ from ..training.local_disks import LocalDisks
 from ..training.loop import LoopResult, Restart, TrainingLoop
 from ..training.reward_model import RewardModel
 from ..training.uploads import open_uploader
-from .choice import Choice
-from .choices import divides
 from .inputs import Inputs, chat_format, describe_repeats, load_inputs
 from .job import Algorithm, Job
-from .job_config import JobConfig, JobConfigT
 from .restarts import Restarts
-from .split import describe_split, measured_sides, propose_split
 from .training_run import JobPlan, end_stopped, open_run
 
 
-def run_job(
-    config: JobConfigT,
-    plan: JobPlan,
-    compose: Callable[[Job], Algorithm],
-    *,
-    choice: Choice[JobConfigT] | None = None,
-) -> None:
+def run_job(resolved: ResolvedConfig[JobConfigT], plan: JobPlan, compose: Callable[[Job], Algorithm]) -> None:
     """Runs the job into a new run folder: processes, engines, training loop, export, summary.
 
     SIGINT, SIGTERM and SIGUSR1 end it after the current step, with a checkpoint; a second one ends it at once.
 
     Args:
-        choice: the settings of `config` that were chosen, which are printed and explained in config.yaml.
+        resolved: the configuration, without open settings; those that were chosen are printed, and explained in
+            config.yaml.
 
     Raises:
         run_kit.RunStopped: a signal ended the run before its last step; the exit code is 128 + the signal.
     """
-    chosen = choice or Choice(config=config)
-    trainer = config.trainer
+    config, trainer = resolved.config, resolved.config.trainer
     start, stop = Laps(), StopRequest()
-    with open_run(chosen, num_steps=trainer.total_training_steps, resumed=plan.resume_from) as (run, tracker, memory):
+    with open_run(resolved, num_steps=trainer.total_training_steps, resumed=plan.resume_from) as (run, tracker, memory):
         tracker.info(f"run folder {run.path}; starting {config.trainer.rank_count} ranks and the servers")
-        for line in (*chosen.lines(), *plan.lines):
+        for line in (*resolved.lines(), *plan.lines):
             tracker.info(line)
         inputs = plan.inputs or load_inputs(
             config.model, config.data, config.warm_start, config.task, folder=run.path, seed=config.trainer.seed
@@ -94,8 +86,6 @@ def run_job(
                     local_disks=local_disks,
                 )
                 result = Restarts(job).attempts(partial(_run_attempt, compose=compose))
-                if line := _proposed_split(job):
-                    tracker.info(line)
             tracker.summary(result)  # ranks and servers are gone; uploads continue to the end of the outer block
         if stop.signal and result.stopped_after is not None:
             end_stopped(run, tracker, trainer, stop.signal, f"{result.stopped_after}")
@@ -149,22 +139,6 @@ def _train(job: Job, algorithm: Algorithm, reward_model: RewardModel | None, res
             reward_model=reward_model,
         )
         return loop.run(algorithm.learn, job.resumed, stop=job.stop, restart=restart)
-
-
-def _proposed_split(job: Job) -> str:
-    """How to divide the GPUs so that rollout and training run at the same time, in one line; empty if not faster."""
-    config, placement = job.config, job.session.placement
-    if not placement.on_gpu or config.rollout.urls or placement.num_gpus < 2 or placement.own_ranks:
-        return ""
-    per_server, staleness = config.rollout.tensor_parallel_size, config.trainer.max_staleness
-    sides = measured_sides(job.tracker.table, is_ahead=staleness > 0)
-    if sides is None:
-        return ""
-    train, gen = sides[0] * placement.num_ranks, sides[1] * len(placement.servers) * per_server
-    fits, num_gpus = partial(divides, config), placement.num_gpus
-    split = propose_split(train, gen, num_gpus=num_gpus, gpus_per_server=per_server, fits=fits)
-    step_s = median(job.tracker.table.series("timing_s/step")[1][1:])
-    return describe_split(split, step_s=step_s, max_staleness=staleness)
 
 
 def _rollout_config(config: JobConfig, run: Path) -> RolloutConfig:

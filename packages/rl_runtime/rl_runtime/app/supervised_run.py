@@ -16,29 +16,30 @@ from run_kit.timing import Laps
 
 from ..config import BUILTIN_MODEL
 from ..errors import InputError
+from ..launch.cluster import check_cluster
 from ..launch.session import open_rank_session, plan_ranks
 from ..ranks.environment import prepare_driver
-from ..training.local_disks import LocalDisks
+from ..resolve.resolved import ResolvedConfig
+from ..supervised_job_config import SupervisedJobConfig, SupervisedJobConfigT
+from ..training.engines import check_architectures, check_optimizer_steps, check_sequence_parallel, check_states
+from ..training.local_disks import LocalDisks, check_local_disks
 from ..training.loop import Restart
 from ..training.objective import Objective
 from ..training.supervised import sequences_in
 from ..training.supervised_loop import SupervisedLoop, SupervisedResult
 from ..training.uploads import open_uploader
-from .choice import Choice
-from .inputs import Inputs, describe_repeats, load_examples, load_inputs, log_lines
-from .preflight import (
-    check_architectures,
-    check_cluster,
-    check_optimizer_steps,
+from .inputs import (
+    Inputs,
     check_prompt_files,
-    check_sequence_parallel,
-    check_states,
     check_supervised,
+    describe_repeats,
+    load_examples,
+    load_inputs,
+    log_lines,
     read_model_config,
 )
 from .restarts import Restarts
 from .resume import check_steps_left
-from .supervised_job_config import SupervisedJobConfig, SupervisedJobConfigT
 from .training_run import JobPlan, TrainingRun, end_stopped, open_run, plan_run
 
 T = TypeVar("T")
@@ -95,6 +96,7 @@ def check_run(config: SupervisedJobConfig, *, head: Head = "lm") -> SupervisedPl
     tried = {"engine": engine}
     architectures = check_architectures(config.model, tried, on_gpu=placement.on_gpu, value_heads=value_heads)
     check_cluster(config.model, trainer, placement)
+    check_local_disks(trainer, placement)
     examples = None if config.model.path == BUILTIN_MODEL else _load(config, Path())
     plan = plan_run(config, placement, architectures)
     if examples is not None:
@@ -103,11 +105,10 @@ def check_run(config: SupervisedJobConfig, *, head: Head = "lm") -> SupervisedPl
 
 
 def run_supervised(
-    config: SupervisedJobConfigT,
+    resolved: ResolvedConfig[SupervisedJobConfigT],
     plan: SupervisedPlan,
     compose: Callable[[SupervisedRun], Objective],
     *,
-    choice: Choice[SupervisedJobConfigT],
     head: Head = "lm",
 ) -> None:
     """Trains into a new run folder, and writes the model to `<run folder>/model`.
@@ -122,10 +123,11 @@ def run_supervised(
     Raises:
         run_kit.RunStopped: a signal ended the run before its last step; the exit code is 128 + the signal.
     """
-    trainer, stop, start = config.trainer, StopRequest(), Laps()
-    with open_run(choice, num_steps=config.supervised.steps, resumed=plan.resume_from) as (run, tracker, memory):
+    config, trainer = resolved.config, resolved.config.trainer
+    stop, start = StopRequest(), Laps()
+    with open_run(resolved, num_steps=config.supervised.steps, resumed=plan.resume_from) as (run, tracker, memory):
         tracker.info(f"run folder {run.path}; starting {trainer.rank_count} ranks")
-        for line in (*choice.lines(), *plan.lines):
+        for line in (*resolved.lines(), *plan.lines):
             tracker.info(line)
         examples = plan.examples or _load(config, run.path)
         num_train = len(examples.train)

@@ -18,14 +18,16 @@ from rollout_vllm import (
 
 from ..config import BUILTIN_MODEL, ModelConfig
 from ..errors import InputError
+from ..job_config import JobConfig
 from ..launch.placement import Placement
 from ..launch.server_keys import naming_servers
 from ..rollout.watched_servers import WatchedServers
+from ..training.engines import check_architectures
 from ..training.teacher import RankTeacher, ServerTeacher
 from ..training.teacher_config import TeacherConfig
+from .inputs import read_model_config
 from .job import Job
-from .job_config import JobConfig
-from .preflight import check_architectures, load_scoring_model, read_model_config
+from .reward_model import load_scoring_model
 
 
 def check_teacher(config: JobConfig, teacher: TeacherConfig, placement: Placement) -> None:

@@ -24,6 +24,7 @@ from ..config import TrainedModel, TrainingConfig
 from ..launch.placement import Placement
 from ..launch.session import RankSession
 from ..ranks.model_handle import ModelHandle
+from ..resolve.resolved import ResolvedConfig
 from ..training.checkpoints import RunCheckpoints, Stateful
 from ..training.ledger import SampleLedger
 from ..training.local_disks import LocalDisks
@@ -31,7 +32,6 @@ from ..training.record import RunRecord
 from ..training.supervised import train_supervised
 from ..training.supervised_config import SupervisedConfig
 from ..training.uploads import WARM_START_MODEL, check_checkpoint_url, remote_run
-from .choice import Choice
 from .inputs import Inputs
 from .resume import find_checkpoint
 
@@ -176,20 +176,20 @@ class TrainingRun:
 
 @contextmanager
 def open_run(
-    choice: Choice[Any], *, num_steps: int, resumed: Checkpoint | None
+    resolved: ResolvedConfig[Any], *, num_steps: int, resumed: Checkpoint | None
 ) -> Iterator[tuple[RunFolder, Tracker, MemorySampler]]:
     """A new run folder, what writes into it, and the memory of this process, which computes on one thread.
 
     An error that ends the run gets the command that resumes it, if there is a checkpoint.
     """
-    config: AppConfig = choice.config
+    config: AppConfig = resolved.config
     trainer = config.trainer
     run = RunFolder.create(trainer.output_dir, trainer.experiment, private=trainer.private_output)
     former = None if resumed is None else resumed.path.parents[1]
     with (
         _one_thread(),
         MemorySampler(interval_s=config.tracking.memory_interval_s) as memory,
-        Tracker(run, config, num_steps=num_steps, comment=choice.comment(), resumes=former) as tracker,
+        Tracker(run, config, num_steps=num_steps, comment=resolved.comment(), resumes=former) as tracker,
     ):
         try:
             yield run, tracker, memory

@@ -24,9 +24,11 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from rl_data import find_model_folder
 from rollout_vllm import ServerSeat
 from run_kit.machine import gpus
 
+from ..config import BUILTIN_MODEL, ModelConfig, TrainingConfig
 from ..errors import InputError, PlacementError, RankLost
 from ..ranks.environment import GpuId, python_path
 from ..ranks.worker_group import Seat
@@ -285,6 +287,24 @@ def check_nodes(
                 f"{key}: {model_folder} {what} on Ray node {report.address}; the model folder must be the same on "
                 "every node that runs ranks or servers, for example on a shared file system"
             )
+
+
+def check_cluster(
+    model: ModelConfig, trainer: TrainingConfig, placement: Placement, *, key: str = "model.path"
+) -> None:
+    """Looks at every node of the cluster that the placement uses; does nothing without a cluster. `key`: the model's.
+
+    Raises:
+        InputError: a node does not answer, has other packages or another model folder, or does not share
+            `trainer.output_dir`.
+    """
+    if trainer.ray_address is None:
+        return
+    folder = None if model.path == BUILTIN_MODEL else str(find_model_folder(model.path))
+    shared = None if trainer.local_disks else Path(trainer.output_dir).absolute()
+    nodes = [node for node in cluster_nodes() if node.node_id in placement.nodes]
+    reports = read_nodes(nodes, model_folder=folder, shared_folder=shared)
+    check_nodes(list(reports.values()), model_folder=folder, shared_folder=shared, key=key)
 
 
 # ------------------------------------------------------------- reservation

@@ -8,7 +8,8 @@ from ckpt import Checkpoint, HostCheckpoints, RemoteCheckpoints
 
 from ..config import TrainingConfig
 from ..errors import InputError
-from ..launch.cluster import call_on_nodes
+from ..launch.cluster import call_on_nodes, cluster_nodes
+from ..launch.placement import Placement
 from .uploads import fetch_checkpoint, naming_storage, remote_run, retention, source_of
 
 
@@ -56,7 +57,7 @@ class LocalDisks:
     def fetch(self, checkpoint: Checkpoint, nodes: Sequence[str]) -> None:
         """Downloads a checkpoint that this host has from the storage to each node, without the files that it has.
 
-        Raises RankLost if a node is lost, and ckpt.CheckpointError as `RemoteCheckpoints.fetch`.
+        Raises RankLost if a node is lost, and ckpt.CheckpointError as `RemoteCheckpoints.download`.
         """
         folder = checkpoint.path.absolute().parents[1]
         url = source_of(self._trainer, folder.name).url
@@ -70,13 +71,27 @@ class LocalDisks:
         return call_on_nodes(function, nodes, *args, timeout_s=self._trainer.step_timeout_s)
 
 
-def check_storage(trainer: TrainingConfig, nodes: Sequence[str]) -> None:
+def check_local_disks(trainer: TrainingConfig, placement: Placement) -> None:
+    """With `trainer.local_disks`: raises InputError if rank 0 is on another host, or a host lacks the storage."""
+    if not trainer.local_disks:
+        return
+    nodes = cluster_nodes()
+    if (first := placement.ranks[0].node) != nodes[0].node_id:
+        address = next(node.address for node in nodes if node.node_id == first)
+        raise InputError(
+            f"trainer.local_disks is true, but rank 0 would be on Ray node {address}: it writes the model, which "
+            "then is not on this host; start the run on a node that has ranks"
+        )
+    _check_shared_storage(trainer, placement.nodes)
+
+
+def _check_shared_storage(trainer: TrainingConfig, nodes: Sequence[str]) -> None:
     """Raises InputError unless each node reads what this host writes to `trainer.checkpoint_url`, and can write."""
     assert trainer.checkpoint_url is not None, "TrainingConfig wants it with local_disks"
     name = f".plinth-{secrets.token_hex(8)}"
     with naming_storage(trainer.checkpoint_url):
         remote = RemoteCheckpoints(trainer.checkpoint_url)
-        remote.put_text(name, b"plinth")
+        remote.put_text(name, "plinth")
         try:
             call_on_nodes(_check_storage, nodes, trainer.checkpoint_url, name, timeout_s=trainer.step_timeout_s)
         finally:

@@ -6,8 +6,6 @@ as their main module.
 
 import ctypes
 import importlib.util
-import inspect
-import multiprocessing
 import os
 import signal
 import sys
@@ -18,6 +16,7 @@ from uuid import uuid4
 
 AUTH_MODULE = "plinth_server_auth"
 VERSIONS_MODULE = "plinth_server_policy_versions"
+FAST_PATHS_VARIABLE = "PLINTH_ROLLOUT_FAST_PATHS"
 FORK_VARIABLE = "PLINTH_ROLLOUT_FORK"
 BUFFER_VARIABLE = "PLINTH_ROLLOUT_BUFFER"
 GPU_VARIABLE = "PLINTH_ROLLOUT_GPU"
@@ -27,7 +26,7 @@ _PR_SET_PDEATHSIG = 1
 
 def _load(name: str, file: str) -> Any:
     """Make a neighboring file importable under a fixed name, independently of where this package is installed."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(file))
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -36,20 +35,9 @@ def _load(name: str, file: str) -> Any:
     return module
 
 
-def _fork_engine_and_worker(patch: Any) -> None:
-    """Fork the CPU engine and its worker from this process instead of spawning new interpreters.
-
-    Forking is safe as long as no OpenMP pool exists. That holds with one thread, and the launcher enables forking only
-    then.
-    """
-    if patch.check():
-        from vllm.utils import system_utils
-
-        patch.replace(system_utils, "get_mp_context", lambda: multiprocessing.get_context("fork"))
-        import vllm.v1.engine.core
-        import vllm.v1.executor.multiproc_executor
-        import vllm.v1.worker.cpu_model_runner
-        import vllm.v1.worker.cpu_worker  # noqa: F401  (imported once, before the fork)
+def uses_fast_paths() -> bool:
+    """The switch `RolloutConfig.fast_paths`; on unless the launcher turned it off."""
+    return os.environ.get(FAST_PATHS_VARIABLE) != "0"
 
 
 def buffer_tokens(patch: Any, *, front_end: bool) -> None:
@@ -75,25 +63,26 @@ def keep_the_store_in_a_file(patch: Any) -> None:
 
 
 def prepare_engine_core(patch: Any) -> None:
-    """For the engine core and its workers, which are forked from this process or do it again: short scheduling, faster
-    scores, and no needless work when it starts."""
+    """For the engine core and its workers, which are forked from this process or do it again."""
+    if os.environ.get(QUANTIZATION_VARIABLE) == "bitsandbytes":  # no fast path: without it the weights are wrong
+        _load("plinth_server_quantizing", "quantizing.py").load_on_one_stream()
+    if uses_fast_paths():
+        speed_up_engine_core(patch)
+
+
+def speed_up_engine_core(patch: Any) -> None:
+    """Short scheduling, faster scores and attention, and no needless work when the engine core starts."""
     if patch.DECODING.check():
         _load("plinth_server_decoding", "fast/decoding.py").skip_needless_block_searches(patch.DECODING.replace)
     if os.environ.get(GPU_VARIABLE) != "1":
         return
-    if os.environ.get(QUANTIZATION_VARIABLE) == "bitsandbytes":
-        _load("plinth_server_quantizing", "quantizing.py").load_on_one_stream()
     if patch.SCORES.check():
         _load("plinth_server_scores", "fast/scores.py").divide_rows(patch.SCORES.replace)
     # A batch-invariant server computes a request the same beside any other; the number of them decides who computes it.
     if os.environ.get("VLLM_BATCH_INVARIANT") != "1" and patch.ATTENTION.check():
         _load("plinth_server_attention", "fast/attention.py").attend_together(patch.ATTENTION.replace)
     if patch.WARM_UP.check():
-        from vllm.model_executor.warmup import kernel_warmup
-
-        name = "_warmup_ll_bf16_router_gemm"
-        if not inspect.signature(getattr(kernel_warmup, name)).parameters:  # vLLM 0.32 looks at the model
-            patch.WARM_UP.replace(kernel_warmup, name, lambda: None)
+        _load("plinth_server_start", "fast/start.py").skip_warm_up_of_routers(patch.WARM_UP.replace)
 
 
 def end_with(parent: int) -> None:
@@ -134,10 +123,12 @@ def main() -> None:
     patch.SOCKETS.check()
     # These two before vLLM's modules import the functions that they replace.
     keep_the_store_in_a_file(patch)
-    if os.environ.get(FORK_VARIABLE) == "1":
-        _fork_engine_and_worker(patch.FORK)
+    if uses_fast_paths() and os.environ.get(FORK_VARIABLE) == "1" and patch.FORK.check():
+        _load("plinth_server_start", "fast/start.py").fork_engine_and_worker(patch.FORK.replace)
     prepare_engine_core(patch)
-    if patch.BUFFERING.check():
+    if not uses_fast_paths():
+        print("fast paths: turned off by fast_paths=False; vLLM's own path is used for all", flush=True)
+    elif patch.BUFFERING.check():
         os.environ[BUFFER_VARIABLE] = "1"  # both halves or none
         buffer_tokens(patch, front_end=True)  # the engine core is forked, or does it again
         versions.PolicyVersionMiddleware.enabled = True

@@ -8,9 +8,8 @@ from rl_core import BatchConfig
 from rl_data import DataConfig
 from run_kit import TrackingConfig
 
-from ..config import BUILTIN_MODEL, ModelConfig, TrainedModel, TrainingConfig
-from ..training.supervised_config import FineTuningConfig, LearningRates, PreferenceTrainingConfig, SupervisedConfig
-from .task_config import PreferenceTaskSize, TaskSize
+from .config import BUILTIN_MODEL, ModelConfig, PreferenceTaskSize, TaskSize, TrainedModel, TrainingConfig
+from .training.supervised_config import FineTuningConfig, LearningRates, PreferenceTrainingConfig, SupervisedConfig
 
 ExampleKind = Literal["demonstrations", "pairs", "labeled"]
 """What a supervised run learns from."""

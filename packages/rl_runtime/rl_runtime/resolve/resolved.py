@@ -1,19 +1,21 @@
-"""A configuration whose open settings were chosen, with the reasons."""
+"""A configuration without open settings, with the reason of each choice."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
-from ..config import value_of
+from ..config import RanksConfig, value_of
 from ..errors import InputError
+from ..launch.gpus import Gpu
+from ..ranks.environment import why_cpu
 
 ConfigT = TypeVar("ConfigT")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice(Generic[ConfigT]):
+class ResolvedConfig(Generic[ConfigT]):
     """A configuration without open settings, and why each was chosen."""
 
     config: ConfigT
@@ -35,7 +37,15 @@ class Choice(Generic[ConfigT]):
     moved_bytes: int = 0
     """Bytes that one GPU and the host exchange in a step for turns, in both directions."""
 
-    def with_default(self, key: str, value: Any, why: str) -> Choice[ConfigT]:
+    @classmethod
+    def on_devices(cls, config: ConfigT, gpus: Sequence[Gpu]) -> ResolvedConfig[ConfigT]:
+        """A configuration that still has open settings, for these GPUs; none: the CPU."""
+        if not gpus:
+            return cls(config=config)
+        least = min(gpu.free_bytes for gpu in gpus)
+        return cls(config=config, devices=f"{len(gpus)} x {gpus[0].name} ({least / 2**30:.0f} GiB free)")
+
+    def with_default(self, key: str, value: Any, why: str) -> ResolvedConfig[ConfigT]:
         """Sets a setting that is open: null or `auto`.
 
         Raises InputError if the configuration does not take the value.
@@ -61,6 +71,11 @@ class Choice(Generic[ConfigT]):
         lines = [f"{key}={_text(value_of(self.config, key))}: {why}" for key, why in self.reasons.items()]
         head = [f"Chosen for {self.devices}; every other value was given or is a default."] if lines else []
         return "\n".join([*head, *lines, *([self.memory] if self.memory else [])])
+
+
+def device_warning(trainer: RanksConfig) -> str:
+    """`why_cpu` on this host; the nodes of a cluster have variables of their own."""
+    return why_cpu(trainer.device) if trainer.ray_address is None else ""
 
 
 def with_value(config: Any, key: str, value: Any) -> Any:

@@ -16,23 +16,24 @@ from typing import Literal, TypeVar
 
 from ds_engine import MemoryEstimate, ModelShape, estimate_memory
 from ds_engine.dtypes import nf4_bytes
+from ds_engine.planning.model_shape import read_shape
 from rl_core.batching.layout import DEFAULT_TOKEN_BUDGET
+from rl_data import DataError, find_model_folder
 from rollout_vllm import RolloutConfig, ServerMemory, estimate_server_memory
-from rollout_vllm.servers.checks import kv_value_bytes
+from rollout_vllm.servers.memory import kv_value_bytes
 
-from ..config import FrozenModel
+from ..config import BUILTIN_MODEL, FrozenModel
 from ..errors import InputError
+from ..job_config import JobConfig, JobConfigT
 from ..rollout.memory_turns import sleep_level
-from .choice import Choice
-from .job_config import JobConfig, JobConfigT
-from .preflight import naming_engine
-from .supervised_job_config import SupervisedJobConfigT
+from ..training.engines import naming_engine
+from .resolved import ResolvedConfig
 
 BudgetT = TypeVar("BudgetT", int, int | None)
 Turns = Literal["never", "servers", "both"]
 """Values of `trainer.take_turns`, in the order in which they are tried."""
 
-_TOKEN_BUDGETS = (DEFAULT_TOKEN_BUDGET, 8_192, 4_096)
+TOKEN_BUDGETS = (DEFAULT_TOKEN_BUDGET, 8_192, 4_096)
 _KV_SHARES = ((1.0, 0.75, 0.5), (0.4, 0.3, 0.2, 0.1))
 """Sizes of the KV cache, relative to all sequences of a step at full length; the second group is a last resort."""
 _KV_BLOCK = 16
@@ -41,13 +42,27 @@ _FRAGMENTATION = 1.12
 """Reserved over allocated bytes of what torch's allocator gets and returns in every step; states are allocated once."""
 _TRAINER_BYTES = 2 * 2**30
 """CUDA context, communicators and the buckets of the weight sync of a rank."""
-_USABLE = 0.97
+USABLE = 0.97
 """Share of a GPU's free memory that is planned."""
 _MOVED_PER_S = 27e9
 """Bytes that a rank moves between GPU and pinned host memory in a second, as measured for each of two ranks on a host;
 a single rank moved 38e9 (benchmarks/memory_turns)."""
 _ALONE = 0.9
 """Share of a GPU that a server without a rank beside it uses."""
+
+
+def read_model_shape(path: str, *, key: str = "model.path") -> ModelShape | None:
+    """Sizes of a model folder; None for the built-in model. Raises InputError, which names `key`."""
+    if path == BUILTIN_MODEL:
+        return None
+    try:
+        folder = find_model_folder(path)
+    except DataError as error:
+        raise InputError(f"{key}: {error}") from error
+    try:
+        return read_shape(folder)
+    except ValueError as error:
+        raise InputError(f"{key} is {path}: {error}") from error
 
 
 def samples_per_server(config: JobConfig) -> int:
@@ -124,17 +139,17 @@ class _Plan:
         return 2 * ((self.rank.moved if self.turns == "both" else 0) + (self.server.weights if self.level_1 else 0))
 
 
-def choose_memory(
-    choice: Choice[JobConfigT],
+def resolve_memory(
+    resolved: ResolvedConfig[JobConfigT],
     free: int,
     total: int,
     shape: ModelShape,
     frozen_shapes: Mapping[str, ModelShape | None],
     host: float,
-) -> Choice[JobConfigT]:
+) -> ResolvedConfig[JobConfigT]:
     """Turns, recomputation, micro batches and the server's share."""
-    usable = int(free * _USABLE)
-    plans = list(_plans(choice.config, shape, frozen_shapes, total))
+    usable = int(free * USABLE)
+    plans = list(_plans(resolved.config, shape, frozen_shapes, total))
     in_host = [plan for plan in plans if plan.host_bytes <= host]
     plan = next((p for p in in_host if p.gpu_bytes <= usable), None)
     if plan is None:
@@ -145,19 +160,19 @@ def choose_memory(
     why_turns = f"rank and server {'fit' if plan.turns == 'never' else 'do not fit'} side by side"
     if plan.server is None:
         why_turns = "no server shares a GPU with a rank"
-    choice = choice.with_default("trainer.take_turns", plan.turns, why_turns)
-    choice = choose_sizes(choice, gradient_checkpointing=plan.recompute, token_budget=plan.token_budget, why=why)
+    resolved = resolved.with_default("trainer.take_turns", plan.turns, why_turns)
+    resolved = resolve_sizes(resolved, gradient_checkpointing=plan.recompute, token_budget=plan.token_budget, why=why)
     if plan.server is not None:
-        choice = _choose_share(choice, plan, total)
-    elif not choice.config.rollout.urls:
-        choice = choice.with_default("rollout.gpu_memory_utilization", _ALONE, "the server has its GPU alone")
+        resolved = _resolve_share(resolved, plan, total)
+    elif not resolved.config.rollout.urls:
+        resolved = resolved.with_default("rollout.gpu_memory_utilization", _ALONE, "the server has its GPU alone")
     is_estimate = "" if shape.is_exact else " (upper bounds: the planner knows only the sizes of its parameters)"
     line = _memory_line(plan, free) + is_estimate
     if not fits:
         line += "; expect it to run out of memory: use actor.zero.stage=3, zero.offload, LoRA or more GPUs"
     server_bytes = plan.server.total if plan.server is not None else 0
     return replace(
-        choice,
+        resolved,
         memory=line,
         rank_bytes=plan.rank.peak,
         server_bytes=server_bytes,
@@ -170,22 +185,22 @@ def choose_memory(
 def _refuse_what_cannot_fit(plans: Sequence[_Plan], usable: int, free: int, host: float, shape: ModelShape) -> None:
     """Raises InputError if no way can work; a plan that only its estimated activations make too large may be tried."""
     states = plans[-1].rank.states
-    _check_states(states, usable, free, shape, "actor")
+    check_states_fit(states, usable, free, shape, "actor")
     fits_gpu = [plan for plan in plans if plan.gpu_bytes <= usable]
     if (fits_gpu and shape.is_exact) or not any(plan.host_bytes <= host for plan in plans):
         needed = min(plan.host_bytes for plan in fits_gpu or plans)
         raise InputError(
-            f"model.path: ranks and servers fit on {_gib(free)} of GPU memory only in turns, which need "
-            f"{_gib(needed)} of host memory, and {_gib(host)} can be used; train adapters (actor.lora.rank=16), or use "
+            f"model.path: ranks and servers fit on {gib(free)} of GPU memory only in turns, which need "
+            f"{gib(needed)} of host memory, and {gib(host)} can be used; train adapters (actor.lora.rank=16), or use "
             "more GPUs with actor.zero.stage=3"
         )
 
 
-def _check_states(states: int, usable: int, free: int, shape: ModelShape, section: str) -> None:
+def check_states_fit(states: int, usable: int, free: int, shape: ModelShape, section: str) -> None:
     if states > usable and shape.is_exact:
         raise InputError(
-            f"model.path: weights, gradients and optimizer states of a rank take {_gib(states)}, and a GPU has "
-            f"{_gib(free)} free; use more GPUs with {section}.zero.stage=3, {section}.zero.offload.optimizer=cpu, or "
+            f"model.path: weights, gradients and optimizer states of a rank take {gib(states)}, and a GPU has "
+            f"{gib(free)} free; use more GPUs with {section}.zero.stage=3, {section}.zero.offload.optimizer=cpu, or "
             f"{section}.lora.rank=16"
         )
 
@@ -194,17 +209,17 @@ def _memory_line(plan: _Plan, free: int) -> str:
     """The memory plan for the user."""
     rank, server = plan.rank, plan.server
     if server is None:
-        return f"memory of a GPU: {_gib(rank.peak)} for a rank at its peak, of {_gib(free)} free"
+        return f"memory of a GPU: {gib(rank.peak)} for a rank at its peak, of {gib(free)} free"
     of_server = f"(weights {server.weights / 2**30:.1f}, KV cache {server.kv_cache / 2**30:.1f})"
     if plan.turns == "never":
         return (
-            f"memory of a GPU: {_gib(rank.peak)} for a rank at its peak, {_gib(server.total)} for the server "
-            f"{of_server}, of {_gib(free)} free"
+            f"memory of a GPU: {gib(rank.peak)} for a rank at its peak, {gib(server.total)} for the server "
+            f"{of_server}, of {gib(free)} free"
         )
     line = (
-        f"memory of a GPU in turns: {_gib(rank.peak)} for a rank at its peak and {_gib(server.asleep)} for a sleeping "
-        f"server; {_gib(server.total)} for the server {of_server} and "
-        f"{_gib(rank.kept if plan.turns == 'both' else rank.beside)} for a waiting rank, of {_gib(free)} free"
+        f"memory of a GPU in turns: {gib(rank.peak)} for a rank at its peak and {gib(server.asleep)} for a sleeping "
+        f"server; {gib(server.total)} for the server {of_server} and "
+        f"{gib(rank.kept if plan.turns == 'both' else rank.beside)} for a waiting rank, of {gib(free)} free"
     )
     if not plan.moved_bytes:
         return f"{line}; nothing is moved, servers discard their weights"
@@ -214,35 +229,35 @@ def _memory_line(plan: _Plan, free: int) -> str:
     ]
     seconds = plan.moved_bytes / _MOVED_PER_S
     return (
-        f"{line}; {' and '.join(what)} wait in host memory ({_gib(plan.host_bytes)}): {seconds:.0f} s a step, "
+        f"{line}; {' and '.join(what)} wait in host memory ({gib(plan.host_bytes)}): {seconds:.0f} s a step, "
         f"estimated at {_MOVED_PER_S / 1e9:.0f} GB/s"
     )
 
 
-def _gib(size: float) -> str:
+def gib(size: float) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-def _choose_share(choice: Choice[JobConfigT], plan: _Plan, total: int) -> Choice[JobConfigT]:
+def _resolve_share(resolved: ResolvedConfig[JobConfigT], plan: _Plan, total: int) -> ResolvedConfig[JobConfigT]:
     """The server's KV cache, and the share of the GPU that vLLM wants to find free at its start."""
     assert plan.server is not None
-    rollout = choice.config.rollout
+    rollout = resolved.config.rollout
     if rollout.gpu_memory_utilization is None:
         gib = math.ceil(plan.server.kv_cache / 2**30 * 100) / 100
         why = f"{plan.kv_share:.0%} of all sequences at full length"
-        choice = choice.with_default("rollout.kv_cache_gib", gib, why)
+        resolved = resolved.with_default("rollout.kv_cache_gib", gib, why)
     share = min(0.99, math.ceil(plan.server.total / total * 100) / 100)
-    return choice.with_default("rollout.gpu_memory_utilization", share, "what the server needs")
+    return resolved.with_default("rollout.gpu_memory_utilization", share, "what the server needs")
 
 
-def choose_sizes(
-    choice: Choice[JobConfigT], *, gradient_checkpointing: bool, token_budget: int | None, why: str
-) -> Choice[JobConfigT]:
-    for model in choice.config.models:
-        choice = choice.with_default(f"{model.section}.gradient_checkpointing", gradient_checkpointing, why)
-    if choice.config.batch.micro_batch_size is not None:
-        return choice
-    return choice.with_default("batch.token_budget", token_budget, why)
+def resolve_sizes(
+    resolved: ResolvedConfig[JobConfigT], *, gradient_checkpointing: bool, token_budget: int | None, why: str
+) -> ResolvedConfig[JobConfigT]:
+    for model in resolved.config.models:
+        resolved = resolved.with_default(f"{model.section}.gradient_checkpointing", gradient_checkpointing, why)
+    if resolved.config.batch.micro_batch_size is not None:
+        return resolved
+    return resolved.with_default("batch.token_budget", token_budget, why)
 
 
 def _plans(
@@ -250,10 +265,10 @@ def _plans(
 ) -> Iterator[_Plan]:
     """All ways in the order of preference; at least one."""
     is_open = any(model.engine.gradient_checkpointing is None for model in config.models)
-    budgets: Sequence[int | None] = _TOKEN_BUDGETS
+    budgets: Sequence[int | None] = TOKEN_BUDGETS
     if config.batch.micro_batch_size is not None or config.batch.token_budget is not None:
         budgets = (config.batch.token_budget,)
-    sizes = _sizes((False, True) if is_open else (False,), budgets)
+    sizes = size_plans((False, True) if is_open else (False,), budgets)
     tried: tuple[Turns, ...] = ("never",)
     if config.trainer.take_turns is not None:
         tried = (config.trainer.take_turns,)
@@ -276,11 +291,11 @@ def _plans(
                     )
 
 
-def _sizes(recompute: Sequence[bool], budgets: Sequence[BudgetT]) -> list[tuple[bool, BudgetT]]:
+def size_plans(recompute: Sequence[bool], budgets: Sequence[BudgetT]) -> list[tuple[bool, BudgetT]]:
     """Whether to recompute and the size of micro batches, in the order of preference."""
     sizes = list(itertools.product(recompute, budgets))
     # Small micro batches without recomputation are no better than larger ones with it.
-    return [size for size in sizes if size != (False, _TOKEN_BUDGETS[-1])] if len(recompute) > 1 else sizes
+    return [size for size in sizes if size != (False, TOKEN_BUDGETS[-1])] if len(recompute) > 1 else sizes
 
 
 def _shares_gpus(config: JobConfig) -> bool:
@@ -320,14 +335,14 @@ def _rank_memory(
         if (its_shape := frozen_shapes.get(frozen_model.key)) is not None:
             frozen += _frozen_bytes(config, frozen_model, its_shape, tokens)
     groups = [shared, *([estimate] for estimate in alone)]
-    states = [sum(map(_states, group)) for group in groups]
+    states = [sum(map(state_bytes, group)) for group in groups]
     beside = [n + frozen * (group is shared) for n, group in zip(states, groups, strict=True)]
     # The weights of the actor stay for the push; the other states that exist between steps move.
     kept = [sum(e.buffers.device for e in group) + (group is shared) * shared[0].weights.device for group in groups]
     freed = [sum(e.gradients.device - e.lasting_gradients for e in group) for group in groups]
     moved = [n - k - f for n, k, f in zip(beside, kept, freed, strict=True)]
     return _Rank(
-        peak=max(_reserved(n, max(e.activations.device for e in g)) for n, g in zip(beside, groups, strict=True)),
+        peak=max(reserved_bytes(n, max(e.activations.device for e in g)) for n, g in zip(beside, groups, strict=True)),
         states=max(states),
         beside=max(beside) + _TRAINER_BYTES,
         kept=max(kept) + _TRAINER_BYTES,
@@ -356,12 +371,12 @@ def _frozen_bytes(config: JobConfig, model: FrozenModel, shape: ModelShape, toke
     return found + size * shape.hidden * (tokens + (shape.vocab if engine.zero.stage == 3 else 0))
 
 
-def _states(estimate: MemoryEstimate) -> int:
+def state_bytes(estimate: MemoryEstimate) -> int:
     """Device bytes of weights, gradients, optimizer and buffers."""
     return estimate.device_bytes - estimate.activations.device
 
 
-def _reserved(states: int, activations: int) -> int:
+def reserved_bytes(states: int, activations: int) -> int:
     """Device bytes of a rank whose step needs `activations` beside `states`."""
     return states + int(activations * _FRAGMENTATION) + _TRAINER_BYTES
 
@@ -411,43 +426,3 @@ def _server_weights(rollout: RolloutConfig, shape: ModelShape, size: int) -> int
     matrices = [weight.size for weight in shape.linear_layers()]
     rounded = shape.num_layers * sum(matrices)
     return size * (total - rounded + max(matrices)) + shape.num_layers * sum(map(nf4_bytes, matrices))
-
-
-# ------------------------------------------------------------ supervised runs
-
-
-def choose_supervised_memory(
-    choice: Choice[SupervisedJobConfigT], shape: ModelShape, free: int
-) -> Choice[SupervisedJobConfigT]:
-    """Recomputation and micro batches: the largest micro batches that fit, without recomputation if possible."""
-    config, usable = choice.config, int(free * _USABLE)
-    given = config.engine.gradient_checkpointing
-    budgets = (config.batch.max_packed_tokens,) if config.token_budget or config.micro_batch_size else _TOKEN_BUDGETS
-    if config.micro_batch_size and config.supervised.max_length:
-        budgets = (config.micro_batch_size * config.supervised.max_length,)
-    plans = _sizes((False, True) if given is None else (given,), budgets)
-    sp, engine = config.engine.sequence_parallel, replace(config.engine, optim=config.supervised.optim)
-    dp = max(1, config.trainer.rank_count // sp)
-    with naming_engine("engine"):
-        estimates = {
-            (recompute, budget): estimate_memory(
-                shape, replace(engine, gradient_checkpointing=recompute), dp=dp, tokens_per_micro_batch=budget * sp
-            )
-            for recompute, budget in plans
-        }
-    peaks = {plan: _reserved(_states(one), one.activations.device) for plan, one in estimates.items()}
-    _check_states(_states(estimates[plans[-1]]), usable, free, shape, "engine")
-    best = next((plan for plan in plans if peaks[plan] <= usable), None)
-    why = "fits into memory" if best else "the smallest that is tried"
-    recompute, budget = best = best or plans[-1]
-    line = f"memory of a GPU: {_gib(peaks[best])} for a rank at its peak, of {_gib(free)} free"
-    if peaks[best] > usable:
-        line += "; expect it to run out of memory: use engine.zero.stage=3, zero.offload, LoRA or more GPUs"
-    choice = choice.with_default("engine.gradient_checkpointing", recompute, why)
-    return replace(choose_budget(choice, budget, why), memory=line, rank_bytes=peaks[best])
-
-
-def choose_budget(choice: Choice[SupervisedJobConfigT], budget: int, why: str) -> Choice[SupervisedJobConfigT]:
-    if choice.config.micro_batch_size is not None:
-        return choice
-    return choice.with_default("token_budget", budget, why)

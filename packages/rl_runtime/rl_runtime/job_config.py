@@ -10,11 +10,10 @@ from rollout_vllm import RolloutConfig, SamplingConfig
 from run_kit import TrackingConfig
 from weight_sync import SyncConfig
 
-from ..config import FrozenModel, ModelConfig, TrainedModel, TrainerConfig, check_value
-from ..rollout.config import DynamicSamplingConfig, EpisodeConfig, OversamplingConfig
-from ..rollout.scoring_config import ScoringConfig
-from ..training.supervised_config import SupervisedConfig
-from .task_config import TaskSize
+from .config import FrozenModel, ModelConfig, TaskSize, TrainedModel, TrainerConfig, check_value
+from .rollout.config import DynamicSamplingConfig, EpisodeConfig, OversamplingConfig
+from .rollout.scoring_config import ScoringConfig
+from .training.supervised_config import SupervisedConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,102 @@
+"""Tries the user's functions and environments before anything starts, on the first prompts of the run."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from urllib.parse import urlsplit
+
+from rl_data import DataConfig, Prompt
+from rollout_vllm import EnvironmentFailedError
+
+from ..config import ModelConfig, TaskSize
+from ..errors import InputError
+from ..launch.reachability import why_unreachable
+from ..launch.server_keys import naming_servers
+from ..rollout.config import EpisodeConfig
+from ..rollout.episodes import load_environment, load_rollout, reset_once
+from ..rollout.reward_trial import has_functions, try_rewards
+from ..rollout.scoring import load_answer, load_functions, prepare_rewards
+from ..rollout.scoring_config import ScoringConfig
+from ..training.supervised_config import SupervisedConfig
+from .inputs import Inputs, load_inputs, policy_tokenizer
+
+
+def check_functions(episode: EpisodeConfig, reward: ScoringConfig) -> None:
+    """Raises InputError if a user's function cannot be imported or called, or if no scoring service answers."""
+    if episode.function is not None:
+        load_rollout(episode.function)
+    if episode.environment is not None:
+        load_environment(episode)
+    prepare_rewards(load_functions(reward).values())
+    load_answer(reward)
+    if reward.url is not None:
+        with naming_servers("reward"):  # its key is read as a server's
+            reward.read_api_key()
+        parts = urlsplit(reward.url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        if why := why_unreachable(parts.hostname or "", port):
+            raise InputError(f"reward.url is {reward.url}: no service answers there ({why}); start it first")
+
+
+def first_prompts(
+    inputs: Inputs | None, model: ModelConfig, data: DataConfig, task: TaskSize, *, seed: int
+) -> dict[str, Prompt]:
+    """The first prompts of training and of validation, where there are some; `inputs`: None for the built-in ones."""
+    if inputs is None:
+        with TemporaryDirectory() as folder:
+            nothing = SupervisedConfig(steps=0)
+            inputs = load_inputs(model, data, nothing, task, folder=Path(folder), seed=seed, max_prompts=1)
+    of = {"training": inputs.train_prompts, "validation": inputs.val_prompts}
+    return {what: prompts[0] for what, prompts in of.items() if prompts}
+
+
+def check_environment(episode: EpisodeConfig, prompts: Mapping[str, Prompt]) -> None:
+    """Starts the environment once for each of `first_prompts`, and resets it.
+
+    Raises InputError if a start or a reset fails, for example because the rows lack a column.
+    """
+    for what, prompt in prompts.items():
+        try:
+            asyncio.run(reset_once(episode, prompt))
+        except EnvironmentFailedError as error:
+            columns = ", ".join(prompt.extra) or "none"
+            raise InputError(
+                f"episode.environment fails at the first prompt of {what} ({prompt.id}): {error}; its columns in "
+                f"prompt.extra: {columns}"
+            ) from error
+
+
+def check_first_prompts(
+    inputs: Inputs | None,
+    model: ModelConfig,
+    data: DataConfig,
+    task: TaskSize,
+    *,
+    episode: EpisodeConfig,
+    reward: ScoringConfig,
+    seed: int,
+) -> list[str]:
+    """Tries the environment and the user's reward functions on the first prompts; returns warnings.
+
+    The prompt of validation is scored if its data source differs from that of training.
+
+    Args:
+        inputs: what is loaded; None for the built-in model.
+
+    Raises InputError.
+    """
+    if episode.environment is None and not has_functions(reward):
+        return []
+    prompts = first_prompts(inputs, model, data, task, seed=seed)
+    if episode.environment is not None:
+        check_environment(episode, prompts)
+    # An episode that scores itself leaves out all rewards but terms.
+    scores_itself = (episode.environment is not None or episode.function is not None) and not reward.adds_up
+    known = prompts.get("training")
+    scored = {
+        what: one
+        for what, one in prompts.items()
+        if one is known or known is None or one.data_source != known.data_source
+    }
+    return try_rewards(reward, scored, tokenizer=policy_tokenizer(model), refuses=not scores_itself)

@@ -1,0 +1,184 @@
+"""Open settings of a reinforcement-learning run, decided for the devices on which it starts.
+
+`resolve_job` reads the GPUs; `resolve_job_for` is the pure rule. A setting that is given is never changed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ds_engine import ModelShape
+from rl_core import BatchError, batch_layout
+from rl_core.batching.layout import DEFAULT_TOKEN_BUDGET
+from rollout_vllm import untested_vllm
+
+from ..config import DEFAULT_NUM_RANKS
+from ..errors import InputError
+from ..job_config import JobConfig, JobConfigT
+from ..launch.gpus import Gpu
+from ..launch.session import read_memory
+from ..ranks.environment import prepare_driver
+from .engines import resolve_compile, resolve_kernels, resolve_learning_rate
+from .memory import longest_sequence, read_model_shape, resolve_memory, resolve_sizes, samples_per_server
+from .resolved import ResolvedConfig, device_warning
+
+_MOST_SEQUENCES = 512
+"""Sequences for which vLLM captures CUDA graphs."""
+_HOST_USABLE = 0.9
+"""Share of the host's free memory that is planned."""
+_NO_SHAPES: Mapping[str, ModelShape | None] = {}
+
+
+def resolve_job(config: JobConfigT) -> ResolvedConfig[JobConfigT]:
+    """Fills in the settings that are null, for the GPUs of this host or of the cluster, or the CPU.
+
+    Raises:
+        InputError: the model's folder cannot be read, or its training states alone exceed a GPU; or there is no cluster
+            at `trainer.ray_address`.
+        PlacementError: CUDA_VISIBLE_DEVICES names no usable GPU.
+    """
+    prepare_driver(config.trainer.device)
+    gpus, host_bytes = read_memory(config.trainer)
+    frozen = config.frozen_models if gpus else ()
+    resolved = resolve_job_for(
+        config,
+        gpus=gpus,
+        shape=read_model_shape(config.model.path) if gpus else None,
+        host_bytes=host_bytes,
+        frozen_shapes={model.key: read_model_shape(model.path, key=model.key) for model in frozen},
+        untested=untested_vllm(),
+    )
+    return replace(resolved, warning=device_warning(config.trainer))
+
+
+def resolve_job_for(
+    config: JobConfigT,
+    *,
+    gpus: Sequence[Gpu],
+    shape: ModelShape | None,
+    host_bytes: int | None = None,
+    frozen_shapes: Mapping[str, ModelShape | None] = _NO_SHAPES,
+    untested: str | None = None,
+) -> ResolvedConfig[JobConfigT]:
+    """The rule of `resolve_job`, as a pure function.
+
+    Args:
+        gpus: the GPUs that the run may use; none: the CPU.
+        shape: sizes of the model; None: it is so small that its memory does not matter.
+        host_bytes: free memory of this host, or of all hosts; None: unknown, and not limited.
+        frozen_shapes: sizes of `config.frozen_models` by their keys; None: as for `shape`.
+        untested: why the installed vLLM is none of the tested versions; None: it is one.
+
+    Raises:
+        InputError: the training states alone exceed a GPU, or what turns move exceeds the host's memory.
+    """
+    resolved = ResolvedConfig.on_devices(config, gpus)
+    resolved = _resolve_processes(resolved, len(gpus))
+    resolved = _resolve_correction(resolved)
+    resolved = _resolve_running_requests(resolved, untested)
+    resolved = resolve_kernels(resolved, [model.section for model in config.models], gpus)
+    for model in config.models:
+        resolved = resolve_compile(resolved, model.section, model.engine, shape, on_gpu=bool(gpus))
+    resolved = _resolve_decoding(resolved, bool(gpus), shape)
+    if config.warm_start.steps:
+        rates = config.warm_start.learning_rates
+        resolved = resolve_learning_rate(resolved, "warm_start", config.model, config.actor, rates)
+    if gpus and shape is not None:
+        free, total = min(gpu.free_bytes for gpu in gpus), min(gpu.total_bytes for gpu in gpus)
+        host = math.inf if host_bytes is None else host_bytes * _HOST_USABLE
+        return resolve_memory(resolved, free, total, shape, frozen_shapes, host)
+    resolved = resolved.with_default("trainer.take_turns", "never", "the default")
+    return resolve_sizes(resolved, gradient_checkpointing=False, token_budget=DEFAULT_TOKEN_BUDGET, why="the default")
+
+
+# ------------------------------------------------------------------ processes
+
+
+def _resolve_processes(resolved: ResolvedConfig[JobConfigT], num_gpus: int) -> ResolvedConfig[JobConfigT]:
+    """Ranks and servers."""
+    trainer, rollout = resolved.config.trainer, resolved.config.rollout
+    own = sum(model.own_ranks for model in resolved.config.models)
+    per_server = rollout.tensor_parallel_size
+    apart = 0
+    if not rollout.urls and not trainer.colocate and num_gpus:
+        apart = per_server * (rollout.num_servers or max(1, (num_gpus - own) // (2 * per_server)))
+    limit = max(1, num_gpus - own - apart) if num_gpus else DEFAULT_NUM_RANKS
+    ranks = next((n for n in range(limit, 0, -1) if divides(resolved.config, n)), limit)
+    why = (
+        ("one per GPU" if num_gpus else "two on the CPU") if ranks == limit else f"the batch does not divide by {limit}"
+    )
+    resolved = resolved.with_default("trainer.num_ranks", ranks, why)
+    if rollout.urls:
+        return resolved
+    ranks = resolved.config.trainer.rank_count
+    if not num_gpus:
+        return resolved.with_default("rollout.num_servers", 1, "one on the CPU")
+    shared = ranks + own if trainer.colocate else num_gpus - ranks - own
+    why = "one per GPU" if per_server == 1 else f"one per {per_server} GPUs"
+    return resolved.with_default("rollout.num_servers", max(1, shared // per_server), why)
+
+
+def divides(config: JobConfig, num_ranks: int) -> bool:
+    """Whether mini batches divide over this number of ranks for every model on them."""
+    for model in config.models:
+        sp, ranks = model.engine.sequence_parallel, model.own_ranks or num_ranks
+        if ranks % sp:
+            return False
+        try:
+            batch_layout(config.batch, samples_per_prompt=config.sampling.n, dp=ranks // sp, sp=sp)
+        except BatchError:
+            return False
+    return True
+
+
+# ------------------------------------------------------------------ staleness
+
+
+def _resolve_correction(resolved: ResolvedConfig[JobConfigT]) -> ResolvedConfig[JobConfigT]:
+    """Importance weights for samples of older policy versions."""
+    staleness = resolved.config.trainer.max_staleness
+    if not staleness or not hasattr(resolved.config, "algorithm"):
+        return resolved
+    why = f"samples are up to {staleness} policy versions old"
+    try:
+        return resolved.with_default("algorithm.rollout_correction.mode", "truncate", why)
+    except InputError as error:
+        raise InputError(f"{error}; algorithm.rollout_correction.mode=none trains without it") from error
+
+
+def _resolve_running_requests(resolved: ResolvedConfig[JobConfigT], untested: str | None) -> ResolvedConfig[JobConfigT]:
+    """The treatment of responses in flight when weights are pushed while servers generate."""
+    if not resolved.config.trainer.max_staleness:
+        return resolved
+    treatment, why = "keep", "a push does not interrupt responses"
+    if resolved.config.rollout.urls:
+        treatment, why = "wait", "existing servers do not label tokens with policy versions"
+    elif not resolved.config.rollout.fast_paths:
+        treatment, why = "wait", "with rollout.fast_paths=false servers do not label tokens with policy versions"
+    elif untested is not None:
+        treatment, why = "wait", f"servers may not label tokens with policy versions: {untested}"
+    return resolved.with_default("sync.running_requests", treatment, why)
+
+
+# -------------------------------------------------------------------- servers
+
+
+def _resolve_decoding(
+    resolved: ResolvedConfig[JobConfigT], on_gpu: bool, shape: ModelShape | None
+) -> ResolvedConfig[JobConfigT]:
+    """CUDA graphs, and sequences at once."""
+    if resolved.config.rollout.urls:
+        return resolved
+    graphs = on_gpu and shape is not None
+    why = "CUDA graphs decode faster" if graphs else "CUDA graphs need a GPU, and pay off from some 100M parameters"
+    resolved = resolved.with_default("rollout.enforce_eager", not graphs, why)
+    if on_gpu:
+        samples = samples_per_server(resolved.config)
+        most = min(_MOST_SEQUENCES, samples)
+        why = "all samples of a step at once" if most == samples else "as many as CUDA graphs are captured for"
+        resolved = resolved.with_default("rollout.max_num_seqs", most, why)
+        longest = longest_sequence(resolved.config)
+        resolved = resolved.with_default("rollout.max_model_len", longest, "the longest prompt and response")
+    return resolved

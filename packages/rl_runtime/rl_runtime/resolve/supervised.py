@@ -1,0 +1,99 @@
+"""Open settings of a supervised run: learning rates, recomputation, micro batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ds_engine import ModelShape, estimate_memory
+from rl_core.batching.layout import DEFAULT_TOKEN_BUDGET
+
+from ..config import DEFAULT_NUM_RANKS
+from ..launch.gpus import Gpu
+from ..launch.session import read_memory
+from ..ranks.environment import prepare_driver
+from ..supervised_job_config import SupervisedJobConfigT
+from ..training.engines import naming_engine
+from .engines import resolve_compile, resolve_kernels, resolve_learning_rate
+from .memory import (
+    TOKEN_BUDGETS,
+    USABLE,
+    check_states_fit,
+    gib,
+    read_model_shape,
+    reserved_bytes,
+    size_plans,
+    state_bytes,
+)
+from .resolved import ResolvedConfig, device_warning
+
+
+def resolve_supervised(config: SupervisedJobConfigT) -> ResolvedConfig[SupervisedJobConfigT]:
+    """Fills in the settings of a supervised run that are null.
+
+    Raises InputError and PlacementError as `resolve_job`.
+    """
+    prepare_driver(config.trainer.device)
+    gpus, _ = read_memory(config.trainer)
+    resolved = resolve_supervised_for(config, gpus=gpus, shape=read_model_shape(config.model.path) if gpus else None)
+    return replace(resolved, warning=device_warning(config.trainer))
+
+
+def resolve_supervised_for(
+    config: SupervisedJobConfigT, *, gpus: Sequence[Gpu], shape: ModelShape | None
+) -> ResolvedConfig[SupervisedJobConfigT]:
+    """The rule of `resolve_supervised`, as a pure function; arguments and errors as in `resolve_job_for`."""
+    resolved = ResolvedConfig.on_devices(config, gpus)
+    sp = config.engine.sequence_parallel
+    ranks = max(sp, len(gpus) // sp * sp) if gpus else max(sp, DEFAULT_NUM_RANKS)
+    why = f"engine.sequence_parallel is {sp}" if ranks == sp > 2 else "one per GPU" if gpus else "two on the CPU"
+    resolved = resolved.with_default("trainer.num_ranks", ranks, why)
+    resolved = resolve_learning_rate(resolved, "supervised", config.model, config.engine, config.learning_rates)
+    if config.first_stage.trains:
+        rates = config.first_stage.learning_rates
+        resolved = resolve_learning_rate(resolved, "warm_start", config.model, config.engine, rates)
+    resolved = resolve_kernels(resolved, ("engine",), gpus)
+    resolved = resolve_compile(resolved, "engine", config.engine, shape, on_gpu=bool(gpus))
+    if shape is not None:
+        return _resolve_memory(resolved, shape, min(gpu.free_bytes for gpu in gpus))
+    resolved = resolved.with_default("engine.gradient_checkpointing", False, "the default")
+    return _resolve_budget(resolved, DEFAULT_TOKEN_BUDGET, "the default")
+
+
+def _resolve_memory(
+    resolved: ResolvedConfig[SupervisedJobConfigT], shape: ModelShape, free: int
+) -> ResolvedConfig[SupervisedJobConfigT]:
+    """Recomputation and micro batches: the largest micro batches that fit, without recomputation if possible."""
+    config, usable = resolved.config, int(free * USABLE)
+    given = config.engine.gradient_checkpointing
+    budgets = (config.batch.max_packed_tokens,) if config.token_budget or config.micro_batch_size else TOKEN_BUDGETS
+    if config.micro_batch_size and config.supervised.max_length:
+        budgets = (config.micro_batch_size * config.supervised.max_length,)
+    plans = size_plans((False, True) if given is None else (given,), budgets)
+    sp, engine = config.engine.sequence_parallel, replace(config.engine, optim=config.supervised.optim)
+    dp = max(1, config.trainer.rank_count // sp)
+    with naming_engine("engine"):
+        estimates = {
+            (recompute, budget): estimate_memory(
+                shape, replace(engine, gradient_checkpointing=recompute), dp=dp, tokens_per_micro_batch=budget * sp
+            )
+            for recompute, budget in plans
+        }
+    peaks = {plan: reserved_bytes(state_bytes(one), one.activations.device) for plan, one in estimates.items()}
+    check_states_fit(state_bytes(estimates[plans[-1]]), usable, free, shape, "engine")
+    best = next((plan for plan in plans if peaks[plan] <= usable), None)
+    why = "fits into memory" if best else "the smallest that is tried"
+    recompute, budget = best = best or plans[-1]
+    line = f"memory of a GPU: {gib(peaks[best])} for a rank at its peak, of {gib(free)} free"
+    if peaks[best] > usable:
+        line += "; expect it to run out of memory: use engine.zero.stage=3, zero.offload, LoRA or more GPUs"
+    resolved = resolved.with_default("engine.gradient_checkpointing", recompute, why)
+    return replace(_resolve_budget(resolved, budget, why), memory=line, rank_bytes=peaks[best])
+
+
+def _resolve_budget(
+    resolved: ResolvedConfig[SupervisedJobConfigT], budget: int, why: str
+) -> ResolvedConfig[SupervisedJobConfigT]:
+    if resolved.config.micro_batch_size is not None:
+        return resolved
+    return resolved.with_default("token_budget", budget, why)
