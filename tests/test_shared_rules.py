@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import ds_engine.dtypes
 import ds_engine.model.loading
-import rl_data
+import plinth_base
 import rollout_vllm
 import weight_sync.manifest
 import weight_sync.tensors
@@ -123,7 +123,7 @@ def verdicts(folder: Path) -> list[tuple[bool, bool]]:
     """Whether rl_data and rollout_vllm refuse the folder: with the weights they need, and for a start without."""
     return [
         (
-            refuses(rl_data.ModelFolderError, rl_data.check_model_folder, folder, need_weights=need_weights),
+            refuses(plinth_base.ModelFolderError, plinth_base.check_model_folder, folder, need_weights=need_weights),
             refuses(
                 rollout_vllm.ModelFolderError,
                 read_model_config,
@@ -153,7 +153,7 @@ def test_the_folder_of_a_download_is_the_same_in_two_packages(tmp_path: Path, mo
         file.write_text("0a1b")
     for name in ("a/b", "a/c", "/", "/x", "b", "a//b"):
         folder = snapshot if name == "a/b" else Path(name)
-        found = rl_data.find_model_folder(name), Path(find_model(name))
+        found = plinth_base.find_model_folder(name), Path(find_model(name))
         assert found == (folder, folder), name
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from apps.evaluate.config import EvaluateConfig
 from apps.evaluate.evaluator import usable_gpus
 from apps.evaluate.results import check_same_settings
-from rl_data import find_model_folder
+from plinth_base import find_model_folder
 from rl_runtime import InputError, Inputs, SupervisedConfig, check_lengths, check_prompt_files
 from rl_runtime.app.first_prompts import check_first_prompts, check_functions
 from rl_runtime.app.inputs import load_ahead

@@ -55,7 +55,7 @@ def open_saved(folder: Path, file: str, split: str | None, on_bad: OnBad = refus
     if split is not None and not splits:
         raise DataError(f"the data set in {folder} has no splits", f"Give {folder}.", file=file)
     if splits and split not in splits:
-        problem = "it is not said which of its splits to read" if split is None else f"it has no split {split!r}"
+        problem = "has splits" if split is None else f"has no split {split!r}"
         raise DataError(problem, f"Give {' or '.join(f'{folder}:{name}' for name in splits)}.", file=file)
     data: Any
     try:

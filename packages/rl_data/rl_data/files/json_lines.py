@@ -62,7 +62,7 @@ def _objects(values: Values, on_bad: OnBad) -> Rows:
                 problem = f"no JSON object but {type(value).__name__}"
                 raise place.error(problem, "Write one object with the columns as keys.")
             for column, item in value.items() if may_escape else ():
-                if not all(map(is_unicode, _texts({column: item}))):
+                if not is_unicode(json.dumps({column: item}, ensure_ascii=False)):
                     problem = "text that is not Unicode (half of a surrogate pair)"
                     raise place.error(problem, _FIX, column=ascii(column)[1:-1])
         except DataError as error:
@@ -99,15 +99,3 @@ def _parsed(data: bytes, place: Place) -> tuple[Any, bool]:
         raise place.error(f"no JSON ({error.msg} at character {error.colno})", _FIX) from error
     except ValueError as error:
         raise place.error(f"no JSON ({first_line(error)})", _FIX) from error
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """All texts in a JSON value, also those of keys."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from (key, *_texts(item))
-    elif isinstance(value, list):
-        for item in value:
-            yield from _texts(item)

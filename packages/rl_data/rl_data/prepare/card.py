@@ -12,7 +12,7 @@ REASONS = (UNUSABLE, SHORT_PROMPT, LONG_PROMPT, LONG_RESPONSE, CONTAMINATED, EXA
 """Reasons to drop rows; each dropped row is counted once."""
 REPORTED = (CONFLICT, CONTAMINATED_KEPT) = ("duplicate with another ground truth", f"{CONTAMINATED} and is kept")
 """Kinds of rows that are counted and shown, but not dropped for it."""
-_MAX_EXAMPLES, _MAX_TEXT = 5, 400
+MAX_EXAMPLES, _MAX_TEXT = 5, 400
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Report:
     """Rows by reason."""
     examples: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     """The first rows of each reason: place, text, and the row or limit that it was compared with."""
-    lengths: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    lengths: dict[str, Mapping[str, int]] = field(default_factory=dict)
     """Quantiles of the lengths of prompts and, if there are any, of responses."""
     num_responses: int = 0
     num_ground_truths: int = 0
@@ -50,7 +50,11 @@ class Report:
     def count(self, reason: str, *lines: str) -> None:
         """Count one row; the lines show it."""
         self.counts[reason] += 1
-        if len(self.examples[reason]) < _MAX_EXAMPLES:
+        self.show(reason, *lines)
+
+    def show(self, reason: str, *lines: str) -> None:
+        """Add an example, unless there are enough."""
+        if len(self.examples[reason]) < MAX_EXAMPLES:
             self.examples[reason].append("\n".join(map(_short, lines)))
 
     @property

@@ -161,8 +161,8 @@ class _Reader:
             "text": digests(texts),
             "prompt": digests(map("\n".join, zip(texts, contexts, strict=True))),
             "ground_truth": digests(sample.row.ground_truth for sample in samples),
-            "prompt_length": np.array([length for _, length, _ in measured]),
-            "response_length": np.array([length for *_, length in measured]),
+            "prompt_length": np.array([length for _, length, _ in measured], np.uint32),
+            "response_length": np.array([length for *_, length in measured], np.uint32),
         }
         if self._near:
             must_agree = map("\n".join, zip(map(numbers_and_operators, texts), contexts, strict=True))

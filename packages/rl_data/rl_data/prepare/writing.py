@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from ..errors import DataError
 from ..files.table import Place, first_line
-from .card import CONFLICT, EXACT, NEAR, File, Report
+from .card import CONFLICT, EXACT, MAX_EXAMPLES, NEAR, File, Report
 from .config import PrepareConfig
 from .duplicates import groups, is_validation, keepers
 
@@ -24,6 +25,8 @@ _OPTIONAL = ("messages", "tools")
 _BATCH_ROWS = 4096
 _QUANTILES = {"smallest": 0.0, "median": 0.5, "95%": 0.95, "largest": 1.0}
 Record = Mapping[str, Any]
+Mask = NDArray[np.bool_]
+Rows = NDArray[np.int64]
 
 
 class Spool:
@@ -33,8 +36,9 @@ class Spool:
         import pyarrow as pa
 
         self._path, self._stream = path, path.open("w", encoding="utf-8")
-        self._keys: list[Mapping[str, NDArray[Any]]] = []
-        self._files: list[Place] = []
+        self._keys: list[dict[str, NDArray[Any]]] = []
+        self._batches: list[tuple[int, Place, NDArray[np.uint32]]] = []
+        """First row, its place, and the numbers of all rows in their file."""
         self.num_rows = 0
         self.schema: Any = pa.schema([])
         """The `pyarrow.Schema` that all rows fit."""
@@ -53,18 +57,18 @@ class Spool:
                 remedy = "Write them as text, or leave the column out: --extra-columns names those to keep."
                 raise DataError(problem, remedy, file=places[0].file, column=name) from error
         self._stream.writelines(json.dumps(record) + "\n" for record in records)
-        numbers = np.array([place.number for place in places], np.uint32)
-        self._keys.append({**keys, "number": numbers, "file": np.full(len(places), len(self._files), np.uint32)})
-        self._files.append(places[0])
+        self._keys.append(dict(keys))
+        self._batches.append((self.num_rows, places[0], np.array([place.number for place in places], np.uint32)))
         self.num_rows += len(records)
 
     def keys(self, name: str) -> NDArray[Any]:
-        """One key of all rows."""
-        return np.concatenate([keys[name] for keys in self._keys])
+        """One key of all rows, whose parts are freed: each key is read once."""
+        return np.concatenate([keys.pop(name) for keys in self._keys])
 
     def place(self, row: int) -> str:
         """The place from which a row was read."""
-        return str(replace(self._files[self.keys("file")[row]], number=int(self.keys("number")[row])))
+        first, place, numbers = self._batches[bisect(self._batches, row, key=lambda batch: batch[0]) - 1]
+        return str(replace(place, number=int(numbers[row - first])))
 
     def records(self) -> Iterator[list[dict[str, Any]]]:
         """All rows in batches."""
@@ -94,43 +98,68 @@ def write_selection(spool: Spool, config: PrepareConfig, report: Report, folder:
 
     Raises DataError if a file would have no rows.
     """
-    import pyarrow as pa
-
-    contents, truths = spool.keys("content"), spool.keys("ground_truth")
+    contents = spool.keys("content")
     rows = np.arange(len(contents))
     same = rows if config.duplicates == "keep" else keepers(groups(spool.keys("prompt")[:, None]), contents)
     keeper = keepers(groups(spool.keys("bands")), contents) if config.duplicates == "near" else same
+    is_kept = keeper == rows
     validation = is_validation(spool.keys("text"), config.seed, config.validation)
-    masks = {"train.parquet": (keeper == rows) & ~validation, "val.parquet": (keeper == rows) & validation}
-    names = ("train.parquet", "val.parquet")[: 2 if config.validation else 1]
-    for name in names:
-        if not masks[name].any():
+    masks = {"train.parquet": is_kept & ~validation}
+    masks |= {"val.parquet": is_kept & validation} if config.validation else {}
+    for name, mask in masks.items():
+        if not mask.any():
             raise DataError(
-                f"{name} would have none of the {(keeper == rows).sum()} rows: --validation={config.validation} is "
-                "the probability with which each row is drawn for val.parquet",
+                f"{name} would have none of the {is_kept.sum()} rows: --validation={config.validation} is the "
+                "probability with which each row is drawn for val.parquet",
                 f"Give a {'smaller' if name == 'train.parquet' else 'larger'} one, another --seed, more rows, or "
                 "--validation 0, which writes train.parquet alone.",
             )
-    lengths = {part: spool.keys(f"{part}_length")[keeper == rows] for part in ("prompt", "response")}
-    lengths["response"] = lengths["response"][lengths["response"] > 0]
-    report.num_responses = len(lengths["response"])
-    report.lengths = {
-        part: {name: int(np.quantile(values, share, method="inverted_cdf")) for name, share in _QUANTILES.items()}
-        for part, values in lengths.items()
-        if len(values)
-    }
+    _describe_lengths(spool, is_kept, report)
+    examples = _count_duplicates(spool, same, keeper, report)
+    _write(spool, masks, examples, report, folder)
+
+
+def _describe_lengths(spool: Spool, is_kept: Mask, report: Report) -> None:
+    for part in ("prompt", "response"):
+        lengths = spool.keys(f"{part}_length")[is_kept]
+        if part == "response":
+            lengths = lengths[lengths > 0]
+            report.num_responses = len(lengths)
+        if len(lengths):
+            quantiles = np.quantile(lengths, list(_QUANTILES.values()), method="inverted_cdf")
+            report.lengths[part] = dict(zip(_QUANTILES, map(int, quantiles), strict=True))
+
+
+def _count_duplicates(spool: Spool, same: Rows, keeper: Rows, report: Report) -> dict[int, list[tuple[str, str]]]:
+    """The first duplicates of each kind by row, with the place of the row that is kept instead; counts all."""
+    rows, truths = np.arange(len(same)), spool.keys("ground_truth")
     duplicates = {EXACT: same != rows, NEAR: (keeper != rows) & (same == rows)}
     duplicates[CONFLICT] = duplicates[EXACT] & (truths != truths[same])
-    schema = _stored(spool.schema, report)
+    examples: dict[int, list[tuple[str, str]]] = {}
+    for reason, mask in duplicates.items():
+        report.counts[reason] += int(mask.sum())
+        for row in np.flatnonzero(mask)[:MAX_EXAMPLES]:
+            examples.setdefault(int(row), []).append((reason, spool.place(keeper[row])))
+    return examples
+
+
+def _write(
+    spool: Spool,
+    masks: Mapping[str, Mask],
+    examples: Mapping[int, Sequence[tuple[str, str]]],
+    report: Report,
+    folder: Path,
+) -> None:
+    """Write the rows of each file, and add their content and the texts of examples to the report."""
+    import pyarrow as pa
+
+    schema, start = _stored(spool.schema, report), 0
     with ExitStack() as stack:
-        files = {
-            name: stack.enter_context(_parquet(folder / name, schema)) for name, mask in masks.items() if mask.any()
-        }
-        start = 0
+        files = {name: stack.enter_context(_parquet(folder / name, schema)) for name in masks}
         for records in spool.records():
-            for row, record in enumerate(records, start):
-                for reason in (reason for reason, mask in duplicates.items() if mask[row]):
-                    report.count(reason, spool.place(row), _prompt(record), f"against: {spool.place(keeper[row])}")
+            for row in range(start, start + len(records)):
+                for reason, place in examples.get(row, ()):
+                    report.show(reason, spool.place(row), _prompt(records[row - start]), f"against: {place}")
             for name, file in files.items():
                 kept = [record for record, is_in in zip(records, masks[name][start:], strict=False) if is_in]
                 file.write_table(pa.Table.from_pylist(kept, schema=schema))

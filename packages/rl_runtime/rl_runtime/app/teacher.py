@@ -4,7 +4,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from rl_data import find_model_folder
+from plinth_base import find_model_folder
 from rl_data.tasks.tiny_model import VOCABULARY_SIZE
 from rollout_vllm import (
     Endpoint,

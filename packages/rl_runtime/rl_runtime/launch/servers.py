@@ -8,7 +8,8 @@ from tempfile import TemporaryDirectory
 from typing import Literal
 
 from ds_engine import EngineConfig
-from rl_data import DataConfig, build_tiny_model, find_model_folder
+from plinth_base import find_model_folder
+from rl_data import DataConfig, build_tiny_model
 from rollout_vllm import (
     Endpoint,
     RequestTooLongError,
