@@ -15,7 +15,7 @@ A model folder without a config, a tokenizer or weights raises `plinth_base.Mode
 
 from collections.abc import Sequence
 
-from plinth_base import PlinthError
+from plinth_base.errors import PlinthError
 
 
 class RlDataError(PlinthError):

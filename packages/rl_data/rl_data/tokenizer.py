@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from plinth_base import ModelFolderError, check_model_folder
+from plinth_base.model_folder import ModelFolderError, check_model_folder
 
 from .errors import DataError
 

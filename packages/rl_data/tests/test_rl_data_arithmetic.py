@@ -4,7 +4,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from plinth_testing.errors import raises
+from plinth_testing import raises
 from rl_data import (
     DataConfig,
     DataConfigError,

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from plinth_testing.errors import raises
+from plinth_testing import raises
 from rl_data import DataConfig, DataError, Demonstration, TurnsTrained, check_demonstrations, load_demonstrations
 from rl_data.chat_turns import ChatTurns
 from rl_data.files.table import Place

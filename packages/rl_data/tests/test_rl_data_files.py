@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rl_data_rows import iter_rows
 
-from plinth_testing.errors import raises
+from plinth_testing import raises
 from rl_data import (
     ColumnsConfig,
     DataConfig,

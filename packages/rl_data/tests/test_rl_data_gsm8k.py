@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plinth_testing.errors import raises
+from plinth_testing import raises
 from rl_data import (
     DataConfigError,
     DataError,

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from rl_data_rows import iter_rows
 
-from plinth_testing.errors import raises
+from plinth_testing import raises
 from rl_data import (
     DataConfig,
     DataConfigError,

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rl_data_rows import GSM8K, NAMES, Rows, write_lines
 
-from plinth_testing.errors import raises
+from plinth_testing import raises
 from rl_data import (
     BadRowsError,
     DataConfig,

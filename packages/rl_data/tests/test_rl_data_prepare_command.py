@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rl_data_rows import GSM8K, write_lines
 
-from plinth_testing.errors import raises
+from plinth_testing import raises
 from rl_data import DataConfigError, PrepareConfig
 from rl_data.prepare.command import main
 

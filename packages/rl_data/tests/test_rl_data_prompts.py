@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from plinth_base import ModelFolderError
-from plinth_testing.errors import raises
+from plinth_testing import raises
 from rl_data import (
     DataConfig,
     DataConfigError,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plinth_testing.errors import raises
+from plinth_testing import raises
 from rl_data import REWARDS, DataConfigError, make_reward
 from rl_data.rewards.code import last_code_block, read_tests
 

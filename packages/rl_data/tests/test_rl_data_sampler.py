@@ -4,7 +4,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plinth_testing.errors import raises
+from plinth_testing import raises
 from rl_data import DataConfigError, PromptSampler, SamplerStateError
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=200)

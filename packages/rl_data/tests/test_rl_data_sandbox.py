@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from plinth_testing.errors import raises
+from plinth_testing import raises
 from rl_data import DataConfigError, make_reward
 from rl_data.rewards import sandbox
 from rl_data.rewards.sandbox import Limits, isolation, run_program

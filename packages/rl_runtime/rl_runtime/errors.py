@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from plinth_base import ModelFolderError, PlinthError
+from plinth_base.errors import PlinthError
+from plinth_base.model_folder import ModelFolderError
 from rl_data import DataError
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, asdict, fields
 from typing import Any
 
-from plinth_base import PlinthError
+from plinth_base.errors import PlinthError
 
 from ..errors import DataConfigError, DataError
 from .card import REASONS, REPORTED, Report

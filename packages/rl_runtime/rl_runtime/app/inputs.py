@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from plinth_base import check_model_folder, find_model_folder
+from plinth_base.model_folder import check_model_folder, find_model_folder
 from rl_data import (
     DataConfig,
     DataError,

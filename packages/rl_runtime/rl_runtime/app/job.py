@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ds_engine import EngineConfig, Head
-from plinth_base import find_model_folder
+from plinth_base.model_folder import find_model_folder
 from rl_core import BatchError, BatchLayout, batch_layout
 
 from ..errors import InputError

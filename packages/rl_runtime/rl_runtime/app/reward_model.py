@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from plinth_base import check_model_folder, find_model_folder
+from plinth_base.model_folder import check_model_folder, find_model_folder
 from rl_data import DataError, check_same_vocabulary, load_tokenizer
 
 from ..config import ModelConfig

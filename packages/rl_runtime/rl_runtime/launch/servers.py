@@ -8,7 +8,8 @@ from tempfile import TemporaryDirectory
 from typing import Literal
 
 from ds_engine import EngineConfig
-from plinth_base import find_model_folder
+from plinth_base.errors import prefix_fields
+from plinth_base.model_folder import find_model_folder
 from rl_data import DataConfig, build_tiny_model
 from rollout_vllm import (
     Endpoint,
@@ -19,13 +20,12 @@ from rollout_vllm import (
     check_running,
 )
 from rollout_vllm.config import check_request_length
-from weight_sync import SyncConfig, SyncConfigError, check_server, choose_transports, plan_transports
+from weight_sync import SyncConfig, check_server, choose_transports, plan_transports
 
 from ..config import BUILTIN_MODEL, ModelConfig, TrainerConfig
 from ..errors import InputError
 from .cluster import cluster_nodes
 from .placement import Placement
-from .server_keys import naming_servers
 
 
 def check_lengths(rollout: RolloutConfig, data: DataConfig, samplings: Sequence[SamplingConfig]) -> None:
@@ -43,11 +43,11 @@ def check_servers(
     """Checks server settings against model, devices and hosts, and existing servers against the settings.
 
     Raises:
-        InputError: the placement lacks the device or transport, the transport does not reach the servers, vLLM is built
+        InputError: the placement lacks the device, vLLM is built
             for another device, a port is in use, the KV cache does not fit into memory, or an existing server cannot be
             used.
         rollout_vllm.RolloutConfigError: vLLM cannot serve the folder.
-        weight_sync.SyncConfigError: an existing server cannot receive weights.
+        weight_sync.SyncConfigError: the transport does not reach the servers, or one cannot receive weights.
     """
     device: Literal["cpu", "cuda"] = "cuda" if placement.on_gpu else "cpu"
     if rollout.device not in ("auto", device):
@@ -56,7 +56,7 @@ def check_servers(
         why = "rollout.urls names servers that others may use" if rollout.urls else "the ranks run on the CPU"
         raise InputError(f"trainer.take_turns is {trainer.take_turns}, but {why}; allowed: never, or null")
     check_transport(sync, rollout, placement)
-    with naming_servers():
+    with prefix_fields("rollout"):
         api_key = rollout.read_api_key()
         if rollout.urls:
             check_running(replace(rollout, control_routes=True))
@@ -69,7 +69,7 @@ def check_servers(
     model_folder = str(Path(trainer.output_dir).absolute() if builtin else find_model_folder(model.path))
     check_folder_name("trainer.output_dir" if builtin else "model.path", model_folder)
     rollout = replace(rollout, device=device)
-    with naming_servers(), TemporaryDirectory() as folder:
+    with prefix_fields("rollout"), TemporaryDirectory() as folder:
         served = build_tiny_model(folder) if builtin else model_folder
         check_launch(served, rollout, elsewhere=elsewhere, device_key="trainer.device")
 
@@ -84,16 +84,14 @@ def check_folder_name(key: str, folder: str) -> None:
 
 
 def check_transport(sync: SyncConfig, rollout: RolloutConfig, placement: Placement) -> None:
-    """Raises InputError if `sync.transport` needs a GPU, or does not reach a server from rank 0's host."""
+    """Raises SyncConfigError if `sync.transport` needs a GPU, or does not reach a server from rank 0's host."""
     home = placement.ranks[0].node
     started = {f"rollout server {index}": slot.node == home for index, slot in enumerate(placement.servers)}
     # Where existing servers are can be told on rank 0's host only; elsewhere the first push refuses what cannot work.
     existing = rollout.urls if not home or home == cluster_nodes()[0].node_id else ()
-    try:
+    with prefix_fields("sync"):
         plan_transports(sync.transport, started, on_gpu=placement.on_gpu)
         choose_transports(sync, existing, on_gpu=placement.on_gpu)
-    except SyncConfigError as error:
-        raise InputError(f"sync.{error}") from error
 
 
 def check_adapters(actor: EngineConfig, rollout: RolloutConfig, sync: SyncConfig) -> None:

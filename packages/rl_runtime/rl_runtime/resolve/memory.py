@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 from ds_engine import MemoryEstimate, ModelShape, estimate_memory
 from ds_engine.dtypes import nf4_bytes
 from ds_engine.planning.model_shape import read_shape
-from plinth_base import find_model_folder
+from plinth_base.model_folder import find_model_folder
 from rl_core.batching.layout import DEFAULT_TOKEN_BUDGET
 from rollout_vllm import RolloutConfig, ServerMemory, estimate_server_memory
 from rollout_vllm.servers.memory import kv_value_bytes
