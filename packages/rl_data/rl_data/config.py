@@ -103,7 +103,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """How the rule extracts the answer, and the scores it gives."""
+    """Extraction of the answer by the rule of GSM8K, and the scores that the rule gives."""
 
     #: "strict": the answer is the last "#### number"; "flexible": the last number.
     method: Literal["strict", "flexible"] = "strict"

@@ -54,7 +54,7 @@ class PreferencePair:
     chosen: Demonstration
     rejected: Demonstration
     margin: float = 0.0
-    """How much better the chosen response is; 0 or more."""
+    """Difference in quality between the chosen and the rejected response; 0 or more."""
 
     @property
     def num_tokens(self) -> int:
@@ -113,7 +113,7 @@ def _of_prompt(place: Place, row: dict[str, Any], column: str) -> AnsweredRow:
 
 
 def _is_conversation(value: Any) -> bool:
-    """Whether messages begin with a prompt."""
+    """True for messages that begin with a prompt."""
     first = value[0] if isinstance(value, list) and value else None
     return isinstance(first, dict) and first.get("role") != "assistant"
 
@@ -196,9 +196,9 @@ def load_labeled(
         seed: chooses the unrelated response of each prompt.
     """
     groups = (group for file in files for group in _labeled(file))
-    found = [(one, label) for (one,), label in _load(groups, files, tokenizer, config, max_length, section)]
-    others = _unrelated([one for one, _ in found], files, seed)
-    return [LabeledResponse(one, label, other) for (one, label), other in zip(found, others, strict=True)]
+    labeled = [(response, label) for (response,), label in _load(groups, files, tokenizer, config, max_length, section)]
+    others = _unrelated([response for response, _ in labeled], files, seed)
+    return [LabeledResponse(*one, other) for one, other in zip(labeled, others, strict=True)]
 
 
 def _load(
@@ -217,12 +217,12 @@ def _load(
     for batch in batches(groups):
         encoded = encode([row for rows, _ in batch for row in rows])
         for rows, extra in batch:
-            found = [next(encoded) for _ in rows]
-            if any(exceeds(row.place, one, config, max_length, section=section) for row, one in found):
+            responses = [next(encoded) for _ in rows]
+            if any(exceeds(row.place, one, config, max_length, section=section) for row, one in responses):
                 num_filtered += 1
                 continue
             num_kept += 1
-            yield tuple(one for _, one in found), extra
+            yield tuple(one for _, one in responses), extra
     report_filtered(num_filtered, num_kept, files, config, max_length=max_length, section=section)
     encode.renderer.report()
 

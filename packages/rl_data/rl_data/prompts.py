@@ -78,7 +78,7 @@ def batches(rows: Iterable[T]) -> Iterator[list[T]]:
 
 
 def too_long(place: Place, length: int, config: DataConfig) -> bool:
-    """Whether to drop the prompt as overlong. Raises DataError instead for `overlong="refuse"`."""
+    """True for a prompt that is dropped as overlong. Raises DataError instead for `overlong="refuse"`."""
     if length <= config.max_prompt_length:
         return False
     if config.overlong == "refuse":
@@ -97,18 +97,16 @@ def report_filtered(
     section: str = "",
 ) -> None:
     """Log the number of dropped prompts, or demonstrations (`max_length`). Raises DataError if none is left."""
-    what, limit = "prompts", f"data.max_prompt_length={config.max_prompt_length} tokens"
+    kind, limit = "prompts", f"data.max_prompt_length={config.max_prompt_length} tokens"
     if max_length is not None:
-        what, limit = (
-            "demonstrations",
-            f"{dotted(section, 'max_length')}={max_length} tokens, or their prompts than {limit}",
-        )
+        kind = "demonstrations"
+        limit = f"{dotted(section, 'max_length')}={max_length} tokens, or their prompts than {limit}"
     if num_kept == 0:
         names = ", ".join(map(str, files))
-        raise DataError(f"all {num_filtered} {what} are longer than {limit}", "Raise the limit.", file=names)
+        raise DataError(f"all {num_filtered} {kind} are longer than {limit}", "Raise the limit.", file=names)
     if num_filtered:
         total = num_filtered + num_kept
-        _logger.warning("%d of %d %s are longer than %s and are dropped", num_filtered, total, what, limit)
+        _logger.warning("%d of %d %s are longer than %s and are dropped", num_filtered, total, kind, limit)
 
 
 def load_prompts(

@@ -34,7 +34,7 @@ def with_configured(messages: Sequence[Message], config: DataConfig, *, is_quest
 
 
 def uses_chat_template(tokenizer: TokenizerLike, config: DataConfig) -> bool:
-    """Whether to use the tokenizer's chat template. Raises DataError for "always" if it has none."""
+    """True if the tokenizer's chat template is used. Raises DataError for "always" if it has none."""
     has_template = bool(tokenizer.chat_template)
     if config.chat_template == "always" and not has_template:
         problem = "data.chat_template=always, but the model's tokenizer has no chat template"

@@ -50,7 +50,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Schema:
-    """Where a table has the parts of a row."""
+    """The columns of a table that hold the parts of a row."""
 
     prompt: str
     is_question: bool

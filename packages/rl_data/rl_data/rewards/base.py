@@ -28,7 +28,7 @@ class Reward(ABC):
     """
 
     needs_ground_truth: ClassVar[bool] = True
-    """Whether rows without a ground truth are refused."""
+    """Rows without a ground truth are refused."""
 
     @abstractmethod
     def __call__(self, response_text: str, prompt: PromptFields, **facts: Any) -> float:
@@ -55,7 +55,7 @@ class Reward(ABC):
         return ""
 
     def problem(self, ground_truth: str, extra: Mapping[str, Any]) -> str:
-        """Why no response can ever be right for this row, or "".
+        """The reason why no response can ever be right for this row, or "".
 
         Args:
             ground_truth: the row's ground truth as text; JSON text of a list or struct; "" if there is none.
@@ -85,7 +85,7 @@ class AnswerReward(Reward):
         """The answer that a response gives, None if it gives none. Equal answers are equal by `same_answer`."""
 
     def same_answer(self, one: Any, other: Any) -> bool:
-        """Whether two results of `answer` are the same answer."""
+        """True if two results of `answer` are the same answer."""
         return bool(one == other)
 
     def votes(self, response_texts: Sequence[str]) -> list[int]:
