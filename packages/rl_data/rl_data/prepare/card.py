@@ -47,15 +47,15 @@ class Report:
     num_ground_truths: int = 0
     data_sources: Counter[str] = field(default_factory=Counter)
 
-    def count(self, reason: str, *lines: str) -> None:
+    def count(self, reason: str, *lines: object) -> None:
         """Count one row; the lines show it."""
         self.counts[reason] += 1
         self.show(reason, *lines)
 
-    def show(self, reason: str, *lines: str) -> None:
+    def show(self, reason: str, *lines: object) -> None:
         """Add an example, unless there are enough."""
         if len(self.examples[reason]) < MAX_EXAMPLES:
-            self.examples[reason].append("\n".join(map(_short, lines)))
+            self.examples[reason].append("\n".join(_short(str(line)) for line in lines))
 
     @property
     def num_read(self) -> int:

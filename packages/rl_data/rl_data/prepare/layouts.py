@@ -11,10 +11,9 @@ All write `data_source`, and `tools` if a row has any.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from ..config import ColumnsConfig, DataConfig
@@ -22,25 +21,22 @@ from ..errors import DataError, UnknownDataSourceError
 from ..files.table import Place, Table, while_opening
 from ..rewards.base import Reward
 from ..rewards.registry import reward_for
-from ..rows import Message, Row, Schema, conversation, find_schema, parse_row, raw_rows
+from ..rows import Message, Schema, conversation, find_schema, parse_row, raw_rows
 from .config import PrepareConfig
 
-_PROMPTS = {"question": "question", "math": "problem", "chat": "messages", "prompt": "prompt"}
-_RESPONSES = {"question": ("answer",), "math": ("solution",), "prompt": ("completion", "response"), "chat": ()}
-MATH_DATA_SOURCE = "lighteval/MATH"
-_MEANINGFUL = {
-    "question",
-    "messages",
-    "prompt",
-    "answer",
-    "completion",
-    "ground_truth",
-    "reward_model",
-    "data_source",
-    "tools",
+_COLUMNS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "question": ("question", ("answer",)),
+    "math": ("problem", ("solution",)),
+    "chat": ("messages", ()),
+    "prompt": ("prompt", ("completion", "response")),
 }
+"""Layout -> column of the prompt, possible columns of the response."""
+_MEANINGFUL = {"question", "answer", "messages", "prompt", "completion", "ground_truth", "reward_model"}
+_MEANINGFUL |= {"data_source", "tools"}
 """Columns that decide how the apps read a file; no other column may have such a name."""
-_ENCODER = json.JSONEncoder(ensure_ascii=False, sort_keys=True)
+_MATH_DATA_SOURCE = "lighteval/MATH"
+Record = dict[str, Any]
+"""A row of the training schema: `question` and `answer`, or `prompt` and `messages`; and the columns that all have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,47 +67,26 @@ class Layout:
         return _MEANINGFUL - self.read
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """A row, with the whole response if it has one."""
+def prompt_of(record: Record) -> list[Message]:
+    """The messages of the prompt."""
+    return record["prompt"] if "prompt" in record else [{"role": "user", "content": record["question"]}]
 
-    row: Row
-    response: Message | None
-    is_question: bool
 
-    @property
-    def response_text(self) -> str:
-        """The content of the response; empty without one."""
-        return str(self.response["content"]) if self.response else ""
+def response_of(record: Record) -> str:
+    """The text of the response; empty without one."""
+    return str(
+        record["answer"] or "" if "question" in record else (record["messages"] or [{"content": ""}])[-1]["content"]
+    )
 
-    def prompt_text(self, *, with_system: bool = True) -> str:
-        """The contents of the messages; a message with tool calls as JSON text."""
-        messages = [message for message in self.row.messages if with_system or message["role"] != "system"]
-        return "\n".join(str(message["content"]) or _ENCODER.encode(message) for message in messages)
 
-    @property
-    def context(self) -> str:
-        """System messages and tools; prompts of different contexts are no duplicates."""
-        systems = [str(message["content"]) for message in self.row.messages if message["role"] == "system"]
-        return _ENCODER.encode([systems, list(self.row.tools)])
+def text_of(messages: Iterable[Message]) -> str:
+    """The contents of messages, one after another; a message with tool calls as JSON text."""
+    return "\n".join(str(message["content"]) or json_text(message) for message in messages)
 
-    @cached_property
-    def record(self) -> dict[str, Any]:
-        """The columns of the training schema."""
-        row, response = self.row, self.response
-        record: dict[str, Any]
-        if self.is_question:
-            record = {"question": row.messages[0]["content"], "answer": response["content"] if response else None}
-        else:
-            record = {"prompt": list(row.messages), "messages": [*row.messages, response] if response else None}
-        record |= {"ground_truth": row.ground_truth or None, "data_source": row.data_source or None}
-        record["tools"] = json.dumps(row.tools, ensure_ascii=False) if row.tools else None
-        return {**record, **row.extra}
 
-    @cached_property
-    def content(self) -> str:
-        """The record as JSON text; equal for equal rows."""
-        return _ENCODER.encode(self.record)
+def json_text(value: Any) -> str:
+    """JSON text, which is equal for equal values."""
+    return json.dumps(value, ensure_ascii=False, sort_keys=True)
 
 
 def find_layout(table: Table, config: PrepareConfig) -> Layout:
@@ -122,12 +97,13 @@ def find_layout(table: Table, config: PrepareConfig) -> Layout:
     ground_truth = config.ground_truth_column
     if name == "math" and not ground_truth:  # in `answer` (MATH-500), or boxed in the solution
         ground_truth = "answer" if "answer" in table.columns else config.response_column or "solution"
-    columns = ColumnsConfig(prompt=config.prompt_column or _PROMPTS[name], ground_truth=ground_truth)
+    columns = ColumnsConfig(prompt=config.prompt_column or _COLUMNS[name][0], ground_truth=ground_truth)
     layout = Layout(
         name=name,
         schema=find_schema(table, DataConfig(columns=columns, extra_columns=config.extra_columns)),
-        response=config.response_column or next(filter(table.columns.__contains__, _RESPONSES[name]), None),
-        data_source=config.data_source or (MATH_DATA_SOURCE if name == "math" else ""),
+        response=config.response_column
+        or next((column for column in _COLUMNS[name][1] if column in table.columns), None),
+        data_source=config.data_source or (_MATH_DATA_SOURCE if name == "math" else ""),
     )
     if reserved := sorted(layout.reserved & {*(config.extra_columns or ())}):
         problem = f"the column {reserved[0]!r} would change how the apps read the files"
@@ -158,20 +134,20 @@ def _layout_name(table: Table, config: PrepareConfig) -> str:
     )
 
 
-def read_samples(table: Table, layout: Layout) -> Iterator[Sample]:
-    """The samples of a table in order; `table.on_bad` takes the errors of rows that cannot be used."""
+def read_records(table: Table, layout: Layout) -> Iterator[tuple[Place, Record]]:
+    """The rows of a table in the training schema; `table.on_bad` takes the errors of rows that cannot be used."""
     rewards: dict[str, Reward | None] = {}
     for place, raw in raw_rows(table, layout.schema, layout.read):
         try:
-            sample = _sample(place, raw, layout)
-            _check_scorable(sample.row, layout, rewards)
+            record = _record(place, raw, layout)
+            _check_scorable(place, record, layout, rewards)
         except DataError as error:
             table.on_bad(error)
             continue
-        yield sample
+        yield place, record
 
 
-def _sample(place: Place, raw: dict[str, Any], layout: Layout) -> Sample:
+def _record(place: Place, raw: dict[str, Any], layout: Layout) -> Record:
     schema, response = layout.schema, None
     if layout.name == "chat":
         raw, response = _split_chat(place, raw, layout)
@@ -188,9 +164,17 @@ def _sample(place: Place, raw: dict[str, Any], layout: Layout) -> Sample:
     row = parse_row(place, raw, schema)
     if layout.is_question and not row.is_question:
         raise place.error("a list of messages, not a text", "Give --layout chat.", column=schema.prompt)
-    extra = {name: value for name, value in row.extra.items() if name not in layout.read | layout.reserved}
-    row = replace(row, data_source=row.data_source or layout.data_source, extra=extra)
-    return Sample(row=row, response=response, is_question=layout.is_question)
+    if layout.is_question:
+        record = {"question": row.messages[0]["content"], "answer": response["content"] if response else None}
+    else:
+        record = {"prompt": list(row.messages), "messages": [*row.messages, response] if response else None}
+    return {
+        **record,
+        "ground_truth": row.ground_truth or None,
+        "data_source": row.data_source or layout.data_source or None,
+        "tools": json.dumps(row.tools, ensure_ascii=False) if row.tools else None,
+        **{name: value for name, value in row.extra.items() if name not in layout.read | layout.reserved},
+    }
 
 
 def _split_chat(place: Place, raw: dict[str, Any], layout: Layout) -> tuple[dict[str, Any], Message | None]:
@@ -226,13 +210,14 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def _check_scorable(row: Row, layout: Layout, rewards: dict[str, Reward | None]) -> None:
+def _check_scorable(place: Place, record: Record, layout: Layout, rewards: dict[str, Reward | None]) -> None:
     """Raises DataError if the reward of the row's data source, where one is registered, can never score it."""
-    if row.data_source not in rewards:
-        rewards[row.data_source] = None
+    source = record["data_source"]
+    if source not in rewards:
+        rewards[source] = None
         with suppress(UnknownDataSourceError):  # the configuration of the run names the reward
-            rewards[row.data_source] = reward_for(row.data_source)
-    reward = rewards[row.data_source]
-    if reward is not None and (problem := reward.problem(row.ground_truth, row.extra)):
+            rewards[source] = reward_for(source or "")
+    reward = rewards[source]
+    if reward is not None and (problem := reward.problem(record["ground_truth"] or "", record)):
         column = layout.schema.ground_truth[0]
-        raise row.place.error(problem, "Fix it, drop the row, or give another --data-source.", column=column)
+        raise place.error(problem, "Fix it, drop the row, or give another --data-source.", column=column)

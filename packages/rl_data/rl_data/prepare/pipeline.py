@@ -5,6 +5,7 @@ errors name no row.
 """
 
 import copy
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,13 +24,11 @@ from . import card
 from .card import File, Report
 from .config import PrepareConfig, option
 from .duplicates import HeldOut, NearDuplicates, digests, normalized, numbers_and_operators, tokens
-from .layouts import Layout, Sample, find_layout, read_samples
+from .layouts import Layout, Record, find_layout, json_text, prompt_of, read_records, response_of, text_of
 from .output import output_folder
 from .writing import Spool, fingerprint, write_selection
 
 _MAX_SHOWN = 20
-_Measured = tuple[Sample, int, int]
-"""A sample, the length of its prompt and that of its response (0 without one)."""
 
 
 def prepare_data(config: PrepareConfig, *, command: str = "") -> Report:
@@ -112,7 +111,7 @@ class _Reader:
                 problem = "has conversations and other files have questions, or the reverse, and a file has one schema"
                 raise DataError(problem, "Prepare them apart; data.train takes several files.", file=file)
             self._note(table, layout)
-            num_rows = sum(map(self._add, batches(read_samples(table, layout))))
+            num_rows = sum(map(self._add, batches(read_records(table, layout))))
             self._report.files.append(_file("read", file, layout, num_rows))
         self._bad.finish()
         self._leaks.finish()
@@ -136,55 +135,59 @@ class _Reader:
             config = replace(config, layout="auto", prompt_column=None, response_column=None, ground_truth_column=None)
         layout = find_layout(table, replace(config, extra_columns=()))
         num_before = len(self._held_out_places)
-        for sample in read_samples(table, layout):
-            self._held_out.add(tokens(normalized(sample.prompt_text(with_system=False))))
-            self._held_out_places.append(sample.row.place)
+        for place, record in read_records(table, layout):
+            self._held_out.add(tokens(_compared_text(record)))
+            self._held_out_places.append(place)
         num_rows = len(self._held_out_places) - num_before
         self._report.files.append(_file("held out", table.file, layout, num_rows))
 
-    def _add(self, samples: Sequence[Sample]) -> int:
+    def _add(self, rows: Sequence[tuple[Place, Record]]) -> int:
         """Spools the rows of a batch that are kept; returns the number of its usable rows."""
-        measured = self._measured(samples)
-        kept = [one for one in measured if not self._is_outside(*one)]
-        texts = [normalized(sample.prompt_text(with_system=False)) for sample, *_ in kept]
-        words = list(map(tokens, texts))
-        clean = [row for row, (sample, *_) in enumerate(kept) if not self._is_contaminated(sample, words[row])]
-        if clean:
-            self._spool_rows([kept[row] for row in clean], [texts[row] for row in clean], [words[row] for row in clean])
-        return len(measured)
+        num_usable, kept, texts, words = 0, [], [], []
+        for place, record in rows:
+            try:
+                lengths = self._lengths(place, record)
+            except DataError as error:
+                self._bad(error)
+                continue
+            num_usable += 1
+            text = _compared_text(record)
+            split = tokens(text)
+            if not self._is_outside(place, record, *lengths) and not self._is_contaminated(place, record, split):
+                kept.append((place, record, *lengths))
+                texts.append(text)
+                words.append(split)
+        if kept:
+            self._spool(kept, texts, words)
+        return num_usable
 
-    def _spool_rows(self, measured: Sequence[_Measured], texts: Sequence[str], words: Sequence[list[str]]) -> None:
-        samples = [sample for sample, *_ in measured]
-        contexts = [sample.context for sample in samples]
+    def _spool(self, rows: Sequence[tuple[Place, Record, int, int]], texts: list[str], words: list[list[str]]) -> None:
+        """Adds rows, their normalized prompts and the tokens of these."""
+        records = [record for _, record, *_ in rows]
+        contexts = [_context(record) for record in records]
         keys = {
-            "content": digests(sample.content for sample in samples),
+            "content": digests(map(json_text, records)),
             "text": digests(texts),
             "prompt": digests(map("\n".join, zip(texts, contexts, strict=True))),
-            "ground_truth": digests(sample.row.ground_truth for sample in samples),
-            "prompt_length": np.array([length for _, length, _ in measured], np.uint32),
-            "response_length": np.array([length for *_, length in measured], np.uint32),
+            "ground_truth": digests(record["ground_truth"] or "" for record in records),
+            "prompt_length": np.array([length for *_, length, _ in rows], np.uint32),
+            "response_length": np.array([length for *_, length in rows], np.uint32),
         }
         if self._near:
             must_agree = map("\n".join, zip(map(numbers_and_operators, texts), contexts, strict=True))
             keys["bands"] = self._near.keys(words, list(must_agree))
-        self.spool.add([sample.record for sample in samples], [sample.row.place for sample in samples], keys)
+        self.spool.add(records, [place for place, *_ in rows], keys)
 
-    def _measured(self, samples: Sequence[Sample]) -> list[_Measured]:
-        """The samples that can be rendered, with the lengths of prompt and response as the apps count them."""
+    def _lengths(self, place: Place, record: Record) -> tuple[int, int]:
+        """Lengths of prompt and response, as the apps count them. Raises DataError for what the template refuses."""
+        messages, response = prompt_of(record), response_of(record)
         if self._renderer is None:
-            return [(sample, len(sample.prompt_text()), len(sample.response_text)) for sample in samples]
-        measured = []
-        for sample in samples:
-            try:
-                prompt = self._renderer(sample.row.messages, sample.row.tools, sample.row.place)
-            except DataError as error:
-                self._bad(error)
-                continue
-            response = encode([sample.response_text], self._tokenizer, add_special_tokens=False)
-            measured.append((sample, len(self._renderer.encode([prompt])[0]), len(response[0])))
-        return measured
+            return len(text_of(messages)), len(response)
+        prompt = self._renderer(messages, json.loads(record["tools"] or "[]"), place)
+        (response_ids,) = encode([response], self._tokenizer, add_special_tokens=False)
+        return len(self._renderer.encode([prompt])[0]), len(response_ids)
 
-    def _is_outside(self, sample: Sample, prompt_length: int, response_length: int) -> bool:
+    def _is_outside(self, place: Place, record: Record, prompt_length: int, response_length: int) -> bool:
         """Counts a row that is too short or too long; False for others."""
         config = self._config
         for reason, length, shortest, longest in (
@@ -193,22 +196,32 @@ class _Reader:
             (card.LONG_RESPONSE, response_length, 0, config.max_response_length),
         ):
             if length < shortest or (longest is not None and length > longest):
-                self._report.count(reason, str(sample.row.place), sample.prompt_text(), f"{length} {self._report.unit}")
+                self._report.count(reason, place, text_of(prompt_of(record)), f"{length} {self._report.unit}")
                 return True
         return False
 
-    def _is_contaminated(self, sample: Sample, words: Sequence[str]) -> bool:
+    def _is_contaminated(self, place: Place, record: Record, words: Sequence[str]) -> bool:
         """Counts a row that contains a held-out prompt; True if it is dropped for it."""
         contained = self._held_out.contained(words)
         if contained is None:
             return False
-        place, other = sample.row.place, f"{contained[1]:.0%} of {self._held_out_places[contained[0]]}"
+        other = f"{contained[1]:.0%} of {self._held_out_places[contained[0]]}"
         if self._config.contaminated == "refuse":
             self._leaks(place.error(f"contains a held-out prompt: {other}", "Drop the row."))
         is_kept = self._config.contaminated == "keep"
         reason = card.CONTAMINATED_KEPT if is_kept else card.CONTAMINATED
-        self._report.count(reason, str(place), sample.prompt_text(), other)
+        self._report.count(reason, place, text_of(prompt_of(record)), other)
         return not is_kept
+
+
+def _compared_text(record: Record) -> str:
+    """The normalized prompt without system messages, which many rows share."""
+    return normalized(text_of(message for message in prompt_of(record) if message["role"] != "system"))
+
+
+def _context(record: Record) -> str:
+    """System messages and tools; prompts of different contexts are no duplicates."""
+    return json_text([message for message in prompt_of(record) if message["role"] == "system"] + [record["tools"]])
 
 
 def _file(use: str, name: str, layout: Layout, num_rows: int) -> File:

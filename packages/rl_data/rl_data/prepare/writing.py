@@ -18,13 +18,13 @@ from ..files.table import Place, first_line
 from .card import CONFLICT, EXACT, MAX_EXAMPLES, NEAR, File, Report
 from .config import PrepareConfig
 from .duplicates import groups, is_validation, keepers
+from .layouts import Record, prompt_of, text_of
 
 _TEXTS = ("question", "answer", "ground_truth", "data_source")
 _OPTIONAL = ("messages", "tools")
 """Columns of the training schema that are written only if a row has them."""
 _BATCH_ROWS = 4096
 _QUANTILES = {"smallest": 0.0, "median": 0.5, "95%": 0.95, "largest": 1.0}
-Record = Mapping[str, Any]
 Mask = NDArray[np.bool_]
 Rows = NDArray[np.int64]
 
@@ -65,10 +65,10 @@ class Spool:
         """One key of all rows, whose parts are freed: each key is read once."""
         return np.concatenate([keys.pop(name) for keys in self._keys])
 
-    def place(self, row: int) -> str:
+    def place(self, row: int) -> Place:
         """The place from which a row was read."""
         first, place, numbers = self._batches[bisect(self._batches, row, key=lambda batch: batch[0]) - 1]
-        return str(replace(place, number=int(numbers[row - first])))
+        return replace(place, number=int(numbers[row - first]))
 
     def records(self) -> Iterator[list[dict[str, Any]]]:
         """All rows in batches."""
@@ -130,12 +130,12 @@ def _describe_lengths(spool: Spool, is_kept: Mask, report: Report) -> None:
             report.lengths[part] = dict(zip(_QUANTILES, map(int, quantiles), strict=True))
 
 
-def _count_duplicates(spool: Spool, same: Rows, keeper: Rows, report: Report) -> dict[int, list[tuple[str, str]]]:
+def _count_duplicates(spool: Spool, same: Rows, keeper: Rows, report: Report) -> dict[int, list[tuple[str, Place]]]:
     """The first duplicates of each kind by row, with the place of the row that is kept instead; counts all."""
     rows, truths = np.arange(len(same)), spool.keys("ground_truth")
     duplicates = {EXACT: same != rows, NEAR: (keeper != rows) & (same == rows)}
     duplicates[CONFLICT] = duplicates[EXACT] & (truths != truths[same])
-    examples: dict[int, list[tuple[str, str]]] = {}
+    examples: dict[int, list[tuple[str, Place]]] = {}
     for reason, mask in duplicates.items():
         report.counts[reason] += int(mask.sum())
         for row in np.flatnonzero(mask)[:MAX_EXAMPLES]:
@@ -146,7 +146,7 @@ def _count_duplicates(spool: Spool, same: Rows, keeper: Rows, report: Report) ->
 def _write(
     spool: Spool,
     masks: Mapping[str, Mask],
-    examples: Mapping[int, Sequence[tuple[str, str]]],
+    examples: Mapping[int, Sequence[tuple[str, Place]]],
     report: Report,
     folder: Path,
 ) -> None:
@@ -159,7 +159,7 @@ def _write(
         for records in spool.records():
             for row in range(start, start + len(records)):
                 for reason, place in examples.get(row, ()):
-                    report.show(reason, spool.place(row), _prompt(records[row - start]), f"against: {place}")
+                    report.show(reason, spool.place(row), text_of(prompt_of(records[row - start])), f"against: {place}")
             for name, file in files.items():
                 kept = [record for record, is_in in zip(records, masks[name][start:], strict=False) if is_in]
                 file.write_table(pa.Table.from_pylist(kept, schema=schema))
@@ -195,7 +195,3 @@ def _parquet(path: Path, schema: Any) -> Any:
     except pa.ArrowException as error:  # such as lists of empty structs
         problem = f"a column cannot be stored in parquet ({first_line(error)})"
         raise DataError(problem, "Leave it out: --extra-columns names those to keep.") from error
-
-
-def _prompt(record: Record) -> str:
-    return str(record.get("question") or "\n".join(str(message["content"]) for message in record["prompt"]))
