@@ -112,10 +112,10 @@ class ChatTurns:
                 problem = f"the chat template renders message {index} (counted from 0) differently in the conversation"
                 seen = f"{shorten(text)} follows its own prompt, and the whole has {shorten(whole[len(before) :])}"
                 remedy = (
-                    f"Train on the last turn alone ({self._key}=last), or mark the turns in the template with "
-                    "{% generation %}."
+                    f"Train on each turn with its own prompt ({self._key}=each) or on the last one ({self._key}=last), "
+                    "or mark the turns in the template with {% generation %}."
                 )
-                raise place.error(f"{problem}: {seen}", remedy, column="messages", setting=f"{self._key}=each")
+                raise place.error(f"{problem}: {seen}", remedy, column="messages")
             written = text.rstrip()
             ends = not written.endswith(self._stops)
             if ends and index < len(messages) - 1:

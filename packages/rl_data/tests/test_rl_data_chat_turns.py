@@ -120,10 +120,11 @@ def test_a_template_that_changes_earlier_turns_is_refused_unless_each_has_its_ow
 ) -> None:
     byte_tokenizer.chat_template = THOUGHTS
     row = {"messages": conversation("a", "one", "b", "two")}
-    with raises(DataError, row=1, column="messages", setting="turns=each"):
+    with raises(DataError, row=1, column="messages"):
         load(tmp_path, byte_tokenizer, row)
-    with raises(DataError, setting="supervised.turns=each") as caught:
+    with raises(DataError) as caught:
         load(tmp_path, byte_tokenizer, row, section="supervised")
+    assert "supervised.turns=each" in caught.value.remedy
     assert "'<think></think>one" in caught.value.problem, "the message shows both renderings"
     alone: tuple[TurnsTrained, ...] = ("each", "last")
     texts = [
