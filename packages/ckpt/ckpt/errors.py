@@ -11,7 +11,7 @@ CheckpointError
 ├── CheckpointUsageError (also ValueError)      calls out of order, or an argument out of range
 ├── ExportError (also ValueError)               a Hugging Face export failed
 ├── ShardError (also ValueError)                a DeepSpeed checkpoint cannot be read; names the file
-├── UnsupportedFormatError (also ValueError)    the checkpoint's format is newer than this package
+├── UnsupportedFormatError (also ValueError)    another version of this package wrote the checkpoint's format
 ├── UntrustedFileError (also ValueError)        a file holds more than tensors and plain values
 └── UploadError                                 checkpoints could not be uploaded; names them
 
@@ -87,7 +87,7 @@ class ShardError(CheckpointError, ValueError):
 
 
 class UnsupportedFormatError(CheckpointError, ValueError):
-    """The checkpoint's format is newer than this version reads."""
+    """The checkpoint has a format that this version does not read."""
 
 
 class UntrustedFileError(CheckpointError, ValueError):

@@ -16,6 +16,7 @@ checkpoints. One process at a time writes to a root; any number may read.
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -190,7 +191,7 @@ class CheckpointManager(CheckpointReader):
             self._withdraw(step)
         publish_folder(partial, final)
         self._point_latest()
-        return self.read(step)
+        return replace(self.read(step), verified=manifest.sha256)
 
     def abandon(self, step: int) -> None:
         """Delete the folder of a prepared step that will not be published."""

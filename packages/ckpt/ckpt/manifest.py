@@ -1,7 +1,6 @@
 """The manifest of a checkpoint: name, size and checksum of every file, and a checksum of the manifest itself.
 
-Formats: 1 holds the plain SHA-256 of every file. 2 adds `packages` and `chunk_bytes`, the chunk size of its SHA-256
-checksums (see `digest`). 3 holds BLAKE3 checksums. This version writes 3 and reads all.
+Only format 3 is written and read. Files have BLAKE3 checksums; the manifest's own checksum is SHA-256.
 """
 
 import hashlib
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Self
 
-from .digest import Algorithm, FileEntry, hash_files
+from .digest import FileEntry, hash_files
 from .errors import CheckpointUsageError, UnsupportedFormatError
 from .files import fsync_file, partial_name, walk_files
 from .threads import Pool
@@ -64,20 +63,12 @@ class CheckpointManifest:
     """UTC, ISO 8601."""
     files: Mapping[str, FileEntry]
     """By path relative to the checkpoint, with forward slashes."""
-    format_version: int = FORMAT_VERSION
-    chunk_bytes: int | None = None
-    """Chunk size of the SHA-256 checksums of format 2; None in the other formats."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The metrics passed to `publish`; retention of the best checkpoints uses them."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """Package versions of the process that published the checkpoint, by name."""
     sha256: str = ""
     """SHA-256 of the manifest itself, as read from its file; empty for a manifest that was not read."""
-
-    @property
-    def algorithm(self) -> Algorithm:
-        """The algorithm of the files' checksums."""
-        return _algorithm(self.format_version)
 
     @property
     def num_bytes(self) -> int:
@@ -113,13 +104,13 @@ class CheckpointManifest:
         for name, entry in known.items():
             if sizes.get(name) != entry.num_bytes:
                 raise CheckpointUsageError(f"{name}: does not exist with the {entry.num_bytes} bytes of its entry")
-        found = describe_files({name: paths[name] for name in sizes if name not in known})
+        described = describe_files({name: paths[name] for name in sizes if name not in known})
         # An entry describes the contents; it does not mean that they have reached the disk.
         fsync_files([paths[name] for name in known])
         return cls(
             step=step,
             created_at=created_at,
-            files={name: known.get(name) or found[name] for name in paths},
+            files={name: known.get(name) or described[name] for name in paths},
             metrics=metrics or {},
             packages=packages or {},
         )
@@ -127,12 +118,10 @@ class CheckpointManifest:
     def to_json(self) -> str:
         """The manifest as JSON text; the last field is the SHA-256 of the others."""
         body: dict[str, Any] = {
-            "format_version": self.format_version,
+            "format_version": FORMAT_VERSION,
             "step": self.step,
             "created_at": self.created_at,
-            "files": {
-                name: {"bytes": entry.num_bytes, self.algorithm: entry.checksum} for name, entry in self.files.items()
-            },
+            "files": {name: {"bytes": entry.num_bytes, "blake3": entry.checksum} for name, entry in self.files.items()},
         }
         if self.metrics:
             body["metrics"] = dict(self.metrics)
@@ -145,7 +134,7 @@ class CheckpointManifest:
         """Read the manifest of a checkpoint folder.
 
         Raises ManifestError when it is missing, torn or altered or of another step than the folder's name, and
-        UnsupportedFormatError when its format is newer.
+        UnsupportedFormatError when another version of this package wrote it in another format.
         """
         try:
             text = (folder / MANIFEST_NAME).read_text(encoding="utf-8")
@@ -153,27 +142,32 @@ class CheckpointManifest:
             raise ManifestError("missing") from None
         except (OSError, UnicodeDecodeError) as error:
             raise ManifestError(f"cannot be read: {error}") from error
+        manifest = cls.parse(text, source=str(folder))
+        if step_of(folder) not in (None, manifest.step):
+            name = folder_name(manifest.step)
+            raise ManifestError(f"is of step {manifest.step}: the folder was renamed; rename it back to {name}")
+        return manifest
+
+    @classmethod
+    def parse(cls, text: str, *, source: str) -> Self:
+        """The manifest with this text, which was read from the folder `source`. Raises as `read`."""
         try:
             body = json.loads(text)
             checksum = body.pop("manifest_sha256")
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ManifestError("is not a complete manifest") from error
         version = body.get("format_version")
-        # Before the checksum: a newer format may compute it differently.
-        if isinstance(version, int) and version > FORMAT_VERSION:
+        # Before the checksum: another format may compute it differently.
+        if isinstance(version, int) and version != FORMAT_VERSION:
+            advice = "Install a newer plinth-ckpt" if version > FORMAT_VERSION else "Load it with plinth-ckpt 0.3"
             raise UnsupportedFormatError(
-                f"{folder}: has checkpoint format {version}; this version of plinth-ckpt reads formats up to "
-                f"{FORMAT_VERSION}. Install a newer plinth-ckpt."
+                f"{source}: has checkpoint format {version}; this version of plinth-ckpt reads format "
+                f"{FORMAT_VERSION}. {advice}."
             )
         if checksum != _body_checksum(body):
             raise ManifestError("does not match its own checksum")
-        if step_of(folder) not in (None, body["step"]):
-            name = folder_name(body["step"])
-            raise ManifestError(f"is of step {body['step']}: the folder was renamed; rename it back to {name}")
-        algorithm = _algorithm(version)
         files = {
-            name: FileEntry(num_bytes=entry["bytes"], checksum=entry[algorithm])
-            for name, entry in body["files"].items()
+            name: FileEntry(num_bytes=entry["bytes"], checksum=entry["blake3"]) for name, entry in body["files"].items()
         }
         for name in files:
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
@@ -182,16 +176,10 @@ class CheckpointManifest:
             step=body["step"],
             created_at=body["created_at"],
             files=files,
-            format_version=version,
-            chunk_bytes=body.get("chunk_bytes"),
             metrics=body.get("metrics", {}),
             packages=body.get("packages", {}),
             sha256=checksum,
         )
-
-
-def _algorithm(format_version: int) -> Algorithm:
-    return "blake3" if format_version >= 3 else "sha256"
 
 
 def _body_checksum(body: Mapping[str, Any]) -> str:
@@ -215,7 +203,7 @@ def describe_files(paths: Mapping[str, Path]) -> dict[str, FileEntry]:
     sizes = {name: path.stat().st_size for name, path in paths.items()}
     with Pool(1) as pool:  # flushing overlaps with hashing
         flushed = pool.submit(fsync_files, list(paths.values()))
-        checksums = hash_files([(paths[name], sizes[name]) for name in sizes])
+        checksums = hash_files(list(paths.values()))
         flushed.result()
     entries = {}
     for name, checksum in zip(sizes, checksums, strict=True):
@@ -253,8 +241,7 @@ def check_files(
                 problems[name] = Problem(file=name, kind="torn", detail=detail)
     if sizes_only:
         whole = []
-    files = [(folder / name, manifest.files[name].num_bytes) for name in whole]
-    checksums = hash_files(files, algorithm=manifest.algorithm, chunk_bytes=manifest.chunk_bytes, on_read=on_read)
+    checksums = hash_files([folder / name for name in whole], on_read=on_read)
     for name, checksum in zip(whole, checksums, strict=True):
         if isinstance(checksum, OSError):
             problems[name] = Problem(file=name, kind="unreadable", detail=str(checksum))

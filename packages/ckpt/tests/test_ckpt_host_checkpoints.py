@@ -113,7 +113,7 @@ class Job:
     def _saver(self, rank: int | None) -> AsyncSaver:
         remote = RemoteCheckpoints(self._url)
         if self._fate is not None:
-            remote._fs = MortalStorage(remote._fs, process_name(rank), self._fate)
+            remote.fs = MortalStorage(remote.fs, process_name(rank), self._fate)
         store = HostCheckpoints(
             self._folder / process_name(rank),
             remote,
@@ -145,13 +145,16 @@ class Job:
 
 
 def check_newest(url: str, folder: Path, *, parts: Path | None = None) -> tuple[int, int] | None:
-    """The newest step, fetched whole to a new host, and the bytes downloaded; None if there is none."""
+    """The newest step, downloaded whole to a new host, and the bytes downloaded; None if there is none."""
     remote = RemoteCheckpoints(url)
     if not (steps := remote.steps()):
         return None
-    checkpoint, num_bytes = remote.fetch(steps[-1], folder, parts=parts)
+    sizes: list[int] = []
+    checkpoint = remote.download(
+        steps[-1], folder, overwrite=True, parts=parts, on_file=lambda size, _: sizes.append(size)
+    )
     check(checkpoint)
-    return checkpoint.step, num_bytes
+    return checkpoint.step, sum(sizes)
 
 
 def check(checkpoint: Checkpoint) -> None:
@@ -227,7 +230,7 @@ def test_a_host_downloads_only_the_files_of_the_others(tmp_path: Path) -> None:
     assert check_newest(url, tmp_path / "c", parts=own) == alone, "a file that differs is downloaded"
 
 
-def test_a_fetched_checkpoint_is_replaced_by_the_one_that_was_published_again(tmp_path: Path) -> None:
+def test_a_downloaded_checkpoint_is_replaced_by_the_one_that_was_published_again(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/storage/run"
     Job(tmp_path / "hosts", url, "first").run([1, 2])
     assert check_newest(url, tmp_path / "here") is not None

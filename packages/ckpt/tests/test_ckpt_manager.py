@@ -131,7 +131,7 @@ def test_any_flipped_bit_of_the_manifest_is_found(tmp_path: Path) -> None:
         content = bytearray(original)
         content[position] ^= 1 << position % 8
         manifest.write_bytes(content)
-        # A flipped bit in the format version can make it a newer format.
+        # A flipped bit in the format version can make it another format.
         with pytest.raises((CheckpointDamagedError, UnsupportedFormatError)):
             manager.load(1)
     manifest.write_bytes(original)
@@ -190,7 +190,7 @@ def test_a_verified_checkpoint_is_not_hashed_again(tmp_path: Path, monkeypatch: 
     original = manifest.hash_files
 
     def record(files: Any, **options: Any) -> Any:
-        hashed.extend(path.name for path, _ in files)
+        hashed.extend(path.name for path in files)
         return original(files, **options)
 
     monkeypatch.setattr(manifest, "hash_files", record)
@@ -218,13 +218,14 @@ def test_latest_checks_the_state(tmp_path: Path) -> None:
         manager.latest()
 
 
-def test_newer_format_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [FORMAT_VERSION - 1, FORMAT_VERSION + 1])
+def test_another_format_is_refused(tmp_path: Path, version: int) -> None:
     manager = CheckpointManager(tmp_path)
     save(manager, 1)
     folder = save(manager, 2)
     body = json.loads((folder / MANIFEST_NAME).read_text())
-    (folder / MANIFEST_NAME).write_text(json.dumps({**body, "format_version": FORMAT_VERSION + 1}))
-    with pytest.raises(UnsupportedFormatError, match=f"format {FORMAT_VERSION + 1}"):
+    (folder / MANIFEST_NAME).write_text(json.dumps({**body, "format_version": version}))
+    with pytest.raises(UnsupportedFormatError, match=f"format {version}"):
         manager.load(2)
     good = manager.newest_good()
     assert good is not None

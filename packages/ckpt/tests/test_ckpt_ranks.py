@@ -26,7 +26,8 @@ from ckpt import (
     rank_file,
 )
 from ckpt.savers.coordination import SaveCoordinator
-from ckpt.store.messages import COORDINATION_PREFIX, FolderMessages
+from ckpt.store.messages import COORDINATION_PREFIX
+from ckpt.store.shared_folder import SharedFolder
 
 
 def coordination_folders(root: Path) -> list[str]:
@@ -194,9 +195,13 @@ def test_wrong_use(tmp_path: Path) -> None:
 
 
 def test_files_of_earlier_saves_are_deleted_when_all_have_begun_the_next(tmp_path: Path) -> None:
-    first = SaveCoordinator(FolderMessages(tmp_path, "run"), SaverRanks(num_ranks=2, rank=0, run_id="run"), timeout_s=1)
-    second = SaveCoordinator(
-        FolderMessages(tmp_path, "run"), SaverRanks(num_ranks=2, rank=1, run_id="run"), timeout_s=1
+    first, second = (
+        SaveCoordinator(
+            SharedFolder(CheckpointManager(tmp_path)).messages("run"),
+            SaverRanks(num_ranks=2, rank=rank, run_id="run"),
+            timeout_s=1,
+        )
+        for rank in range(2)
     )
     for save in (1, 2, 3):
         first.open(save, "folder")

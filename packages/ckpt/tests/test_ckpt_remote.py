@@ -69,9 +69,13 @@ def test_upload_and_download(tmp_path: Path, url: str) -> None:
     assert (checkpoint.path / "actor" / "rank0.bin").read_bytes() == b"weights"
     here, there = (CheckpointManager(tmp_path / name).manifest(20) for name in ("here", "there"))
     assert here == there, "metrics and date included"
+    assert remote.download(20, tmp_path / "there", on_file=lambda *_: pytest.fail("it is there")) == checkpoint
+    publish(tmp_path / "there", 21)
+    remote.upload(publish(tmp_path / "here", 21, b"other"))
     with pytest.raises(CheckpointExistsError):
-        remote.download(20, tmp_path / "there")
-    remote.download(20, tmp_path / "there", overwrite=True)
+        remote.download(21, tmp_path / "there")
+    remote.download(21, tmp_path / "there", overwrite=True)
+    remote.delete(21)
     with pytest.raises(CheckpointNotFoundError, match="uploaded steps: 3, 20"):
         remote.download(4, tmp_path / "there")
     remote.delete(3)
@@ -86,7 +90,7 @@ def test_a_step_is_replaced_only_when_asked(tmp_path: Path, url: str) -> None:
         remote.upload(new)
     remote.upload(new, overwrite=True)
     assert (remote.download(1, tmp_path / "there").path / "actor" / "rank0.bin").read_bytes() == b"new"
-    assert len(remote._folders()) == 1
+    assert len(remote._uploads()) == 1
 
 
 @pytest.mark.parametrize("after_call", [False, True])
@@ -96,7 +100,7 @@ def test_an_uploader_killed_at_any_call_leaves_no_visible_part(tmp_path: Path, u
         remote = RemoteCheckpoints(f"{url}/{instant}")
         remote.upload(old)
         mortal = RemoteCheckpoints(f"{url}/{instant}")
-        mortal._fs = Mortal(mortal._fs, instant, after_call)
+        mortal.fs = Mortal(mortal.fs, instant, after_call)
         try:
             mortal.upload(new, overwrite=True)
             died = False
@@ -109,7 +113,7 @@ def test_an_uploader_killed_at_any_call_leaves_no_visible_part(tmp_path: Path, u
         assert content in (b"old", b"new")
         reader.clean_up()
         assert reader.steps() == [1]
-        assert all(reader._fs.exists(f"{reader._root}/{name}/manifest.json") for name in reader._folders())
+        assert all(reader.fs.exists(f"{reader.root}/{name}/manifest.json") for name in reader._uploads())
         if not died:
             assert content == b"new"
             assert instant > 5
@@ -125,11 +129,11 @@ def test_an_upload_that_fails_cleans_up(tmp_path: Path, url: str, monkeypatch: p
         raise ConnectionError("the network is gone")
 
     with monkeypatch.context() as patched:
-        patched.setattr(remote._fs, "mv", fail)
+        patched.setattr(remote.fs, "mv", fail)
         with pytest.raises(ConnectionError):
             remote.upload(checkpoint)
     assert remote.steps() == []
-    assert remote._folders() == []
+    assert remote._uploads() == []
     remote.upload(checkpoint)
     assert remote.steps() == [1]
 
@@ -138,11 +142,11 @@ def test_damage_is_found_in_both_directions(tmp_path: Path, url: str) -> None:
     remote = RemoteCheckpoints(url)
     checkpoint = publish(tmp_path / "here", 1)
     path = remote.upload(checkpoint)
-    remote._fs.pipe_file(f"{path}/actor/rank0.bin", b"wEights")
+    remote.fs.pipe_file(f"{path}/actor/rank0.bin", b"wEights")
     with pytest.raises(CheckpointDamagedError, match=r"actor/rank0\.bin: altered"):
         remote.download(1, tmp_path / "there")
     assert CheckpointManager(tmp_path / "there").steps() == []
-    remote._fs.pipe_file(f"{path}/manifest.json", b"{")
+    remote.fs.pipe_file(f"{path}/manifest.json", b"{")
     with pytest.raises(CheckpointDamagedError, match=r"manifest\.json"):
         remote.download(1, tmp_path / "there")
     (checkpoint.path / "actor" / "rank0.bin").write_bytes(b"w")

@@ -204,7 +204,7 @@ def test_resume_takes_the_newest_run_and_step_of_this_host_and_the_storage(tmp_p
     assert (here / ".downloads" / "run_20260102_000000" / WARM_START_MODEL / "weights").read_text() == "w"
 
     shutil.rmtree(here)
-    for name in newer._folders()[1:]:  # step 2
+    for name in newer._uploads()[1:]:  # step 2
         (storage / "run_20260102_000000" / name / "state.json").write_text("{")
     step, lines = find(here, **url)
     assert step == 1
@@ -328,7 +328,7 @@ def test_with_local_disks_a_damaged_upload_makes_room_and_the_url_is_what_resume
     remote = uploaded(tmp_path / "storage", run_with(tmp_path / "elsewhere", run.name, 1, 2))
     folder = SimpleNamespace(path=run, config_file=run / "config.yaml")
     assert f"trainer.resume_from={remote.url}" in resume_command(folder, trainer)  # type: ignore[arg-type]
-    (tmp_path / "storage" / run.name / remote._folders()[1] / "state.json").write_text("{")
+    (tmp_path / "storage" / run.name / remote._uploads()[1] / "state.json").write_text("{")
     newest = newest_published(trainer, run.name, said.append)
     assert newest is not None
     assert newest.step == 1

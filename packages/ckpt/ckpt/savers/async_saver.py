@@ -71,8 +71,10 @@ class AsyncSaver:
         self._store = SharedFolder(manager) if isinstance(manager, CheckpointManager) else manager
         self._ranks = ranks if ranks is not None else SaverRanks(num_ranks=1, rank=0, run_id="alone")
         is_alone = ranks is None or ranks.num_processes == 1
-        messages = self._store.messages(self._ranks.run_id)
-        self._coordinator = None if is_alone else SaveCoordinator(messages, self._ranks, timeout_s=timeout_s)
+        self._coordinator: SaveCoordinator | None = None
+        if not is_alone:
+            messages = self._store.messages(self._ranks.run_id)
+            self._coordinator = SaveCoordinator(messages, self._ranks, timeout_s=timeout_s)
         self._snapshots: dict[str, HostSnapshot] = {}
         self._num_saves = 0
         self._thread: threading.Thread | None = None

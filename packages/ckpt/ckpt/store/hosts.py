@@ -1,6 +1,6 @@
 """Checkpoints of ranks whose hosts share no folder: each process uploads its own files, one process publishes them.
 
-    <URL>/.async_<run id>/                  messages between the processes of a save, see `savers.coordination`
+    <URL>/.async_<run id>/                  messages between the processes of a save
     <URL>/step_00000020.<time>-<digits>/    the files of all hosts; the manifest comes last and publishes them
     root/.part_step_00000020.<...>/         on each host's disk: the files that its processes wrote
 
@@ -18,24 +18,23 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ..digest import FileEntry
-from ..errors import CheckpointExistsError, CheckpointUsageError, UploadError
+from ..errors import CheckpointExistsError, CheckpointUsageError
 from ..files import check_space
 from ..manager import state_to_json, write_state
 from ..manifest import CheckpointManifest, describe_files
 from ..packages import package_versions
 from ..reader import STATE_NAME, Checkpoint
 from ..retention import Retention
-from .messages import COORDINATION_PREFIX
-from .remote import PART_PREFIX, RemoteCheckpoints, new_upload, storage_error, upload_time
-from .uploader import Upload
+from .messages import Messages
+from .remote import PART_PREFIX, RemoteCheckpoints, new_upload, upload_time
+from .storage import Retry, storage_error
+from .uploader import FinishedUploads, Upload
 
 _log = logging.getLogger("ckpt")
 _LONGEST_PAUSE_S = 60.0
-
-T = TypeVar("T")
 
 
 class HostCheckpoints:
@@ -46,7 +45,7 @@ class HostCheckpoints:
         with AsyncSaver(store, ranks=SaverRanks(num_ranks=8, rank=rank, run_id=run_id)) as saver:
             saver.save(20, {"model": model.state_dict()}, state={"epoch": 1})
         ...
-        checkpoint, num_bytes = remote.fetch(20, Path("run/fetched"), parts=Path("run/checkpoints"))
+        checkpoint = remote.download(20, Path("run/fetched"), parts=Path("run/checkpoints"))
 
     The `path` of a checkpoint that `AsyncSaver.wait` returns is the folder with this host's files only. A host keeps
     the files of its newest checkpoint, so that a resume there downloads only those of the other hosts.
@@ -75,15 +74,17 @@ class HostCheckpoints:
         """
         self._root, self._remote = Path(root), remote
         self._retention, self._report = retention or Retention(), report
-        self._retry_s, self._pause_s, self._longest_poll_s = retry_s, pause_s, longest_poll_s
+        self._longest_poll_s = longest_poll_s
         self._cancelled = threading.Event()
+        self._retry = Retry(
+            remote.url, report, self._cancelled, pause_s=pause_s, longest_pause_s=_LONGEST_PAUSE_S, retry_s=retry_s
+        )
         self._opened = 0.0
-        self._finished: list[Upload] = []
-        self._guard = threading.Lock()
+        self._finished = FinishedUploads()
 
-    def messages(self, run_id: str) -> "RemoteMessages":
+    def messages(self, run_id: str) -> Messages:
         """Messages between the processes of a run, below the URL."""
-        return RemoteMessages(self._remote, run_id, self._retry, longest_poll_s=self._longest_poll_s)
+        return Messages(self._remote, run_id, retry=self._retry, longest_poll_s=self._longest_poll_s)
 
     def open(self, step: int, *, overwrite: bool, expected_bytes: int | None) -> str:
         """Begin the checkpoint of `step` and return its name. Deletes what killed saves have left below the URL.
@@ -135,22 +136,24 @@ class HostCheckpoints:
         )
         self._retry(f"publish {name}", partial(self._remote.publish, name, manifest))
         # Nothing below may raise: the caller deletes what it could not publish.
-        self._prune(name, step)
+        try:
+            self._remote.delete(step, keep=name)
+            self._remote.prune(self._retention, keep=step)
+        except Exception as error:  # every storage has classes of its own
+            self._report(f"old checkpoints in {self._remote.url} could not be deleted: {storage_error(error)}")
         self._delete_parts(before=name)
-        with self._guard:
-            duration_s = time.perf_counter() - self._opened
-            self._finished.append(Upload(name=f"step {step}", num_bytes=manifest.num_bytes, duration_s=duration_s))
+        self._finished.add(f"step {step}", manifest.num_bytes, self._opened)
         return Checkpoint(path=part, step=step, state=json.loads(text))
 
     def finish(self, name: str, step: int) -> Checkpoint:
         """The published checkpoint. Deletes this host's files of older ones."""
         self._delete_parts(before=name)
         state = self._retry("read the state", partial(self._remote.read_text, f"{name}/{STATE_NAME}"))
-        return Checkpoint(path=self._part(name), step=step, state=json.loads(state or b"{}"))
+        return Checkpoint(path=self._part(name), step=step, state=json.loads(state or "{}"))
 
     def abandon(self, name: str, step: int) -> None:
         """Delete what there is below the URL of a checkpoint that will not be published."""
-        self._remote.discard(name)
+        self._remote.delete_path(name)
         self.drop(name)
 
     def drop(self, name: str) -> None:
@@ -163,9 +166,7 @@ class HostCheckpoints:
 
     def take_finished(self) -> list[Upload]:
         """The checkpoints that this process published since the last call; seconds from `open` to the manifest."""
-        with self._guard:
-            finished, self._finished = self._finished, []
-        return finished
+        return self._finished.take()
 
     def _part(self, name: str) -> Path:
         return self._root / f"{PART_PREFIX}{name}"
@@ -175,72 +176,3 @@ class HostCheckpoints:
             # Another process of this host may already write a newer one.
             if upload_time(part.name) < upload_time(before):
                 shutil.rmtree(part, ignore_errors=True)
-
-    def _prune(self, name: str, step: int) -> None:
-        try:
-            self._remote.delete_all_but(step, keep=name)
-            self._remote.prune(self._retention, keep=step)
-        except Exception as error:  # every storage has classes of its own
-            self._report(f"old checkpoints in {self._remote.url} could not be deleted: {storage_error(error)}")
-
-    def _retry(self, what: str, request: Callable[[], T]) -> T:
-        """The result of a request to the storage, repeated for `retry_s` seconds. Raises UploadError with its error."""
-        started, pause = time.monotonic(), self._pause_s
-        while True:
-            try:
-                return request()
-            except Exception as error:  # every storage has classes of its own
-                why = f"{self._remote.url}: could not {what}: {storage_error(error)}"
-                tried_s = time.monotonic() - started
-                if tried_s + pause > self._retry_s or not threading.main_thread().is_alive():
-                    raise UploadError(f"{why}, in {tried_s:.0f} s of tries") from error
-                self._report(f"{why}; next try in {pause:.0f} s")
-                if self._cancelled.wait(pause):
-                    raise UploadError(f"{why}, and this process ends with an error") from error
-                pause = min(2 * pause, _LONGEST_PAUSE_S)
-
-
-class RemoteMessages:
-    """`Messages` as small objects below a URL."""
-
-    def __init__(
-        self,
-        remote: RemoteCheckpoints,
-        run_id: str,
-        retry: Callable[[str, Callable[[], Any]], Any],
-        *,
-        longest_poll_s: float,
-    ) -> None:
-        self._remote, self._folder, self._retry = remote, f"{COORDINATION_PREFIX}{run_id}", retry
-        self.longest_poll_s = longest_poll_s
-
-    def __str__(self) -> str:
-        return f"{self._remote.url}/{self._folder}"
-
-    def write(self, name: str, text: str) -> None:
-        """Create or replace a message."""
-        self._retry(f"write {name}", lambda: self._remote.put_text(f"{self._folder}/{name}", text.encode()))
-
-    def read(self, name: str) -> str | None:
-        """The text of a message; None if there is none."""
-        text: bytes | None = self._retry(f"read {name}", lambda: self._remote.read_text(f"{self._folder}/{name}"))
-        return None if text is None else text.decode()
-
-    def names(self) -> list[str]:
-        """The names of all messages."""
-        names: list[str] = self._retry("list messages", lambda: self._remote.list_files(self._folder))
-        return names
-
-    def delete(self, name: str) -> None:
-        """Delete a message, if it is there."""
-        self._retry(f"delete {name}", lambda: self._remote.delete_path(f"{self._folder}/{name}"))
-
-    def delete_all(self) -> None:
-        """Delete all messages of this run."""
-        self._retry("delete messages", lambda: self._remote.delete_path(self._folder))
-
-    def delete_other_runs(self) -> None:
-        """Delete the messages of dead runs below the URL."""
-        for folder in self._retry("list folders", self._remote.folders):
-            if folder.startswith(COORDINATION_PREFIX) and folder != self._folder:
-                self._retry(f"delete {folder}", partial(self._remote.delete_path, folder))

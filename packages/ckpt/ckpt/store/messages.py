@@ -1,64 +1,46 @@
-"""Messages between the processes that save one checkpoint together."""
+"""Messages between the processes that save one checkpoint together, as small objects of a storage that all see."""
 
-import shutil
-from pathlib import Path
-from typing import Protocol
+from functools import partial
 
-from ..files import write_text
+from .storage import Retry, Storage
 
 COORDINATION_PREFIX = ".async_"
 
 
-class Messages(Protocol):
+class Messages:
     """Small texts by name, which every process of a run reads and writes; a text appears as a whole or not at all."""
 
-    longest_poll_s: float
-    """The longest pause before a process looks again for a message that it waits for."""
-
-    def write(self, name: str, text: str) -> None: ...
-    def read(self, name: str) -> str | None:
-        """The text; None if there is none."""
-
-    def names(self) -> list[str]: ...
-    def delete(self, name: str) -> None:
-        """Does nothing if another process has deleted it."""
-
-    def delete_all(self) -> None: ...
-    def delete_other_runs(self) -> None:
-        """Delete the messages of dead runs of the same checkpoints. Only for the publisher."""
-
-
-class FolderMessages:
-    """`Messages` as files of a folder that all processes see; they appear by rename."""
-
-    longest_poll_s = 0.2
-
-    def __init__(self, root: Path, run_id: str) -> None:
-        self._root, self._folder = root, root / f"{COORDINATION_PREFIX}{run_id}"
+    def __init__(self, storage: Storage, run_id: str, *, longest_poll_s: float, retry: Retry | None = None) -> None:
+        """`longest_poll_s`: the longest pause before a process looks again for a message that it waits for."""
+        self._storage, self._folder = storage, f"{COORDINATION_PREFIX}{run_id}"
+        self._retry = retry or (lambda _, request: request())
+        self.longest_poll_s = longest_poll_s
 
     def __str__(self) -> str:
-        return str(self._folder)
+        return f"{self._storage.url}/{self._folder}"
 
     def write(self, name: str, text: str) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        write_text(self._folder / name, text)
+        """Create or replace a message."""
+        self._retry(f"write {name}", partial(self._storage.put_text, f"{self._folder}/{name}", text))
 
     def read(self, name: str) -> str | None:
-        try:
-            return (self._folder / name).read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return None
+        """The text of a message; None if there is none."""
+        return self._retry(f"read {name}", partial(self._storage.read_text, f"{self._folder}/{name}"))
 
     def names(self) -> list[str]:
-        return [path.name for path in self._folder.glob("*.*")]
+        """The names of all messages."""
+        return self._retry("list messages", partial(self._storage.names, self._folder))
 
     def delete(self, name: str) -> None:
-        (self._folder / name).unlink(missing_ok=True)
+        """Delete a message; does nothing if another process has deleted it."""
+        self._retry(f"delete {name}", partial(self._storage.delete_path, f"{self._folder}/{name}"))
 
     def delete_all(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """Delete all messages of this run."""
+        self._retry("delete messages", partial(self._storage.delete_path, self._folder))
 
     def delete_other_runs(self) -> None:
-        for folder in self._root.glob(f"{COORDINATION_PREFIX}*"):
-            if folder != self._folder:
-                shutil.rmtree(folder, ignore_errors=True)
+        """Delete the messages of dead runs of the same checkpoints. Only for the publisher."""
+        for folder in self._retry("list folders", self._storage.folders):
+            if folder.startswith(COORDINATION_PREFIX) and folder != self._folder:
+                self._retry(f"delete {folder}", partial(self._storage.delete_path, folder))

@@ -7,11 +7,12 @@ from typing import Any, Protocol
 from ..digest import FileEntry
 from ..manager import CheckpointManager
 from ..reader import Checkpoint
-from .messages import FolderMessages, Messages
+from .messages import Messages
+from .storage import Storage
 
 
 class CheckpointStore(Protocol):
-    """What `AsyncSaver` needs of the place of its checkpoints; called from its background threads.
+    """The place of `AsyncSaver`'s checkpoints, called from its background threads.
 
     The publishing process calls `open`, then `publish` or `abandon`; every process that writes calls `folder` and, with
     its files on the disk, `deliver`; all but the publishing process end with `finish`.
@@ -54,14 +55,14 @@ class CheckpointStore(Protocol):
         """Stop trying: this process ends with an error."""
 
 
-class SharedFolder:
-    """The folder of a manager, which all processes see."""
+class SharedFolder(CheckpointStore):
+    """The folder of a manager, which all processes see; files are written where they are published."""
 
     def __init__(self, manager: CheckpointManager) -> None:
         self._manager = manager
 
     def messages(self, run_id: str) -> Messages:
-        return FolderMessages(self._manager.root, run_id)
+        return Messages(Storage(self._manager.root), run_id, longest_poll_s=0.2)
 
     def open(self, step: int, *, overwrite: bool, expected_bytes: int | None) -> str:
         return self._manager.prepare(step, overwrite=overwrite, expected_bytes=expected_bytes).name
@@ -69,20 +70,11 @@ class SharedFolder:
     def folder(self, name: str, num_bytes: int) -> Path:
         return self._manager.root / name
 
-    def deliver(self, name: str, entries: Mapping[str, FileEntry]) -> None:
-        """Does nothing: the files are where they are published."""
-
     def publish(self, name: str, step: int, **contents: Any) -> Checkpoint:
         return self._manager.publish(step, **contents)
 
     def abandon(self, name: str, step: int) -> None:
         self._manager.abandon(step)
 
-    def drop(self, name: str) -> None:
-        """Does nothing: the publishing process deletes the folder of all."""
-
     def finish(self, name: str, step: int) -> Checkpoint:
         return self._manager.read(step)
-
-    def cancel(self) -> None:
-        """Does nothing: a disk is not tried again."""

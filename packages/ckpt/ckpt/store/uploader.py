@@ -3,10 +3,11 @@
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Self, TypeAlias
 
 from ..errors import CheckpointDamagedError, UploadError
@@ -14,11 +15,11 @@ from ..manager import CheckpointManager
 from ..pins import pinned
 from ..reader import Checkpoint
 from ..retention import Retention
-from .remote import RemoteCheckpoints, storage_error
+from .remote import RemoteCheckpoints
+from .storage import Retry, storage_error
 
 _log = logging.getLogger("ckpt")
 _LONGEST_PAUSE_S = 300.0
-_LARGEST_EXPONENT = 30
 
 _Item: TypeAlias = Checkpoint | Path
 """A checkpoint, or a folder that does not change."""
@@ -32,6 +33,21 @@ class Upload:
     """`step 20`, or the name of a folder."""
     num_bytes: int
     duration_s: float
+
+
+class FinishedUploads:
+    """Collects finished uploads from a thread until another one takes them."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Upload] = SimpleQueue()
+
+    def add(self, name: str, num_bytes: int, started: float) -> None:
+        """Add an upload that began at `time.perf_counter() == started` and ends now."""
+        self._queue.put(Upload(name=name, num_bytes=num_bytes, duration_s=time.perf_counter() - started))
+
+    def take(self) -> list[Upload]:
+        """The uploads that finished since the last call."""
+        return [self._queue.get() for _ in range(self._queue.qsize())]
 
 
 class AsyncUploader:
@@ -74,13 +90,14 @@ class AsyncUploader:
         self._remote, self._report = remote, report
         self._retention = retention or Retention()
         self._manager = CheckpointManager(root, retention=retention)
-        self._num_tries, self._pause_s = num_tries, pause_s
-        self._changed = threading.Condition()
-        self._waiting: deque[_Item] = deque()
-        self._finished: list[Upload] = []
-        self._damaged: list[_Item] = []
-        self._why = ""
         self._closing, self._interrupted = threading.Event(), threading.Event()
+        retry = partial(Retry, remote.url, report, pause_s=pause_s, longest_pause_s=_LONGEST_PAUSE_S)
+        self._retry_forever, self._retry_at_end = retry(self._closing), retry(self._interrupted, num_tries=num_tries)
+        self._queue: SimpleQueue[_Item | None] = SimpleQueue()
+        self._waiting: list[_Item] = []
+        self._damaged: list[_Item] = []
+        self._finished = FinishedUploads()
+        self._reason = ""
         self._thread: threading.Thread | None = None
 
     def add(self, checkpoint: Checkpoint) -> None:
@@ -93,16 +110,12 @@ class AsyncUploader:
 
     def take_finished(self) -> list[Upload]:
         """The uploads that finished since the last call."""
-        with self._changed:
-            finished, self._finished = self._finished, []
-        return finished
+        return self._finished.take()
 
     def close(self) -> None:
         """Wait for all uploads. Raises UploadError with the steps that the storage lacks."""
-        with self._changed:
-            waiting = list(self._waiting)
-        if waiting:
-            self._report(f"waiting for uploads to {self._remote.url}: {', '.join(map(_name, waiting))}")
+        if self._waiting:
+            self._report(f"waiting for uploads to {self._remote.url}: {', '.join(map(_name, self._waiting))}")
         self._end()
         if self._thread is not None:
             self._thread.join()
@@ -127,74 +140,54 @@ class AsyncUploader:
             error.add_note(str(failed))
 
     def _add(self, item: _Item) -> None:
-        with self._changed:
-            self._waiting.append(item)
-            self._changed.notify()
-            if self._thread is None:
-                # A daemon: a program that was interrupted does not wait for the storage.
-                self._thread = threading.Thread(target=self._run, name="ckpt-upload", daemon=True)
-                self._thread.start()
+        self._waiting.append(item)
+        self._queue.put(item)
+        if self._thread is None:
+            # A daemon: a program that was interrupted does not wait for the storage.
+            self._thread = threading.Thread(target=self._run, name="ckpt-upload", daemon=True)
+            self._thread.start()
 
     def _end(self) -> None:
-        """Let the thread end after what waits."""
+        """Let the thread end after the items that wait."""
         self._closing.set()
-        with self._changed:
-            self._changed.notify()
+        self._queue.put(None)
 
     def _run(self) -> None:
-        failures = 0
-        while (item := self._oldest()) is not None:
-            is_last_chance = self._closing.is_set()
-            if self._upload(item):
-                failures = 0
-                continue
-            failures += 1
-            if is_last_chance and failures >= self._num_tries:
+        while (item := self._queue.get()) is not None and not self._interrupted.is_set():
+            started = time.perf_counter()
+            try:
+                num_bytes = self._upload(item)
+            except UploadError as error:
+                self._reason = str(error)
                 return
-            pause = min(self._pause_s * 2 ** min(failures - 1, _LARGEST_EXPONENT), _LONGEST_PAUSE_S)
-            self._report(
-                f"{_name(item)} could not be uploaded to {self._remote.url} ({self._why}); next try in {pause:.0f} s"
-            )
-            if is_last_chance:
-                self._interrupted.wait(pause)
-            elif self._closing.wait(pause):
-                failures = 0
-
-    def _oldest(self) -> _Item | None:
-        """The next item, after waiting for one; None at the end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closing.is_set())
-            return self._waiting[0] if self._waiting and not self._interrupted.is_set() else None
-
-    def _upload(self, item: _Item) -> bool:
-        """Whether the item is done with; else `_why` says why it is to be tried again."""
-        started = time.perf_counter()
-        num_bytes: int | None = None
-        try:
-            num_bytes = self._send(item)
-        except CheckpointDamagedError as error:  # no later try can succeed
-            self._report(str(error))
-            self._damaged.append(item)
-            self._why = "damaged on the disk"
-        except Exception as error:  # every storage has classes of its own
-            self._why = storage_error(error)
-            return False
-        with self._changed:
-            self._waiting.popleft()
+            self._waiting.pop(0)
             if num_bytes is not None:
-                duration_s = time.perf_counter() - started
-                self._finished.append(Upload(name=_name(item), num_bytes=num_bytes, duration_s=duration_s))
-        return True
+                self._finished.add(_name(item), num_bytes, started)
+
+    def _upload(self, item: _Item) -> int | None:
+        """Upload the item and return its bytes; None if it is damaged or deleted. Raises UploadError at the end."""
+        action, send = f"upload {_name(item)}", partial(self._send, item)
+        if not self._closing.is_set():
+            try:
+                return self._retry_forever(action, send)
+            except UploadError:  # the block ends
+                pass
+        return self._retry_at_end(action, send)
 
     def _send(self, item: _Item) -> int | None:
-        """Uploads the item and returns its bytes; None if the retention has deleted it."""
         if isinstance(item, Path):
             return self._remote.upload_folder(item, item.name)
         with pinned(item.path) as exists:
             if not exists:
                 self._report(f"{_name(item)} is not uploaded: the retention deleted it before its turn came")
                 return None
-            self._remote.upload(item, overwrite=True)
+            try:
+                self._remote.upload(item, overwrite=True)
+            except CheckpointDamagedError as error:  # no later try can succeed
+                self._report(str(error))
+                self._damaged.append(item)
+                self._reason = "damaged on the disk"
+                return None
             num_bytes = self._manager.manifest(item.step).num_bytes
         try:
             self._remote.prune(self._retention, keep=item.step)
@@ -207,7 +200,7 @@ class AsyncUploader:
         missing = [item for item in (*self._damaged, *self._waiting) if isinstance(item, Path) or item.step in steps]
         if missing:
             raise UploadError(
-                f"{self._remote.url} lacks {', '.join(map(_name, missing))} of {self._manager.root} ({self._why}). "
+                f"{self._remote.url} lacks {', '.join(map(_name, missing))} of {self._manager.root} ({self._reason}). "
                 "The folder has them; copy them before it is lost, for example with "
                 f"python -m ckpt upload {self._manager.root} {self._remote.url}",
                 steps=tuple(item.step for item in missing if isinstance(item, Checkpoint)),

@@ -57,7 +57,7 @@ class LocalDisks:
     def fetch(self, checkpoint: Checkpoint, nodes: Sequence[str]) -> None:
         """Downloads a checkpoint that this host has from the storage to each node, without the files that it has.
 
-        Raises RankLost if a node is lost, and ckpt.CheckpointError as `RemoteCheckpoints.fetch`.
+        Raises RankLost if a node is lost, and ckpt.CheckpointError as `RemoteCheckpoints.download`.
         """
         folder = checkpoint.path.absolute().parents[1]
         url = source_of(self._trainer, folder.name).url
@@ -91,7 +91,7 @@ def _check_shared_storage(trainer: TrainingConfig, nodes: Sequence[str]) -> None
     name = f".plinth-{secrets.token_hex(8)}"
     with naming_storage(trainer.checkpoint_url):
         remote = RemoteCheckpoints(trainer.checkpoint_url)
-        remote.put_text(name, b"plinth")
+        remote.put_text(name, "plinth")
         try:
             call_on_nodes(_check_storage, nodes, trainer.checkpoint_url, name, timeout_s=trainer.step_timeout_s)
         finally:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from ckpt import (
@@ -10,6 +10,7 @@ from ckpt import (
     Checkpoint,
     CheckpointError,
     CheckpointLockedError,
+    CheckpointManager,
     CheckpointUsageError,
     RemoteCheckpoints,
     Retention,
@@ -58,9 +59,17 @@ def fetch_checkpoint(remote: RemoteCheckpoints, step: int, run: Path) -> tuple[C
     """
     run.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     run.mkdir(exist_ok=True)
+    folder, parts = run / "checkpoints", run.parents[1] / run.name / "checkpoints"
+    sizes: list[int] = []
     while True:
         try:
-            return remote.fetch(step, run / "checkpoints", parts=run.parents[1] / run.name / "checkpoints")
+            checkpoint = remote.download(
+                step, folder, overwrite=True, parts=parts, on_file=lambda size, _: sizes.append(size)
+            )
+            with closing(CheckpointManager(folder, keep_last=1)) as manager:
+                manager.discard_after(step)
+                manager.prune()
+            return checkpoint, sum(sizes)
         except CheckpointLockedError:
             time.sleep(_LOCK_PAUSE_S)
 
