@@ -30,7 +30,7 @@ from ds_engine import EngineConfig, LoraConfig
 from ds_engine.__main__ import find_model
 from ds_engine.model.lora import adapter_settings, adapter_tensors, add_adapters, whole_tensors
 from plinth_testing import random_model, tiny_config
-from rollout_vllm.servers.checks import check_model_folder
+from rollout_vllm.servers.model_folder import read_model_config
 from weight_sync import HfFolderSource, ZeroSource, peft_name, plan_buckets
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -126,7 +126,7 @@ def verdicts(folder: Path) -> list[tuple[bool, bool]]:
             refuses(rl_data.ModelFolderError, rl_data.check_model_folder, folder, need_weights=need_weights),
             refuses(
                 rollout_vllm.ModelFolderError,
-                check_model_folder,
+                read_model_config,
                 str(folder),
                 load_format="auto" if need_weights else "dummy",
             ),

@@ -19,7 +19,7 @@ from rl_runtime.launch.server_keys import naming_servers
 from rl_runtime.launch.servers import check_folder_name
 from rl_runtime.rollout.scoring import rewards_of_rows
 from rollout_vllm import RequestTooLongError, check_launch, check_running
-from rollout_vllm.servers.command import Device, check_build
+from rollout_vllm.servers.device import Device, check_build
 from run_kit import RunFolder
 from run_kit.cli import INVOKED_AS
 from run_kit.tracking.run_state import StateFile

@@ -17,7 +17,7 @@ from rollout_vllm import (
     check_launch,
     check_running,
 )
-from rollout_vllm.servers.checks import check_request_length
+from rollout_vllm.config import check_request_length
 from weight_sync import SyncConfig, SyncConfigError, check_server, choose_transports, plan_transports
 
 from ..config import BUILTIN_MODEL, ModelConfig, TrainerConfig

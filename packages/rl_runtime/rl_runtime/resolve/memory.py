@@ -20,7 +20,7 @@ from ds_engine.planning.model_shape import read_shape
 from rl_core.batching.layout import DEFAULT_TOKEN_BUDGET
 from rl_data import DataError, find_model_folder
 from rollout_vllm import RolloutConfig, ServerMemory, estimate_server_memory
-from rollout_vllm.servers.checks import kv_value_bytes
+from rollout_vllm.servers.memory import kv_value_bytes
 
 from ..config import BUILTIN_MODEL, FrozenModel
 from ..errors import InputError
