@@ -9,14 +9,14 @@ from apps.evaluate.config import EvaluateConfig
 from apps.evaluate.evaluator import resolve_servers, usable_gpus
 from apps.evaluate.results import Evaluation, check_same_settings, load_compared
 from apps.evaluate.targets import Target, find_targets
-from rl_data import find_model_folder
+from plinth_base.errors import prefix_fields
+from plinth_base.model_folder import find_model_folder
 from rl_runtime import InputError, Inputs, SupervisedConfig, check_lengths, check_prompt_files
 from rl_runtime.app.first_prompts import check_first_prompts, check_functions
 from rl_runtime.app.inputs import load_ahead
 from rl_runtime.app.resume import earlier_folder
 from rl_runtime.app.reward_model import check_reward_model
 from rl_runtime.config import BUILTIN_MODEL
-from rl_runtime.launch.server_keys import naming_servers
 from rl_runtime.launch.servers import check_folder_name
 from rl_runtime.ranks.environment import why_cpu
 from rl_runtime.rollout.scoring import rewards_of_rows
@@ -92,26 +92,26 @@ def check_inputs(config: EvaluateConfig) -> tuple[Inputs | None, list[str]]:
 
 
 def _check_servers(config: EvaluateConfig) -> None:
-    with naming_servers():
+    with prefix_fields("rollout"):
         if config.rollout.urls:
             check_running(config.rollout)
             return
-        check_folder_name("output_dir", str(Path(config.output_dir).absolute()))  # exports are there
         config.rollout.read_api_key()
         device: Device = "cuda" if usable_gpus(config) else "cpu"
         check_build(device, device_key="rollout.device")
-        if config.model.path == BUILTIN_MODEL:
-            return
-        folder = str(find_model_folder(config.model.path))
-        check_folder_name("model.path", folder)
-        rollout = replace(config.rollout, device=device, load_format="dummy")  # a base model may be without weights
-        try:
+    check_folder_name("output_dir", str(Path(config.output_dir).absolute()))  # exports are there
+    if config.model.path == BUILTIN_MODEL:
+        return
+    folder = str(find_model_folder(config.model.path))
+    check_folder_name("model.path", folder)
+    rollout = replace(config.rollout, device=device, load_format="dummy")  # a base model may be without weights
+    try:
+        with prefix_fields("rollout"):
             check_launch(folder, rollout, device_key="rollout.device")
-        except RequestTooLongError as error:
-            lengths = (config.data.max_prompt_length, config.sampling.max_tokens)
-            raise InputError(
-                f"do not fit the model: {error}", field="data.max_prompt_length, sampling.max_tokens", value=lengths
-            ) from error
+    except RequestTooLongError as error:
+        lengths = (config.data.max_prompt_length, config.sampling.max_tokens)
+        keys = "data.max_prompt_length, sampling.max_tokens"
+        raise InputError(f"do not fit the model: {error}", field=keys, value=lengths) from error
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from apps.evaluate.config import EvaluateConfig
+from plinth_base.errors import prefix_fields
 from rl_runtime import (
     InputError,
     Inputs,
@@ -16,7 +17,6 @@ from rl_runtime import (
     prepare_driver,
 )
 from rl_runtime.app.inputs import chat_format
-from rl_runtime.launch.server_keys import naming_servers
 from rl_runtime.ranks.environment import GpuId, visible_gpus
 from rl_runtime.resolve.resolved import ResolvedConfig
 from rollout_vllm import RolloutClient, ServerGroup
@@ -131,7 +131,7 @@ class Evaluator(ExitStack):
         config, gpus = self._config, usable_gpus(self._config)
         size, device = config.rollout.tensor_parallel_size, _device(gpus)
         shares = [gpus[i * size : (i + 1) * size] for i in range(config.rollout.server_count)]
-        with naming_servers():
+        with prefix_fields("rollout"):
             return ServerGroup.launch(
                 model,
                 config.rollout if config.rollout.urls else replace(config.rollout, device=device),
