@@ -27,7 +27,7 @@ from plinth_testing import raises
 from rl_data import DataConfig, build_tiny_model, write_task
 from rl_runtime import InputError, ModelConfig, PlacementError, PromptResult, SampleResult
 from rl_runtime.rollout.scoring_config import ScoringConfig
-from rollout_vllm import RolloutConfig, SamplingConfig, ServerGroup
+from rollout_vllm import RolloutConfig, RolloutConfigError, SamplingConfig, ServerGroup
 from rollout_vllm.servers.device import detect_device
 from run_kit import ConfigError, MetricsTable, load_config, to_yaml
 from run_kit.runs import list_runs
@@ -190,7 +190,7 @@ def test_folders_of_checkpoints_are_found_in_the_order_of_their_steps(tmp_path: 
     (tmp_path / "checkpoint-20" / "tokenizer.json").write_text("{}")
     assert refused_field(sweep(tmp_path)) == "checkpoints.folder"
     (tmp_path / "checkpoint-20" / "model.safetensors").unlink()
-    with pytest.raises(InputError, match=r"checkpoints.folder: .*checkpoint-20: has no weights"):
+    with pytest.raises(InputError, match="checkpoint-20"):
         find_targets(sweep(tmp_path))
 
 
@@ -226,7 +226,7 @@ def test_vllm_built_for_another_device_is_refused_before_anything_starts(monkeyp
     """As in the CUDA image on a host without a GPU; here with the build that is installed."""
     gpus = ["0"] if detect_device()[0] == "cpu" else []
     monkeypatch.setattr(evaluator, "visible_gpus", lambda: gpus)
-    with pytest.raises(InputError, match="is the build for"):
+    with raises(RolloutConfigError, field="rollout.urls"):
         check(CONFIG)
 
 
