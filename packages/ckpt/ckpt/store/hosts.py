@@ -95,7 +95,9 @@ class HostCheckpoints:
         self._opened = time.perf_counter()
         self._retry("clean up", self._remote.clean_up)
         if not overwrite and step in self._retry("list the checkpoints", self._remote.steps):
-            raise CheckpointExistsError(f"{self._remote.url}: step {step} already exists; pass overwrite=True")
+            raise CheckpointExistsError(
+                f"exists in {self._remote.url}", field="step", value=step, remedy="pass overwrite=True"
+            )
         return new_upload(step)
 
     def folder(self, name: str, num_bytes: int) -> Path:
@@ -125,7 +127,9 @@ class HostCheckpoints:
         part, text = self.folder(name, 0), state_to_json(state)
         written = write_state(part, text, models)
         if taken := set(written) & set(entries):
-            raise CheckpointUsageError(f"{min(taken)}: this name is the package's own; use another file name")
+            raise CheckpointUsageError(
+                "this name is the package's own", field="files", value=min(taken), remedy="use another file name"
+            )
         own = describe_files({file: part / file for file in written})
         self.deliver(name, own)
         manifest = CheckpointManifest(

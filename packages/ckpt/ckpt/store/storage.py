@@ -33,7 +33,7 @@ class Storage:
             try:
                 self.fs, path = fsspec.core.url_to_fs(url, **storage_options)
             except (ValueError, ImportError) as error:
-                raise CheckpointUsageError(f"{url}: {error}") from error
+                raise CheckpointUsageError(str(error), field="url", value=self.url) from error
         self.root = str(path).rstrip("/")
 
     def check_writable(self) -> None:
@@ -51,7 +51,8 @@ class Storage:
             self.fs.pipe_file(probe, b"plinth")
             self.fs.rm_file(probe)
         except Exception as error:  # every storage has classes of its own
-            raise CheckpointUsageError(f"{self.url}: cannot be written: {storage_error(error)}") from error
+            problem = f"cannot be written: {storage_error(error)}"
+            raise CheckpointUsageError(problem, field="url", value=self.url) from error
 
     def put_file(self, source: Path, path: str, num_bytes: int) -> None:
         """Upload a file of `num_bytes`. Raises CheckpointStateError when another number of bytes arrived."""

@@ -104,7 +104,7 @@ def _folders(directory: Path, step: int | None) -> list[Path]:
         raise CheckpointNotFoundError(_no_checkpoints(directory))
     if step is not None and step not in steps:
         known = ", ".join(map(str, steps))
-        raise CheckpointNotFoundError(f"{directory}: no checkpoint of step {step}; published steps: {known}")
+        raise CheckpointNotFoundError(f"no such checkpoint in {directory}", field="step", value=step, allowed=known)
     return [directory / folder_name(one) for one in (steps if step is None else [step])]
 
 
@@ -188,7 +188,8 @@ def _prune(options: argparse.Namespace) -> int:
         mode=options.mode,
     )
     if rule.keeps_all:
-        raise CheckpointUsageError("specify what to keep: --keep-last, --keep-every, or --keep-best with --metric")
+        allowed = "at least one of --keep-last, --keep-every, and --keep-best with --metric"
+        raise CheckpointUsageError("no rule keeps a checkpoint", field="prune", allowed=allowed)
     manager = CheckpointManager(options.dir, retention=rule)
     deleted = manager.prune() if options.yes else manager.prunable()
     for step in deleted:
@@ -250,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         if not options.dir.is_dir():
-            raise CheckpointNotFoundError(f"{options.dir}: no such folder")
+            raise CheckpointNotFoundError("no such folder", field="dir", value=str(options.dir))
         run: Callable[[argparse.Namespace], int] = options.run
         return run(options)
     except CheckpointError as error:
