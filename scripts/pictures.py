@@ -10,18 +10,17 @@ import io
 import subprocess
 import sys
 import tempfile
-from html import escape
 from pathlib import Path
 
+from matplotlib.figure import Figure
 from PIL import Image
 
 from run_kit import MetricsTable, RunFolder, write_report
-from run_kit.report.assets import CHART_STYLE
-from run_kit.report.svg import Series, line_chart
+from run_kit.tracking.curves import Line, draw_lines
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 MAX_BYTES = 150_000
-WIDTH, HEIGHT = 640, 300
+WIDTH, HEIGHT = 640, 350
 _NUM_COLORS = 128
 
 
@@ -38,20 +37,15 @@ def learning_curve(table: MetricsTable) -> str:
     label = "mean score of each step, raw and smoothed"
     if len(accuracies) > 1:
         label += f"; held-out accuracy {accuracies[0]:.3f} before, {accuracies[-1]:.3f} after"
-    series = Series(label=label, steps=steps, values=scores)
-    return svg_file(line_chart([series], title="Learning curve", width=WIDTH, height=HEIGHT), label)
-
-
-def svg_file(chart: str, label: str) -> str:
-    """A chart of the report as a file of its own, with a background, a label above it and the unit below it."""
-    style = f"{CHART_STYLE} text {{ font-family:system-ui, sans-serif; }} .label {{ fill:var(--ink); font-size:13px; }}"
-    placed = chart.replace("<svg ", f'<svg y="34" width="{WIDTH}" height="{HEIGHT}" ', 1)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT + 50}" width="{WIDTH}" '
-        f'height="{HEIGHT + 50}"><style>{style}</style><rect width="100%" height="100%" rx="8" fill="var(--paper)"/>'
-        f'<text class="label" x="20" y="24">{escape(label)}</text>{placed}'
-        f'<text class="tick" x="{WIDTH // 2}" y="{HEIGHT + 43}" text-anchor="middle">step</text></svg>\n'
-    )
+    figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(label, fontsize=10)
+    axes.set_xlabel("step", fontsize=10)
+    axes.grid(True, linewidth=0.6)
+    draw_lines(axes, [Line(label, steps, scores)])
+    picture = io.StringIO()
+    figure.savefig(picture, format="svg")
+    return picture.getvalue()
 
 
 def report_page(run: RunFolder, browser: str, size: tuple[int, int]) -> bytes:

@@ -27,7 +27,7 @@ from rl_data import DataConfig, build_tiny_model, write_task
 from rl_runtime import InputError, ModelConfig, PlacementError, PromptResult, SampleResult
 from rl_runtime.rollout.scoring_config import ScoringConfig
 from rollout_vllm import RolloutConfig, SamplingConfig, ServerGroup
-from rollout_vllm.servers.command import detect_device
+from rollout_vllm.servers.device import detect_device
 from run_kit import MetricsTable, load_config, to_yaml
 from run_kit.cluster.app import App
 from run_kit.config.trees import plain_tree

@@ -39,7 +39,7 @@ NEIGHBORS: dict[str, dict[str, str]] = {
     "rollout_vllm": {
         "client": "config.py samples.py",
         "episodes": "client config.py samples.py",
-        "servers": "client config.py samples.py",
+        "servers": "client config.py",
     },
     "weight_sync": {
         "push": "adapter.py channel.py config.py plan.py sources tensors.py transports",

@@ -16,7 +16,6 @@ from benchmarks.random_model import CONFIGS
 from ds_engine import EngineConfig, EngineConfigError, ModelShape, ZeroConfig, check_deepspeed
 from ds_engine.guard import collective_log as guard
 from rl_runtime import InputError, PlacementError
-from rl_runtime.launch import server_keys
 from rl_runtime.launch.gpus import Gpu
 from rl_runtime.ranks.environment import gpu_ids, visible_gpus
 from rl_runtime.resolve.job import resolve_job_for
@@ -117,7 +116,6 @@ def messages() -> str:
     files = [file for folder in ("packages", "apps") for file in (REPO / folder).rglob("*.py")]
     sources = [f for f in files if "plinth_testing" not in f.parts and "tests" not in f.parts]
     found = [text for file in sources for text in texts(ast.parse(file.read_text(encoding="utf-8")))]
-    found += [f"rollout.{text}" for text in found if server_keys._FIELD.match(text)]  # as `naming_servers` does
     found += [str(error("…", 0, Path("…"))) for error in (ServerStartError, ServerDiedError)]
     found += [f"rollout server 0 {event.replace('_', ' ')}: …" for event in get_args(EventKind)]
     for line in (
@@ -132,9 +130,16 @@ def messages() -> str:
 
 
 def is_printed(quoted: str) -> bool:
-    """Whether one string has all parts of `quoted`, in their order; `…` in it stands for any text."""
+    """Whether one string has all parts of `quoted`, in their order; `…` in it stands for any text.
+
+    The sentence of an error with fields, `rollout.port: got …; problem; remedy`, has one string for each part.
+    """
     parts = [re.escape(part.strip(" :;(),")) for part in quoted.split("…")]
-    return any(parts) and re.search(".*".join(filter(None, parts)), messages()) is not None
+    if any(parts) and re.search(".*".join(filter(None, parts)), messages()) is not None:
+        return True
+    head, colon, rest = quoted.partition(": ")
+    sentences = [part for part in rest.split("; ") if not part.startswith("got ")]
+    return bool(colon and re.fullmatch(r"[\w.…]+", head) and sentences) and all(map(is_printed, sentences))
 
 
 ENTRIES = [" ".join(quoted.split()) for quoted in re.findall(r"\*\*`([^`]+)`\*\*", QUOTED)]

@@ -1,18 +1,14 @@
-"""Rules that packages hold copies of, since leaves import no other package: the copies agree with each other.
+"""What packages must agree on although none imports the other.
 
-PEFT's names and scale (ds_engine, ckpt, weight_sync; PEFT itself is the reference), what a model folder has to hold
-(rl_data, rollout_vllm), where a download is (rl_data, ds_engine), the names and sizes of dtypes (ds_engine,
-weight_sync; torch is the reference), and the tensors that ds_engine names and weight_sync sends.
+PEFT's names and scale (ds_engine, ckpt, weight_sync; PEFT itself is the reference), the names and sizes of dtypes
+(torch is the reference), and the tensors that ds_engine names and weight_sync sends.
 """
 
-import json
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
 import peft
-import pytest
 import torch
 import transformers
 from hypothesis import example, given, settings
@@ -20,17 +16,13 @@ from hypothesis import strategies as st
 
 import ds_engine.dtypes
 import ds_engine.model.loading
-import rl_data
-import rollout_vllm
 import weight_sync.manifest
 import weight_sync.tensors
 from ckpt import merge_lora, save_adapter
 from ckpt.tools.lora_export import read_adapter
 from ds_engine import EngineConfig, LoraConfig
-from ds_engine.__main__ import find_model
 from ds_engine.model.lora import adapter_settings, adapter_tensors, add_adapters, whole_tensors
 from plinth_testing import random_model, tiny_config
-from rollout_vllm.servers.checks import check_model_folder
 from weight_sync import HfFolderSource, ZeroSource, peft_name, plan_buckets
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -104,65 +96,6 @@ def test_a_push_carries_the_tensors_of_the_model_folder(tmp_path: Path) -> None:
         trainer.fill(bucket, sent)
         folder.fill(bucket, saved)
         assert torch.equal(sent, saved), [slot.name for slot in bucket.slots]
-
-
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-WEIGHTS = ("model.safetensors", "model-00001-of-00002.safetensors", "pytorch_model.bin", "a.pt", "a.pth", "a.gguf")
-OTHERS = ("tokenizer_config.json", "generation_config.json", "README.md", "model.safetensors.index.json")
-
-
-def refuses(error: type[Exception], check: Callable[..., Any], *args: Any, **options: Any) -> bool:
-    try:
-        check(*args, **options)
-    except error:
-        return True
-    return False
-
-
-def verdicts(folder: Path) -> list[tuple[bool, bool]]:
-    """Whether rl_data and rollout_vllm refuse the folder: with the weights they need, and for a start without."""
-    return [
-        (
-            refuses(rl_data.ModelFolderError, rl_data.check_model_folder, folder, need_weights=need_weights),
-            refuses(
-                rollout_vllm.ModelFolderError,
-                check_model_folder,
-                str(folder),
-                load_format="auto" if need_weights else "dummy",
-            ),
-        )
-        for need_weights in (True, False)
-    ]
-
-
-@given(files=st.sets(st.sampled_from(["config.json", *TOKENIZERS, *WEIGHTS, *OTHERS]), max_size=5))
-@settings(deadline=None, derandomize=True, max_examples=200)
-def test_a_model_folder_gets_the_same_verdict_in_two_packages(files: set[str]) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for file in files:
-            (folder / file).write_text(json.dumps({"model_type": "qwen3"}))
-        assert all(ours == theirs for ours, theirs in verdicts(folder)), verdicts(folder)
-
-
-def test_the_folder_of_a_download_is_the_same_in_two_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    snapshot = tmp_path / "models--a--b" / "snapshots" / "0a1b"
-    for file in (snapshot / "config.json", tmp_path / "models--a--b" / "refs" / "main"):
-        file.parent.mkdir(parents=True)
-        file.write_text("0a1b")
-    for name in ("a/b", "a/c", "/", "/x", "b", "a//b"):
-        folder = snapshot if name == "a/b" else Path(name)
-        found = rl_data.find_model_folder(name), Path(find_model(name))
-        assert found == (folder, folder), name
-
-
-@pytest.mark.parametrize("tokenizer", TOKENIZERS)
-def test_a_whole_model_folder_is_accepted_and_what_is_no_folder_refused(tmp_path: Path, tokenizer: str) -> None:
-    for file in ("config.json", tokenizer, "model.safetensors"):
-        (tmp_path / file).write_text("{}")
-    assert verdicts(tmp_path) == [(False, False)] * 2
-    assert verdicts(tmp_path / "config.json") == verdicts(tmp_path / "nowhere") == [(True, True)] * 2
 
 
 def test_dtypes_have_torchs_names_and_sizes_in_two_packages() -> None:

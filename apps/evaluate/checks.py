@@ -8,18 +8,18 @@ from pathlib import Path
 from apps.evaluate.config import EvaluateConfig
 from apps.evaluate.evaluator import usable_gpus
 from apps.evaluate.results import check_same_settings
-from rl_data import find_model_folder
+from plinth_base.errors import prefix_fields
+from plinth_base.model_folder import find_model_folder
 from rl_runtime import InputError, Inputs, SupervisedConfig, check_lengths, check_prompt_files
 from rl_runtime.app.first_prompts import check_first_prompts, check_functions
 from rl_runtime.app.inputs import load_ahead
 from rl_runtime.app.resume import earlier_folder
 from rl_runtime.app.reward_model import check_reward_model
 from rl_runtime.config import BUILTIN_MODEL
-from rl_runtime.launch.server_keys import naming_servers
 from rl_runtime.launch.servers import check_folder_name
 from rl_runtime.rollout.scoring import rewards_of_rows
 from rollout_vllm import RequestTooLongError, check_launch, check_running
-from rollout_vllm.servers.command import Device, check_build
+from rollout_vllm.servers.device import Device, check_build
 from run_kit import RunFolder
 from run_kit.cli import INVOKED_AS
 from run_kit.tracking.run_state import StateFile
@@ -59,17 +59,17 @@ def check_inputs(config: EvaluateConfig) -> tuple[Inputs | None, list[str]]:
 
 def _check_servers(config: EvaluateConfig) -> None:
     if config.rollout.urls:
-        with naming_servers():
+        with prefix_fields("rollout"):
             check_running(config.rollout)
         return
     check_folder_name("output_dir", str(Path(config.output_dir).absolute()))  # exports are there
-    with naming_servers():
+    device: Device = "cuda" if usable_gpus(config) else "cpu"
+    folder = str(find_model_folder(config.model.path))
+    check_folder_name("model.path", folder)
+    with prefix_fields("rollout"):
         config.rollout.read_api_key()
-        device: Device = "cuda" if usable_gpus(config) else "cpu"
         check_build(device, device_key="rollout.device")
         if config.model.path != BUILTIN_MODEL:
-            folder = str(find_model_folder(config.model.path))
-            check_folder_name("model.path", folder)
             _check_launch(folder, config, device)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from apps.evaluate.config import EvaluateConfig
+from plinth_base.errors import prefix_fields
 from rl_runtime import (
     InputError,
     Inputs,
@@ -19,7 +20,6 @@ from rl_runtime import (
     prepare_driver,
 )
 from rl_runtime.app.inputs import chat_format
-from rl_runtime.launch.server_keys import naming_servers
 from rl_runtime.ranks.environment import GpuId, visible_gpus
 from rl_runtime.resolve.resolved import ResolvedConfig
 from rollout_vllm import RolloutClient, ServerGroup
@@ -151,7 +151,7 @@ class Evaluator:
         gpus, size = usable_gpus(config), config.rollout.tensor_parallel_size
         device: Literal["cpu", "cuda"] = "cuda" if gpus else "cpu"
         pushed = self._several_models and not config.rollout.urls
-        with naming_servers():
+        with prefix_fields("rollout"):
             return ServerGroup.launch(
                 model,
                 config.rollout if config.rollout.urls else replace(config.rollout, device=device),

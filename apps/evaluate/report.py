@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from html import escape
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,9 @@ from rl_runtime import PromptResult
 from run_kit.cli import INVOKED_AS
 from run_kit.config.redaction import tree_without_secrets, yaml_without_secrets
 from run_kit.report.data import MAX_ROLLOUTS, fitting
-from run_kit.report.page import assemble, figure, figure_grid, number_table, rollouts_section
-from run_kit.report.sides import Response, Side, side_by_side
-from run_kit.report.svg import Series, line_chart
+from run_kit.report.page import Color, Figure, Section, Sides, Table, render
+from run_kit.tracking.curves import Line, line_svg
 from run_kit.tracking.metrics_table import atomic_write
-from run_kit.tracking.panels import Panel
 
 Intervals = dict[str, BootstrapMean]
 _MOST_FLIPS = 200
@@ -159,19 +156,32 @@ def page(
     records = chain.from_iterable(_records(label, one) for label, one in evaluations.items())
     shown = [fitting(record) for record in islice(records, 0, None, max(1, -(-num_samples // MAX_ROLLOUTS)))]
     most = max(1, _MOST_FLIPS // max(1, 2 * len(comparisons)))
-    flips = [section for one in comparisons for section in _flip_sections(one, most)]
+    flips = {title: pairs for one in comparisons for title, pairs in _flips(one, most)}
+    baseline = comparisons[0].baseline if comparisons else ""
     sections = [
-        ("results", "Results", _results(evaluations, found, config)),
-        ("steps", "Over the steps", _curves(evaluations, found)),
-        ("differences", "Differences", _differences(comparisons)),
-        ("flips", "Where they disagree", "".join(flips)),
-        ("samples", "Samples", rollouts_section(shown, num_samples)),
-        ("settings", "Settings", f"<pre>{escape(yaml_without_secrets(config))}</pre>"),
+        Section(
+            key="results",
+            title="Results",
+            note=f"Mean over prompts and {config.confidence:.0%} bootstrap interval. Failed samples enter no metric: a "
+            "prompt counts for pass@k if it has k scored samples.",
+            table=_results(evaluations, found),
+        ),
+        Section(key="steps", title="Over the steps", figures=_curves(evaluations, found)),
+        Section(
+            key="differences",
+            title="Differences",
+            note=f"Against {baseline}: paired bootstrap of the difference over the prompts of both; an interval "
+            "without 0 is a difference.",
+            table=_differences(comparisons) if comparisons else None,
+        ),
+        Section(key="flips", title="Where they disagree", folded=flips),
+        Section(key="samples", title="Samples", note=f"{len(shown)} of {num_samples} samples", has_records=bool(shown)),
+        Section(key="settings", title="Settings", folded={"config.yaml": yaml_without_secrets(config)}),
     ]
-    return assemble(name, f'<p class="soft">{len(evaluations)} models, {num_samples} samples</p>', sections, shown)
+    return render(name, sections, note=f"{len(evaluations)} models, {num_samples} samples", records=shown)
 
 
-def _results(evaluations: Mapping[str, Evaluation], found: Mapping[str, Intervals], config: EvaluateConfig) -> str:
+def _results(evaluations: Mapping[str, Evaluation], found: Mapping[str, Intervals]) -> Table:
     names = list(dict.fromkeys(name for metrics in found.values() for name in metrics))
     facts = {label: _facts(one) for label, one in evaluations.items()}
     rows = [
@@ -190,33 +200,26 @@ def _results(evaluations: Mapping[str, Evaluation], found: Mapping[str, Interval
         for label in evaluations
     ]
     titles = ("model", *names, "prompts", "n", "failed", "tokens", "truncated", "digest")
-    note = (
-        f'<p class="soft">Mean over prompts and {config.confidence:.0%} bootstrap interval. Failed samples enter no '
-        "metric: a prompt counts for pass@k if it has k scored samples.</p>"
-    )
-    return number_table(titles, rows) + note
+    return Table(head=titles, rows=rows)
 
 
-def _curves(evaluations: Mapping[str, Evaluation], found: Mapping[str, Intervals]) -> str:
+def _curves(evaluations: Mapping[str, Evaluation], found: Mapping[str, Intervals]) -> list[Figure]:
     """One chart per metric over the models that have steps."""
     steps = {label: one.step for label, one in evaluations.items() if one.step is not None and "/" not in label}
     if len(steps) < 2:
-        return ""
+        return []
     figures = []
     for name in dict.fromkeys(name for label in steps for name in found[label]):
         points = [(step, found[label][name]) for label, step in steps.items() if name in found[label]]
-        series = [
-            Series(label=part, steps=[step for step, _ in points], values=[getattr(one, part) for _, one in points])
+        lines = [
+            Line(part, [step for step, _ in points], [getattr(one, part) for _, one in points])
             for part in ("mean", "low", "high")
         ]
-        chart = line_chart(series, title=name)
-        figures.append(figure(Panel(title=name, unit="", metrics=(name,)), series, chart))
-    return figure_grid(figures)
+        figures.append(Figure(title=name, svg=line_svg(lines, title=name)))
+    return figures
 
 
-def _differences(comparisons: Sequence[Comparison]) -> str:
-    if not comparisons:
-        return ""
+def _differences(comparisons: Sequence[Comparison]) -> Table:
     names = list(dict.fromkeys(name for one in comparisons for name in one.differences))
     rows = [
         (
@@ -230,40 +233,34 @@ def _differences(comparisons: Sequence[Comparison]) -> str:
         for one in comparisons
     ]
     counts = ("prompts better", "worse", "in both", "in one only", "with other text", "unscored")
-    note = (
-        f'<p class="soft">Against {escape(comparisons[0].baseline)}: paired bootstrap of the difference over the '
-        "prompts of both; an interval without 0 is a difference.</p>"
-    )
-    return number_table(("model", *names, *counts), rows) + note
+    return Table(head=("model", *names, *counts), rows=rows)
 
 
-def _flip_sections(comparison: Comparison, most: int) -> Iterator[str]:
+def _flips(comparison: Comparison, most: int) -> Iterator[tuple[str, list[Sides]]]:
     for title, pairs in (("better", comparison.gains), ("worse", comparison.losses)):
         if pairs:
             head = f"{comparison.other} is {title} than {comparison.baseline} on {len(pairs)} prompts"
             head += f" (the largest {most})" if len(pairs) > most else ""
-            bodies = "".join(_pair(pair, comparison) for pair in pairs[:most])
-            yield f"<details><summary>{escape(head)}</summary>{bodies}</details>"
+            yield head, [_pair(pair, comparison) for pair in pairs[:most]]
 
 
-def _pair(pair: Pair, comparison: Comparison) -> str:
+def _pair(pair: Pair, comparison: Comparison) -> Sides:
     one = pair.baseline
-    sides = [_side(comparison.baseline, pair.baseline), _side(comparison.other, pair.other)]
-    return side_by_side(one.prompt_id, f"ground truth {fitting(one.ground_truth)}", fitting(one.prompt), sides)
+    sides = dict([_side(comparison.baseline, pair.baseline), _side(comparison.other, pair.other)])
+    note = f"ground truth {fitting(one.ground_truth)}"
+    return Sides(title=one.prompt_id, note=note, prompt=fitting(one.prompt), sides=sides)
 
 
-def _side(label: str, result: PromptResult) -> Side:
-    return Side(
-        title=f"{label}: {result.num_right} of {len(result.samples)} right ({share_right(result):.0%})",
-        responses=[
-            Response(
-                verdict=f"{'right' if sample.is_right else 'wrong'}, {sample.score:g}",
-                color="up" if sample.is_right else "down",
-                text=fitting(sample.response),
-            )
-            for sample in result.samples[:_MOST_RESPONSES]
-        ],
-    )
+def _side(label: str, result: PromptResult) -> tuple[str, list[tuple[str, Color, str]]]:
+    title = f"{label}: {result.num_right} of {len(result.samples)} right ({share_right(result):.0%})"
+    return title, [
+        (
+            f"{'right' if sample.is_right else 'wrong'}, {sample.score:g}",
+            "up" if sample.is_right else "down",
+            fitting(sample.response),
+        )
+        for sample in result.samples[:_MOST_RESPONSES]
+    ]
 
 
 def _records(label: str, evaluation: Evaluation) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,7 @@ from ckpt import describe_files, export_deepspeed, export_merged
 from ckpt.manifest import folder_name
 from ckpt.reader import CheckpointReader
 from ckpt.tools.lora_export import ADAPTER_CONFIG
-from rl_data import check_model_folder, find_model_folder
+from plinth_base.model_folder import check_model_folder, find_model_folder
 from rl_runtime import InputError
 from rl_runtime.app.inputs import INITIAL_MODEL, TASK
 from rl_runtime.config import BUILTIN_MODEL

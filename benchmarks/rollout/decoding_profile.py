@@ -23,7 +23,8 @@ from benchmarks.random_model import CONFIGS, write_random_model
 from benchmarks.rollout.throughput import engine_arguments, prompts, rollout_config
 from benchmarks.runs import table_header, table_row
 from rollout_vllm.servers import _serve, patch
-from rollout_vllm.servers.command import detect_device, server_environment
+from rollout_vllm.servers.command import server_environment
+from rollout_vllm.servers.device import detect_device
 
 
 def generator(args: argparse.Namespace, model: Path) -> Callable[..., float]:

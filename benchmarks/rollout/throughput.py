@@ -26,7 +26,8 @@ from benchmarks.random_model import CONFIGS, write_random_model
 from benchmarks.rollout import step_times
 from rollout_vllm import Request, RolloutClient, RolloutConfig, SamplingConfig, ServerGroup
 from rollout_vllm.client import protocol, request_runner
-from rollout_vllm.servers.command import Device, detect_device, server_arguments, server_environment
+from rollout_vllm.servers.command import server_arguments, server_environment
+from rollout_vllm.servers.device import Device, detect_device
 
 _MARK = "seconds: "  # vLLM logs to stdout too
 # Arguments of the HTTP front end, which `LLM` does not accept: name -> number of values.

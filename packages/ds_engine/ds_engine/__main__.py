@@ -21,6 +21,8 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from plinth_base.model_folder import find_model_folder
+
 from .config import EngineConfig
 from .planning.memory_plan import LOG_PROB_BYTES, estimate_memory
 from .upstream import report
@@ -54,7 +56,7 @@ def main(arguments: Sequence[str] | None = None, *, command: str = "python -m ds
     if args.command == "doctor":
         print(report())
         return
-    model = find_model(args.model)
+    model = str(find_model_folder(args.model))
     try:
         config = _configured(EngineConfig, [*args.settings, *rest])
         estimate = estimate_memory(
@@ -78,19 +80,6 @@ def main(arguments: Sequence[str] | None = None, *, command: str = "python -m ds
 def plan(argv: Sequence[str]) -> None:
     """The command `plinth plan`."""
     main(["plan", *argv], command="plinth")
-
-
-def find_model(model: str) -> str:
-    """The folder in which `hf download` stored the model OWNER/NAME; any other name unchanged. Downloads nothing."""
-    if os.path.exists(model) or model.count("/") != 1:
-        return model
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return str(snapshot_download(model, local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError):
-        return model
 
 
 def _refusal(model: str, config: EngineConfig, head: typing.Literal["lm", "value"]) -> str:

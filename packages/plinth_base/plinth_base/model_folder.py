@@ -41,7 +41,7 @@ def check_model_folder(path: str | Path, *, need_weights: bool = True) -> Path:
         ModelFolderError: the folder, its config.json, its tokenizer or (if `need_weights`) its weights are missing.
     """
     folder, name = Path(path), str(path)
-    if not os.path.isdir(folder):  # False too for names that no folder can have, where Path.is_dir raises
+    if not os.path.isdir(path):  # False too for names that no folder can have, where Path.is_dir raises
         problem = "is a file, not a folder" if os.path.exists(folder) else "no such folder"
         remedy = "give a local Hugging Face model folder, or OWNER/NAME after `hf download OWNER/NAME`"
         if re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):

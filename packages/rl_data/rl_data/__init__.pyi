@@ -30,7 +30,5 @@ from .sampler import PromptSampler as PromptSampler
 from .tasks.tiny_model import build_tiny_model as build_tiny_model
 from .tasks.write import TaskFiles as TaskFiles
 from .tasks.write import write_task as write_task
-from .tokenizer import check_model_folder as check_model_folder
 from .tokenizer import check_same_vocabulary as check_same_vocabulary
-from .tokenizer import find_model_folder as find_model_folder
 from .tokenizer import load_tokenizer as load_tokenizer

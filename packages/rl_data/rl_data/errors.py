@@ -2,9 +2,10 @@
 
 RlDataError
 ├── DataError (also ValueError)              a data file cannot be used; names file, row, column and the remedy
-│   └── ModelFolderError                     a model folder has no config, tokenizer or weights
 ├── UnknownDataSourceError (also ValueError) no reward is registered for a data source
 └── SamplerStateError (also ValueError)      a saved sampler state belongs to other data or settings
+
+ModelFolderError (a model folder has no tokenizer, or one that cannot be loaded) is plinth_base's.
 
 All of them are PlinthErrors: errors about a setting or argument carry `field`, `value`, `allowed` and `remedy`, and all
 pickle with their attributes.
@@ -13,6 +14,7 @@ pickle with their attributes.
 from typing import Any
 
 from plinth_base.errors import PlinthError
+from plinth_base.model_folder import ModelFolderError as ModelFolderError
 
 
 class RlDataError(PlinthError):
@@ -39,10 +41,6 @@ class DataError(RlDataError, ValueError):
         self.file = file
         self.row = row
         self.column = column
-
-
-class ModelFolderError(DataError):
-    """A model folder has no config, tokenizer or weights."""
 
 
 class UnknownDataSourceError(RlDataError, ValueError):

@@ -1,15 +1,13 @@
-"""Model folders and their tokenizers: checks by file name, without heavy imports, and loading."""
+"""Tokenizers of model folders."""
 
-import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from .errors import DataError, ModelFolderError
+from plinth_base.model_folder import ModelFolderError, check_model_folder
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-_WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt")
+from .errors import DataError
+
 _MOST_NAMED = 3
 """Differing ids that an error names."""
 
@@ -37,56 +35,6 @@ class TokenizerLike(Protocol):
     ) -> Any: ...
 
 
-def find_model_folder(path: str | Path) -> Path:
-    """The model folder of `path`: the path itself, or for OWNER/NAME the folder where `hf download` stored that model.
-
-    Nothing is downloaded. A path that does not exist is returned unchanged; `check_model_folder` then fails for it.
-    """
-    if os.path.exists(path) or str(path).count("/") != 1:
-        return Path(path)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(str(path), local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError):
-        return Path(path)
-
-
-def check_model_folder(path: str | Path, *, need_weights: bool = True) -> Path:
-    """Check, by file names only, that `path` is a Hugging Face model folder; return it.
-
-    Raises ModelFolderError, with the remedy, if the folder, its config.json, its tokenizer or (unless need_weights is
-    False) its weights are missing.
-    """
-    folder, name = Path(path), str(path)
-    if not os.path.isdir(folder):  # False too for names that no folder can have, where Path.is_dir raises
-        what = "is a file, not a folder" if os.path.exists(folder) else "no such folder"
-        fetched = "OWNER/NAME after `hf download OWNER/NAME`"
-        if re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
-            what, fetched = f"{what}, and no model of this name was downloaded", f"fetch it with `hf download {name}`"
-        raise ModelFolderError(f"{name}: {what}. Give a local Hugging Face model folder, or {fetched}.", file=name)
-    if not (folder / "config.json").is_file():
-        raise ModelFolderError(
-            f"{name}: has no config.json, so it is not a Hugging Face model folder. Give the folder that "
-            "save_pretrained or a download wrote.",
-            file=name,
-        )
-    if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
-        raise ModelFolderError(
-            f"{name}: has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}). Copy the tokenizer files of the base "
-            "model into it, or run tokenizer.save_pretrained on the folder.",
-            file=name,
-        )
-    if need_weights and not any(next(folder.glob(pattern), None) for pattern in _WEIGHT_PATTERNS):
-        raise ModelFolderError(
-            f"{name}: has no weights (no {', '.join(_WEIGHT_PATTERNS)} file). Copy the *.safetensors files of the "
-            "model into it.",
-            file=name,
-        )
-    return folder
-
-
 def load_tokenizer(path: str | Path) -> Any:
     """The tokenizer of a model folder (a transformers PreTrainedTokenizer).
 
@@ -101,14 +49,15 @@ def load_tokenizer(path: str | Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for a broken tokenizer file
         raise ModelFolderError(
-            f"{folder}: the tokenizer cannot be loaded ({type(error).__name__}: {str(error).splitlines()[0]}). Copy "
-            "the tokenizer files of the base model into the folder again.",
-            file=str(folder),
+            f"the tokenizer cannot be loaded ({type(error).__name__}: {str(error).splitlines()[0]})",
+            value=str(folder),
+            remedy="copy the tokenizer files of the base model into the folder again",
         ) from error
     if tokenizer.eos_token_id is None:
         raise ModelFolderError(
-            f"{folder}: the tokenizer has no end-of-sequence token. Set `eos_token` in tokenizer_config.json.",
-            file=str(folder),
+            "the tokenizer has no end-of-sequence token",
+            value=str(folder),
+            remedy="set `eos_token` in tokenizer_config.json",
         )
     return tokenizer
 

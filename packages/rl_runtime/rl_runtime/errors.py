@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from plinth_base.errors import PlinthError
+from plinth_base.model_folder import ModelFolderError
 from rl_data import DataError
 
 
@@ -59,11 +60,11 @@ class RolloutFailed(RlRuntimeError):
 def naming_key(key: str) -> Iterator[None]:
     """Errors about a file or folder name the configuration key that gave it.
 
-    Raises InputError for rl_data.DataError and OSError.
+    Raises InputError for rl_data.DataError, ModelFolderError and OSError.
     """
     try:
         yield
-    except DataError as error:
+    except (DataError, ModelFolderError) as error:
         raise InputError(f"{key}: {error}") from error
     except OSError as error:  # a name that is too long, a folder that may not be read
         raise InputError(f"{key}: {error.strerror or error}: {str(error.filename)[:200]!r}; give another") from error

@@ -1,6 +1,7 @@
 from .client.client import RolloutClient as RolloutClient
 from .client.scoring import TokenScorer as TokenScorer
 from .client.scoring import TokenScores as TokenScores
+from .config import Endpoint as Endpoint
 from .config import RolloutConfig as RolloutConfig
 from .config import SamplingConfig as SamplingConfig
 from .episodes.async_rewards import AsyncRewardPool as AsyncRewardPool
@@ -39,7 +40,6 @@ from .errors import ServerDiedError as ServerDiedError
 from .errors import ServerLostError as ServerLostError
 from .errors import ServerStartError as ServerStartError
 from .errors import UnlabeledTokensError as UnlabeledTokensError
-from .samples import Endpoint as Endpoint
 from .samples import Failure as Failure
 from .samples import FirstGroups as FirstGroups
 from .samples import GroupResult as GroupResult
@@ -50,13 +50,13 @@ from .samples import VersionSpan as VersionSpan
 from .samples import request_seed as request_seed
 from .samples import token_versions as token_versions
 from .servers.control import LoraAdapters as LoraAdapters
+from .servers.existing import check_running as check_running
 from .servers.group import ServerGroup as ServerGroup
-from .servers.group import check_launch as check_launch
+from .servers.launch import check_launch as check_launch
 from .servers.memory import ServerMemory as ServerMemory
 from .servers.memory import estimate_server_memory as estimate_server_memory
 from .servers.patch import untested_vllm as untested_vllm
 from .servers.ray_servers import ServerSeat as ServerSeat
 from .servers.ray_servers import launch_on_ray as launch_on_ray
-from .servers.running import check_running as check_running
 from .servers.watch import ServerWatch as ServerWatch
 from .servers.watch import WatchEvent as WatchEvent

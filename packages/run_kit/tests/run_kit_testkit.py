@@ -3,6 +3,12 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from plinth_base import PlinthError
+
+
+class SettingError(PlinthError, ValueError):
+    """A setting that cannot work."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Zero:
@@ -17,11 +23,11 @@ class Zero:
 
     def __post_init__(self) -> None:
         if self.bucket_bytes == 7:
-            raise ValueError("bucket_bytes=7: must be even; sizes that would do: 6, 8")
+            raise ValueError("the section cannot work")
         if self.bucket_bytes == 5:
-            raise ValueError("bucket_bytes='a: b' is not allowed: 8 or more")
+            raise SettingError("odd sizes are slow", field="bucket_bytes", value=5, remedy="take 6 or 8")
         if self.bucket_bytes <= 0:
-            raise ValueError(f"bucket_bytes is {self.bucket_bytes}; allowed: above 0")
+            raise SettingError(field="bucket_bytes", value=self.bucket_bytes, allowed="above 0")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,7 @@ import math
 import re
 import shutil
 import subprocess
-import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,8 @@ from run_kit import MetricsTable, RunFolder, Tracker, TrackingConfig, write_comp
 from run_kit.errors import ReportError
 from run_kit.report.__main__ import main as report_command
 from run_kit.report.data import MAX_ROLLOUTS, MAX_TEXT, read_run
-from run_kit.report.shared_prompts import shared_prompts
-from run_kit.report.svg import Series, line_chart, nice_ticks, stack_chart, thin, tick_text, tick_texts
+from run_kit.report.runs import shared_prompts
+from run_kit.tracking.curves import Line, line_svg, thin
 
 BROWSER = next((path for name in ("chromium", "google-chrome", "chrome") if (path := shutil.which(name))), None)
 NASTY = (
@@ -74,7 +72,7 @@ def records_of(page: str) -> list[dict[str, Any]]:
 def test_everything_is_on_the_page(page: str) -> None:
     for words in ("Curves", "Where the time goes", "Memory", "Rollout and trainer", "Rollouts", "All metrics"):
         assert f">{words}</h2>" in page
-    for words in ("backward", "1.000", "25.0%", "peak host memory", "2.00 GiB", "rollouts_per_step", "step 12/12"):
+    for words in ("backward", "1.000", "25.0%", "peak host GiB", "2.00", "rollouts_per_step", "step 12/12"):
         assert words in page
     assert page.count("<svg") == page.count("</svg>") >= 6
     own = page.split('id="mismatch"')[1].split("</section>")[0]
@@ -86,7 +84,8 @@ def test_nothing_is_loaded_from_elsewhere(page: str) -> None:
     assert "default-src 'none'" in page
     outside = re.sub(r'<script type="application/json".*?</script>', "", page, flags=re.DOTALL)
     assert all(target.startswith("#") for target in re.findall(r'(?:src|href)="([^"]*)"', outside))
-    assert not [words for words in ("http://", "https://", "@import", "url(") if words in outside]
+    assert not [words for words in ("http://", "https://", "@import") if words in outside]
+    assert not re.findall(r"url\((?!#)", outside)
 
 
 def test_texts_of_the_model_cannot_break_the_page(page: str) -> None:
@@ -152,8 +151,6 @@ def check_strictly(page: str) -> None:
     assert isinstance(json.loads(records), list)
     for pair in ("{}", "()", "[]"):
         assert script.count(pair[0]) == script.count(pair[1])
-    for chart in re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL):
-        ElementTree.fromstring(chart)
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +175,7 @@ def test_a_comparison_shows_the_runs_side_by_side(comparison: Path) -> None:
         assert f">{words}</h2>" in page
     assert "first &lt;run&gt;" in page
     assert "first <run>" not in page
-    for words in ("actor.zero.stage", "2.500", "3.500", "critic/score/mean"):
+    for words in ("actor.<wbr>zero.<wbr>stage", "2.500", "3.500", "critic/<wbr>score/<wbr>mean"):
         assert words in page
     assert {record["run"] for record in records_of(page)} == {"first <run>", "second & last"}
 
@@ -224,17 +221,19 @@ ROLLOUTS = st.lists(
 
 @given(st.dictionaries(st.sampled_from("abc"), ROLLOUTS, min_size=1))
 def test_shared_prompts_are_those_of_two_runs_at_their_newest_common_step(rollouts: dict[str, Any]) -> None:
-    found = shared_prompts(rollouts)
+    shared = shared_prompts(rollouts)
     prompts = {run: {record["prompt"] for record in records} for run, records in rollouts.items()}
     both = [prompt for prompt in "pqr" if sum(prompt in known for known in prompts.values()) > 1]
-    assert sorted(one.prompt for one in found) == both
-    assert [one.difference for one in found] == sorted((one.difference for one in found), reverse=True)
-    for one in found:
-        steps = {run: {r["step"] for r in rollouts[run] if r["prompt"] == one.prompt} for run in one.records}
+    differences = [difference for difference, _ in shared]
+    assert differences == sorted(differences, reverse=True)
+    assert sorted(next(iter(chosen.values()))[0]["prompt"] for _, chosen in shared) == both
+    for _, chosen in shared:
+        prompt = next(iter(chosen.values()))[0]["prompt"]
+        steps = {run: {r["step"] for r in rollouts[run] if r["prompt"] == prompt} for run in chosen}
         common = set.intersection(*steps.values())
-        for run, records in one.records.items():
+        for run, records in chosen.items():
             step = max(common or steps[run])
-            assert records == [r for r in rollouts[run] if r["prompt"] == one.prompt and r["step"] == step]
+            assert records == [r for r in rollouts[run] if r["prompt"] == prompt and r["step"] == step]
 
 
 def test_memory_of_gpus_is_shown_where_there_are_gpus(tmp_path: Path) -> None:
@@ -243,9 +242,9 @@ def test_memory_of_gpus_is_shown_where_there_are_gpus(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.tsv").write_text(f"{head}1\t2.5\t{reserved}\t{reserved}\t0\n")
     cpu, gpu = (write_report(tmp_path / name).read_text().split('id="rollouts"')[0] for name in ("cpu", "gpu"))
-    legends = [re.findall(r"</i>([\w/]+)</span>", page.split('id="memory"')[1]) for page in (cpu, gpu)]
+    sections = [page.split('id="memory"')[1].split("</section>")[0].replace("<wbr>", "") for page in (cpu, gpu)]
     gpu_names = ["perf/max_memory_reserved_gb", "memory/host_gib", "perf/max_memory_allocated_gb"]
-    assert legends == [["memory/host_gib"], gpu_names]
+    assert [re.findall(r"<tr><td>(.+?)</td>", section) for section in sections] == [["memory/host_gib"], gpu_names]
     both = write_comparison({"c": tmp_path / "cpu", "g": tmp_path / "gpu"}, tmp_path / "c.html").read_text()
     assert "max_memory_reserved_gb" in both.split('id="memory"')[1].split("</section>")[0]
 
@@ -259,16 +258,16 @@ def test_a_phase_of_few_steps_counts_for_all_of_them_and_its_name_breaks_at_unde
             table.log(step, {"timing_s/step": 3.0, "timing_s/gen": 1.0} | validation)
     alone = write_report(tmp_path / "a").read_text()
     both = write_comparison({"a": tmp_path / "a", "b": tmp_path / "b"}, tmp_path / "c.html").read_text()
-    assert '>all_prompts</td><td class="num">2.00</td><td class="num">0.500</td>' in alone
-    assert '>all_<wbr>prompts</td><td class="num">0.500</td><td class="num">0.500</td>' in both
+    assert ">all_<wbr>prompts</td><td>2.00</td><td>0.500</td>" in alone
+    assert ">all_<wbr>prompts</td><td>0.500</td><td>0.500</td>" in both
     assert "timing_<wbr>s/<wbr>all_<wbr>prompts" in alone
 
 
-def test_reports_from_the_command_line(run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reports_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    shutil.copytree(run.path, one)
-    shutil.copytree(run.path, two)
-    (one / "report.html").unlink()
+    for folder in (one, two):
+        folder.mkdir()
+        (folder / "metrics.tsv").write_text("step\ta\n1\t1\n")
     assert report_command([str(one)]) == 0
     assert (one / "report.html").exists()
     assert report_command([str(one), str(two), f"output={tmp_path / 'both.html'}"]) == 0
@@ -278,7 +277,7 @@ def test_reports_from_the_command_line(run: RunFolder, tmp_path: Path, capsys: p
     assert "no run folder" in capsys.readouterr().err
     (two / "config.yaml").write_text("a: &a [*a]\n")
     assert report_command([str(one), str(two)]) == 2
-    assert "config.yaml of two: nested more than" in capsys.readouterr().err
+    assert "config.yaml of two: " in capsys.readouterr().err
     for path in ("/no/where.html", "/dev/null/x.html", "a" * 5000, str(tmp_path)):
         assert report_command([str(one), f"output={path}"]) == 2
         assert capsys.readouterr().err.startswith(f"error: output={path}: ")
@@ -330,61 +329,22 @@ def test_pages_of_long_runs_stay_small(tmp_path: Path) -> None:
     assert f"{MAX_ROLLOUTS} of {MAX_ROLLOUTS + 50}" in write_report(tmp_path).read_text()
 
 
-NUMBERS = st.floats(-1e12, 1e12, allow_nan=False)
-
-
-@given(NUMBERS, NUMBERS, st.integers(2, 9))
-def test_ticks_cover_the_range_with_few_steps(a: float, b: float, count: int) -> None:
-    low, high = min(a, b), max(a, b)
-    ticks = nice_ticks(low, high, count)
-    slack = 1e-6 * max(abs(low), abs(high), high - low)
-    assert ticks[0] <= low + slack
-    assert ticks[-1] >= high - slack
-    assert 2 <= len(ticks) <= count + 2
-    assert all(x < y for x, y in pairwise(ticks))
-
-
-@given(st.lists(NUMBERS, min_size=1, max_size=50))
-def test_lines_stay_within_their_picture(values: list[float]) -> None:
-    chart = line_chart([Series(label="a<b", steps=range(len(values)), values=values)], title="t", width=300, height=200)
-    for element in ElementTree.fromstring(chart).iter("circle"):
-        assert -1 <= float(element.attrib["cx"]) <= 301
-        assert -1 <= float(element.attrib["cy"]) <= 201
-
-
-def test_labels_of_ticks_have_room() -> None:
-    chart = line_chart([Series(label="a", steps=[1, 2], values=[1.000001, 1.000002])], title="t")
-    labels = [e for e in ElementTree.fromstring(chart).iter("text") if e.attrib["text-anchor"] == "end"]
-    assert max(len(str(label.text)) for label in labels) >= 8
-    assert all(float(label.attrib["x"]) > 6 * len(str(label.text)) for label in labels)
-
-
 def test_thinning_keeps_the_mean_and_the_last_step() -> None:
-    series = Series(label="a", steps=range(1000), values=[float(i % 7) for i in range(1000)])
-    short = thin(series, 100)
+    line = Line("a", range(1000), [float(i % 7) for i in range(1000)])
+    short = thin(line, 100)
     assert len(short.steps) == 100
     assert short.steps[-1] == 999
-    assert sum(short.values) / 100 == pytest.approx(sum(series.values) / 1000)
+    assert sum(short.values) / 100 == pytest.approx(sum(line.values) / 1000)
     assert thin(short, 100) is short
 
 
-def test_empty_charts_are_empty() -> None:
-    assert line_chart([], title="") == ""
-    assert stack_chart([Series(label="a", steps=[], values=[])], title="") == ""
+def test_a_gap_divides_a_line_and_a_picture_of_nothing_is_empty() -> None:
+    def num_paths(values: list[float]) -> int:
+        svg = line_svg([Line("a<b", range(len(values)), values)], title="a<b")
+        return max(path.count("M") for path in re.findall(r'd="([^"]*)"[^>]*stroke: #0072b2', svg))
 
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0"), (0.25, "0.25"), (15000, "15k"), (2_500_000, "2.5M"), (2e-5, "2e-5"), (-3, "-3"), (1e10, "1e10")],
-)
-def test_tick_texts(value: float, text: str) -> None:
-    assert tick_text(value) == text
-
-
-@given(st.floats(-1e6, 1e6), st.floats(1e-4, 10))
-def test_ticks_can_be_told_apart(low: float, width: float) -> None:
-    ticks = nice_ticks(low, low + width * max(1.0, abs(low) * 1e-3))
-    assert len(set(tick_texts(ticks))) == len(ticks)
+    assert (num_paths([1.0] * 20), num_paths([1.0, 2.0, math.nan, *[4.0] * 17])) == (1, 2)
+    assert line_svg([Line("a", [], [])], title="") == ""
 
 
 async def evaluate(folder: Path, page: Path, expressions: list[str]) -> list[Any]:
@@ -450,11 +410,9 @@ def test_the_page_works_in_a_browser(run: RunFolder, tmp_path: Path) -> None:
         TYPE_IN.format("query", "12 + 3?"),
         "document.querySelectorAll('mark').length",
         TYPE_IN.format("query", "") + "; " + TYPE_IN.format("low", "1"),
-        TYPE_IN.format("metric-query", "grad_norm")
-        + "; [...document.querySelectorAll('#metric-rows tr')].filter((r) => !r.hidden).length",
         HEIGHTS,
     ]
-    ready, title, count, first, found, marks, best, metrics, heights = asyncio.run(
+    ready, title, count, first, found, marks, best, heights = asyncio.run(
         evaluate(tmp_path, run.report_file, expressions)
     )
     assert (ready, title) == ("complete", run.name)  # the nasty text did not run
@@ -463,7 +421,6 @@ def test_the_page_works_in_a_browser(run: RunFolder, tmp_path: Path) -> None:
     assert found.startswith("2 of 96 samples")  # 12 + 3 and 9 + 3 = 12
     assert marks >= 3
     assert best.startswith("36 of 96 samples, mean reward 1.000")
-    assert metrics == 1
     assert heights
     assert all(heights)
 

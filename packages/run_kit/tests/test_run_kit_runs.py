@@ -249,7 +249,7 @@ def test_open_writes_a_missing_or_old_report_and_opens_it(
     metrics.write_text(metrics.read_text() + "2\t0.7\t0.7\n")
     os.utime(metrics, ns=(0, written + 1))
     assert ending(arguments, capsys)[0] == 0
-    assert "step 2: 0.7" in page.read_text()
+    assert "<b>2 <small" in page.read_text(), "the tile with the number of steps"
     for wrong, words in ((["a", "b"], "open takes one run, got a, b"), ([], "run: missing"), (["c"], "run is 'c'")):
         code, text = ending(["open", *wrong], capsys)
         assert (code, words in text) == (2, True), text

@@ -6,13 +6,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
 
+from plinth_base.errors import prefix_fields
 from rl_data import DataConfig, Prompt
 from rollout_vllm import EnvironmentFailedError
 
 from ..config import ModelConfig, TaskSize
 from ..errors import InputError
 from ..launch.reachability import why_unreachable
-from ..launch.server_keys import naming_servers
 from ..rollout.config import EpisodeConfig
 from ..rollout.episodes import load_environment, load_rollout, reset_once
 from ..rollout.reward_trial import has_functions, try_rewards
@@ -31,7 +31,7 @@ def check_functions(episode: EpisodeConfig, reward: ScoringConfig) -> None:
     prepare_rewards(load_functions(reward).values())
     load_answer(reward)
     if reward.url is not None:
-        with naming_servers("reward"):  # its key is read as a server's
+        with prefix_fields("reward"):
             reward.read_api_key()
         parts = urlsplit(reward.url)
         port = parts.port or (443 if parts.scheme == "https" else 80)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from plinth_base.model_folder import check_model_folder, find_model_folder
 from rl_data import (
     DataConfig,
     DataError,
@@ -18,9 +19,7 @@ from rl_data import (
     build_tiny_model,
     check_demonstrations,
     check_files,
-    check_model_folder,
     check_preferences,
-    find_model_folder,
     load_demonstrations,
     load_labeled,
     load_pairs,

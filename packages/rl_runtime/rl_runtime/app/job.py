@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ds_engine import EngineConfig, Head
+from plinth_base.model_folder import find_model_folder
 from rl_core import BatchError, BatchLayout, batch_layout
-from rl_data import find_model_folder
 
 from ..errors import InputError
 from ..job_config import JobConfig

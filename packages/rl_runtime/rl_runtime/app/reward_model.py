@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from rl_data import DataError, check_model_folder, check_same_vocabulary, find_model_folder, load_tokenizer
+from plinth_base.model_folder import check_model_folder, find_model_folder
+from rl_data import DataError, check_same_vocabulary, load_tokenizer
 
 from ..config import ModelConfig
 from ..errors import InputError, naming_key

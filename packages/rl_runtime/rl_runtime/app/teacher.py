@@ -4,7 +4,8 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from rl_data import find_model_folder
+from plinth_base.errors import prefix_fields
+from plinth_base.model_folder import find_model_folder
 from rl_data.tasks.tiny_model import VOCABULARY_SIZE
 from rollout_vllm import (
     Endpoint,
@@ -20,7 +21,6 @@ from ..config import BUILTIN_MODEL, ModelConfig
 from ..errors import InputError
 from ..job_config import JobConfig
 from ..launch.placement import Placement
-from ..launch.server_keys import naming_servers
 from ..rollout.watched_servers import WatchedServers
 from ..training.engines import check_architectures
 from ..training.teacher import RankTeacher, ServerTeacher
@@ -60,7 +60,7 @@ def open_teacher(job: Job, teacher: TeacherConfig) -> ServerTeacher | RankTeache
     server = server_config(job.config, teacher, on_gpu=job.session.placement.on_gpu)
     per_server = server.tensor_parallel_size
     gpus = [teacher.gpus[i : i + per_server] for i in range(0, len(teacher.gpus), per_server)]
-    with naming_servers("teacher.server"):
+    with prefix_fields("teacher.server"):
         group = ServerGroup.launch(
             folder,
             server,
@@ -124,7 +124,7 @@ def _check_servers(config: JobConfig, teacher: TeacherConfig, folder: Path, plac
             "teacher.server.urls is empty; allowed with trainer.ray_address: servers that you have started, because "
             "this run starts teachers on its own host only"
         )
-    with naming_servers("teacher.server"):
+    with prefix_fields("teacher.server"):
         check_launch(folder, server, device_key="trainer.device")
 
 
@@ -132,7 +132,7 @@ def _try_servers(server: RolloutConfig, teacher: TeacherConfig) -> None:
     """Scores two tokens on each existing server."""
     top_k = teacher.top_k if teacher.signal == "top_k" else 0
     try:
-        with naming_servers("teacher.server"):
+        with prefix_fields("teacher.server"):
             check_running(server)
             api_key = server.read_api_key()
         for url in server.urls:

@@ -24,7 +24,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from rl_data import find_model_folder
+from plinth_base.model_folder import find_model_folder
 from rollout_vllm import ServerSeat
 from run_kit.machine import gpus
 

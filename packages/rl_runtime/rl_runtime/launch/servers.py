@@ -8,7 +8,9 @@ from tempfile import TemporaryDirectory
 from typing import Literal
 
 from ds_engine import EngineConfig
-from rl_data import DataConfig, build_tiny_model, find_model_folder
+from plinth_base.errors import prefix_fields
+from plinth_base.model_folder import find_model_folder
+from rl_data import DataConfig, build_tiny_model
 from rollout_vllm import (
     Endpoint,
     RequestTooLongError,
@@ -17,14 +19,13 @@ from rollout_vllm import (
     check_launch,
     check_running,
 )
-from rollout_vllm.servers.checks import check_request_length
+from rollout_vllm.config import check_request_length
 from weight_sync import SyncConfig, SyncConfigError, check_server, choose_transports, plan_transports
 
 from ..config import BUILTIN_MODEL, ModelConfig, TrainerConfig
 from ..errors import InputError
 from .cluster import cluster_nodes
 from .placement import Placement
-from .server_keys import naming_servers
 
 
 def check_lengths(rollout: RolloutConfig, data: DataConfig, samplings: Sequence[SamplingConfig]) -> None:
@@ -55,7 +56,7 @@ def check_servers(
         why = "rollout.urls names servers that others may use" if rollout.urls else "the ranks run on the CPU"
         raise InputError(f"trainer.take_turns is {trainer.take_turns}, but {why}; allowed: never, or null")
     check_transport(sync, rollout, placement)
-    with naming_servers():
+    with prefix_fields("rollout"):
         api_key = rollout.read_api_key()
         if rollout.urls:
             check_running(replace(rollout, control_routes=True))
@@ -68,7 +69,7 @@ def check_servers(
     model_folder = str(Path(trainer.output_dir).absolute() if builtin else find_model_folder(model.path))
     check_folder_name("trainer.output_dir" if builtin else "model.path", model_folder)
     rollout = replace(rollout, device=device)
-    with naming_servers(), TemporaryDirectory() as folder:
+    with prefix_fields("rollout"), TemporaryDirectory() as folder:
         served = build_tiny_model(folder) if builtin else model_folder
         check_launch(served, rollout, elsewhere=elsewhere, device_key="trainer.device")
 

@@ -13,6 +13,7 @@ from typing import Literal, TypeVar
 import psutil
 import ray
 
+from plinth_base.errors import prefix_fields
 from rollout_vllm import RolloutClient, RolloutConfig, ServerGroup, launch_on_ray
 from rollout_vllm.servers import control
 from run_kit.profiling import TraceRecorder
@@ -26,7 +27,6 @@ from .cluster import Reservation, cluster_nodes, join_cluster, read_nodes
 from .gpus import Gpu, read_gpus
 from .local_ray import LocalRay
 from .placement import Node, Placement, Slot, plan_placement
-from .server_keys import naming_servers
 
 T = TypeVar("T")
 
@@ -315,10 +315,10 @@ def _servers(
     extra_args, env = server_args(sync, device), server_env(sync, device)
     if reservation is not None and not rollout.urls:
         seats = reservation.servers
-        with naming_servers():
+        with prefix_fields("rollout"):
             return launch_on_ray(model_path, rollout, log_dir=log_dir, seats=seats, extra_args=extra_args, env=env)
     gpus = [slot.gpus for slot in placement.servers]
-    with naming_servers():
+    with prefix_fields("rollout"):
         return ServerGroup.launch(
             model_path,
             rollout,

@@ -155,6 +155,8 @@ def _resolve_running_requests(resolved: ResolvedConfig[JobConfigT], untested: st
     treatment, why = "keep", "a push does not interrupt responses"
     if resolved.config.rollout.urls:
         treatment, why = "wait", "existing servers do not label tokens with policy versions"
+    elif not resolved.config.rollout.fast_paths:
+        treatment, why = "wait", "with rollout.fast_paths=false servers do not label tokens with policy versions"
     elif untested is not None:
         treatment, why = "wait", f"servers may not label tokens with policy versions: {untested}"
     return resolved.with_default("sync.running_requests", treatment, why)

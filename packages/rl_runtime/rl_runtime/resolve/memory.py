@@ -17,10 +17,10 @@ from typing import Literal, TypeVar
 from ds_engine import MemoryEstimate, ModelShape, estimate_memory
 from ds_engine.dtypes import nf4_bytes
 from ds_engine.planning.model_shape import read_shape
+from plinth_base.model_folder import find_model_folder
 from rl_core.batching.layout import DEFAULT_TOKEN_BUDGET
-from rl_data import DataError, find_model_folder
 from rollout_vllm import RolloutConfig, ServerMemory, estimate_server_memory
-from rollout_vllm.servers.checks import kv_value_bytes
+from rollout_vllm.servers.memory import kv_value_bytes
 
 from ..config import BUILTIN_MODEL, FrozenModel
 from ..errors import InputError
@@ -56,11 +56,7 @@ def read_model_shape(path: str, *, key: str = "model.path") -> ModelShape | None
     if path == BUILTIN_MODEL:
         return None
     try:
-        folder = find_model_folder(path)
-    except DataError as error:
-        raise InputError(f"{key}: {error}") from error
-    try:
-        return read_shape(folder)
+        return read_shape(find_model_folder(path))
     except ValueError as error:
         raise InputError(f"{key} is {path}: {error}") from error
 

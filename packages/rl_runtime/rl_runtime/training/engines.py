@@ -14,7 +14,7 @@ from ds_engine import (
     check_model,
 )
 from ds_engine.config import check_schedule
-from rl_data import find_model_folder
+from plinth_base.model_folder import find_model_folder
 
 from ..config import BUILTIN_MODEL, ModelConfig
 from ..errors import InputError

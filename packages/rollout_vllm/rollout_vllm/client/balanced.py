@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
+from plinth_base import Endpoint
+
 from ..config import RolloutConfig
-from ..samples import Endpoint
 from .dispatch import Dispatcher
 from .transport import HttpClient
 

@@ -9,9 +9,11 @@ from functools import partial
 
 import aiohttp
 
+from plinth_base import Endpoint
+
 from ..config import RolloutConfig, SamplingConfig
 from ..errors import ControlError, NoServerError, UnlabeledTokensError
-from ..samples import Endpoint, FirstGroups, GroupResult, PartialGroup, Request
+from ..samples import FirstGroups, GroupResult, PartialGroup, Request
 from .balanced import BalancedClient
 from .group_run import GroupRun, fresh_group
 from .metrics import ClientCounters, Rates, combine, server_metrics

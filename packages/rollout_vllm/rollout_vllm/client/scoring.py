@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from plinth_base import Endpoint
+
 from ..config import RolloutConfig
 from ..errors import NoServerError, ScoringError
-from ..samples import Endpoint
 from .balanced import BalancedClient
 from .protocol import MalformedAnswerError
 from .request_runner import RequestRunner

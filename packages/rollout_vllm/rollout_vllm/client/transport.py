@@ -11,8 +11,9 @@ from typing import Any, Self, TypeVar
 
 import aiohttp
 
+from plinth_base import Endpoint
+
 from ..config import RolloutConfig
-from ..samples import Endpoint
 from .protocol import MalformedAnswerError, error_message
 
 T = TypeVar("T")

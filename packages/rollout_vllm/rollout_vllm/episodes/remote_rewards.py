@@ -20,11 +20,12 @@ from typing import Any
 
 import aiohttp
 
+from plinth_base import Endpoint
+
 from ..client.protocol import MalformedAnswerError, error_message
 from ..client.retry import backoff_s, classify_status
 from ..client.transport import HttpClient
 from ..config import RolloutConfig
-from ..samples import Endpoint
 from .processes import describe
 from .rewards import RewardOutcome
 

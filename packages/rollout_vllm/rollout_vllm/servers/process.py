@@ -1,5 +1,6 @@
 """One server as a process tree: start, readiness check by generating a token, stop. Standard library only."""
 
+import errno
 import math
 import os
 import shutil
@@ -15,8 +16,9 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from ..errors import ServerStartError
-from ..samples import Endpoint
+from plinth_base import Endpoint
+
+from ..errors import PortInUseError, RolloutConfigError, ServerStartError
 from .blocking_http import try_generation
 from .command import describe_environment
 from .diagnose import diagnose, engine_core_failed
@@ -201,3 +203,34 @@ def _socket_folder(base: str | None) -> str:
         return folder
     os.rmdir(folder)
     return tempfile.mkdtemp(prefix="plinth-vllm-", dir="/tmp")
+
+
+def reserve_port(host: str, port: int | None) -> socket.socket:
+    """Reserve a port (None: a free one) with a socket that is bound but does not listen. Raises PortInUseError.
+
+    The kernel never assigns a bound port to a process that requests any free port, and vLLM can still bind it: on Linux
+    two sockets with SO_REUSEADDR share an address while neither listens. Keep the socket until the server has stopped.
+
+    Raises RolloutConfigError for a host that is no address of this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        if port is not None:  # another reservation is detected only by listening
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((host, port))
+                probe.listen(1)
+        held = socket.socket(family, socket.SOCK_STREAM)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((host, port or 0))
+    except (OSError, UnicodeError) as error:
+        if isinstance(error, (socket.gaierror, UnicodeError)) or error.errno == errno.EADDRNOTAVAIL:
+            allowed = "the address of a network interface of this machine"
+            raise RolloutConfigError(str(error), field="host", value=host, allowed=allowed) from None
+        raise PortInUseError(
+            f"{error.strerror or error} (on {host})",
+            field="port",
+            value=port,
+            remedy="choose another port, or unset port to use a free one",
+        ) from None
+    return held

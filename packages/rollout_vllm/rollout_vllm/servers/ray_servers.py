@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from plinth_base import Endpoint, ModelFolderError
+
 from ..config import RolloutConfig
-from ..errors import ModelFolderError, RolloutConfigError, ServerLostError, ServerStartError
-from ..samples import Endpoint
-from .checks import check_device_features
-from .command import Device, detect_device
-from .group import ServerGroup, build_server, check_launch
+from ..errors import RolloutConfigError, ServerLostError, ServerStartError
+from .device import Device, check_device_features, detect_device
+from .group import ServerGroup
+from .launch import build_server, check_launch
 from .process import ServerProcess
 
 _CALL_TIMEOUT_S = 30.0
@@ -45,8 +46,10 @@ class _ServerHost:
             check_launch(model_path, dataclasses.replace(config, port=None))
         except ModelFolderError as error:
             raise ModelFolderError(
-                f"on Ray node {config.host}: {error}; the model folder must exist under the same path on every node "
-                "that runs a server, for example on a shared file system"
+                f"on Ray node {config.host}: {error.problem}",
+                value=error.value,
+                remedy="put the folder under the same path on every node that runs a server, for example on a shared "
+                "file system",
             ) from None
         self._server = build_server(index, model_path, config, **settings)
         self._server.start()
@@ -118,9 +121,8 @@ class RayServer:
             raise kind(reason, self.index, self.log_path) from None
 
     def ask_to_stop(self) -> None:
-        if (
-            self._ray.is_initialized()
-        ):  # else Ray was shut down, which stopped the server, and a call would start a new Ray
+        # Without Ray, its shutdown has stopped the server, and a call would start a new Ray.
+        if self._ray.is_initialized():
             with suppress(Exception):
                 self._stopping = self._stopping or self._actor.call.remote("stop")
 
@@ -164,13 +166,15 @@ def launch_on_ray(
     import ray
 
     if config.urls:
-        raise RolloutConfigError("urls: existing servers do not need Ray; use ServerGroup.launch")
+        remedy = "use ServerGroup.launch"
+        raise RolloutConfigError("existing servers do not need Ray", field="urls", value=config.urls, remedy=remedy)
     if not ray.is_initialized():
-        raise RolloutConfigError("Ray is not initialized: call ray.init(address=...) first")
+        raise RolloutConfigError("Ray is not initialized", remedy="call ray.init(address=...) first")
     if seats is not None and (placement_group is not None or len(seats) != config.server_count):
         raise RolloutConfigError(
-            f"seats has {len(seats)} entries for num_servers={config.server_count}; give one per server, and no "
-            "placement_group"
+            f"{len(seats)} seats for num_servers={config.server_count}",
+            field="seats",
+            allowed="one seat per server, and no placement_group",
         )
     device: Device = detect_device()[0] if config.device == "auto" else config.device
     check_device_features(config, device)
@@ -223,8 +227,11 @@ def _check_resources(wanted: Mapping[str, float], num_servers: int, available: M
     for name, amount in wanted.items():
         if amount * num_servers > available.get(name, 0.0):
             raise RolloutConfigError(
-                f"num_servers={num_servers}: {amount:g} {name} each is {amount * num_servers:g} in total, the cluster "
-                f"has {available.get(name, 0.0):g}; lower num_servers or resources_per_server"
+                f"{amount:g} {name} each is {amount * num_servers:g} in total, the cluster has "
+                f"{available.get(name, 0.0):g}",
+                field="num_servers",
+                value=num_servers,
+                remedy="lower num_servers or resources_per_server",
             )
 
 
@@ -245,7 +252,7 @@ def _connect(index: int, actor: Any, launched: Any, config: RolloutConfig) -> Ra
         raise ServerStartError("no node of the Ray cluster had the resources in time", index, None) from None
     except ray.exceptions.RayError as error:
         cause = getattr(error, "cause", None)
-        if isinstance(cause, RolloutConfigError):
+        if isinstance(cause, (RolloutConfigError, ModelFolderError)):
             raise cause from None
         raise ServerStartError(_first_line(error), index, None) from error
     return RayServer(ray, index, actor, endpoint, log_path, config.stop_grace_s + _CALL_TIMEOUT_S)

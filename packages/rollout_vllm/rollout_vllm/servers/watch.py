@@ -7,9 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
+from plinth_base import Endpoint
+
 from ..client.balanced import BalancedClient
 from ..errors import RolloutConfigError, ServerDiedError, ServerLostError, ServerStartError
-from ..samples import Endpoint
 from .blocking_http import NO_ANSWER, call
 from .group import ServerGroup
 from .process import Server
@@ -60,9 +61,9 @@ class ServerWatch:
         hang_timeout_s: float = 60.0,
     ) -> None:
         if not group.servers:
-            raise RolloutConfigError("existing servers, given by url, cannot be restarted")
+            raise RolloutConfigError("existing servers, given by url, cannot be restarted", field="group")
         if tuple(e.url for e in client.endpoints) != tuple(e.url for e in group.endpoints):
-            raise RolloutConfigError("the client must have the endpoints of this group, in the same order")
+            raise RolloutConfigError(field="client", allowed="a client of this group's endpoints, in the same order")
         self.events: list[WatchEvent] = []
         self._group, self._client, self._on_restart = group, client, on_restart
         self._max_restarts, self._restart_context = max_restarts, restarting

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..errors import ConfigError
 from .help import default_text
+from .yaml import YamlError, parse_typed
 
 _FIXED_KEYS = ("trainer.experiment", "trainer.output_dir")
 """Keys that name a run and do not change what it computes."""
@@ -20,13 +22,21 @@ def flatten(tree: Any, prefix: str = "", text: Callable[[Any], str] = str) -> di
     }
 
 
-def differing(trees: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Dotted key -> its value in each configuration as in an override, empty where it has none, for keys that differ.
+def config_differences(config_texts: Mapping[str, str]) -> dict[str, list[str]]:
+    """Dotted key -> its value in each run as in an override, empty where it has none, for the keys that differ.
 
     Args:
-        trees: label -> parsed config.yaml. The keys come in the order of the first configuration that has them.
+        config_texts: label -> text of the run's config.yaml. Keys come in the order of the first run that has them.
+
+    Raises:
+        ConfigError: a text that is no configuration; names the run.
     """
-    flat = [flatten(tree or {}, text=default_text) for tree in trees.values()]
+    flat = []
+    for label, text in config_texts.items():
+        try:
+            flat.append(flatten(parse_typed(text, None) or {}, text=default_text))
+        except YamlError as error:
+            raise ConfigError(f"config.yaml of {label}: {error}") from None
     keys = [key for key in dict.fromkeys(key for one in flat for key in one) if key not in _FIXED_KEYS]
-    found = {key: [one.get(key, "") for one in flat] for key in keys}
-    return {key: values for key, values in found.items() if len(set(values)) > 1}
+    values = {key: [one.get(key, "") for one in flat] for key in keys}
+    return {key: own for key, own in values.items() if len(set(own)) > 1}

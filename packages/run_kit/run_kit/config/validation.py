@@ -7,8 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
+from plinth_base.errors import PlinthError
+
 from ..errors import ConfigError, ConfigProblem
-from .schema import allowed_words, field_hints, inner_hint, section_class
+from .schema import allowed_words, inner_hint
 from .trees import Layer, leaves, shorten, source_of, value_at
 
 ConfigT = TypeVar("ConfigT")
@@ -74,7 +76,7 @@ def _problem(cls: type, detail: Mapping[str, Any], tree: Any, layers: Sequence[L
         missing, (path, hint) = False, _locate(cls, loc[:-1])
     source = source_of(layers, path)
     if detail["type"] == "value_error":
-        return _check_problem(path, hint, str(detail["ctx"]["error"]), layers)
+        return _check_problem(path, detail["ctx"]["error"], layers)
     if missing:
         return ConfigProblem(path=path, message=f"missing; it has no default; allowed: {allowed_words(hint)}")
     value = value_at(tree, path)
@@ -84,19 +86,14 @@ def _problem(cls: type, detail: Mapping[str, Any], tree: Any, layers: Sequence[L
     return ConfigProblem(path=path, message=f"got {shorten(value)}; allowed: {allowed}", source=source)
 
 
-def _check_problem(path: str, hint: Any, message: str, layers: Sequence[Layer]) -> ConfigProblem:
-    """A ValueError from `__post_init__`, whose message starts with the field's name by convention."""
-    nested = section_class(hint)
-    match = re.match(r"([A-Za-z_][\w.]*)(\s*[:=]\s*|\s+)", message)
-    if nested is not None and match and match[1].partition(".")[0] in field_hints(nested):
-        inner = f"{path}.{match[1]}" if path else match[1]
-        rest = message[match.end() :]
-        if match[2].strip() == "=":
-            before = next((words for words in (" is not allowed: ", ": must ") if words in rest), ": ")
-            after = {" is not allowed: ": "; allowed: "}.get(before, before.replace(":", ";"))
-            rest = "got " + rest.replace(before, after, 1)
-        return ConfigProblem(path=inner, message=rest, source=source_of(layers, inner))
-    return ConfigProblem(path=path, message=message)
+def _check_problem(path: str, error: ValueError, layers: Sequence[Layer]) -> ConfigProblem:
+    """The problem that a `__post_init__` reports: about a field, or about the whole section."""
+    if isinstance(error, PlinthError):
+        inner = error.under(path)
+        return ConfigProblem(
+            path=inner.field or "", message=inner.explanation, source=source_of(layers, inner.field or "")
+        )
+    return ConfigProblem(path=path, message=str(error))
 
 
 def _locate(cls: type, loc: Sequence[int | str]) -> tuple[str, Any]:

@@ -3,10 +3,9 @@
 import sys
 from collections.abc import Sequence
 
-from ..errors import ReportError
-from .comparison import write_comparison
-from .overview import run_labels
-from .page import write_report
+from ..errors import ConfigError, ReportError
+from .data import run_labels
+from .runs import write_comparison, write_report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             path = write_report(folders[0], *outputs[-1:])
         else:
             path = write_comparison(run_labels(folders), outputs[-1] if outputs else "comparison.html")
-    except ReportError as error:
+    except (ConfigError, ReportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:  # a folder that may not be read, a file that cannot be written

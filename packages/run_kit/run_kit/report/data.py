@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from ..tracking.run_folder import RunFolder
 
 MAX_ROLLOUTS = 2000
 MAX_TEXT = 4000
-MAX_LOG_LINES = 300
+_MAX_LOG_LINES = 300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,7 @@ class RunData:
     log_text: str
 
 
-def read_run(folder: Path) -> RunData:
+def read_run(folder: Path | str) -> RunData:
     """Read a run folder; only `metrics.tsv` is required, since a running job may lack the rest.
 
     Raises:
@@ -38,9 +39,6 @@ def read_run(folder: Path) -> RunData:
     """
     try:
         run = RunFolder.open(folder)
-    except TrackingError as error:
-        raise ReportError(str(error)) from None
-    try:
         if not run.metrics_file.exists():
             raise ReportError(f"{folder}: no metrics.tsv; a report needs a run folder with at least one logged step")
         rollouts = read_rollouts(run.rollouts_dir)
@@ -55,7 +53,7 @@ def read_run(folder: Path) -> RunData:
             num_rollouts=len(rollouts),
             summary=summary,
             config_text=_text(run.config_file),
-            log_text="\n".join(_text(run.log_file).splitlines()[-MAX_LOG_LINES:]),
+            log_text="\n".join(_text(run.log_file).splitlines()[-_MAX_LOG_LINES:]),
         )
     except (TrackingError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ReportError(f"{folder}: {error}") from None
@@ -67,9 +65,7 @@ def _text(path: Path) -> str:
 
 def spread(records: list[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
     """At most `limit` records, evenly spaced."""
-    if len(records) <= limit:
-        return records
-    return [records[index * len(records) // limit] for index in range(limit)]
+    return [records[index * len(records) // limit] for index in range(limit)] if len(records) > limit else records
 
 
 def fitting(value: Any) -> Any:
@@ -81,6 +77,12 @@ def fitting(value: Any) -> Any:
     half = MAX_TEXT // 2
     if isinstance(value, str) and len(value) > MAX_TEXT:
         return f"{value[:half]}\n[... {len(value) - 2 * half} characters left out ...]\n{value[-half:]}"
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def run_labels(folders: Sequence[Path | str]) -> dict[str, Path | str]:
+    """Label -> run folder: the folder's name, or its whole path where names are the same."""
+    names = [Path(folder).resolve().name for folder in folders]
+    return {
+        name if names.count(name) == 1 else str(folder): folder for name, folder in zip(names, folders, strict=True)
+    }

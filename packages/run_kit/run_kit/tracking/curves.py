@@ -1,21 +1,46 @@
-"""`curves.png`: the main metrics of a run, or of several, in one picture."""
+"""Curves of one run or several: `curves.png`, and the SVG figures of the report. Drawn by matplotlib."""
 
 import io
 import itertools
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from .metrics_table import MetricsTable, atomic_write
 from .panels import Panel, choose_panels, measured_columns, single_panels
-from .summary import smooth
+from .summary import smooth, tail_mean
 
 # Okabe and Ito's palette, which color-blind readers can tell apart, and four of Tol's colors for runs with many phases.
 COLORS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#b8a000"),
     *("#332288", "#882255", "#44aa99", "#999933"),
 )
+MAX_POINTS = 300
+"""Points of a line in the report; longer lines are means over neighboring steps."""
 _NUM_COLUMNS = 3
+_FEW = 10
+"""A line of at most this many points shows each of them; a single longer line is drawn raw and smoothed."""
+_TEXT_COLOR, _GRID_COLOR = "#667085", "#e2e6ec"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line or layer: a label, its steps ascending, a value each; nan is a gap."""
+
+    label: str
+    steps: Sequence[int]
+    values: Sequence[float]
+
+
+def lines_of(table: MetricsTable, panel: Panel) -> list[Line]:
+    """The metrics of a panel that the table has."""
+    lines = [Line(label_of(panel, name), *table.series(name, gaps=True)) for name in panel.metrics]
+    return [line for line in lines if line.steps]
 
 
 def write_curves(table: MetricsTable, path: Path, *, title: str = "") -> Path | None:
@@ -24,9 +49,17 @@ def write_curves(table: MetricsTable, path: Path, *, title: str = "") -> Path | 
     Returns None, and writes nothing, for a table without finite values. Uses matplotlib without its global state, so
     it can run in any thread.
     """
-    panels = choose_panels(measured_columns([table]))
-    draw = {"line": _draw_lines, "stack": _draw_stack}
-    return _write_grid(panels, path, title, lambda axes, panel: draw[panel.kind](axes, table, panel))
+
+    def draw(axes: Any, panel: Panel) -> None:
+        if panel.kind == "stack":
+            steps, heights = table.aligned(panel.metrics)
+            draw_stack(axes, steps, heights, [label_of(panel, name) for name in panel.metrics])
+            return
+        draw_lines(axes, lines_of(table, panel))
+        if len(panel.metrics) == 1:
+            axes.set_title(panel.metrics[0], fontsize=7.5, loc="right", color="#666666")
+
+    return _write_grid(choose_panels(measured_columns([table])), path, title, draw)
 
 
 def write_compared_curves(tables: Mapping[str, MetricsTable], path: Path, *, title: str = "") -> Path | None:
@@ -34,9 +67,16 @@ def write_compared_curves(tables: Mapping[str, MetricsTable], path: Path, *, tit
     columns = measured_columns(list(tables.values()))
     main = {panel.title for panel in single_panels(columns, each=1)} | {"perf/max_memory_reserved_gb"}
     panels = [panel for panel in single_panels(columns) if panel.title in main]
-    return _write_grid(
-        panels, path, title, lambda axes, panel: _draw_runs(axes, tables, panel, legend=panel is panels[0])
-    )
+
+    def draw(axes: Any, panel: Panel) -> None:
+        draw_lines(axes, lines_of_runs(tables, panel), legend=panel is panels[0], smoothed=False)
+
+    return _write_grid(panels, path, title, draw)
+
+
+def lines_of_runs(tables: Mapping[str, MetricsTable], panel: Panel) -> list[Line]:
+    """The panel's only metric, one line per run; a run without it has an empty line and keeps its color."""
+    return [Line(label, *table.series(panel.metrics[0], gaps=True)) for label, table in tables.items()]
 
 
 def _write_grid(panels: Sequence[Panel], path: Path, title: str, draw: Callable[[Any, Panel], None]) -> Path | None:
@@ -57,19 +97,65 @@ def _write_grid(panels: Sequence[Panel], path: Path, title: str, draw: Callable[
     if title:
         figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     grid = figure.subplots(num_rows, num_columns, squeeze=False)
-    for index, axes in enumerate(grid.flat):
-        if index < len(panels):
-            _frame_panel(axes, panels[index])
-            draw(axes, panels[index])
-            axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 5), useOffset=False)
-            axes.yaxis.get_offset_text().set_fontsize(7)
-            axes.margins(x=0.02)
-        else:
+    for axes, panel in itertools.zip_longest(grid.flat, panels):
+        if panel is None:
             axes.set_visible(False)
+            continue
+        axes.set_title(panel.title, fontsize=9.5, loc="left", fontweight="bold")
+        axes.set_xlabel("step", fontsize=8)
+        axes.set_ylabel(panel.unit, fontsize=8)
+        _draw_framed(axes, partial(draw, panel=panel))
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
     atomic_write(path, picture.getvalue())
     return path
+
+
+def to_svg(draw: Callable[[Any], None], *, title: str, size: tuple[float, float] = (4.0, 2.2)) -> str:
+    """An `<svg>` element for a page: transparent, with text as text, which the page gives a font.
+
+    Args:
+        draw: draws into matplotlib axes.
+        title: accessible name.
+        size: width and height in inches, of 72 units each.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    text, grid = _TEXT_COLOR, _GRID_COLOR
+    colors = {"text.color": text, "axes.edgecolor": grid, "xtick.color": text, "ytick.color": text, "grid.color": grid}
+    out = io.StringIO()
+    with matplotlib.rc_context({**colors, "svg.fonttype": "none", "axes.facecolor": "none"}):
+        width, height = size
+        figure = Figure(figsize=size, facecolor="none")
+        figure.subplots_adjust(left=0.65 / width, right=1 - 0.08 / width, bottom=0.25 / height, top=1 - 0.16 / height)
+        axes = figure.subplots()
+        _draw_framed(axes, draw)
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(out, format="svg", metadata=nothing)
+    svg = out.getvalue()
+    svg = svg[svg.index("<svg") :].replace("<svg ", f'<svg role="img" aria-label="{escape(title, quote=True)}" ', 1)
+    # A page has other pictures with the same names, and its own fonts; a style element would act on all of it.
+    svg = re.sub(r' xmlns(:\w+)?="[^"]*"|<defs>\s*<style.*?</style>\s*</defs>', "", svg, flags=re.DOTALL)
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
+    return re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", svg)
+
+
+def line_svg(lines: Sequence[Line], *, title: str) -> str:
+    """Lines over steps as an `<svg>` element; empty without a finite value."""
+    if not any(line.steps for line in lines):
+        return ""
+    return to_svg(lambda axes: draw_lines(axes, [thin(line) for line in lines]), title=title)
+
+
+def thin(line: Line, limit: int = MAX_POINTS) -> Line:
+    """A line of at most `limit` points: means over neighboring steps."""
+    if len(line.steps) <= limit:
+        return line
+    bounds = [index * len(line.steps) // limit for index in range(limit + 1)]
+    pieces = [slice(first, last) for first, last in itertools.pairwise(bounds)]
+    values = [tail_mean(line.values[piece], len(line.values)) for piece in pieces]
+    return Line(line.label, [line.steps[piece][-1] for piece in pieces], values)
 
 
 def label_of(panel: Panel, name: str) -> str:
@@ -82,62 +168,56 @@ def label_of(panel: Panel, name: str) -> str:
     return "/".join(parts[shared:]) if others else name
 
 
-def _frame_panel(axes: Any, panel: Panel) -> None:
-    axes.set_title(panel.title, fontsize=9.5, loc="left", fontweight="bold")
-    axes.set_xlabel("step", fontsize=8)
-    axes.set_ylabel(panel.unit, fontsize=8)
-    axes.tick_params(labelsize=8)
-    axes.grid(True, linewidth=0.4, alpha=0.5)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+def _draw_framed(axes: Any, draw: Callable[[Any], None]) -> None:
+    """Draws into axes with a grid and whole steps."""
+    axes.grid(True, linewidth=0.6)
     axes.xaxis.get_major_locator().set_params(integer=True)
+    draw(axes)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=8.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 5), useOffset=False)
+    axes.yaxis.get_offset_text().set_fontsize(7)
+    axes.margins(x=0.02)
 
 
-def _draw_runs(axes: Any, tables: Mapping[str, MetricsTable], panel: Panel, *, legend: bool) -> None:
-    for (label, table), color in zip(tables.items(), itertools.cycle(COLORS), strict=False):
-        steps, values = table.series(panel.metrics[0], gaps=True)
-        marker = "o" if len(values) <= 10 else None
-        axes.plot(steps, values, color=color, linewidth=1.4, marker=marker, markersize=3.5, label=label)
-    if legend:
-        axes.legend(fontsize=6.5, frameon=False, loc="best")
-
-
-def _draw_lines(axes: Any, table: MetricsTable, panel: Panel) -> None:
-    drawn = 0
-    for name, color in zip(panel.metrics, COLORS, strict=False):
-        steps, values = table.series(name, gaps=True)
-        if not steps:
+def draw_lines(axes: Any, lines: Sequence[Line], *, legend: bool = True, smoothed: bool = True) -> None:
+    """Draws lines in the order of the palette; a single long line is drawn raw and smoothed."""
+    for line, color in zip(lines, itertools.cycle(COLORS), strict=False):
+        if not line.steps:
             continue
-        drawn += 1
-        noisy = len(values) >= 10 and len(panel.metrics) == 1
-        few = len(values) <= 10
-        axes.plot(
-            steps,
-            values,
-            color=color,
-            linewidth=1.0 if noisy else 1.6,
-            alpha=0.4 if noisy else 1.0,
-            marker="o" if few else None,
-            markersize=3.5,
-            label=label_of(panel, name),
-        )
-        if noisy:
-            axes.plot(steps, smooth(values), color=color, linewidth=1.8)
-    if len(panel.metrics) > 1:
-        axes.legend(fontsize=7, frameon=False, loc="best", ncols=1 if drawn < 4 else 2)
-    else:
-        axes.set_title(panel.metrics[0], fontsize=7.5, loc="right", color="#666666")
+        is_few = len(line.values) <= _FEW
+        is_noisy = smoothed and len(lines) == 1 and not is_few
+        style = {"linewidth": 1.0, "alpha": 0.4} if is_noisy else {"linewidth": 1.6}
+        marker = "o" if is_few else None
+        axes.plot(line.steps, line.values, color=color, label=line.label, marker=marker, markersize=3.5, **style)
+        if is_noisy:
+            axes.plot(line.steps, smooth(list(line.values)), color=color, linewidth=1.8)
+    if legend and len(lines) > 1:
+        axes.legend(fontsize=7.5, frameon=False, loc="best", ncols=1 if len(lines) < 4 else 2)
 
 
-def _draw_stack(axes: Any, table: MetricsTable, panel: Panel) -> None:
-    steps, heights = table.aligned(panel.metrics)
-    labels = [label_of(panel, name) for name in panel.metrics]
-    if len(steps) <= 3:
+def draw_stack(
+    axes: Any,
+    steps: Sequence[int],
+    heights: Sequence[Sequence[float]],
+    labels: Sequence[str],
+    names: Sequence[str] = (),
+) -> None:
+    """Draws layers on top of each other: bars for up to three steps, else areas.
+
+    Args:
+        heights: layer -> value at each step.
+        names: names of the bars, for bars that are not steps.
+    """
+    if names or len(steps) <= 3:
         bottoms = [0.0] * len(steps)
         for values, color, label in zip(heights, COLORS, labels, strict=False):
             axes.bar(steps, values, bottom=bottoms, color=color, label=label, width=0.6)
-            bottoms = [b + v for b, v in zip(bottoms, values, strict=True)]
+            bottoms = [below + value for below, value in zip(bottoms, values, strict=True)]
+        axes.set_xticks(steps, list(names) or steps)
     else:
         axes.stackplot(steps, heights, labels=labels, colors=COLORS[: len(labels)], alpha=0.85, step="mid")
-    axes.set_ylim(bottom=0, top=1.45 * max(1e-9, *(sum(column) for column in zip(*heights, strict=True))))
-    axes.legend(fontsize=7, frameon=False, loc="upper left", ncols=3, handlelength=1.0, columnspacing=1.0)
+    highest = max((math.fsum(column) for column in zip(*heights, strict=True)), default=0.0)
+    axes.set_ylim(bottom=0, top=1.45 * max(1e-9, highest))
+    axes.legend(fontsize=7.5, frameon=False, loc="upper left", ncols=3, handlelength=1.0, columnspacing=1.0)

@@ -1,4 +1,4 @@
-"""Groups of metrics (panels) drawn by curves.png and the report. Pure."""
+"""Panels: the groups of metrics that `curves.png` and the report draw together. Pure."""
 
 import fnmatch
 from collections.abc import Sequence
@@ -20,77 +20,41 @@ class Panel:
     metrics: tuple[str, ...]
     kind: Literal["line", "stack"] = "line"
     section: Section = "curves"
+    limit: int = 4
+    """The panel shows at most this many metrics."""
 
 
-_PREFERENCES = ("reward", "dpo", "ipo", "kto")
-_SUPERVISED = ("sft", *_PREFERENCES)
-_LOSSES = ("actor/loss", *(f"{name}/loss" for name in _SUPERVISED))
-_SUPERVISED_NORMS = tuple(f"{name}/grad_norm" for name in _SUPERVISED)
-# The panels in their order, with patterns (as in file names) for the metrics that they show.
+def _panel(title: str, patterns: str, unit: str = "", section: Section = "curves", limit: int = 4) -> Panel:
+    return Panel(title=title, unit=unit, metrics=tuple(patterns.split()), section=section, limit=limit)
+
+
+# Panels in the order of the page, with file-name patterns for the metrics that they show.
 _KNOWN = (
-    Panel(title="Score", unit="", metrics=("critic/score/mean", "critic/rewards/mean")),
-    Panel(title="Rewards", unit="", metrics=("reward/*/mean",)),
-    Panel(title="Held-out", unit="", metrics=("val/*accuracy*", "val/*score*")),
-    Panel(title="Loss", unit="", metrics=(*_LOSSES, "val/loss", "critic/vf_loss", "critic/loss")),
-    Panel(title="Margin", unit="", metrics=(*(f"{name}/margin" for name in _PREFERENCES), "val/margin")),
-    Panel(
-        title="Implicit rewards",
-        unit="",
-        metrics=tuple(f"{name}/{side}_reward" for name in _PREFERENCES for side in ("chosen", "rejected")),
+    _panel("Score", "critic/score/mean critic/rewards/mean"),
+    _panel("Rewards", "reward/*/mean"),
+    _panel("Held-out", "val/*accuracy* val/*score*"),
+    _panel("Loss", "[!v]*/loss val/loss critic/vf_loss"),
+    _panel("Margin", "[!v]*/margin val/margin"),
+    _panel("Implicit rewards", "*/chosen_reward */rejected_reward"),
+    _panel("Gradient norm", "*/grad_norm"),
+    _panel("Critic", "critic/explained_variance critic/values/mean critic/returns/mean"),
+    _panel("Throughput", "perf/throughput", "tokens/s per device"),
+    replace(_panel("Step time", "timing_s/*", "s", "time", limit=12), kind="stack"),
+    _panel("Waiting", "rollout/trainer_wait_s rollout/servers_wait_s", "s", "time"),
+    _panel("Staleness", "staleness/mean staleness/max", "versions", "mismatch"),
+    _panel("Rollout to trainer log-prob gap", "rollout/log_prob_mismatch* rollout/mismatch_kl*", "nats", "mismatch"),
+    _panel("Response length", "response_length/mean response_length/max response_length/min", "tokens"),
+    _panel("Memory", "memory/host_peak_gib perf/*reserved_gb memory/*_gib perf/*memory*_gb", "GiB", "memory", limit=5),
+    _panel("Entropy", "actor/entropy*", "nats", limit=1),
+    _panel("KL", "actor/*kl* critic/*kl*", "nats", limit=3),
+    _panel("Clipped share", "actor/*clip* response_length/clip_ratio", limit=3),
+    _panel(
+        "Trainer to rollout probability ratio", "rollout/mismatch_ratio_p* rollout/mismatch_ratio_mean", "", "mismatch"
     ),
-    Panel(title="Gradient norm", unit="", metrics=("actor/grad_norm", "critic/grad_norm", *_SUPERVISED_NORMS)),
-    Panel(title="Critic", unit="", metrics=("critic/explained_variance", "critic/values/mean", "critic/returns/mean")),
-    Panel(title="Throughput", unit="tokens/s per device", metrics=("perf/throughput",)),
-    Panel(title="Step time", unit="s", metrics=("timing_s/*",), kind="stack", section="time"),
-    Panel(title="Waiting", unit="s", metrics=("rollout/trainer_wait_s", "rollout/servers_wait_s"), section="time"),
-    Panel(title="Staleness", unit="versions", metrics=("staleness/mean", "staleness/max"), section="mismatch"),
-    Panel(
-        title="Rollout to trainer log-prob gap",
-        unit="nats",
-        metrics=("rollout/log_prob_mismatch", "rollout/log_prob_mismatch*", "rollout/mismatch_kl*"),
-        section="mismatch",
-    ),
-    Panel(
-        title="Response length",
-        unit="tokens",
-        metrics=("response_length/mean", "response_length/max", "response_length/min"),
-    ),
-    Panel(
-        title="Memory",
-        unit="GiB",
-        metrics=("memory/host_peak_gib", "perf/max_memory_reserved_gb", "memory/*_gib", "perf/*memory*_gb"),
-        section="memory",
-    ),
-    Panel(title="Entropy", unit="nats", metrics=("actor/entropy*",)),
-    Panel(title="KL", unit="nats", metrics=("actor/*kl*", "critic/*kl*")),
-    Panel(title="Clipped share", unit="", metrics=("actor/*clip*", "response_length/clip_ratio")),
-    Panel(
-        title="Trainer to rollout probability ratio",
-        unit="",
-        metrics=tuple(f"rollout/mismatch_ratio_{name}" for name in ("p1", "p50", "p99", "mean")),
-        section="mismatch",
-    ),
-    Panel(
-        title="Effective sample size",
-        unit="",
-        metrics=(
-            "rollout/mismatch_ess",
-            "rollout/mismatch_seq_ess",
-            "rollout/mismatch_ess_stale",
-            "rollout/correction_ess",
-        ),
-        section="mismatch",
-    ),
-    Panel(
-        title="Off-policy correction",
-        unit="",
-        metrics=("rollout/correction_weight_mean", "rollout/correction_outside_share"),
-        section="mismatch",
-    ),
+    _panel("Effective sample size", "rollout/mismatch*_ess* rollout/correction_ess", "", "mismatch"),
+    _panel("Off-policy correction", "rollout/correction_weight_mean rollout/correction_outside_share", "", "mismatch"),
 )
 _GPU_MEMORY = "perf/max_memory_*_gb"
-_MAX_METRICS = {"Step time": 12, "Memory": 5, "Entropy": 1, "KL": 3, "Clipped share": 3}
-"""Number of metrics that a panel shows at most; 4 in the others."""
 
 
 def is_measured(name: str, values: Sequence[float]) -> bool:
@@ -109,15 +73,12 @@ def measured_columns(tables: Sequence[MetricsTable]) -> list[str]:
 
 def choose_panels(columns: Sequence[str], *, limit: int = 12) -> list[Panel]:
     """Panels for a run with these metrics, main ones first; one panel per metric if none of them is known."""
-    panels: list[Panel] = []
+    panels = []
     for known in _KNOWN:
         names = _stack_parts(columns) if known.kind == "stack" else _matching(columns, known.metrics)
-        if names:
-            shown = tuple(names[: _MAX_METRICS.get(known.title, 4)])
+        if shown := tuple(names[: known.limit]):
             panels.append(replace(known, metrics=shown, unit=_unit(known, shown)))
-    if not panels:
-        panels = [Panel(title=name, unit="", metrics=(name,)) for name in columns]
-    return panels[:limit]
+    return (panels or [_panel(name, name) for name in columns])[:limit]
 
 
 def single_panels(columns: Sequence[str], *, each: int | None = None) -> list[Panel]:
@@ -126,24 +87,23 @@ def single_panels(columns: Sequence[str], *, each: int | None = None) -> list[Pa
     Args:
         each: at most so many of a panel's metrics; None takes all.
     """
-    found = []
+    singles = []
     for panel in choose_panels(columns):
-        for name in ("timing_s/step",) if panel.kind == "stack" else panel.metrics[:each]:
-            section: Section = "curves" if panel.kind == "stack" else panel.section  # a whole step is a curve
-            found.append(Panel(title=name, unit=_unit(panel, (name,)), metrics=(name,), section=section))
-    return found
+        is_stack = panel.kind == "stack"
+        for name in ("timing_s/step",) if is_stack else panel.metrics[:each]:
+            singles.append(_panel(name, name, _unit(panel, (name,)), "curves" if is_stack else panel.section))
+    return singles
 
 
 def _unit(panel: Panel, names: Sequence[str]) -> str:
     """GPUs count their memory in GB, hosts in GiB; every other unit is the panel's."""
-    ends = {"GB": any(name.endswith("_gb") for name in names), "GiB": any(name.endswith("_gib") for name in names)}
-    found = [unit for unit, is_used in ends.items() if is_used]
-    return "GiB (host), GB (GPU)" if len(found) == 2 else found[0] if found else panel.unit
+    is_gb, is_gib = (any(name.endswith(end) for name in names) for end in ("_gb", "_gib"))
+    return "GiB (host), GB (GPU)" if is_gb and is_gib else "GB" if is_gb else "GiB" if is_gib else panel.unit
 
 
 def _matching(columns: Sequence[str], patterns: Sequence[str]) -> list[str]:
-    found = [name for pattern in patterns for name in columns if fnmatch.fnmatchcase(name, pattern)]
-    return list(dict.fromkeys(found))
+    names = [name for pattern in patterns for name in columns if fnmatch.fnmatchcase(name, pattern)]
+    return list(dict.fromkeys(names))
 
 
 def _stack_parts(columns: Sequence[str]) -> list[str]:

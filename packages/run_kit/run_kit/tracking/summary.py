@@ -4,6 +4,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .metrics_table import MetricsTable
+from .panels import is_measured
+
+_MEASURES = (
+    ("critic/score/mean", "score, last five", "{:.4f}"),
+    ("val/accuracy", "held-out accuracy, last", "{:.4f}"),
+    ("perf/throughput", "tokens/s per device, last five", "{:,.0f}"),
+    ("timing_s/step", "s a step, last five", "{:.3g}"),
+    ("perf/max_memory_reserved_gb", "peak reserved GB of a rank", "{:.2f}"),
+    ("memory/host_peak_gib", "peak host GiB", "{:.2f}"),
+    ("rollout/log_prob_mismatch", "log-prob gap, last five", "{:.2g}"),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class MetricSummary:
@@ -64,3 +77,36 @@ def smooth(values: list[float], window: int = 5) -> list[float]:
         tail_mean(near, window) if math.isfinite(value) else math.nan
         for value, near in zip(values, windows, strict=True)
     ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """One number of each run, nan where a run does not have the metric; `form` writes it with `str.format`."""
+
+    metric: str
+    title: str
+    form: str
+    values: tuple[float, ...]
+
+    @property
+    def texts(self) -> list[str]:
+        """The values as text, empty where a run does not have the metric."""
+        return ["" if math.isnan(value) else self.form.format(value) for value in self.values]
+
+
+def overview(tables: Sequence[MetricsTable]) -> list[Measure]:
+    """The number of steps of several runs and their main metrics, without those that no run measured."""
+    steps = tuple(float(max((step for step in table.steps if step > 0), default=0)) for table in tables)
+    measures = [Measure(metric="step", title="steps", form="{:.0f}", values=steps)]
+    for metric, title, form in _MEASURES:
+        series = [table.series(metric)[1] for table in tables]
+        if is_measured(metric, [value for values in series for value in values]):
+            numbers = tuple(_shown(values, title) for values in series)
+            measures.append(Measure(metric=metric, title=title, form=form, values=numbers))
+    return measures
+
+
+def _shown(values: Sequence[float], title: str) -> float:
+    if title.startswith("peak"):
+        return max(values, default=math.nan)
+    return tail_mean(values, 1 if title.endswith("last") else 5)

@@ -1,12 +1,14 @@
-"""Checks of existing servers that are given by URL."""
+"""Existing servers that are given by URL: checks, and waiting for one."""
 
 import json
+import time
 from typing import Any
 
+from plinth_base import Endpoint
+
 from ..config import RolloutConfig
-from ..errors import RequestTooLongError, RolloutConfigError
-from ..samples import Endpoint
-from .blocking_http import NO_ANSWER, call
+from ..errors import RequestTooLongError, RolloutConfigError, ServerStartError
+from .blocking_http import NO_ANSWER, call, try_generation
 
 _CALL_TIMEOUT_S = 30.0
 
@@ -34,13 +36,31 @@ def is_paused(endpoint: Endpoint, *, timeout_s: float = _CALL_TIMEOUT_S) -> bool
         return False
 
 
+def wait_for_existing(index: int, endpoint: Endpoint, deadline: float) -> None:
+    """Wait for an existing server. A paused server counts as ready: the first weight push resumes it.
+
+    Raises ServerStartError. deadline: time.monotonic().
+    """
+    while True:
+        if is_paused(endpoint):
+            return
+        problem = try_generation(endpoint, timeout_s=max(0.1, deadline - time.monotonic()))
+        if problem is None:
+            return
+        if problem.startswith("HTTP 4") or time.monotonic() > deadline:
+            raise ServerStartError(f"{endpoint.url}: {problem}", index, None)
+        time.sleep(0.5)
+
+
 def _check(endpoint: Endpoint, config: RolloutConfig) -> None:
     models = _request(endpoint, "GET", "/v1/models")
     context = _first(models, "data").get("max_model_len")
     if config.max_model_len is not None and isinstance(context, int) and context < config.max_model_len:
         raise RequestTooLongError(
-            f"urls: the context of {endpoint.url} is {context} tokens, less than max_model_len={config.max_model_len}; "
-            f"start it with --max-model-len {config.max_model_len}, or lower max_model_len"
+            f"its context is {context} tokens, less than max_model_len={config.max_model_len}",
+            field="urls",
+            value=endpoint.url,
+            remedy=f"start it with --max-model-len {config.max_model_len}, or lower max_model_len",
         )
     if config.control_routes:
         missing = "start it with VLLM_SERVER_DEV_MODE=1, on a private network"
@@ -50,35 +70,36 @@ def _check(endpoint: Endpoint, config: RolloutConfig) -> None:
     # top_k=1 leaves one token: its log-prob is 0 after the sampling settings are applied, and below 0 before.
     body = {"prompt": [1, 2], "max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0, "seed": 0}
     answer = _request(endpoint, "POST", "/v1/completions", body)
-    found = _first(answer, "choices").get("logprobs")
-    log_probs = found.get("token_logprobs") if isinstance(found, dict) else None
+    given = _first(answer, "choices").get("logprobs")
+    log_probs = given.get("token_logprobs") if isinstance(given, dict) else None
     first = log_probs[0] if isinstance(log_probs, list) and log_probs else None
     if not isinstance(first, (int, float)) or not first >= -1e-4:
-        raise RolloutConfigError(
-            f"urls: {endpoint.url} returns log-probs of a distribution other than the one it samples from; start it "
-            "with --logprobs-mode processed_logprobs"
-        )
+        remedy = "start it with --logprobs-mode processed_logprobs"
+        raise _unusable(endpoint, "it returns log-probs of a distribution other than the one it samples from", remedy)
 
 
 def _request(endpoint: Endpoint, method: str, path: str, body: Any = None, *, missing: str = "") -> dict[str, Any]:
     try:
         status, text = call(endpoint, method, path, body, timeout_s=_CALL_TIMEOUT_S)
     except NO_ANSWER as error:
-        raise RolloutConfigError(
-            f"urls: no server answers at {endpoint.url} ({type(error).__name__}: {error}); start the server first"
-        ) from None
+        problem = f"no server answers ({type(error).__name__}: {error})"
+        raise _unusable(endpoint, problem, "start the server first") from None
     if status in (401, 403):
-        given = "the given api_key" if endpoint.api_key else "requests without an API key; set api_key"
-        raise RolloutConfigError(f"urls: {endpoint.url} rejects {given} (HTTP {status} at {path})")
+        given = "the given api_key" if endpoint.api_key else "requests without an API key"
+        raise _unusable(endpoint, f"it rejects {given} (HTTP {status} at {path})", "set api_key to the server's key")
     if status == 404 and missing:
-        raise RolloutConfigError(f"urls: {endpoint.url} has no route {path}; {missing}")
+        raise _unusable(endpoint, f"it has no route {path}", missing)
     try:
         answer = json.loads(text)
     except (ValueError, RecursionError):
         answer = None
     if status != 200 or not isinstance(answer, dict):
-        raise RolloutConfigError(f"urls: {endpoint.url} answers {path} with HTTP {status}: {text[:200]}")
+        raise _unusable(endpoint, f"it answers {path} with HTTP {status}: {text[:200]}")
     return answer
+
+
+def _unusable(endpoint: Endpoint, problem: str, remedy: str | None = None) -> RolloutConfigError:
+    return RolloutConfigError(problem, field="urls", value=endpoint.url, remedy=remedy)
 
 
 def _first(answer: dict[str, Any], key: str) -> dict[str, Any]:

@@ -1,0 +1,48 @@
+"""Checks the model folder that servers load, and its context length."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from plinth_base import ModelFolderError, check_model_folder
+
+from ..config import RolloutConfig
+from ..errors import RequestTooLongError
+
+
+def read_model_config(model_path: str, *, load_format: str = "auto") -> dict[str, Any] | None:
+    """The folder's config.json. None: `model_path` is a model on the Hub, which is not checked.
+
+    Raises ModelFolderError: the folder does not exist, or has no valid config.json, no tokenizer or no weights.
+    """
+    try:
+        folder = Path(model_path).expanduser()
+        exists = folder.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # ~nobody, a zero byte, a name that is too long
+        raise ModelFolderError(f"the path cannot be read: {error}", value=model_path) from None
+    if not exists and model_path.count("/") == 1 and model_path[0] not in "./~":
+        return None
+    check_model_folder(folder if model_path else "", need_weights=load_format != "dummy")
+    config_file = folder / "config.json"
+    try:
+        model_config = json.loads(config_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelFolderError(f"its config.json is not valid JSON: {error}", value=model_path) from None
+    if not isinstance(model_config, dict):
+        kind = type(model_config).__name__
+        raise ModelFolderError(f"its config.json is {kind} JSON, not an object", value=model_path)
+    return dict(model_config)
+
+
+def check_context(config: RolloutConfig, model_config: Mapping[str, Any] | None) -> None:
+    """Check that max_model_len is within the model's context. Raises RequestTooLongError."""
+    limit = (model_config or {}).get("max_position_embeddings")
+    if config.max_model_len is None or not isinstance(limit, int) or (model_config or {}).get("rope_scaling"):
+        return
+    if config.max_model_len > limit:
+        raise RequestTooLongError(
+            field="max_model_len",
+            value=config.max_model_len,
+            allowed=f"at most the model's context of {limit} tokens (max_position_embeddings)",
+        )

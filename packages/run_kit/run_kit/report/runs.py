@@ -1,0 +1,250 @@
+"""Reports of training runs: one page about a run, or one that compares several."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from ..config.differences import config_differences
+from ..errors import ReportError
+from ..tracking.curves import Line, draw_stack, label_of, line_svg, lines_of, lines_of_runs, to_svg
+from ..tracking.metrics_table import MetricsTable, atomic_write, columns_of
+from ..tracking.panels import Panel, choose_panels, measured_columns, single_panels
+from ..tracking.progress import duration_text
+from ..tracking.summary import overview, summarize, tail_mean
+from .data import MAX_ROLLOUTS, RunData, read_run, spread
+from .page import Figure, Section, Sides, Table, Tile, render
+
+Record = Mapping[str, Any]
+_MOST_PROMPTS, _OPEN_PROMPTS = 50, 6
+"""Prompts that a comparison shows side by side, and those that it shows without a click."""
+_MOST_RESPONSES = 3
+_TILES = ("perf/throughput", "timing_s/step", "rollout/log_prob_mismatch", "memory/host_peak_gib")
+
+
+def write_report(run_folder: Path | str, path: Path | str | None = None) -> Path:
+    """Write the page of a run folder and return its path: `report.html` in the folder when none is given.
+
+    The page needs no server and no other file. It shows curves, step time by phase, memory, the mismatch between
+    rollout and trainer log-probs, sample rollouts (searchable), every metric, the configuration and the end of the log.
+
+    Raises:
+        ReportError: a missing folder, no metrics, or malformed files.
+    """
+    data = read_run(run_folder)
+    texts = {"config.yaml": data.config_text, "End of train.log": data.log_text}
+    sections = [
+        *_plots({data.name: data}),
+        _rollouts(data.rollouts, data.num_rollouts),
+        Section(key="metrics", title="All metrics", table=_summaries(data.table, data.table.columns)),
+        Section(key="config", title="Configuration and log", folded={key: text for key, text in texts.items() if text}),
+    ]
+    path = Path(run_folder) / "report.html" if path is None else Path(path)
+    atomic_write(path, render(data.name, sections, tiles=list(_tiles(data)), records=data.rollouts))
+    return path
+
+
+def write_comparison(runs: Mapping[str, Path | str], path: Path | str, *, title: str = "Comparison") -> Path:
+    """Write one page about several run folders and return its path.
+
+    Args:
+        runs: label -> run folder, in the order of the page.
+
+    Raises:
+        ReportError: fewer than two runs, a missing folder, no metrics, or malformed files.
+    """
+    if len(runs) < 2:
+        raise ReportError(f"a comparison needs two run folders or more, got {len(runs)}")
+    data = {label: read_run(folder) for label, folder in runs.items()}
+    tables = [run.table for run in data.values()]
+    each = MAX_ROLLOUTS // len(data)
+    records = [{**record, "run": label} for label, run in data.items() for record in spread(run.rollouts, each)]
+    records.sort(key=lambda record: record["step"])
+    measures = overview(tables)
+    rows = [(label, [measure.texts[index] for measure in measures]) for index, label in enumerate(data)]
+    keys = config_differences({label: run.config_text for label, run in data.items()})
+    means = [(name, [tail_mean(table.series(name)[1]) for table in tables]) for name in columns_of(tables)]
+    metrics = [(name, ["" if math.isnan(mean) else f"{mean:.5g}" for mean in values]) for name, values in means]
+    sections = [
+        Section(key="overview", title="Overview", table=Table(head=("run", *(m.title for m in measures)), rows=rows)),
+        Section(key="config", title="Keys that differ", table=Table(head=("key", *data), rows=list(keys.items()))),
+        *_plots(data),
+        _same_prompts({label: run.rollouts for label, run in data.items()}),
+        _rollouts(records, sum(run.num_rollouts for run in data.values())),
+        Section(
+            key="metrics",
+            title="All metrics",
+            table=Table(head=("mean of the last five steps", *data), rows=metrics),
+        ),
+    ]
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(path, render(title, sections, note=f"{len(data)} runs", records=records))
+    return path
+
+
+def _tiles(data: RunData) -> Iterator[Tile]:
+    def changed(before: float, after: float, words: str) -> Tile:
+        color = "up" if after > before else "down" if after < before else "soft"
+        return Tile(value=f"{before:.3f} → {after:.3f}", change=f"{after - before:+.3f}", color=color, words=words)
+
+    wall_s = data.summary.get("wall_s")
+    took = f"in {duration_text(wall_s)}" if isinstance(wall_s, (int, float)) else "logged"
+    yield Tile(value=str(sum(step > 0 for step in data.table.steps)), words=f"steps {took}")
+    accuracies = [data.summary.get("accuracy_before"), data.summary.get("accuracy_after")]
+    if all(isinstance(accuracy, (int, float)) for accuracy in accuracies):
+        yield changed(*accuracies, "held-out accuracy, before and after")
+    scores = summarize(data.table.series("critic/score/mean")[1])
+    if scores.num_values:
+        yield changed(scores.first_mean, scores.last_mean, "mean score, first and last five steps")
+    measures = {measure.metric: measure for measure in overview([data.table])}
+    yield from (Tile(value=measures[name].texts[0], words=measures[name].title) for name in _TILES if name in measures)
+
+
+def _plots(runs: Mapping[str, RunData]) -> Iterator[Section]:
+    """The sections with curves: of the panels of one run, or of each metric over several runs."""
+    tables = {label: run.table for label, run in runs.items()}
+    columns = measured_columns(list(tables.values()))
+    alone = next(iter(runs.values())) if len(runs) == 1 else None
+    panels = single_panels(columns) if alone is None else choose_panels(columns, limit=24)
+    for key, title in (
+        ("curves", "Curves"),
+        ("time", "Where the time goes"),
+        ("memory", "Memory"),
+        ("mismatch", "Rollout and trainer"),
+    ):
+        own = [panel for panel in panels if panel.section == key and panel.kind == "line"]
+        figures = [
+            _figure(panel, lines_of_runs(tables, panel) if alone is None else lines_of(alone.table, panel))
+            for panel in own
+        ]
+        table = None
+        if key == "time":
+            figures, table = [*_step_times(tables), *figures], _time_table(tables)
+        elif key != "curves" and alone is not None and own:
+            table = _summaries(alone.table, [name for panel in own for name in panel.metrics])
+        elif key == "curves" and alone is not None and alone.supervised is not None:
+            panel = Panel(title="Warm start loss", unit="nats a token", metrics=("sft/loss",))
+            figures.append(_figure(panel, lines_of(alone.supervised, panel)))
+        yield Section(key=key, title=title, figures=figures, table=table)
+
+
+def _figure(panel: Panel, lines: Sequence[Line]) -> Figure:
+    return Figure(title=panel.title, unit=panel.unit, svg=line_svg(lines, title=panel.title))
+
+
+def _step_times(tables: Mapping[str, MetricsTable]) -> Iterator[Figure]:
+    """The phases of a step on top of each other: over the steps of one run, or their means in several."""
+    panel = next((one for one in choose_panels(columns_of(tables.values()), limit=24) if one.kind == "stack"), None)
+    if panel is None:
+        return
+    names, labels = list(tables) if len(tables) > 1 else [], [label_of(panel, name) for name in panel.metrics]
+    if names:
+        steps = list(range(len(names)))
+        heights = [[_seconds_a_step(table, name) for table in tables.values()] for name in panel.metrics]
+        heights = [[0.0 if math.isnan(height) else height for height in layer] for layer in heights]
+    else:
+        steps, heights = next(iter(tables.values())).aligned(panel.metrics)
+    svg = to_svg(lambda axes: draw_stack(axes, steps, heights, labels, names), title=panel.title, size=(10.5, 2.8))
+    yield Figure(title=panel.title, unit=panel.unit, svg=svg, wide=True)
+
+
+def _seconds_a_step(table: MetricsTable, phase: str) -> float:
+    """Total of a phase divided by the number of timed steps, also of those without the phase; NaN if it never ran."""
+    values = table.series(phase)[1]
+    return math.fsum(values) / (len(table.series("timing_s/step")[1]) or len(values)) if values else math.nan
+
+
+def _time_table(tables: Mapping[str, MetricsTable]) -> Table | None:
+    """Mean seconds per step and phase: with totals and shares for one run, with a column per run for several."""
+    alone = next(iter(tables.values())) if len(tables) == 1 else None
+    total_s = math.fsum(alone.series("timing_s/step")[1]) if alone else 0.0
+    rows = []
+    for name in phase_order([name for name in columns_of(tables.values()) if name.startswith("timing_s/")]):
+        means = [_seconds_a_step(table, name) for table in tables.values()]
+        cells = ["" if math.isnan(mean) else f"{mean:.3f}" for mean in means]
+        if alone:
+            if name == "timing_s/step" or not any(cells):
+                continue
+            seconds = math.fsum(alone.series(name)[1])
+            cells = [f"{seconds:.2f}", *cells, f"{seconds / total_s if total_s else 0.0:.1%}"]
+        rows.append(("\u2003" * (name.count("/") - 1) + name.rpartition("/")[2], cells))
+    head = ("phase", "total s", "s a step", "of all steps") if alone else ("mean s a step", *tables)
+    return Table(head=head, rows=rows) if rows else None
+
+
+def phase_order(names: Sequence[str], prefix: str = "timing_s/") -> list[str]:
+    """Phases in depth-first order, siblings in the order of their first log."""
+    tops = [name for name in names if name.startswith(prefix) and "/" not in name[len(prefix) :]]
+    return [name for top in tops for name in (top, *phase_order(names, f"{top}/"))]
+
+
+def _summaries(table: MetricsTable, names: Sequence[str]) -> Table:
+    rows = []
+    for name in names:
+        one = summarize(table.series(name)[1])
+        numbers = (one.first_mean, one.last_mean, one.change, one.minimum, one.maximum, one.last)
+        rows += [(name, [f"{number:.5g}" for number in numbers])] if one.num_values else []
+    return Table(head=("metric", "first five", "last five", "change", "lowest", "highest", "last"), rows=rows)
+
+
+def _rollouts(records: Sequence[Record], num_rollouts: int) -> Section:
+    note = f"{len(records)} of {num_rollouts} kept samples, spread over the run." if len(records) < num_rollouts else ""
+    return Section(key="rollouts", title="Rollouts", note=note, has_records=bool(records))
+
+
+def shared_prompts(rollouts: Mapping[str, Sequence[Record]]) -> list[tuple[float, dict[str, list[Record]]]]:
+    """Prompts that two runs or more sampled: difference of their mean rewards, and run -> its rollouts at one step.
+
+    The step is the newest of all these runs, else each run's newest. The largest difference comes first.
+    """
+    by_prompt: dict[str, dict[str, dict[int, list[Record]]]] = {}
+    for run, records in rollouts.items():
+        for record in records:
+            steps = by_prompt.setdefault(record["prompt"], {}).setdefault(run, {})
+            steps.setdefault(record["step"], []).append(record)
+    shared = []
+    for runs in (runs for runs in by_prompt.values() if len(runs) > 1):
+        common = set.intersection(*(set(steps) for steps in runs.values()))
+        chosen = {run: steps[max(common or steps)] for run, steps in runs.items()}
+        means = _mean_rewards(chosen)
+        shared.append((max(means) - min(means) if means else 0.0, chosen))
+    return sorted(shared, key=lambda one: (-one[0], -_newest_step(one[1])))
+
+
+def _mean_rewards(records: Mapping[str, Sequence[Record]]) -> list[float]:
+    """The mean reward of each run that has one."""
+    rewards = ([one["reward"] for one in each if one["reward"] is not None] for each in records.values())
+    return [fmean(own) for own in rewards if own]
+
+
+def _newest_step(records: Mapping[str, Sequence[Record]]) -> int:
+    return max(int(one["step"]) for each in records.values() for one in each)
+
+
+def _same_prompts(rollouts: Mapping[str, Sequence[Record]]) -> Section:
+    """Responses of the runs to the same prompts, side by side."""
+    shared = shared_prompts(rollouts)
+    bodies = [_side_by_side(records) for _, records in shared[:_MOST_PROMPTS]]
+    shown = "" if len(bodies) == len(shared) else f", {len(bodies)} of them shown"
+    note = f"{len(shared)} prompts that two runs or more sampled{shown}; the largest difference in reward first. The "
+    note += "responses are of the newest step that the runs share, if any."
+    more = {f"{len(bodies) - _OPEN_PROMPTS} more": bodies[_OPEN_PROMPTS:]} if len(bodies) > _OPEN_PROMPTS else {}
+    return Section(key="sides", title="Same prompts", note=note, sides=bodies[:_OPEN_PROMPTS], folded=more)
+
+
+def _side_by_side(records: Mapping[str, Sequence[Record]]) -> Sides:
+    mean = fmean(_mean_rewards(records) or [0.0])
+    everything = [record for each in records.values() for record in each]
+    truth = next((f"ground truth {one['ground_truth']}" for one in everything if one.get("ground_truth")), "")
+    columns = {}
+    for label, each in records.items():
+        rewards = [math.nan if one["reward"] is None else one["reward"] for one in each[:_MOST_RESPONSES]]
+        colors = ["up" if reward > mean else "down" if reward < mean else "soft" for reward in rewards]
+        columns[f"{label}, step {each[0]['step']}"] = [
+            (f"reward {reward:.4g}", color, one["response"])
+            for reward, color, one in zip(rewards, colors, each, strict=False)
+        ]
+    title = f"step {_newest_step(records)}"
+    return Sides(title=title, note=truth, prompt=everything[0]["prompt"], sides=columns)
