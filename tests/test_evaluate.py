@@ -29,8 +29,7 @@ from rl_runtime.rollout.scoring_config import ScoringConfig
 from rollout_vllm import RolloutConfig, SamplingConfig, ServerGroup
 from rollout_vllm.servers.device import detect_device
 from run_kit import MetricsTable, load_config, to_yaml
-from run_kit.cluster.app import App
-from run_kit.config.trees import plain_tree
+from run_kit.cluster.slurm import submission
 from run_kit.runs import list_runs
 
 PRESETS = Path(__file__).resolve().parents[1] / "apps" / "evaluate" / "presets"
@@ -113,9 +112,7 @@ def test_a_preset_is_that_of_the_training_run(preset: str) -> None:
 
 
 def test_a_slurm_job_finds_the_keys_by_which_it_resumes() -> None:
-    app = App(arguments=("evaluate",), config=plain_tree(EvaluateConfig()))
-    assert app.resumes
-    assert (app.name_key(), app.output_key()) == ("experiment", "output_dir")
+    assert submission(["evaluate"])[-2:] == ["resume=auto", "experiment=evaluate_demo-@JOB_ID@"]
 
 
 def test_servers_have_the_gpus_to_themselves() -> None:

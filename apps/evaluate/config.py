@@ -5,9 +5,10 @@ from typing import Literal
 
 from rl_data import DataConfig
 from rl_runtime import ModelConfig, TaskSize
-from rl_runtime.config import check_at_least, check_resume, check_run_name, check_value
+from rl_runtime.config import check_resume, check_run_name
 from rl_runtime.rollout.config import EpisodeConfig
 from rl_runtime.rollout.scoring_config import ScoringConfig
+from rl_runtime.rules import check_at_least, check_value
 from rollout_vllm import RolloutConfig, SamplingConfig
 from weight_sync import SyncConfig
 

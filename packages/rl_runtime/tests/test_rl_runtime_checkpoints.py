@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ckpt import ArchitectureMismatchError, Checkpoint, CheckpointManager, RemoteCheckpoints, capture_rng
-from plinth_testing import raises
+from plinth_testing.errors import raises
 from rl_runtime import find_checkpoint
 from rl_runtime.app.resume import newest_published
 from rl_runtime.app.training_run import resume_command
@@ -253,24 +253,24 @@ def test_the_run_uploads_what_it_publishes_and_reports_seconds_and_bytes(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "field"),
     [
-        ({"checkpoint_url": "runs"}, "checkpoint_url is 'runs'; allowed: a URL"),
-        ({"checkpoint_url": "s3://"}, "checkpoint_url is 's3://'; allowed: a URL"),
-        ({"checkpoint_url": "memory://runs"}, "memory:// ends with this process"),
-        ({"checkpoint_url": "file://runs"}, "allowed: an absolute folder"),
-        ({"checkpoint_url": "webdav://me:secret@host/runs"}, "checkpoint_url has a password"),
-        ({"resume_from": "memory://runs/run", "resume": "auto"}, "resume_from is 'memory"),
-        ({"local_disks": True, "checkpoint_url": "s3://a"}, "local_disks is true; allowed: false, or with ray_address"),
-        ({"local_disks": True, "ray_address": "auto"}, "local_disks is true; allowed: false, or with checkpoint_url"),
-        (LOCAL_DISKS | {"resume_from": "/run", "resume": "auto"}, "resume_from is /run; allowed with local_disks: the"),
-        (LOCAL_DISKS | {"profile_steps": (1,)}, r"profile_steps is \[1\]; allowed with local_disks: none"),
+        ({"checkpoint_url": "runs"}, "checkpoint_url"),
+        ({"checkpoint_url": "s3://"}, "checkpoint_url"),
+        ({"checkpoint_url": "memory://runs"}, "checkpoint_url"),
+        ({"checkpoint_url": "file://runs"}, "checkpoint_url"),
+        ({"checkpoint_url": "webdav://me:secret@host/runs"}, "checkpoint_url"),
+        ({"resume_from": "memory://runs/run", "resume": "auto"}, "resume_from"),
+        ({"local_disks": True, "checkpoint_url": "s3://a"}, "ray_address"),
+        ({"local_disks": True, "ray_address": "auto"}, "checkpoint_url"),
+        (LOCAL_DISKS | {"resume_from": "/run", "resume": "auto"}, "resume_from"),
+        (LOCAL_DISKS | {"profile_steps": (1,)}, "profile_steps"),
     ],
 )
-def test_urls_that_cannot_hold_checkpoints_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as raised:
+def test_urls_that_cannot_hold_checkpoints_are_refused(settings: dict[str, Any], field: str) -> None:
+    with raises(InputError, field=field) as caught:
         TrainerConfig(**settings)
-    assert "secret" not in str(raised.value)
+    assert "secret" not in str(caught.value)
 
 
 class DisksOfThisProcess(LocalDisks):
