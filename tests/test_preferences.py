@@ -254,7 +254,7 @@ def held_out(run: Path) -> list[dict[str, float]]:
     return [{name: float(row[name]) for name in row if name.startswith("val/")} for row in rows if row["val/loss"]]
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_a_reward_model_learns_and_transformers_gives_its_scores(tmp_path: Path, start_app: Callable[..., Any]) -> None:
