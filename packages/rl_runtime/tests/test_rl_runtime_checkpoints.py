@@ -62,17 +62,14 @@ def test_other_models_and_other_engines_are_refused_with_nothing_loaded(tmp_path
     saved = save(tmp_path, "actor")
     wider = {"w": {"shape": [2, 4], "dtype": "bfloat16"}}
     adapters = MODEL | {"w.lora_A": {"shape": [1, 3], "dtype": "float32"}}
-    for roles, error, message in (
-        (
-            {"actor": Loads(wider)},
-            ArchitectureMismatchError,
-            r"another 'actor'.*w \[2, 3\] in the checkpoint, \[2, 4\] here",
-        ),
-        ({"actor": Loads(adapters)}, ArchitectureMismatchError, "only here: w.lora_A"),
-        ({"actor": Loads(MODEL), "critic": Loads(MODEL)}, InputError, "has no 'critic'"),
-    ):
+    cases: tuple[tuple[dict[str, Loads], type[Exception], dict[str, Any]], ...] = (
+        ({"actor": Loads(wider)}, ArchitectureMismatchError, {"field": "actor", "reshaped": ("w",)}),
+        ({"actor": Loads(adapters)}, ArchitectureMismatchError, {"only_here": ("w.lora_A",)}),
+        ({"actor": Loads(MODEL), "critic": Loads(MODEL)}, InputError, {}),
+    )
+    for roles, error, fields in cases:
         sampler = Loads({})
-        with pytest.raises(error, match=message):
+        with raises(error, **fields):
             checkpoints(roles, sampler).load(saved)
         assert [one.loaded for one in (*roles.values(), sampler)] == [[]] * (len(roles) + 1)
 
@@ -218,10 +215,10 @@ def test_resume_takes_the_newest_run_and_step_of_this_host_and_the_storage(tmp_p
 
 
 def test_a_storage_that_does_not_answer_is_no_reason_to_start_over(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"trainer.checkpoint_url is .*nothing://x.*: Protocol not known: nothing"):
+    with raises(InputError, field="trainer.checkpoint_url"):
         find(tmp_path, checkpoint_url="nothing://x")
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"trainer.checkpoint_url is .*cannot be written"):
+    with raises(InputError, field="trainer.checkpoint_url"):
         check_checkpoint_url(TrainerConfig(checkpoint_url=f"file://{tmp_path}/file/runs"))
 
 
@@ -251,7 +248,7 @@ def test_the_run_uploads_what_it_publishes_and_reports_seconds_and_bytes(tmp_pat
         "trainer.save_freq is 0: a checkpoint is written and uploaded only when a signal stops the run",
         f"checkpoints in file://{tmp_path}/unused/{run.name}: none",
     ]
-    with pytest.raises(InputError, match="has the checkpoints of another run"), open_uploader(trainer, run, print):
+    with raises(InputError, field="trainer.experiment"), open_uploader(trainer, run, print):
         pass
 
 
