@@ -55,7 +55,7 @@ NEIGHBORS: dict[str, dict[str, str]] = {
     },
     "rl_data": {
         "files": "",
-        "prepare": "config.py files rendering.py rewards rows.py tokenizer.py",
+        "prepare": "config.py files prompts.py rendering.py rewards rows.py tokenizer.py",
         "rewards": "config.py",
         "tasks": "",
     },
@@ -262,7 +262,7 @@ def test_pinned_lists_are_plain_and_agree() -> None:
     lists = [path for path in lists if path.name not in others]
     assert lists
     stack = pins(REPO / "3rdparty" / "cpu.txt")
-    lists.remove(REPO / "3rdparty" / "docs.txt")  # tests/test_docs_site.py reads it
+    lists.remove(REPO / "3rdparty" / "docs.txt")
     for path in lists:
         for line in path.read_text().splitlines():
             assert re.fullmatch(r"[A-Za-z0-9_.-]+==[A-Za-z0-9_.!]+", line), f"{path.name}: {line!r} is no plain pin"
