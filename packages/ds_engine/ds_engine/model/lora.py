@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import EngineConfigError, ModelError
-from ..upstream import Patch
+from ..upstream import FENCE
 from .folder_names import TensorView, folder_views
 from .nf4 import Nf4Linear, Nf4Packing, nf4_packings
 from .parts import VALUE_HEAD, linear_layers
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from ..config import LoraConfig
 
 
-OFF = Patch(
+OFF = FENCE.patch(
     name="adapters off",
     reason="PEFT's own switch also toggles requires_grad, which DeepSpeed's hooks must not see",
-    stock=False,
+    otherwise="refused",
     replaces={"peft.tuners.tuners_utils:BaseTunerLayer": ("_disable_adapters",)},
     reads={"peft.tuners.lora:LoraLayer": ("lora_A", "lora_B", "scaling")},
 )
