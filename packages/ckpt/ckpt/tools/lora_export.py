@@ -12,12 +12,13 @@ PEFT's names: an adapted layer `q_proj` holds `q_proj.base_layer.weight`, `q_pro
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from plinth_base.adapters import PEFT_PREFIX, lora_scale, missing_settings
 
 from ..errors import ExportError
 from ..files import fsync_file, new_folder
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     import torch
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."
 _REFUSED = ("lora_magnitude_vector", "lora_embedding", "lora_variant")
 _MATRIX = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])(?:\.(?P<adapter>[^.]+))?\.(?P<kind>weight|bias)")
 _COPY = re.compile(r"(?P<layer>.+)\.modules_to_save\.(?:[^.]+)\.(?P<rest>.+)")
@@ -52,13 +52,12 @@ def save_adapter(
     """
     from safetensors.torch import save_file
 
-    missing = [key for key in ("r", "lora_alpha", "target_modules") if config.get(key) is None]
-    if missing:
+    if missing := missing_settings(config):
         raise ExportError(f"config: lacks {', '.join(missing)}; pass PEFT's adapter configuration")
     saved = tuple(config.get("modules_to_save") or ())
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:
-        named = _PREFIX + _adapter_name(name.removeprefix(_PREFIX), adapter, saved)
+        named = PEFT_PREFIX + _adapter_name(name.removeprefix(PEFT_PREFIX), adapter, saved)
         if named in found:
             raise ExportError(f"{name}: the stream holds this tensor twice")
         found[named] = tensor
@@ -111,7 +110,7 @@ def merge_lora(
     plain: dict[str, tuple[str, torch.Tensor]] = {}
     replaced: set[str] = set()
     for name, tensor in tensors:
-        bare = name.removeprefix(_PREFIX)
+        bare = name.removeprefix(PEFT_PREFIX)
         if match := _matrix(bare, adapter):
             halves.setdefault(match["layer"], {})[match["side"]] = tensor
             layer = match["layer"]
@@ -230,17 +229,7 @@ def _merge(
         raise ExportError(
             f"{name}: has shape {list(weight.shape)}, but its adapter {list(delta.shape)}; it belongs to another model"
         )
-    return name, weight.float() + _scale(config, layer, a_RI.shape[0]) * delta
-
-
-def _scale(config: Mapping[str, Any], layer: str, rank: int) -> float:
-    """The factor s of a layer; as in PEFT, a pattern matches the end of a layer's name."""
-    alpha = config["lora_alpha"]
-    for pattern, value in (config.get("alpha_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", layer):
-            alpha = value
-            break
-    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else float(rank))
+    return name, weight.float() + lora_scale(config, layer, a_RI.shape[0]) * delta
 
 
 def read_folder(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -25,8 +25,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..dtypes import NF4_BLOCK, NF4_CHUNK, nf4_bytes
 from ..errors import ModelError
+from ..nf4_size import NF4_BLOCK, NF4_CHUNK, nf4_bytes
 from ..upstream import FENCE
 from .parts import linear_layers
 
