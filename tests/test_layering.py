@@ -55,12 +55,12 @@ NEIGHBORS: dict[str, dict[str, str]] = {
     },
     "rl_data": {
         "files": "",
-        "prepare": "config.py files rendering.py rewards rows.py tokenizer.py",
+        "prepare": "config.py files prompts.py rendering.py rewards rows.py tokenizer.py",
         "rewards": "config.py",
         "tasks": "",
     },
     "run_kit": {
-        "cluster": "cli.py commands.py config signals.py tracking",
+        "cluster": "commands.py config tracking",
         "config": "",
         "machine": "",
         "report": "config tracking",
@@ -70,9 +70,9 @@ NEIGHBORS: dict[str, dict[str, str]] = {
         "app": "config.py job_config.py launch ranks resolve rollout supervised_job_config.py training",
         "launch": "config.py ranks",
         "ranks": "experience.py",
-        "resolve": "config.py job_config.py launch ranks rollout supervised_job_config.py training",
-        "rollout": "config.py experience.py ranks",
-        "training": "config.py experience.py launch ranks rollout",
+        "resolve": "config.py job_config.py launch ranks rollout rules.py supervised_job_config.py training",
+        "rollout": "config.py experience.py ranks rules.py",
+        "training": "config.py experience.py launch ranks rollout rules.py",
     },
 }
 HEAVY = ("torch", "deepspeed", "vllm", "ray", "transformers")

@@ -4,7 +4,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from rl_runtime.config import check_at_least, check_resume, check_run_name, check_value
+from rl_runtime.config import check_resume, check_run_name
+from rl_runtime.rules import check_at_least, check_value
 
 SIX_CASES = tuple(f"zero{stage}_{offload}_offload" for offload in ("no", "cpu") for stage in (1, 2, 3))
 _OWN_KEYS = ("trainer.seed", "trainer.total_training_steps", "trainer.experiment", "trainer.output_dir")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from rl_runtime import FrozenModel, JobConfig, PolicyConfig, TeacherConfig, TrainerConfig
-from rl_runtime.config import check_value
+from rl_runtime.rules import check_value
 
 
 @dataclass(frozen=True, kw_only=True)

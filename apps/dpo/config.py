@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rl_runtime import LearningRates, PreferenceJobConfig, TrainingConfig
-from rl_runtime.config import check_value
+from rl_runtime.rules import check_value
 from rl_runtime.supervised_job_config import ExampleKind
 
 

@@ -5,7 +5,8 @@ from typing import Literal
 
 from ds_engine import EngineConfig
 from rl_runtime import JobConfig, PolicyConfig, TrainedModel, TrainerConfig
-from rl_runtime.config import MAX_RANKS, check_at_least, check_value
+from rl_runtime.config import MAX_RANKS
+from rl_runtime.rules import check_at_least, check_value
 from rl_runtime.training.policy import AdvantageName
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from rl_runtime import LearningRates, PreferenceJobConfig, TrainingConfig
-from rl_runtime.config import check_value
+from rl_runtime.rules import check_value
 
 
 @dataclass(frozen=True, kw_only=True)

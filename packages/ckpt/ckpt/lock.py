@@ -33,8 +33,10 @@ class _ProcessLock:
             self._file.acquire(blocking=False)
         except Timeout:
             raise CheckpointLockedError(
-                f"{path.parent}: {_read_holder(path)} is writing checkpoints here, and only one process may. Stop it, "
-                "or save to another folder."
+                f"{_read_holder(path)} is writing checkpoints here, and only one process may",
+                field="root",
+                value=str(path.parent),
+                remedy="stop it, or save to another folder",
             ) from None
         except (OSError, NotImplementedError) as error:
             if not isinstance(error, OSError) or error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
@@ -95,7 +97,10 @@ def _inode(path: Path) -> tuple[int, int] | None:
 
 def _no_locks(path: Path) -> CheckpointUsageError:
     return CheckpointUsageError(
-        f"{path.parent}: this file system has no locks. Pass lock=False and let only one process write here."
+        "this file system has no locks",
+        field="root",
+        value=str(path.parent),
+        remedy="pass lock=False and let only one process write here",
     )
 
 

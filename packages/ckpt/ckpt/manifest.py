@@ -96,14 +96,18 @@ class CheckpointManifest:
         for name, path in paths.items():
             if path.is_symlink() or not path.is_file():
                 raise CheckpointUsageError(
-                    f"{name}: is not a regular file. A checkpoint must contain all its bytes; copy the file instead of "
-                    "linking it."
+                    "is not a regular file; a checkpoint must contain all its bytes",
+                    field="files",
+                    value=name,
+                    remedy="copy the file instead of linking it",
                 )
         sizes = {name: path.stat().st_size for name, path in paths.items()}
         known = entries or {}
         for name, entry in known.items():
             if sizes.get(name) != entry.num_bytes:
-                raise CheckpointUsageError(f"{name}: does not exist with the {entry.num_bytes} bytes of its entry")
+                raise CheckpointUsageError(
+                    f"does not exist with the {entry.num_bytes} bytes of its entry", field="entries", value=name
+                )
         described = describe_files({name: paths[name] for name in sizes if name not in known})
         # An entry describes the contents; it does not mean that they have reached the disk.
         fsync_files([paths[name] for name in known])

@@ -30,14 +30,16 @@ class Retention:
         for name in ("keep_last", "keep_every", "keep_best"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise CheckpointUsageError(f"{name}={value!r}: must be at least 1, or None")
+                raise CheckpointUsageError(field=name, value=value, allowed="at least 1, or None")
         if (self.keep_best is None) != (self.metric is None):
             raise CheckpointUsageError(
-                f"keep_best={self.keep_best!r}, metric={self.metric!r}: give both or neither; the metric ranks the "
-                "checkpoints"
+                f"keep_best is {self.keep_best!r}",
+                field="metric",
+                value=self.metric,
+                allowed="both or neither; the metric ranks the checkpoints",
             )
         if self.mode not in ("max", "min"):
-            raise CheckpointUsageError(f"mode={self.mode!r}: must be 'max' or 'min'")
+            raise CheckpointUsageError(field="mode", value=self.mode, allowed="'max' or 'min'")
 
     @property
     def keeps_all(self) -> bool:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from ckpt import AsyncUploader, Checkpoint, CheckpointManager, RemoteCheckpoints, Retention, UploadError
 from ckpt.tools.command_line import main
+from plinth_testing import raises
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=12)
 
@@ -77,7 +78,7 @@ def test_uploads_are_in_order_and_end_as_the_folder(
     rule = Retention(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, metric=metric)
     with TemporaryDirectory() as folder:
         root, remote = Path(folder), Gate(memory_url(), [fails for *_, fails in events])
-        with AsyncUploader(root, remote, retention=rule, report=lambda _: None, pause_s=0.001, num_tries=9) as uploader:
+        with AsyncUploader(root, remote, retention=rule, report=lambda _: None, pause_s=0.001) as uploader:
             manager = CheckpointManager(root, retention=rule, on_publish=uploader.add)
             for step, (score, num_uploads, _) in enumerate(events, start=1):
                 publish(manager, step, score)
@@ -118,15 +119,14 @@ def test_saves_neither_wait_for_an_upload_nor_delete_what_it_reads(tmp_path: Pat
 
 def test_a_storage_that_fails_is_tried_again_then_named_with_what_it_lacks(tmp_path: Path) -> None:
     said: list[str] = []
-    remote = Gate(memory_url(), [False, True, True] + [True] * 20)
+    remote = Gate(memory_url(), [False, True, True] + [True] * 99)
     remote.allow(50)
     manager = CheckpointManager(tmp_path)
-    uploader = AsyncUploader(tmp_path, remote, report=said.append, pause_s=0.001, num_tries=3)
+    uploader = AsyncUploader(tmp_path, remote, report=said.append, pause_s=0.001, retry_s=0.02)
     for step in (1, 2, 3):
         uploader.add(publish(manager, step))
-    with pytest.raises(UploadError, match=r"lacks step 2, step 3 of .*ConnectionError: the network is gone") as raised:
+    with raises(UploadError, steps=(2, 3)):
         uploader.close()
-    assert raised.value.steps == (2, 3)
     # The uploader may have given up before `close` says what it waits for.
     assert any("upload step 2" in line and "the network is gone" in line for line in said), said
     assert remote.steps() == [1]
@@ -138,7 +138,7 @@ def test_a_storage_that_fails_is_tried_again_then_named_with_what_it_lacks(tmp_p
 def test_an_error_of_the_block_is_raised_with_what_the_storage_lacks(tmp_path: Path) -> None:
     remote = Gate(memory_url(), [True] * 9)
     remote.allow(9)
-    uploader = AsyncUploader(tmp_path, remote, report=lambda _: None, pause_s=0.001, num_tries=2)
+    uploader = AsyncUploader(tmp_path, remote, report=lambda _: None, pause_s=0.001, retry_s=0.001)
 
     def train() -> None:
         with uploader:
@@ -169,9 +169,8 @@ def test_a_damaged_checkpoint_is_named_and_not_tried_again(tmp_path: Path) -> No
     uploader = AsyncUploader(tmp_path, remote, report=lambda _: None)
     for step in (1, 2):
         uploader.add(manager.read(step))
-    with pytest.raises(UploadError, match="lacks step 1 of") as raised:
+    with raises(UploadError, steps=(1,)):
         uploader.close()
-    assert raised.value.steps == (1,)
     assert remote.tried == [1, 2]
     assert remote.steps() == [2]
 
@@ -183,7 +182,7 @@ def test_a_folder_is_uploaded_before_later_checkpoints_and_appears_whole(tmp_pat
     (model / "tokenizer" / "vocabulary").write_bytes(b"")
     remote = RemoteCheckpoints(f"file://{tmp_path}/storage/run")
     with AsyncUploader(tmp_path / "here", remote) as uploader:
-        uploader.add_folder(model)
+        uploader.add(model)
         uploader.add(publish(CheckpointManager(tmp_path / "here"), 1))
     assert [upload.name for upload in uploader.take_finished()] == ["model", "step 1"]
     assert remote.folders()[0] == "model"

@@ -7,6 +7,9 @@ from typing import Any, Literal
 from ds_engine import EngineConfig, Head
 from run_kit import EXPERIMENT_PATTERN
 
+from .errors import InputError
+from .rules import Feature, Rule, check_at_least, check_features, check_value, only
+
 DEFAULT_NUM_RANKS = 2
 """Ranks on the CPU."""
 MAX_RANKS = 65_536
@@ -24,47 +27,25 @@ def _check_storage(name: str, url: str | None) -> None:
     if url is None or not is_url(url):
         return
     if scheme == "memory":
-        raise ValueError(f"{name} is {url!r}; allowed: another storage, because memory:// ends with this process")
+        raise InputError("memory:// ends with this process", field=name, value=url, allowed="another storage")
     if scheme in ("file", "local") and not rest.startswith("/"):
-        raise ValueError(f"{name} is {url!r}; allowed: an absolute folder, {scheme}:///shared/runs")
+        raise InputError(field=name, value=url, allowed=f"an absolute folder, {scheme}:///shared/runs")
     if "@" in rest and ":" in rest.partition("@")[0]:
-        raise ValueError(
-            f"{name} has a password; allowed: a URL without, and credentials in the environment or in fsspec's "
-            "configuration"
-        )
-
-
-def value_of(config: Any, key: str) -> Any:
-    """The value of a dotted key."""
-    for name in key.split("."):
-        config = getattr(config, name)
-    return config
-
-
-def check_value(config: object, key: str, is_allowed: bool, allowed: str) -> None:
-    """Raises ValueError, with the value of `key` and what is allowed, unless that value is allowed."""
-    if not is_allowed:
-        raise ValueError(f"{key} is {value_of(config, key)}; allowed: {allowed}")
-
-
-def check_at_least(minimum: int, config: object, *names: str) -> None:
-    """Raises ValueError for the first of these fields of a configuration that is below `minimum`."""
-    for name in names:
-        check_value(config, name, getattr(config, name) >= minimum, f"{minimum} or more")
+        allowed = "a URL without, and credentials in the environment or in fsspec's configuration"
+        raise InputError("the URL has a password", field=name, allowed=allowed)  # the value is a secret
 
 
 def check_run_name(config: Any, key: str = "experiment") -> None:
-    """Raises ValueError for a name (`key`) or an `output_dir` that cannot be those of a run folder."""
-    if not config.output_dir:
-        raise ValueError("output_dir is empty; allowed: a folder, created if missing")
-    if not re.fullmatch(EXPERIMENT_PATTERN, name := getattr(config, key)):
-        raise ValueError(f"{key} is {name!r}; allowed: letters, digits and . _ + = -, a letter or digit first")
+    """Raises InputError for a name (`key`) or an `output_dir` that cannot be those of a run folder."""
+    check_value(config, "output_dir", bool(config.output_dir), "a folder, created if missing")
+    is_name = re.fullmatch(EXPERIMENT_PATTERN, getattr(config, key)) is not None
+    check_value(config, key, is_name, "letters, digits and . _ + = -, a letter or digit first")
 
 
 def check_resume(config: Any) -> None:
-    """Raises ValueError for a `resume_from` that `resume` ignores."""
-    if config.resume_from is not None and config.resume == "never":
-        raise ValueError(f"resume_from is {config.resume_from}, but resume is never; allowed: resume=auto")
+    """Raises InputError for a `resume_from` that `resume` ignores."""
+    is_read = config.resume_from is None or config.resume != "never"
+    check_value(config, "resume_from", is_read, "null with resume=never", remedy="give resume=auto")
 
 
 BUILTIN_MODEL = "builtin:tiny"
@@ -250,42 +231,43 @@ class TrainingConfig(RanksConfig):
         check_value(self, "test_freq", self.test_freq != 0 and self.test_freq >= -1, "-1 (never) or 1 and more")
         for name in ("keep_every", "keep_best", "max_restarts"):
             check_value(self, name, getattr(self, name) >= 0, "0 (none) or more")
-        if self.min_ranks is not None and not 1 <= self.min_ranks <= (self.num_ranks or MAX_RANKS):
-            most = MAX_RANKS if self.num_ranks is None else f"num_ranks ({self.num_ranks})"
-            raise ValueError(f"min_ranks is {self.min_ranks}; allowed: 1 to {most}, or null for all of them")
+        most = MAX_RANKS if self.num_ranks is None else self.num_ranks
+        fits = self.min_ranks is None or 1 <= self.min_ranks <= most
+        check_value(self, "min_ranks", fits, f"1 to num_ranks ({most}), or null for all of them")
         for name in ("checkpoint_url", "resume_from"):
             _check_storage(name, getattr(self, name))
-        if self.checkpoint_url is not None and not is_url(self.checkpoint_url):
-            raise ValueError(
-                f"checkpoint_url is {self.checkpoint_url!r}; allowed: a URL, such as s3://bucket/runs or "
-                "file:///shared/runs, or null"
-            )
-        if self.local_disks:
-            self._check_local_disks()
+        has_url = self.checkpoint_url is None or is_url(self.checkpoint_url)
+        check_value(self, "checkpoint_url", has_url, "a URL, such as s3://bucket/runs or file:///shared/runs, or null")
+        check_features(self, (LOCAL_DISKS,))
         check_resume(self)
         last = self.last_step
-        if any(step < 1 or (last is not None and step > last) for step in self.profile_steps):
-            limit = "" if last is None else f" to the last one ({last})"
-            raise ValueError(f"profile_steps is {list(self.profile_steps)}; allowed: steps from 1{limit}")
-
-    def _check_local_disks(self) -> None:
-        for name, given in (("ray_address", self.ray_address), ("checkpoint_url", self.checkpoint_url)):
-            if given is None:
-                raise ValueError(f"local_disks is true; allowed: false, or with {name}, which is null")
-        if self.resume_from is not None and not is_url(self.resume_from):
-            raise ValueError(
-                f"resume_from is {self.resume_from}; allowed with local_disks: the URL of a run below a checkpoint_url"
-            )
-        if self.profile_steps:
-            raise ValueError(
-                f"profile_steps is {list(self.profile_steps)}; allowed with local_disks: none, because each host would "
-                "keep its own traces"
-            )
+        exist = all(step >= 1 and (last is None or step <= last) for step in self.profile_steps)
+        check_value(self, "profile_steps", exist, f"steps from 1 to the last one{'' if last is None else f' ({last})'}")
 
     @property
     def last_step(self) -> int | None:
         """The last step, if the configuration alone says it."""
         return None
+
+
+LOCAL_DISKS = Feature(
+    key="local_disks",
+    rules=(
+        Rule(field="ray_address", allowed="the address of a cluster", holds=lambda c: c.ray_address is not None),
+        Rule(field="checkpoint_url", allowed="the URL of a storage", holds=lambda c: c.checkpoint_url is not None),
+        Rule(
+            field="resume_from",
+            allowed="the URL of a run below a checkpoint_url, or null",
+            holds=lambda c: c.resume_from is None or is_url(c.resume_from),
+        ),
+        Rule(
+            field="profile_steps",
+            allowed="none",
+            holds=lambda c: not c.profile_steps,
+            why="so each host would keep its own traces",
+        ),
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,16 +300,6 @@ class TrainerConfig(TrainingConfig):
         check_at_least(1, self, "total_training_steps")
         check_value(self, "max_server_restarts", self.max_server_restarts >= 0, "0 (none) or more")
         check_value(self, "max_staleness", self.max_staleness >= 0, "0 (none) or more")
-        if self.takes_turns and self.max_staleness:
-            raise ValueError(
-                f"take_turns is {self.take_turns}; allowed: never, or null, with max_staleness={self.max_staleness}, "
-                "where servers generate while the trainer works"
-            )
-        if self.takes_turns and not self.colocate:
-            raise ValueError(
-                f"take_turns is {self.take_turns}; allowed: never, or null, with colocate=false, where servers and "
-                "ranks have GPUs of their own"
-            )
 
     @property
     def last_step(self) -> int:
@@ -338,3 +310,70 @@ class TrainerConfig(TrainingConfig):
     def takes_turns(self) -> bool:
         """Whether servers sleep while the trainer works."""
         return self.take_turns in ("servers", "both")
+
+
+STALENESS = Feature(
+    key="trainer.max_staleness",
+    rules=(
+        only("trainer.take_turns", "never", None, why="so servers generate while the trainer works"),
+        only("rollout.deterministic", False, why="so it depends on time which weights sample a token"),
+        only(
+            "sync.running_requests",
+            "auto",
+            "wait",
+            when=lambda c: bool(c.rollout.urls),
+            why="and existing servers (rollout.urls) do not label tokens with policy versions",
+        ),
+        only(
+            "dynamic_sampling.max_rounds",
+            0,
+            when=lambda c: c.oversampling.extra_prompts > 0,
+            why="so a step of oversampling.extra_prompts trains on the groups that end first",
+            remedy="use one of the two",
+        ),
+        Rule(
+            field="oversampling.extra_prompts",
+            allowed="at most batch.train_batch_size",
+            holds=lambda c: c.oversampling.extra_prompts <= c.batch.train_batch_size,
+            why="so a step has to train on all that the last one left",
+        ),
+        only(
+            "oversampling.partial_rollouts",
+            True,
+            when=lambda c: c.oversampling.extra_prompts > 0,
+            remedy="trainer.stale_groups=drop gives up groups that are too old",
+        ),
+    ),
+)
+DROPPED_GROUPS = Feature(
+    key="trainer.stale_groups",
+    is_on=lambda c: c.trainer.stale_groups != "finish",
+    rules=(
+        Rule(
+            field="trainer.stale_groups",
+            allowed="finish with trainer.max_staleness=0",
+            holds=lambda c: c.trainer.max_staleness > 0,
+        ),
+        Rule(
+            field="trainer.stale_groups",
+            allowed="finish without oversampling.extra_prompts, where each step waits for all of its groups",
+            holds=lambda c: c.oversampling.extra_prompts > 0,
+        ),
+    ),
+)
+TURNS = Feature(
+    key="trainer.take_turns",
+    is_on=lambda c: c.trainer.takes_turns,
+    rules=(
+        Rule(
+            field="trainer.take_turns",
+            allowed="never or null with trainer.colocate=false, where servers and ranks have GPUs of their own",
+            holds=lambda c: c.trainer.colocate,
+        ),
+        Rule(
+            field="trainer.take_turns",
+            allowed="never or null with rollout.urls, whose servers others may use",
+            holds=lambda c: not c.rollout.urls,
+        ),
+    ),
+)

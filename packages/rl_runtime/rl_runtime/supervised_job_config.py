@@ -9,6 +9,7 @@ from rl_data import DataConfig
 from run_kit import TrackingConfig
 
 from .config import BUILTIN_MODEL, ModelConfig, PreferenceTaskSize, TaskSize, TrainedModel, TrainingConfig
+from .rules import check_value
 from .training.supervised_config import FineTuningConfig, LearningRates, PreferenceTrainingConfig, SupervisedConfig
 
 ExampleKind = Literal["demonstrations", "pairs", "labeled"]
@@ -38,21 +39,16 @@ class SupervisedJobConfig:
 
     def __post_init__(self) -> None:
         for name in ("token_budget", "micro_batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; allowed: 1 or more, or null")
-        if self.token_budget is not None and self.micro_batch_size is not None:
-            raise ValueError(
-                f"token_budget is {self.token_budget}; allowed: null with micro_batch_size ({self.micro_batch_size})"
-            )
+            check_value(self, name, getattr(self, name) is None or getattr(self, name) >= 1, "1 or more, or null")
+        is_one = self.token_budget is None or self.micro_batch_size is None
+        check_value(self, "token_budget", is_one, f"null with micro_batch_size ({self.micro_batch_size})")
         for name, instead in (("train", "files"), ("val", "val_files")):
-            if files := getattr(self.data, name):
-                raise ValueError(f"data.{name} is {list(files)}; allowed: empty; name them in supervised.{instead}")
+            check_value(self, f"data.{name}", not getattr(self.data, name), "none", remedy=f"give supervised.{instead}")
         for name in ("columns", "extra_columns", "max_val_prompts"):
-            if getattr(self.data, name) != getattr(DataConfig(), name):
-                raise ValueError(f"data.{name} is given; allowed: its default, because {_COLUMNS[self.examples]}")
-        if self.engine.optim != OptimConfig():
-            raise ValueError("engine.optim is given; allowed: its defaults; the optimizer is supervised.optim")
+            is_default = getattr(self.data, name) == getattr(DataConfig(), name)
+            check_value(self, f"data.{name}", is_default, "its default", problem=_COLUMNS[self.examples])
+        is_default = self.engine.optim == OptimConfig()
+        check_value(self, "engine.optim", is_default, "its defaults", remedy="the optimizer is supervised.optim")
         self._check_best()
 
     def _check_best(self) -> None:
@@ -60,16 +56,12 @@ class SupervisedJobConfig:
         trainer = self.trainer
         if not trainer.keep_best or not trainer.best_metric.startswith("val/"):
             return
-        if not self.holds_out:
-            raise ValueError(
-                f"trainer.keep_best is {trainer.keep_best}; allowed: 0 without held-out {self.noun} "
-                "(supervised.val_files or val_size), which best_metric needs"
-            )
-        if trainer.test_freq < 1 or trainer.save_freq % trainer.test_freq:
-            raise ValueError(
-                f"trainer.keep_best is {trainer.keep_best}; allowed: 0, unless test_freq ({trainer.test_freq}) divides "
-                f"save_freq ({trainer.save_freq}), so that every checkpoint has its {trainer.best_metric}"
-            )
+        allowed = f"0 without held-out {self.noun} (supervised.val_files or val_size), which best_metric needs"
+        check_value(self, "trainer.keep_best", self.holds_out, allowed)
+        is_measured = trainer.test_freq >= 1 and trainer.save_freq % trainer.test_freq == 0
+        problem = f"not every checkpoint has its {trainer.best_metric}"
+        allowed = f"0, unless test_freq ({trainer.test_freq}) divides save_freq ({trainer.save_freq})"
+        check_value(self, "trainer.keep_best", is_measured, allowed, problem=problem)
 
     @property
     def models(self) -> tuple[TrainedModel, ...]:
@@ -127,11 +119,9 @@ class PreferenceJobConfig(SupervisedJobConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.is_builtin and self.supervised.val_size:
-            raise ValueError(
-                f"supervised.val_size is {self.supervised.val_size}; allowed: 0 with the built-in model, whose task "
-                "has held-out pairs of its own (task.num_val_pairs)"
-            )
+        is_read = not self.is_builtin or not self.supervised.val_size
+        allowed = "0 with the built-in model, whose task has held-out pairs of its own (task.num_val_pairs)"
+        check_value(self, "supervised.val_size", is_read, allowed)
 
     @property
     def is_builtin(self) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from ckpt import ArchitectureMismatchError, Checkpoint, CheckpointManager, RemoteCheckpoints, capture_rng
+from plinth_testing.errors import raises
 from rl_runtime import find_checkpoint
 from rl_runtime.app.resume import newest_published
 from rl_runtime.app.training_run import resume_command
@@ -61,17 +62,14 @@ def test_other_models_and_other_engines_are_refused_with_nothing_loaded(tmp_path
     saved = save(tmp_path, "actor")
     wider = {"w": {"shape": [2, 4], "dtype": "bfloat16"}}
     adapters = MODEL | {"w.lora_A": {"shape": [1, 3], "dtype": "float32"}}
-    for roles, error, message in (
-        (
-            {"actor": Loads(wider)},
-            ArchitectureMismatchError,
-            r"another 'actor'.*w \[2, 3\] in the checkpoint, \[2, 4\] here",
-        ),
-        ({"actor": Loads(adapters)}, ArchitectureMismatchError, "only here: w.lora_A"),
-        ({"actor": Loads(MODEL), "critic": Loads(MODEL)}, InputError, "has no 'critic'"),
-    ):
+    cases: tuple[tuple[dict[str, Loads], type[Exception], dict[str, Any]], ...] = (
+        ({"actor": Loads(wider)}, ArchitectureMismatchError, {"field": "actor", "reshaped": ("w",)}),
+        ({"actor": Loads(adapters)}, ArchitectureMismatchError, {"only_here": ("w.lora_A",)}),
+        ({"actor": Loads(MODEL), "critic": Loads(MODEL)}, InputError, {}),
+    )
+    for roles, error, fields in cases:
         sampler = Loads({})
-        with pytest.raises(error, match=message):
+        with raises(error, **fields):
             checkpoints(roles, sampler).load(saved)
         assert [one.loaded for one in (*roles.values(), sampler)] == [[]] * (len(roles) + 1)
 
@@ -217,10 +215,10 @@ def test_resume_takes_the_newest_run_and_step_of_this_host_and_the_storage(tmp_p
 
 
 def test_a_storage_that_does_not_answer_is_no_reason_to_start_over(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"trainer.checkpoint_url is .*nothing://x.*: Protocol not known: nothing"):
+    with raises(InputError, field="trainer.checkpoint_url"):
         find(tmp_path, checkpoint_url="nothing://x")
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"trainer.checkpoint_url is .*cannot be written"):
+    with raises(InputError, field="trainer.checkpoint_url"):
         check_checkpoint_url(TrainerConfig(checkpoint_url=f"file://{tmp_path}/file/runs"))
 
 
@@ -250,29 +248,29 @@ def test_the_run_uploads_what_it_publishes_and_reports_seconds_and_bytes(tmp_pat
         "trainer.save_freq is 0: a checkpoint is written and uploaded only when a signal stops the run",
         f"checkpoints in file://{tmp_path}/unused/{run.name}: none",
     ]
-    with pytest.raises(InputError, match="has the checkpoints of another run"), open_uploader(trainer, run, print):
+    with raises(InputError, field="trainer.experiment"), open_uploader(trainer, run, print):
         pass
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "field"),
     [
-        ({"checkpoint_url": "runs"}, "checkpoint_url is 'runs'; allowed: a URL"),
-        ({"checkpoint_url": "s3://"}, "checkpoint_url is 's3://'; allowed: a URL"),
-        ({"checkpoint_url": "memory://runs"}, "memory:// ends with this process"),
-        ({"checkpoint_url": "file://runs"}, "allowed: an absolute folder"),
-        ({"checkpoint_url": "webdav://me:secret@host/runs"}, "checkpoint_url has a password"),
-        ({"resume_from": "memory://runs/run", "resume": "auto"}, "resume_from is 'memory"),
-        ({"local_disks": True, "checkpoint_url": "s3://a"}, "local_disks is true; allowed: false, or with ray_address"),
-        ({"local_disks": True, "ray_address": "auto"}, "local_disks is true; allowed: false, or with checkpoint_url"),
-        (LOCAL_DISKS | {"resume_from": "/run", "resume": "auto"}, "resume_from is /run; allowed with local_disks: the"),
-        (LOCAL_DISKS | {"profile_steps": (1,)}, r"profile_steps is \[1\]; allowed with local_disks: none"),
+        ({"checkpoint_url": "runs"}, "checkpoint_url"),
+        ({"checkpoint_url": "s3://"}, "checkpoint_url"),
+        ({"checkpoint_url": "memory://runs"}, "checkpoint_url"),
+        ({"checkpoint_url": "file://runs"}, "checkpoint_url"),
+        ({"checkpoint_url": "webdav://me:secret@host/runs"}, "checkpoint_url"),
+        ({"resume_from": "memory://runs/run", "resume": "auto"}, "resume_from"),
+        ({"local_disks": True, "checkpoint_url": "s3://a"}, "ray_address"),
+        ({"local_disks": True, "ray_address": "auto"}, "checkpoint_url"),
+        (LOCAL_DISKS | {"resume_from": "/run", "resume": "auto"}, "resume_from"),
+        (LOCAL_DISKS | {"profile_steps": (1,)}, "profile_steps"),
     ],
 )
-def test_urls_that_cannot_hold_checkpoints_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as raised:
+def test_urls_that_cannot_hold_checkpoints_are_refused(settings: dict[str, Any], field: str) -> None:
+    with raises(InputError, field=field) as caught:
         TrainerConfig(**settings)
-    assert "secret" not in str(raised.value)
+    assert "secret" not in str(caught.value)
 
 
 class DisksOfThisProcess(LocalDisks):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ds_engine import EngineConfig, LoraConfig, ModelShape, OptimConfig
 from ds_engine.config import OffloadConfig, ZeroConfig
+from plinth_testing.errors import raises
 from rl_core import BatchConfig
 from rl_data import DataConfig
 from rl_runtime import (
@@ -146,7 +147,7 @@ def test_a_kv_cache_holds_a_sequence_as_long_as_servers_accept(longest: int) -> 
 
 def test_a_choice_that_the_configuration_refuses_is_an_input_error() -> None:
     job = SupervisedJobConfig(engine=EngineConfig(sequence_parallel=70_000))
-    with pytest.raises(InputError, match=r"num_ranks is 70000.*was chosen: engine.sequence_parallel is 70000"):
+    with raises(InputError, field="trainer.num_ranks", value=70000):
         resolve_supervised_for(job, gpus=(), shape=None)
 
 
@@ -341,8 +342,8 @@ def test_turns_are_the_last_resort_and_fit(number: int, gib: int, stage: Any, ho
 
 
 def test_turns_need_servers_on_the_ranks_gpus() -> None:
-    with pytest.raises(ValueError, match="take_turns is both; allowed: never, or null, with colocate=false"):
-        TrainerConfig(take_turns="both", colocate=False)
+    with raises(InputError, field="trainer.take_turns", value="both"):
+        config(trainer=TrainerConfig(take_turns="both", colocate=False))
     assert TrainerConfig(take_turns="both", ray_address="auto").takes_turns
     apart = resolve_job_for(config(trainer=TrainerConfig(colocate=False)), gpus=gpus(2), shape=QWEN3_06B)
     assert apart.config.trainer.take_turns == "never"

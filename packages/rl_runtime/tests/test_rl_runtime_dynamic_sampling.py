@@ -15,9 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plinth_testing.errors import raises
 from rl_core import DynamicSelection
 from rl_data import PromptSampler
-from rl_runtime.errors import RolloutFailed
+from rl_runtime.errors import InputError, RolloutFailed
 from rl_runtime.job_config import JobConfig
 from rl_runtime.rollout.config import DynamicSamplingConfig, EpisodeConfig, OversamplingConfig
 from rl_runtime.rollout.dynamic_sampling import num_replacements
@@ -26,6 +27,7 @@ from rl_runtime.rollout.scoring import Scorer
 from rl_runtime.rollout.scoring_config import ScoringConfig
 from rl_runtime.rollout.step_rollouts import StepRollouts
 from rl_runtime.training.metrics import rollout_metrics
+from rl_runtime.training.policy import PolicyConfig
 from rollout_vllm import Failure, FirstGroups, GroupResult, PartialGroup, Request, Sample, SamplingConfig
 from rollout_vllm.client.group_run import fresh_group
 
@@ -389,29 +391,30 @@ def test_environments_that_wait_for_others_have_their_prompts_beside_greedy_ones
 
 def config_with(greedy: bool) -> Callable[..., JobConfig]:
     class Greedy(JobConfig):
+        algorithm = PolicyConfig(advantage="remax")
         greedy_baseline = True
 
     return Greedy if greedy else JobConfig
 
 
 @pytest.mark.parametrize(
-    ("greedy", "settings", "message"),
+    ("greedy", "settings", "field"),
     [
         (
             True,
             {"oversampling": OversamplingConfig(extra_prompts=1)},
-            "oversampling.extra_prompts is 1; allowed: 0 with",
+            "oversampling.extra_prompts",
         ),
-        (True, {"dynamic_sampling": DynamicSamplingConfig(max_rounds=1)}, "dynamic_sampling.max_rounds is 1.*ReMax"),
+        (True, {"dynamic_sampling": DynamicSamplingConfig(max_rounds=1)}, "dynamic_sampling.max_rounds"),
         (
             False,
             {"dynamic_sampling": DynamicSamplingConfig(max_rounds=2), "sampling": SamplingConfig(n=1)},
-            "dynamic_sampling.max_rounds is 2; allowed: 0 with sampling.n=1",
+            "dynamic_sampling.max_rounds",
         ),
     ],
 )
-def test_sampling_that_cannot_hold_is_refused(greedy: bool, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_sampling_that_cannot_hold_is_refused(greedy: bool, settings: dict[str, Any], field: str) -> None:
+    with raises(InputError, field=field):
         config_with(greedy)(**settings)
     assert not JobConfig().greedy_baseline
 
@@ -420,5 +423,5 @@ def test_sampling_that_cannot_hold_is_refused(greedy: bool, settings: dict[str, 
     "settings", [{"max_rounds": -1}, {"min_spread": -0.1}, {"min_spread": float("nan")}, {"min_spread": 0.5}]
 )
 def test_wrong_values_of_dynamic_sampling_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(settings))} is .*; allowed: "):
+    with raises(InputError, field=next(iter(settings))):
         DynamicSamplingConfig(**settings)

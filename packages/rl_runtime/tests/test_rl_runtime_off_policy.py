@@ -15,8 +15,10 @@ from torch import Tensor
 
 from ds_engine import TokenOutputs
 from plinth_testing import random_model, tiny_config
+from plinth_testing.errors import raises
 from rl_core import mismatch_metrics, pack
 from rl_data import Prompt
+from rl_runtime.errors import InputError
 from rl_runtime.experience import Experience, ExperienceBatch
 from rl_runtime.job_config import JobConfig
 from rl_runtime.rollout.config import DynamicSamplingConfig, OversamplingConfig
@@ -49,20 +51,20 @@ def sample(rollout_log_probs: Any, *, group: int = 0, spans: Any = None, score: 
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "field"),
     [
-        ({"mode": "truncate", "max_ratio": 0.9}, "max_ratio is 0.9; allowed: a finite number from 1"),
-        ({"mode": "truncate", "max_ratio": math.inf}, "max_ratio is inf"),
-        ({"mode": "truncate", "max_ratio": math.nan}, "max_ratio is nan"),
-        ({"mode": "mask", "min_ratio": 1.1}, "min_ratio is 1.1; allowed: 0 to 1"),
-        ({"mode": "mask", "min_ratio": -0.1}, "min_ratio is -0.1"),
-        ({"mode": "truncate", "min_ratio": 1.0, "max_ratio": 1.0}, r"allowed: below max_ratio \(1.0\)"),
-        ({"level": "sequence"}, r"mode is null, so level \(sequence\).* have no effect"),
-        ({"max_ratio": 3.0}, r"mode is null, so .*max_ratio \(3.0\).* allowed: truncate or mask"),
+        ({"mode": "truncate", "max_ratio": 0.9}, "max_ratio"),
+        ({"mode": "truncate", "max_ratio": math.inf}, "max_ratio"),
+        ({"mode": "truncate", "max_ratio": math.nan}, "max_ratio"),
+        ({"mode": "mask", "min_ratio": 1.1}, "min_ratio"),
+        ({"mode": "mask", "min_ratio": -0.1}, "min_ratio"),
+        ({"mode": "truncate", "min_ratio": 1.0, "max_ratio": 1.0}, "min_ratio"),
+        ({"level": "sequence"}, "mode"),
+        ({"max_ratio": 3.0}, "mode"),
     ],
 )
-def test_bounds_without_a_meaning_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_bounds_without_a_meaning_are_refused(settings: dict[str, Any], field: str) -> None:
+    with raises(InputError, field=field):
         RolloutCorrection(**settings)
 
 
@@ -191,9 +193,9 @@ def test_what_needs_the_servers_log_probs_is_refused_without_them(settings: dict
 def test_jobs_that_need_the_servers_log_probs_are_refused_without_them() -> None:
     silent = RolloutConfig(log_probs=False)
     JobConfig(rollout=silent, oversampling=OversamplingConfig(extra_prompts=2, partial_rollouts=False))
-    with pytest.raises(ValueError, match=r"allowed: true with oversampling.extra_prompts=2 and partial_rollouts"):
+    with raises(InputError, field="rollout.log_probs", allowed="true"):
         JobConfig(rollout=silent, oversampling=OversamplingConfig(extra_prompts=2))
-    with pytest.raises(ValueError, match=r"allowed: true with rollout\.kv_cache_dtype=fp8"):
+    with raises(InputError, field="rollout.log_probs", allowed="true"):
         JobConfig(rollout=replace(silent, kv_cache_dtype="fp8"))
 
 

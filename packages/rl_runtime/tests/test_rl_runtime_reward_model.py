@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plinth_testing import make_classifier
+from plinth_testing.errors import raises
 from rl_data import build_tiny_model
 from rl_runtime.app.reward_model import check_reward_model
 from rl_runtime.config import ModelConfig
@@ -26,6 +27,7 @@ from rl_runtime.job_config import JobConfig
 from rl_runtime.rollout.config import DynamicSamplingConfig, EpisodeConfig
 from rl_runtime.rollout.scoring import Scorer, rewards_of_rows
 from rl_runtime.rollout.scoring_config import RewardTermConfig, ScoringConfig
+from rl_runtime.training.policy import PolicyConfig
 from rl_runtime.training.reward_model import to_be_scored, with_output
 from rollout_vllm import RolloutConfig, ServerGroup
 
@@ -64,40 +66,39 @@ def reward_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "field"),
     [
-        ({"model_weight": 2.0}, "model_weight is 2.0; allowed: 1 where model is null"),
-        ({"model": "m", "model_weight": math.inf}, "model_weight is inf; allowed: a finite number"),
-        ({"model": "m", "model_weight": 0.0}, "model_weight and the weights of terms are 0; allowed: at least one"),
-        ({"model": "m", "function": "a:b"}, r"model is 'm'; allowed: null with a function \(a:b\); reward.terms add"),
-        ({"model": "m", "url": "http://a:1"}, "model is 'm'; allowed: null with service=http, or service=reward_model"),
-        ({"service": "reward_model", "url": "http://a:1"}, "model is null; allowed with service=reward_model"),
-        ({"service": "reward_model", "model": "m"}, "service is 'reward_model'; allowed: http where url is null"),
+        ({"model_weight": 2.0}, "model_weight"),
+        ({"model": "m", "model_weight": math.inf}, "model_weight"),
+        ({"model": "m", "model_weight": 0.0}, "model_weight"),
+        ({"model": "m", "function": "a:b"}, "model"),
+        ({"model": "m", "url": "http://a:1"}, "model"),
+        ({"service": "reward_model", "url": "http://a:1"}, "model"),
+        ({"service": "reward_model", "model": "m"}, "service"),
         (
             {"model": "m", "terms": {"model": RewardTermConfig(function="math")}},
-            "terms.model is a bad name; allowed with model: another",
+            "terms.model",
         ),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], field: str) -> None:
+    with raises(InputError, field=field):
         ScoringConfig(**settings)
 
 
 def test_what_needs_scores_during_the_rollout_is_refused_on_the_ranks_and_allowed_with_a_server() -> None:
     dynamic = DynamicSamplingConfig(max_rounds=1)
     on_ranks = ScoringConfig(model="m")
-    with pytest.raises(
-        ValueError, match=r"dynamic_sampling.max_rounds is 1; allowed: 0 with reward.model on the ranks"
-    ):
+    with raises(InputError, field="dynamic_sampling.max_rounds", allowed="0"):
         JobConfig(reward=on_ranks, dynamic_sampling=dynamic)
     served = ScoringConfig(model="m", url="http://a:1", service="reward_model")
     assert JobConfig(reward=served, dynamic_sampling=dynamic).reward.model == "m"
 
     class Remax(JobConfig):
+        algorithm = PolicyConfig(advantage="remax")
         greedy_baseline = True
 
-    with pytest.raises(ValueError, match=r"reward.model is m; allowed with a greedy baseline \(ReMax\): null"):
+    with raises(InputError, field="reward.model"):
         Remax(reward=on_ranks)
 
 

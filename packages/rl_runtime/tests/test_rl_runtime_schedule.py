@@ -21,6 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from plinth_testing.errors import raises
 from rl_data import Prompt, PromptSampler
 from rl_runtime.config import TrainerConfig
 from rl_runtime.errors import InputError, RolloutFailed
@@ -362,30 +363,30 @@ SECTIONS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("sections", "message"),
+    ("sections", "field"),
     [
-        ({"trainer": {"max_staleness": -1}}, "max_staleness is -1; allowed: 0"),
-        ({"trainer": STALE | {"take_turns": "both"}}, "take_turns is both; allowed: never, or null, with max_stale"),
-        ({"trainer": {"stale_groups": "drop"}}, "stale_groups is drop; allowed: finish with trainer.max_staleness=0"),
-        ({"trainer": STALE | {"stale_groups": "drop"}}, "allowed: finish without oversampling.extra_prompts"),
-        ({"trainer": STALE, "rollout": {"deterministic": True}}, "rollout.deterministic is True; allowed: false with"),
+        ({"trainer": {"max_staleness": -1}}, "max_staleness"),
+        ({"trainer": STALE | {"take_turns": "both"}}, "trainer.take_turns"),
+        ({"trainer": {"stale_groups": "drop"}}, "trainer.stale_groups"),
+        ({"trainer": STALE | {"stale_groups": "drop"}}, "trainer.stale_groups"),
+        ({"trainer": STALE, "rollout": {"deterministic": True}}, "rollout.deterministic"),
         (
             {"trainer": STALE, "dynamic_sampling": {"max_rounds": 2}, "oversampling": {"extra_prompts": 1}},
-            "max_rounds is 2; allowed: 0 with trainer.max_staleness=1 and oversampling.extra_prompts=1",
+            "dynamic_sampling.max_rounds",
         ),
-        ({"trainer": STALE, "oversampling": {"extra_prompts": 99}}, "extra_prompts is 99; allowed: at most batch"),
+        ({"trainer": STALE, "oversampling": {"extra_prompts": 99}}, "oversampling.extra_prompts"),
         (
             {"trainer": STALE, "oversampling": {"extra_prompts": 1, "partial_rollouts": False}},
-            "partial_rollouts is False; allowed: true with trainer.max_staleness=1",
+            "oversampling.partial_rollouts",
         ),
         (
             {"trainer": STALE, "rollout": {"urls": ("http://h:1",)}, "sync": {"running_requests": "keep"}},
-            "running_requests is keep; allowed: wait with trainer.max_staleness=1 and rollout.urls",
+            "sync.running_requests",
         ),
     ],
 )
-def test_what_does_not_work_during_generation_is_refused(sections: dict[str, dict[str, Any]], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_what_does_not_work_during_generation_is_refused(sections: dict[str, dict[str, Any]], field: str) -> None:
+    with raises(InputError, field=field):
         JobConfig(**{name: SECTIONS[name](**keys) for name, keys in sections.items()})
 
 

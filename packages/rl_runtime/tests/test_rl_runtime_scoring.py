@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from plinth_testing.errors import raises
 from rl_data import make_reward
 from rl_runtime.app.first_prompts import check_functions
 from rl_runtime.errors import InputError
@@ -160,45 +161,45 @@ def test_only_rewards_of_the_registry_look_at_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "field"),
     [
-        ({"url": "localhost:8000"}, "url is 'localhost:8000'"),
-        ({"url": "http://a:port/score"}, "url is 'http://a:port/score'; allowed: http"),
-        ({"url": "http:///score"}, "url is"),
-        ({"url": "http://a/b", "function": "a:b"}, "or no function"),
-        ({"url": "http://a", "service": "judge"}, "judge_prompt is null"),
-        ({"service": "pooling"}, "service is 'pooling'"),
-        ({"url": "http://a", "service": "judge", "judge_prompt": "{answer}"}, "judge_prompt is .*KeyError: 'answer'"),
-        ({"url": "http://a", "service": "judge", "judge_prompt": 'as {"score": 1}'}, "for braces"),
-        ({"url": "http://a", "service": "judge", "judge_prompt": "{}"}, "judge_prompt is"),
-        ({"url": "http://a", "judge_prompt": "Grade {response}"}, "null with service=http"),
-        ({"url": "http://a", "service": "pooling", "label": 1}, "label is 1"),
-        ({"url": "http://a", "service": "classification", "label": -1}, "label is -1"),
-        ({"batched": True}, "batched is true; allowed: false without function"),
-        ({"terms": {"a": {"function": "length"}}}, "limit=None"),
-        ({"terms": {"a": {"function": "nonsense"}}}, "function is 'nonsense'; allowed: gsm8k"),
-        ({"terms": {"a": {"function": "math", "weight": math.inf}}}, "weight is inf"),
-        ({"terms": {"a": {"function": "math", "batched": True}}}, "batched is true; allowed: false"),
-        ({"terms": {"a": {"function": "math", "weight": 0}}}, "weight 0 only"),
-        ({"terms": {"a b": {"function": "math"}}}, "terms.a b is a bad name"),
+        ({"url": "localhost:8000"}, "url"),
+        ({"url": "http://a:port/score"}, "url"),
+        ({"url": "http:///score"}, "url"),
+        ({"url": "http://a/b", "function": "a:b"}, "url"),
+        ({"url": "http://a", "service": "judge"}, "judge_prompt"),
+        ({"service": "pooling"}, "service"),
+        ({"url": "http://a", "service": "judge", "judge_prompt": "{answer}"}, "judge_prompt"),
+        ({"url": "http://a", "service": "judge", "judge_prompt": 'as {"score": 1}'}, "judge_prompt"),
+        ({"url": "http://a", "service": "judge", "judge_prompt": "{}"}, "judge_prompt"),
+        ({"url": "http://a", "judge_prompt": "Grade {response}"}, "judge_prompt"),
+        ({"url": "http://a", "service": "pooling", "label": 1}, "label"),
+        ({"url": "http://a", "service": "classification", "label": -1}, "label"),
+        ({"batched": True}, "batched"),
+        ({"terms": {"a": {"function": "length"}}}, "options"),
+        ({"terms": {"a": {"function": "nonsense"}}}, "function"),
+        ({"terms": {"a": {"function": "math", "weight": math.inf}}}, "weight"),
+        ({"terms": {"a": {"function": "math", "batched": True}}}, "batched"),
+        ({"terms": {"a": {"function": "math", "weight": 0}}}, "terms"),
+        ({"terms": {"a b": {"function": "math"}}}, "terms.a b"),
         (
             {"terms": {"a": {"function": "math"}}, "method": "flexible"},
-            "method is flexible; allowed: strict with terms",
+            "method",
         ),
-        ({"terms": {"episode": {"function": "math"}}}, "but not episode"),
-        ({"terms": {"a": {"function": "math"}}, "function": "a:b"}, "terms is given; allowed: empty"),
-        ({"terms": {"a": {"function": "code", "options": {"timeout_s": 30}}}}, "terms.a.options.timeout_s is 30"),
+        ({"terms": {"episode": {"function": "math"}}}, "terms.episode"),
+        ({"terms": {"a": {"function": "math"}}, "function": "a:b"}, "terms"),
+        ({"terms": {"a": {"function": "code", "options": {"timeout_s": 30}}}}, "terms.a.options.timeout_s"),
         ({"num_workers": 0}, "num_workers"),
         ({"timeout_s": 0}, "timeout_s"),
         ({"start_timeout_s": 0}, "start_timeout_s"),
     ],
 )
-def test_scoring_that_cannot_work_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_scoring_that_cannot_work_is_refused(settings: dict[str, Any], field: str) -> None:
     def scoring() -> ScoringConfig:
         terms = {name: RewardTermConfig(**term) for name, term in settings.get("terms", {}).items()}
         return ScoringConfig(**{**settings, "terms": terms})
 
-    with pytest.raises(ValueError, match=message):
+    with raises(InputError, field=field):
         scoring()
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from ds_engine import EngineConfig, OptimConfig, StepStats
 from plinth_testing import write_tiny_model
+from plinth_testing.errors import raises
 from rl_data import DataConfig, Demonstration, PromptSampler
 from rl_runtime.app.supervised_run import check_lengths, hold_out
 from rl_runtime.config import TrainingConfig
@@ -214,45 +215,45 @@ def test_demonstrations_longer_than_the_models_positions_are_refused(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "field"),
     [
-        ({"token_budget": 0}, "token_budget is 0; allowed: 1 or more"),
-        ({"token_budget": 9, "micro_batch_size": 2}, "token_budget is 9; allowed: null with micro_batch_size"),
-        ({"data": DataConfig(train=("a.jsonl",))}, "data.train is .*name them in supervised.files"),
-        ({"data": DataConfig(val=("a.jsonl",))}, "data.val is .*name them in supervised.val_files"),
-        ({"data": DataConfig(max_val_prompts=3)}, "data.max_val_prompts is given; allowed: its default"),
-        ({"engine": EngineConfig(optim=OptimConfig(lr=0.1))}, "engine.optim is given.*supervised.optim"),
+        ({"token_budget": 0}, "token_budget"),
+        ({"token_budget": 9, "micro_batch_size": 2}, "token_budget"),
+        ({"data": DataConfig(train=("a.jsonl",))}, "data.train"),
+        ({"data": DataConfig(val=("a.jsonl",))}, "data.val"),
+        ({"data": DataConfig(max_val_prompts=3)}, "data.max_val_prompts"),
+        ({"engine": EngineConfig(optim=OptimConfig(lr=0.1))}, "engine.optim"),
         (
             {"trainer": TrainingConfig(keep_best=1, best_metric="val/loss", save_freq=2, test_freq=2)},
-            "trainer.keep_best is 1; allowed: 0 without held-out demonstrations",
+            "trainer.keep_best",
         ),
         (
             {
                 "trainer": TrainingConfig(keep_best=1, best_metric="val/loss", save_freq=3, test_freq=2),
                 "supervised": FineTuningConfig(val_size=2),
             },
-            r"unless test_freq \(2\) divides save_freq \(3\)",
+            "trainer.keep_best",
         ),
     ],
 )
-def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], field: str) -> None:
+    with raises(InputError, field=field):
         SupervisedJobConfig(**settings)
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "field"),
     [
-        ({"epochs": 0.0}, "epochs is 0.0; allowed: above 0"),
-        ({"val_size": -1}, "val_size is -1; allowed: 0 or more"),
-        ({"val_size": 1, "val_files": ("a",)}, "val_size is 1; allowed: 0 with val_files"),
-        ({"sample_tokens": 0}, "sample_tokens is 0; allowed: 1 or more"),
-        ({"max_length": 1}, "max_length is 1; allowed: 2 or more"),
-        ({"optim": OptimConfig(total_steps=3)}, "optim.total_steps is 3; allowed: null"),
+        ({"epochs": 0.0}, "epochs"),
+        ({"val_size": -1}, "val_size"),
+        ({"val_size": 1, "val_files": ("a",)}, "val_size"),
+        ({"sample_tokens": 0}, "sample_tokens"),
+        ({"max_length": 1}, "max_length"),
+        ({"optim": OptimConfig(total_steps=3)}, "optim.total_steps"),
     ],
 )
-def test_training_that_cannot_work_is_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_training_that_cannot_work_is_refused(settings: dict[str, Any], field: str) -> None:
+    with raises(InputError, field=field):
         FineTuningConfig(**settings)
 
 

@@ -138,7 +138,7 @@ class TrainingRun:
             train_supervised(model, examples, first, seed=self.trainer.seed, on_step=log)
             model.export(str(folder), str(configured))
         if self.uploader is not None:  # before the first checkpoint, which is useless without it
-            self.uploader.add_folder(folder)
+            self.uploader.add(folder)
         return self.for_ranks(folder)
 
     def for_ranks(self, folder: Path) -> str:

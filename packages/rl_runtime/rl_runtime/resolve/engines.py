@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from ds_engine import EngineConfig, ModelShape
 from ds_engine.planning.model_shape import FAMILIES
 
-from ..config import BUILTIN_MODEL, ModelConfig, value_of
+from ..config import BUILTIN_MODEL, ModelConfig
 from ..errors import InputError
 from ..launch.gpus import Gpu
+from ..rules import value_of
 from ..training.supervised_config import LearningRates
 from .resolved import ConfigT, ResolvedConfig
 

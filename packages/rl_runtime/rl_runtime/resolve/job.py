@@ -15,7 +15,6 @@ from rl_core.batching.layout import DEFAULT_TOKEN_BUDGET
 from rollout_vllm import untested_vllm
 
 from ..config import DEFAULT_NUM_RANKS
-from ..errors import InputError
 from ..job_config import JobConfig, JobConfigT
 from ..launch.gpus import Gpu
 from ..launch.session import read_memory
@@ -142,10 +141,8 @@ def _resolve_correction(resolved: ResolvedConfig[JobConfigT]) -> ResolvedConfig[
     if not staleness or not hasattr(resolved.config, "algorithm"):
         return resolved
     why = f"samples are up to {staleness} policy versions old"
-    try:
-        return resolved.with_default("algorithm.rollout_correction.mode", "truncate", why)
-    except InputError as error:
-        raise InputError(f"{error}; algorithm.rollout_correction.mode=none trains without it") from error
+    remedy = "algorithm.rollout_correction.mode=none trains without it"
+    return resolved.with_default("algorithm.rollout_correction.mode", "truncate", why, remedy=remedy)
 
 
 def _resolve_running_requests(resolved: ResolvedConfig[JobConfigT], untested: str | None) -> ResolvedConfig[JobConfigT]:

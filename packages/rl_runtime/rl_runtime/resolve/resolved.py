@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
-from ..config import RanksConfig, value_of
+from plinth_base.errors import PlinthError, prefix_fields
+
+from ..config import RanksConfig
 from ..errors import InputError
 from ..launch.gpus import Gpu
 from ..ranks.environment import why_cpu
+from ..rules import value_of
 
 ConfigT = TypeVar("ConfigT")
 
@@ -21,9 +24,11 @@ class ResolvedConfig(Generic[ConfigT]):
     config: ConfigT
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Dotted key -> why it has its value; given settings are not among them."""
+    consequences: Mapping[str, str] = field(default_factory=dict)
+    """Dotted key -> the setting from which its value follows."""
     devices: str = "the CPU"
     warning: str = ""
-    """Why the devices are other ones than the user named, in one line; empty if they are not."""
+    """Reason why the devices are not those that the user named, in one line; empty if they are."""
     memory: str = ""
     """The memory plan in one line; empty without one."""
     rank_bytes: int = 0
@@ -45,21 +50,31 @@ class ResolvedConfig(Generic[ConfigT]):
         least = min(gpu.free_bytes for gpu in gpus)
         return cls(config=config, devices=f"{len(gpus)} x {gpus[0].name} ({least / 2**30:.0f} GiB free)")
 
-    def with_default(self, key: str, value: Any, why: str) -> ResolvedConfig[ConfigT]:
+    def with_default(self, key: str, value: Any, why: str, *, remedy: str = "") -> ResolvedConfig[ConfigT]:
         """Sets a setting that is open: null or `auto`.
 
-        Raises InputError if the configuration does not take the value.
+        Raises InputError if the configuration does not take the value; `remedy`: what the user can do then.
         """
         if value_of(self.config, key) not in (None, "auto"):
             return self
+        return replace(self, config=self._with_value(key, value, why, remedy), reasons={**self.reasons, key: why})
+
+    def with_consequence(self, key: str, value: Any, why: str) -> ResolvedConfig[ConfigT]:
+        """Sets a setting that follows from others. `lines` does not list it, config.yaml and its comment have it."""
+        if value_of(self.config, key) == value:
+            return self
+        consequences = {**self.consequences, key: why}
+        return replace(self, config=self._with_value(key, value, why), consequences=consequences)
+
+    def _with_value(self, key: str, value: Any, why: str, remedy: str = "") -> ConfigT:
         try:
-            config = with_value(self.config, key, value)
+            return with_value(self.config, key, value)
         except ValueError as error:
-            raise InputError(f"{error}. {key}={_text(value)} was chosen: {why}") from error
-        return replace(self, config=config, reasons={**self.reasons, key: why})
+            origin = f"{key}={_text(value)} was chosen: {why}"
+            raise _refused(error, "; ".join(filter(None, (origin, remedy)))) from error
 
     def lines(self) -> list[str]:
-        """What was chosen, for the user: at most three lines."""
+        """The choices in at most three lines for the user."""
         warning = [self.warning] if self.warning else []
         if not self.reasons:
             return warning
@@ -67,8 +82,9 @@ class ResolvedConfig(Generic[ConfigT]):
         return [*warning, f"chosen for {self.devices}: {chosen}", *([self.memory] if self.memory else [])]
 
     def comment(self) -> str:
-        """What was chosen and why, one setting a line."""
-        lines = [f"{key}={_text(value_of(self.config, key))}: {why}" for key, why in self.reasons.items()]
+        """The choices with their reasons, one setting a line."""
+        reasons = {**self.reasons, **self.consequences}
+        lines = [f"{key}={_text(value_of(self.config, key))}: {why}" for key, why in reasons.items()]
         head = [f"Chosen for {self.devices}; every other value was given or is a default."] if lines else []
         return "\n".join([*head, *lines, *([self.memory] if self.memory else [])])
 
@@ -79,8 +95,20 @@ def device_warning(trainer: RanksConfig) -> str:
 
 
 def with_value(config: Any, key: str, value: Any) -> Any:
+    """The configuration with another value of a dotted key. Raises ValueError if it is not allowed."""
     name, _, rest = key.partition(".")
-    return replace(config, **{name: with_value(getattr(config, name), rest, value) if rest else value})
+    if rest:
+        with prefix_fields(name):
+            value = with_value(getattr(config, name), rest, value)
+    return replace(config, **{name: value})
+
+
+def _refused(error: ValueError, origin: str) -> InputError:
+    """The error of a chosen value, with the origin of the choice as its remedy."""
+    if not isinstance(error, PlinthError):
+        return InputError(str(error), remedy=origin)
+    remedy = "; ".join(filter(None, (error.remedy, origin)))
+    return InputError(error.problem, field=error.field, value=error.value, allowed=error.allowed, remedy=remedy)
 
 
 def _text(value: Any) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..config import check_at_least, check_value
+from ..rules import Feature, Rule, check_at_least, check_value, only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +34,9 @@ class EpisodeConfig:
     """Seconds after which an episode fails and is left out of the batch; null: no limit."""
 
     def __post_init__(self) -> None:
-        if self.function is not None and self.environment is not None:
-            raise ValueError(f"environment is {self.environment!r}; allowed: null with a function ({self.function!r})")
-        if self.options and self.environment is None:
-            raise ValueError(f"options is {dict(self.options)}; allowed: {{}} without an environment")
+        is_one = self.function is None or self.environment is None
+        check_value(self, "environment", is_one, f"null with a function ({self.function!r})")
+        check_value(self, "options", not self.options or self.environment is not None, "{} without an environment")
         check_at_least(1, self, "max_turns", "max_environments")
         for name in ("step_timeout_s", "start_timeout_s"):
             check_value(self, name, getattr(self, name) > 0, "above 0 seconds")
@@ -72,5 +71,80 @@ class DynamicSamplingConfig:
     def __post_init__(self) -> None:
         check_at_least(0, self, "max_rounds")
         check_value(self, "min_spread", 0 <= self.min_spread < math.inf, "0 or more")
-        if self.min_spread and not self.max_rounds:
-            raise ValueError(f"min_spread is {self.min_spread}; allowed: 0 with max_rounds=0, which keeps every group")
+        is_read = not self.min_spread or self.max_rounds > 0
+        check_value(self, "min_spread", is_read, "0 with max_rounds=0, which keeps every group")
+
+
+OVERSAMPLING = Feature(
+    key="oversampling.extra_prompts",
+    rules=(
+        only(
+            "rollout.log_probs",
+            True,
+            when=lambda c: c.oversampling.partial_rollouts,
+            why="and with partial_rollouts responses mix policy versions",
+        ),
+    ),
+)
+DYNAMIC_SAMPLING = Feature(
+    key="dynamic_sampling.max_rounds",
+    rules=(
+        only(
+            "dynamic_sampling.max_rounds",
+            0,
+            when=lambda c: c.sampling.n < 2,
+            why="and with sampling.n=1 no scores are compared within a group",
+        ),
+    ),
+)
+GREEDY_BASELINE = Feature(
+    key="algorithm.advantage",
+    is_on=lambda c: c.greedy_baseline,
+    rules=(
+        only("oversampling.extra_prompts", 0, why="and a partial rollout of an earlier policy version would lack it"),
+        only("dynamic_sampling.max_rounds", 0, why="and no scores are compared within a group"),
+        Rule(
+            field="reward.model",
+            allowed="null, or a served one (reward.url, reward.service=reward_model)",
+            holds=lambda c: not c.reward.model_on_ranks,
+            why="which a reward model on the ranks scores too late",
+        ),
+    ),
+)
+"""ReMax."""
+QUANTIZED_SERVERS = Feature(
+    key="rollout.quantization",
+    is_on=lambda c: c.rollout.quantization != "none",
+    rules=(
+        Rule(
+            field="rollout.quantization",
+            allowed="none without rollout.max_lora_rank",
+            holds=lambda c: c.rollout.max_lora_rank is not None,
+            why="and whole weights cannot be pushed into quantized layers, adapters alone can",
+        ),
+        only("rollout.log_probs", True, why="whose error they show"),
+    ),
+)
+QUANTIZED_CACHE = Feature(
+    key="rollout.kv_cache_dtype",
+    is_on=lambda c: c.rollout.kv_cache_dtype != "auto",
+    rules=(only("rollout.log_probs", True, why="whose error they show"),),
+)
+SERVED_ADAPTERS = Feature(
+    key="rollout.max_lora_rank",
+    rules=(
+        Rule(
+            field="rollout.max_lora_rank",
+            allowed="null without actor.lora.rank",
+            holds=lambda c: c.actor.lora is not None,
+            why="and there are no adapters to serve",
+        ),
+        Rule(
+            field="actor.lora.rank",
+            allowed="at most rollout.max_lora_rank",
+            holds=lambda c: c.actor.lora.rank <= c.rollout.max_lora_rank,
+            remedy="rollout.max_lora_rank=null merges adapters into the weights that are pushed",
+        ),
+        only("sync.quantize", "none", why="and adapters cannot be quantized"),
+    ),
+)

@@ -11,7 +11,9 @@ from urllib.parse import urlsplit
 from rl_data import REWARDS, Reward, RewardConfig, make_reward
 from rollout_vllm.config import read_api_key
 
-from ..config import FrozenModel, check_at_least, check_value
+from ..config import FrozenModel
+from ..errors import InputError
+from ..rules import Feature, check_at_least, check_value, only
 
 JUDGE_FIELDS = ("prompt", "response", "ground_truth", "data_source", "extra")
 """Fields that a judge prompt can use."""
@@ -38,24 +40,22 @@ class RewardTermConfig:
 
     def __post_init__(self) -> None:
         check_value(self, "weight", math.isfinite(self.weight), "a finite number")
-        if self.is_registered and self.batched:
-            raise ValueError(f"batched is true; allowed: false with a reward of the registry ({self.function})")
+        is_own = ":" in self.function
+        check_value(self, "function", is_own or self.is_registered, f"{', '.join(REWARDS)}, or package.module:function")
+        check_value(self, "batched", is_own or not self.batched, "false with a reward of the registry")
         if self.is_registered:
             self.registered()
-        elif ":" not in self.function:
-            names = ", ".join(REWARDS)
-            raise ValueError(f"function is {self.function!r}; allowed: {names}, or package.module:function")
 
     @property
     def is_registered(self) -> bool:
         return self.function in REWARDS
 
     def registered(self) -> Reward:
-        """The reward of the registry. Raises ValueError if an option is not allowed."""
+        """The reward of the registry. Raises InputError if an option is not allowed."""
         try:
             return make_reward(self.function, self.options)
         except ValueError as error:
-            raise ValueError(f"options.{error}") from None
+            raise InputError(str(error), field="options") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,24 +112,18 @@ class ScoringConfig(RewardConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_terms()
-        if self.batched and self.function is None:
-            raise ValueError("batched is true; allowed: false without function; terms have their own key")
+        check_value(self, "batched", not self.batched or self.function is not None, "false without function")
         if self.url is not None:
-            if not self.url.startswith(("http://", "https://")) or not _names_a_host(self.url):
-                raise ValueError(f"url is {self.url!r}; allowed: http://host:port/path or https://…")
-            if self.function is not None:
-                raise ValueError(
-                    f"url is {self.url!r}; allowed: null with a function ({self.function}), or no function"
-                )
+            check_value(self, "url", _is_http(self.url), "http://host:port/path or https://…")
+            check_value(self, "url", self.function is None, f"null with a function ({self.function})")
         self._check_model()
-        if self.service == "judge" and self.judge_prompt is None:
-            raise ValueError("judge_prompt is null; allowed with service=judge: the text of the judge's prompt")
+        needs_prompt = self.service == "judge" and self.judge_prompt is None
+        check_value(self, "judge_prompt", not needs_prompt, "with service=judge the text of the judge's prompt")
         if self.judge_prompt is not None:
             self._check_judge_prompt(self.judge_prompt)
-        if self.label < 0 or (self.label and self.service != "classification"):
-            raise ValueError(f"label is {self.label}; allowed: 0 or more with service=classification, else 0")
-        if self.service != "http" and self.url is None:
-            raise ValueError(f"service is {self.service!r}; allowed: http where url is null")
+        is_class = self.label >= 0 and (not self.label or self.service == "classification")
+        check_value(self, "label", is_class, "0 or more with service=classification, else 0")
+        check_value(self, "service", self.service == "http" or self.url is not None, "http where url is null")
         check_value(self, "api_key_file", self.api_key is None or self.api_key_file is None, "null if api_key is given")
         check_at_least(1, self, "num_workers")
         for name in ("timeout_s", "start_timeout_s"):
@@ -170,56 +164,75 @@ class ScoringConfig(RewardConfig):
 
     def _check_model(self) -> None:
         if self.model is None:
-            if self.service == "reward_model":
-                raise ValueError("model is null; allowed with service=reward_model: the folder that the server serves")
+            is_served = self.service == "reward_model"
+            check_value(self, "model", not is_served, "with service=reward_model the folder that the server serves")
             check_value(self, "model_weight", self.model_weight == 1, "1 where model is null")
             return
         check_value(self, "model_weight", math.isfinite(self.model_weight), "a finite number")
-        if self.function is not None:
-            raise ValueError(
-                f"model is {self.model!r}; allowed: null with a function ({self.function}); reward.terms add both"
-            )
-        if self.url is not None and self.service != "reward_model":
-            raise ValueError(
-                f"model is {self.model!r}; allowed: null with service={self.service}, or service=reward_model if "
-                f"{self.url} serves it"
-            )
+        remedy = "reward.terms add both"
+        check_value(self, "model", self.function is None, f"null with a function ({self.function})", remedy=remedy)
+        fits = self.url is None or self.service == "reward_model"
+        check_value(self, "model", fits, f"null with service={self.service}, or service=reward_model")
 
     def _check_terms(self) -> None:
-        if self.terms and (self.function or (self.url and self.service != "reward_model")):
-            raise ValueError("terms is given; allowed: empty with function or url, which score alone")
+        scores_alone = self.function or (self.url and self.service != "reward_model")
+        if self.terms and scores_alone:
+            raise InputError("function or url score alone", field="terms", allowed="none")
         for name in ("method", "format_score"):
-            value, default = getattr(self, name), getattr(RewardConfig(), name)
-            if self.terms and value != default:
-                raise ValueError(f"{name} is {value}; allowed: {default} with terms, which have options.{name} instead")
+            default = getattr(RewardConfig(), name)
+            is_default = not self.terms or getattr(self, name) == default
+            check_value(self, name, is_default, f"{default} with terms", remedy=f"terms have options.{name} instead")
         for name, term in self.terms.items():
-            if not re.fullmatch(r"[A-Za-z][\w-]*", name, re.ASCII) or name == EPISODE_TERM:
-                raise ValueError(
-                    f"terms.{name} is a bad name; allowed: letters, digits, _ and -, but not {EPISODE_TERM}"
-                )
-            if name == MODEL_TERM and self.model is not None:
-                raise ValueError(f"terms.{name} is a bad name; allowed with model: another, because it names the model")
-            if term.is_registered and (limit_s := term.registered().max_duration_s) >= self.timeout_s:
-                raise ValueError(
-                    f"terms.{name}.options.timeout_s is {limit_s:g}; allowed: below timeout_s ({self.timeout_s:g}), "
-                    "so that a slow program scores 0 and is not left out"
-                )
+            self._check_term(name, term)
         weights = [term.weight for term in self.terms.values()] + ([] if self.model is None else [self.model_weight])
         if weights and not any(weights):
-            what = "terms have weight 0 only" if self.model is None else "model_weight and the weights of terms are 0"
-            raise ValueError(f"{what}; allowed: at least one other weight")
+            field = "terms" if self.model is None else "model_weight"
+            raise InputError("every weight is 0", field=field, allowed="at least one other weight")
+
+    def _check_term(self, name: str, term: RewardTermConfig) -> None:
+        field = f"terms.{name}"
+        if not re.fullmatch(r"[A-Za-z][\w-]*", name, re.ASCII) or name == EPISODE_TERM:
+            raise InputError("bad name", field=field, allowed=f"letters, digits, _ and -, but not {EPISODE_TERM}")
+        if name == MODEL_TERM and self.model is not None:
+            raise InputError(f"with model, {name} is the name of the model's term", field=field, allowed="another name")
+        if term.is_registered and (limit_s := term.registered().max_duration_s) >= self.timeout_s:
+            raise InputError(
+                f"a program of {limit_s:g} s would be left out, instead of scoring 0",
+                field=f"{field}.options.timeout_s",
+                value=limit_s,
+                allowed=f"below timeout_s ({self.timeout_s:g})",
+            )
 
     def _check_judge_prompt(self, judge_prompt: str) -> None:
-        if self.service != "judge":
-            raise ValueError(f"judge_prompt is given; allowed: null with service={self.service}")
+        check_value(self, "judge_prompt", self.service == "judge", f"null with service={self.service}")
         try:
             judge_prompt.format(**{**dict.fromkeys(JUDGE_FIELDS, ""), "extra": defaultdict(str)})
         except (LookupError, ValueError, AttributeError) as error:
             names = ", ".join(f"{{{name}}}" for name in JUDGE_FIELDS)
-            raise ValueError(
-                f"judge_prompt is {judge_prompt!r}; allowed: text with {names}, and {{{{ and }}}} for braces "
-                f"({type(error).__name__}: {error})"
+            raise InputError(
+                f"{type(error).__name__}: {error}",
+                field="judge_prompt",
+                value=judge_prompt,
+                allowed=f"text with {names}, and {{{{ and }}}} for braces",
             ) from None
+
+
+REWARD_MODEL = Feature(
+    key="reward.model",
+    is_on=lambda c: c.reward.model_on_ranks,
+    rules=(
+        only(
+            "dynamic_sampling.max_rounds",
+            0,
+            why="and on the ranks it scores after the rollout",
+            remedy="serve it (reward.url, reward.service=reward_model)",
+        ),
+    ),
+)
+
+
+def _is_http(url: str) -> bool:
+    return url.startswith(("http://", "https://")) and _names_a_host(url)
 
 
 def _names_a_host(url: str) -> bool:

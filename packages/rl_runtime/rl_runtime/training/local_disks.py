@@ -123,8 +123,10 @@ def _check_storage(url: str, name: str) -> float:
         remote = RemoteCheckpoints(url)
         if remote.read_text(name) is None:
             raise InputError(
-                f"trainer.checkpoint_url is {url}, where this host does not see what the driver's host writes; "
-                "allowed with trainer.local_disks: a storage that all hosts share"
+                "this host does not see what the driver's host writes",
+                field="trainer.checkpoint_url",
+                value=url,
+                allowed="with trainer.local_disks, a storage that all hosts share",
             )
         remote.check_writable()
     return 0.0

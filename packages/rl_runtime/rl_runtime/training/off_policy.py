@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Literal
 
 from rl_core import ImportanceLevel
 
-from ..config import check_value
+from ..errors import InputError
+from ..rules import check_value
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,16 +43,20 @@ class RolloutCorrection:
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_ratio < math.inf:
-            raise ValueError(
-                f"max_ratio is {self.max_ratio}; allowed: a finite number from 1, the ratio of equal probabilities"
+            raise InputError(
+                field="max_ratio",
+                value=self.max_ratio,
+                allowed="a finite number from 1, the ratio of equal probabilities",
             )
         check_value(self, "min_ratio", 0 <= self.min_ratio <= 1, "0 to 1, the ratio of equal probabilities")
         check_value(self, "min_ratio", self.min_ratio != self.max_ratio, f"below max_ratio ({self.max_ratio})")
         others = [key for key in fields(self) if key.name != "mode"]
         if not self.enabled and any(getattr(self, key.name) != key.default for key in others):
-            raise ValueError(
-                f"mode is {self.mode or 'null'}, so level ({self.level}), max_ratio ({self.max_ratio}) and min_ratio "
-                f"({self.min_ratio}) have no effect; allowed: truncate or mask, or their defaults"
+            raise InputError(
+                f"level ({self.level}), max_ratio ({self.max_ratio}) and min_ratio ({self.min_ratio}) have no effect",
+                field="mode",
+                value=self.mode,
+                allowed="truncate or mask, or their defaults",
             )
 
     @property

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rl_core import KLKind, LossAggregation, check_clip
 
-from ..config import check_at_least, check_value
 from ..rollout.config import DynamicSamplingConfig
+from ..rules import check_at_least, check_value
 from .off_policy import RolloutCorrection, check_rollout_correction
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from ds_engine import OptimConfig
 from rl_data import TurnsTrained
 
-from ..config import check_at_least, check_value
+from ..rules import check_at_least, check_value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +83,8 @@ class FineTuningConfig(SupervisedConfig):
         check_at_least(0, self, "val_size", "num_samples")
         check_at_least(1, self, "sample_tokens")
         check_value(self, "epochs", 0 < self.epochs < math.inf, "above 0")
-        if self.val_files and self.val_size:
-            raise ValueError(f"val_size is {self.val_size}; allowed: 0 with val_files, which are all held out")
+        is_read = not self.val_files or not self.val_size
+        check_value(self, "val_size", is_read, "0 with val_files, which are all held out")
 
     @property
     def trains(self) -> bool:

@@ -6,7 +6,8 @@ from typing import Literal
 from rl_core import DivergenceKind
 from rollout_vllm import RolloutConfig
 
-from ..config import FrozenModel, check_value
+from ..config import FrozenModel
+from ..rules import check_value
 
 Signal = Literal["sampled", "top_k", "full"]
 
@@ -43,19 +44,16 @@ class TeacherConfig:
 
     def __post_init__(self) -> None:
         places = {"sampled": ("server", "ranks"), "top_k": ("server",), "full": ("ranks",)}
-        if self.on not in places[self.signal]:
-            raise ValueError(f"on is {self.on}; allowed: {' or '.join(places[self.signal])} with signal={self.signal}")
+        has_signal = self.on in places[self.signal]
+        check_value(self, "on", has_signal, f"{' or '.join(places[self.signal])} with signal={self.signal}")
         check_value(self, "top_k", self.top_k >= 1, "1 or more")
-        if self.signal == "sampled" and self.divergence != "reverse":
-            raise ValueError(f"divergence is {self.divergence}; allowed: reverse with signal=sampled")
+        is_reverse = self.signal != "sampled" or self.divergence == "reverse"
+        check_value(self, "divergence", is_reverse, "reverse with signal=sampled")
         check_value(self, "beta", 0 < self.beta < 1, "above 0 and below 1")
         check_value(self, "discount", 0 <= self.discount <= 1, "0 to 1")
         check_value(self, "weight", 0 < self.weight < float("inf"), "above 0")
-        if self.server.max_lora_rank is not None:
-            raise ValueError(
-                f"server.max_lora_rank is {self.server.max_lora_rank}; allowed: null, because servers of vLLM 0.32 "
-                "with LoRA enabled fail on log-probs of given tokens"
-            )
+        problem = "servers of vLLM 0.32 with LoRA enabled fail on log-probs of given tokens"
+        check_value(self, "server.max_lora_rank", self.server.max_lora_rank is None, "null", problem=problem)
 
     @property
     def frozen_models(self) -> tuple[FrozenModel, ...]:

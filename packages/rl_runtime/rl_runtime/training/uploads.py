@@ -85,11 +85,11 @@ def naming_storage(url: str, *, key: str = "trainer.checkpoint_url") -> Iterator
     except InputError:
         raise
     except CheckpointUsageError as error:
-        raise InputError(f"{key} is {error}") from error
+        raise InputError(error.problem, field=key, value=url) from error
     except CheckpointError:
         raise
     except Exception as error:  # every storage has classes of its own
-        raise InputError(f"{key} is {url}: {type(error).__name__}: {error}") from error
+        raise InputError(f"{type(error).__name__}: {error}", field=key, value=url) from error
 
 
 def check_checkpoint_url(trainer: TrainingConfig) -> None:
@@ -115,7 +115,12 @@ def open_uploader(trainer: TrainingConfig, run: Path, report: Callable[[str], No
     remote = remote_run(trainer.checkpoint_url, run.name)
     with naming_storage(trainer.checkpoint_url):
         if remote.steps():
-            raise InputError(f"{remote.url} has the checkpoints of another run; give another trainer.experiment")
+            raise InputError(
+                f"{remote.url} has the checkpoints of another run",
+                field="trainer.experiment",
+                value=trainer.experiment,
+                remedy="give another name",
+            )
     if trainer.local_disks:
         report(
             f"trainer.local_disks: each host uploads the files of its ranks; checkpoints are published in {remote.url}"
