@@ -9,8 +9,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..config import DataConfig
 from ..errors import BadRowsError, DataError
@@ -89,8 +91,7 @@ class _Reader:
         self._config, self._report, self.spool = config, report, spool
         self._bad = _BadRows(report, skip=config.skip_bad, remedy="Or drop all such rows: --skip-bad.")
         self._leaks = _BadRows(report, skip=False, remedy="Or drop them: --contaminated drop.")
-        self._tokenizer = None if config.tokenizer is None else load_tokenizer(config.tokenizer)
-        self._renderer = None if self._tokenizer is None else Renderer(self._tokenizer, DataConfig())
+        self._renderer = Renderer(load_tokenizer(config.tokenizer), DataConfig()) if config.tokenizer else None
         self._near = NearDuplicates(config.similarity) if config.duplicates == "near" else None
         self._held_out, self._held_out_places = HeldOut(n=config.ngram, share=config.overlap), list[Place]()
         for file in config.held_out:
@@ -165,7 +166,7 @@ class _Reader:
         """Adds rows, their normalized prompts and the tokens of these."""
         records = [record for _, record, *_ in rows]
         contexts = [_context(record) for record in records]
-        keys = {
+        keys: dict[str, NDArray[Any]] = {
             "content": digests(map(json_text, records)),
             "text": digests(texts),
             "prompt": digests(map("\n".join, zip(texts, contexts, strict=True))),
@@ -184,7 +185,7 @@ class _Reader:
         if self._renderer is None:
             return len(text_of(messages)), len(response)
         prompt = self._renderer(messages, json.loads(record["tools"] or "[]"), place)
-        (response_ids,) = encode([response], self._tokenizer, add_special_tokens=False)
+        (response_ids,) = encode([response], self._renderer.tokenizer, add_special_tokens=False)
         return len(self._renderer.encode([prompt])[0]), len(response_ids)
 
     def _is_outside(self, place: Place, record: Record, prompt_length: int, response_length: int) -> bool:

@@ -87,7 +87,7 @@ def fingerprint(path: Path) -> tuple[int, str]:
             sha256.update(str(file.relative_to(path)).encode() if file != path else b"")
             num_bytes += file.stat().st_size
             with file.open("rb") as stream:
-                hashlib.file_digest(stream, lambda: sha256)  # type: ignore[arg-type, return-value]
+                hashlib.file_digest(stream, lambda: sha256)
     return num_bytes, sha256.hexdigest()
 
 
