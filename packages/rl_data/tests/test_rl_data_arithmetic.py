@@ -23,7 +23,7 @@ from rl_data.tasks.arithmetic import WORKING_SHARE, WRONG_SHARE, working
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> TaskFiles:
-    return write_task(tmp_path_factory.mktemp("task"), num_train=600, num_val=200, num_demonstrations=2000, seed=3)
+    return write_task(tmp_path_factory.mktemp("task"), num_train=1100, num_val=300, num_demonstrations=2000, seed=3)
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
@@ -36,7 +36,7 @@ def _pair(question: str) -> tuple[int, int]:
 
 
 def test_files_are_gsm8k_parquet(task: TaskFiles) -> None:
-    assert check_files([task.train, task.val, task.demonstrations]) == 2800
+    assert check_files([task.train, task.val, task.demonstrations]) == 3400
     assert pq.read_schema(task.train).names == ["question", "answer"]
 
 
@@ -72,10 +72,10 @@ def test_shares_of_demonstration_styles(task: TaskFiles) -> None:
 
 
 def test_same_seed_same_rows(tmp_path: Path, task: TaskFiles) -> None:
-    again = write_task(tmp_path, num_train=600, num_val=200, num_demonstrations=2000, seed=3)
+    again = write_task(tmp_path, num_train=1100, num_val=300, num_demonstrations=2000, seed=3)
     for name in ("train", "val", "demonstrations"):
         assert _rows(getattr(task, name)) == _rows(getattr(again, name))
-    other = write_task(tmp_path, num_train=600, num_val=200, num_demonstrations=2000, seed=4)
+    other = write_task(tmp_path, num_train=1100, num_val=300, num_demonstrations=2000, seed=4)
     assert _rows(task.train) != _rows(other.train)
 
 
