@@ -71,13 +71,6 @@ def test_an_old_driver_is_refused_before_any_download(tmp_path: Path, version: s
     assert not (tmp_path / ".venv").exists()
 
 
-@pytest.mark.parametrize(("options", "stack"), [(["--wich"], ""), (["--which", "--force"], ""), (["--which"], "gpu")])
-def test_bad_arguments_are_refused(tmp_path: Path, options: list[str], stack: str) -> None:
-    done = run_setup(tmp_path, *options, stack=stack)
-    assert done.returncode == 1
-    assert done.stderr.startswith("setup: error:")
-
-
 def test_a_wheelhouse_does_not_mix_two_lists(tmp_path: Path) -> None:
     """pip would take any of two files of one version, and refuse the one whose hash is not in the list."""
     house = tmp_path / "wheelhouse"
@@ -104,23 +97,6 @@ def test_a_wheelhouse_without_files_for_this_python_is_refused(tmp_path: Path, m
     assert f"{house} has no files for Python {sys.version_info.major}.{sys.version_info.minor}" in done.stderr
     assert "It has those for Python 3.9: PLINTH_PYTHON=/path/to/python names one." in done.stderr
     assert not (tmp_path / ".venv").exists()
-
-
-def test_another_program_than_python_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PLINTH_PYTHON", "/bin/true")
-    done = run_setup(tmp_path, stack="cpu")
-    assert done.returncode == 1
-    assert (
-        "PLINTH_PYTHON=/bin/true is not a Python with venv and ensurepip of these versions: 3.11 3.12 3.13"
-        in done.stderr
-    )
-
-
-def test_both_scripts_have_the_same_pythons() -> None:
-    setup, lock = ((REPO / "scripts" / name).read_text() for name in ("setup.sh", "lock.sh"))
-    [installed] = re.findall(r'^pythons="(.+)"$', setup, re.MULTILINE)
-    locked = re.findall(r'^(?:python|other_pythons)="?([0-9. ]+)"?$', lock, re.MULTILINE)
-    assert installed == " ".join(locked)
 
 
 def pins(name: str) -> dict[str, str]:
