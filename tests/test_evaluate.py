@@ -395,6 +395,7 @@ def responses(folder: Path, name: str) -> list[str]:
     return [sample["response"] for line in lines for sample in json.loads(line)["samples"]]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_a_sweep_pushes_every_checkpoint_to_one_server(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

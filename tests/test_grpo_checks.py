@@ -1,5 +1,6 @@
 """Configurations that the GRPO app refuses before any process starts; its check runs in this process."""
 
+import json
 import re
 from pathlib import Path
 
@@ -18,123 +19,151 @@ from run_kit import load_config
 DEMO = Path(__file__).resolve().parents[1] / "apps" / "grpo" / "presets" / "demo.yaml"
 
 
+REFUSED = """
+sampling.n: sampling.n=1
+temperature: sampling.temperature=0 sampling.n=2
+kl_coef: algorithm.kl_coef=.nan
+advantage: algorithm.advantage=gae
+algorithm.advantage: algorithm.advantage=rlo
+sampling.max_tokens: algorithm.overlong_penalty=1 algorithm.overlong_buffer=21
+dynamic_sampling.max_rounds: algorithm.advantage=reinforce_pp dynamic_sampling.max_rounds=1
+algorithm.loss: algorithm.loss=apps.grpo.calculator:nobody
+algorithm.loss: algorithm.loss=apps.grpo.calculator:calculate
+score: reward.score=0
+format_score: reward.format_score=1.0
+num_train: task.num_train=0
+seed: trainer.seed=-1
+step_timeout_s: trainer.step_timeout_s=0
+step_timeout_s: trainer.step_timeout_s=1e10
+experiment: trainer.experiment=a+b/c
+output_dir: trainer.output_dir=
+output_dir: trainer.output_dir=a[1]
+warm_start.optim.warmup_steps: warm_start.steps=5
+actor.optim.warmup_steps: trainer.total_training_steps=5 actor.optim.schedule=cosine actor.optim.warmup_steps=10
+actor.optim.total_steps: actor.optim.total_steps=7
+actor.dropout: actor.dropout=true
+max_model_len: sampling.max_tokens=64
+max_model_len: validation.max_tokens=64
+max_model_len: data.max_prompt_length=500
+builtin:tiny: data.val=some.parquet
+builtin:tiny: warm_start.files=some.parquet
+rollout.device: rollout.device=cuda
+max_lora_rank: rollout.max_lora_rank=8
+max_lora_rank: rollout.max_lora_rank=8 actor.lora.rank=16
+max_lora_rank: rollout.max_lora_rank=9 actor.lora.rank=4
+sync.transport: sync.transport=nccl
+GPU: trainer.device=cuda
+actor.attention: trainer.device=cpu actor.attention=flash4
+trainer.ray_address: trainer.ray_address=cluster
+Ray cluster: trainer.ray_address=127.0.0.1:9
+trainer.ray_address: trainer.ray_address=auto
+ranks_per_node: trainer.ranks_per_node=0
+num_ranks: trainer.num_ranks=1099511627776
+num_servers: rollout.num_servers=1099511627776
+mini_batch_size: trainer.num_ranks=2 batch.train_batch_size=3 batch.mini_batch_size=3 sampling.n=3
+127.0.0.1:9: rollout.urls=http://127.0.0.1:9
+one host: rollout.urls=http://198.51.100.7:9 sync.transport=shm
+api_key_file: rollout.urls=http://127.0.0.1:9 rollout.api_key_file=~nobody-here/key
+rollout.host: rollout.host=198.51.100.7
+kv_cache_gib: rollout.kv_cache_gib=1e5 rollout.num_servers=2
+kv_cache_gib: rollout.max_model_len=512 rollout.kv_cache_gib=0.0001
+stop_token_ids: sampling.stop_token_ids=[-1]
+reward.url: reward.url=http://127.0.0.1:9/score
+api_key_file: reward.url=http://127.0.0.1:9 reward.api_key_file=~nobody-here/key
+judge_prompt: reward.url=http://a:1 reward.service=judge reward.judge_prompt={answer}
+judge_prompt: reward.service=judge
+reward.function: reward.function=apps.grpo.calculator:calculate
+offload: trainer.save_freq=1 actor.zero.stage=3 actor.zero.offload.optimizer=nvme actor.zero.offload.nvme_path=/mnt
+offload.param: actor.zero.stage=2 actor.zero.offload.param=cpu
+nvme_path: actor.zero.stage=3 actor.zero.offload.optimizer=nvme actor.zero.offload.nvme_path=/no/where
+keep_every: trainer.keep_every=-1
+keep_best: trainer.keep_best=-1
+max_server_restarts: trainer.max_server_restarts=-1
+extra_prompts: oversampling.extra_prompts=-1
+episode.function: episode.function=apps.grpo.calculator:nobody
+episode.function: episode.function=apps.grpo.calculator:calculate
+timeout_s: episode.timeout_s=0
+max_turns: episode.max_turns=0
+episode.environment: episode.environment=apps.grpo.stones:Nobody
+reset: episode.environment=apps.grpo.calculator:calculate
+episode.options: episode.environment=apps.grpo.stones:StoneGame episode.options={size:3}
+stones: episode.environment=apps.grpo.stones:StoneGame
+environment: episode.environment=a:B episode.function=a:b
+episode.options: episode.options={size:3}
+run folder: trainer.resume=auto trainer.resume_from=nowhere
+resume_from: trainer.resume_from=nowhere
+resume_from: trainer.resume=auto trainer.resume_from=
+resume_from: trainer.resume=auto trainer.resume_from=LONG
+output_dir: trainer.resume=auto trainer.output_dir=LONG
+checkpoint_url: trainer.checkpoint_url=nothing://runs
+checkpoint_url: trainer.checkpoint_url=file:///proc/runs
+checkpoint_url: trainer.checkpoint_url=memory://runs
+model.path: model.path=a*b warm_start.steps=0
+model.path: model.path=LONG warm_start.steps=0
+"""
+"""A word of the error, such as the key, and the settings that are refused."""
+
+
+@pytest.mark.parametrize("line", REFUSED.split("\n")[1:-1])
+def test_refused(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto_address, "read_raylets", lambda _: iter(()))  # a cluster of this host would be joined
+    word, settings = line.split(": ", 1)
+    overrides = settings.replace("LONG", "a" * 5000).replace("size:3", "size: 3").split(" ")
+    if "{size:" in overrides:  # the value has a blank
+        overrides = [*overrides[:-2], " ".join(overrides[-2:])]
+    with pytest.raises(ValueError, match=re.escape(word)):
+        check(load_config(GrpoConfig, presets=[DEMO], overrides=overrides))
+
+
+FILES = {
+    "empty.jsonl": "",
+    "other.jsonl": '{"question": "a", "solution": "#### 1"}\n',
+    "no_answer.jsonl": '{"question": "a", "answer": "#### 1"}\n{"question": "b", "answer": "no answer here"}\n',
+    "numbers.jsonl": '{"question": 1, "answer": "#### 1"}\n',
+    "lines.csv": "question,answer\na,#### 1\n",
+    "saved/dataset_dict.json": '{"splits": ["train", "test"]}',
+    "good.jsonl": '{"question": "a", "answer": "#### 1"}\n',
+}
+
+
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("settings", "words"),
     [
-        (["sampling.n=1"], "sampling.n"),
-        (["sampling.temperature=0", "sampling.n=2"], "temperature"),
-        (["algorithm.kl_coef=.nan"], "kl_coef"),
-        (["algorithm.advantage=gae"], "advantage: is gae; allowed: grpo, .*remax. gae needs a critic, .* PPO app"),
-        (["algorithm.advantage=rlo"], "algorithm.advantage"),
-        (["algorithm.overlong_penalty=1", "algorithm.overlong_buffer=21"], r"sampling.max_tokens \(20\)"),
-        (["algorithm.advantage=reinforce_pp", "dynamic_sampling.max_rounds=1"], "dynamic_sampling.max_rounds"),
-        (["algorithm.loss=apps.grpo.calculator:nobody"], "algorithm.loss is .* no function 'nobody'"),
-        (["algorithm.loss=apps.grpo.calculator:calculate"], r"cannot be called as calculate\(log_probs_K, batch\)"),
-        (["reward.score=0"], "score"),
-        (["reward.format_score=1.0"], "format_score"),
-        (["task.num_train=0"], "num_train"),
-        (["trainer.seed=-1"], "seed"),
-        (["trainer.step_timeout_s=0"], "step_timeout_s"),
-        (["trainer.experiment=a b"], "experiment"),
-        (["trainer.output_dir="], "output_dir"),
-        (["warm_start.steps=5"], r"warm_start\.optim\.warmup_steps=10"),
-        (
-            ["trainer.total_training_steps=5", "actor.optim.schedule=cosine", "actor.optim.warmup_steps=10"],
-            r"actor\.optim\.warmup_steps=10",
-        ),
-        (["actor.optim.total_steps=7"], "actor.optim.total_steps"),
-        (["actor.dropout=true"], "actor.dropout is true.* allowed: false"),
-        (["sampling.max_tokens=64"], "max_model_len=68"),
-        (["validation.max_tokens=64"], "max_model_len=68"),
-        (["data.max_prompt_length=500"], "max_model_len=68"),
-        (["data.val=some.parquet"], "builtin:tiny"),
-        (["warm_start.files=some.parquet"], "builtin:tiny"),
-        (["rollout.device=cuda"], "rollout.device"),
-        (["rollout.max_lora_rank=8"], "there are no adapters to serve"),
-        (["rollout.max_lora_rank=8", "actor.lora.rank=16"], "actor.lora.rank.*at most rollout.max_lora_rank"),
-        (["rollout.max_lora_rank=9", "actor.lora.rank=4"], "rollout.max_lora_rank: got 9; must be one of 1, 8, 16"),
-        (["sync.transport=nccl"], "sync.transport"),
-        (["trainer.device=cuda"], "GPUs"),
-        (["trainer.ray_address=cluster"], "trainer.ray_address is 'cluster'; allowed: auto, or host:port"),
-        (["trainer.ray_address=127.0.0.1:9"], "no Ray cluster can be joined there"),
-        (["trainer.ray_address=auto"], "trainer.ray_address is auto, but this host is no node of a Ray cluster"),
-        (["trainer.ranks_per_node=0"], "trainer.ranks_per_node: got 0; allowed: 1 or more"),
-        (["rollout.urls=http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
-        (["rollout.urls=http://198.51.100.7:9", "sync.transport=shm"], "works within one host only"),
-        (["reward.url=http://127.0.0.1:9/score"], "reward.url is http://127.0.0.1:9/score: no service answers there"),
-        (["reward.url=http://a:1", "reward.service=judge", "reward.judge_prompt={answer}"], "judge_prompt"),
-        (
-            [
-                "trainer.save_freq=1",
-                "actor.zero.stage=3",
-                "actor.zero.offload.optimizer=nvme",
-                "actor.zero.offload.nvme_path=/mnt",
-            ],
-            "whose files no checkpoint holds",
-        ),
-        (["trainer.keep_every=-1"], "keep_every"),
-        (["trainer.max_server_restarts=-1"], "max_server_restarts"),
-        (["episode.function=apps.grpo.calculator:nobody"], "episode.function is .*no function 'nobody'"),
-        (["episode.function=apps.grpo.calculator:calculate"], "no coroutine function"),
-        (["episode.timeout_s=0"], "timeout_s"),
-        (["reward.function=apps.grpo.calculator:calculate"], r"cannot be called as calculate\(response_text, prompt\)"),
-        (["reward.service=judge"], "judge_prompt"),
-        (["oversampling.extra_prompts=-1"], "extra_prompts"),
-        (["episode.environment=apps.grpo.stones:Nobody"], "episode.environment is .*no class 'Nobody'"),
-        (["episode.environment=apps.grpo.calculator:calculate"], r"which has no method reset\(prompt\)"),
-        (["episode.environment=apps.grpo.stones:StoneGame", "episode.options={size: 3}"], "episode.options is .*size"),
-        (
-            ["episode.environment=apps.grpo.stones:StoneGame"],
-            r"environment fails at the first prompt of training \(train:0\): .*KeyError: 'stones'; its columns in",
-        ),
-        (["episode.environment=a:B", "episode.function=a:b"], "allowed: null with a function"),
-        (["episode.options={size: 3}"], "allowed: {} without an environment"),
-        (["episode.max_turns=0"], "max_turns"),
-        (["trainer.keep_best=-1"], "keep_best"),
-        (["trainer.resume=auto", "trainer.resume_from=nowhere"], "no run folder"),
-        (["trainer.resume_from=nowhere"], "resume_from: .*null with resume=never"),
-        (["trainer.checkpoint_url=nothing://runs"], "checkpoint_url is nothing://runs: Protocol not known"),
-        (
-            ["trainer.checkpoint_url=file:///proc/runs"],
-            "checkpoint_url is file:///proc/runs: cannot be written",
-        ),
-        (["trainer.checkpoint_url=memory://runs"], "checkpoint_url.* memory:// ends with this process"),
-        (["actor.zero.stage=2", "actor.zero.offload.param=cpu"], "offload.param"),
-        (
-            ["actor.zero.stage=3", "actor.zero.offload.optimizer=nvme", "actor.zero.offload.nvme_path=/no/where"],
-            "actor.zero.offload.nvme_path is '/no/where'; allowed: an existing folder",
-        ),
-        (["trainer.output_dir=a[1]"], r"trainer.output_dir is .*a\[1\]', where vLLM finds no weights"),
-        (["model.path=a*b", "warm_start.steps=0"], "model.path: .*no such folder"),
-        (["model.path=" + "a" * 5000, "warm_start.steps=0"], "model.path: .*no such folder"),
-        (["trainer.resume=auto", "trainer.resume_from="], "trainer.resume_from is , which is no run folder"),
-        (["trainer.resume=auto", "trainer.resume_from=" + "a" * 5000], "trainer.resume_from: File name too long"),
-        (["trainer.resume=auto", "trainer.output_dir=" + "a" * 5000], "trainer.output_dir: File name too long"),
-        (["trainer.num_ranks=1099511627776"], "trainer.num_ranks: got 1099511627776; allowed: at most 65536"),
-        (["rollout.num_servers=1099511627776"], "rollout.num_servers: got 1099511627776; must be at most 4096"),
-        (["rollout.host=198.51.100.7"], "^rollout.host='198.51.100.7': must be the address of a network interface"),
-        (["rollout.host=" + "a" * 5000], "^rollout.host='aaaa.*': must be the address of a network interface"),
-        (["sampling.stop_token_ids=[-1]"], "sampling.stop_token_ids"),
-        (
-            ["rollout.urls=http://127.0.0.1:9", "rollout.api_key_file=~nobody-here/key"],
-            "^rollout.api_key_file is ~nobody-here/key",
-        ),
-        (["rollout.urls=http://127.0.0.1:9"], "^rollout.urls: no server answers at http://127.0.0.1:9"),
-        (
-            ["rollout.kv_cache_gib=1e5", "rollout.num_servers=2"],
-            r"^rollout.kv_cache_gib=1e\+05: 2 server\(s\) need more than the .* GiB of free memory",
-        ),
-        (
-            ["reward.url=http://127.0.0.1:9", "reward.api_key_file=~nobody-here/key"],
-            "^reward.api_key_file is ~nobody-here/key",
-        ),
-        (["trainer.step_timeout_s=1e10"], "trainer.step_timeout_s: got 10000000000.0; allowed: at most 1e.09 seconds"),
+        ("data.train=nowhere.parquet", "nowhere.parquet"),
+        ("data.train=empty.jsonl", "empty.jsonl"),
+        ("data.train=other.jsonl", "answer.*solution"),
+        ("data.train=no_answer.jsonl", "line 2.*answer"),
+        ("data.train=numbers.jsonl", "data.train.*question"),
+        ("data.train=lines.csv data.columns.prompt=text reward.method=flexible", "text.*question, answer"),
+        ("data.train=saved", "saved:train"),
+        ("trainer.seed=1", "data.train"),
+        ("data.train=good.jsonl model.path=bert", "BertLMHeadModel cannot be trained"),
+        ("data.train=good.jsonl model.path=empty", "tokenizer"),
+        ("reward.function=quits:score", "reward.function.*SystemExit"),
+        ("reward.function=broken:score", "reward.function.*SyntaxError"),
     ],
 )
-def test_refused(overrides: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto_address, "read_raylets", lambda _: iter(()))  # a cluster of this host would be joined
-    with pytest.raises(ValueError, match=message):
-        check(load_config(GrpoConfig, presets=[DEMO], overrides=overrides))
+def test_files_that_cannot_be_used_are_refused(
+    settings: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "quits.py").write_text("import sys\nsys.exit(0)\n")
+    (tmp_path / "broken.py").write_text("def score(:\n")
+    write_random_model("qwen3-tiny", tmp_path / "model")
+    for name in ("bert", "empty"):  # a check before loading reads no weights
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"")
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": "bert", "hidden_size": 32} | SMALL))
+    (tmp_path / "bert" / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=f"(?s){words}"):
+        check(load_config(GrpoConfig, overrides=["model.path=model", *settings.split()]))
+
+
+SMALL = {"num_attention_heads": 2, "num_hidden_layers": 1}
 
 
 @pytest.mark.parametrize(

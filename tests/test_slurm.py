@@ -1,6 +1,5 @@
 """Apps in jobs of `plinth slurm`, run as SLURM runs them: requeues, jobs side by side, two nodes, a recipe."""
 
-import csv
 import json
 import os
 import re
@@ -16,6 +15,7 @@ from plinth_testing.network_hosts import is_available
 from rl_data import build_tiny_model
 from run_kit.cluster.slurm import submission
 from run_kit.runs import list_runs
+from tests.run_folders import metrics_rows
 
 REPO = Path(__file__).resolve().parents[1]
 TINY = (
@@ -40,8 +40,7 @@ def environment() -> dict[str, str]:
 
 
 def steps_of(run: Path) -> list[int]:
-    with (run / "metrics.tsv").open() as file:
-        return [int(row["step"]) for row in csv.DictReader(file, delimiter="\t") if int(row["step"]) > 0]
+    return [int(row["step"]) for row in metrics_rows(run) if int(row["step"]) > 0]
 
 
 def test_two_jobs_on_one_node_are_queued_again_and_train_to_the_end(tmp_path: Path) -> None:

@@ -42,8 +42,8 @@ def share_right(result: PromptResult) -> float:
 
 def compare_all(evaluations: dict[str, Evaluation], config: EvaluateConfig) -> list[Comparison]:
     """Each model against the first one, on the prompts with the same id and ground truth."""
-    (first, baseline), *others = evaluations.items() if evaluations else [("", None)]
-    return [_compare(first, baseline, name, other, config) for name, other in others if baseline is not None]
+    names = list(evaluations)
+    return [_compare(names[0], evaluations[names[0]], name, evaluations[name], config) for name in names[1:]]
 
 
 def _compare(first: str, baseline: Evaluation, name: str, other: Evaluation, config: EvaluateConfig) -> Comparison:

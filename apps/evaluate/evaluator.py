@@ -74,6 +74,7 @@ class Evaluator(ExitStack):
         self._config, self._inputs, self._folder = config, inputs, folder
         self._are_pushed = several_models and not config.rollout.urls
         self._servers: ServerGroup | None = None
+        self._client: RolloutClient
         self._num_pushed = 0
 
     def load(self, model: Path | None) -> None:

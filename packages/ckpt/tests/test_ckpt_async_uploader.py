@@ -1,7 +1,5 @@
 """Background uploads: their order, what is kept, failures of the storage, and uploads that are cut off."""
 
-import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -193,68 +191,3 @@ def test_a_folder_is_uploaded_before_later_checkpoints_and_appears_whole(tmp_pat
     assert (out / "tokenizer" / "vocabulary").is_file()
     (tmp_path / "storage" / "run" / "model" / "manifest.json").unlink()
     assert not remote.has_folder("model"), "without its manifest it is unfinished"
-
-
-KILLED = """
-import sys, time
-from pathlib import Path
-from ckpt import AsyncUploader, CheckpointManager, RemoteCheckpoints
-root, storage = Path(sys.argv[1]), sys.argv[2]
-remote = RemoteCheckpoints(f"file://{storage}")
-put_file = remote.fs.put_file
-def slowly(*args, **options):
-    put_file(*args, **options)
-    print("file", flush=True)
-    sys.stdin.readline()
-remote.fs.put_file = slowly
-with AsyncUploader(root, remote) as uploader:
-    for step in CheckpointManager(root).steps():
-        uploader.add(CheckpointManager(root).read(step))
-"""
-
-
-def kill_after(command: list[str], num_files: int) -> None:
-    """Kills a process that waits for a line after every file, when it has dealt with so many."""
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        for number in range(num_files):
-            if number:
-                process.stdin.write("go on\n")
-                process.stdin.flush()
-            assert process.stdout.readline() == "file\n"
-        process.kill()
-
-
-@pytest.mark.slow
-def test_a_process_killed_while_it_uploads_or_downloads_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path / "here")
-    for step in (1, 2):
-        folder = manager.prepare(step)
-        for name in "abcd":
-            (folder / name).write_bytes(name.encode() * 1000)
-        manager.publish(step, state={})
-    manager.close()
-    storage = tmp_path / "storage"
-    for num_files, whole in ((2, []), (7, [1])):
-        command = [sys.executable, "-c", KILLED, str(manager.root), f"{storage}{num_files}"]
-        kill_after(command, num_files)
-        remote = RemoteCheckpoints(f"file://{storage}{num_files}")
-        assert remote.steps() == whole
-        assert len(remote.folders()) == len(whole) + 1, "the unfinished upload is there and does not count"
-    downloader = KILLED.split("remote = ")[0] + (
-        f"remote = RemoteCheckpoints('file://{storage}7')\n"
-        "get_file = remote.fs.get_file\n"
-        "def slowly(*args, **options):\n"
-        "    get_file(*args, **options)\n"
-        "    print('file', flush=True)\n"
-        "    sys.stdin.readline()\n"
-        "remote.fs.get_file = slowly\n"
-        "remote.download(1, root)\n"
-    )
-    command = [sys.executable, "-c", downloader, str(tmp_path / "there"), ""]
-    kill_after(command, 3)
-    there = CheckpointManager(tmp_path / "there")
-    assert there.steps() == []
-    assert RemoteCheckpoints(f"file://{storage}7").download(1, there.root).step == 1
-    assert [path.name for path in there.root.iterdir() if path.name.startswith(".partial")] == []

@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from ..errors import CheckpointExistsError, CheckpointUsageError
 from ..files import check_space
 from ..manager import state_to_json, write_state
 from ..manifest import CheckpointManifest, describe_files
-from ..packages import package_versions
 from ..reader import STATE_NAME, Checkpoint
 from ..retention import Retention
 from .messages import Messages
@@ -134,10 +132,8 @@ class HostCheckpoints:
         self.deliver(name, own)
         manifest = CheckpointManifest(
             step=step,
-            created_at=datetime.now(UTC).isoformat(timespec="seconds"),
             files=dict(sorted({**entries, **own}.items())),
             metrics={metric: float(value) for metric, value in metrics.items()},
-            packages=package_versions(),
         )
         self._retry(f"publish {name}", partial(self._remote.publish, name, manifest))
         # Nothing below may raise: the caller deletes what it could not publish.

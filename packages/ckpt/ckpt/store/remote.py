@@ -116,13 +116,12 @@ class RemoteCheckpoints(Storage):
         """
         if self.has_folder(name):
             return 0
-        created_at = datetime.now(UTC).isoformat(timespec="seconds")
-        manifest = CheckpointManifest.describe(folder, step=0, created_at=created_at)
+        manifest = CheckpointManifest.describe(folder, step=0)
         self._put_files(folder, manifest, name, None)
         return manifest.num_bytes
 
     def has_folder(self, name: str) -> bool:
-        """Whether `upload_folder` has uploaded `name`."""
+        """True if `upload_folder` has uploaded `name` as a whole."""
         self.fs.invalidate_cache()
         return self.exists(f"{name}/{MANIFEST_NAME}")
 

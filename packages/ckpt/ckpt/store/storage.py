@@ -81,7 +81,7 @@ class Storage:
             return None
 
     def exists(self, path: str) -> bool:
-        """Whether there is a file."""
+        """True if there is such a file."""
         return bool(self.fs.exists(f"{self.root}/{path}"))
 
     def folders(self) -> list[str]:
