@@ -68,7 +68,7 @@ class Section:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to show but a title."""
+        """True if there is nothing to show but a title."""
         return not (any(one.svg for one in self.figures) or self.table or self.sides or self.folded or self.has_records)
 
 
