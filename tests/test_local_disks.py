@@ -25,7 +25,7 @@ TOTAL = (*ARGUMENTS, f"trainer.total_training_steps={STEPS}", "trainer.experimen
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the uninterrupted run on one host will be."""
+    """The folder for the uninterrupted run on one host."""
     return tmp_path_factory.mktemp("whole")
 
 
