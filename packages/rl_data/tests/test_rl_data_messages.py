@@ -185,7 +185,7 @@ def test_fields_that_are_null_are_left_out_as_in_json_lines(tmp_path: Path) -> N
         [(row.messages, row.tools) for row in iter_rows(write(tmp_path, kind, *rows), DataConfig())]
         for kind in ("jsonl", "parquet")
     ]
-    assert by_kind[0] == found[1]
+    assert by_kind[0] == by_kind[1]
     assert by_kind[0][0][1] == (ADD, tool)
 
 
