@@ -31,10 +31,10 @@ NEIGHBORS: dict[str, dict[str, str]] = {
     },
     "ds_engine": {
         "guard": "upstream.py",
-        "model": "batch.py config.py distributed.py dtypes.py simple.py upstream.py",
-        "planning": "config.py dtypes.py upstream.py",
+        "model": "batch.py config.py distributed.py nf4_size.py simple.py upstream.py",
+        "planning": "config.py nf4_size.py upstream.py",
         "state": "model upstream.py",
-        "zero": "config.py distributed.py dtypes.py model upstream.py",
+        "zero": "config.py distributed.py model upstream.py",
     },
     "rollout_vllm": {
         "client": "config.py samples.py",
@@ -49,7 +49,7 @@ NEIGHBORS: dict[str, dict[str, str]] = {
     },
     "ckpt": {
         "savers": "digest.py files.py hf_export.py manager.py reader.py store upstream.py",
-        "store": "digest.py files.py manager.py manifest.py packages.py pins.py reader.py retention.py",
+        "store": "digest.py files.py manager.py manifest.py pins.py reader.py retention.py",
         "tools": "files.py hf_export.py manager.py manifest.py retention.py store upstream.py zero",
         "zero": "upstream.py",
     },

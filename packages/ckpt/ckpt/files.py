@@ -42,7 +42,7 @@ def no_space(error: OSError, path: Path, doing: str) -> CheckpointSpaceError:
 
 
 def is_disk_full(error: OSError) -> bool:
-    """Whether the error means that the disk is full, or that a quota or file size limit is reached."""
+    """True if the disk is full, or a quota or file size limit is reached."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -122,8 +122,8 @@ def remove_folder(path: Path) -> None:
 
 def walk_files(root: Path) -> Iterator[Path]:
     """Every file below `root`, sorted by relative path. Symbolic links are yielded, not followed."""
-    found = []
+    paths: list[Path] = []
     for folder, subfolders, names in os.walk(root):
         links = [name for name in subfolders if (Path(folder) / name).is_symlink()]
-        found += [Path(folder) / name for name in (*names, *links)]
-    yield from sorted(found, key=lambda path: path.relative_to(root).as_posix())
+        paths += [Path(folder) / name for name in (*names, *links)]
+    yield from sorted(paths, key=lambda path: path.relative_to(root).as_posix())

@@ -50,7 +50,7 @@ class _ProcessLock:
         self._inode = _inode(path)
 
     def is_valid(self) -> bool:
-        """Whether this process holds the file that is at the path now; a fork or a deleted folder ends that."""
+        """True while this process holds the file at the path; a fork or a deleted folder ends that."""
         return self._pid == os.getpid() and self._inode == _inode(self._path)
 
 
@@ -83,7 +83,7 @@ class WriterLock:
 
 
 def _is_soft(lock: BaseFileLock) -> bool:
-    """Whether filelock has fallen back to a marker file, which would outlive a killed process."""
+    """True if filelock has fallen back to a marker file, which would outlive a killed process."""
     return isinstance(lock, SoftFileLock)
 
 

@@ -17,7 +17,6 @@ checkpoints. One process at a time writes to a root; any number may read.
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from .files import TRASH_PREFIX, check_space, is_disk_full, no_space, publish_fo
 from .lock import WriterLock
 from .manifest import MANIFEST_NAME, CheckpointManifest, ManifestError, folder_name
 from .models import MODELS_NAME
-from .packages import package_versions
 from .pins import no_new_pins
 from .reader import STATE_NAME, Checkpoint, CheckpointReader
 from .retention import Retention, steps_to_delete
@@ -157,17 +155,9 @@ class CheckpointManager(CheckpointReader):
         values = {name: float(value) for name, value in (metrics or {}).items()}
         self._take_lock()
         self._preparing.discard(step)
-        created_at = datetime.now(UTC).isoformat(timespec="seconds")
         try:
             write_state(partial, text, models or {})
-            manifest = CheckpointManifest.describe(
-                partial,
-                step=step,
-                created_at=created_at,
-                metrics=values,
-                packages=package_versions(),
-                entries=entries,
-            )
+            manifest = CheckpointManifest.describe(partial, step=step, metrics=values, entries=entries)
             write_text(partial / MANIFEST_NAME, manifest.to_json())
         except OSError as error:
             if not is_disk_full(error):

@@ -8,12 +8,14 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Self
 
 from .digest import FileEntry, hash_files
 from .errors import CheckpointUsageError, UnsupportedFormatError
 from .files import fsync_file, partial_name, walk_files
+from .packages import package_versions
 from .threads import Pool
 
 FORMAT_VERSION = 3
@@ -59,13 +61,13 @@ class CheckpointManifest:
     """Contents of a published checkpoint."""
 
     step: int
-    created_at: str
-    """UTC, ISO 8601."""
     files: Mapping[str, FileEntry]
     """By path relative to the checkpoint, with forward slashes."""
+    created_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    """UTC, ISO 8601."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The metrics passed to `publish`; retention of the best checkpoints uses them."""
-    packages: Mapping[str, str] = field(default_factory=dict)
+    packages: Mapping[str, str] = field(default_factory=package_versions)
     """Package versions of the process that published the checkpoint, by name."""
     sha256: str = ""
     """SHA-256 of the manifest itself, as read from its file; empty for a manifest that was not read."""
@@ -81,9 +83,7 @@ class CheckpointManifest:
         folder: Path,
         *,
         step: int,
-        created_at: str,
         metrics: Mapping[str, float] | None = None,
-        packages: Mapping[str, str] | None = None,
         entries: Mapping[str, FileEntry] | None = None,
     ) -> Self:
         """Hash and fsync every file in `folder`; files with an entry in `entries` are only fsynced.
@@ -113,10 +113,8 @@ class CheckpointManifest:
         fsync_files([paths[name] for name in known])
         return cls(
             step=step,
-            created_at=created_at,
             files={name: known.get(name) or described[name] for name in paths},
             metrics=metrics or {},
-            packages=packages or {},
         )
 
     def to_json(self) -> str:

@@ -45,8 +45,8 @@ class CheckpointReader:
         """The published steps, oldest first. Reads only folder names."""
         if not self.root.is_dir():
             return []
-        found = (step_of(path) for path in self.root.iterdir() if path.is_dir())
-        return sorted(step for step in found if step is not None)
+        steps = (step_of(path) for path in self.root.iterdir() if path.is_dir())
+        return sorted(step for step in steps if step is not None)
 
     def latest(self) -> Checkpoint | None:
         """The newest published checkpoint, None if there is none.

@@ -10,7 +10,7 @@ from .errors import CheckpointUsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Which checkpoints to keep. A checkpoint is kept when any rule keeps it; the newest one is always kept.
+    """Rules that select the checkpoints to keep. Any rule keeps a checkpoint; the newest one is always kept.
 
     Without any rule all are kept.
     """
@@ -24,7 +24,7 @@ class Retention:
     metric: str | None = None
     """A name from the metrics passed to `publish`. A checkpoint without it, or with NaN, never counts as best."""
     mode: Literal["max", "min"] = "max"
-    """Whether the largest or the smallest value is best."""
+    """`max` if the largest value is best, `min` if the smallest is."""
 
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every", "keep_best"):
@@ -43,7 +43,7 @@ class Retention:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether no checkpoint is ever deleted."""
+        """True if no checkpoint is ever deleted."""
         return self.keep_last is None and self.keep_every is None and self.keep_best is None
 
 

@@ -41,10 +41,10 @@ def _make_source(folder: Path) -> Path:
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    actual: dict[str, torch.Tensor] = {}
     for path in folder.glob("*.safetensors"):
-        found.update(load_file(path))
-    return found
+        actual.update(load_file(path))
+    return actual
 
 
 entries = st.lists(st.tuples(shapes(), st.sampled_from(DTYPES)), min_size=1, max_size=12)
@@ -66,11 +66,11 @@ def test_tensors_round_trip(
             name: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
             for name, tensor in tensors.items()
         }
-        found = _tensors(out)
-        assert found.keys() == expected.keys()
+        actual = _tensors(out)
+        assert actual.keys() == expected.keys()
         for name, tensor in expected.items():
-            assert found[name].dtype == tensor.dtype
-            assert torch.equal(found[name], tensor)
+            assert actual[name].dtype == tensor.dtype
+            assert torch.equal(actual[name], tensor)
         num_bytes = sum(tensor.nbytes for tensor in expected.values())
         shards = sorted(out.glob("*.safetensors"))
         assert (report.num_tensors, report.num_bytes, report.num_shards) == (len(tensors), num_bytes, len(shards))
@@ -92,9 +92,9 @@ def test_a_header_longer_than_its_room(tmp_path: Path, source: Path, monkeypatch
     monkeypatch.setattr(module, "_MOVE_CHUNK_BYTES", 1000)
     tensors = {f"a.long.name.of.a.parameter.{i}": torch.full((i % 7, 3), float(i)) for i in range(2000)}
     save_hf_folder(tmp_path / "out", tensors.items(), model_files_from=source)
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    actual = load_file(tmp_path / "out" / "model.safetensors")
+    assert actual.keys() == tensors.keys()
+    assert all(torch.equal(actual[name], tensor) for name, tensor in tensors.items())
 
 
 def test_non_contiguous_and_scalar_tensors(tmp_path: Path, source: Path) -> None:
@@ -104,9 +104,9 @@ def test_non_contiguous_and_scalar_tensors(tmp_path: Path, source: Path) -> None
         "grad": torch.ones(2).requires_grad_(),
     }
     save_hf_folder(tmp_path / "out", tensors.items(), model_files_from=source)
-    found = _tensors(tmp_path / "out")
-    assert torch.equal(found["t"], tensors["t"])
-    assert found["scalar"].shape == ()
+    actual = _tensors(tmp_path / "out")
+    assert torch.equal(actual["t"], tensors["t"])
+    assert actual["scalar"].shape == ()
 
 
 def test_one_tensor_is_held_at_a_time(tmp_path: Path, source: Path) -> None:

@@ -90,11 +90,11 @@ def test_peft_reads_adapters_and_merges_equal_its_own(base: Path, tmp_path: Path
     original = load_file(base / "model.safetensors")
     for name in ("offline", "live"):
         assert load_file(tmp_path / name / "model.safetensors").keys() == original.keys()
-        found = AutoModelForCausalLM.from_pretrained(tmp_path / name).eval()
+        actual = AutoModelForCausalLM.from_pretrained(tmp_path / name).eval()
         with torch.no_grad():
-            torch.testing.assert_close(found(IDS).logits, target, rtol=0, atol=1e-6)
+            torch.testing.assert_close(actual(IDS).logits, target, rtol=0, atol=1e-6)
         for key, tensor in merged.state_dict().items():
-            torch.testing.assert_close(found.state_dict()[key], tensor, rtol=0, atol=1e-6)
+            torch.testing.assert_close(actual.state_dict()[key], tensor, rtol=0, atol=1e-6)
     assert not torch.allclose(target, AutoModelForCausalLM.from_pretrained(base)(IDS).logits, atol=1e-3)
 
 
@@ -119,10 +119,10 @@ def test_a_bf16_base_under_a_live_engine_is_merged_in_fp32(base: Path) -> None:
     layer = "base_model.model.model.layers.0.self_attn.q_proj"
     change = named[f"{layer}.lora_B.default.weight"] @ named[f"{layer}.lora_A.default.weight"]
     for tensors in (halved, halved[::-1]):
-        found = dict(merge_lora(tensors, config))
+        actual = dict(merge_lora(tensors, config))
         expected = named[f"{layer}.base_layer.weight"].bfloat16().float() + 2.0 * change
-        assert torch.equal(found[name], expected)
-        assert found["model.norm.weight"].dtype == torch.bfloat16
+        assert torch.equal(actual[name], expected)
+        assert actual["model.norm.weight"].dtype == torch.bfloat16
 
 
 def test_adapters_from_a_deepspeed_checkpoint(base: Path, tmp_path: Path) -> None:

@@ -46,6 +46,11 @@ def save(manager: CheckpointManager, step: int, tree: dict[str, bytes] | None = 
     return manager.publish(step, state={"step": step}).path
 
 
+def newest_step(manager: CheckpointManager) -> int | None:
+    newest = manager.newest_good()
+    return newest and newest.step
+
+
 def visible(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir() if path.name != ".lock")
 
@@ -59,9 +64,9 @@ def test_save_and_load(tmp_path: Path) -> None:
     (folder / "rank0.bin").write_bytes(b"0")
     published = manager.publish(20, state=state)
     assert published.path.name == "step_00000020"
-    for found in (published, manager.latest(), manager.load(20), manager.newest_good()):
-        assert found is not None
-        assert (found.step, found.state, found.path) == (20, state, published.path)
+    for actual in (published, manager.latest(), manager.load(20), manager.newest_good()):
+        assert actual is not None
+        assert (actual.step, actual.state, actual.path) == (20, state, published.path)
     assert (manager.root / "latest").read_text() == "step_00000020\n"
     assert set(manager.manifest(20).files) == {"rank0.bin", "state.json"}
     save(manager, 30)
@@ -112,9 +117,7 @@ def test_any_damage_is_found_with_the_files_name(tree: dict[str, bytes], data: s
         with raises(CheckpointDamagedError, step=2, files=(victim,), newest_good=1):
             manager.load(2)
         assert [problem.kind for problem in manager.verify(2)] == ["torn" if kind == "longer" else kind]
-        good = manager.newest_good()
-        assert good is not None
-        assert good.step == 1
+        assert newest_step(manager) == 1
 
 
 def test_any_flipped_bit_of_the_manifest_is_found(tmp_path: Path) -> None:
@@ -164,9 +167,9 @@ def test_a_step_folder_with_another_steps_name_is_damaged(tmp_path: Path, capsys
         with raises(CheckpointDamagedError, step=30, files=(MANIFEST_NAME,)):
             read()
     skipped: dict[int, str] = {}
-    found = manager.newest_good(on_skip=skipped.__setitem__)
-    assert found is not None
-    assert found.step == 1
+    actual = manager.newest_good(on_skip=skipped.__setitem__)
+    assert actual is not None
+    assert actual.step == 1
     assert skipped.keys() == {30}
     assert "is of step 20" in skipped[30]
     assert main(["verify", str(tmp_path)]) == 1
@@ -177,8 +180,8 @@ def test_a_verified_checkpoint_is_not_hashed_again(tmp_path: Path, monkeypatch: 
     manager = CheckpointManager(tmp_path)
     folder = save(manager, 1)
     assert manager.read(1).verified is None
-    found = manager.newest_good()
-    assert found is not None
+    actual = manager.newest_good()
+    assert actual is not None
     hashed: list[str] = []
     original = manifest.hash_files
 
@@ -187,19 +190,19 @@ def test_a_verified_checkpoint_is_not_hashed_again(tmp_path: Path, monkeypatch: 
         return original(files, **options)
 
     monkeypatch.setattr(manifest, "hash_files", record)
-    again = CheckpointManager(tmp_path).newest_good(verified=found)
+    again = CheckpointManager(tmp_path).newest_good(verified=actual)
     assert again is not None
-    assert manager.load(1, verified=again).verified == found.verified
+    assert manager.load(1, verified=again).verified == actual.verified
     assert hashed == [], "not hashed when passed as verified"
-    assert manager.newest_good() == found
+    assert manager.newest_good() == actual
     assert len(hashed) == 3, "hashed again otherwise"
     (folder / "ranks" / "1.bin").write_bytes(b"longer")
     with raises(CheckpointDamagedError, files=("ranks/1.bin",)):
-        manager.load(1, verified=found)
+        manager.load(1, verified=actual)
     hashed.clear()
     save(manager, 1, {"a": b"another"}, overwrite=True)
     hashed.clear()
-    assert manager.load(1, verified=found).verified != found.verified
+    assert manager.load(1, verified=actual).verified != actual.verified
     assert len(hashed) == 2, "a replaced checkpoint is verified"
 
 
@@ -220,9 +223,7 @@ def test_another_format_is_refused(tmp_path: Path, version: int) -> None:
     (folder / MANIFEST_NAME).write_text(json.dumps({**body, "format_version": version}))
     with pytest.raises(UnsupportedFormatError):
         manager.load(2)
-    good = manager.newest_good()
-    assert good is not None
-    assert good.step == 1
+    assert newest_step(manager) == 1
 
 
 def test_manifest_cannot_name_files_outside(tmp_path: Path) -> None:
@@ -231,7 +232,7 @@ def test_manifest_cannot_name_files_outside(tmp_path: Path) -> None:
 
     entry = FileEntry(num_bytes=0, checksum="")
     for name in ("../x", "/etc/passwd", "a/../../x"):
-        text = CheckpointManifest(step=1, created_at="", files={name: entry}).to_json()
+        text = CheckpointManifest(step=1, files={name: entry}).to_json()
         (tmp_path / MANIFEST_NAME).write_text(text)
         (problem,) = verify_folder(tmp_path)
         assert "outside" in problem.detail
@@ -393,11 +394,13 @@ def test_prune_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "score=0.9" in capsys.readouterr().out
 
 
-def test_importing_the_manager_does_not_import_torch(tmp_path: Path) -> None:
-    code = (
-        "import sys, pathlib, ckpt\n"
-        f"manager = ckpt.CheckpointManager(pathlib.Path({str(tmp_path)!r}))\n"
-        "manager.prepare(1); manager.publish(1, state={}); manager.load(1)\n"
+def test_managing_checkpoints_does_not_import_torch(tmp_path: Path) -> None:
+    program = (
+        "import pathlib, sys, ckpt\n"
+        "manager = ckpt.CheckpointManager(pathlib.Path(sys.argv[1]))\n"
+        "manager.prepare(1)\n"
+        "there = manager.publish(1, state={}, models={'actor': {'w': {'shape': [2], 'dtype': 'float32'}}})\n"
+        "assert ckpt.check_model(manager.load(1), 'actor', {'w': {'shape': [2], 'dtype': 'bfloat16'}})\n"
         "assert 'torch' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)

@@ -82,9 +82,9 @@ def test_any_number_of_ranks(num_ranks: int, has_driver: bool, num_saves: int, s
                     trees = {} if rank is None else {"model": {"w": weights}, "rng": {"rank": rank}}
                     saver.save(step, trees, state={"step": step}, metrics={"score": step})
                     weights.fill_(-1)
-                found = saver.wait()
-                assert found is not None
-                assert (found.step, found.state) == (num_saves, {"step": num_saves})
+                actual = saver.wait()
+                assert actual is not None
+                assert (actual.step, actual.state) == (num_saves, {"step": num_saves})
 
         processes: list[int | None] = [*range(num_ranks), *([None] if has_driver else [])]
         with ThreadPoolExecutor(len(processes)) as pool:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ckpt_mortal import Died, Fate, MortalStorage
 
 from ckpt import (
     Checkpoint,
@@ -25,35 +26,6 @@ def publish(root: Path, step: int, content: bytes = b"weights") -> Checkpoint:
     (folder / "actor" / "rank0.bin").write_bytes(content)
     (folder / "actor" / "empty.bin").write_bytes(b"")
     return manager.publish(step, state={"step": step}, metrics={"score": 0.5})
-
-
-class Died(BaseException):
-    """Simulates the death of the process."""
-
-
-class Mortal:
-    """A file system whose process dies before or after the given modifying call."""
-
-    def __init__(self, fs: Any, instant: int, after_call: bool) -> None:
-        self._fs, self._instant, self._after_call, self._count, self.dead = fs, instant, after_call, 0, False
-
-    def __getattr__(self, name: str) -> Any:
-        original = getattr(self._fs, name)
-        if name not in ("put_file", "pipe_file", "mv", "rm", "rm_file", "makedirs"):
-            return original
-
-        def call(*arguments: Any, **options: Any) -> Any:
-            if self.dead:
-                raise Died
-            self._count += 1
-            if self._count == self._instant:
-                self.dead = True
-                if self._after_call:
-                    original(*arguments, **options)
-                raise Died
-            return original(*arguments, **options)
-
-        return call
 
 
 def test_upload_and_download(tmp_path: Path, url: str) -> None:
@@ -94,32 +66,50 @@ def test_a_step_is_replaced_only_when_asked(tmp_path: Path, url: str) -> None:
     assert len(remote._uploads()) == 1
 
 
-@pytest.mark.parametrize("after_call", [False, True])
-def test_an_uploader_killed_at_any_call_leaves_no_visible_part(tmp_path: Path, url: str, after_call: bool) -> None:
+def mortal(url: str, instant: int, *, after: bool) -> RemoteCheckpoints:
+    """The storage of a process that dies before or after the request with this number."""
+    remote = RemoteCheckpoints(url)
+    remote.fs = MortalStorage(remote.fs, "process", Fate(instant, frozenset({"process"}), after=after))
+    return remote
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_an_uploader_killed_at_any_request_leaves_no_visible_part(tmp_path: Path, url: str, after: bool) -> None:
     old, new = publish(tmp_path / "old", 1, b"old"), publish(tmp_path / "new", 1, b"new")
-    for instant in range(1, 40):
-        remote = RemoteCheckpoints(f"{url}/{instant}")
-        remote.upload(old)
-        mortal = RemoteCheckpoints(f"{url}/{instant}")
-        mortal.fs = Mortal(mortal.fs, instant, after_call)
+    for instant in range(1, 80):
+        reader = RemoteCheckpoints(f"{url}/{instant}")
+        reader.upload(old)
         try:
-            mortal.upload(new, overwrite=True)
+            mortal(reader.url, instant, after=after).upload(new, overwrite=True)
             died = False
         except Died:
             died = True
-        reader = RemoteCheckpoints(f"{url}/{instant}")
         assert reader.steps() == [1]
         with tempfile.TemporaryDirectory() as there:
             content = (reader.download(1, Path(there)).path / "actor" / "rank0.bin").read_bytes()
         assert content in (b"old", b"new")
         reader.clean_up()
         assert reader.steps() == [1]
-        assert all(reader.fs.exists(f"{reader.root}/{name}/manifest.json") for name in reader._uploads())
+        assert all(reader.exists(f"{name}/manifest.json") for name in reader._uploads())
         if not died:
             assert content == b"new"
             assert instant > 5
             return
     pytest.fail("the upload never finished")
+
+
+def test_a_downloader_killed_at_any_request_publishes_no_part(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/remote"
+    RemoteCheckpoints(url).upload(publish(tmp_path / "here", 1))
+    there = CheckpointManager(tmp_path / "there")
+    for instant in range(1, 80):
+        try:
+            mortal(url, instant, after=True).download(1, there.root)
+            break
+        except Died:
+            assert there.steps() == []
+    assert there.verify(1) == ()
+    assert [path.name for path in there.root.iterdir() if path.name.startswith(".partial")] == []
 
 
 def test_an_upload_that_fails_cleans_up(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def test_a_pickle_in_place_of_any_file_is_refused(
     kind(tmp_path / "mark", path / victim)
     if victim != "manifest.json":  # an attacker can write a matching manifest too
         (path / "manifest.json").unlink()
-        described = CheckpointManifest.describe(path, step=1, created_at="")
+        described = CheckpointManifest.describe(path, step=1)
         (path / "manifest.json").write_text(described.to_json())
     # `read` also reads state.json.
     with pytest.raises(error):

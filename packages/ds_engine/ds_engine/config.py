@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal, NoReturn, get_args
 
+from plinth_base.dtypes import Dtype, dtype_bytes
+
 from .deepspeed_keys import DEFAULTS, LIVE_PARAMETERS, OWNED, PREFETCH_BUCKET, REUSE_DISTANCE, SUB_GROUP, needs_stage_3
-from .dtypes import Dtype, dtype_bytes
 from .errors import EngineConfigError
 
 OffloadDevice = Literal["none", "cpu", "nvme"]

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from .errors import EngineError
-from .upstream import Patch
+from .upstream import FENCE
 
-SHARED_MEMORY = Patch(
+SHARED_MEMORY = FENCE.patch(
     name="DeepSpeed's shared-memory all-reduce",
     reason="only its inference engine uses it, and compiling it takes a minute and can leave a lock behind",
-    stock=True,
+    otherwise="stock path",
     replaces={"deepspeed.ops": ("__compatible_ops__",)},
 )
 # torch 2.13 renamed these two and warns at every call of the old names.

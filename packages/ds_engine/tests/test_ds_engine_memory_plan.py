@@ -21,7 +21,7 @@ from ds_engine import EngineConfig, LoraConfig, OffloadConfig, OptimConfig, Zero
 from ds_engine.__main__ import main
 from ds_engine.planning.memory_plan import MemoryEstimate, estimate_memory
 from ds_engine.planning.model_shape import ModelShape, count_shape
-from ds_engine.upstream import TESTED
+from ds_engine.upstream import FENCE
 from plinth_testing import RankPool, write_tiny_model
 
 QWEN3_06B = {
@@ -237,7 +237,7 @@ def test_the_command_warns_of_a_model_that_runs_refuse(tmp_path: Path, capsys: p
         (
             '{"model_type": "new"}',
             "model type `new` but Transformers does not recognize this architecture; installed is transformers "
-            f"{version('transformers')}, tested is {TESTED['transformers']}",
+            f"{version('transformers')}, tested is {FENCE.tested['transformers']}",
         ),
     ],
 )

@@ -25,7 +25,6 @@ from vllm.v1.request import Request
 from weight_sync import ModuleSource, SyncConfig, SyncConfigError, WeightPusher, WeightSyncError
 from weight_sync.vllm_plugin import engine, held_requests
 from weight_sync.vllm_plugin.held_requests import PATCH, drop_beside, patch_scheduler
-from weight_sync.vllm_plugin.patch import PATCHES
 
 BLOCK = 4
 MIXED = -1
@@ -270,7 +269,6 @@ def test_server_that_cannot_keep_requests_is_refused(server: helpers.Server, new
 
 def test_problem_of_the_server_is_in_its_hello(monkeypatch: pytest.MonkeyPatch) -> None:
     changed = replace(PATCH, reads={"vllm.v1.request:Request": ("renamed",)})
-    PATCHES.remove(changed)
     monkeypatch.setattr(held_requests, "PATCH", changed)
     worker: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(rank=0),

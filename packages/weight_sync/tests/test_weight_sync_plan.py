@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plinth_base.dtypes import DTYPE_BYTES
 from plinth_testing.strategies import json_values, shapes
 from weight_sync import (
     ReceiverError,
@@ -21,7 +22,6 @@ from weight_sync import (
     WeightManifestError,
     plan_buckets,
 )
-from weight_sync.manifest import DTYPE_BYTES
 from weight_sync.plan import ALIGN_BYTES, BucketPlan
 
 names = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1, max_size=12)

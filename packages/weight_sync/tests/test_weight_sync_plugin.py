@@ -1,7 +1,6 @@
 """The vLLM plugin without a server."""
 
 from collections import Counter, deque
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,11 +16,11 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.utils import replace_parameter
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 
+from plinth_testing import raises
 from weight_sync import BucketPlan, ReceiverError, SyncConfigError, TensorEntry, WeightManifest, plan_buckets
 from weight_sync.vllm_plugin import layout, processing, stale_replies, verify
-from weight_sync.vllm_plugin import patch as patch_module
 from weight_sync.vllm_plugin.apply import ModelLoader
-from weight_sync.vllm_plugin.patch import PATCHES, Patch, records
+from weight_sync.vllm_plugin.patch import FENCE, records
 from weight_sync.vllm_plugin.processing import recording
 from weight_sync.vllm_plugin.stale_replies import patch_executor
 
@@ -295,49 +294,12 @@ def test_installed_vllm_has_every_declared_part() -> None:
     assert all(row["reason"] and row["tested"] == "vllm>=0.26,<0.33" for row in rows)
 
 
-@pytest.mark.parametrize("patch", [pytest.param(patch, id=patch.name) for patch in PATCHES])
-def test_renamed_part_of_vllm_is_refused_by_name(patch: Patch) -> None:
-    for table in ("replaces", "reads"):
-        for owner, names in getattr(patch, table).items():
-            for part in names:
-                head = part.partition("(")[0]
-                renamed = replace(patch, **{table: {owner: (part.replace(head, f"{head}_renamed"),)}})
-                PATCHES.remove(renamed)
-                with pytest.raises(SyncConfigError, match=f"{patch.name} cannot work: {owner} has no {head}_renamed"):
-                    renamed.check()
-                if "(" in part:
-                    changed = replace(patch, **{table: {owner: (part.replace("(", "(inserted, "),)}})
-                    PATCHES.remove(changed)
-                    with pytest.raises(SyncConfigError, match=rf"{head} takes \(.*, not \(inserted, "):
-                        changed.check()
-
-
-def test_untested_vllm_is_refused_or_runs_its_own_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patch_module, "_untested", lambda: "vllm 0.99 is not tested (>=0.26,<0.33 is)")
-    with pytest.raises(SyncConfigError, match=r"stale replies cannot work: vllm 0.99 .* Install vllm>=0.26,<0.33"):
+def test_untested_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FENCE.tested, "vllm", ">=99")
+    with raises(SyncConfigError, remedy="install vllm>=99"):
         stale_replies.PATCH.check()
-    exact = replace(stale_replies.PATCH, stock=True)
-    PATCHES.remove(exact)
-    assert not exact.check()
     assert {row["state"] for row in records()} == {"refused"}
     monkeypatch.setattr(MultiprocExecutor, "collective_rpc", MultiprocExecutor.collective_rpc)
     before = MultiprocExecutor.collective_rpc
     patch_executor()
     assert MultiprocExecutor.collective_rpc is before
-
-
-def test_replacement_is_made_once_counted_and_restored() -> None:
-    class Owner:
-        def collective_rpc(self) -> str:
-            return "original"
-
-    patch = replace(stale_replies.PATCH, calls=Counter())
-    PATCHES.remove(patch)
-    restore = patch.replace(Owner, "collective_rpc", lambda original: lambda self: f"wrapped {original(self)}")
-    patch.replace(Owner, "collective_rpc", lambda original: lambda self: f"twice {original(self)}")
-    assert Owner().collective_rpc() == "wrapped original"
-    assert patch.calls == {"collective_rpc": 1}
-    restore()
-    assert Owner().collective_rpc() == "original"
-    with pytest.raises(AssertionError, match="does not declare"):
-        patch.replace(Owner, "other", lambda original: original)

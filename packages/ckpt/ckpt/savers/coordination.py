@@ -59,7 +59,7 @@ class SaverRanks:
 
     @property
     def is_publisher(self) -> bool:
-        """Whether this process prepares and publishes."""
+        """True for the process that prepares and publishes."""
         return self.rank == self.publisher
 
     @property

@@ -1,4 +1,4 @@
-"""Where `AsyncSaver` puts a checkpoint: the folder that all ranks share, or a store of the caller's."""
+"""Stores for the checkpoints of `AsyncSaver`: the folder that all ranks share, or an object of the caller."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -71,7 +71,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _no_checkpoints(directory: Path) -> str:
-    """What to say of a folder without checkpoints, and which folder to give where that is known."""
+    """The message about a folder without checkpoints; it names a folder that has some, if there is one."""
     if (directory / MANIFEST_NAME).exists():
         return f"{directory} is one checkpoint; give its folder: {directory.absolute().parent}"
     inner = min((path.parents[1] for path in directory.glob(f"*/*/{MANIFEST_NAME}")), default="RUN/checkpoints")

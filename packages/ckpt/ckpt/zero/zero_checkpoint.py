@@ -263,7 +263,7 @@ class ZeroCheckpoint:
             ranks = [_rank_of(path) for path in files]
             if ranks != list(range(expected)):
                 raise ShardError(
-                    f"{self.folder}: was saved by {num_ranks} ranks at stage {stage}; found *_{kind}_states.pt of "
+                    f"{self.folder}: was saved by {num_ranks} ranks at stage {stage}; there are *_{kind}_states.pt of "
                     f"ranks {ranks}, expected {list(range(expected))}"
                 )
 

@@ -34,13 +34,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from ..errors import CollectiveMismatchError, RankStalledError
-from ..upstream import Patch
+from ..upstream import FENCE
 from .collective_log import METHODS, SIZED_BY, CollectiveRecord, GroupLog, RankDump, call_site, describe_call, diagnose
 
-COLLECTIVES = Patch(
+COLLECTIVES = FENCE.patch(
     name="collective guard",
     reason="torch has no hook before a collective, and no public name of the rendezvous store and of the abort",
-    stock=False,
+    otherwise="refused",
     replaces={"torch.distributed:ProcessGroup": tuple(METHODS)},
     reads={
         "torch.distributed.distributed_c10d": ("_get_default_store()",),

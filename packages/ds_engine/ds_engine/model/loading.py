@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import EngineConfigError, ModelError
-from ..upstream import Patch, transformers_message, warn_on_first_rank
+from ..upstream import FENCE, transformers_message, warn_on_first_rank
 from .attention import ATTENTION_NAME, register_packed_attention
 from .compilation import compile_layers
 from .folder_names import drop_unused_conversions
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from ..batch import Head, LogProbFn
     from ..config import EngineConfig, OffloadConfig
 
-BUFFERS = Patch(
+BUFFERS = FENCE.patch(
     name="fp32 buffers of stage 3",
     reason="DeepSpeed rounds rotary frequencies to the model's dtype, and positions shift",
-    stock=False,
+    otherwise="refused",
     reads={
         "torch.nn:Module": ("_non_persistent_buffers_set",),
         "transformers:PreTrainedModel": ("_init_weights(module)",),

@@ -25,12 +25,12 @@ from torch.distributed import distributed_c10d
 from ..config import check_heads, kv_copies
 from ..distributed import all_gather_single
 from ..errors import EngineConfigError
-from ..upstream import Patch
+from ..upstream import FENCE
 
-GROUPS = Patch(
+GROUPS = FENCE.patch(
     name="process groups by name",
     reason="custom operators take a group's name, because torch.compile cannot trace a group",
-    stock=False,
+    otherwise="refused",
     reads={"torch.distributed.distributed_c10d": ("_resolve_process_group",)},
 )
 

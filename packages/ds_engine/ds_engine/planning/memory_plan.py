@@ -42,8 +42,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from plinth_base.dtypes import dtype_bytes
+
 from ..config import EngineConfig, OffloadDevice, check_heads
-from ..dtypes import NF4_CHUNK, dtype_bytes, nf4_bytes
+from ..nf4_size import NF4_CHUNK, nf4_bytes
 from .collective_plan import FALLBACK_BUCKET_ELEMENTS, shard_elements
 from .model_shape import ModelShape, Weight, read_shape
 

@@ -10,12 +10,12 @@ from typing import Any
 from torch import nn
 
 from ..errors import CheckpointError
-from ..upstream import Patch
+from ..upstream import FENCE
 
-STAGE = Patch(
+STAGE = FENCE.patch(
     name="ZeRO stage in checkpoints of BF16_Optimizer",
     reason="without it zero_to_fp32.py does not recognize them; this package loads them either way",
-    stock=True,
+    otherwise="stock path",
     replaces={"deepspeed.runtime.bf16_optimizer:BF16_Optimizer": ("state_dict()",)},
 )
 

@@ -4,8 +4,9 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from plinth_base.dtypes import Dtype
+
 from ..config import EngineConfig, OffloadDevice
-from ..dtypes import Dtype
 from ..errors import EngineConfigError
 
 _NAMES: dict[Dtype, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}

@@ -3,8 +3,10 @@
 import http.client
 import json
 import shlex
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlencode, urlsplit
+
+from plinth_base.endpoint import Endpoint as Endpoint
 
 from ..config import BACKEND, SyncConfig
 from ..errors import ServerError, SyncConfigError
@@ -13,18 +15,6 @@ _SERVER_ARGS = ("--weight-transfer-config", json.dumps({"backend": BACKEND}))
 
 #: Default of ``_call``: the time limit of the ServerControl. None means no limit.
 _DEFAULT_TIMEOUT = -1.0
-
-
-class Endpoint(Protocol):
-    """Address of a running vLLM server."""
-
-    @property
-    def url(self) -> str:
-        """``http://host:port``."""
-
-    @property
-    def api_key(self) -> str | None:
-        """Bearer token, or None."""
 
 
 def server_args(config: SyncConfig, device_type: str) -> list[str]:

@@ -1,20 +1,9 @@
-"""Dtype names and bytes per element, including NF4. Does not import torch, so that memory plans can use it."""
-
-from typing import Literal
-
-Dtype = Literal["bfloat16", "float16", "float32"]
-
-_BYTES: dict[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Sizes of weights in NF4. Does not import torch, so that memory plans can use it."""
 
 NF4_BLOCK = 64
 """Weights that share one fp32 scale in NF4."""
 NF4_CHUNK = 65_536 * NF4_BLOCK
 """Weights quantized or dequantized at a time, which bounds the temporary memory."""
-
-
-def dtype_bytes(dtype: Dtype) -> int:
-    """Bytes per element."""
-    return _BYTES[dtype]
 
 
 def nf4_bytes(num_weights: int) -> int:
