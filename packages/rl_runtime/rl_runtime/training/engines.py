@@ -28,13 +28,15 @@ def naming_engine(section: str, *, key: str = "model.path", path: str = "") -> I
         key: the configuration key that names the model.
         path: the value of `key`.
 
-    Raises InputError for ds_engine.EngineConfigError.
+    Raises:
+        InputError: for ds_engine.EngineConfigError of another model.
     """
     try:
         yield
     except EngineConfigError as error:
-        as_actor = f"{key} is {path}, whose engine is set up as the actor's: {error}"
-        raise InputError(f"{section}.{error}" if key == "model.path" else as_actor) from error
+        if key == "model.path":
+            raise error.under(section) from error
+        raise InputError(f"its engine is set up as the actor's: {error}", field=key, value=path) from error
 
 
 def check_engine(engine: EngineConfig, *, section: str, num_updates: int, is_saved: bool = False) -> None:
