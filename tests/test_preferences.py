@@ -53,7 +53,7 @@ def make_pairs(lens: Sequence[tuple[int, int]]) -> list[PreferencePair]:
 
 
 def micro_batches(batch: TrainBatch, num_replicas: int, limit: BatchConfig) -> list[PackedBatch]:
-    """What the ranks get of a train batch, with its columns."""
+    """The packs of a train batch on the ranks, with its columns."""
     rows = batch._sequences
     plan = assignment(rows, range(len(rows)), num_replicas, limit, 1, group_size=batch._group_size)
     columns = {name: column_K.split(batch._lens) for name, column_K in batch._columns.items()}

@@ -207,11 +207,7 @@ def test_every_form_of_tests_is_read() -> None:
     [
         ("gsm8k", ["#### 72", "so #### 72.00", "no answer", "#### 1,072", "#### 72", "#### 1072"], [0, 0, -1, 3, 0, 3]),
         ("multiple_choice", ["Answer: (B)", "I do not know", "\\boxed{C}", "**B.**"], [0, -1, 2, 0]),
-        (
-            "math",
-            ["\\boxed{\\frac12}", "\\boxed{2}", "It is $0.5$.", "Unknown", "\\boxed{1/2}"],
-            [0, 1, 0, -1, 0],
-        ),
+        ("math", ["\\boxed{\\frac12}", "\\boxed{2}", "It is $0.5$.", "Unknown", "\\boxed{1/2}"], [0, 1, 0, -1, 0]),
         ("gsm8k", [], []),
     ],
 )

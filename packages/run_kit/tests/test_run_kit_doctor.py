@@ -63,8 +63,8 @@ def test_written_gpus_are_read(rows: list[tuple[int, str, int, int, int]]) -> No
     lines = [
         f"{index}, {uuid}, {major}.{minor}, {mib}, 0, {mib}, 580.1, N {uuid}" for index, uuid, major, minor, mib in rows
     ]
-    found = [(gpu.index, gpu.uuid, *(gpu.capability or ()), gpu.total_mib) for gpu in gpus.parse_gpus("\n".join(lines))]
-    assert found == rows
+    listed = gpus.parse_gpus("\n".join(lines))
+    assert [(gpu.index, gpu.uuid, *(gpu.capability or ()), gpu.total_mib) for gpu in listed] == rows
 
 
 @pytest.mark.parametrize(

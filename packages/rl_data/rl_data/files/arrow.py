@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,8 @@ def open_parquet(path: Path, file: str, on_bad: OnBad = refuse) -> Table:
     if parquet.metadata.num_rows == 0:
         raise no_rows(file)
 
-    def batches(columns: Sequence[str]) -> Iterable[Any]:
-        return parquet.iter_batches(batch_size=_BATCH_SIZE, columns=list(columns))
-
-    return _arrow_table(file, parquet.schema_arrow, batches, on_bad)
+    read = partial(parquet.iter_batches, _BATCH_SIZE)
+    return _arrow_table(file, parquet.schema_arrow, lambda columns: read(columns=list(columns)), on_bad)
 
 
 def is_saved(folder: Path) -> bool:
