@@ -148,7 +148,12 @@ def srun(arguments: Sequence[str]) -> int:
         subprocess.Popen([*prefix, *command], env={**os.environ, "SLURM_PROCID": str(task)}, start_new_session=True)
         for task, (_, prefix) in enumerate(nodes)
     ]
-    signal.signal(signal.SIGTERM, lambda number, _: [task.send_signal(number) for task in tasks] and None)
+
+    def pass_on(number: int, _: object) -> None:
+        for task in tasks:
+            task.send_signal(number)
+
+    signal.signal(signal.SIGTERM, pass_on)
     return max(abs(task.wait()) for task in tasks)
 
 

@@ -62,8 +62,8 @@ def page(run: RunFolder) -> str:
 
 
 def records_of(page: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(re.findall(r'id="records">(.*?)</script>', page, flags=re.DOTALL)[0])
-    return found
+    records: list[dict[str, Any]] = json.loads(re.findall(r'id="records">(.*?)</script>', page, flags=re.DOTALL)[0])
+    return records
 
 
 def test_everything_is_on_the_page(page: str) -> None:
@@ -353,13 +353,13 @@ def test_the_page_works_in_a_browser(run: RunFolder, tmp_path: Path) -> None:
         TYPE_IN.format("query", "") + "; " + TYPE_IN.format("low", "1"),
         HEIGHTS,
     ]
-    ready, title, count, first, found, marks, best, heights = asyncio.run(
+    ready, title, count, first, matching, marks, best, heights = asyncio.run(
         evaluate(tmp_path, run.report_file, expressions)
     )
     assert (ready, title) == ("complete", run.name)  # the nasty text did not run
     assert count.startswith("96 of 96 samples")
     assert first == 25
-    assert found.startswith("2 of 96 samples")  # 12 + 3 and 9 + 3 = 12
+    assert matching.startswith("2 of 96 samples")  # 12 + 3 and 9 + 3 = 12
     assert marks >= 3
     assert best.startswith("36 of 96 samples, mean reward 1.000")
     assert heights
@@ -369,9 +369,9 @@ def test_the_page_works_in_a_browser(run: RunFolder, tmp_path: Path) -> None:
 @needs_browser
 def test_a_comparison_works_in_a_browser(comparison: Path, tmp_path: Path) -> None:
     expressions = ["document.title", COUNT, TYPE_IN.format("query", "second last"), HEIGHTS]
-    title, count, found, heights = asyncio.run(evaluate(tmp_path, comparison, expressions))
+    title, count, matching, heights = asyncio.run(evaluate(tmp_path, comparison, expressions))
     assert title == "Comparison"
     assert count.startswith("192 of 192 samples")
-    assert found.startswith("96 of 192 samples")
+    assert matching.startswith("96 of 192 samples")
     assert heights
     assert all(heights)

@@ -87,9 +87,9 @@ def _tiles(data: RunData) -> Iterator[Tile]:
     wall_s = data.summary.get("wall_s")
     took = f"in {duration_text(wall_s)}" if isinstance(wall_s, (int, float)) else "logged"
     yield Tile(value=str(sum(step > 0 for step in data.table.steps)), words=f"steps {took}")
-    accuracies = [data.summary.get("accuracy_before"), data.summary.get("accuracy_after")]
-    if all(isinstance(accuracy, (int, float)) for accuracy in accuracies):
-        yield changed(*accuracies, "held-out accuracy, before and after")
+    before, after = data.summary.get("accuracy_before"), data.summary.get("accuracy_after")
+    if isinstance(before, (int, float)) and isinstance(after, (int, float)):
+        yield changed(before, after, "held-out accuracy, before and after")
     scores = summarize(data.table.series("critic/score/mean")[1])
     if scores.num_values:
         yield changed(scores.first_mean, scores.last_mean, "mean score, first and last five steps")
