@@ -170,9 +170,9 @@ def test_wrong_options_are_refused(name: str, field: str | None, options: dict[s
 def test_rows_that_no_response_can_satisfy(
     name: str, options: dict[str, Any], truth: str, extra: dict[str, Any], problem: str
 ) -> None:
-    found = make_reward(name, options).problem(truth, extra)
-    assert problem in found
-    assert bool(found) == bool(problem)
+    reason = make_reward(name, options).problem(truth, extra)
+    assert problem in reason
+    assert bool(reason) == bool(problem)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ errors name no row.
 """
 
 import copy
+import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..config import DataConfig
-from ..errors import BadRowsError, DataError
+from ..errors import BadRowsError, DataConfigError, DataError
 from ..files.opening import open_table
 from ..files.table import Place, Table
 from ..prompts import batches
@@ -45,7 +46,10 @@ def prepare_data(config: PrepareConfig, *, command: str = "") -> Report:
         DataError: a file, or without `skip_bad` a row, cannot be used; no row is left for training or validation;
             `config.out` exists.
         ModelFolderError: no tokenizer in `config.tokenizer`.
+        DataConfigError: datasketch is not installed.
     """
+    if importlib.util.find_spec("datasketch") is None:
+        raise DataConfigError("datasketch is not installed", remedy="pip install plinth-rl-data[prepare]")
     with output_folder(Path(config.out), overwrite=config.overwrite) as folder:
         report = Report(command=command, unit="tokens" if config.tokenizer else "characters")
         reader = _Reader(config, report, Spool(folder / "spool.jsonl"))

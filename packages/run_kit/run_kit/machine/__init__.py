@@ -1,1 +1,1 @@
-"""Checks of `plinth doctor` on this machine: GPUs, packages, compilers, memory, disks and limits."""
+"""Checks of `plinth doctor` on this machine: GPUs, packages, compilers, memory and disks."""
