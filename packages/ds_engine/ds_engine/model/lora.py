@@ -116,7 +116,7 @@ def add_adapters(model: Any, lora: LoraConfig, *, head: Head, seed: int) -> None
     try:
         import peft
     except ImportError as error:
-        raise EngineConfigError("lora needs PEFT: pip install peft") from error
+        raise EngineConfigError("it needs PEFT", field="lora", remedy="pip install peft") from error
     OFF.check()
     settings = peft.LoraConfig(
         r=lora.rank,
@@ -149,8 +149,11 @@ def _target_names(model: Any, lora: LoraConfig) -> list[str]:
     if unknown:
         known = sorted({name.rpartition(".")[2] for name in layers})
         raise ModelError(
-            f"lora.target_modules: {unknown} match no linear layer of {type(model).__name__}'s backbone, which has "
-            f"{known} (the head cannot be adapted: the log-prob function reads its weight)"
+            f"they match no linear layer of {type(model).__name__}'s backbone (the head cannot be adapted: the "
+            "log-prob function reads its weight)",
+            field="lora.target_modules",
+            value=unknown,
+            allowed=", ".join(known),
         )
     return list(lora.target_modules)
 
@@ -163,8 +166,10 @@ def _check_layers(model: Any) -> None:
         others = {name.rpartition(".")[2] for name, layer in _layers(model) if isinstance(layer.base_layer, nn.Linear)}
         allowed = sorted(others - {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
         raise ModelError(
-            f"lora.target_modules adapts {name.replace('.base_layer', '')}.{layer.parameter_name} of "
-            f"{type(model).__name__}; adapters of experts cannot be merged for exports and syncs; allowed: {allowed}"
+            f"it adapts {name.replace('.base_layer', '')}.{layer.parameter_name} of {type(model).__name__}, and "
+            "adapters of experts cannot be merged for exports and syncs",
+            field="lora.target_modules",
+            allowed=allowed,
         )
 
 

@@ -187,9 +187,8 @@ def quantize_base(model: Any, *, device: torch.device) -> None:
         try:
             model.set_submodule(name, _packed(linear, device))
         except ValueError as error:
-            raise ModelError(
-                f"lora.base_format='nf4' cannot pack {name}.weight: {error}. Use base_format='plain'"
-            ) from None
+            problem = f"{name}.weight cannot be packed: {error}"
+            raise ModelError(problem, field="lora.base_format", value="nf4", remedy="use plain") from None
 
 
 def _packed(linear: nn.Linear, device: torch.device) -> Nf4Linear:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from ds_engine import (
     EngineConfig,
     EngineConfigError,
+    EngineError,
     ModelError,
     OptimConfig,
     UntriedModelError,
@@ -33,8 +34,14 @@ def naming_engine(section: str, *, key: str = "model.path", path: str = "") -> I
     try:
         yield
     except EngineConfigError as error:
-        as_actor = f"{key} is {path}, whose engine is set up as the actor's: {error}"
-        raise InputError(f"{section}.{error}" if key == "model.path" else as_actor) from error
+        if key == "model.path":
+            raise _as_input_error(error, section) from error
+        raise InputError(f"its engine is set up as the actor's: {error}", field=key, value=path) from error
+
+
+def _as_input_error(error: EngineError, section: str) -> InputError:
+    field = error.under(section).field
+    return InputError(error.problem, field=field, value=error.value, allowed=error.allowed, remedy=error.remedy)
 
 
 def check_engine(engine: EngineConfig, *, section: str, num_updates: int, is_saved: bool = False) -> None:
@@ -121,6 +128,8 @@ def check_architectures(
                 lines.append(str(check_model(folder, engine, head="value" if section in value_heads else "lm")))
         except ModelError as error:
             if not (on_gpu and isinstance(error, UntriedModelError)):
-                raise InputError(f"{key} is {model.path}: {error}") from error
+                if error.field in (None, "model_path"):
+                    raise InputError(error.problem, field=key, value=model.path, remedy=error.remedy) from error
+                raise _as_input_error(error, section) from error
             lines.append(f"{error}; the ranks try it before the first step")
     return list(dict.fromkeys(lines))
