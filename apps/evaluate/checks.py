@@ -88,7 +88,7 @@ def find_folder(config: EvaluateConfig) -> Path | None:
     Raises:
         InputError: there is no such folder, or its models were evaluated with other settings.
     """
-    folder = earlier_folder(config, config.experiment, what="an evaluation")
+    folder = earlier_folder(config, config.experiment, noun="an evaluation")
     if folder is not None:
         check_same_settings(config, folder)
     return folder
