@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 STACK ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-all test-fast bench-gpu mutants lint format pants dist alone licenses sbom audit pictures clean distclean
+.PHONY: help setup demo test test-long test-all test-fast bench-gpu mutants lint format pants dist alone licenses sbom audit clean distclean
 
 help: ## Show this list
 	@echo "Plinth. Targets:"
@@ -60,21 +60,24 @@ dist: setup ## Build the wheel and the sdist of every package into dist/, reprod
 alone: setup ## Test each package alone: its wheel, what it declares and nothing else, its fast tests
 	$(PYTHON) scripts/test_alone.py $(ARGS)
 
-licenses: setup ## Print the license of every installed distribution; fails for one that is not allowed (make test checks it too)
-	$(PYTHON) scripts/licenses.py
+# Tools of the three targets below, beside .venv.
+AUDIT := .cache/audit/bin
+$(AUDIT)/pip-audit: | setup
+	$(PYTHON) -m venv .cache/audit
+	$(AUDIT)/python -m pip install --quiet pip-audit pip-licenses cyclonedx-bom
 
-sbom: setup ## Write the software bills of materials (CycloneDX) of both stacks into dist/
-	$(PYTHON) scripts/sbom.py $(ARGS)
+licenses: setup $(AUDIT)/pip-audit ## Print the license of every installed distribution; fails for a GPL, AGPL, SSPL or BUSL
+	$(AUDIT)/pip-licenses --python $(PYTHON) --partial-match --fail-on "GPL;SSPL;BUSL" --ignore-packages pycountry
+
+sbom: setup $(AUDIT)/pip-audit ## Write the bills of materials (CycloneDX) of both stacks into dist/
+	@mkdir -p dist
+	for stack in cpu cuda; do $(AUDIT)/cyclonedx-py requirements 3rdparty/$$stack.txt --pyproject apps/pyproject.toml \
+	    --output-reproducible -o dist/sbom_$$stack.json || exit 1; done
 
 # Without hashes: pip-audit wants them for all or for none, and torch in the CPU list has none.
-audit: setup ## Look up known vulnerabilities of the pins of STACK=cpu or cuda (installs pip-audit into .cache/audit; not in CI)
-	$(PYTHON) -m venv .cache/audit
-	.cache/audit/bin/python -m pip install --quiet pip-audit
+audit: setup $(AUDIT)/pip-audit ## Look up known vulnerabilities of the pins of STACK=cpu or cuda (not in CI)
 	sed 's/ .*//' 3rdparty/$(STACK).txt > .cache/audit/pins.txt
-	.cache/audit/bin/pip-audit --strict --no-deps --disable-pip -r .cache/audit/pins.txt
-
-pictures: setup ## Make README's pictures from a finished run: ARGS='outputs/RUN --browser PYTHON' (PyQt6-WebEngine)
-	$(PYTHON) scripts/pictures.py $(ARGS)
+	$(AUDIT)/pip-audit --strict --no-deps --disable-pip -r .cache/audit/pins.txt
 
 .PHONY: docs docs-serve
 docs: ## Build the documentation site into build/site and check it (installs MkDocs into .cache/docs, not into .venv)

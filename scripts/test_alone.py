@@ -6,8 +6,8 @@ For each package it makes a virtual environment with the package's wheel, the wh
 and links to those third-party distributions of the running environment that its requirements with the extra `test`
 reach. What `pyproject.toml` does not declare is therefore not importable, even if another package brings it. The tests
 are those of `make test-fast`, which start no DeepSpeed, Ray or vLLM. They run in the unpacked sdist, outside the
-repository: the first three of each file (`--per-file`), of each the first case, and three examples of a property;
-no state machines. Every test file is imported. `make test` runs all tests.
+repository: the first one of each file (`--per-file`), its first case, and three examples of a property; no state
+machines. Every test file is imported. `make test` runs all tests.
 """
 
 import argparse
@@ -207,7 +207,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER")
     parser.add_argument("--jobs", type=int, default=2, help="packages at a time")
-    parser.add_argument("--per-file", type=int, default=3, help="tests of each file, from its top")
+    parser.add_argument("--per-file", type=int, default=1, help="tests of each file, from its top")
     given = parser.parse_args()
     packages = [folder for folder in projects() if folder.parent.name == "packages"]
     wanted = [path.resolve() for path in given.folders] or packages

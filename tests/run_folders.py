@@ -16,13 +16,17 @@ def only(paths: Iterable[Path]) -> Path:
     return path
 
 
+def metrics_rows(run: Path) -> list[dict[str, str]]:
+    """The rows of metrics.tsv."""
+    with (run / "metrics.tsv").open() as file:
+        return list(csv.DictReader(file, delimiter="\t"))
+
+
 def exact_metrics(run: Path) -> dict[str, dict[str, str]]:
     """Metrics by step, without measured ones (times, memory) and empty cells."""
-    with (run / "metrics.tsv").open() as file:
-        rows = list(csv.DictReader(file, delimiter="\t"))
     return {
         row["step"]: {name: value for name, value in row.items() if value and not name.startswith(NOT_EXACT)}
-        for row in rows
+        for row in metrics_rows(run)
     }
 
 

@@ -10,7 +10,6 @@ import pytest
 REPO = Path(__file__).resolve().parents[1]
 CONTAINERFILE = (REPO / "containers" / "Containerfile").read_text(encoding="utf-8")
 RECIPE = (REPO / "containers" / "plinth.def").read_text(encoding="utf-8")
-SETUP = (REPO / "scripts" / "setup.sh").read_text(encoding="utf-8")
 RULES = [
     line
     for line in (REPO / ".dockerignore").read_text(encoding="utf-8").splitlines()
@@ -53,32 +52,15 @@ def test_everything_copied_is_a_tracked_file_that_reaches_the_build() -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [
-        ".git/config",
-        ".venv/bin/python",
-        ".cache/pins.txt",
-        "outputs/run/config.yaml",
-        "dist/plinth-0.1.0.tar.gz",
-        "packages/rl_core/build/lib/a.py",
-        "packages/rl_core/rl_core/__pycache__/a.pyc",
-        "apps/plinth.egg-info/PKG-INFO",
-    ],
+    [".git/config", ".venv/bin/python", "outputs/run/config.yaml", "packages/rl_core/build/lib/a.py"],
 )
 def test_caches_runs_and_history_stay_outside(path: str) -> None:
     assert not is_in_context(path)
 
 
 def test_the_image_installs_the_pins_of_the_repository() -> None:
-    lists = set(re.findall(r"3rdparty/\$stack\.txt", SETUP))
-    assert lists == {"3rdparty/$stack.txt"}, "setup.sh reads other lists; the Containerfile has to copy them"
     assert {"3rdparty/cpu.txt", "3rdparty/cuda.txt", "scripts/setup.sh"} <= set(sources())
     assert CONTAINERFILE.count("scripts/setup.sh &&") == 2
-    installed = re.search(r"apt-get install (.+)$", CONTAINERFILE, re.MULTILINE)
-    assert installed is not None
-    for package in ("python3.11", "python3.11-venv", "python3.11-dev"):
-        assert package in installed[1].split()
-        assert package in SETUP, "what setup.sh asks of Debian"
-    assert re.search(r"^ARG BASE=docker\.io/library/debian:[a-z]+-\d{8}-slim$", CONTAINERFILE, re.MULTILINE)
 
 
 def test_the_recipe_for_apptainer_uses_the_paths_of_the_image() -> None:
@@ -87,6 +69,3 @@ def test_the_recipe_for_apptainer_uses_the_paths_of_the_image() -> None:
     programs = set(re.findall(r"(/\S+)/\.venv/bin", RECIPE))
     assert programs == {workdir[1]}
     assert f"ENV PATH={workdir[1]}/.venv/bin:" in CONTAINERFILE
-    saved = re.search(r"^#\s+podman save --format docker-archive -o (\S+) ", RECIPE, re.MULTILINE)
-    assert saved is not None
-    assert f"\nBootstrap: docker-archive\nFrom: {saved[1]}\n" in RECIPE

@@ -1,4 +1,4 @@
-"""Markdown files of the repository: links and anchors exist, code blocks parse, every config key is documented."""
+"""Markdown files of the repository: links, keys and commands exist, code blocks parse. `make docs` checks the site."""
 
 import ast
 import re
@@ -7,11 +7,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
-from run_kit import reference_text
 from run_kit.config.schema import Key, entries
-from scripts.docs_site.pages import config_classes
-from scripts.markdown_links import anchors, code_blocks, slug, targets
+from scripts.docs_site import pages
+from scripts.docs_site.check import differences_from_github, foreign_loads
+from scripts.markdown_links import anchors, code_blocks, targets
 
 REPO = Path(__file__).resolve().parents[1]
 FOLDERS = ("docs", "packages", "benchmarks")
@@ -19,7 +20,7 @@ FILES = [
     *sorted(path for folder in FOLDERS for path in (REPO / folder).rglob("*.md")),
     *(REPO / "README.md", REPO / "CONTRIBUTING.md"),
 ]
-CONFIGS = config_classes()
+CURRENT = [file for file in FILES if file.name != "CHANGELOG.md"]
 
 
 def name(file: Path) -> str:
@@ -35,56 +36,50 @@ def test_links_name_files_and_anchors_that_exist(file: Path) -> None:
             assert anchor in anchors(path.read_text(encoding="utf-8")), f"{name(file)}: no heading for {link}"
 
 
-def test_a_broken_link_and_a_broken_anchor_are_seen(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("# One\n\n[a](gone.md) [b](#one) [c](#two) [d](https://example.org) `[e](code.md)`\n")
-    found = {link: (path.exists(), anchor in anchors(page.read_text())) for link, path, anchor in targets(page)}
-    assert found == {"gone.md": (False, False), "#one": (True, True), "#two": (True, False)}
-
-
 def test_anchors_are_those_of_github() -> None:
-    assert slug("REINFORCE++ with a baseline") == "reinforce-with-a-baseline"
-    assert slug("PPO's clip") == "ppos-clip"
-    assert anchors("# A `plinth` b\n\n## Same\n\n## Same\n\n```\n# no heading\n```\n") == [
-        "a-plinth-b",
-        "same",
-        "same-1",
-    ]
+    text = "# A `plinth` b\n\n## PPO's ++\n\n## Same\n\n## Same\n\n```\n# no heading\n```\n"
+    assert anchors(text) == ["a-plinth-b", "ppos-", "same", "same-1"]
 
 
-@pytest.mark.parametrize("file", FILES, ids=name)
-def test_python_blocks_parse(file: Path) -> None:
+@pytest.mark.parametrize("file", CURRENT, ids=name)
+def test_code_blocks_parse(file: Path) -> None:
+    shell = []
     for block in code_blocks(file.read_text(encoding="utf-8")):
         if block.language == "python":
             # `await` at the top level stands for the body of a coroutine.
-            compile(
-                block.text,
-                f"{name(file)}:{block.line}",
-                "exec",
-                flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | ast.PyCF_ONLY_AST,
-            )
+            flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | ast.PyCF_ONLY_AST
+            compile(block.text, f"{name(file)}:{block.line}", "exec", flags=flags)
+        elif block.language in ("bash", "sh"):
+            shell.append(f"{{ : {block.line}\n{block.text}\n}}\n")
+    parsed = subprocess.run(["bash", "-n"], input="".join(shell), text=True, capture_output=True, check=False)
+    assert parsed.returncode == 0, f"{name(file)}: {parsed.stderr}"
 
 
-@pytest.mark.parametrize("file", FILES, ids=name)
-def test_shell_blocks_parse(file: Path) -> None:
-    for block in code_blocks(file.read_text(encoding="utf-8")):
-        if block.language in ("bash", "sh"):
-            parsed = subprocess.run(["bash", "-n"], input=block.text, text=True, capture_output=True, check=False)
-            assert parsed.returncode == 0, f"{name(file)}:{block.line}: {parsed.stderr}"
+def test_every_page_is_in_the_navigation_once() -> None:
+    nav = yaml.safe_load((REPO / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    known = [*pages.markdown_files(), *pages.generated_pages()]
+    assert sorted(pages.nav_pages(pages.expand_nav(nav, known))) == sorted(known), "name new pages in mkdocs.yml"
 
 
-@pytest.mark.parametrize("command", CONFIGS)
-def test_reference_lists_every_key_with_documentation(command: str) -> None:
-    cls = CONFIGS[command]
-    page = reference_text(cls, title="keys")
-    blocks = page.split("\n\n")
-    for entry in entries(cls):
-        if isinstance(entry, Key):
-            assert sum(block.startswith(f"`{entry.path}` {{: #{entry.path} }}\n") for block in blocks) == 1, entry.path
-    assert [block for block in blocks if "Not documented." in block] == []
+@pytest.mark.parametrize(
+    "loading",
+    [
+        '<script src="https://cdn.example/a.js"></script>',
+        '<link rel="stylesheet" href="//fonts.example/a.css">',
+        "<style>a { background: url('https://img.example/b.png') }</style>",
+    ],
+)
+def test_a_page_that_loads_from_elsewhere_is_refused(loading: str) -> None:
+    assert foreign_loads(f"<html><body>{loading}</body></html>")
+    assert not foreign_loads('<link rel="canonical" href="https://a.example/"><a href="https://b.example/">b</a>')
 
 
-ENTRIES = {entry.path: isinstance(entry, Key) for cls in CONFIGS.values() for entry in entries(cls)}
+def test_a_list_that_is_lost_on_the_site_is_reported() -> None:
+    page = "<article><h1>Head</h1><p>text * one * two</p></article>"
+    assert differences_from_github("# Head\n\ntext\n* one\n* two\n", page)
+
+
+ENTRIES = {entry.path: isinstance(entry, Key) for cls in pages.config_classes().values() for entry in entries(cls)}
 """Dotted paths of all keys (True) and sections of all commands."""
 NAMED = re.compile(r"(?<![\w./:-])([a-z_]+(?:\.\w+)+)(?![\w./(*\u2026-])")
 """`section.key`, and not a part of an address, a path, a call or a pattern."""
@@ -93,9 +88,9 @@ OTHERS = {"algorithm.clip_hihg", "actor.zero.stag", "batch.columns", "batch.resp
 
 
 def unknown_keys(text: str) -> set[str]:
-    """What a page has in code that looks like a key of some command and is none."""
+    """Words in the code of a page that look like a key of some command and are none."""
     shell = [block.text for block in code_blocks(text) if block.language in ("bash", "sh", "console")]
-    named = {found for code in [*re.findall(r"`([^`\n]+)`", text), *shell] for found in NAMED.findall(code)}
+    named = {key for code in [*re.findall(r"`([^`\n]+)`", text), *shell] for key in NAMED.findall(code)}
     sections = {path.split(".")[0] for path in ENTRIES}
     files = re.compile(r".*\.(csv|json|jsonl|md|parquet|py|sh|tsv|txt|yaml)")
     return {
@@ -110,14 +105,12 @@ def _exists(key: str) -> bool:
     return path in ENTRIES or any(ENTRIES.get(one, False) for one in above)
 
 
-@pytest.mark.parametrize(
-    "file", [file for file in FILES if file.name not in ("from-verl.md", "CHANGELOG.md")], ids=name
-)
+@pytest.mark.parametrize("file", [file for file in CURRENT if file.name != "from-verl.md"], ids=name)
 def test_keys_that_a_page_names_exist(file: Path) -> None:
     assert unknown_keys(file.read_text(encoding="utf-8")) == set()
 
 
-def test_a_wrong_key_is_seen() -> None:
+def test_a_wrong_key_is_reported() -> None:
     text = "`trainer.max_stale=1` `reward.terms.mine.weight` `metrics.tsv` `actor.zero.stages`\n\n"
     text += "```bash\nplinth grpo algorithm.losss=ipo data.chat_template_kwargs.enable_thinking=false\n```\n"
     assert unknown_keys(text) == {"trainer.max_stale", "actor.zero.stages", "algorithm.losss"}
@@ -135,7 +128,7 @@ MAKE_TARGETS = set(re.findall(r"^([a-z-]+):", (REPO / "Makefile").read_text(enco
 PRESETS = {path.stem for path in REPO.glob("apps/*/presets/**/*.yaml")}
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file.name != "CHANGELOG.md"], ids=name)
+@pytest.mark.parametrize("file", CURRENT, ids=name)
 def test_commands_targets_presets_and_modules_of_shell_lines_exist(file: Path) -> None:
     text = file.read_text(encoding="utf-8")
     shell = [block.text for block in code_blocks(text) if block.language in ("bash", "sh", "console", "")]
@@ -143,10 +136,10 @@ def test_commands_targets_presets_and_modules_of_shell_lines_exist(file: Path) -
         line.strip().removeprefix("$ ") for line in [*re.findall(r"`([^`\n]+)`", text), *"\n".join(shell).split("\n")]
     ]
     for line in lines:
-        if found := re.match(r"plinth ([a-z-]+)", line):
-            assert found[1] in COMMANDS, line
-        if found := re.match(r"make ([a-z-]+)", line):
-            assert found[1] in MAKE_TARGETS, line
+        if named := re.match(r"plinth ([a-z-]+)", line):
+            assert named[1] in COMMANDS, line
+        if named := re.match(r"make ([a-z-]+)", line):
+            assert named[1] in MAKE_TARGETS, line
         for module in re.findall(r"python -m ((?:apps|benchmarks|scripts)\.[\w.]+)", line):
             parts = REPO / module.replace(".", "/")
             assert parts.with_suffix(".py").is_file() or (parts / "__main__.py").is_file(), line

@@ -46,7 +46,7 @@ def test_the_loss_in_trls_trainer_equals_trls_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.thorough)])
 def test_the_guard_names_both_calls_where_ranks_hang_or_die_without_it(kind: str) -> None:
     text = run_script(EXAMPLES / "collective_guard.py", "--kinds", kind, "--steps", 5, "--limit-s", 4)
     for rank in (0, 1):

@@ -1,5 +1,6 @@
 """Configurations that the GRPO app refuses before any process starts; its check runs in this process."""
 
+import json
 import re
 from pathlib import Path
 
@@ -18,122 +19,151 @@ from run_kit import load_config
 DEMO = Path(__file__).resolve().parents[1] / "apps" / "grpo" / "presets" / "demo.yaml"
 
 
+REFUSED = """
+sampling.n: sampling.n=1
+temperature: sampling.temperature=0 sampling.n=2
+kl_coef: algorithm.kl_coef=.nan
+advantage: algorithm.advantage=gae
+algorithm.advantage: algorithm.advantage=rlo
+sampling.max_tokens: algorithm.overlong_penalty=1 algorithm.overlong_buffer=21
+dynamic_sampling.max_rounds: algorithm.advantage=reinforce_pp dynamic_sampling.max_rounds=1
+algorithm.loss: algorithm.loss=apps.grpo.calculator:nobody
+algorithm.loss: algorithm.loss=apps.grpo.calculator:calculate
+score: reward.score=0
+format_score: reward.format_score=1.0
+num_train: task.num_train=0
+seed: trainer.seed=-1
+step_timeout_s: trainer.step_timeout_s=0
+step_timeout_s: trainer.step_timeout_s=1e10
+experiment: trainer.experiment=a+b/c
+output_dir: trainer.output_dir=
+output_dir: trainer.output_dir=a[1]
+warm_start.optim.warmup_steps: warm_start.steps=5
+actor.optim.warmup_steps: trainer.total_training_steps=5 actor.optim.schedule=cosine actor.optim.warmup_steps=10
+actor.optim.total_steps: actor.optim.total_steps=7
+actor.dropout: actor.dropout=true
+max_model_len: sampling.max_tokens=64
+max_model_len: validation.max_tokens=64
+max_model_len: data.max_prompt_length=500
+builtin:tiny: data.val=some.parquet
+builtin:tiny: warm_start.files=some.parquet
+rollout.device: rollout.device=cuda
+max_lora_rank: rollout.max_lora_rank=8
+max_lora_rank: rollout.max_lora_rank=8 actor.lora.rank=16
+max_lora_rank: rollout.max_lora_rank=9 actor.lora.rank=4
+sync.transport: sync.transport=nccl
+GPU: trainer.device=cuda
+actor.attention: trainer.device=cpu actor.attention=flash4
+trainer.ray_address: trainer.ray_address=cluster
+Ray cluster: trainer.ray_address=127.0.0.1:9
+trainer.ray_address: trainer.ray_address=auto
+ranks_per_node: trainer.ranks_per_node=0
+num_ranks: trainer.num_ranks=1099511627776
+num_servers: rollout.num_servers=1099511627776
+mini_batch_size: trainer.num_ranks=2 batch.train_batch_size=3 batch.mini_batch_size=3 sampling.n=3
+127.0.0.1:9: rollout.urls=http://127.0.0.1:9
+one host: rollout.urls=http://198.51.100.7:9 sync.transport=shm
+api_key_file: rollout.urls=http://127.0.0.1:9 rollout.api_key_file=~nobody-here/key
+rollout.host: rollout.host=198.51.100.7
+kv_cache_gib: rollout.kv_cache_gib=1e5 rollout.num_servers=2
+kv_cache_gib: rollout.max_model_len=512 rollout.kv_cache_gib=0.0001
+stop_token_ids: sampling.stop_token_ids=[-1]
+reward.url: reward.url=http://127.0.0.1:9/score
+api_key_file: reward.url=http://127.0.0.1:9 reward.api_key_file=~nobody-here/key
+judge_prompt: reward.url=http://a:1 reward.service=judge reward.judge_prompt={answer}
+judge_prompt: reward.service=judge
+reward.function: reward.function=apps.grpo.calculator:calculate
+offload: trainer.save_freq=1 actor.zero.stage=3 actor.zero.offload.optimizer=nvme actor.zero.offload.nvme_path=/mnt
+offload.param: actor.zero.stage=2 actor.zero.offload.param=cpu
+nvme_path: actor.zero.stage=3 actor.zero.offload.optimizer=nvme actor.zero.offload.nvme_path=/no/where
+keep_every: trainer.keep_every=-1
+keep_best: trainer.keep_best=-1
+max_server_restarts: trainer.max_server_restarts=-1
+extra_prompts: oversampling.extra_prompts=-1
+episode.function: episode.function=apps.grpo.calculator:nobody
+episode.function: episode.function=apps.grpo.calculator:calculate
+timeout_s: episode.timeout_s=0
+max_turns: episode.max_turns=0
+episode.environment: episode.environment=apps.grpo.stones:Nobody
+reset: episode.environment=apps.grpo.calculator:calculate
+episode.options: episode.environment=apps.grpo.stones:StoneGame episode.options={size:3}
+stones: episode.environment=apps.grpo.stones:StoneGame
+environment: episode.environment=a:B episode.function=a:b
+episode.options: episode.options={size:3}
+run folder: trainer.resume=auto trainer.resume_from=nowhere
+resume_from: trainer.resume_from=nowhere
+resume_from: trainer.resume=auto trainer.resume_from=
+resume_from: trainer.resume=auto trainer.resume_from=LONG
+output_dir: trainer.resume=auto trainer.output_dir=LONG
+checkpoint_url: trainer.checkpoint_url=nothing://runs
+checkpoint_url: trainer.checkpoint_url=file:///proc/runs
+checkpoint_url: trainer.checkpoint_url=memory://runs
+model.path: model.path=a*b warm_start.steps=0
+model.path: model.path=LONG warm_start.steps=0
+"""
+"""A word of the error, such as the key, and the settings that are refused."""
+
+
+@pytest.mark.parametrize("line", REFUSED.split("\n")[1:-1])
+def test_refused(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto_address, "read_raylets", lambda _: iter(()))  # a cluster of this host would be joined
+    word, settings = line.split(": ", 1)
+    overrides = settings.replace("LONG", "a" * 5000).replace("size:3", "size: 3").split(" ")
+    if "{size:" in overrides:  # the value has a blank
+        overrides = [*overrides[:-2], " ".join(overrides[-2:])]
+    with pytest.raises(ValueError, match=re.escape(word)):
+        check(load_config(GrpoConfig, presets=[DEMO], overrides=overrides))
+
+
+FILES = {
+    "empty.jsonl": "",
+    "other.jsonl": '{"question": "a", "solution": "#### 1"}\n',
+    "no_answer.jsonl": '{"question": "a", "answer": "#### 1"}\n{"question": "b", "answer": "no answer here"}\n',
+    "numbers.jsonl": '{"question": 1, "answer": "#### 1"}\n',
+    "lines.csv": "question,answer\na,#### 1\n",
+    "saved/dataset_dict.json": '{"splits": ["train", "test"]}',
+    "good.jsonl": '{"question": "a", "answer": "#### 1"}\n',
+}
+
+
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("settings", "words"),
     [
-        (["sampling.n=1"], "sampling.n"),
-        (["sampling.temperature=0", "sampling.n=2"], "temperature"),
-        (["algorithm.kl_coef=.nan"], "kl_coef"),
-        (["algorithm.advantage=gae"], "^algorithm.*advantage.*the PPO app"),
-        (["algorithm.advantage=rlo"], "algorithm.advantage"),
-        (["algorithm.overlong_penalty=1", "algorithm.overlong_buffer=21"], "^algorithm.overlong_buffer"),
-        (["algorithm.advantage=reinforce_pp", "dynamic_sampling.max_rounds=1"], "dynamic_sampling.max_rounds"),
-        (["algorithm.loss=apps.grpo.calculator:nobody"], "algorithm.loss is .* no function 'nobody'"),
-        (["algorithm.loss=apps.grpo.calculator:calculate"], r"cannot be called as calculate\(log_probs_K, batch\)"),
-        (["reward.score=0"], "score"),
-        (["reward.format_score=1.0"], "format_score"),
-        (["task.num_train=0"], "num_train"),
-        (["trainer.seed=-1"], "seed"),
-        (["trainer.step_timeout_s=0"], "step_timeout_s"),
-        (["trainer.experiment=a b"], "experiment"),
-        (["trainer.output_dir="], "output_dir"),
-        (["warm_start.steps=5"], r"^warm_start.*optim\.warmup_steps"),
-        (
-            ["trainer.total_training_steps=5", "actor.optim.schedule=cosine", "actor.optim.warmup_steps=10"],
-            r"^actor.*optim\.warmup_steps",
-        ),
-        (["actor.optim.total_steps=7"], "actor.optim.total_steps"),
-        (["actor.dropout=true"], "^actor.dropout"),
-        (["sampling.max_tokens=64"], "^rollout.max_model_len"),
-        (["validation.max_tokens=64"], "^rollout.max_model_len"),
-        (["data.max_prompt_length=500"], "^rollout.max_model_len"),
-        (["data.val=some.parquet"], "^model.path"),
-        (["warm_start.files=some.parquet"], "^warm_start.files"),
-        (["rollout.device=cuda"], "rollout.device"),
-        (["rollout.max_lora_rank=8"], "^rollout.max_lora_rank"),
-        (["rollout.max_lora_rank=8", "actor.lora.rank=16"], "^actor.lora.rank"),
-        (["rollout.max_lora_rank=9", "actor.lora.rank=4"], "^rollout.max_lora_rank: got 9"),
-        (["sync.transport=nccl"], "^sync.*transport"),
-        (["trainer.device=cuda"], "GPUs"),
-        (["trainer.ray_address=cluster"], "^trainer.ray_address"),
-        (["trainer.ray_address=127.0.0.1:9"], "^trainer.ray_address"),
-        (["trainer.ray_address=auto"], "^trainer.ray_address"),
-        (["trainer.ranks_per_node=0"], "^trainer.ranks_per_node"),
-        (["rollout.urls=http://127.0.0.1:9"], "^rollout.urls"),
-        (["rollout.urls=http://198.51.100.7:9", "sync.transport=shm"], "^sync.*transport"),
-        (["reward.url=http://127.0.0.1:9/score"], "^reward.url"),
-        (["reward.url=http://a:1", "reward.service=judge", "reward.judge_prompt={answer}"], "judge_prompt"),
-        (
-            [
-                "trainer.save_freq=1",
-                "actor.zero.stage=3",
-                "actor.zero.offload.optimizer=nvme",
-                "actor.zero.offload.nvme_path=/mnt",
-            ],
-            "^actor.zero.offload.optimizer",
-        ),
-        (["trainer.keep_every=-1"], "keep_every"),
-        (["trainer.max_server_restarts=-1"], "max_server_restarts"),
-        (["episode.function=apps.grpo.calculator:nobody"], "episode.function is .*no function 'nobody'"),
-        (["episode.function=apps.grpo.calculator:calculate"], "no coroutine function"),
-        (["episode.timeout_s=0"], "timeout_s"),
-        (["reward.function=apps.grpo.calculator:calculate"], r"cannot be called as calculate\(response_text, prompt\)"),
-        (["reward.service=judge"], "judge_prompt"),
-        (["oversampling.extra_prompts=-1"], "extra_prompts"),
-        (["episode.environment=apps.grpo.stones:Nobody"], "episode.environment is .*no class 'Nobody'"),
-        (["episode.environment=apps.grpo.calculator:calculate"], r"which has no method reset\(prompt\)"),
-        (["episode.environment=apps.grpo.stones:StoneGame", "episode.options={size: 3}"], "episode.options is .*size"),
-        (
-            ["episode.environment=apps.grpo.stones:StoneGame"],
-            r"^episode.environment.*train:0.*KeyError: 'stones'",
-        ),
-        (["episode.environment=a:B", "episode.function=a:b"], "^episode.environment"),
-        (["episode.options={size: 3}"], "^episode.options"),
-        (["episode.max_turns=0"], "max_turns"),
-        (["trainer.keep_best=-1"], "keep_best"),
-        (["trainer.resume=auto", "trainer.resume_from=nowhere"], "^trainer.resume_from"),
-        (["trainer.resume_from=nowhere"], "^trainer.resume_from"),
-        (["trainer.checkpoint_url=nothing://runs"], "^trainer.checkpoint_url.*Protocol not known"),
-        (
-            ["trainer.checkpoint_url=file:///proc/runs"],
-            "^trainer.checkpoint_url.*cannot be written",
-        ),
-        (["trainer.checkpoint_url=memory://runs"], "^trainer.checkpoint_url"),
-        (["actor.zero.stage=2", "actor.zero.offload.param=cpu"], "offload.param"),
-        (
-            ["actor.zero.stage=3", "actor.zero.offload.optimizer=nvme", "actor.zero.offload.nvme_path=/no/where"],
-            "^actor.zero.offload.nvme_path",
-        ),
-        (["trainer.output_dir=a[1]"], "^trainer.output_dir"),
-        (["model.path=a*b", "warm_start.steps=0"], "^model.path: .*no such folder"),
-        (["model.path=" + "a" * 5000, "warm_start.steps=0"], "^model.path: .*no such folder"),
-        (["trainer.resume=auto", "trainer.resume_from="], "^trainer.resume_from"),
-        (["trainer.resume=auto", "trainer.resume_from=" + "a" * 5000], "^trainer.resume_from: .*File name too long"),
-        (["trainer.resume=auto", "trainer.output_dir=" + "a" * 5000], "^trainer.output_dir: .*File name too long"),
-        (["trainer.num_ranks=1099511627776"], "^trainer.num_ranks"),
-        (["rollout.num_servers=1099511627776"], "^rollout.num_servers"),
-        (["rollout.host=198.51.100.7"], "^rollout.host: got '198.51.100.7'"),
-        (["rollout.host=" + "a" * 5000], "^rollout.host: got 'aaaa"),
-        (["sampling.stop_token_ids=[-1]"], "sampling.stop_token_ids"),
-        (
-            ["rollout.urls=http://127.0.0.1:9", "rollout.api_key_file=~nobody-here/key"],
-            "^rollout.api_key_file",
-        ),
-        (
-            ["rollout.kv_cache_gib=1e5", "rollout.num_servers=2"],
-            "^rollout.kv_cache_gib",
-        ),
-        (
-            ["reward.url=http://127.0.0.1:9", "reward.api_key_file=~nobody-here/key"],
-            "^reward.api_key_file",
-        ),
-        (["trainer.step_timeout_s=1e10"], "trainer.step_timeout_s: got 10000000000.0; allowed: at most 1e.09 seconds"),
+        ("data.train=nowhere.parquet", "nowhere.parquet"),
+        ("data.train=empty.jsonl", "empty.jsonl"),
+        ("data.train=other.jsonl", "answer.*solution"),
+        ("data.train=no_answer.jsonl", "line 2.*answer"),
+        ("data.train=numbers.jsonl", "data.train.*question"),
+        ("data.train=lines.csv data.columns.prompt=text reward.method=flexible", "text.*question, answer"),
+        ("data.train=saved", "saved:train"),
+        ("trainer.seed=1", "data.train"),
+        ("data.train=good.jsonl model.path=bert", "BertLMHeadModel cannot be trained"),
+        ("data.train=good.jsonl model.path=empty", "tokenizer"),
+        ("reward.function=quits:score", "reward.function.*SystemExit"),
+        ("reward.function=broken:score", "reward.function.*SyntaxError"),
     ],
 )
-def test_refused(overrides: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto_address, "read_raylets", lambda _: iter(()))  # a cluster of this host would be joined
-    with pytest.raises(ValueError, match=message):
-        check(load_config(GrpoConfig, presets=[DEMO], overrides=overrides))
+def test_files_that_cannot_be_used_are_refused(
+    settings: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "quits.py").write_text("import sys\nsys.exit(0)\n")
+    (tmp_path / "broken.py").write_text("def score(:\n")
+    write_random_model("qwen3-tiny", tmp_path / "model")
+    for name in ("bert", "empty"):  # a check before loading reads no weights
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"")
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": "bert", "hidden_size": 32} | SMALL))
+    (tmp_path / "bert" / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=f"(?s){words}"):
+        check(load_config(GrpoConfig, overrides=["model.path=model", *settings.split()]))
+
+
+SMALL = {"num_attention_heads": 2, "num_hidden_layers": 1}
 
 
 @pytest.mark.parametrize(
@@ -189,7 +219,7 @@ def test_samples_of_older_policies_are_corrected_unless_that_means_nothing() -> 
     ahead = chosen("trainer.max_staleness=1")
     assert ahead.config.algorithm.rollout_correction.mode == "truncate"
     assert "algorithm.rollout_correction.mode=truncate" in ahead.lines()[0]
-    why = r"sampling.top_p.* was chosen: samples are up to 1 policy versions old"
+    why = r"sampling.top_p is 0.9; allowed: 1.0 .*was chosen: samples are up to 1 policy versions old"
     with pytest.raises(InputError, match=why):
         chosen("trainer.max_staleness=1", "sampling.top_p=0.9")
     without = chosen("trainer.max_staleness=1", "sampling.top_p=0.9", "algorithm.rollout_correction.mode=none")

@@ -16,6 +16,7 @@ from benchmarks.random_model import write_random_model
 from ckpt import CheckpointManager
 from plinth_testing import wait_until
 from run_kit.runs import list_runs
+from tests.run_folders import metrics_rows
 
 StartApp = Callable[..., Any]
 SHORT = (
@@ -142,8 +143,7 @@ def test_a_dead_rank_is_replaced_a_second_ends_the_run_by_name_and_it_resumes(
     assert re.match("error: rank [01] of 2 died in", error), app.output[-3000:]
     assert f"The traceback is in {first / 'train.log'}" in notes
     assert "trainer.max_restarts is 1: no restart is left" in notes
-    with (first / "metrics.tsv").open() as file:
-        steps = [int(row["step"]) for row in csv.DictReader(file, delimiter="\t")]
+    steps = [int(row["step"]) for row in metrics_rows(first)]
     assert steps == list(range(1, len(steps) + 1)), "a step is missing, or was recorded twice"
     (resume,) = (note for note in notes if note.startswith("To resume after step"))
     assert not app.survivors()

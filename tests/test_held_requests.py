@@ -68,7 +68,8 @@ def difference(first: list[float], second: list[float]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("running_requests", "base"), [("keep", 10), pytest.param("recompute", 20, marks=pytest.mark.thorough)]
+    ("running_requests", "base"),
+    [pytest.param("keep", 10, marks=pytest.mark.long), pytest.param("recompute", 20, marks=pytest.mark.thorough)],
 )
 def test_spans_are_exact_and_the_kv_cache_is_the_stated_one(
     client: Any, models: list[Any], running_requests: Any, base: int

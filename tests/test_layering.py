@@ -49,18 +49,18 @@ NEIGHBORS: dict[str, dict[str, str]] = {
     },
     "ckpt": {
         "savers": "digest.py files.py hf_export.py manager.py reader.py store upstream.py",
-        "store": "digest.py files.py manager.py manifest.py packages.py pins.py reader.py retention.py",
+        "store": "digest.py files.py manager.py manifest.py pins.py reader.py retention.py",
         "tools": "files.py hf_export.py manager.py manifest.py retention.py store upstream.py zero",
         "zero": "upstream.py",
     },
     "rl_data": {
         "files": "",
-        "prepare": "config.py files rendering.py rewards rows.py tokenizer.py",
+        "prepare": "config.py files prompts.py rendering.py rewards rows.py tokenizer.py",
         "rewards": "config.py",
         "tasks": "",
     },
     "run_kit": {
-        "cluster": "cli.py commands.py config signals.py tracking",
+        "cluster": "commands.py config tracking",
         "config": "",
         "machine": "",
         "report": "config tracking",
@@ -262,7 +262,7 @@ def test_pinned_lists_are_plain_and_agree() -> None:
     lists = [path for path in lists if path.name not in others]
     assert lists
     stack = pins(REPO / "3rdparty" / "cpu.txt")
-    lists.remove(REPO / "3rdparty" / "docs.txt")  # tests/test_docs_site.py reads it
+    lists.remove(REPO / "3rdparty" / "docs.txt")
     for path in lists:
         for line in path.read_text().splitlines():
             assert re.fullmatch(r"[A-Za-z0-9_.-]+==[A-Za-z0-9_.!]+", line), f"{path.name}: {line!r} is no plain pin"

@@ -13,7 +13,7 @@ from run_kit.commands import GROUP, main
 
 APPS = Path(__file__).resolve().parents[1] / "apps"
 COMMANDS = {"grpo", "ppo", "sft", "evaluate", "bench", "ckpt", "report", "plan", "prepare", "runs", "slurm"}
-COMMANDS |= {"rayjob", "distill", "reward", "dpo", "doctor"}
+COMMANDS |= {"distill", "reward", "dpo", "doctor"}
 
 
 def test_every_command_is_registered(capsys: pytest.CaptureFixture[str]) -> None:

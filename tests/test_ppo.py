@@ -15,6 +15,7 @@ from ds_engine import SimpleBatch, ValueOutputs
 from rl_data import Prompt
 from rl_runtime import Experience, ExperienceBatch, advantages
 from run_kit import load_config
+from tests.run_folders import metrics_rows
 
 DEMO = Path(__file__).resolve().parents[1] / "apps" / "ppo" / "presets" / "demo.yaml"
 
@@ -141,8 +142,7 @@ def test_three_steps_train_adapters_and_critic(tmp_path: Path, start_app: Callab
     assert app.finish() == 0, app.output
     assert not app.survivors()
     (run,) = tmp_path.iterdir()
-    with (run / "metrics.tsv").open() as file:
-        _, first, second, third = csv.DictReader(file, delimiter="\t")
+    _, first, second, third = metrics_rows(run)
     assert not first["actor/grad_norm"], "the critic warms up alone"
     assert float(second["actor/grad_norm"]) > 0
     # Values, advantages and both losses step over what the calculator wrote.

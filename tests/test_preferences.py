@@ -1,6 +1,5 @@
 """Reward models and preference training: exact means whatever the split, bad input, and real ranks."""
 
-import csv
 import json
 import subprocess
 import sys
@@ -34,6 +33,7 @@ from rl_runtime.ranks.train_batch import TrainBatch, assignment
 from rl_runtime.training.supervised_config import PreferenceTrainingConfig, SupervisedConfig
 from rollout_vllm import RolloutConfig, ServerGroup, classification_reward
 from run_kit import load_config
+from tests.run_folders import metrics_rows
 
 REPO = Path(__file__).resolve().parents[1]
 PRESETS = {"reward": RewardConfig, "dpo": DpoConfig}
@@ -250,12 +250,11 @@ def test_the_demo_passes_the_checks(app: str, tmp_path: Path) -> None:
 
 
 def held_out(run: Path) -> list[dict[str, float]]:
-    with (run / "metrics.tsv").open() as file:
-        rows = list(csv.DictReader(file, delimiter="\t"))
+    rows = metrics_rows(run)
     return [{name: float(row[name]) for name in row if name.startswith("val/")} for row in rows if row["val/loss"]]
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_a_reward_model_learns_and_transformers_gives_its_scores(tmp_path: Path, start_app: Callable[..., Any]) -> None:

@@ -1,12 +1,8 @@
 """docs/recipes begin with commands that load and fit; docs/troubleshooting.md quotes messages that are printed."""
 
-import ast
 import re
 import shlex
-from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
@@ -14,14 +10,10 @@ import torch
 from apps.grpo.config import GrpoConfig
 from benchmarks.random_model import CONFIGS
 from ds_engine import EngineConfig, EngineConfigError, ModelShape, ZeroConfig, check_deepspeed
-from ds_engine.guard import collective_log as guard
 from rl_runtime import InputError, PlacementError
 from rl_runtime.launch.gpus import Gpu
 from rl_runtime.ranks.environment import gpu_ids, visible_gpus
 from rl_runtime.resolve.job import resolve_job_for
-from rollout_vllm import ServerDiedError, ServerStartError
-from rollout_vllm.servers import diagnose as servers
-from rollout_vllm.servers.watch import EventKind
 from run_kit import load_config
 
 REPO = Path(__file__).resolve().parents[1]
@@ -84,74 +76,3 @@ def test_quoted_messages_are_those_printed(kind: str, monkeypatch: pytest.Monkey
     message = str(caught.value)
     blocks = re.findall(r"^```\n(.*?)\n```$", QUOTED, re.MULTILINE | re.DOTALL)
     assert any(block in message for block in blocks), message
-
-
-def texts(tree: ast.AST) -> Iterator[str]:
-    """The strings of a module without statements that are strings (docstrings); placeholders are `…`."""
-    if isinstance(tree, ast.Expr) and isinstance(tree.value, ast.Constant):
-        return
-    if isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Add):
-        yield "".join(next(texts(side), "…") for side in (tree.left, tree.right))
-    elif isinstance(tree, ast.JoinedStr):
-        yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in tree.values)
-    elif isinstance(tree, ast.Constant) and isinstance(tree.value, str | bytes):
-        yield tree.value if isinstance(tree.value, str) else tree.value.decode("latin-1")
-    for child in ast.iter_child_nodes(tree):
-        if not (isinstance(tree, ast.JoinedStr) and isinstance(child, ast.Constant)):
-            yield from texts(child)
-
-
-def dump(rank: int, *operations: str) -> guard.RankDump:
-    """The collectives of a rank."""
-    records = [
-        guard.CollectiveRecord(index=i, operation=op, dtype="", num_elements=1, site="")
-        for i, op in enumerate(operations)
-    ]
-    return guard.RankDump(rank=rank, count=len(records), records=tuple(records), idle_s=1.0, position="")
-
-
-@cache
-def messages() -> str:
-    """The strings of all packages and apps, one in each line, and messages that are put together from several."""
-    files = [file for folder in ("packages", "apps") for file in (REPO / folder).rglob("*.py")]
-    sources = [f for f in files if "plinth_testing" not in f.parts and "tests" not in f.parts]
-    found = [text for file in sources for text in texts(ast.parse(file.read_text(encoding="utf-8")))]
-    found += [str(error("…", 0, Path("…"))) for error in (ServerStartError, ServerDiedError)]
-    found += [f"rollout server 0 {event.replace('_', ' ')}: …" for event in get_args(EventKind)]
-    for line in (
-        "Free memory on device is less than desired GPU memory utilization",
-        "No available memory for the cache",
-    ):
-        found.append(servers.diagnose(f"ValueError: {line} blocks", None))
-    same, first, other = (dump(rank, *ops) for rank, ops in enumerate((("sum",), ("sum", "max"), ("min",))))
-    for dumps in ((same, other), (same,), (same, first)):  # they diverge, one is silent, one is behind
-        found.append(guard.diagnose("dp", [0, 1], {each.rank: each for each in dumps})[0])
-    return "\n".join(text.replace("\n", " ") for text in found)
-
-
-def is_printed(quoted: str) -> bool:
-    """Whether one string has all parts of `quoted`, in their order; `…` in it stands for any text.
-
-    The sentence of an error with fields, `rollout.port: got …; problem; remedy`, has one string for each part.
-    """
-    parts = [re.escape(part.strip(" :;(),")) for part in quoted.split("…")]
-    if any(parts) and re.search(".*".join(filter(None, parts)), messages()) is not None:
-        return True
-    head, colon, rest = quoted.partition(": ")
-    sentences = [part for part in rest.split("; ") if not part.startswith("got ")]
-    return bool(colon and re.fullmatch(r"[\w.…]+", head) and sentences) and all(map(is_printed, sentences))
-
-
-ENTRIES = [" ".join(quoted.split()) for quoted in re.findall(r"\*\*`([^`]+)`\*\*", QUOTED)]
-
-
-@pytest.mark.parametrize("quoted", ENTRIES)
-def test_an_entry_quotes_a_message_of_the_code(quoted: str) -> None:
-    assert len(re.sub(r"\W", "", quoted)) >= 6, f"`{quoted}` says too little to be found"
-    assert is_printed(quoted), f"no message of a package or app has the words of `{quoted}`"
-
-
-def test_there_are_entries_and_a_reworded_message_is_seen() -> None:
-    assert len(ENTRIES) > 70
-    assert is_printed("ranks … of … did not finish … in … s")
-    assert not is_printed("ranks … of … have not finished … in … s")

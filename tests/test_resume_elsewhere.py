@@ -1,12 +1,13 @@
 """A run saved by two ranks at ZeRO-2 resumes on one rank at ZeRO-3; with the whole model and with adapters."""
 
-import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.run_folders import metrics_rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.thorough]
 
@@ -33,8 +34,7 @@ def only_run(folder: Path) -> Path:
 
 
 def metrics_of(run: Path, step: int) -> dict[str, str]:
-    with (run / "metrics.tsv").open() as file:
-        (row,) = (row for row in csv.DictReader(file, delimiter="\t") if row["step"] == str(step))
+    (row,) = (row for row in metrics_rows(run) if row["step"] == str(step))
     return row
 
 

@@ -1,6 +1,5 @@
 """Tools, rewards, existing servers and server failures in training, on the real stack."""
 
-import csv
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from rl_runtime_reward_service import quality, reward_service
 
 from rollout_vllm.episodes.remote_rewards import judge_prompt
 from tests import planted_secrets
+from tests.run_folders import metrics_rows
 
 REPO = Path(__file__).resolve().parents[1]
 SMALL = (
@@ -86,8 +86,7 @@ def test_tools_and_a_users_reward_survive_a_killed_server_and_the_run_folder_is_
     assert (run / "model" / "config.json").exists()
     assert "held-out accuracy" in app.output
     assert str(run) in app.output
-    with (run / "metrics.tsv").open() as file:
-        before, *rows = csv.DictReader(file, delimiter="\t")
+    before, *rows = metrics_rows(run)
     assert float(before["val/num_samples"]) == 32
     assert [before["step"], *(row["step"] for row in rows)] == [str(step) for step in range(7)]
     assert set(rows[0]) >= REQUIRED_COLUMNS
@@ -113,8 +112,7 @@ def test_tools_and_a_users_reward_survive_a_killed_server_and_the_run_folder_is_
 
 
 def read_metrics(run: Path) -> list[dict[str, str]]:
-    with (run / "metrics.tsv").open() as file:
-        return [row for row in csv.DictReader(file, delimiter="\t") if row.get("actor/grad_norm")]
+    return [row for row in metrics_rows(run) if row.get("actor/grad_norm")]
 
 
 def read_samples(run: Path) -> list[dict[str, Any]]:

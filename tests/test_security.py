@@ -11,7 +11,8 @@ import pytest
 from ds_engine.errors import ModelError
 from ds_engine.model.loading import _read_config
 from ds_engine.planning.model_shape import count_shape
-from rl_data import ModelFolderError, load_tokenizer
+from plinth_base import ModelFolderError
+from rl_data import load_tokenizer
 from rl_runtime.config import TrainerConfig
 from rl_runtime.ranks.heartbeat import Heartbeats
 from rollout_vllm import RolloutConfig

@@ -1,6 +1,5 @@
 """The SFT app on real DeepSpeed ranks."""
 
-import csv
 import json
 import re
 import socket
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from run_kit.runs import list_runs
+from tests.run_folders import metrics_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
@@ -34,8 +34,7 @@ def test_the_loss_falls_and_the_model_loads(tmp_path: Path, start_app: Callable[
     assert app.finish() == 0, app.output
     assert not app.survivors()
     (run,) = tmp_path.iterdir()
-    with (run / "metrics.tsv").open() as file:
-        rows = list(csv.DictReader(file, delimiter="\t"))
+    rows = metrics_rows(run)
     losses = [float(row["sft/loss"]) for row in rows if row["sft/loss"]]
     held_out = {int(row["step"]): float(row["val/loss"]) for row in rows if row["val/loss"]}
     assert list(held_out) == [0, 20, 40]
@@ -186,8 +185,7 @@ def test_conversations_are_learned_whatever_the_engine(way: str, tmp_path: Path,
     before, after = app.output.split("held-out loss      ")[1].split(" after")[0].split(" before, ")
     assert float(after) < float(before) - 1, app.output
     (run,) = (tmp_path / "runs").iterdir()
-    with (run / "metrics.tsv").open() as file:
-        last = list(csv.DictReader(file, delimiter="\t"))[-1]
+    last = metrics_rows(run)[-1]
     assert float(last["sft/epoch"]) == 1
     # 13 conversations are left for the last step; each has two turns of two tokens and the end of sequence.
     assert float(last["sft/num_targets"]) == 13 * 2 * 3
@@ -211,8 +209,7 @@ def test_a_lost_rank_is_replaced_and_the_run_goes_on_from_its_checkpoint(
     assert app.finish() == 0, app.output
     assert re.search(r"new ranks continue after step (5|1\d|2\d) \(restart 1 of 3\)", app.output), app.output
     (run,) = tmp_path.iterdir()
-    with (run / "metrics.tsv").open() as file:
-        steps = [int(row["step"]) for row in csv.DictReader(file, delimiter="\t")]
+    steps = [int(row["step"]) for row in metrics_rows(run)]
     assert steps == list(range(1, 61))
 
 

@@ -1,11 +1,11 @@
-"""Apps in batch files of `plinth slurm`, run as SLURM runs them: requeues, jobs side by side, two nodes, a recipe."""
+"""Apps in jobs of `plinth slurm`, run as SLURM runs them: requeues, jobs side by side, two nodes, a recipe."""
 
-import csv
 import json
 import os
 import re
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,8 +13,9 @@ import pytest
 from plinth_testing import FinishedJob, Slurm, network_hosts
 from plinth_testing.network_hosts import is_available
 from rl_data import build_tiny_model
-from run_kit.cluster.slurm import main
+from run_kit.cluster.slurm import submission
 from run_kit.runs import list_runs
+from tests.run_folders import metrics_rows
 
 REPO = Path(__file__).resolve().parents[1]
 TINY = (
@@ -30,16 +31,8 @@ TINY = (
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.thorough, pytest.mark.timeout(1500)]
 
 
-def write(folder: Path, *arguments: str) -> Path:
-    return write_app(folder, "grpo", *TINY, f"trainer.output_dir={folder / 'runs'}", *arguments)
-
-
-def write_app(folder: Path, *arguments: str) -> Path:
-    file = folder / "job.sbatch"
-    with pytest.raises(SystemExit) as ended:
-        main([*arguments, "time=10:00:00", f"file={file}"])
-    assert ended.value.code == 0
-    return file
+def job(folder: Path, *arguments: str, options: Sequence[str] = ()) -> list[str]:
+    return submission([*options, "grpo", *TINY, f"trainer.output_dir={folder / 'runs'}", *arguments])
 
 
 def environment() -> dict[str, str]:
@@ -47,16 +40,15 @@ def environment() -> dict[str, str]:
 
 
 def steps_of(run: Path) -> list[int]:
-    with (run / "metrics.tsv").open() as file:
-        return [int(row["step"]) for row in csv.DictReader(file, delimiter="\t") if int(row["step"]) > 0]
+    return [int(row["step"]) for row in metrics_rows(run) if int(row["step"]) > 0]
 
 
 def test_two_jobs_on_one_node_are_queued_again_and_train_to_the_end(tmp_path: Path) -> None:
-    file = write(tmp_path, "trainer.total_training_steps=3")
+    command = job(tmp_path, "trainer.total_training_steps=3")
     slurm, found = Slurm(tmp_path / "slurm"), list[FinishedJob]()
 
     def submit() -> None:
-        found.append(slurm.run(file, env=environment(), hurry=lambda out: "step 1/3" in out))
+        found.append(slurm.run(command, env=environment(), USR1=lambda out: "step 1/3" in out))
 
     threads = [threading.Thread(target=submit) for _ in range(2)]
     for thread in threads:
@@ -76,10 +68,11 @@ def test_two_jobs_on_one_node_are_queued_again_and_train_to_the_end(tmp_path: Pa
 
 @pytest.mark.skipif(not is_available(), reason="needs root and network namespaces")
 def test_a_job_of_two_nodes_trains_on_one_and_samples_on_the_other(tmp_path: Path) -> None:
-    arguments = ("trainer.num_ranks=1", "trainer.total_training_steps=2", "nodes=2", "cpus_per_node=2")
-    file = write(tmp_path, *arguments, "object_store_gib=0.3")
+    arguments = ("trainer.num_ranks=1", "trainer.total_training_steps=2")
+    command = job(tmp_path, *arguments, options=["--nodes=2", "--cpus-per-task=2"])
+    small = {**environment(), "PLINTH_OBJECT_STORE_BYTES": "300000000"}
     with network_hosts(2) as hosts:
-        done = Slurm(tmp_path / "slurm", hosts=hosts).run(file, env=environment())
+        done = Slurm(tmp_path / "slurm", hosts=hosts).run(command, env=small)
         assert (done.exit_code, done.num_starts, done.survivors) == (0, 1, []), done.output
         (run,) = list_runs(tmp_path / "runs")
         assert (run.state, run.step) == ("finished", 2)
@@ -101,7 +94,7 @@ def test_a_recipe_is_one_job_after_the_other(tmp_path: Path) -> None:
     slurm = Slurm(tmp_path / "slurm")
 
     def run(*arguments: str) -> None:
-        done = slurm.run(write_app(tmp_path, *arguments), env=environment())
+        done = slurm.run(submission(arguments), env=environment())
         assert (done.exit_code, done.num_starts, done.survivors) == (0, 1, []), done.output
 
     run("prepare", str(rows), "--out", str(data), "--validation", "0.1", "--duplicates", "exact")

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from apps.bench.plan import Case
 from apps.bench.results import Row, summary_row
@@ -54,7 +55,7 @@ def run_case(case: Case, folder: Path, *, retries: int, timeout_s: float) -> Row
         if exit_code == USER_MISTAKE:
             lines = (work / "output.log").read_text(errors="replace").splitlines()
             raise InputError(f"case {case.name} was refused: " + "\n".join(lines[-5:]).removeprefix("error: "))
-    record = {"exit_code": exit_code, "attempts": attempts, "wall_s": time.monotonic() - started}
+    record: dict[str, Any] = {"exit_code": exit_code, "attempts": attempts, "wall_s": time.monotonic() - started}
     run = next((path for path in work.iterdir() if path.is_dir()), work / "run")
     run.mkdir(exist_ok=True)
     if not (run / "train.log").exists():  # the app ended before its run

@@ -1,4 +1,4 @@
-"""Where two evaluated models differ: paired bootstrap of the difference, and the prompts that flip. Pure."""
+"""Differences of two evaluated models: paired bootstrap of the metrics, and the prompts that flip. Pure."""
 
 from dataclasses import dataclass
 
@@ -12,15 +12,11 @@ from rl_runtime import PromptResult
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """The results of two models on the same prompt."""
+    """The results of two models on the same prompt, and the change of the share of right samples."""
 
     baseline: PromptResult
     other: PromptResult
-
-    @property
-    def change(self) -> float:
-        """Share of right samples of the other model less that of the baseline."""
-        return share_right(self.other) - share_right(self.baseline)
+    change: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +30,9 @@ class Comparison:
     gains: tuple[Pair, ...]
     """Prompts with a larger share of right samples, the largest change first."""
     losses: tuple[Pair, ...]
-    num_prompts: int
-    num_unmatched: int
-    """Prompts that only one of them has."""
-    num_other_text: int
-    """Prompts of the same row and ground truth with another text, as another chat template makes it."""
-    num_unscored: int
-    """Prompts of which one of them has no scored sample; they are in no difference."""
+    counts: dict[str, int]
+    """`num_prompts` of both models; `num_unmatched`, of one only; `num_other_text`: of both, with another text, as
+    another chat template makes it; `num_unscored`: of both, in no difference, since one has no scored sample."""
 
 
 def share_right(result: PromptResult) -> float:
@@ -48,37 +40,32 @@ def share_right(result: PromptResult) -> float:
     return result.num_right / len(result.samples) if result.samples else float("nan")
 
 
-def compare(names: tuple[str, str], baseline: Evaluation, other: Evaluation, config: EvaluateConfig) -> Comparison:
-    """Compares two models on the prompts with the same id and ground truth. `names`: their labels."""
-    rows_of = {_key(prompt): row for row, prompt in enumerate(baseline.prompts)}
-    rows = [(rows_of[_key(prompt)], row) for row, prompt in enumerate(other.prompts) if _key(prompt) in rows_of]
-    pairs = [Pair(baseline=baseline.prompts[i], other=other.prompts[j]) for i, j in rows]
-    before, after = baseline.columns(config.pass_at), other.columns(config.pass_at)
-    left, right = [i for i, _ in rows], [j for _, j in rows]
-    differences = {name: after[name][right] - before[name][left] for name in before if name in after}
-    scored = [pair for pair in pairs if np.isfinite(pair.change)]
-    return Comparison(
-        baseline=names[0],
-        other=names[1],
-        differences=intervals(differences, config),
-        gains=_flips([pair for pair in scored if pair.change > 0]),
-        losses=_flips([pair for pair in scored if pair.change < 0]),
-        num_prompts=len(pairs),
-        num_unmatched=len(baseline.prompts) + len(other.prompts) - 2 * len(pairs),
-        num_other_text=sum(pair.baseline.prompt != pair.other.prompt for pair in pairs),
-        num_unscored=len(pairs) - len(scored),
-    )
-
-
 def compare_all(evaluations: dict[str, Evaluation], config: EvaluateConfig) -> list[Comparison]:
-    """Each model against the first one."""
+    """Each model against the first one, on the prompts with the same id and ground truth."""
     names = list(evaluations)
-    return [compare((names[0], name), evaluations[names[0]], evaluations[name], config) for name in names[1:]]
+    return [_compare(names[0], evaluations[names[0]], name, evaluations[name], config) for name in names[1:]]
 
 
-def _key(prompt: PromptResult) -> tuple[str, str]:
-    return prompt.prompt_id, prompt.ground_truth
-
-
-def _flips(pairs: list[Pair]) -> tuple[Pair, ...]:
-    return tuple(sorted(pairs, key=lambda pair: (-abs(pair.change), pair.baseline.prompt_id)))
+def _compare(first: str, baseline: Evaluation, name: str, other: Evaluation, config: EvaluateConfig) -> Comparison:
+    rows_of = {(prompt.prompt_id, prompt.ground_truth): row for row, prompt in enumerate(baseline.prompts)}
+    keys = [(prompt.prompt_id, prompt.ground_truth) for prompt in other.prompts]
+    left = [rows_of[key] for key in keys if key in rows_of]
+    right = [row for row, key in enumerate(keys) if key in rows_of]
+    prompts = [(baseline.prompts[i], other.prompts[j]) for i, j in zip(left, right, strict=True)]
+    pairs = [Pair(baseline=a, other=b, change=share_right(b) - share_right(a)) for a, b in prompts]
+    before, after = baseline.columns(config.pass_at), other.columns(config.pass_at)
+    scored = [pair for pair in pairs if np.isfinite(pair.change)]
+    scored.sort(key=lambda pair: (-abs(pair.change), pair.other.prompt_id))
+    return Comparison(
+        baseline=first,
+        other=name,
+        differences=intervals({key: after[key][right] - before[key][left] for key in before if key in after}, config),
+        gains=tuple(pair for pair in scored if pair.change > 0),
+        losses=tuple(pair for pair in scored if pair.change < 0),
+        counts={
+            "num_prompts": len(pairs),
+            "num_unmatched": len(baseline.prompts) + len(other.prompts) - 2 * len(pairs),
+            "num_other_text": sum(pair.baseline.prompt != pair.other.prompt for pair in pairs),
+            "num_unscored": len(pairs) - len(scored),
+        },
+    )

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rl_data import DataConfig
-from rl_runtime import ModelConfig, TaskSize
+from rl_runtime import InputError, ModelConfig, TaskSize
 from rl_runtime.config import check_resume, check_run_name
 from rl_runtime.rollout.config import EpisodeConfig
 from rl_runtime.rollout.scoring_config import ScoringConfig
@@ -29,9 +29,9 @@ class CheckpointsConfig:
 
     def __post_init__(self) -> None:
         if self.folder is None and (self.steps or self.newest):
-            raise ValueError("folder is null; allowed with steps or newest: the folder with the checkpoints")
+            raise InputError(field="folder", value=None, allowed="the folder of the checkpoints, with steps or newest")
         if self.steps and self.newest:
-            raise ValueError(f"newest is true; allowed: false with steps={list(self.steps)}")
+            raise InputError(field="newest", value=True, allowed=f"false with steps={list(self.steps)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,18 +72,16 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         if bad := [k for k in self.pass_at if not 1 <= k <= self.sampling.n]:
-            raise ValueError(f"pass_at has {bad[0]}; allowed: 1 to sampling.n ({self.sampling.n})")
+            raise InputError(field="pass_at", value=bad[0], allowed=f"1 to sampling.n ({self.sampling.n})")
         check_value(self, "confidence", 0 < self.confidence < 1, "above 0 and below 1")
         check_at_least(1, self, "num_resamples")
         check_at_least(0, self, "seed")
         check_run_name(self)
         check_resume(self)
         if self.data.train:
-            raise ValueError(f"data.train is {list(self.data.train)}; allowed: empty, data.val has the prompts")
+            raise InputError(field="data.train", value=self.data.train, allowed="empty: data.val has the prompts")
         if self.rollout.urls and self.checkpoints.folder is not None:
-            raise ValueError(
-                f"checkpoints.folder is {self.checkpoints.folder}; allowed: null with rollout.urls, whose servers keep "
-                "their model"
-            )
+            allowed = "null with rollout.urls, whose servers keep their model"
+            raise InputError(field="checkpoints.folder", value=self.checkpoints.folder, allowed=allowed)
         if self.only_compare and not self.compare:
-            raise ValueError("only_compare is true; allowed: false without compare")
+            raise InputError(field="only_compare", value=True, allowed="false without compare")

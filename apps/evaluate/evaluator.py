@@ -1,11 +1,8 @@
 """The servers of an evaluation, which hold one model after the other, and the prompts that each model answers."""
 
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from apps.evaluate.config import EvaluateConfig
 from plinth_base.errors import prefix_fields
@@ -23,11 +20,8 @@ from rl_runtime.app.inputs import chat_format
 from rl_runtime.ranks.environment import GpuId, visible_gpus
 from rl_runtime.resolve.resolved import ResolvedConfig
 from rollout_vllm import RolloutClient, ServerGroup
-from run_kit.tracking.progress import duration_text
+from rollout_vllm.servers.device import Device
 from weight_sync import HfFolderSource, WeightPusher, server_args, server_env
-
-_PROGRESS_S = 30.0
-"""Seconds between two lines of progress."""
 
 
 def usable_gpus(config: EvaluateConfig) -> list[GpuId]:
@@ -39,51 +33,48 @@ def usable_gpus(config: EvaluateConfig) -> list[GpuId]:
     prepare_driver(config.rollout.device)
     gpus = [] if config.rollout.device == "cpu" else visible_gpus()
     if config.rollout.device == "cuda" and not gpus:
-        raise InputError(
-            "rollout.device is cuda, but no GPU was found on this host; allowed: auto, or cpu; `plinth doctor` lists "
-            "GPUs, driver and CUDA build"
-        )
+        remedy = "`plinth doctor` lists GPUs, driver and CUDA build"
+        raise InputError(field="rollout.device", value="cuda", allowed="auto or cpu without a GPU", remedy=remedy)
     return gpus
 
 
-def choose_servers(config: EvaluateConfig, *, num_gpus: int) -> ResolvedConfig[EvaluateConfig]:
+def resolve_servers(config: EvaluateConfig, *, num_gpus: int) -> ResolvedConfig[EvaluateConfig]:
     """Fills in the settings of the servers that are null: they have the GPUs to themselves.
 
     Raises:
         PlacementError: more GPUs are requested than there are.
     """
-    devices = f"{num_gpus} GPUs" if num_gpus else "the CPU"
-    choice = ResolvedConfig(config=config, devices=devices)
+    resolved = ResolvedConfig(config=config, devices=f"{num_gpus} GPUs" if num_gpus else "the CPU")
     if config.rollout.urls or config.only_compare:
-        return choice
+        return resolved
     size = config.rollout.tensor_parallel_size
     longest = config.data.max_prompt_length + config.sampling.max_tokens
-    choice = choice.with_default("rollout.max_model_len", longest, "the longest prompt and response")
+    resolved = resolved.with_default("rollout.max_model_len", longest, "the longest prompt and response")
     if not num_gpus:
-        return choice.with_default("rollout.num_servers", 1, "one on the CPU")
-    choice = choice.with_default("rollout.num_servers", max(1, num_gpus // size), f"one per {size} GPUs")
-    choice = choice.with_default("rollout.gpu_memory_utilization", 0.9, "no trainer shares the GPUs")
-    choice = choice.with_default("rollout.enforce_eager", False, "CUDA graphs decode faster")
-    servers = choice.config.rollout.server_count
+        return resolved.with_default("rollout.num_servers", 1, "one on the CPU")
+    resolved = resolved.with_default("rollout.num_servers", max(1, num_gpus // size), f"one per {size} GPUs")
+    resolved = resolved.with_default("rollout.gpu_memory_utilization", 0.9, "no trainer shares the GPUs")
+    resolved = resolved.with_default("rollout.enforce_eager", False, "CUDA graphs decode faster")
+    servers = resolved.config.rollout.server_count
     if servers * size > num_gpus:
-        raise PlacementError(
-            f"{servers} servers of {size} GPUs need {servers * size} GPUs, there are {num_gpus}; lower "
-            "rollout.num_servers or rollout.tensor_parallel_size, or set rollout.device=cpu"
-        )
-    return choice
+        problem = f"{servers} servers of {size} GPUs need {servers * size} GPUs, there are {num_gpus}"
+        remedy = "lower rollout.num_servers or rollout.tensor_parallel_size, or set rollout.device=cpu"
+        raise PlacementError(problem, field="rollout.num_servers", remedy=remedy)
+    return resolved
 
 
-class Evaluator:
-    """Samples and scores the held-out prompts with the model that `load` gave the servers."""
+class Evaluator(ExitStack):
+    """Samples and scores the held-out prompts with the model that `load` gave the servers.
 
-    def __init__(
-        self, config: EvaluateConfig, inputs: Inputs, scorer: Scorer, folder: Path, *, several_models: bool
-    ) -> None:
-        self._config, self._inputs, self._scorer, self._folder = config, inputs, scorer, folder
-        self._several_models = several_models
+    Servers and scoring processes end with the `with` block; `folder` gets their logs.
+    """
+
+    def __init__(self, config: EvaluateConfig, inputs: Inputs, folder: Path, *, several_models: bool) -> None:
+        super().__init__()
+        self._config, self._inputs, self._folder = config, inputs, folder
+        self._are_pushed = several_models and not config.rollout.urls
         self._servers: ServerGroup | None = None
         self._client: RolloutClient
-        self._stack = ExitStack()
         self._num_pushed = 0
 
     def load(self, model: Path | None) -> None:
@@ -104,18 +95,15 @@ class Evaluator:
                 pusher.push(self._num_pushed)
             self._client.set_policy_version(self._num_pushed)
             return
-        self._servers = self._stack.enter_context(self._launch(model or self._inputs.model_path))
-        self._servers.wait_ready()
-        self._client = RolloutClient(self._servers.endpoints, self._config.rollout)
-        self._stack.callback(self._client.close)
         config, tokenizer = self._config, self._inputs.tokenizer
+        scorer = self.enter_context(Scorer(config.reward, printed_dir=self._folder / "rewards"))
+        self._servers = self.enter_context(self._launch(model or self._inputs.model_path))
+        self._servers.wait_ready()
+        self._client = RolloutClient(self._servers.endpoints, config.rollout)
+        self.callback(self._client.close)
+        chat = chat_format(tokenizer, config.data) if config.episode.environment is not None else None
         self._phase = RolloutPhase(
-            self._client,
-            tokenizer,
-            scorer=self._scorer,
-            seed=config.seed,
-            episode=config.episode,
-            chat=chat_format(tokenizer, config.data) if config.episode.environment is not None else None,
+            self._client, tokenizer, scorer=scorer, seed=config.seed, episode=config.episode, chat=chat
         )
 
     def evaluate(self, name: str) -> Validation:
@@ -126,15 +114,13 @@ class Evaluator:
             rollout_vllm.ServerDiedError: because a server died.
         """
         assert self._servers is not None, "load a model first"
-        prompts, num_done, began = self._inputs.val_prompts, 0, time.monotonic()
-        shown = began
+        prompts, num_done = self._inputs.val_prompts, 0
 
         def on_scored() -> None:
-            nonlocal num_done, shown
-            num_done, now = num_done + 1, time.monotonic()
-            if now - shown >= _PROGRESS_S:
-                shown = now
-                print(f"{name}: {num_done} of {len(prompts)} prompts in {duration_text(now - began)}", flush=True)
+            nonlocal num_done
+            num_done += 1
+            if num_done % max(50, len(prompts) // 10) == 0:
+                print(f"{name}: {num_done} of {len(prompts)} prompts", flush=True)
 
         try:
             return self._phase.validate(prompts, self._config.sampling, step=0, on_scored=on_scored)
@@ -142,36 +128,20 @@ class Evaluator:
             self._servers.check()
             raise
 
-    def close(self) -> None:
-        """Ends the servers that were started here."""
-        self._stack.close()
-
     def _launch(self, model: Path) -> ServerGroup:
-        config = self._config
-        gpus, size = usable_gpus(config), config.rollout.tensor_parallel_size
-        device: Literal["cpu", "cuda"] = "cuda" if gpus else "cpu"
-        pushed = self._several_models and not config.rollout.urls
+        config, gpus = self._config, usable_gpus(self._config)
+        size, device = config.rollout.tensor_parallel_size, _device(gpus)
+        shares = [gpus[i * size : (i + 1) * size] for i in range(config.rollout.server_count)]
         with prefix_fields("rollout"):
             return ServerGroup.launch(
                 model,
                 config.rollout if config.rollout.urls else replace(config.rollout, device=device),
                 log_dir=self._folder / "servers",
-                extra_args=server_args(config.sync, device) if pushed else (),
-                env=server_env(config.sync, device) if pushed else None,
-                gpu_ids_per_server=[gpus[i * size : (i + 1) * size] for i in range(config.rollout.server_count)]
-                if gpus
-                else None,
+                extra_args=server_args(config.sync, device) if self._are_pushed else (),
+                env=server_env(config.sync, device) if self._are_pushed else None,
+                gpu_ids_per_server=shares if gpus else None,
             )
 
 
-@contextmanager
-def open_evaluator(
-    config: EvaluateConfig, inputs: Inputs, folder: Path, *, several_models: bool
-) -> Iterator[Evaluator]:
-    """An evaluator whose servers and scoring processes end with the block; `folder` gets their logs."""
-    with Scorer(config.reward, printed_dir=folder / "rewards") as scorer:
-        evaluator = Evaluator(config, inputs, scorer, folder, several_models=several_models)
-        try:
-            yield evaluator
-        finally:
-            evaluator.close()
+def _device(gpus: list[GpuId]) -> Device:
+    return "cuda" if gpus else "cpu"

@@ -6,8 +6,7 @@ checkpoints of a run on the same servers, `rollout.urls` existing servers; `comp
 """
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -16,73 +15,42 @@ import run_kit
 from apps.evaluate.config import EvaluateConfig
 
 if TYPE_CHECKING:
+    from apps.evaluate.checks import Plan
     from apps.evaluate.evaluator import Evaluator
-    from apps.evaluate.results import Evaluation, Table
+    from apps.evaluate.results import Evaluation
     from apps.evaluate.targets import Target
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What is evaluated and compared."""
-
-    config: EvaluateConfig
-    """Without open settings."""
-    targets: "tuple[Target, ...]"
-    compared: "dict[str, Evaluation]"
-    folder: Path | None
-    """The folder to continue; None: a new one."""
-    notes: tuple[str, ...]
-    inputs: "rl_runtime.Inputs | None"
-    """None: those of the built-in model, which the evaluation writes into its folder."""
-
-
-def check(config: EvaluateConfig) -> Plan:
-    """Refuses settings that cannot work before any process starts; finds the models."""
-    from apps.evaluate.checks import check_inputs, find_folder
-    from apps.evaluate.evaluator import choose_servers, usable_gpus
-    from apps.evaluate.results import load_compared
-    from apps.evaluate.targets import find_targets
-    from rl_runtime.ranks.environment import why_cpu
-
-    found = find_targets(config)
-    compared = load_compared(config)
-    choice = choose_servers(found.config, num_gpus=len(usable_gpus(config)) if found.targets else 0)
-    if found.targets and not config.rollout.urls:
-        choice = replace(choice, warning=why_cpu(config.rollout.device))
-    inputs, warnings = check_inputs(choice.config) if found.targets else (None, [])
-    notes = (*found.notes, *choice.lines(), *warnings, *(inputs.lines if inputs is not None else ()))
-    folder = find_folder(choice.config)
-    return Plan(
-        config=choice.config, targets=found.targets, compared=compared, folder=folder, notes=notes, inputs=inputs
-    )
 
 
 def main(config: EvaluateConfig) -> int:
     """Evaluates the models that the table lacks and writes the report; returns 1 if a model could not be evaluated."""
-    from apps.evaluate.checks import open_run
+    from apps.evaluate.checks import check, open_run
     from apps.evaluate.report import write_results
-    from apps.evaluate.results import Table
+    from apps.evaluate.results import in_order, load_evaluations
+    from apps.evaluate.targets import is_missing
 
     plan = check(config)
     with open_run(plan.config, plan.folder, num_models=len(plan.targets)) as run:
         print("\n".join([f"{run.path}: {len(plan.targets)} models", *plan.notes]), flush=True)
-        table = Table(run.path)
-        missing = [target for target in plan.targets if table.lacks(target)]
-        if there := [target.name for target in plan.targets if target not in missing]:
-            print(f"already in the table: {', '.join(there)}")
+        table = load_evaluations(run.path)
+        missing = [target for target in plan.targets if is_missing(target, table)]
+        if present := [target.name for target in plan.targets if target not in missing]:
+            print(f"already in the table: {', '.join(present)}")
         failed = evaluate_all(missing, plan, run.path, table) if missing else {}
-        if table.evaluations or plan.compared:
-            write_results(run.path, plan.config, table.evaluations, plan.compared)
+        if table or plan.compared:
+            write_results(run.path, plan.config, in_order(list(table.values())), plan.compared)
             print(f"{run.path / 'report.html'}, with results.tsv and summary.json")
         for name, reason in failed.items():
             print(f"failed: {name}: {reason}")
     return 1 if failed else 0
 
 
-def evaluate_all(missing: "Sequence[Target]", plan: Plan, folder: Path, table: "Table") -> dict[str, str]:
-    """Evaluates models on the same servers; returns name -> why one could not be evaluated."""
-    from apps.evaluate.evaluator import open_evaluator
-    from apps.evaluate.report import interval_text, write_results
+def evaluate_all(
+    missing: "Sequence[Target]", plan: "Plan", folder: Path, table: "dict[str, Evaluation]"
+) -> Mapping[str, str]:
+    """Evaluates models on the same servers and adds them to the table; returns name -> why one could not be."""
+    from apps.evaluate.evaluator import Evaluator
+    from apps.evaluate.report import interval_text
+    from apps.evaluate.results import intervals
     from ckpt import CheckpointError
     from weight_sync import WeightSyncError
 
@@ -91,17 +59,18 @@ def evaluate_all(missing: "Sequence[Target]", plan: Plan, folder: Path, table: "
     inputs = plan.inputs or rl_runtime.load_inputs(
         config.model, config.data, supervised, config.task, folder=folder, seed=config.seed
     )
-    with open_evaluator(config, inputs, folder, several_models=len(missing) > 1) as evaluator:
+    with Evaluator(config, inputs, folder, several_models=len(missing) > 1) as evaluator:
         for target in missing:
             try:
-                table.add(evaluate(target, evaluator, config, folder))
+                evaluation = evaluate(target, evaluator, config, folder)
             except (CheckpointError, WeightSyncError, rl_runtime.RolloutFailed) as error:
                 failed[target.name] = str(error)
                 print(f"warning: {target.name} is skipped: {error}", flush=True)
                 continue
-            found = write_results(folder, config, table.evaluations, plan.compared)
-            metrics = [f"{name} {interval_text(interval)}" for name, interval in found[target.name].items()]
-            print(f"{target.name}: {', '.join(metrics)}", flush=True)
+            evaluation.save(folder)
+            table[target.name] = evaluation
+            metrics = intervals(evaluation.columns(config.pass_at), config)
+            print(f"{target.name}: {', '.join(f'{k} {interval_text(v)}' for k, v in metrics.items())}", flush=True)
     return failed
 
 
@@ -109,11 +78,8 @@ def evaluate(target: "Target", evaluator: "Evaluator", config: EvaluateConfig, f
     """Loads one model into the servers, and samples and scores all prompts."""
     from apps.evaluate.results import Evaluation
 
-    if target.path is None:
-        evaluator.load(None)
-    else:
-        with target.open(config, folder) as model:
-            evaluator.load(model)
+    with target.open(config, folder) as model:
+        evaluator.load(model)
     began = time.monotonic()
     validation = evaluator.evaluate(target.name)
     if validation.num_failed:

@@ -1,13 +1,10 @@
 """Writes the results of an evaluation: `results.tsv`, `summary.json` and `report.html`."""
 
-import csv
-import io
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +18,24 @@ from rl_core import BootstrapMean
 from rl_runtime import PromptResult
 from run_kit.cli import INVOKED_AS
 from run_kit.config.redaction import tree_without_secrets, yaml_without_secrets
-from run_kit.report.data import MAX_ROLLOUTS, fitting
+from run_kit.report.data import MAX_ROLLOUTS, fitting, spread
 from run_kit.report.page import Color, Figure, Section, Sides, Table, render
 from run_kit.tracking.curves import Line, line_svg
 from run_kit.tracking.metrics_table import atomic_write
 
 Intervals = dict[str, BootstrapMean]
-_MOST_FLIPS = 200
-"""Prompts that the page shows side by side, over all comparisons."""
+_COLUMNS = (
+    *("model", "step", "prompt_id", "data_source", "k", "pass_at_k"),
+    *("num_samples", "num_right", "num_failed", "score_mean", "majority"),
+)
+_MOST_FLIPS = 100
+"""Prompts of a comparison that the page shows side by side."""
 _MOST_RESPONSES = 3
 """Responses of a model that the page shows for a prompt."""
 
 
 def write_results(
-    folder: Path, config: EvaluateConfig, own: Sequence[Evaluation], others: Mapping[str, Evaluation]
+    folder: Path, config: EvaluateConfig, own: Mapping[str, Evaluation], others: Mapping[str, Evaluation]
 ) -> dict[str, Intervals]:
     """Writes all three files; returns label -> metric -> interval.
 
@@ -42,73 +43,24 @@ def write_results(
         own: the models of this evaluation.
         others: those of `compare`, by label; the first one is the baseline, else the first of `own`.
     """
-    evaluations = dict(others) | {evaluation.name: evaluation for evaluation in own}
-    found = {label: intervals(one.columns(config.pass_at), config) for label, one in evaluations.items()}
+    evaluations = {**others, **own}
+    metrics = {label: intervals(one.columns(config.pass_at), config) for label, one in evaluations.items()}
     comparisons = compare_all(evaluations, config)
-    atomic_write(folder / "results.tsv", results_tsv(own, config))
-    summary = summary_tree(config, own, evaluations, found, comparisons)
-    atomic_write(folder / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
-    atomic_write(folder / "report.html", page(folder.name, config, evaluations, found, comparisons))
-    return found
-
-
-def interval_text(interval: BootstrapMean, *, sign: bool = False) -> str:
-    """`0.512 [0.470, 0.553]`."""
-    form = "{:+.3f}" if sign else "{:.3f}"
-    return f"{form} [{form}, {form}]".format(interval.mean, interval.low, interval.high)
-
-
-# ---------------------------------------------------------------- tables
-
-
-def results_tsv(evaluations: Sequence[Evaluation], config: EvaluateConfig) -> str:
-    """One row for each model, prompt and k of pass@k; a value that a prompt does not have is empty."""
-    text = io.StringIO()
-    columns = ["model", "step", "prompt_id", "data_source", "k", "pass_at_k"]
-    columns += ["num_samples", "num_right", "num_failed", "score_mean", "majority"]
-    table = csv.writer(text, delimiter="\t", lineterminator="\n")
-    table.writerow(columns)
-    for evaluation in evaluations:
-        table.writerows(_rows(evaluation, config))
-    return text.getvalue()
-
-
-def _rows(evaluation: Evaluation, config: EvaluateConfig) -> Iterator[list[Any]]:
-    passed = {name: values for name, values in evaluation.columns(config.pass_at).items() if name.startswith("pass@")}
-    for row, prompt in enumerate(evaluation.prompts):
-        for name, values in passed.items():
-            yield [
-                *(evaluation.name, evaluation.step, prompt.prompt_id, prompt.data_source, name.removeprefix("pass@")),
-                *(_cell(values[row]), len(prompt.samples), prompt.num_right),
-                *(evaluation.num_samples - len(prompt.samples), _cell(prompt.score_mean), _cell(prompt.majority)),
-            ]
-
-
-def _cell(value: float) -> str:
-    return "" if math.isnan(value) else f"{value:.6g}"
-
-
-def summary_tree(
-    config: EvaluateConfig,
-    own: Sequence[Evaluation],
-    evaluations: Mapping[str, Evaluation],
-    found: Mapping[str, Intervals],
-    comparisons: Sequence[Comparison],
-) -> dict[str, Any]:
-    """The content of summary.json."""
-    return {
+    models = [
+        {"label": label, "is_own": label in own, **_facts(one), "metrics": _plain(metrics[label])}
+        for label, one in evaluations.items()
+    ]
+    summary = {
         "command": INVOKED_AS.get(),
         "written_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "settings": tree_without_secrets(config),
         "versions": package_versions(),
-        "models": [
-            {"label": label, "is_own": any(one is mine for mine in own), **_facts(one), "metrics": _plain(found[label])}
-            for label, one in evaluations.items()
-        ],
+        "models": models,
         "comparisons": [
             {
-                **{name: getattr(one, name) for name in ("baseline", "other", "num_prompts", "num_unmatched")},
-                **{name: getattr(one, name) for name in ("num_other_text", "num_unscored")},
+                "baseline": one.baseline,
+                "other": one.other,
+                **one.counts,
                 "num_gains": len(one.gains),
                 "num_losses": len(one.losses),
                 "differences": _plain(one.differences),
@@ -116,6 +68,47 @@ def summary_tree(
             for one in comparisons
         ],
     }
+    records = [
+        {"step": one.step or 0, "run": label, **_texts(prompt), "reward": sample.score, **asdict(sample)}
+        for label, one in evaluations.items()
+        for prompt in one.prompts
+        for sample in prompt.samples
+    ]
+    sections = _sections(config, models, metrics, comparisons)
+    note = f"{len(evaluations)} models, {len(records)} samples"
+    page = render(folder.name, sections, note=note, records=fitting(spread(records, MAX_ROLLOUTS)))
+    atomic_write(folder / "results.tsv", results_tsv(own, config))
+    atomic_write(folder / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
+    atomic_write(folder / "report.html", page)
+    return metrics
+
+
+def interval_text(interval: BootstrapMean | None, form: str = ".3f") -> str:
+    """`0.512 [0.470, 0.553]`; empty without an interval."""
+    if interval is None:
+        return ""
+    return f"{interval.mean:{form}} [{interval.low:{form}}, {interval.high:{form}}]"
+
+
+def results_tsv(evaluations: Mapping[str, Evaluation], config: EvaluateConfig) -> str:
+    """One row for each model, prompt and k of pass@k; a value that a prompt does not have is empty."""
+    rows = (row for one in evaluations.values() for row in _rows(one, config))
+    return "".join("\t".join(cells) + "\n" for cells in [_COLUMNS, *rows])
+
+
+def _rows(one: Evaluation, config: EvaluateConfig) -> Iterator[list[str]]:
+    passed = {name: values for name, values in one.columns(config.pass_at).items() if name.startswith("pass@")}
+    for row, prompt in enumerate(one.prompts):
+        for name, values in passed.items():
+            cells = [one.name, one.step, prompt.prompt_id, prompt.data_source, name.removeprefix("pass@"), values[row]]
+            cells += [len(prompt.samples), prompt.num_right, one.num_samples - len(prompt.samples)]
+            yield [_cell(cell) for cell in [*cells, prompt.score_mean, prompt.majority]]
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return "" if math.isnan(value) else f"{value:.6g}"
+    return "" if value is None else " ".join(str(value).split())
 
 
 def _facts(evaluation: Evaluation) -> dict[str, Any]:
@@ -137,145 +130,92 @@ def _facts(evaluation: Evaluation) -> dict[str, Any]:
     }
 
 
-def _plain(found: Intervals) -> dict[str, Any]:
-    return {name: asdict(interval) for name, interval in found.items()}
+def _plain(metrics: Intervals) -> dict[str, Any]:
+    return {name: asdict(interval) for name, interval in metrics.items()}
 
 
-# ---------------------------------------------------------------- page
-
-
-def page(
-    name: str,
+def _sections(
     config: EvaluateConfig,
-    evaluations: Mapping[str, Evaluation],
-    found: Mapping[str, Intervals],
+    models: Sequence[dict[str, Any]],
+    metrics: Mapping[str, Intervals],
     comparisons: Sequence[Comparison],
-) -> str:
-    """The report: one HTML page that loads nothing."""
-    num_samples = sum(one.num_scored for one in evaluations.values())
-    records = chain.from_iterable(_records(label, one) for label, one in evaluations.items())
-    shown = [fitting(record) for record in islice(records, 0, None, max(1, -(-num_samples // MAX_ROLLOUTS)))]
-    most = max(1, _MOST_FLIPS // max(1, 2 * len(comparisons)))
-    flips = {title: pairs for one in comparisons for title, pairs in _flips(one, most)}
+) -> list[Section]:
+    """The report: tables, curves over the steps, prompts on which models disagree, samples, settings."""
     baseline = comparisons[0].baseline if comparisons else ""
-    sections = [
+    facts = ("num_prompts", "samples_per_prompt", "num_failed", "mean_tokens", "truncated")
+    steps = {model["label"]: model["step"] for model in models if model["is_own"] and model["step"] is not None}
+    return [
         Section(
             key="results",
             title="Results",
             note=f"Mean over prompts and {config.confidence:.0%} bootstrap interval. Failed samples enter no metric: a "
             "prompt counts for pass@k if it has k scored samples.",
-            table=_results(evaluations, found),
+            table=_table(metrics, {m["label"]: {key: m[key] for key in facts} for m in models}),
         ),
-        Section(key="steps", title="Over the steps", figures=_curves(evaluations, found)),
+        Section(key="steps", title="Over the steps", figures=_curves(steps, metrics)),
         Section(
             key="differences",
             title="Differences",
             note=f"Against {baseline}: paired bootstrap of the difference over the prompts of both; an interval "
             "without 0 is a difference.",
-            table=_differences(comparisons) if comparisons else None,
+            table=_table(
+                {one.other: one.differences for one in comparisons},
+                {one.other: {"better": len(one.gains), "worse": len(one.losses), **one.counts} for one in comparisons},
+                form="+.3f",
+            )
+            if comparisons
+            else None,
         ),
-        Section(key="flips", title="Where they disagree", folded=flips),
-        Section(key="samples", title="Samples", note=f"{len(shown)} of {num_samples} samples", has_records=bool(shown)),
+        Section(key="flips", title="Where they disagree", folded=dict(_flips(comparisons))),
+        Section(key="samples", title="Samples", has_records=True),
         Section(key="settings", title="Settings", folded={"config.yaml": yaml_without_secrets(config)}),
     ]
-    return render(name, sections, note=f"{len(evaluations)} models, {num_samples} samples", records=shown)
 
 
-def _results(evaluations: Mapping[str, Evaluation], found: Mapping[str, Intervals]) -> Table:
-    names = list(dict.fromkeys(name for metrics in found.values() for name in metrics))
-    facts = {label: _facts(one) for label, one in evaluations.items()}
+def _table(metrics: Mapping[str, Intervals], facts: Mapping[str, Mapping[str, Any]], form: str = ".3f") -> Table:
+    names = list(dict.fromkeys(name for own in metrics.values() for name in own))
+    titles = [title.removeprefix("num_").replace("_", " ") for title in next(iter(facts.values()), ())]
     rows = [
-        (
-            label,
-            [
-                *(interval_text(found[label][name]) if name in found[label] else "" for name in names),
-                *(str(facts[label][key]) for key in ("num_prompts", "samples_per_prompt", "num_failed")),
-                *(
-                    "" if facts[label][key] is None else f"{facts[label][key]:.3g}"
-                    for key in ("mean_tokens", "truncated")
-                ),
-                (evaluations[label].digest or "unknown")[:12],
-            ],
-        )
-        for label in evaluations
+        (label, [*(interval_text(own.get(name), form) for name in names), *map(_cell, facts[label].values())])
+        for label, own in metrics.items()
     ]
-    titles = ("model", *names, "prompts", "n", "failed", "tokens", "truncated", "digest")
-    return Table(head=titles, rows=rows)
+    return Table(head=("model", *names, *titles), rows=rows)
 
 
-def _curves(evaluations: Mapping[str, Evaluation], found: Mapping[str, Intervals]) -> list[Figure]:
-    """One chart per metric over the models that have steps."""
-    steps = {label: one.step for label, one in evaluations.items() if one.step is not None and "/" not in label}
-    if len(steps) < 2:
-        return []
+def _curves(steps: Mapping[str, int], metrics: Mapping[str, Intervals]) -> list[Figure]:
+    """One chart per metric over the models that have steps, if there are several."""
     figures = []
-    for name in dict.fromkeys(name for label in steps for name in found[label]):
-        points = [(step, found[label][name]) for label, step in steps.items() if name in found[label]]
-        lines = [
-            Line(part, [step for step, _ in points], [getattr(one, part) for _, one in points])
-            for part in ("mean", "low", "high")
-        ]
+    for name in dict.fromkeys(name for label in steps for name in metrics[label] if len(steps) > 1):
+        points = [(step, metrics[label][name]) for label, step in steps.items() if name in metrics[label]]
+        xs = [step for step, _ in points]
+        lines = [Line(part, xs, [getattr(one, part) for _, one in points]) for part in ("mean", "low", "high")]
         figures.append(Figure(title=name, svg=line_svg(lines, title=name)))
     return figures
 
 
-def _differences(comparisons: Sequence[Comparison]) -> Table:
-    names = list(dict.fromkeys(name for one in comparisons for name in one.differences))
-    rows = [
-        (
-            one.other,
-            [
-                *(interval_text(one.differences[name], sign=True) if name in one.differences else "" for name in names),
-                *(str(len(flips)) for flips in (one.gains, one.losses)),
-                *(str(number) for number in (one.num_prompts, one.num_unmatched, one.num_other_text, one.num_unscored)),
-            ],
-        )
-        for one in comparisons
-    ]
-    counts = ("prompts better", "worse", "in both", "in one only", "with other text", "unscored")
-    return Table(head=("model", *names, *counts), rows=rows)
+def _flips(comparisons: Sequence[Comparison]) -> Iterator[tuple[str, list[Sides]]]:
+    for one in comparisons:
+        for word, pairs in (("better", one.gains), ("worse", one.losses)):
+            if pairs:
+                head = f"{one.other} is {word} than {one.baseline} on {len(pairs)} prompts"
+                yield head, [_sides(pair, one) for pair in pairs[:_MOST_FLIPS]]
 
 
-def _flips(comparison: Comparison, most: int) -> Iterator[tuple[str, list[Sides]]]:
-    for title, pairs in (("better", comparison.gains), ("worse", comparison.losses)):
-        if pairs:
-            head = f"{comparison.other} is {title} than {comparison.baseline} on {len(pairs)} prompts"
-            head += f" (the largest {most})" if len(pairs) > most else ""
-            yield head, [_pair(pair, comparison) for pair in pairs[:most]]
-
-
-def _pair(pair: Pair, comparison: Comparison) -> Sides:
-    one = pair.baseline
+def _sides(pair: Pair, comparison: Comparison) -> Sides:
+    prompt = pair.baseline
     sides = dict([_side(comparison.baseline, pair.baseline), _side(comparison.other, pair.other)])
-    note = f"ground truth {fitting(one.ground_truth)}"
-    return Sides(title=one.prompt_id, note=note, prompt=fitting(one.prompt), sides=sides)
+    note = f"ground truth {fitting(prompt.ground_truth)}"
+    return Sides(title=prompt.prompt_id, note=note, prompt=fitting(prompt.prompt), sides=sides)
 
 
 def _side(label: str, result: PromptResult) -> tuple[str, list[tuple[str, Color, str]]]:
     title = f"{label}: {result.num_right} of {len(result.samples)} right ({share_right(result):.0%})"
-    return title, [
-        (
-            f"{'right' if sample.is_right else 'wrong'}, {sample.score:g}",
-            "up" if sample.is_right else "down",
-            fitting(sample.response),
-        )
-        for sample in result.samples[:_MOST_RESPONSES]
-    ]
+    responses: list[tuple[str, Color, str]] = []
+    for sample in result.samples[:_MOST_RESPONSES]:
+        word, color = ("right", "up") if sample.is_right else ("wrong", "down")
+        responses.append((f"{word}, {sample.score:g}", color, fitting(sample.response)))  # type: ignore[arg-type]
+    return title, responses
 
 
-def _records(label: str, evaluation: Evaluation) -> Iterator[dict[str, Any]]:
-    """Samples for the search of the page."""
-    for prompt in evaluation.prompts:
-        for sample in prompt.samples:
-            yield {
-                "step": evaluation.step or 0,
-                "run": label,
-                "prompt_id": prompt.prompt_id,
-                "prompt": prompt.prompt,
-                "response": sample.response,
-                "reward": sample.score,
-                "right": sample.is_right,
-                "ground_truth": prompt.ground_truth,
-                "finish_reason": sample.finish_reason,
-                "num_tokens": sample.num_tokens,
-            }
+def _texts(prompt: PromptResult) -> dict[str, str]:
+    return {"prompt_id": prompt.prompt_id, "prompt": prompt.prompt, "ground_truth": prompt.ground_truth}

@@ -1,7 +1,7 @@
 """Results of evaluated models: their files, from which the report and a resumed evaluation read them again.
 
-`models/<name>/samples.jsonl` has one line per prompt with all samples; `models/<name>/model.json`, written last, says
-what was evaluated.
+`models/<name>/samples.jsonl` has one line per prompt with all samples; `models/<name>/model.json`, written last, the
+facts about the model.
 """
 
 import json
@@ -15,12 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from apps.evaluate.config import EvaluateConfig
-from apps.evaluate.targets import Target
-from ckpt import CheckpointError
 from rl_core import BootstrapMean, bootstrap_mean
 from rl_runtime import InputError, PromptResult, SampleResult, prompt_metrics, sample_counts
+from run_kit import ConfigError
+from run_kit.config.differences import config_differences
 from run_kit.config.redaction import yaml_without_secrets
-from run_kit.config.yaml import YamlError, parse_typed
 from run_kit.tracking.metrics_table import atomic_write
 
 MODELS = "models"
@@ -36,7 +35,7 @@ class Evaluation:
     name: str
     step: int | None
     source: str
-    """Where the model was: a folder, or the URLs of servers."""
+    """The model's folder, or the kind of one without a folder."""
     digest: str | None
     """Of the model's files (`Target.digest`); None for servers."""
     num_samples: int
@@ -64,10 +63,10 @@ class Evaluation:
         """Writes it below `folder`, the folder of the whole evaluation."""
         own = folder / MODELS / self.name
         own.mkdir(parents=True, exist_ok=True)
-        lines = [json.dumps(asdict(prompt), ensure_ascii=False) + "\n" for prompt in self.prompts]
+        facts = asdict(self)
+        lines = [json.dumps(prompt, ensure_ascii=False) + "\n" for prompt in facts.pop("prompts")]
         (own / _MODEL).unlink(missing_ok=True)
         atomic_write(own / _SAMPLES, "".join(lines))
-        facts = {name: getattr(self, name) for name in ("name", "step", "source", "digest", "num_samples", "seconds")}
         atomic_write(own / _MODEL, json.dumps(facts, indent=2) + "\n")
 
     @classmethod
@@ -86,49 +85,40 @@ class Evaluation:
 
 
 def _prompt(record: dict[str, Any]) -> PromptResult:
-    votes = record["votes"]
-    return PromptResult(
-        **{
-            **record,
-            "samples": tuple(SampleResult(**sample) for sample in record["samples"]),
-            "votes": None if votes is None else tuple(votes),
-            "failures": tuple(record["failures"]),
-        }
-    )
+    record["samples"] = tuple(SampleResult(**sample) for sample in record["samples"])
+    record["votes"] = None if record["votes"] is None else tuple(record["votes"])
+    return PromptResult(**{**record, "failures": tuple(record["failures"])})
 
 
-def load_evaluations(folder: Path) -> list[Evaluation]:
-    """The evaluated models of a folder, in the order of their steps and names; unfinished ones are left out.
+def load_evaluations(folder: Path) -> dict[str, Evaluation]:
+    """Name -> evaluated model of a folder, in the order of their steps; unfinished ones are left out.
 
     Raises:
         InputError: a malformed file.
     """
-    found = [Evaluation.load(path.parent) for path in (folder / MODELS).glob(f"*/{_MODEL}")]
-    return sorted(found, key=_order)
+    return in_order([Evaluation.load(path.parent) for path in (folder / MODELS).glob(f"*/{_MODEL}")])
 
 
-def _order(evaluation: Evaluation) -> tuple[int, str]:
-    return evaluation.step or 0, evaluation.name
+def in_order(evaluations: Sequence[Evaluation]) -> dict[str, Evaluation]:
+    """Name -> evaluation, by step and name."""
+    return {one.name: one for one in sorted(evaluations, key=lambda one: (one.step or 0, one.name))}
 
 
 def load_compared(config: EvaluateConfig) -> dict[str, Evaluation]:
     """Label -> evaluated model, of the folders in `compare`.
 
     Raises:
-        InputError: a folder has no results, or two have the same name.
+        InputError: a folder has no results, or is there twice.
     """
-    found: dict[str, Evaluation] = {}
+    compared: dict[str, Evaluation] = {}
     for name in config.compare:
         folder = Path(name).resolve()
-        evaluations = load_evaluations(folder)
-        if not evaluations:
-            raise InputError(f"compare has {name}; allowed: the folder of an evaluation with results")
-        for evaluation in evaluations:
-            label = f"{folder.name}/{evaluation.name}"
-            if label in found:
-                raise InputError(f"compare has two folders with the model {label}; allowed: each once")
-            found[label] = evaluation
-    return found
+        evaluations = {f"{folder.name}/{own}": one for own, one in load_evaluations(folder).items()}
+        if not evaluations or evaluations.keys() & compared.keys():
+            allowed = "folders of evaluations with results, each name once"
+            raise InputError(field="compare", value=name, allowed=allowed)
+        compared |= evaluations
+    return compared
 
 
 def check_same_settings(config: EvaluateConfig, folder: Path) -> None:
@@ -138,20 +128,14 @@ def check_same_settings(config: EvaluateConfig, folder: Path) -> None:
         InputError: names the key that differs, or the file that cannot be read.
     """
     try:
-        before = parse_typed((folder / "config.yaml").read_text(encoding="utf-8"), None)
-    except (OSError, YamlError) as error:
-        raise InputError(f"resume_from is {folder}, whose config.yaml cannot be read: {error}") from error
-    now = parse_typed(yaml_without_secrets(config), None)
-    for name in _DECIDE_RESULTS:
-        new, old, of = now.get(name), before.get(name), ""
-        if new != old:
-            if isinstance(new, dict) and isinstance(old, dict):  # the first key that differs
-                key = next(key for key in (*new, *old) if new.get(key) != old.get(key))
-                new, old, of = new.get(key), old.get(key), f"{key}="
-            raise InputError(
-                f"{name} is {of}{new}, but {of}{old} in {folder}; allowed with resume=auto: the same. Give the old "
-                "value, or start a new table with resume=never"
-            )
+        before = (folder / "config.yaml").read_text(encoding="utf-8")
+        differences = config_differences({"now": yaml_without_secrets(config), str(folder): before})
+    except (OSError, ConfigError) as error:
+        raise InputError(f"config.yaml cannot be read: {error}", field="resume_from", value=str(folder)) from error
+    for key, (now, earlier) in differences.items():
+        if key.partition(".")[0] in _DECIDE_RESULTS:
+            allowed = f"{earlier} with resume=auto, as in {folder}; or a new table with resume=never"
+            raise InputError(field=key, value=now, allowed=allowed)
 
 
 def intervals(columns: dict[str, npt.NDArray[np.float64]], config: EvaluateConfig) -> dict[str, BootstrapMean]:
@@ -166,30 +150,3 @@ def intervals(columns: dict[str, npt.NDArray[np.float64]], config: EvaluateConfi
 @cache  # the report is written again after each model
 def _interval(values: bytes, num_resamples: int, confidence: float, seed: int) -> BootstrapMean:
     return bootstrap_mean(np.frombuffer(values), num_resamples=num_resamples, confidence=confidence, seed=seed)
-
-
-class Table:
-    """The evaluated models of a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._found = {evaluation.name: evaluation for evaluation in load_evaluations(folder)}
-
-    @property
-    def evaluations(self) -> list[Evaluation]:
-        """In the order of their steps."""
-        return sorted(self._found.values(), key=_order)
-
-    def lacks(self, target: Target) -> bool:
-        """Whether the model has to be evaluated: it is not in the table, or its files have changed since."""
-        if target.name not in self._found:
-            return True
-        try:
-            return self._found[target.name].digest != target.digest()
-        except CheckpointError:  # which says what is wrong when the model is opened
-            return True
-
-    def add(self, evaluation: Evaluation) -> None:
-        """Writes a model into the table."""
-        evaluation.save(self._folder)
-        self._found[evaluation.name] = evaluation

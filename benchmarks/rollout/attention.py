@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.runs import table_header, table_row
-from rollout_vllm.servers import attention
+from rollout_vllm.servers.fast import attention
 
 LAYERS = 8
 Call = Callable[[int], Any]

@@ -39,7 +39,7 @@ from benchmarks.session.plan import (
 )
 from benchmarks.session.summary import summary
 from run_kit.machine.gpus import read_gpus
-from run_kit.machine.software import read_versions
+from run_kit.machine.software import installed_version
 from run_kit.tracking.metrics_table import atomic_write
 
 GRACE_S = 25.0
@@ -63,10 +63,13 @@ MOST_BYTES = 200_000
 
 def host() -> tuple[str, str]:
     """The GPUs, and the versions of what is measured."""
-    gpus, _, _ = read_gpus()
+    gpus, _ = read_gpus()
     device = f"{len(gpus)} x {gpus[0].name}, driver {gpus[0].driver}" if gpus else "CPU"
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
-    found = {"plinth": commit.strip() or "unknown", **read_versions(PACKAGES)}
+    found = {
+        "plinth": commit.strip() or "unknown",
+        **{name: own for name in PACKAGES if (own := installed_version(name))},
+    }
     return device, ", ".join(f"{name} {version}" for name, version in found.items())
 
 

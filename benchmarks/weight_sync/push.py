@@ -176,7 +176,7 @@ def build(config: Any, dtype: str, device: str) -> Any:
 class OneByOne(SyncConfig):
     """One parameter per bucket."""
 
-    def bucket_bytes(self, transport: str) -> int:
+    def bucket_bytes(self, transport: str, default_mib: int) -> int:
         """The smallest bound."""
         return 1
 

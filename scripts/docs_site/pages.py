@@ -30,8 +30,6 @@ CODE = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".sh": "bash", ".in":
 UPGRADING = "docs/upgrading.md"
 # Commands of run_kit that take keys; those of the apps are found.
 RUN_KIT_CONFIGS = {
-    "slurm": "run_kit.cluster.slurm:SlurmConfig",
-    "rayjob": "run_kit.cluster.rayjob:RayJobConfig",
     "runs": "run_kit.runs:RunsConfig",
     "runs compare": "run_kit.run_actions:CompareConfig",
     "runs open": "run_kit.run_actions:OpenConfig",

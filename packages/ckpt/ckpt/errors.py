@@ -29,7 +29,24 @@ class CheckpointError(PlinthError):
 
 
 class ArchitectureMismatchError(CheckpointError, ValueError):
-    """The checkpoint was written from a model with other parameter names or shapes."""
+    """The checkpoint was written from a model with other parameter names or shapes.
+
+    Attributes: `only_in_checkpoint`, `only_here` and `reshaped` (names of parameters).
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        only_in_checkpoint: tuple[str, ...] = (),
+        only_here: tuple[str, ...] = (),
+        reshaped: tuple[str, ...] = (),
+        **fields: Any,
+    ) -> None:
+        super().__init__(problem, **fields)
+        self.only_in_checkpoint = only_in_checkpoint
+        self.only_here = only_here
+        self.reshaped = reshaped
 
 
 class CheckpointDamagedError(CheckpointError):

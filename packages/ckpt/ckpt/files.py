@@ -26,7 +26,8 @@ def check_space(folder: Path, num_bytes: int, *, estimate: str) -> None:
     if free < needed:
         raise CheckpointSpaceError(
             f"{folder}: a checkpoint needs about {needed:,} bytes ({estimate}, plus 5% and 1 MiB), but the disk has "
-            f"{free:,} free. Nothing was written. Free some space, keep fewer checkpoints, or save to another disk."
+            f"{free:,} free. Nothing was written",
+            remedy="free some space, keep fewer checkpoints, or save to another disk",
         )
 
 
@@ -35,12 +36,13 @@ def no_space(error: OSError, path: Path, doing: str) -> CheckpointSpaceError:
     free = shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free
     return CheckpointSpaceError(
         f"{path}: {error.strerror} while {doing}; {free:,} bytes are free. Its files are deleted; earlier checkpoints "
-        "are whole. Free some space, or keep fewer checkpoints."
+        "are whole",
+        remedy="free some space, or keep fewer checkpoints",
     )
 
 
 def is_disk_full(error: OSError) -> bool:
-    """Whether the error means that the disk is full, or that a quota or file size limit is reached."""
+    """True if the disk is full, or a quota or file size limit is reached."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -87,7 +89,10 @@ def new_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """
     if out.exists() and not overwrite and (not out.is_dir() or any(out.iterdir())):
         raise ExportError(
-            f"{out}: exists and is not an empty folder; choose another, or overwrite it (overwrite=True, --overwrite)"
+            field="out",
+            value=str(out),
+            allowed="a new or empty folder",
+            remedy="choose another, or overwrite it (overwrite=True, --overwrite)",
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.partial")
@@ -117,8 +122,8 @@ def remove_folder(path: Path) -> None:
 
 def walk_files(root: Path) -> Iterator[Path]:
     """Every file below `root`, sorted by relative path. Symbolic links are yielded, not followed."""
-    found = []
+    paths: list[Path] = []
     for folder, subfolders, names in os.walk(root):
         links = [name for name in subfolders if (Path(folder) / name).is_symlink()]
-        found += [Path(folder) / name for name in (*names, *links)]
-    yield from sorted(found, key=lambda path: path.relative_to(root).as_posix())
+        paths += [Path(folder) / name for name in (*names, *links)]
+    yield from sorted(paths, key=lambda path: path.relative_to(root).as_posix())

@@ -109,12 +109,14 @@ class _ShardWriter:
         import torch
 
         if name in self._names:
-            raise ExportError(f"{name}: the stream holds this tensor twice; pass tied weights under one name")
+            raise ExportError(
+                "the stream holds this tensor twice", field="tensors", value=name, remedy="pass tied weights once"
+            )
         self._names.add(name)
         dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
         dtype_name = DTYPE_NAMES.get(str(dtype).removeprefix("torch."))
         if dtype_name is None:
-            raise ExportError(f"{name}: {dtype} cannot be stored; use one of {', '.join(DTYPE_NAMES)}")
+            raise ExportError(f"{dtype} cannot be stored", field="tensors", value=name, allowed=", ".join(DTYPE_NAMES))
         shape = list(tensor.shape)
         flat = tensor.detach().to(device="cpu", dtype=dtype).contiguous().reshape(-1)
         data = flat.view(torch.uint8).numpy().data
@@ -134,7 +136,7 @@ class _ShardWriter:
     def finish(self) -> tuple[int, int, int]:
         """Close the files, give them their final names, write the index. Returns (tensors, bytes, shards)."""
         if not self._shards:
-            raise ExportError("no tensor was given; the stream ended before the first one")
+            raise ExportError("the stream ended before the first tensor", field="tensors")
         self._shards[-1].finish()
         count = len(self._shards)
         num_bytes = sum(shard.num_bytes for shard in self._shards)
@@ -198,9 +200,11 @@ def save_hf_folder(
     """
     out, source = Path(out), Path(model_files_from)
     if not (source / "config.json").is_file():
-        raise ExportError(f"{source}: has no config.json; pass the folder of the exported model")
+        raise ExportError(
+            "has no config.json", field="model_files_from", value=str(source), allowed="the exported model's folder"
+        )
     if max_shard_bytes < 1:
-        raise ExportError(f"max_shard_bytes={max_shard_bytes!r}: must be at least 1")
+        raise ExportError(field="max_shard_bytes", value=max_shard_bytes, allowed="at least 1")
     try:
         with new_folder(out, overwrite=overwrite) as partial:
             _copy_model_files(source, partial, dtype, config_changes or {})

@@ -33,8 +33,10 @@ class _ProcessLock:
             self._file.acquire(blocking=False)
         except Timeout:
             raise CheckpointLockedError(
-                f"{path.parent}: {_read_holder(path)} is writing checkpoints here, and only one process may. Stop it, "
-                "or save to another folder."
+                f"{_read_holder(path)} is writing checkpoints here, and only one process may",
+                field="root",
+                value=str(path.parent),
+                remedy="stop it, or save to another folder",
             ) from None
         except (OSError, NotImplementedError) as error:
             if not isinstance(error, OSError) or error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
@@ -48,7 +50,7 @@ class _ProcessLock:
         self._inode = _inode(path)
 
     def is_valid(self) -> bool:
-        """Whether this process holds the file that is at the path now; a fork or a deleted folder ends that."""
+        """True while this process holds the file at the path; a fork or a deleted folder ends that."""
         return self._pid == os.getpid() and self._inode == _inode(self._path)
 
 
@@ -81,7 +83,7 @@ class WriterLock:
 
 
 def _is_soft(lock: BaseFileLock) -> bool:
-    """Whether filelock has fallen back to a marker file, which would outlive a killed process."""
+    """True if filelock has fallen back to a marker file, which would outlive a killed process."""
     return isinstance(lock, SoftFileLock)
 
 
@@ -95,7 +97,10 @@ def _inode(path: Path) -> tuple[int, int] | None:
 
 def _no_locks(path: Path) -> CheckpointUsageError:
     return CheckpointUsageError(
-        f"{path.parent}: this file system has no locks. Pass lock=False and let only one process write here."
+        "this file system has no locks",
+        field="root",
+        value=str(path.parent),
+        remedy="pass lock=False and let only one process write here",
     )
 
 

@@ -17,7 +17,6 @@ checkpoints. One process at a time writes to a root; any number may read.
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from .files import TRASH_PREFIX, check_space, is_disk_full, no_space, publish_fo
 from .lock import WriterLock
 from .manifest import MANIFEST_NAME, CheckpointManifest, ManifestError, folder_name
 from .models import MODELS_NAME
-from .packages import package_versions
 from .pins import no_new_pins
 from .reader import STATE_NAME, Checkpoint, CheckpointReader
 from .retention import Retention, steps_to_delete
@@ -76,7 +74,9 @@ class CheckpointManager(CheckpointReader):
         example `AsyncUploader.add`.
         """
         if keep_last is not None and retention is not None:
-            raise CheckpointUsageError(f"keep_last={keep_last!r}: set keep_last in the retention, or pass no retention")
+            raise CheckpointUsageError(
+                "the retention has a keep_last too", field="keep_last", value=keep_last, remedy="pass only one of them"
+            )
         super().__init__(root)
         self.retention = retention if retention is not None else Retention(keep_last=keep_last)
         self._on_publish = on_publish
@@ -100,11 +100,13 @@ class CheckpointManager(CheckpointReader):
         it. Raises CheckpointSpaceError, and CheckpointLockedError when another process writes here.
         """
         if step < 0:
-            raise CheckpointUsageError(f"step={step!r}: must be 0 or more")
+            raise CheckpointUsageError(field="step", value=step, allowed="0 or more")
         if not overwrite and self._final(step).exists():
             raise CheckpointExistsError(
-                f"{self._final(step)}: step {step} is already published. Resume from it, delete it, or pass "
-                "overwrite=True."
+                f"{self._final(step)} is already published",
+                field="step",
+                value=step,
+                remedy="resume from it, delete it, or pass overwrite=True",
             )
         self.root.mkdir(parents=True, exist_ok=True)
         self._take_lock()
@@ -141,25 +143,21 @@ class CheckpointManager(CheckpointReader):
         """
         partial, final = self._partial(step), self._final(step)
         if not partial.is_dir():
-            raise CheckpointUsageError(f"step {step} was not prepared; call prepare({step}) before publish({step})")
+            raise CheckpointUsageError(
+                "was not prepared", field="step", value=step, remedy=f"call prepare({step}) before publish({step})"
+            )
         for name in (MANIFEST_NAME, STATE_NAME, MODELS_NAME):
             if (partial / name).exists() and step in self._preparing:
-                raise CheckpointUsageError(f"{name}: this name is the manager's own; use another file name")
+                raise CheckpointUsageError(
+                    "this name is the manager's own", field="files", value=name, remedy="use another file name"
+                )
         text = state_to_json(state)
         values = {name: float(value) for name, value in (metrics or {}).items()}
         self._take_lock()
         self._preparing.discard(step)
-        created_at = datetime.now(UTC).isoformat(timespec="seconds")
         try:
             write_state(partial, text, models or {})
-            manifest = CheckpointManifest.describe(
-                partial,
-                step=step,
-                created_at=created_at,
-                metrics=values,
-                packages=package_versions(),
-                entries=entries,
-            )
+            manifest = CheckpointManifest.describe(partial, step=step, metrics=values, entries=entries)
             write_text(partial / MANIFEST_NAME, manifest.to_json())
         except OSError as error:
             if not is_disk_full(error):
@@ -184,7 +182,7 @@ class CheckpointManager(CheckpointReader):
         partial, final = self._partial(step), self._final(step)
         manifest = CheckpointManifest.read(partial)
         if manifest.step != step:
-            raise CheckpointUsageError(f"{partial}: holds step {manifest.step}, not {step}")
+            raise CheckpointUsageError(f"{partial} holds step {manifest.step}", field="step", value=step)
         self._take_lock()
         self._preparing.discard(step)
         if final.exists():
@@ -288,8 +286,10 @@ def state_to_json(state: Mapping[str, Any]) -> str:
         text = json.dumps(dict(state), indent=1)
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointStateError(
-            f"state: cannot be written as JSON at {_find_offender(state, 'state')} ({error}). Use dict, list, str, "
-            "int, float, bool and None; store tensors and arrays in files."
+            f"cannot be written as JSON: {error}",
+            field=_find_offender(state, "state"),
+            allowed="dict, list, str, int, float, bool and None",
+            remedy="store tensors and arrays in files",
         ) from error
     return text + "\n"
 

@@ -8,12 +8,14 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Self
 
 from .digest import FileEntry, hash_files
 from .errors import CheckpointUsageError, UnsupportedFormatError
 from .files import fsync_file, partial_name, walk_files
+from .packages import package_versions
 from .threads import Pool
 
 FORMAT_VERSION = 3
@@ -59,13 +61,13 @@ class CheckpointManifest:
     """Contents of a published checkpoint."""
 
     step: int
-    created_at: str
-    """UTC, ISO 8601."""
     files: Mapping[str, FileEntry]
     """By path relative to the checkpoint, with forward slashes."""
+    created_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    """UTC, ISO 8601."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The metrics passed to `publish`; retention of the best checkpoints uses them."""
-    packages: Mapping[str, str] = field(default_factory=dict)
+    packages: Mapping[str, str] = field(default_factory=package_versions)
     """Package versions of the process that published the checkpoint, by name."""
     sha256: str = ""
     """SHA-256 of the manifest itself, as read from its file; empty for a manifest that was not read."""
@@ -81,9 +83,7 @@ class CheckpointManifest:
         folder: Path,
         *,
         step: int,
-        created_at: str,
         metrics: Mapping[str, float] | None = None,
-        packages: Mapping[str, str] | None = None,
         entries: Mapping[str, FileEntry] | None = None,
     ) -> Self:
         """Hash and fsync every file in `folder`; files with an entry in `entries` are only fsynced.
@@ -96,23 +96,25 @@ class CheckpointManifest:
         for name, path in paths.items():
             if path.is_symlink() or not path.is_file():
                 raise CheckpointUsageError(
-                    f"{name}: is not a regular file. A checkpoint must contain all its bytes; copy the file instead of "
-                    "linking it."
+                    "is not a regular file; a checkpoint must contain all its bytes",
+                    field="files",
+                    value=name,
+                    remedy="copy the file instead of linking it",
                 )
         sizes = {name: path.stat().st_size for name, path in paths.items()}
         known = entries or {}
         for name, entry in known.items():
             if sizes.get(name) != entry.num_bytes:
-                raise CheckpointUsageError(f"{name}: does not exist with the {entry.num_bytes} bytes of its entry")
+                raise CheckpointUsageError(
+                    f"does not exist with the {entry.num_bytes} bytes of its entry", field="entries", value=name
+                )
         described = describe_files({name: paths[name] for name in sizes if name not in known})
         # An entry describes the contents; it does not mean that they have reached the disk.
         fsync_files([paths[name] for name in known])
         return cls(
             step=step,
-            created_at=created_at,
             files={name: known.get(name) or described[name] for name in paths},
             metrics=metrics or {},
-            packages=packages or {},
         )
 
     def to_json(self) -> str:

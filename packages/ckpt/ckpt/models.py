@@ -63,28 +63,31 @@ def check_model(checkpoint: "Checkpoint", name: str, model: Any) -> bool:
     if saved is None:
         return False
     here = dict(model) if isinstance(model, Mapping) else describe_model(model)
-    differences = _differences(saved, here)
-    if differences:
+    lost, added = ([name for name in one if name not in other] for one, other in ((saved, here), (here, saved)))
+    reshaped = [name for name in saved if name in here and list(saved[name]["shape"]) != list(here[name]["shape"])]
+    if lost or added or reshaped:
+        shapes = [f"{name} {saved[name]['shape']} in the checkpoint, {here[name]['shape']} here" for name in reshaped]
+        differences = [
+            f"{kind}: {_first(names)}"
+            for kind, names in (
+                ("only in the checkpoint", lost),
+                ("only here", added),
+                ("with another shape", shapes),
+            )
+            if names
+        ]
         raise ArchitectureMismatchError(
-            f"{checkpoint.path}: was written from another {name!r} than this one: {'; '.join(differences)}. "
-            "Nothing was loaded. Load it into the model that it was written from."
+            f"{checkpoint.path} was written from another model than this one: {'; '.join(differences)}. "
+            "Nothing was loaded",
+            field=name,
+            remedy="load it into the model that it was written from",
+            only_in_checkpoint=tuple(lost),
+            only_here=tuple(added),
+            reshaped=tuple(reshaped),
         )
     return True
 
 
-def _differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    found = []
-    reshaped = [
-        f"{name} {saved[name]['shape']} in the checkpoint, {list(here[name]['shape'])} here"
-        for name in saved
-        if name in here and list(saved[name]["shape"]) != list(here[name]["shape"])
-    ]
-    for what, names in (
-        ("only in the checkpoint", [name for name in saved if name not in here]),
-        ("only here", [name for name in here if name not in saved]),
-        ("with another shape", reshaped),
-    ):
-        if names:
-            more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
-            found.append(f"{what}: {', '.join(names[:_NUM_SHOWN])}{more}")
-    return found
+def _first(names: list[str]) -> str:
+    more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
+    return ", ".join(names[:_NUM_SHOWN]) + more

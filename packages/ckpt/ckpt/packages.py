@@ -35,12 +35,12 @@ def package_versions() -> dict[str, str]:
 
 @cache
 def _package_versions() -> tuple[tuple[str, str], ...]:
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name, candidates in {**{name: (name,) for name in _RECORDED}, **_ALIASES}.items():
         for candidate in candidates:
             try:
-                found[name] = version(candidate)
+                versions[name] = version(candidate)
                 break
             except PackageNotFoundError:
                 continue
-    return tuple(sorted(found.items()))
+    return tuple(sorted(versions.items()))

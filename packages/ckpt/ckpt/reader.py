@@ -45,8 +45,8 @@ class CheckpointReader:
         """The published steps, oldest first. Reads only folder names."""
         if not self.root.is_dir():
             return []
-        found = (step_of(path) for path in self.root.iterdir() if path.is_dir())
-        return sorted(step for step in found if step is not None)
+        steps = (step_of(path) for path in self.root.iterdir() if path.is_dir())
+        return sorted(step for step in steps if step is not None)
 
     def latest(self) -> Checkpoint | None:
         """The newest published checkpoint, None if there is none.
@@ -133,9 +133,8 @@ class CheckpointReader:
 
     def _check_exists(self, step: int) -> None:
         if not self._final(step).is_dir():
-            steps = self.steps()
-            known = f"published steps: {', '.join(map(str, steps))}" if steps else "no checkpoint is published there"
-            raise CheckpointNotFoundError(f"{self.root}: no checkpoint of step {step}; {known}")
+            known = ", ".join(map(str, self.steps())) or "no step is published"
+            raise CheckpointNotFoundError(f"no such checkpoint in {self.root}", field="step", value=step, allowed=known)
 
     def _check(self, step: int, verified: Checkpoint | None) -> tuple[tuple[Problem, ...], str | None]:
         """The differences of a checkpoint from its manifest, and the manifest's SHA-256."""

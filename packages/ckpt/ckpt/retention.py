@@ -10,7 +10,7 @@ from .errors import CheckpointUsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Which checkpoints to keep. A checkpoint is kept when any rule keeps it; the newest one is always kept.
+    """Rules that select the checkpoints to keep. Any rule keeps a checkpoint; the newest one is always kept.
 
     Without any rule all are kept.
     """
@@ -24,24 +24,26 @@ class Retention:
     metric: str | None = None
     """A name from the metrics passed to `publish`. A checkpoint without it, or with NaN, never counts as best."""
     mode: Literal["max", "min"] = "max"
-    """Whether the largest or the smallest value is best."""
+    """`max` if the largest value is best, `min` if the smallest is."""
 
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every", "keep_best"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise CheckpointUsageError(f"{name}={value!r}: must be at least 1, or None")
+                raise CheckpointUsageError(field=name, value=value, allowed="at least 1, or None")
         if (self.keep_best is None) != (self.metric is None):
             raise CheckpointUsageError(
-                f"keep_best={self.keep_best!r}, metric={self.metric!r}: give both or neither; the metric ranks the "
-                "checkpoints"
+                f"keep_best is {self.keep_best!r}",
+                field="metric",
+                value=self.metric,
+                allowed="both or neither; the metric ranks the checkpoints",
             )
         if self.mode not in ("max", "min"):
-            raise CheckpointUsageError(f"mode={self.mode!r}: must be 'max' or 'min'")
+            raise CheckpointUsageError(field="mode", value=self.mode, allowed="'max' or 'min'")
 
     @property
     def keeps_all(self) -> bool:
-        """Whether no checkpoint is ever deleted."""
+        """True if no checkpoint is ever deleted."""
         return self.keep_last is None and self.keep_every is None and self.keep_best is None
 
 

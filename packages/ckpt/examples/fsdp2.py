@@ -24,9 +24,9 @@ from ckpt import AsyncSaver, Checkpoint, CheckpointManager, load_state_dict
 def resume(model: torch.nn.Module, optimizer: torch.optim.Optimizer, manager: CheckpointManager, rank: int) -> int:
     """Load the newest good checkpoint on rank 0 and scatter it. Returns its step, 0 without one."""
     newest: Checkpoint | None = manager.newest_good() if rank == 0 else None
-    found = [newest.step if newest is not None else 0]
-    dist.broadcast_object_list(found)
-    if found[0] == 0:
+    step = [newest.step if newest is not None else 0]
+    dist.broadcast_object_list(step)
+    if step[0] == 0:
         return 0
     state = load_state_dict(newest.path / "train.safetensors") if newest is not None else {"model": {}, "optimizer": {}}
     set_state_dict(
@@ -36,7 +36,7 @@ def resume(model: torch.nn.Module, optimizer: torch.optim.Optimizer, manager: Ch
         optim_state_dict=state["optimizer"],
         options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
     )
-    return found[0]
+    return step[0]
 
 
 def train(rank: int, num_ranks: int, store: str, folder: Path, num_steps: int) -> None:

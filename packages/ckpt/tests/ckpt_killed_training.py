@@ -74,13 +74,13 @@ class Training:
         self.samples = Samples()
         self.first = 1
         self.manager = CheckpointManager(root / "checkpoints", keep_last=2)
-        found: list[int | None] = [None]
+        actual: list[int | None] = [None]
         if rank == 0:  # rank 0 decides: rank 1 might look after the next one is published
             newest = self.manager.newest_good()
-            found = [newest.step if newest is not None else None]
-        torch.distributed.broadcast_object_list(found)
-        if found[0] is not None:
-            self._resume(self.manager.read(found[0]))
+            actual = [newest.step if newest is not None else None]
+        torch.distributed.broadcast_object_list(actual)
+        if actual[0] is not None:
+            self._resume(self.manager.read(actual[0]))
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         with loading_without_pickle(self.engine):
@@ -215,10 +215,10 @@ def check_equal(killed: Path, whole: Path, num_steps: int) -> None:
             compare(*trees, str(name))
         elif name.name != "manifest.json":  # it holds the time
             assert one.read_bytes() == other.read_bytes(), name
-    found, expected_state = (ZeroCheckpoint(folder / "actor") for folder in folders)
-    for name in found.shapes:
+    actual, expected_state = (ZeroCheckpoint(folder / "actor") for folder in folders)
+    for name in actual.shapes:
         for kind in ("weight", "exp_avg", "exp_avg_sq"):
-            assert torch.equal(found.whole(name, kind), expected_state.whole(name, kind)), (name, kind)
+            assert torch.equal(actual.whole(name, kind), expected_state.whole(name, kind)), (name, kind)
 
 
 def main(out: Path, stage: int, num_kills: int) -> None:

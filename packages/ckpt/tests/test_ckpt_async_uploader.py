@@ -1,7 +1,5 @@
 """Background uploads: their order, what is kept, failures of the storage, and uploads that are cut off."""
 
-import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -16,6 +14,7 @@ from hypothesis import strategies as st
 
 from ckpt import AsyncUploader, Checkpoint, CheckpointManager, RemoteCheckpoints, Retention, UploadError
 from ckpt.tools.command_line import main
+from plinth_testing import raises
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=12)
 
@@ -77,7 +76,7 @@ def test_uploads_are_in_order_and_end_as_the_folder(
     rule = Retention(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, metric=metric)
     with TemporaryDirectory() as folder:
         root, remote = Path(folder), Gate(memory_url(), [fails for *_, fails in events])
-        with AsyncUploader(root, remote, retention=rule, report=lambda _: None, pause_s=0.001, num_tries=9) as uploader:
+        with AsyncUploader(root, remote, retention=rule, report=lambda _: None, pause_s=0.001) as uploader:
             manager = CheckpointManager(root, retention=rule, on_publish=uploader.add)
             for step, (score, num_uploads, _) in enumerate(events, start=1):
                 publish(manager, step, score)
@@ -118,15 +117,14 @@ def test_saves_neither_wait_for_an_upload_nor_delete_what_it_reads(tmp_path: Pat
 
 def test_a_storage_that_fails_is_tried_again_then_named_with_what_it_lacks(tmp_path: Path) -> None:
     said: list[str] = []
-    remote = Gate(memory_url(), [False, True, True] + [True] * 20)
+    remote = Gate(memory_url(), [False, True, True] + [True] * 99)
     remote.allow(50)
     manager = CheckpointManager(tmp_path)
-    uploader = AsyncUploader(tmp_path, remote, report=said.append, pause_s=0.001, num_tries=3)
+    uploader = AsyncUploader(tmp_path, remote, report=said.append, pause_s=0.001, retry_s=0.02)
     for step in (1, 2, 3):
         uploader.add(publish(manager, step))
-    with pytest.raises(UploadError, match=r"lacks step 2, step 3 of .*ConnectionError: the network is gone") as raised:
+    with raises(UploadError, steps=(2, 3)):
         uploader.close()
-    assert raised.value.steps == (2, 3)
     # The uploader may have given up before `close` says what it waits for.
     assert any("upload step 2" in line and "the network is gone" in line for line in said), said
     assert remote.steps() == [1]
@@ -138,7 +136,7 @@ def test_a_storage_that_fails_is_tried_again_then_named_with_what_it_lacks(tmp_p
 def test_an_error_of_the_block_is_raised_with_what_the_storage_lacks(tmp_path: Path) -> None:
     remote = Gate(memory_url(), [True] * 9)
     remote.allow(9)
-    uploader = AsyncUploader(tmp_path, remote, report=lambda _: None, pause_s=0.001, num_tries=2)
+    uploader = AsyncUploader(tmp_path, remote, report=lambda _: None, pause_s=0.001, retry_s=0.001)
 
     def train() -> None:
         with uploader:
@@ -169,9 +167,8 @@ def test_a_damaged_checkpoint_is_named_and_not_tried_again(tmp_path: Path) -> No
     uploader = AsyncUploader(tmp_path, remote, report=lambda _: None)
     for step in (1, 2):
         uploader.add(manager.read(step))
-    with pytest.raises(UploadError, match="lacks step 1 of") as raised:
+    with raises(UploadError, steps=(1,)):
         uploader.close()
-    assert raised.value.steps == (1,)
     assert remote.tried == [1, 2]
     assert remote.steps() == [2]
 
@@ -183,7 +180,7 @@ def test_a_folder_is_uploaded_before_later_checkpoints_and_appears_whole(tmp_pat
     (model / "tokenizer" / "vocabulary").write_bytes(b"")
     remote = RemoteCheckpoints(f"file://{tmp_path}/storage/run")
     with AsyncUploader(tmp_path / "here", remote) as uploader:
-        uploader.add_folder(model)
+        uploader.add(model)
         uploader.add(publish(CheckpointManager(tmp_path / "here"), 1))
     assert [upload.name for upload in uploader.take_finished()] == ["model", "step 1"]
     assert remote.folders()[0] == "model"
@@ -194,68 +191,3 @@ def test_a_folder_is_uploaded_before_later_checkpoints_and_appears_whole(tmp_pat
     assert (out / "tokenizer" / "vocabulary").is_file()
     (tmp_path / "storage" / "run" / "model" / "manifest.json").unlink()
     assert not remote.has_folder("model"), "without its manifest it is unfinished"
-
-
-KILLED = """
-import sys, time
-from pathlib import Path
-from ckpt import AsyncUploader, CheckpointManager, RemoteCheckpoints
-root, storage = Path(sys.argv[1]), sys.argv[2]
-remote = RemoteCheckpoints(f"file://{storage}")
-put_file = remote.fs.put_file
-def slowly(*args, **options):
-    put_file(*args, **options)
-    print("file", flush=True)
-    sys.stdin.readline()
-remote.fs.put_file = slowly
-with AsyncUploader(root, remote) as uploader:
-    for step in CheckpointManager(root).steps():
-        uploader.add(CheckpointManager(root).read(step))
-"""
-
-
-def kill_after(command: list[str], num_files: int) -> None:
-    """Kills a process that waits for a line after every file, when it has dealt with so many."""
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        for number in range(num_files):
-            if number:
-                process.stdin.write("go on\n")
-                process.stdin.flush()
-            assert process.stdout.readline() == "file\n"
-        process.kill()
-
-
-@pytest.mark.slow
-def test_a_process_killed_while_it_uploads_or_downloads_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path / "here")
-    for step in (1, 2):
-        folder = manager.prepare(step)
-        for name in "abcd":
-            (folder / name).write_bytes(name.encode() * 1000)
-        manager.publish(step, state={})
-    manager.close()
-    storage = tmp_path / "storage"
-    for num_files, whole in ((2, []), (7, [1])):
-        command = [sys.executable, "-c", KILLED, str(manager.root), f"{storage}{num_files}"]
-        kill_after(command, num_files)
-        remote = RemoteCheckpoints(f"file://{storage}{num_files}")
-        assert remote.steps() == whole
-        assert len(remote.folders()) == len(whole) + 1, "the unfinished upload is there and does not count"
-    downloader = KILLED.split("remote = ")[0] + (
-        f"remote = RemoteCheckpoints('file://{storage}7')\n"
-        "get_file = remote.fs.get_file\n"
-        "def slowly(*args, **options):\n"
-        "    get_file(*args, **options)\n"
-        "    print('file', flush=True)\n"
-        "    sys.stdin.readline()\n"
-        "remote.fs.get_file = slowly\n"
-        "remote.download(1, root)\n"
-    )
-    command = [sys.executable, "-c", downloader, str(tmp_path / "there"), ""]
-    kill_after(command, 3)
-    there = CheckpointManager(tmp_path / "there")
-    assert there.steps() == []
-    assert RemoteCheckpoints(f"file://{storage}7").download(1, there.root).step == 1
-    assert [path.name for path in there.root.iterdir() if path.name.startswith(".partial")] == []

@@ -67,7 +67,7 @@ def _kill_at(monkeypatch: pytest.MonkeyPatch, instant: int, after_call: bool) ->
 
 
 @pytest.mark.parametrize("after_call", [False, True])
-@pytest.mark.parametrize("case", ["next", "with_pruning", "after_a_killed_save", "overwrite"])
+@pytest.mark.parametrize("case", ["with_pruning", "after_a_killed_save", "overwrite"])
 def test_killed_at_every_call(tmp_path: Path, case: str, after_call: bool) -> None:
     keep_last = 1 if case == "with_pruning" else None
     overwrite = case == "overwrite"
@@ -96,76 +96,6 @@ def test_killed_at_every_call(tmp_path: Path, case: str, after_call: bool) -> No
             assert instant > 10
             return
     pytest.fail("the save never finished")
-
-
-_KILLER = """
-import os, random, signal, sys, time
-from pathlib import Path
-from ckpt import CheckpointManager
-
-root, num_kills = Path(sys.argv[1]), int(sys.argv[2])
-
-def save_forever(pipe):
-    manager = CheckpointManager(root, keep_last=3)
-    newest = manager.newest_good()
-    step = 0 if newest is None else newest.step
-    while True:
-        os.write(pipe, b"%d\\n" % step)
-        step += 1
-        folder = manager.prepare(step)
-        for rank in range(3):
-            (folder / f"rank{rank}.bin").write_bytes(bytes([step % 256]) * 30_000)
-        manager.publish(step, state={"step": step})
-
-dice = random.Random(7)
-inside, save_s = 0, 0.02
-for kill in range(num_kills):
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            save_forever(writer)
-        finally:
-            os._exit(1)
-    os.close(writer)
-    said = os.read(reader, 4096)
-    if dice.random() < 0.5:  # wait for a whole save and measure it
-        started = time.perf_counter()
-        said += os.read(reader, 4096)
-        save_s = time.perf_counter() - started
-    time.sleep(dice.uniform(0.0, 1.5 * save_s))
-    os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, status
-    while more := os.read(reader, 4096):
-        said += more
-    os.close(reader)
-    reported = int(said.split()[-1])
-    manager = CheckpointManager(root)
-    inside += any(path.name.startswith(".partial") for path in root.iterdir())
-    newest = manager.newest_good()
-    step = 0 if newest is None else newest.step
-    assert step in (reported, reported + 1), (step, reported, "what publish reported is there")
-    assert (manager.latest().step if manager.latest() else 0) == step, "and the newest is whole"
-    if newest is not None:
-        assert newest.state == {"step": step}
-        for rank in range(3):
-            assert (newest.path / f"rank{rank}.bin").read_bytes() == bytes([step % 256]) * 30_000
-    if (root / "latest").exists():
-        assert (root / (root / "latest").read_text().strip()).is_dir()
-print(step, inside)
-"""
-
-
-@pytest.mark.parametrize("num_kills", [25, pytest.param(100, marks=pytest.mark.thorough)])
-def test_killed_again_and_again(tmp_path: Path, num_kills: int) -> None:
-    """SIGKILL at random instants; each process resumes from the newest good checkpoint."""
-    command = [sys.executable, "-c", _KILLER, str(tmp_path), str(num_kills)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
-    assert result.returncode == 0, result.stderr
-    newest, num_inside_a_save = map(int, result.stdout.split())
-    assert newest > num_kills / 10
-    assert num_inside_a_save > num_kills / 5
 
 
 _RANKS_KILLER = """
@@ -199,7 +129,7 @@ def train(rank, run, pipe):
             os.write(pipe, b"%d\\n" % published)
 
 dice = random.Random(3)
-published, save_s = 0, 0.05
+published, save_s, inside = 0, 0.05, 0
 for kill in range(num_kills):
     reader, writer = os.pipe()
     children = []
@@ -229,6 +159,7 @@ for kill in range(num_kills):
         said += more
     os.close(reader)
     published = max([published, *map(int, said.split())])
+    inside += any(path.name.startswith(".partial") for path in root.iterdir())
     newest = CheckpointManager(root).newest_good()
     step = 0 if newest is None else newest.step
     assert step in (published, published + 1), (step, published)
@@ -238,14 +169,20 @@ for kill in range(num_kills):
         assert newest.state == {"step": step}
         for rank in range(2):
             assert (newest.path / f"part.{rank}").read_bytes() == bytes([step % 256]) * 30_000
+    if (root / "latest").exists():
+        assert (root / (root / "latest").read_text().strip()).is_dir()
     assert len(list(root.glob(".async_*"))) <= 2, "files of dead runs are deleted"
-print(step)
+print(step, inside)
 """
 
 
-def test_ranks_killed_while_they_save_in_the_background(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_kills", [6, pytest.param(100, marks=pytest.mark.thorough)])
+def test_ranks_killed_while_they_save_in_the_background(tmp_path: Path, num_kills: int) -> None:
     """SIGKILL two ranks one after the other at random instants: checkpoints stay whole, and the next run resumes."""
-    command = [sys.executable, "-c", _RANKS_KILLER, str(tmp_path), "30"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    command = [sys.executable, "-c", _RANKS_KILLER, str(tmp_path), str(num_kills)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert result.returncode == 0, result.stderr
-    assert int(result.stdout) > 5
+    newest, num_inside_a_save = map(int, result.stdout.split())
+    if num_kills == 100:
+        assert newest > 15
+        assert num_inside_a_save > 20

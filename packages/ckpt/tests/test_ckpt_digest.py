@@ -15,7 +15,7 @@ from ckpt import CheckpointManager, FileEntry, digest
 from ckpt.digest import HashedFile, hash_files
 from ckpt.threads import Pool
 
-PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=40)
 
 
 @PROPERTY

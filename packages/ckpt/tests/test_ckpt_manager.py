@@ -1,8 +1,6 @@
 import errno
-import io
 import json
 import math
-import pickle
 import re
 import subprocess
 import sys
@@ -16,7 +14,6 @@ from hypothesis import strategies as st
 
 from ckpt import (
     CheckpointDamagedError,
-    CheckpointError,
     CheckpointExistsError,
     CheckpointManager,
     CheckpointNotFoundError,
@@ -27,11 +24,12 @@ from ckpt import (
     verify_folder,
 )
 from ckpt.manifest import FORMAT_VERSION, MANIFEST_NAME
-from ckpt.tools import command_line
-from ckpt.tools.command_line import Progress, main
+from ckpt.tools import deepspeed_export
+from ckpt.tools.command_line import main
+from plinth_testing import raises
 from plinth_testing.strategies import json_values
 
-PROPERTY = settings(deadline=None, derandomize=True, max_examples=40)
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=20)
 
 names = st.text(alphabet="ab.-_é", min_size=1, max_size=6).filter(lambda name: name.strip("."))
 paths = st.lists(names, min_size=1, max_size=3).map(
@@ -61,9 +59,9 @@ def test_save_and_load(tmp_path: Path) -> None:
     (folder / "rank0.bin").write_bytes(b"0")
     published = manager.publish(20, state=state)
     assert published.path.name == "step_00000020"
-    for found in (published, manager.latest(), manager.load(20), manager.newest_good()):
-        assert found is not None
-        assert (found.step, found.state, found.path) == (20, state, published.path)
+    for actual in (published, manager.latest(), manager.load(20), manager.newest_good()):
+        assert actual is not None
+        assert (actual.step, actual.state, actual.path) == (20, state, published.path)
     assert (manager.root / "latest").read_text() == "step_00000020\n"
     assert set(manager.manifest(20).files) == {"rank0.bin", "state.json"}
     save(manager, 30)
@@ -111,11 +109,8 @@ def test_any_damage_is_found_with_the_files_name(tree: dict[str, bytes], data: s
         else:
             content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
             (folder / victim).write_bytes(content)
-        with pytest.raises(CheckpointDamagedError, match="step 1 ") as caught:
+        with raises(CheckpointDamagedError, step=2, files=(victim,), newest_good=1):
             manager.load(2)
-        assert caught.value.files == (victim,)
-        assert victim in str(caught.value)
-        assert (caught.value.step, caught.value.newest_good) == (2, 1)
         assert [problem.kind for problem in manager.verify(2)] == ["torn" if kind == "longer" else kind]
         good = manager.newest_good()
         assert good is not None
@@ -142,9 +137,8 @@ def test_no_good_checkpoint_is_left(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     folder = save(manager, 1)
     (folder / MANIFEST_NAME).unlink()
-    with pytest.raises(CheckpointDamagedError, match=r"manifest\.json: missing.*No other") as caught:
+    with raises(CheckpointDamagedError, files=(MANIFEST_NAME,), newest_good=None):
         manager.latest()
-    assert caught.value.newest_good is None
     assert manager.newest_good() is None
 
 
@@ -153,11 +147,11 @@ def test_errors_of_files_are_one_line_of_the_command(tmp_path: Path, capsys: pyt
     assert main(["list", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("error: [Errno 21] Is a directory")
 
-    def fill_up(options: object) -> int:
+    def fill_up(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command_line, "_export", fill_up)
+        patch.setattr(deepspeed_export, "export_deepspeed", fill_up)
         assert main(["export", str(tmp_path), str(tmp_path / "out"), "--model-files-from", "x"]) == 2
     assert re.match(rf"error: {tmp_path}/out: No space left .*; [\d,]+ bytes are free", capsys.readouterr().err)
 
@@ -166,14 +160,13 @@ def test_a_step_folder_with_another_steps_name_is_damaged(tmp_path: Path, capsys
     manager = CheckpointManager(tmp_path)
     save(manager, 1)
     save(manager, 20).rename(tmp_path / "step_00000030")
-    renamed = r"step 20: the folder was renamed; rename it back to step_00000020"
     for read in (lambda: manager.load(30), manager.latest, lambda: manager.manifest(30)):
-        with pytest.raises(CheckpointDamagedError, match=renamed):
+        with raises(CheckpointDamagedError, step=30, files=(MANIFEST_NAME,)):
             read()
     skipped: dict[int, str] = {}
-    found = manager.newest_good(on_skip=skipped.__setitem__)
-    assert found is not None
-    assert found.step == 1
+    actual = manager.newest_good(on_skip=skipped.__setitem__)
+    assert actual is not None
+    assert actual.step == 1
     assert skipped.keys() == {30}
     assert "is of step 20" in skipped[30]
     assert main(["verify", str(tmp_path)]) == 1
@@ -184,8 +177,8 @@ def test_a_verified_checkpoint_is_not_hashed_again(tmp_path: Path, monkeypatch: 
     manager = CheckpointManager(tmp_path)
     folder = save(manager, 1)
     assert manager.read(1).verified is None
-    found = manager.newest_good()
-    assert found is not None
+    actual = manager.newest_good()
+    assert actual is not None
     hashed: list[str] = []
     original = manifest.hash_files
 
@@ -194,19 +187,19 @@ def test_a_verified_checkpoint_is_not_hashed_again(tmp_path: Path, monkeypatch: 
         return original(files, **options)
 
     monkeypatch.setattr(manifest, "hash_files", record)
-    again = CheckpointManager(tmp_path).newest_good(verified=found)
+    again = CheckpointManager(tmp_path).newest_good(verified=actual)
     assert again is not None
-    assert manager.load(1, verified=again).verified == found.verified
+    assert manager.load(1, verified=again).verified == actual.verified
     assert hashed == [], "not hashed when passed as verified"
-    assert manager.newest_good() == found
+    assert manager.newest_good() == actual
     assert len(hashed) == 3, "hashed again otherwise"
     (folder / "ranks" / "1.bin").write_bytes(b"longer")
-    with pytest.raises(CheckpointDamagedError, match=r"ranks/1\.bin: torn"):
-        manager.load(1, verified=found)
+    with raises(CheckpointDamagedError, files=("ranks/1.bin",)):
+        manager.load(1, verified=actual)
     hashed.clear()
     save(manager, 1, {"a": b"another"}, overwrite=True)
     hashed.clear()
-    assert manager.load(1, verified=found).verified != found.verified
+    assert manager.load(1, verified=actual).verified != actual.verified
     assert len(hashed) == 2, "a replaced checkpoint is verified"
 
 
@@ -214,7 +207,7 @@ def test_latest_checks_the_state(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     folder = save(manager, 1)
     (folder / "state.json").write_text('{"step": 2}\n')
-    with pytest.raises(CheckpointDamagedError, match=r"state\.json"):
+    with raises(CheckpointDamagedError, files=("state.json",)):
         manager.latest()
 
 
@@ -225,7 +218,7 @@ def test_another_format_is_refused(tmp_path: Path, version: int) -> None:
     folder = save(manager, 2)
     body = json.loads((folder / MANIFEST_NAME).read_text())
     (folder / MANIFEST_NAME).write_text(json.dumps({**body, "format_version": version}))
-    with pytest.raises(UnsupportedFormatError, match=f"format {version}"):
+    with pytest.raises(UnsupportedFormatError):
         manager.load(2)
     good = manager.newest_good()
     assert good is not None
@@ -238,7 +231,7 @@ def test_manifest_cannot_name_files_outside(tmp_path: Path) -> None:
 
     entry = FileEntry(num_bytes=0, checksum="")
     for name in ("../x", "/etc/passwd", "a/../../x"):
-        text = CheckpointManifest(step=1, created_at="", files={name: entry}).to_json()
+        text = CheckpointManifest(step=1, files={name: entry}).to_json()
         (tmp_path / MANIFEST_NAME).write_text(text)
         (problem,) = verify_folder(tmp_path)
         assert "outside" in problem.detail
@@ -246,10 +239,10 @@ def test_manifest_cannot_name_files_outside(tmp_path: Path) -> None:
 
 def test_not_found(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
-    with pytest.raises(CheckpointNotFoundError, match="no checkpoint is published"):
+    with raises(CheckpointNotFoundError, field="step", value=3):
         manager.load(3)
     save(manager, 1)
-    with pytest.raises(CheckpointNotFoundError, match="published steps: 1"):
+    with raises(CheckpointNotFoundError, field="step", value=3, allowed="1"):
         manager.load(3)
 
 
@@ -263,7 +256,7 @@ def test_keep_last(tmp_path: Path) -> None:
     assert CheckpointManager(tmp_path, keep_last=1).prune() == [3]
     assert manager.steps() == [4]
     assert CheckpointManager(tmp_path).prune() == []
-    with pytest.raises(CheckpointUsageError, match="keep_last=0"):
+    with raises(CheckpointUsageError, field="keep_last", value=0):
         CheckpointManager(tmp_path, keep_last=0)
 
 
@@ -283,7 +276,7 @@ def test_resuming_from_an_older_step(tmp_path: Path) -> None:
 def test_a_step_that_is_already_published(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     save(manager, 1, {"a": b"old"})
-    with pytest.raises(CheckpointExistsError, match="overwrite=True"):
+    with raises(CheckpointExistsError, field="step", value=1):
         manager.prepare(1)
     folder = save(manager, 1, {"a": b"new"}, overwrite=True)
     assert (folder / "a").read_bytes() == b"new"
@@ -310,17 +303,17 @@ def test_leftovers_are_deleted_but_not_other_saves_in_progress(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("state", "where"),
+    ("state", "field"),
     [
-        ({"a": {"b": [1, {2, 3}]}}, r"state\.a\.b\.1"),
-        ({"weights": b"bytes"}, r"state\.weights"),
-        ({("x", 1): 1}, "state"),
+        ({"a": {"b": [1, {2, 3}]}}, "state.a.b.1"),
+        ({"weights": b"bytes"}, "state.weights"),
+        ({("x", 1): 1}, "state.('x', 1)"),
     ],
 )
-def test_state_that_json_cannot_hold(tmp_path: Path, state: Any, where: str) -> None:
+def test_state_that_json_cannot_hold(tmp_path: Path, state: Any, field: str) -> None:
     manager = CheckpointManager(tmp_path)
     folder = manager.prepare(1)
-    with pytest.raises(CheckpointStateError, match=where):
+    with raises(CheckpointStateError, field=field):
         manager.publish(1, state=state)
     assert folder.is_dir()
     assert manager.steps() == []
@@ -330,26 +323,17 @@ def test_state_that_json_cannot_hold(tmp_path: Path, state: Any, where: str) -> 
 
 def test_wrong_use(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
-    with pytest.raises(CheckpointUsageError, match="not prepared"):
+    with raises(CheckpointUsageError, field="step", value=1):
         manager.publish(1, state={})
-    with pytest.raises(CheckpointUsageError, match="step=-1"):
+    with raises(CheckpointUsageError, field="step", value=-1):
         manager.prepare(-1)
     (manager.prepare(1) / "state.json").write_text("{}")
-    with pytest.raises(CheckpointUsageError, match="manager's own"):
+    with raises(CheckpointUsageError, field="files", value="state.json"):
         manager.publish(1, state={})
     (manager.prepare(2) / "link").symlink_to(tmp_path)
-    with pytest.raises(CheckpointUsageError, match="link: is not a regular file"):
+    with raises(CheckpointUsageError, field="files", value="link"):
         manager.publish(2, state={})
     assert manager.steps() == []
-
-
-def test_errors_can_be_pickled_and_distinguished() -> None:
-    error = CheckpointDamagedError("message", step=3, files=("a",), newest_good=2)
-    again = pickle.loads(pickle.dumps(error))
-    assert (str(again), again.step, again.files, again.newest_good) == ("message", 3, ("a",), 2)
-    assert isinstance(again, CheckpointError)
-    assert not isinstance(again, ValueError)
-    assert issubclass(CheckpointExistsError, ValueError)
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -409,28 +393,13 @@ def test_prune_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "score=0.9" in capsys.readouterr().out
 
 
-def test_progress_on_a_terminal() -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    terminal = Terminal()
-    progress = Progress("read", terminal)
-    progress.add(1 << 20, 2 << 20)
-    progress.add(1 << 20, 2 << 20)
-    progress.close()
-    assert "read: 2.0 MiB of 2.0 MiB (100%)" in terminal.getvalue()
-    assert terminal.getvalue().endswith("\r\x1b[K")
-    elsewhere = io.StringIO()
-    Progress("read", elsewhere).add(5, 5)
-    assert elsewhere.getvalue() == "", "short work needs no lines in a log"
-
-
-def test_importing_the_manager_does_not_import_torch(tmp_path: Path) -> None:
-    code = (
-        "import sys, pathlib, ckpt\n"
-        f"manager = ckpt.CheckpointManager(pathlib.Path({str(tmp_path)!r}))\n"
-        "manager.prepare(1); manager.publish(1, state={}); manager.load(1)\n"
+def test_managing_checkpoints_does_not_import_torch(tmp_path: Path) -> None:
+    program = (
+        "import pathlib, sys, ckpt\n"
+        "manager = ckpt.CheckpointManager(pathlib.Path(sys.argv[1]))\n"
+        "manager.prepare(1)\n"
+        "there = manager.publish(1, state={}, models={'actor': {'w': {'shape': [2], 'dtype': 'float32'}}})\n"
+        "assert ckpt.check_model(manager.load(1), 'actor', {'w': {'shape': [2], 'dtype': 'bfloat16'}})\n"
         "assert 'torch' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)

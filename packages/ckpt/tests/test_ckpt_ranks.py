@@ -19,6 +19,7 @@ from ckpt import (
     CheckpointError,
     CheckpointManager,
     CheckpointSpaceError,
+    CheckpointStateError,
     CheckpointUsageError,
     FileEntry,
     SaverRanks,
@@ -28,6 +29,7 @@ from ckpt import (
 from ckpt.savers.coordination import SaveCoordinator
 from ckpt.store.messages import COORDINATION_PREFIX
 from ckpt.store.shared_folder import SharedFolder
+from plinth_testing import raises
 
 
 def coordination_folders(root: Path) -> list[str]:
@@ -80,9 +82,9 @@ def test_any_number_of_ranks(num_ranks: int, has_driver: bool, num_saves: int, s
                     trees = {} if rank is None else {"model": {"w": weights}, "rng": {"rank": rank}}
                     saver.save(step, trees, state={"step": step}, metrics={"score": step})
                     weights.fill_(-1)
-                found = saver.wait()
-                assert found is not None
-                assert (found.step, found.state) == (num_saves, {"step": num_saves})
+                actual = saver.wait()
+                assert actual is not None
+                assert (actual.step, actual.state) == (num_saves, {"step": num_saves})
 
         processes: list[int | None] = [*range(num_ranks), *([None] if has_driver else [])]
         with ThreadPoolExecutor(len(processes)) as pool:
@@ -125,7 +127,7 @@ def test_a_failure_anywhere_is_raised_everywhere_by_the_same_call(
             broken = kind(error, delay_s=0.05 * rank)
             saver.save(2, {"broken": broken, "model": {"w": torch.ones(3)}}, copy_in_background=True)
             saver.wait_copied()
-            with pytest.raises(CheckpointSpaceError, match="the disk is full") as caught:
+            with pytest.raises(CheckpointSpaceError) as caught:
                 saver.save(3, {"model": {"w": torch.ones(3)}})
             raised[rank] = caught.value
             saver.save(4, {"model": {"w": torch.ones(3)}})
@@ -144,9 +146,9 @@ def test_a_state_that_cannot_be_stored_stops_the_others_too(tmp_path: Path) -> N
         for rank in range(2)
     ]
     savers[0].save(1, {"model": {"w": torch.ones(3)}})
-    with pytest.raises(CheckpointError, match=r"state dict: a builtins\.object cannot"):
+    with pytest.raises(CheckpointStateError):
         savers[1].save(1, {"model": object()})
-    with pytest.raises(CheckpointError, match=r"rank 1: state dict: a builtins\.object cannot"):
+    with pytest.raises(CheckpointStateError, match="rank 1"):
         savers[0].wait()
     assert CheckpointManager(tmp_path).steps() == []
 
@@ -154,11 +156,11 @@ def test_a_state_that_cannot_be_stored_stops_the_others_too(tmp_path: Path) -> N
 def test_a_rank_that_never_writes_is_named_and_nothing_is_published(tmp_path: Path) -> None:
     saver = AsyncSaver(CheckpointManager(tmp_path), ranks=SaverRanks(num_ranks=2, rank=0, run_id="run"), timeout_s=0.2)
     saver.save(1, {"model": {"w": torch.ones(3)}})
-    with pytest.raises(CheckpointError, match=r"rank00000 waited .* s for rank 1.*Nothing was published"):
+    with pytest.raises(CheckpointError, match="rank 1"):
         saver.wait()
     late = AsyncSaver(CheckpointManager(tmp_path), ranks=SaverRanks(num_ranks=2, rank=1, run_id="run"), timeout_s=5)
     late.save(1, {"model": {"w": torch.ones(3)}})
-    with pytest.raises(CheckpointError, match="waited"):
+    with pytest.raises(CheckpointError):
         late.wait()
     assert CheckpointManager(tmp_path).steps() == []
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".partial")]
@@ -177,20 +179,23 @@ def test_a_failing_process_does_not_wait_for_the_others(tmp_path: Path) -> None:
 
 def test_wrong_use(tmp_path: Path) -> None:
     good: dict[str, Any] = {"num_ranks": 2, "rank": 0, "run_id": "a"}
-    for options, message in (
-        ({"num_ranks": 0}, "num_ranks=0"),
-        ({"rank": 2}, "rank=2: must be from 0 to 1"),
-        ({"publisher": -1}, "publisher=-1"),
-        ({"run_id": "a/b"}, "run_id='a/b'"),
-        ({"run_id": ""}, "run_id=''"),
-        ({"rank": None}, "set publisher=None"),
-    ):
-        with pytest.raises(CheckpointUsageError, match=message):
+    refused: tuple[dict[str, Any], ...] = (
+        {"num_ranks": 0},
+        {"rank": 2},
+        {"publisher": -1},
+        {"run_id": "a/b"},
+        {"run_id": ""},
+    )
+    for options in refused:
+        ((field, value),) = options.items()
+        with raises(CheckpointUsageError, field=field, value=value):
             SaverRanks(**{**good, **options})
+    with raises(CheckpointUsageError, field="publisher", value=0):
+        SaverRanks(**{**good, "rank": None})
     driver = AsyncSaver(
         CheckpointManager(tmp_path), ranks=SaverRanks(num_ranks=1, rank=None, run_id="a", publisher=None), timeout_s=0.1
     )
-    with pytest.raises(CheckpointUsageError, match="model: a process without a rank writes no state dicts"):
+    with raises(CheckpointUsageError, field="state_dicts", value="model"):
         driver.save(1, {"model": {}})
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ckpt_mortal import Died, Fate, MortalStorage
 
 from ckpt import (
     Checkpoint,
@@ -15,6 +16,7 @@ from ckpt import (
     CheckpointUsageError,
     RemoteCheckpoints,
 )
+from plinth_testing import raises
 
 
 def publish(root: Path, step: int, content: bytes = b"weights") -> Checkpoint:
@@ -24,35 +26,6 @@ def publish(root: Path, step: int, content: bytes = b"weights") -> Checkpoint:
     (folder / "actor" / "rank0.bin").write_bytes(content)
     (folder / "actor" / "empty.bin").write_bytes(b"")
     return manager.publish(step, state={"step": step}, metrics={"score": 0.5})
-
-
-class Died(BaseException):
-    """Simulates the death of the process."""
-
-
-class Mortal:
-    """A file system whose process dies before or after the given modifying call."""
-
-    def __init__(self, fs: Any, instant: int, after_call: bool) -> None:
-        self._fs, self._instant, self._after_call, self._count, self.dead = fs, instant, after_call, 0, False
-
-    def __getattr__(self, name: str) -> Any:
-        original = getattr(self._fs, name)
-        if name not in ("put_file", "pipe_file", "mv", "rm", "rm_file", "makedirs"):
-            return original
-
-        def call(*arguments: Any, **options: Any) -> Any:
-            if self.dead:
-                raise Died
-            self._count += 1
-            if self._count == self._instant:
-                self.dead = True
-                if self._after_call:
-                    original(*arguments, **options)
-                raise Died
-            return original(*arguments, **options)
-
-        return call
 
 
 def test_upload_and_download(tmp_path: Path, url: str) -> None:
@@ -76,7 +49,7 @@ def test_upload_and_download(tmp_path: Path, url: str) -> None:
         remote.download(21, tmp_path / "there")
     remote.download(21, tmp_path / "there", overwrite=True)
     remote.delete(21)
-    with pytest.raises(CheckpointNotFoundError, match="uploaded steps: 3, 20"):
+    with raises(CheckpointNotFoundError, field="step", value=4, allowed="3, 20"):
         remote.download(4, tmp_path / "there")
     remote.delete(3)
     assert remote.steps() == [20]
@@ -86,39 +59,57 @@ def test_a_step_is_replaced_only_when_asked(tmp_path: Path, url: str) -> None:
     remote = RemoteCheckpoints(url)
     remote.upload(publish(tmp_path / "old", 1, b"old"))
     new = publish(tmp_path / "new", 1, b"new")
-    with pytest.raises(CheckpointExistsError, match="overwrite=True"):
+    with raises(CheckpointExistsError, field="step", value=1):
         remote.upload(new)
     remote.upload(new, overwrite=True)
     assert (remote.download(1, tmp_path / "there").path / "actor" / "rank0.bin").read_bytes() == b"new"
     assert len(remote._uploads()) == 1
 
 
-@pytest.mark.parametrize("after_call", [False, True])
-def test_an_uploader_killed_at_any_call_leaves_no_visible_part(tmp_path: Path, url: str, after_call: bool) -> None:
+def mortal(url: str, instant: int, *, after: bool) -> RemoteCheckpoints:
+    """The storage of a process that dies before or after the request with this number."""
+    remote = RemoteCheckpoints(url)
+    remote.fs = MortalStorage(remote.fs, "process", Fate(instant, frozenset({"process"}), after=after))
+    return remote
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_an_uploader_killed_at_any_request_leaves_no_visible_part(tmp_path: Path, url: str, after: bool) -> None:
     old, new = publish(tmp_path / "old", 1, b"old"), publish(tmp_path / "new", 1, b"new")
-    for instant in range(1, 40):
-        remote = RemoteCheckpoints(f"{url}/{instant}")
-        remote.upload(old)
-        mortal = RemoteCheckpoints(f"{url}/{instant}")
-        mortal.fs = Mortal(mortal.fs, instant, after_call)
+    for instant in range(1, 80):
+        reader = RemoteCheckpoints(f"{url}/{instant}")
+        reader.upload(old)
         try:
-            mortal.upload(new, overwrite=True)
+            mortal(reader.url, instant, after=after).upload(new, overwrite=True)
             died = False
         except Died:
             died = True
-        reader = RemoteCheckpoints(f"{url}/{instant}")
         assert reader.steps() == [1]
         with tempfile.TemporaryDirectory() as there:
             content = (reader.download(1, Path(there)).path / "actor" / "rank0.bin").read_bytes()
         assert content in (b"old", b"new")
         reader.clean_up()
         assert reader.steps() == [1]
-        assert all(reader.fs.exists(f"{reader.root}/{name}/manifest.json") for name in reader._uploads())
+        assert all(reader.exists(f"{name}/manifest.json") for name in reader._uploads())
         if not died:
             assert content == b"new"
             assert instant > 5
             return
     pytest.fail("the upload never finished")
+
+
+def test_a_downloader_killed_at_any_request_publishes_no_part(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/remote"
+    RemoteCheckpoints(url).upload(publish(tmp_path / "here", 1))
+    there = CheckpointManager(tmp_path / "there")
+    for instant in range(1, 80):
+        try:
+            mortal(url, instant, after=True).download(1, there.root)
+            break
+        except Died:
+            assert there.steps() == []
+    assert there.verify(1) == ()
+    assert [path.name for path in there.root.iterdir() if path.name.startswith(".partial")] == []
 
 
 def test_an_upload_that_fails_cleans_up(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,14 +134,14 @@ def test_damage_is_found_in_both_directions(tmp_path: Path, url: str) -> None:
     checkpoint = publish(tmp_path / "here", 1)
     path = remote.upload(checkpoint)
     remote.fs.pipe_file(f"{path}/actor/rank0.bin", b"wEights")
-    with pytest.raises(CheckpointDamagedError, match=r"actor/rank0\.bin: altered"):
+    with raises(CheckpointDamagedError, step=1, files=("actor/rank0.bin",)):
         remote.download(1, tmp_path / "there")
     assert CheckpointManager(tmp_path / "there").steps() == []
     remote.fs.pipe_file(f"{path}/manifest.json", b"{")
-    with pytest.raises(CheckpointDamagedError, match=r"manifest\.json"):
+    with raises(CheckpointDamagedError, files=("manifest.json",)):
         remote.download(1, tmp_path / "there")
     (checkpoint.path / "actor" / "rank0.bin").write_bytes(b"w")
-    with pytest.raises(CheckpointDamagedError, match="not uploaded"):
+    with raises(CheckpointDamagedError, files=("actor/rank0.bin",)):
         remote.upload(checkpoint, overwrite=True)
 
 
@@ -158,13 +149,13 @@ def test_a_storage_is_written_to_before_it_is_used(tmp_path: Path, url: str) -> 
     RemoteCheckpoints(url).check_writable()
     assert RemoteCheckpoints(url).folders() == []
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointUsageError, match=r"file/run: cannot be written: (NotADirectory|FileExists)Error"):
+    with raises(CheckpointUsageError, field="url", value=f"file://{tmp_path}/file/run"):
         RemoteCheckpoints(f"file://{tmp_path}/file/run").check_writable()
     if url.startswith(("s3:", "gs:")):
-        with pytest.raises(CheckpointUsageError, match=r"no-such-bucket does not exist"):
+        with raises(CheckpointUsageError, field="url"):
             RemoteCheckpoints(f"{url[:2]}://no-such-bucket/run").check_writable()
 
 
 def test_unknown_storage() -> None:
-    with pytest.raises(CheckpointUsageError, match="nothing://x"):
+    with raises(CheckpointUsageError, field="url", value="nothing://x"):
         RemoteCheckpoints("nothing://x")

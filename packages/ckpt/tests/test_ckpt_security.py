@@ -4,7 +4,6 @@ import ast
 import json
 import os
 import pickle
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from ckpt import (
     save_state_dict,
 )
 from ckpt.manifest import CheckpointManifest
+from plinth_testing import raises
 
 
 class Payload:
@@ -104,10 +104,10 @@ def test_a_pickle_in_place_of_any_file_is_refused(
     kind(tmp_path / "mark", path / victim)
     if victim != "manifest.json":  # an attacker can write a matching manifest too
         (path / "manifest.json").unlink()
-        described = CheckpointManifest.describe(path, step=1, created_at="")
+        described = CheckpointManifest.describe(path, step=1)
         (path / "manifest.json").write_text(described.to_json())
     # `read` also reads state.json.
-    with pytest.raises(error, match=re.escape(Path(victim).name)):
+    with pytest.raises(error):
         read(manager)
     assert not (tmp_path / "mark").exists(), "it was executed"
 
@@ -121,7 +121,7 @@ def test_the_payload_works_when_unpickled(tmp_path: Path) -> None:
 def test_structures_and_generators_hold_plain_values_only(tmp_path: Path) -> None:
     structure = {"python/object/apply": ["os.system"]}
     save_file({"w": torch.ones(1)}, tmp_path / "x.safetensors", {"plinth_ckpt_structure": json.dumps(structure)})
-    with pytest.raises(CheckpointStateError, match="structure"):
+    with raises(CheckpointStateError, field="path"):
         load_state_dict(tmp_path / "x.safetensors")
     with pytest.raises(CheckpointStateError):
         restore_rng({"format_version": 1, "python": [3, ["x"], None], "generators": {"a": {"kind": "os.system"}}})

@@ -3,12 +3,10 @@
 import json
 import math
 import random
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +25,7 @@ from ckpt import (
     Capture,
     CheckpointExistsError,
     CheckpointManager,
+    CheckpointNotFoundError,
     CheckpointSpaceError,
     CheckpointStateError,
     CheckpointUsageError,
@@ -38,6 +37,7 @@ from ckpt import (
 from ckpt.digest import FileEntry
 from ckpt.savers.capture import HostCopies
 from ckpt.savers.state_dicts import HostSnapshot
+from plinth_testing import raises
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
 
@@ -98,17 +98,17 @@ def test_an_optimizer_and_tied_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tree", "message"),
+    ("tree", "field"),
     [
-        ({"a": [1, {"b": {1, 2}}]}, r"a\.1\.b: a builtins\.set"),
-        ({"a": {(1, 2): 3}}, r"a: the key \(1, 2\)"),
-        ({"a": torch.ones(2, dtype=torch.complex64)}, "a: torch.complex64"),
-        ({"a": torch.eye(2).to_sparse()}, "a: a Tensor of layout torch.sparse_coo"),
-        (object(), "state dict: a builtins.object"),
+        ({"a": [1, {"b": {1, 2}}]}, "a.1.b"),
+        ({"a": {(1, 2): 3}}, "a"),
+        ({"a": torch.ones(2, dtype=torch.complex64)}, "a"),
+        ({"a": torch.eye(2).to_sparse()}, "a"),
+        (object(), None),
     ],
 )
-def test_what_cannot_be_stored_is_named(tmp_path: Path, tree: Any, message: str) -> None:
-    with pytest.raises(CheckpointStateError, match=message):
+def test_what_cannot_be_stored_is_named(tmp_path: Path, tree: Any, field: str | None) -> None:
+    with raises(CheckpointStateError, field=field):
         save_state_dict(tmp_path / "x.safetensors", tree)
     assert not (tmp_path / "x.safetensors").exists()
 
@@ -118,7 +118,7 @@ def test_an_entry_must_fit_its_file(tmp_path: Path) -> None:
     folder = manager.prepare(1)
     entry = save_state_dict(folder / "x.safetensors", {"w": torch.ones(3)})
     for entries in ({"y.safetensors": entry}, {"x.safetensors": replace(entry, num_bytes=1)}):
-        with pytest.raises(CheckpointUsageError, match=r"safetensors: does not exist with"):
+        with raises(CheckpointUsageError, field="entries"):
             manager.publish(1, state={}, entries=entries)
         folder = manager.prepare(1)
         entry = save_state_dict(folder / "x.safetensors", {"w": torch.ones(3)})
@@ -128,9 +128,9 @@ def test_an_entry_must_fit_its_file(tmp_path: Path) -> None:
 
 def test_files_of_others(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1)}, tmp_path / "pickle.safetensors")
-    with pytest.raises(CheckpointStateError, match="not a complete safetensors file"):
+    with raises(CheckpointStateError, field="path"):
         load_state_dict(tmp_path / "pickle.safetensors")
-    with pytest.raises(ValueError, match="no such file"):
+    with raises(CheckpointNotFoundError, field="path"):
         load_state_dict(tmp_path / "none.safetensors")
 
 
@@ -219,7 +219,7 @@ def test_background_errors_are_raised_by_the_next_call(tmp_path: Path, monkeypat
     saver.save(1, {"model": {"w": torch.ones(3)}})
     saver.wait()
     saver.save(1, {"model": {"w": torch.ones(3)}})
-    with pytest.raises(CheckpointExistsError, match="already published") as caught:
+    with raises(CheckpointExistsError, field="step", value=1) as caught:
         saver.save(2, {"model": {"w": torch.ones(3)}})
     assert any("background save of step 1" in note for note in caught.value.__notes__)
     assert saver.wait() is not None, "an error is raised once"
@@ -237,52 +237,12 @@ def test_background_errors_are_raised_by_the_next_call(tmp_path: Path, monkeypat
     assert manager.steps() == [1]
     # Wrong arguments raise in the call itself.
     for name in ("", "a/b", ".hidden"):
-        with pytest.raises(CheckpointUsageError, match="plain file name"):
+        with raises(CheckpointUsageError, field="state_dicts", value=name):
             saver.save(5, {name: {}})
     with pytest.raises(CheckpointStateError):
         saver.save(5, {"model": {}}, state={"x": object()})
     with pytest.raises(RuntimeError, match="training failed"), saver:
         raise RuntimeError("training failed")
-
-
-_TRAINER = """
-import sys, torch
-from pathlib import Path
-from ckpt import AsyncSaver, CheckpointManager, load_state_dict
-manager = CheckpointManager(Path(sys.argv[1]), keep_last=2)
-newest = manager.latest()
-step = 0
-if newest is not None:
-    weights = load_state_dict(manager.load(newest.step).path / "model.safetensors")["w"]
-    step = newest.step
-    assert torch.equal(weights, torch.full((200_000,), float(step))), (step, weights)
-saver = AsyncSaver(manager)
-print("ready", flush=True)
-while True:
-    step += 1
-    saver.save(step, {"model": {"w": torch.full((200_000,), float(step))}}, state={"step": step})
-"""
-
-
-def test_killed_at_random_instants_while_saving_in_the_background(tmp_path: Path) -> None:
-    dice = random.Random(3)
-    newest_step = 0
-    for _ in range(3):
-        command = [sys.executable, "-c", _TRAINER, str(tmp_path)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            time.sleep(dice.uniform(0.1, 0.6))
-            process.send_signal(signal.SIGKILL)
-            assert line == "ready\n", process.stderr.read() if process.stderr else ""
-        manager = CheckpointManager(tmp_path)
-        for step in manager.steps():
-            weights = load_state_dict(manager.load(step).path / "model.safetensors")["w"]
-            assert torch.equal(weights, torch.full((200_000,), float(step)))
-        newest = manager.latest()
-        assert (newest.step if newest else 0) >= newest_step
-        newest_step = newest.step if newest else 0
-    assert newest_step > 0
 
 
 def test_a_process_finishes_its_save_before_it_exits(tmp_path: Path) -> None:
@@ -339,16 +299,16 @@ def test_restored_generators_draw_the_same_numbers(seed: int, num_drawn: int) ->
 def test_generators_that_do_not_match(tmp_path: Path) -> None:
     state = capture_rng(generators={"a": random.Random(1)})
     before = random.getstate()
-    with pytest.raises(CheckpointStateError, match=r"\['a'\], restored with \[\]"):
+    with raises(CheckpointStateError, field="generators", value=[]):
         restore_rng(state)
-    with pytest.raises(CheckpointStateError, match="is a numpy PCG64, captured as a python"):
+    with raises(CheckpointStateError, field="generators.a", value="numpy PCG64"):
         restore_rng(state, generators={"a": np.random.default_rng()})
-    with pytest.raises(CheckpointStateError, match="format version 9"):
+    with raises(CheckpointStateError, field="state.format_version", value=9):
         restore_rng({**state, "format_version": 9}, generators={"a": random.Random(1)})
     if not torch.cuda.is_available():
-        with pytest.raises(CheckpointStateError, match="CUDA"):
+        with pytest.raises(CheckpointStateError):
             restore_rng({**state, "cuda": ""}, generators={"a": random.Random(1)})
-    with pytest.raises(CheckpointUsageError, match="generator 'a' is a object"):
+    with raises(CheckpointUsageError, field="generators.a", value="object"):
         capture_rng(generators={"a": object()})
     assert random.getstate() == before
 

@@ -89,8 +89,10 @@ class ChatTurns:
         ids, mask = self._renderer.encode_marked(messages, tools, place)
         runs = [list(run) for marked, run in groupby(range(len(ids)), key=mask.__getitem__) if marked]
         if len(runs) < len(turns):
-            what = f"the chat template marks {len(runs)} turns with {{% generation %}}, and {len(turns)} are trained on"
-            raise place.error(what, "Fix the template or drop the row.", column="messages")
+            problem = (
+                f"the chat template marks {len(runs)} turns with {{% generation %}}, and {len(turns)} are trained on"
+            )
+            raise place.error(problem, "Fix the template or drop the row.", column="messages")
         whole = _squeezed(self._renderer(messages, tools, place, for_response=False))
         for index in turns:
             if _squeezed(messages[index]["content"]) not in whole:
@@ -107,13 +109,13 @@ class ChatTurns:
         for index in turns:
             before, text = self._turn(messages, tools, place, index)
             if not whole.startswith(before + text):
-                what = f"the chat template renders message {index} (counted from 0) differently in the conversation"
+                problem = f"the chat template renders message {index} (counted from 0) differently in the conversation"
                 seen = f"{shorten(text)} follows its own prompt, and the whole has {shorten(whole[len(before) :])}"
                 remedy = (
                     f"Train on each turn with its own prompt ({self._key}=each) or on the last one ({self._key}=last), "
                     "or mark the turns in the template with {% generation %}."
                 )
-                raise place.error(f"{what}: {seen}", remedy, column="messages")
+                raise place.error(f"{problem}: {seen}", remedy, column="messages")
             written = text.rstrip()
             ends = not written.endswith(self._stops)
             if ends and index < len(messages) - 1:
@@ -123,17 +125,17 @@ class ChatTurns:
         return Script(segments=tuple(segments), with_special_tokens=not self._renderer.with_template, ends=ends)
 
     def _turn(self, messages: Sequence[Message], tools: Sequence[Tool], place: Place, index: int) -> tuple[str, str]:
-        """What the model sees before the turn `index`, and what it writes."""
+        """The text that the model sees before the turn `index`, and the text that it writes."""
         before = self._renderer(messages[:index], tools, place)
         text = self._renderer(messages[: index + 1], tools, place, for_response=False)
-        what = f"the chat template does not show message {index} (counted from 0) after its generation prompt"
+        problem = f"the chat template does not show message {index} (counted from 0) after its generation prompt"
         if not text.startswith(before):
-            raise place.error(f"{what}, which ends in {shorten(before[-20:])}", _TEXT_INSTEAD, column="messages")
+            raise place.error(f"{problem}, which ends in {shorten(before[-20:])}", _TEXT_INSTEAD, column="messages")
         turn = text[len(before) :]
         # A generation prompt may have the beginning of the message already, such as <think>.
         if _squeezed(messages[index]["content"]) not in _squeezed(before[-_PROMPT_TAIL:] + turn):
-            what = f"{_DROPS} message {index} (counted from 0): {shorten(turn)}"
-            raise place.error(what, _TEXT_INSTEAD, column="messages")
+            problem = f"{_DROPS} message {index} (counted from 0): {shorten(turn)}"
+            raise place.error(problem, _TEXT_INSTEAD, column="messages")
         return before, turn
 
 

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from .errors import DataConfigError
+
 _TEMPLATE_ARGUMENTS = (
     *("conversation", "tools", "chat_template", "tokenize", "add_generation_prompt"),
     *("return_dict", "return_assistant_tokens_mask"),
@@ -17,14 +19,15 @@ the messages before it as the prompt. `last`: the last assistant turn only."""
 
 
 def require_choice(field: str, value: object, *allowed: str) -> None:
-    """Raises ValueError unless `value` is one of `allowed`."""
+    """Raises DataConfigError unless `value` is one of `allowed`."""
     if value not in allowed:
-        raise ValueError(f"{field}={value!r}: must be one of {', '.join(allowed)}")
+        raise DataConfigError(field=field, value=value, allowed=", ".join(allowed))
 
 
-def _require_positive(field: str, value: int | None) -> None:
-    if value is not None and value < 1:
-        raise ValueError(f"{field}={value!r}: must be at least 1")
+def require_at_least(minimum: int, field: str, value: int | None) -> None:
+    """Raises DataConfigError for a smaller value; None is allowed."""
+    if value is not None and value < minimum:
+        raise DataConfigError(field=field, value=value, allowed=f"at least {minimum}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +48,7 @@ class ColumnsConfig:
     def __post_init__(self) -> None:
         for name in ("prompt", "ground_truth", "data_source", "tools"):
             if getattr(self, name) == "":
-                raise ValueError(f"{name}='': must be the name of a column, or null")
+                raise DataConfigError(field=name, value="", allowed="the name of a column, or null")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,20 +88,22 @@ class DataConfig:
     def __post_init__(self) -> None:
         require_choice("overlong", self.overlong, "filter", "refuse")
         require_choice("chat_template", self.chat_template, "auto", "always", "never")
-        _require_positive("max_prompt_length", self.max_prompt_length)
-        _require_positive("max_val_prompts", self.max_val_prompts)
+        require_at_least(1, "max_prompt_length", self.max_prompt_length)
+        require_at_least(1, "max_val_prompts", self.max_val_prompts)
         if "{question}" not in self.question_template:
-            raise ValueError(f"question_template={self.question_template!r}: must contain {{question}}")
+            allowed = "text with {question}"
+            raise DataConfigError(field="question_template", value=self.question_template, allowed=allowed)
         for name in self.chat_template_kwargs:
             if name in _TEMPLATE_ARGUMENTS:
-                raise ValueError(f"chat_template_kwargs has {name!r}, which is set for each prompt; remove it")
+                problem = f"{name!r} is set for each prompt"
+                raise DataConfigError(problem, field="chat_template_kwargs", remedy="remove it")
         if self.chat_template_kwargs and self.chat_template == "never":
-            raise ValueError("chat_template_kwargs is given: must be empty with chat_template='never'")
+            raise DataConfigError(field="chat_template_kwargs", allowed="empty with chat_template=never")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """How the rule extracts the answer, and the scores it gives."""
+    """Extraction of the answer by the rule of GSM8K, and the scores that the rule gives."""
 
     #: "strict": the answer is the last "#### number"; "flexible": the last number.
     method: Literal["strict", "flexible"] = "strict"
@@ -111,8 +116,8 @@ class RewardConfig:
         require_choice("method", self.method, "strict", "flexible")
         for name in ("score", "format_score"):
             if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be a finite number")
+                raise DataConfigError(field=name, value=getattr(self, name), allowed="a finite number")
         if self.score <= 0:
-            raise ValueError(f"score={self.score!r}: must be above 0")
+            raise DataConfigError(field="score", value=self.score, allowed="above 0")
         if self.format_score >= self.score:
-            raise ValueError(f"format_score={self.format_score!r}: must be below score={self.score!r}")
+            raise DataConfigError(field="format_score", value=self.format_score, allowed=f"below score={self.score}")

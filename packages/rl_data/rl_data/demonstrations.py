@@ -42,7 +42,7 @@ class AnsweredRow:
 
     place: Place
     messages: tuple[Message, ...] = ()
-    """What a template renders; empty for plain text."""
+    """Messages that a template renders; empty for plain text."""
     tools: tuple[Tool, ...] = ()
     is_question: bool = False
     prompt: str = ""
@@ -145,10 +145,10 @@ def _of_text(place: Place, row: dict[str, Any]) -> AnsweredRow:
 def _require_response(place: Place, messages: Sequence[Message], column: str) -> None:
     last, roles = messages[-1], [message["role"] for message in messages]
     if roles[-1] != "assistant" or not (last["content"].strip() or last.get("tool_calls")) or roles[0] == "assistant":
-        what = "the conversation does not end with an assistant's text that answers another message"
+        problem = "the conversation does not end with an assistant's text that answers another message"
         if roles[0] == "assistant":
-            what = "the conversation begins with an assistant's message, which answers none"
-        raise place.error(what, "Drop the messages around it, or drop the row.", column=column)
+            problem = "the conversation begins with an assistant's message, which answers none"
+        raise place.error(problem, "Drop the messages around it, or drop the row.", column=column)
 
 
 def check_demonstrations(files: Sequence[str | Path]) -> int:
@@ -183,16 +183,16 @@ def load_demonstrations(
         section: the configuration section of `turns` and `max_length`, for errors.
     """
     if not files:
-        raise DataError("no files were given. Name at least one.")
+        raise DataError("no files were given", "Name at least one.")
     encoded = RowEncoder(tokenizer, config, turns, section=section)
     demonstrations: list[Demonstration] = []
     num_filtered = 0
     for rows in batches(row for file in files for row in _rows(file)):
-        for row, found in encoded(rows):
-            if exceeds(row.place, found, config, max_length, section=section):
+        for row, demonstration in encoded(rows):
+            if exceeds(row.place, demonstration, config, max_length, section=section):
                 num_filtered += 1
                 continue
-            demonstrations.append(found)
+            demonstrations.append(demonstration)
     report_filtered(num_filtered, len(demonstrations), files, config, max_length=max_length, section=section)
     encoded.renderer.report()
     return demonstrations
@@ -213,10 +213,10 @@ class RowEncoder:
         made = [(row, one) for row in rows for one in self._scripts(row)]
         sequences = _encode([one for _, one in made], self._tokenizer, self._known)
         for (row, _), (ids, mask) in zip(made, sequences, strict=True):
-            found = _demonstration(ids, mask)
-            if found is None:
+            demonstration = _demonstration(ids, mask)
+            if demonstration is None:
                 raise row.place.error("it has no token to train on", _FILL_IN)
-            yield row, found
+            yield row, demonstration
 
 
 def _scripts(row: AnsweredRow, *, renderer: Renderer, chat: ChatTurns, config: DataConfig) -> list[Script]:
@@ -259,9 +259,9 @@ def _encode(
 
 
 def _demonstration(ids: Sequence[int], mask: Sequence[bool]) -> Demonstration | None:
-    """The prompt ends before the first token that is trained on, which nothing predicts if it is the sequence's first.
+    """The sequence from its first to its last trained token as the response, and the tokens before it as the prompt.
 
-    What follows the last one is left out. None if no token is trained on.
+    The first token of the sequence is never trained on: nothing predicts it. None if no token is trained on.
     """
     trained = [index for index, one in enumerate(mask) if one and index > 0]
     if not trained:
@@ -273,13 +273,13 @@ def _demonstration(ids: Sequence[int], mask: Sequence[bool]) -> Demonstration | 
     )
 
 
-def exceeds(place: Place, found: Demonstration, config: DataConfig, max_length: int | None, *, section: str) -> bool:
-    """Whether to drop a sequence as overlong. Raises DataError instead for `overlong="refuse"`."""
-    if too_long(place, len(found.prompt_ids), config):
+def exceeds(place: Place, sequence: Demonstration, config: DataConfig, max_length: int | None, *, section: str) -> bool:
+    """True for a sequence that is dropped as overlong. Raises DataError instead for `overlong="refuse"`."""
+    if too_long(place, len(sequence.prompt_ids), config):
         return True
-    if max_length is None or found.num_tokens <= max_length:
+    if max_length is None or sequence.num_tokens <= max_length:
         return False
     if config.overlong == "refuse":
-        what = f"the demonstration has {found.num_tokens} tokens, {dotted(section, 'max_length')}={max_length}"
-        raise place.error(what, "Raise the limit, drop the row, or set data.overlong=filter.")
+        problem = f"the demonstration has {sequence.num_tokens} tokens, {dotted(section, 'max_length')}={max_length}"
+        raise place.error(problem, "Raise the limit or drop the row.", setting="data.overlong=filter")
     return True

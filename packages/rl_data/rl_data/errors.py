@@ -1,20 +1,21 @@
-"""Exceptions of this package.
+"""The errors of this package.
 
-RlDataError
-├── DataError (also ValueError)              a data file cannot be used; names file, row, column and the remedy
-├── UnknownDataSourceError (also ValueError) no reward is registered for a data source
-└── SamplerStateError (also ValueError)      a saved sampler state belongs to other data or settings
+```
+PlinthError
+└── RlDataError
+    ├── DataError (also ValueError)              a data file cannot be used; has file, row, column and remedy
+    │   └── BadRowsError                         several rows cannot be used; has the error of each
+    ├── DataConfigError (also ValueError)        a setting or an option has a value that is not allowed
+    ├── UnknownDataSourceError (also ValueError) no reward is registered for a data source
+    └── SamplerStateError (also ValueError)      a saved sampler state belongs to other data or settings
+```
 
-ModelFolderError (a model folder has no tokenizer, or one that cannot be loaded) is plinth_base's.
-
-All of them are PlinthErrors: errors about a setting or argument carry `field`, `value`, `allowed` and `remedy`, and all
-pickle with their attributes.
+A model folder without a config, a tokenizer or weights raises `plinth_base.ModelFolderError`.
 """
 
-from typing import Any
+from collections.abc import Sequence
 
 from plinth_base.errors import PlinthError
-from plinth_base.model_folder import ModelFolderError as ModelFolderError
 
 
 class RlDataError(PlinthError):
@@ -24,28 +25,73 @@ class RlDataError(PlinthError):
 class DataError(RlDataError, ValueError):
     """A data file cannot be used.
 
-    Attributes: `file` (path as given), `row` (the line, counted from 1, in JSON lines and CSV, else counted
-    from 0; None for the whole file), `column`.
+    Args:
+        problem: what is wrong, a clause without a period.
+        remedy: a sentence, with its period.
+        file: the path as given.
+        row: the line, counted from 1, in JSON lines and CSV (`is_line`); the row, counted from 0, in other files.
+        column: the column that is wrong.
+        setting: a configuration key, or `key=value`, that mends it too.
     """
+
+    # No defaults in the class: Ray raises an error of a remote task as a subclass that looks up missing attributes.
+    file: str | None
+    row: int | None
+    is_line: bool
+    column: str | None
+    setting: str | None
 
     def __init__(
         self,
-        problem: str = "",
+        problem: str,
+        remedy: str = "",
         *,
         file: str | None = None,
         row: int | None = None,
+        is_line: bool = False,
         column: str | None = None,
-        **fields: Any,
+        setting: str | None = None,
     ) -> None:
-        super().__init__(problem, **fields)
-        self.file = file
-        self.row = row
-        self.column = column
+        super().__init__(problem, remedy=remedy)
+        self.file, self.row, self.is_line, self.column, self.setting = file, row, is_line, column, setting
+
+    @property
+    def place(self) -> str:
+        """File, row and column; empty if the error has none."""
+        if self.row is None:
+            return self.file or ""
+        number = f"line {self.row}" if self.is_line else f"row {self.row} (counted from 0)"
+        return f"{self.file}: {number}" + (f", column {self.column!r}" if self.column else "")
+
+    @property
+    def explanation(self) -> str:
+        place = f"{self.place}: " if self.place else ""
+        setting = f"Or set {self.setting}." if self.setting else ""
+        return " ".join(filter(None, (f"{place}{self.problem}.", self.remedy, setting)))
+
+
+class BadRowsError(DataError):
+    """Several rows of one or more files cannot be used; file, row and column are those of the first."""
+
+    errors: Sequence[DataError]
+
+    def __init__(self, problem: str, remedy: str, errors: Sequence[DataError]) -> None:
+        first = errors[0]
+        super().__init__(problem, remedy, file=first.file, row=first.row, is_line=first.is_line, column=first.column)
+        self.errors = errors
+
+    @property
+    def explanation(self) -> str:
+        return "\n".join([f"{self.problem}:", *(f"  {error}" for error in self.errors), self.remedy or ""])
+
+
+class DataConfigError(RlDataError, ValueError):
+    """A setting, or an option of a reward or of `prepare`, has a value that is not allowed."""
 
 
 class UnknownDataSourceError(RlDataError, ValueError):
-    """No reward is registered for a data source."""
+    """No reward is registered for a data source. `value` is the data source."""
 
 
 class SamplerStateError(RlDataError, ValueError):
-    """A saved sampler state belongs to another sampler."""
+    """A saved sampler state belongs to another sampler. `field` is the entry of the state."""

@@ -54,7 +54,7 @@ class PreferencePair:
     chosen: Demonstration
     rejected: Demonstration
     margin: float = 0.0
-    """How much better the chosen response is; 0 or more."""
+    """Difference in quality between the chosen and the rejected response; 0 or more."""
 
     @property
     def num_tokens(self) -> int:
@@ -107,13 +107,13 @@ def _of_prompt(place: Place, row: dict[str, Any], column: str) -> AnsweredRow:
     if not _is_conversation(row.get(column)):
         return of_completion(place, row, column)
     if not (_is_conversation(chosen) and _is_conversation(rejected)) or chosen[:-1] != rejected[:-1]:
-        what = "the conversations in 'chosen' and 'rejected' differ before their last message"
-        raise place.error(what, "They must share the prompt.", column="rejected")
+        problem = "the conversations in 'chosen' and 'rejected' differ before their last message"
+        raise place.error(problem, "They must share the prompt.", column="rejected")
     return of_messages(place, row, column)
 
 
 def _is_conversation(value: Any) -> bool:
-    """Whether messages begin with a prompt."""
+    """True for messages that begin with a prompt."""
     first = value[0] if isinstance(value, list) and value else None
     return isinstance(first, dict) and first.get("role") != "assistant"
 
@@ -196,9 +196,9 @@ def load_labeled(
         seed: chooses the unrelated response of each prompt.
     """
     groups = (group for file in files for group in _labeled(file))
-    found = [(one, label) for (one,), label in _load(groups, files, tokenizer, config, max_length, section)]
-    others = _unrelated([one for one, _ in found], files, seed)
-    return [LabeledResponse(one, label, other) for (one, label), other in zip(found, others, strict=True)]
+    labeled = [(response, label) for (response,), label in _load(groups, files, tokenizer, config, max_length, section)]
+    others = _unrelated([response for response, _ in labeled], files, seed)
+    return [LabeledResponse(*one, other) for one, other in zip(labeled, others, strict=True)]
 
 
 def _load(
@@ -211,18 +211,18 @@ def _load(
 ) -> Iterator[tuple[tuple[Demonstration, ...], ExtraT]]:
     """The tokenized responses of each group of which none is overlong."""
     if not files:
-        raise DataError("no files were given. Name at least one.")
+        raise DataError("no files were given", "Name at least one.")
     encode = RowEncoder(tokenizer, config, "last", section=section)
     num_kept = num_filtered = 0
     for batch in batches(groups):
         encoded = encode([row for rows, _ in batch for row in rows])
         for rows, extra in batch:
-            found = [next(encoded) for _ in rows]
-            if any(exceeds(row.place, one, config, max_length, section=section) for row, one in found):
+            responses = [next(encoded) for _ in rows]
+            if any(exceeds(row.place, one, config, max_length, section=section) for row, one in responses):
                 num_filtered += 1
                 continue
             num_kept += 1
-            yield tuple(one for _, one in found), extra
+            yield tuple(one for _, one in responses), extra
     report_filtered(num_filtered, num_kept, files, config, max_length=max_length, section=section)
     encode.renderer.report()
 
@@ -240,7 +240,7 @@ def _unrelated(responses: Sequence[Demonstration], files: Sequence[str | Path], 
             partners[here] = partners[after]
     if len(partners) < len(responses):
         names = ", ".join(map(str, files))
-        raise DataError(f"{names}: all responses belong to one prompt. KTO needs at least two prompts.")
+        raise DataError("all responses belong to one prompt", "KTO needs at least two prompts.", file=names)
     return [
         Demonstration(one.prompt_ids, other.response_ids, other.response_mask)
         for one, other in ((responses[index], responses[partners[index]]) for index in range(len(responses)))

@@ -78,12 +78,12 @@ def batches(rows: Iterable[T]) -> Iterator[list[T]]:
 
 
 def too_long(place: Place, length: int, config: DataConfig) -> bool:
-    """Whether to drop the prompt as overlong. Raises DataError instead for `overlong="refuse"`."""
+    """True for a prompt that is dropped as overlong. Raises DataError instead for `overlong="refuse"`."""
     if length <= config.max_prompt_length:
         return False
     if config.overlong == "refuse":
-        what = f"the prompt has {length} tokens, data.max_prompt_length={config.max_prompt_length}"
-        raise place.error(what, "Raise the limit, drop the row, or set data.overlong=filter.")
+        problem = f"the prompt has {length} tokens, data.max_prompt_length={config.max_prompt_length}"
+        raise place.error(problem, "Raise the limit or drop the row.", setting="data.overlong=filter")
     return True
 
 
@@ -97,19 +97,16 @@ def report_filtered(
     section: str = "",
 ) -> None:
     """Log the number of dropped prompts, or demonstrations (`max_length`). Raises DataError if none is left."""
-    what, limit = "prompts", f"data.max_prompt_length={config.max_prompt_length} tokens"
+    kind, limit = "prompts", f"data.max_prompt_length={config.max_prompt_length} tokens"
     if max_length is not None:
-        what, limit = (
-            "demonstrations",
-            f"{dotted(section, 'max_length')}={max_length} tokens, or their prompts than {limit}",
-        )
+        kind = "demonstrations"
+        limit = f"{dotted(section, 'max_length')}={max_length} tokens, or their prompts than {limit}"
     if num_kept == 0:
-        raise DataError(
-            f"{', '.join(map(str, files))}: all {num_filtered} {what} are longer than {limit}. Raise the limit."
-        )
+        names = ", ".join(map(str, files))
+        raise DataError(f"all {num_filtered} {kind} are longer than {limit}", "Raise the limit.", file=names)
     if num_filtered:
         total = num_filtered + num_kept
-        _logger.warning("%d of %d %s are longer than %s and are dropped", num_filtered, total, what, limit)
+        _logger.warning("%d of %d %s are longer than %s and are dropped", num_filtered, total, kind, limit)
 
 
 def load_prompts(
@@ -125,15 +122,15 @@ def load_prompts(
     Raises DataError naming file, row, column and remedy.
     """
     if not files:
-        raise DataError("no files were given. Name at least one.")
+        raise DataError("no files were given", "Name at least one.")
     renderer = Renderer(tokenizer, config)
     prompts: list[Prompt] = []
     num_filtered = 0
     for file, label in zip(files, file_labels(files), strict=True):
         table = open_table(file)
         schema = find_schema(table, config)
-        if line := left_out(table, schema):
-            _logger.warning(line)
+        if columns := left_out(table, schema):
+            _logger.warning("%s: columns that JSON cannot hold are left out of prompt.extra: %s", file, columns)
         for rows in batches(read_rows(table, schema)):
             conversations = [with_configured(row.messages, config, is_question=row.is_question) for row in rows]
             texts = [
@@ -195,22 +192,21 @@ def check_files(
 def _reward_of(row: Row, table: Table, schema: Schema) -> Reward:
     """The reward of the row's data source. Raises DataError if there is none."""
     if not row.data_source and schema.data_source is None:
-        table.require(
-            ["data_source"], f"It selects the reward of a row. Add it, name it (data.columns.data_source=…), {_SCORE}"
-        )
+        remedy = f"It selects the reward of a row. Add it, name it (data.columns.data_source=…), {_SCORE}"
+        table.require(["data_source"], remedy)
     if not row.data_source:
         raise row.place.error("empty", f"Name one, such as {GSM8K_DATA_SOURCE}, {_SCORE}", column=schema.data_source)
     try:
         return reward_for(row.data_source)
     except UnknownDataSourceError as error:
-        what, _, remedy = str(error).partition(". ")
-        raise row.place.error(what, remedy, column=schema.data_source) from error
+        problem = f"{row.data_source!r}: {error.problem}, only for {error.allowed}"
+        raise row.place.error(problem, f"Change it, {_SCORE}", column=schema.data_source) from error
 
 
 def _unscorable(row: Row, table: Table, schema: Schema, problem: str) -> DataError:
     """The error of a row that a reward can never score; of the file, if it has no ground truth at all."""
     column = schema.ground_truth[0]
     if not row.ground_truth:
-        table.require([column], COLUMNS_HELP)
+        table.require([column], COLUMNS_HELP, setting="data.columns")
     remedy = "Fix it, drop the row, or score with another reward."
     return row.place.error(problem, remedy, column=column if column in table.columns else None)

@@ -34,17 +34,14 @@ def with_configured(messages: Sequence[Message], config: DataConfig, *, is_quest
 
 
 def uses_chat_template(tokenizer: TokenizerLike, config: DataConfig) -> bool:
-    """Whether to use the tokenizer's chat template. Raises DataError for "always" if it has none."""
+    """True if the tokenizer's chat template is used. Raises DataError for "always" if it has none."""
     has_template = bool(tokenizer.chat_template)
     if config.chat_template == "always" and not has_template:
-        raise DataError(
-            "data.chat_template=always, but the model's tokenizer has no chat template. Set it to auto or never, or "
-            "add chat_template.jinja to the model folder."
-        )
+        problem = "data.chat_template=always, but the model's tokenizer has no chat template"
+        raise DataError(problem, "Set it to auto or never, or add chat_template.jinja to the model folder.")
     if config.chat_template_kwargs and not has_template:
-        raise DataError(
-            "data.chat_template_kwargs is given, but the model's tokenizer has no chat template. Remove it."
-        )
+        problem = "data.chat_template_kwargs is given, but the model's tokenizer has no chat template"
+        raise DataError(problem, "Remove it.")
     return has_template and config.chat_template != "never"
 
 
@@ -83,8 +80,8 @@ class Renderer:
         """Token ids of a conversation and the mask of a template with `{% generation %}` markers."""
         self._require_tools(messages, tools, place)
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
-        found = self._apply(messages, tools, place, tokenize=True, add_generation_prompt=False, **options)
-        return [int(token) for token in found["input_ids"]], [bool(one) for one in found["assistant_masks"]]
+        tokenized = self._apply(messages, tools, place, tokenize=True, add_generation_prompt=False, **options)
+        return [int(token) for token in tokenized["input_ids"]], [bool(one) for one in tokenized["assistant_masks"]]
 
     def report(self) -> None:
         """Log how messages became text, if there were any: a warning where the tokenizer lacks a template."""
@@ -122,8 +119,8 @@ class Renderer:
                 list(messages), tools=list(tools) or None, **options, **self._kwargs
             )
         except Exception as error:  # templates raise what they like, such as "roles must alternate"
-            what = f"the chat template refuses the messages ({type(error).__name__}: {first_line(error)})"
-            raise place.error(what, "Fix the messages, or set data.chat_template=never.") from error
+            problem = f"the chat template refuses the messages ({type(error).__name__}: {first_line(error)})"
+            raise place.error(problem, "Fix the messages.", setting="data.chat_template=never") from error
 
 
 def encode(texts: list[str], tokenizer: TokenizerLike, *, add_special_tokens: bool) -> list[tuple[int, ...]]:

@@ -29,7 +29,7 @@ Tool = Mapping[str, Any]
 MEDIA_COLUMNS = ("images", "videos", "audios")
 COLUMNS_HELP = (
     "Expected either `question` and `answer` (GSM8K) or `prompt`, `reward_model` and `data_source` (verl); rename the "
-    "columns of the file, or name them: data.columns.prompt=…, data.columns.ground_truth=…"
+    "columns of the file."
 )
 _FILL_IN = "Fill it in or drop the row."
 
@@ -50,7 +50,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Schema:
-    """Where a table has the parts of a row."""
+    """The columns of a table that hold the parts of a row."""
 
     prompt: str
     is_question: bool
@@ -93,13 +93,11 @@ def find_schema(table: Table, config: DataConfig) -> Schema:
         tools=columns.tools or ("tools" if "tools" in names else None),
         extra=config.extra_columns,
     )
-    table.require([*required, *(schema.used & set(names))], COLUMNS_HELP)
+    table.require([*required, *(schema.used & set(names))], COLUMNS_HELP, setting="data.columns")
     for column in config.extra_columns or ():
         if column in table.unusable:
-            what = f"{table.file}: column {column!r} {table.unusable[column]}, which JSON does not have"
-            raise DataError(
-                f"{what}. Convert it, or take it out of data.extra_columns.", file=table.file, column=column
-            )
+            problem = f"column {column!r} {table.unusable[column]}, which JSON does not have"
+            raise DataError(problem, "Convert it.", file=table.file, column=column, setting="data.extra_columns")
     return schema
 
 
@@ -118,13 +116,13 @@ def _prompt_column(names: Sequence[str]) -> str:
 
 
 def left_out(table: Table, schema: Schema) -> str:
-    """A line about the columns that are not in `extra` because JSON cannot hold them; empty if there are none."""
+    """The columns that are not in `extra` because JSON cannot hold them, with reasons; empty if there are none."""
     names = [name for name in table.unusable if name not in schema.used] if schema.extra is None else []
     if not names:
         return ""
     reasons = ", ".join(f"{name!r} ({table.unusable[name]})" for name in names[:10])
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return f"{table.file}: columns that JSON cannot hold are left out of prompt.extra: {reasons}{more}"
+    return f"{reasons}{more}"
 
 
 def read_rows(table: Table, schema: Schema) -> Iterator[Row]:
@@ -169,8 +167,8 @@ def _prompt(place: Place, prompt: Any, schema: Schema) -> tuple[Message, ...]:
         return ({"role": "user", "content": prompt},)
     messages = conversation(place, prompt, schema.prompt)
     if messages[-1]["role"] == "assistant":
-        what = "the conversation ends with an assistant's message"
-        raise place.error(what, "Drop that message: the response takes its place.", column=schema.prompt)
+        problem = "the conversation ends with an assistant's message"
+        raise place.error(problem, "Drop that message: the response takes its place.", column=schema.prompt)
     return messages
 
 
@@ -179,8 +177,8 @@ def conversation(place: Place, value: Any, column: str) -> tuple[Message, ...]:
     if not value or (isinstance(value, str) and not value.strip()):
         raise place.error("no question" if column == "question" else "no messages", _FILL_IN, column=column)
     if not isinstance(value, list):
-        what = f"neither text nor a list of messages: {shorten(value)}"
-        raise place.error(what, "Give text, or messages with 'role' and 'content'.", column=column)
+        problem = f"neither text nor a list of messages: {shorten(value)}"
+        raise place.error(problem, "Give text, or messages with 'role' and 'content'.", column=column)
     return tuple(_message(place, message, column) for message in value)
 
 
@@ -190,8 +188,8 @@ def _message(place: Place, message: Any, column: str) -> Message:
     is_call = isinstance(message, dict) and message.get("role") == "assistant" and bool(message.get("tool_calls"))
     texts = ("role",) if is_call and "content" not in message else ("role", "content")
     if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in texts):
-        what = f"a message without text in 'role' or 'content': {shorten(message)}"
-        raise place.error(what, "Each message needs both.", column=column)
+        problem = f"a message without text in 'role' or 'content': {shorten(message)}"
+        raise place.error(problem, "Each message needs both.", column=column)
     if why := why_not_json(message):
         raise place.error(f"a message with {why}", "Fix it or drop the row.", column=column)
     return {"content": ""} | message if is_call else message
@@ -203,8 +201,8 @@ def tools_of(place: Place, value: Any, column: str) -> tuple[Tool, ...]:
         try:
             value = parse_json(value)
         except ValueError as error:
-            what = f"no list of tools: {first_line(error)}"
-            raise place.error(what, "Give a list of JSON schemas, or its JSON text.", column=column) from error
+            problem = f"no list of tools: {first_line(error)}"
+            raise place.error(problem, "Give a list of JSON schemas, or its JSON text.", column=column) from error
     tools = _without_nulls(value or [])
     if not isinstance(tools, list) or not all(isinstance(tool, dict) and tool for tool in tools):
         raise place.error(f"no list of tools: {shorten(value)}", "Give a list of JSON schemas.", column=column)
@@ -228,20 +226,19 @@ def _ground_truth(place: Place, row: Mapping[str, Any], schema: Schema) -> str:
         if value is None:
             return ""
         if not isinstance(value, dict) or name not in value:
-            what = f"{shorten(value)}; it must be a struct with a field {name!r}"
-            raise place.error(what, "Fix the row, or name the column: data.columns.ground_truth=…", column=column)
+            problem = f"{shorten(value)}; it must be a struct with a field {name!r}"
+            raise place.error(problem, "Fix the row.", column=column, setting="data.columns.ground_truth")
         value = value[name]
     text = _solution(value) if schema.is_solution else ground_truth_text(value)
     if text is not None:
         return text
     if schema.is_solution:
-        remedy = (
-            "It must end in '#### n'; fill it in, drop the row, or take the text as it is: data.columns.ground_truth="
-        )
-        raise place.error(f"no answer; found {shorten(value)}", f"{remedy}{column}.", column=column)
-    what = f"its field {fields[-1]!r} is {shorten(value)}" if fields else f"no answer: {shorten(value)}"
+        problem, remedy = f"no answer; found {shorten(value)}", "It must end in '#### n'; fill it in or drop the row."
+        as_it_is = f"data.columns.ground_truth={column}"
+        raise place.error(problem, remedy, column=column, setting=as_it_is)
+    problem = f"its field {fields[-1]!r} is {shorten(value)}" if fields else f"no answer: {shorten(value)}"
     remedy = "Give text, a finite number, or a list or struct of these; or drop the row."
-    raise place.error(what, remedy, column=column)
+    raise place.error(problem, remedy, column=column)
 
 
 def _solution(answer: object) -> str | None:
@@ -279,8 +276,8 @@ def _data_source(place: Place, row: Mapping[str, Any], schema: Schema) -> str:
     if value is None:
         return GSM8K_DATA_SOURCE if schema.is_solution else ""
     if not isinstance(value, str):
-        what, remedy = f"no text: {shorten(value)}", f"Name one, such as {GSM8K_DATA_SOURCE}."
-        raise place.error(what, remedy, column=schema.data_source)
+        problem, remedy = f"no text: {shorten(value)}", f"Name one, such as {GSM8K_DATA_SOURCE}."
+        raise place.error(problem, remedy, column=schema.data_source)
     return value
 
 
@@ -288,8 +285,8 @@ def _extra(place: Place, row: Mapping[str, Any], schema: Schema) -> dict[str, An
     names = schema.extra if schema.extra is not None else [name for name in row if name not in schema.used]
     for name in names:
         if name not in row:
-            raise place.error("the column is missing", "Write null, or take it out of data.extra_columns.", column=name)
+            raise place.error("the column is missing", "Write null.", column=name, setting="data.extra_columns")
         if why := why_not_json(row[name]):
-            remedy = "Write null or text, or name the columns to keep: data.extra_columns=[…]."
-            raise place.error(f"{why}, which JSON does not have", remedy, column=name)
+            problem = f"{why}, which JSON does not have"
+            raise place.error(problem, "Write null or text.", column=name, setting="data.extra_columns")
     return {name: row[name] for name in names}

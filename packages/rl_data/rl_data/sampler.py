@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import SamplerStateError
+from .errors import DataConfigError, SamplerStateError
 
 _STATE_VERSION = 1
 
@@ -46,9 +46,9 @@ class PromptSampler:
 
     def __init__(self, num_prompts: int, *, seed: int = 0, shuffle: bool = True) -> None:
         if num_prompts < 1:
-            raise ValueError(f"num_prompts={num_prompts!r}: must be at least 1")
+            raise DataConfigError(field="num_prompts", value=num_prompts, allowed="at least 1")
         if seed < 0:
-            raise ValueError(f"seed={seed!r}: must be 0 or more")
+            raise DataConfigError(field="seed", value=seed, allowed="at least 0")
         self.num_prompts = num_prompts
         self.seed = seed
         self.shuffle = shuffle
@@ -79,9 +79,9 @@ class PromptSampler:
         return self._position
 
     def next(self, batch_size: int) -> list[int]:
-        """The next `batch_size` indices. Raises ValueError for a size below 1."""
+        """The next `batch_size` indices. Raises DataConfigError for a size below 1."""
         if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size!r}: must be at least 1")
+            raise DataConfigError(field="batch_size", value=batch_size, allowed="at least 1")
         batch: list[int] = []
         while len(batch) < batch_size:
             end = min(self.num_prompts, self._position + batch_size - len(batch))
@@ -121,7 +121,7 @@ class PromptSampler:
         """
         missing = sorted(set(self.state_dict()) - set(state))
         if missing:
-            raise SamplerStateError(f"the sampler state lacks {', '.join(missing)}")
+            raise SamplerStateError("the sampler state lacks it", field=missing[0])
         for key, own in (
             ("version", _STATE_VERSION),
             ("num_prompts", self.num_prompts),
@@ -129,15 +129,17 @@ class PromptSampler:
             ("shuffle", self.shuffle),
         ):
             if state[key] != own:
+                remedy = "resume with the same data and settings"
                 raise SamplerStateError(
-                    f"the sampler state has {key}={state[key]!r}, this sampler has {key}={own!r}. "
-                    "Resume with the same data and settings."
+                    "the sampler state is of another sampler",
+                    field=key,
+                    value=state[key],
+                    allowed=str(own),
+                    remedy=remedy,
                 )
         if not 0 <= state["position"] < self.num_prompts or state["epoch"] < 0:
-            raise SamplerStateError(
-                f"the sampler state has epoch={state['epoch']!r} and position={state['position']!r}, "
-                f"which is impossible with {self.num_prompts} prompts"
-            )
+            problem = f"the sampler state is impossible with {self.num_prompts} prompts"
+            raise SamplerStateError(problem, field="position", value=state["position"])
         self._epoch = int(state["epoch"])
         self._position = int(state["position"])
         self._held = [int(index) for index in state["held"]]

@@ -1,4 +1,4 @@
-"""Tokenizers of model folders."""
+"""Tokenizers of model folders, and the comparison of their vocabularies."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,17 +48,12 @@ def load_tokenizer(path: str | Path) -> Any:
         # Without the option, transformers asks at the terminal whether to run code of the folder.
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for a broken tokenizer file
-        raise ModelFolderError(
-            f"the tokenizer cannot be loaded ({type(error).__name__}: {str(error).splitlines()[0]})",
-            value=str(folder),
-            remedy="copy the tokenizer files of the base model into the folder again",
-        ) from error
+        problem = f"the tokenizer cannot be loaded ({type(error).__name__}: {str(error).splitlines()[0]})"
+        remedy = "copy the tokenizer files of the base model into the folder again"
+        raise ModelFolderError(problem, value=str(folder), remedy=remedy) from error
     if tokenizer.eos_token_id is None:
-        raise ModelFolderError(
-            "the tokenizer has no end-of-sequence token",
-            value=str(folder),
-            remedy="set `eos_token` in tokenizer_config.json",
-        )
+        problem = "the tokenizer has no end-of-sequence token"
+        raise ModelFolderError(problem, value=str(folder), remedy="set `eos_token` in tokenizer_config.json")
     return tokenizer
 
 
@@ -79,7 +74,8 @@ def check_same_vocabulary(tokenizer: Any, other: Any) -> None:
     if tokenizer.eos_token_id != other.eos_token_id:
         raise DataError(
             f"responses end with id {tokenizer.eos_token_id} ({tokenizer.eos_token}) and with id {other.eos_token_id} "
-            f"({other.eos_token}); set `eos_token` in one tokenizer_config.json"
+            f"({other.eos_token})",
+            "Set `eos_token` in one tokenizer_config.json.",
         )
 
 

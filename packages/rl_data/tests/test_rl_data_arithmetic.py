@@ -4,8 +4,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from plinth_testing import raises
 from rl_data import (
     DataConfig,
+    DataConfigError,
     RewardConfig,
     TaskFiles,
     build_tiny_model,
@@ -83,7 +85,7 @@ def test_same_seed_same_rows(tmp_path: Path, task: TaskFiles) -> None:
 
 
 def test_bad_count(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="num_val=0"):
+    with raises(DataConfigError, field="num_val", value=0):
         write_task(tmp_path, num_val=0)
 
 

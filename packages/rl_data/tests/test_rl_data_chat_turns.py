@@ -1,4 +1,4 @@
-"""Which tokens of a conversation are trained on, by markers and by difference."""
+"""The tokens of a conversation that are trained on, by markers and by difference."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from plinth_testing import raises
 from rl_data import DataConfig, DataError, Demonstration, TurnsTrained, check_demonstrations, load_demonstrations
 from rl_data.chat_turns import ChatTurns
 from rl_data.files.table import Place
@@ -119,15 +120,12 @@ def test_a_template_that_changes_earlier_turns_is_refused_unless_each_has_its_ow
 ) -> None:
     byte_tokenizer.chat_template = THOUGHTS
     row = {"messages": conversation("a", "one", "b", "two")}
-    message = (
-        r"line 1, column 'messages': the chat template renders message 1 \(counted from 0\) differently in the "
-        r"conversation: '<think></think>one.* follows its own prompt, and the whole has 'one.*turns=each"
-    )
-    with pytest.raises(DataError, match=message):
+    with raises(DataError, row=1, column="messages"):
         load(tmp_path, byte_tokenizer, row)
-    keys = r"\(supervised.turns=each\) or on the last one \(supervised.turns=last\)"
-    with pytest.raises(DataError, match=keys):
+    with raises(DataError) as caught:
         load(tmp_path, byte_tokenizer, row, section="supervised")
+    assert "supervised.turns=each" in caught.value.remedy
+    assert "'<think></think>one" in caught.value.problem, "the message shows both renderings"
     alone: tuple[TurnsTrained, ...] = ("each", "last")
     texts = [
         [trained(byte_tokenizer, one) for one in load(tmp_path, byte_tokenizer, row, turns=turns)] for turns in alone
@@ -141,10 +139,10 @@ def test_a_template_that_drops_reasoning_is_refused_and_a_completion_keeps_it(
     byte_tokenizer.chat_template = REASONER
     reasoned = "I add.\n</think>\n7"
     for turns in ("all", "each", "last"):
-        with pytest.raises(DataError, match=r"does not show message 1 .* after its generation prompt.*`completion`"):
+        with raises(DataError, row=1, column="messages"):
             load(tmp_path, byte_tokenizer, {"messages": conversation("a", reasoned)}, turns=turns)
     byte_tokenizer.chat_template = REASONER.replace("<think>\\n", "")
-    with pytest.raises(DataError, match=r"drops or changes a part of message 1 .*`completion`"):
+    with raises(DataError, row=1, column="messages"):
         load(tmp_path, byte_tokenizer, {"messages": conversation("a", reasoned)})
     byte_tokenizer.chat_template = REASONER
     (one,) = load(tmp_path, byte_tokenizer, {"prompt": conversation("a"), "completion": reasoned})
@@ -158,13 +156,13 @@ def test_a_generation_prompt_may_open_a_thought_that_the_message_has(tmp_path: P
     (one,) = load(tmp_path, byte_tokenizer, {"messages": conversation("a", "<think>hm</think>7")})
     assert trained(byte_tokenizer, one) == "hm</think>7<|im_end|>"
     assert byte_tokenizer.decode(one.prompt_ids).endswith("<|im_start|>assistant\n<think>")
-    with pytest.raises(DataError, match="does not show message 1"):
+    with raises(DataError, row=1, column="messages"):
         load(tmp_path, byte_tokenizer, {"messages": conversation("a", "7")})
 
 
 def test_a_marked_template_that_drops_reasoning_is_refused_too(tmp_path: Path, byte_tokenizer: Any) -> None:
     byte_tokenizer.chat_template = CHATML.replace("m.content ~", "m.content.split('</think>')[-1] ~")
-    with pytest.raises(DataError, match=r"drops or changes a part of message 1 .*`completion`"):
+    with raises(DataError, row=1, column="messages"):
         load(tmp_path, byte_tokenizer, {"messages": conversation("a", "<think>hm</think>7")})
 
 
@@ -215,33 +213,33 @@ def test_long_demonstrations_are_dropped_or_refused(
     (one,) = load(tmp_path, byte_tokenizer, *rows, max_length=4)
     assert one.num_tokens == 4
     assert "1 of 2 demonstrations are longer than max_length=4 tokens" in caplog.text
-    with pytest.raises(DataError, match="line 2: the demonstration has 13 tokens, max_length=4"):
+    with raises(DataError, row=2, setting="data.overlong=filter"):
         load(tmp_path, byte_tokenizer, *rows, max_length=4, config=DataConfig(overlong="refuse"))
-    with pytest.raises(DataError, match="all 2 demonstrations are longer than max_length=3"):
+    with raises(DataError, row=None):
         load(tmp_path, byte_tokenizer, *rows, max_length=3)
 
 
 @pytest.mark.parametrize(
-    ("row", "what"),
+    ("column", "row"),
     [
-        ({"messages": conversation("", "one")[1:]}, "begins with an assistant's message"),
-        ({"messages": conversation("a")}, "does not end with an assistant's text"),
-        ({"prompt": "a", "completion": " "}, "column 'completion': no text after a prompt that is text"),
-        ({"prompt": "a", "completion": conversation("", "b")[1:]}, "no text after a prompt that is text"),
-        ({"prompt": conversation("a"), "completion": conversation("b")}, "does not end with an assistant's text"),
-        ({"prompt": [], "completion": "a"}, "column 'prompt': no messages"),
-        ({"text": " "}, "column 'text': no text"),
-        ({"prompt": "a"}, "column 'question' is missing.*`prompt` and `completion`, or `text`"),
+        ("messages", {"messages": conversation("", "one")[1:]}),
+        ("messages", {"messages": conversation("a")}),
+        ("completion", {"prompt": "a", "completion": " "}),
+        ("completion", {"prompt": "a", "completion": conversation("", "b")[1:]}),
+        ("completion", {"prompt": conversation("a"), "completion": conversation("b")}),
+        ("prompt", {"prompt": [], "completion": "a"}),
+        ("text", {"text": " "}),
+        ("question", {"prompt": "a"}),
     ],
 )
-def test_rows_that_cannot_be_trained_on_are_refused(tmp_path: Path, row: dict[str, Any], what: str) -> None:
+def test_rows_that_cannot_be_trained_on_are_refused(tmp_path: Path, column: str, row: dict[str, Any]) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text(json.dumps(row) + "\n")
-    with pytest.raises(DataError, match=what):
+    with raises(DataError, file=str(file), row=None if column == "question" else 1, column=column):
         check_demonstrations([file])
 
 
 def test_a_template_that_marks_too_few_turns_is_refused(tmp_path: Path, byte_tokenizer: Any) -> None:
     byte_tokenizer.chat_template = CHATML.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last")
-    with pytest.raises(DataError, match=r"marks 1 turns with {% generation %}, and 2 are trained on"):
+    with raises(DataError, row=1, column="messages"):
         load(tmp_path, byte_tokenizer, {"messages": conversation("a", "one", "b", "two")})

@@ -1,11 +1,21 @@
-import pickle
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_data import DataError, RewardConfig, UnknownDataSourceError, gsm8k_score, register_reward, reward_for
+from plinth_testing import raises
+from rl_data import (
+    DataConfigError,
+    DataError,
+    RewardConfig,
+    UnknownDataSourceError,
+    gsm8k_score,
+    register_reward,
+    reward_for,
+)
+from rl_data.files.table import Place
 from rl_data.rewards.gsm8k import Gsm8kReward, extract_answer
 from rl_data.rewards.multiple_choice import MultipleChoiceReward
 
@@ -77,24 +87,27 @@ def test_every_text_gets_one_of_three_scores(text: str) -> None:
 def test_registry() -> None:
     assert isinstance(reward_for("openai/gsm8k"), Gsm8kReward)
     assert reward_for("gsm8k", FLEXIBLE) == Gsm8kReward(method="flexible", format_score=0.1)
-    with pytest.raises(UnknownDataSourceError, match=r"nowhere.*openai/gsm8k"):
+    with raises(UnknownDataSourceError, value="nowhere") as caught:
         reward_for("nowhere")
+    assert "openai/gsm8k" in caught.value.allowed
     register_reward("test/format", MultipleChoiceReward)
     register_reward("test/format", MultipleChoiceReward)
     assert reward_for("test/format") == MultipleChoiceReward()
-    with pytest.raises(ValueError, match="already has a reward"):
+    with raises(DataConfigError, field="data_source", value="test/format"):
         register_reward("test/format", Gsm8kReward)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
-    [({"method": "lenient"}, "strict, flexible"), ({"score": float("nan")}, "score"), ({"format_score": 1e999}, "fin")],
+    ("field", "value"), [("method", "lenient"), ("score", float("nan")), ("score", 0), ("format_score", 1e999)]
 )
-def test_bad_reward_config(arguments: dict[str, object], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        RewardConfig(**arguments)  # type: ignore[arg-type]
+def test_bad_reward_config(field: str, value: Any) -> None:
+    with raises(DataConfigError, field=field):
+        RewardConfig(**{field: value})
 
 
-def test_errors_pickle() -> None:
-    error = pickle.loads(pickle.dumps(DataError("message", file="f", row=3, column="c")))
-    assert (str(error), error.file, error.row, error.column) == ("message", "f", 3, "c")
+def test_an_error_says_place_problem_and_remedies() -> None:
+    place = Place(file="a.jsonl", number=3, is_line=True)
+    error = place.error("no answer", "Fill it in.", column="c", setting="data.columns.ground_truth=c")
+    assert str(error) == "a.jsonl: line 3, column 'c': no answer. Fill it in. Or set data.columns.ground_truth=c."
+    assert str(error.under("data.train")).startswith("data.train: a.jsonl: line 3, ")
+    assert str(DataError("is a folder", file="a")) == "a: is a folder."

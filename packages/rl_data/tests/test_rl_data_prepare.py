@@ -6,7 +6,6 @@ import gzip
 import hashlib
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rl_data_rows import GSM8K, NAMES, Rows, write_lines
 
+from plinth_testing import raises
 from rl_data import (
+    BadRowsError,
     DataConfig,
     DataError,
     PrepareConfig,
@@ -72,7 +73,7 @@ def read(out: Path) -> Rows:
 
 
 def sizes(report: Any) -> dict[str, int]:
-    return {reason: count for reason, count in report.removed.counts.items() if count}
+    return {reason: count for reason, count in report.counts.items() if count}
 
 
 def write_gzip(path: Path, rows: Rows) -> Path:
@@ -141,7 +142,7 @@ def test_the_apps_read_what_is_written(
     rows: Rows, name: str, source: str, truths: set[str], tokenizer: Any, tmp_path: Path
 ) -> None:
     report = run(tmp_path / "out", write_lines(tmp_path / "a.jsonl", rows))
-    assert [given.layout for given in report.inputs] == [name]
+    assert [file.layout for file in report.files if file.use == "read"] == [name]
     files = [tmp_path / "out" / "train.parquet", tmp_path / "out" / "val.parquet"]
     assert check_files(files, rewards=None if source else ()) == len(rows)
     prompts = load_prompts(files, tokenizer, DataConfig(max_prompt_length=1000))
@@ -196,7 +197,7 @@ def test_the_same_command_gives_the_same_bytes(tmp_path: Path) -> None:
         return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (tmp_path / "out").iterdir()}
 
     assert files() == files()
-    assert sorted(files()) == ["card.html", "card.md", "train.parquet", "val.parquet"]
+    assert sorted(files()) == ["card.md", "train.parquet", "val.parquet"]
 
 
 def test_rows_added_later_leave_the_others_on_their_side(tmp_path: Path) -> None:
@@ -224,8 +225,9 @@ def test_duplicates_are_dropped_and_near_ones_only_with_the_same_numbers(tmp_pat
         "near duplicate of a prompt": 1,
         "duplicate with another ground truth": 1,
     }
-    example = report.removed.examples["near duplicate of a prompt"][0]
-    assert {example.place, example.other.split("\n")[0]} == {f"{tmp_path}/a.jsonl: line {line}" for line in (1, 2)}
+    (example,) = report.examples["near duplicate of a prompt"]
+    lines = {f"{tmp_path}/a.jsonl: line {line}" for line in (1, 2)}
+    assert {example.split("\n")[0], example.split("\n")[-1].removeprefix("against: ")} == lines
     exact = run(tmp_path / "exact", tmp_path / "a.jsonl", duplicates="exact")
     assert sizes(exact).keys() == {"duplicate of a prompt", "duplicate with another ground truth"}
     assert sizes(run(tmp_path / "all", tmp_path / "a.jsonl", duplicates="keep")) == {}
@@ -277,8 +279,9 @@ def test_rows_that_the_chat_template_refuses_are_unusable(model_folder: Path, to
     tokenizer.chat_template = "{% if 'Tom' in messages[0].content %}{{ raise_exception('no Tom') }}{% endif %}fine"
     tokenizer.save_pretrained(folder)
     file = write_lines(tmp_path / "a.jsonl", GSM8K)
-    with pytest.raises(DataError, match=r"line 2: the chat template refuses the messages \(TemplateError: no Tom\)"):
+    with raises(BadRowsError, file=str(file), row=1) as caught:
         run(tmp_path / "out", file, tokenizer=str(folder))
+    assert [error.row for error in caught.value.errors] == [1, 2]
     report = run(tmp_path / "out", file, tokenizer=str(folder), skip_bad=True)
     assert (report.num_read, report.num_kept, sizes(report)) == (20, 18, {"unusable": 2})
 
@@ -294,7 +297,7 @@ def test_held_out_prompts_are_dropped_refused_or_reported(tmp_path: Path) -> Non
     kept = run(tmp_path / "keep", file, held_out=(str(test),), contaminated="keep")
     assert sizes(kept) == {"contains a held-out prompt and is kept": 1}
     assert kept.num_kept == len(GSM8K) + 1
-    with pytest.raises(DataError, match=r"a.jsonl: line 21: contains a held-out prompt: 100% of .*test.jsonl: line 1"):
+    with raises(BadRowsError, file=str(file), row=21):
         run(tmp_path / "refuse", file, held_out=(str(test),), contaminated="refuse")
     assert not (tmp_path / "refuse").exists()
 
@@ -305,12 +308,11 @@ BAD = 'oops\n{"question": "a", "answer": "b"}\n{"question": null, "answer": "###
 def test_bad_rows_are_listed_with_their_lines_or_counted(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "a.jsonl", GSM8K)
     file.write_text(file.read_text() + BAD)
-    with pytest.raises(DataError) as caught:
+    with raises(BadRowsError, file=str(file), row=21) as caught:
         run(tmp_path / "out", file)
-    lines = str(caught.value).splitlines()
-    assert lines[0] == "4 rows cannot be used:"
-    assert [int(re.findall(r"line (\d+)", line)[0]) for line in lines[1:-1]] == [21, 22, 23, 24]
-    assert lines[-1] == "Or drop all such rows: --skip-bad."
+    assert [error.row for error in caught.value.errors] == [21, 22, 23, 24]
+    assert "--skip-bad" in caught.value.remedy
+    assert caught.value.errors[1].setting == "--ground-truth-column answer"
     assert not (tmp_path / "out").exists()
     report = run(tmp_path / "out", file, skip_bad=True)
     assert sizes(report) == {"unusable": 4}
@@ -321,9 +323,9 @@ def test_bad_rows_are_listed_with_their_lines_or_counted(tmp_path: Path) -> None
 def test_only_the_first_twenty_bad_rows_are_listed(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text("oops\n" * 50 + json.dumps(GSM8K[0]))
-    with pytest.raises(DataError, match="the first 20 rows that cannot be used") as caught:
+    with raises(BadRowsError) as caught:
         run(tmp_path / "out", file)
-    assert len(str(caught.value).splitlines()) == 22
+    assert [error.row for error in caught.value.errors] == list(range(1, 21))
 
 
 def test_bad_rows_of_parquet_and_csv_are_skipped_too(tmp_path: Path) -> None:
@@ -338,41 +340,45 @@ def test_bad_rows_of_parquet_and_csv_are_skipped_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "options", "words"),
+    ("rows", "options", "column", "row"),
     [
-        ([{"text": "a"}], {}, "no known layout; the columns found are text"),
-        (GSM8K, {"layout": "math"}, "column 'problem' is missing"),
-        (GSM8K, {"prompt_column": "prompt"}, "column 'prompt' is missing"),
-        (GSM8K, {"response_column": "solution"}, "column 'solution' is missing"),
-        (GSM8K, {"max_prompt_length": 3}, "no row is left (20 prompt too long)"),
-        (GSM8K[:1], {"validation": 0.05}, "val.parquet would have none of the 1 rows: --validation=0.05 is the prob"),
-        (GSM8K[:1], {"validation": 0.05}, "Give a larger one, another --seed, more rows, or --validation 0"),
-        (GSM8K[:1], {"validation": 0.3}, "train.parquet would have none of the 1 rows: --validation=0.3 is the prob"),
-        (GSM8K[:1], {"validation": 0.3}, "Give a smaller one, another --seed, more rows, or --validation 0"),
-        ([{"problem": "p", "solution": "no box"}], {}, "no answer in \\boxed{}"),
-        ([GSM8K[0] | {"x": 1}, GSM8K[1] | {"x": "1"}], {}, "line 2, column 'x': values of different types"),
-        ([{"problem": "p", "solution": "\\boxed{1}", "question": "?"}], {}, "no ground truth"),
-        ([CHAT[0] | {"question": "b"}], {"layout": "chat", "extra_columns": ("question",)}, "would change how"),
-        (CHAT, {"prompt_column": "messages", "response_column": "nope"}, "column 'nope' is missing"),
-        ([{"messages": [{"role": "assistant", "content": "a"}]}], {}, "no messages"),
-        ([{"messages": [*CHAT[0]["messages"][:2], {"role": "assistant", "content": " "}]}], {}, "that is no text"),
-        ([{"question": "q", "data_source": "openai/gsm8k", "ground_truth": "x"}], {}, "'x' is no number"),
-        ([{"problem": "p", "solution": "\\boxed{1}", "answer": "2", "tools": "x"}], {}, "no list of tools"),
+        ([{"text": "a"}], {}, None, None),
+        (GSM8K, {"layout": "math"}, "problem", None),
+        (GSM8K, {"prompt_column": "prompt"}, "prompt", None),
+        (GSM8K, {"response_column": "solution"}, "solution", None),
+        (GSM8K, {"max_prompt_length": 3}, None, None),
+        ([{"problem": "p", "solution": "no box"}], {}, "solution", 1),
+        ([GSM8K[0] | {"x": 1}, GSM8K[1] | {"x": "1"}], {}, "x", None),
+        ([{"problem": "p", "solution": "\\boxed{1}", "question": "?"}], {}, None, 1),
+        ([CHAT[0] | {"question": "b"}], {"layout": "chat", "extra_columns": ("question",)}, "question", None),
+        (CHAT, {"prompt_column": "messages", "response_column": "nope"}, "nope", None),
+        ([{"messages": [{"role": "assistant", "content": "a"}]}], {}, "messages", 1),
+        ([{"messages": [*CHAT[0]["messages"][:2], {"role": "assistant", "content": " "}]}], {}, "messages", 1),
+        ([{"question": "q", "data_source": "openai/gsm8k", "ground_truth": "x"}], {}, "ground_truth", 1),
+        ([{"problem": "p", "solution": "\\boxed{1}", "answer": "2", "tools": "x"}], {}, "tools", 1),
     ],
 )  # fmt: skip
-def test_what_cannot_be_prepared_is_refused(rows: Rows, options: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_files_that_cannot_be_prepared_are_refused(
+    rows: Rows, options: dict[str, Any], column: str | None, row: int | None, tmp_path: Path
+) -> None:
     file = write_lines(tmp_path / "a.jsonl", rows)
-    with pytest.raises(DataError) as caught:
+    with raises(DataError, file=str(file), row=row) as caught:
         run(tmp_path / "out", file, **options)
-    assert words in str(caught.value)
-    assert str(file) in str(caught.value) or "would have none" in str(caught.value)
+    assert caught.value.column == column or (rows[0].get("question") == "?" and caught.value.column)
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".out*"))
 
 
+@pytest.mark.parametrize(("validation", "remedy"), [(0.05, "larger"), (0.3, "smaller")])
+def test_a_split_without_rows_is_refused_with_the_remedy(validation: float, remedy: str, tmp_path: Path) -> None:
+    with raises(DataError) as caught:
+        run(tmp_path / "out", write_lines(tmp_path / "a.jsonl", GSM8K[:1]), validation=validation)
+    assert f"Give a {remedy} one" in caught.value.remedy
+
+
 def test_questions_and_conversations_are_not_mixed(tmp_path: Path) -> None:
     files = write_lines(tmp_path / "a.jsonl", GSM8K), write_lines(tmp_path / "b.jsonl", CHAT)
-    with pytest.raises(DataError, match=r"b.jsonl: .*Prepare them apart"):
+    with raises(DataError, file=str(files[1])):
         run(tmp_path / "out", *files)
 
 
@@ -440,25 +446,26 @@ def test_an_existing_folder_is_kept_unless_it_is_ours_and_may_be_replaced(tmp_pa
     out.mkdir()
     run(out, file)
     before = (out / "train.parquet").read_bytes()
-    with pytest.raises(DataError, match="--overwrite"):
+    with raises(DataError, file=str(out)):
         run(out, file)
-    with pytest.raises(DataError, match="no row is left"):
+    with raises(DataError, file=str(file)):
         run(out, file, overwrite=True, max_prompt_length=2)
     assert (out / "train.parquet").read_bytes() == before, "a failure leaves the old files"
+    run(out, file, overwrite=True)
     (out / "notes.txt").write_text("mine")
-    with pytest.raises(DataError, match=r"files that prepare did not write \(notes.txt\)"):
+    with raises(DataError, file=str(out)):
         run(out, file, overwrite=True)
-    with pytest.raises(DataError, match="is a file"):
+    with raises(DataError, file=str(file)):
         run(file, file, overwrite=True)
 
 
-def test_what_a_killed_process_left_is_cleared_and_a_running_one_is_respected(tmp_path: Path) -> None:
+def test_a_killed_process_is_cleared_up_and_a_running_one_respected(tmp_path: Path) -> None:
     file, partial = write_lines(tmp_path / "a.jsonl", GSM8K), tmp_path / ".out.partial"
     (partial / "spool").mkdir(parents=True)
     (partial / "train.parquet").write_text("half")
     lock = os.open(partial, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    with pytest.raises(DataError, match="another process is writing it"):
+    with raises(DataError, file=str(tmp_path / "out")):
         run(tmp_path / "out", file)
     assert (partial / "train.parquet").exists()
     os.close(lock)

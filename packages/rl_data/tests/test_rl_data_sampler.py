@@ -1,11 +1,11 @@
 import json
 from collections import Counter
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_data import PromptSampler, SamplerStateError
+from plinth_testing import raises
+from rl_data import DataConfigError, PromptSampler, SamplerStateError
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=200)
 sizes = st.integers(1, 40)
@@ -69,17 +69,17 @@ def test_order() -> None:
 
 
 def test_bad_input() -> None:
-    for arguments in ({"num_prompts": 0}, {"num_prompts": 3, "seed": -1}):
-        with pytest.raises(ValueError, match="must be"):
+    for field, arguments in (("num_prompts", {"num_prompts": 0}), ("seed", {"num_prompts": 3, "seed": -1})):
+        with raises(DataConfigError, field=field):
             PromptSampler(**arguments)
     sampler = PromptSampler(10)
-    with pytest.raises(ValueError, match="batch_size=0"):
+    with raises(DataConfigError, field="batch_size", value=0):
         sampler.next(0)
     sampler.next(3)
     before = sampler.state_dict()
     for change in ({"num_prompts": 11}, {"seed": 5}, {"shuffle": False}, {"version": 9}, {"position": 10}):
-        with pytest.raises(SamplerStateError, match=next(iter(change))):
+        with raises(SamplerStateError, field=next(iter(change))):
             sampler.load_state_dict({**before, **change})
-    with pytest.raises(SamplerStateError, match="lacks epoch"):
+    with raises(SamplerStateError, field="epoch"):
         sampler.load_state_dict({key: value for key, value in before.items() if key != "epoch"})
     assert sampler.state_dict() == before

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from rl_data import make_reward
+from plinth_testing import raises
+from rl_data import DataConfigError, make_reward
 from rl_data.rewards import sandbox
 from rl_data.rewards.sandbox import Limits, isolation, run_program
 
@@ -152,7 +153,7 @@ def test_without_namespaces_the_log_says_what_is_open(monkeypatch: pytest.Monkey
     assert isolation() == {"network": False, "files": False, "processes": False}
     assert make_reward("code").prepare().startswith("code reward: warning: ")
     assert "network, files outside their folder, processes" in make_reward("code").prepare()
-    with pytest.raises(ValueError, match="isolation='required': the kernel"):
+    with raises(DataConfigError, field="isolation"):
         make_reward("code", {"isolation": "required"}).prepare()
     assert out("print(1)") == "1\n"
 

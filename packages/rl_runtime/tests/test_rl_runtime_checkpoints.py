@@ -67,17 +67,14 @@ def test_other_models_and_other_engines_are_refused_with_nothing_loaded(tmp_path
     saved = save(tmp_path, "actor")
     wider = {"w": {"shape": [2, 4], "dtype": "bfloat16"}}
     adapters = MODEL | {"w.lora_A": {"shape": [1, 3], "dtype": "float32"}}
-    for roles, error, message in (
-        (
-            {"actor": Loads(wider)},
-            ArchitectureMismatchError,
-            r"another 'actor'.*w \[2, 3\] in the checkpoint, \[2, 4\] here",
-        ),
-        ({"actor": Loads(adapters)}, ArchitectureMismatchError, "only here: w.lora_A"),
-        ({"actor": Loads(MODEL), "critic": Loads(MODEL)}, InputError, "has no 'critic'"),
-    ):
+    cases: tuple[tuple[dict[str, Loads], type[Exception], dict[str, Any]], ...] = (
+        ({"actor": Loads(wider)}, ArchitectureMismatchError, {"field": "actor", "reshaped": ("w",)}),
+        ({"actor": Loads(adapters)}, ArchitectureMismatchError, {"only_here": ("w.lora_A",)}),
+        ({"actor": Loads(MODEL), "critic": Loads(MODEL)}, InputError, {}),
+    )
+    for roles, error, fields in cases:
         sampler = Loads({})
-        with pytest.raises(error, match=message):
+        with raises(error, **fields):
             checkpoints(roles, sampler).load(saved)
         assert [one.loaded for one in (*roles.values(), sampler)] == [[]] * (len(roles) + 1)
 

@@ -10,7 +10,8 @@ from plinth_base import Endpoint as Endpoint
 from .errors import ApiKeyError, RequestTooLongError, RolloutConfigError
 
 
-def _require(ok: bool, field: str, value: Any, allowed: str) -> None:
+def require(ok: bool, field: str, value: Any, allowed: str) -> None:
+    """Raises RolloutConfigError about an argument or a setting, unless `ok`."""
     if not ok:
         raise RolloutConfigError(field=field, value=value, allowed=allowed)
 
@@ -20,7 +21,7 @@ def _require_positive(config: object, fields: Iterable[str], *, or_none: bool = 
         value = getattr(config, field)
         if value is None and or_none:
             continue
-        _require(value is not None and value > 0, field, value, "greater than 0" + (" or None" if or_none else ""))
+        require(value is not None and value > 0, field, value, "greater than 0" + (" or None" if or_none else ""))
 
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that vLLM's --max-lora-rank accepts
@@ -29,7 +30,7 @@ _RESERVED_ARGUMENTS = ("--host", "--port", "--api-key", "--served-model-name", "
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """How the servers are started and how the client sends requests to them."""
+    """Settings of the servers and of the client that sends requests to them."""
 
     # ---- servers -------------------------------------------------------------------------------------------------
     num_servers: int | None = None  # servers to start (data-parallel replicas); None: 1; ignored when urls is set
@@ -90,32 +91,32 @@ class RolloutConfig:
         _require_positive(self, ("max_samples_in_flight",))
         optional = ("num_servers", "max_num_seqs", "max_model_len", "kv_cache_gib", "cpu_threads")
         _require_positive(self, optional, or_none=True)
-        _require(self.server_count <= 4096, "num_servers", self.num_servers, "at most 4096")
+        require(self.server_count <= 4096, "num_servers", self.num_servers, "at most 4096")
         loads_folder = self.quantization == "none" or self.load_format in ("auto", "bitsandbytes")
-        _require(loads_folder, "load_format", self.load_format, f"auto with quantization={self.quantization}")
+        require(loads_folder, "load_format", self.load_format, f"auto with quantization={self.quantization}")
         rank_fits = self.max_lora_rank in (None, *_LORA_RANKS)
-        _require(rank_fits, "max_lora_rank", self.max_lora_rank, f"{', '.join(map(str, _LORA_RANKS))} or None")
-        _require(self.stop_grace_s >= 0, "stop_grace_s", self.stop_grace_s, "0 or more seconds")
-        _require(self.max_retries >= 0, "max_retries", self.max_retries, "0 or more")
+        require(rank_fits, "max_lora_rank", self.max_lora_rank, f"{', '.join(map(str, _LORA_RANKS))} or None")
+        require(self.stop_grace_s >= 0, "stop_grace_s", self.stop_grace_s, "0 or more seconds")
+        require(self.max_retries >= 0, "max_retries", self.max_retries, "0 or more")
         memory = self.gpu_memory_utilization
         fits = memory is None or 0 < memory <= 1
-        _require(fits, "gpu_memory_utilization", memory, "greater than 0 and at most 1, or None")
+        require(fits, "gpu_memory_utilization", memory, "greater than 0 and at most 1, or None")
         last = (self.port or 1) + self.server_count - 1
         ports_fit = self.port is None or 1 <= self.port <= last <= 65535
-        _require(ports_fit, "port", self.port, "in 1..65535 with room for num_servers ports, or None")
+        require(ports_fit, "port", self.port, "in 1..65535 with room for num_servers ports, or None")
         every_interface = self.host in ("", "0.0.0.0", "::")
         message = "the address of one interface; use 127.0.0.1 unless other hosts send requests"
-        _require(not every_interface, "host", self.host, message)
+        require(not every_interface, "host", self.host, message)
         for argument in self.extra_args:
             reserved = argument.partition("=")[0] in _RESERVED_ARGUMENTS
-            _require(
+            require(
                 not reserved, "extra_args", argument, "a vLLM argument other than " + ", ".join(_RESERVED_ARGUMENTS)
             )
         one_key = self.api_key is None or self.api_key_file is None
-        _require(one_key, "api_key_file", self.api_key_file, "None if api_key is given")
+        require(one_key, "api_key_file", self.api_key_file, "None if api_key is given")
         for url in self.urls:
             ok = url.startswith(("http://", "https://"))
-            _require(ok, "urls", url, "http://host:port or https://host:port")
+            require(ok, "urls", url, "http://host:port or https://host:port")
 
     @property
     def server_count(self) -> int:
@@ -159,7 +160,7 @@ def check_request_length(max_prompt_tokens: int, max_tokens: int, max_model_len:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """How responses are sampled. Every value is sent with every request, so the model's defaults never apply."""
+    """Sampling settings. Every value is sent with every request, so the model's defaults never apply."""
 
     n: int = 8  # samples per prompt (the group size)
     temperature: float = 1.0  # 0: greedy
@@ -179,13 +180,13 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         _require_positive(self, ("n", "max_tokens", "repetition_penalty"))
-        _require(self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or more")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "greater than 0 and at most 1")
-        _require(self.top_k == -1 or self.top_k > 0, "top_k", self.top_k, "-1 (all tokens) or greater than 0")
-        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "in 0..1")
+        require(self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or more")
+        require(0 < self.top_p <= 1, "top_p", self.top_p, "greater than 0 and at most 1")
+        require(self.top_k == -1 or self.top_k > 0, "top_k", self.top_k, "-1 (all tokens) or greater than 0")
+        require(0 <= self.min_p <= 1, "min_p", self.min_p, "in 0..1")
         ok = 0 <= self.min_tokens <= self.max_tokens
-        _require(ok, "min_tokens", self.min_tokens, f"in 0..max_tokens ({self.max_tokens})")
+        require(ok, "min_tokens", self.min_tokens, f"in 0..max_tokens ({self.max_tokens})")
         ids_fit = all(0 <= token < 2**31 for token in self.stop_token_ids)
-        _require(ids_fit, "stop_token_ids", self.stop_token_ids, "token ids, 0 or more")
+        require(ids_fit, "stop_token_ids", self.stop_token_ids, "token ids, 0 or more")
         greedy_group = self.temperature == 0 and self.n > 1
-        _require(not greedy_group, "n", self.n, "1 when temperature is 0 (greedy samples would all be equal)")
+        require(not greedy_group, "n", self.n, "1 when temperature is 0 (greedy samples would all be equal)")

@@ -207,7 +207,7 @@ def test_other_server_continues_when_one_is_killed(pair: ServerGroup) -> None:
         killer = when(fault, lambda: kill_tree_member(pair, 1, signal.SIGKILL))
         run_with_fault(client, fault, long)
         killer.join()
-        wait_until(lambda: [e.what for e in watch.events] == ["died", "restarted"])
+        wait_until(lambda: [e.kind for e in watch.events] == ["died", "restarted"])
         assert push.calls == [1]
         groups = client.generate_blocking(make_requests(16), SHORT)
         assert {s.server_url for g in groups for s in g.samples} == {e.url for e in pair.endpoints}
@@ -229,7 +229,7 @@ def test_only_server_hangs_or_is_killed(pair: ServerGroup) -> None:
             killer = when(fault, lambda: kill_tree_member(alone, 0, how))
             run_with_fault(client, fault, SamplingConfig(n=8, max_tokens=40, ignore_eos=True))
             killer.join()
-            assert [e.what for e in watch.events] == [*expected, "restarted"]
+            assert [e.kind for e in watch.events] == [*expected, "restarted"]
         assert push.calls == [0]
         alone.check()
 

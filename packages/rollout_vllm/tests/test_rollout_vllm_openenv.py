@@ -76,7 +76,9 @@ def test_errors_of_the_server_and_of_the_fields_are_named(url: str) -> None:
         return str(found.value)
 
     assert "invalid literal for int()" in fails("seven")
-    assert "is 'text', which is no text in the observation; it has hint (str)" in fails("5", observation_field="text")
+    assert "observation_field: got 'text'; it is no text in the observation; allowed: hint (str)" in fails(
+        "5", observation_field="text"
+    )
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         nowhere = f"http://127.0.0.1:{unused.getsockname()[1]}"

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from rollout_vllm import AsyncRewardPool, RewardOutcome, RewardPool
+from plinth_testing import raises
+from rollout_vllm import AsyncRewardPool, RewardOutcome, RewardPool, RolloutConfigError
 from rollout_vllm.episodes.processes import MAX_PRINTED_BYTES
 
 # Workers import functions by name, so these functions are written to a module file.
@@ -205,7 +206,7 @@ def test_printed_output_is_bounded_and_not_in_the_terminal(
     for name in ("reward_0.log", "reward_async.log"):
         printed = (tmp_path / name).read_bytes()
         assert MAX_PRINTED_BYTES <= len(printed) < MAX_PRINTED_BYTES + 100
-        assert printed.endswith(b"[what is printed after this is dropped]\n")
+        assert printed.endswith(b"[later output is dropped]\n")
     assert capfd.readouterr() == ("", "")
 
 
@@ -252,7 +253,7 @@ def test_a_coroutine_function_that_cannot_be_loaded_is_reported_once(module: Cal
         outcomes = [pool.submit(functions.quick, 1.0) for _ in range(3)]
         assert {future.result(60).kind for future in outcomes} == {"start"}
         assert "RuntimeError: no license" in outcomes[0].result().message
-    with pytest.raises(ValueError, match="max_in_flight"):
+    with raises(RolloutConfigError, field="max_in_flight", value=0):
         AsyncRewardPool(max_in_flight=0)
 
 
@@ -411,5 +412,6 @@ def test_module_that_cannot_be_imported_is_reported(module: Callable[[str, str],
 
 @pytest.mark.parametrize("settings", [{"num_workers": 0}, {"timeout_s": 0.0}, {"start_timeout_s": 0.0}])
 def test_arguments_are_validated(settings: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=next(iter(settings))):
+    ((field, value),) = settings.items()
+    with raises(RolloutConfigError, field=field, value=value):
         RewardPool(**settings)  # type: ignore[arg-type]

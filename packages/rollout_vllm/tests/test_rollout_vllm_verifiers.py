@@ -117,16 +117,10 @@ def test_an_episode_without_tokens_left_is_scored_as_far_as_it_came() -> None:
     ("env", "reason"),
     [
         ({"raises": True}, "the board is broken"),
-        (
-            {"num_players": 2},
-            "has 2 messages, and the conversation so far has 3; the agent has to keep earlier messages",
-        ),
-        ({"hint": "Wrong.", "player": {"harness": HARNESS | {"forgets": True}}}, "message 0 of its request differs"),
-        (
-            {"player": {"harness": HARNESS | {"temperature": 0.5}}},
-            "its request sets temperature; the run's sampling settings hold",
-        ),
-        ({"player": {"max_total_tokens": 9}}, "env.player limits tokens, which are not counted here"),
+        ({"num_players": 2}, "messages: there are 2, and the conversation so far has 3"),
+        ({"hint": "Wrong.", "player": {"harness": HARNESS | {"forgets": True}}}, "messages[0]: it differs"),
+        ({"player": {"harness": HARNESS | {"temperature": 0.5}}}, "temperature: allowed: none; the run's"),
+        ({"player": {"max_total_tokens": 9}}, "env.player.max_total_tokens: got 9; tokens are not counted here"),
         ({"plyer": {}}, "plyer"),
     ],
 )

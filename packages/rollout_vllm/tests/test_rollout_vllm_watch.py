@@ -79,7 +79,7 @@ def watched(
 
 
 def events(watch: ServerWatch) -> list[str]:
-    return [event.what for event in watch.events]
+    return [event.kind for event in watch.events]
 
 
 @pytest.mark.parametrize(
@@ -181,8 +181,8 @@ def test_a_server_whose_host_is_gone_is_given_up_at_once(server: ScriptedServer)
     _, watch = watched(server, lambda *_: None)
     with watch:
         server.stop()
-        wait_until(lambda: any(event.what == "given_up" for event in watch.events), timeout_s=30)
+        wait_until(lambda: any(event.kind == "given_up" for event in watch.events), timeout_s=30)
         with pytest.raises(ServerDiedError, match="its Ray actor is gone"):
             watch.check()
-    assert [event.what for event in watch.events] == ["died", "given_up"]
+    assert [event.kind for event in watch.events] == ["died", "given_up"]
     assert server.num_starts == 1

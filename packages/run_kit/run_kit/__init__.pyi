@@ -5,7 +5,6 @@ from .config.loader import load_config as load_config
 from .config.loader import to_yaml as to_yaml
 from .config.reference import reference_text as reference_text
 from .errors import ConfigError as ConfigError
-from .errors import ConfigProblem as ConfigProblem
 from .errors import DiskFullError as DiskFullError
 from .errors import ReportError as ReportError
 from .errors import RunKitError as RunKitError

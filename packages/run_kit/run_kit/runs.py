@@ -66,10 +66,9 @@ def list_runs(folder: Path, *, now: float | None = None) -> list[Run]:
         TrackingError: there is no such folder.
     """
     if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist, so it has no runs yet"
-        raise TrackingError(
-            f"output_dir is {folder}, which {what}; give the parent of the run folders: output_dir=FOLDER"
-        )
+        problem = "is a file" if folder.exists() else "does not exist, so it has no runs yet"
+        remedy = "give the parent of the run folders: output_dir=FOLDER"
+        raise TrackingError(problem, field="output_dir", value=str(folder), remedy=remedy)
     now = time.time() if now is None else now
     found = [read_run(RunFolder(path), now) for path in sorted(folder.iterdir()) if (path / "config.yaml").is_file()]
     return sorted(found, key=lambda run: float("inf") if run.age_s is None else run.age_s)

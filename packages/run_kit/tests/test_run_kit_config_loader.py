@@ -269,7 +269,7 @@ def test_errors_pickle() -> None:
         load("seed=x", "nonsense=1")
     again = pickle.loads(pickle.dumps(caught.value))
     assert str(again) == str(caught.value)
-    assert again.problems == caught.value.problems
+    assert [str(one) for one in again.problems] == [str(one) for one in caught.value.problems]
 
 
 MARKS = "\\${}'\":#[],&*!|>%@`~- \n\t0123456789.eE"

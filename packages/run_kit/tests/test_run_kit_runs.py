@@ -167,8 +167,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ([f"output_dir={tmp_path}"], 0, "run_1  running  0/9"),
         ([f"output_dir={tmp_path}", "--json"], 0, '"state": "running"'),
         ([f"output_dir={tmp_path / 'run_1'}"], 0, "no runs in"),
-        (["output_dir=/nowhere"], 2, "which does not exist, so it has no runs yet; give the parent of the run"),
-        ([f"output_dir={tmp_path / 'run_1' / 'run.json'}"], 2, "run.json, which is a file; give the parent of"),
+        (["output_dir=/nowhere"], 2, "does not exist, so it has no runs yet; give the parent of the run"),
+        ([f"output_dir={tmp_path / 'run_1' / 'run.json'}"], 2, "is a file; give the parent of"),
         (["lst"], 2, "unknown action 'lst'; allowed: compare, open, or output_dir=FOLDER to list"),
         (["opne", "run_1"], 2, "unknown action 'opne'; nearest: open; allowed: compare, open"),
         (["--help"], 0, "output_dir: str = outputs"),
@@ -221,13 +221,13 @@ def test_compare_shows_last_metrics_and_the_keys_that_differ(
     )
     assert {"metric": "critic/score/mean", "title": "score, last five", "values": [0.25, 0.5]} in found["metrics"]
     for arguments, words in (
-        (["a=1", "bb"], "run is 'bb', which is neither a folder nor a run in"),
+        (["a=1", "bb"], "run: got 'bb'; neither a folder nor a run in"),
         (["a=1", "bb"], "nearest: b"),
-        (["b", "c" * 5000], "ccc', which is neither a folder"),
-        (["b"], "runs: has 1 runs; allowed: two or more"),
-        (["b", "b"], "names a run twice"),
+        (["b", "c" * 5000], "ccc...; neither a folder"),
+        (["b"], "runs: got ('b',); allowed: two or more"),
+        (["b", "b"], "allowed: different runs"),
         (["a=1", "b", "metrics=actor/y"], "matches no metric of these runs; nearest: actor/x"),
-        (["a=1", "b", "metric=x"], "run is 'metric=x'"),
+        (["a=1", "b", "metric=x"], "run: got 'metric=x'"),
     ):
         code, text = ending(["compare", *arguments, folder], capsys)
         assert (code, words in text) == (2, True), text
@@ -250,7 +250,7 @@ def test_open_writes_a_missing_or_old_report_and_opens_it(
     os.utime(metrics, ns=(0, written + 1))
     assert ending(arguments, capsys)[0] == 0
     assert "<b>2 <small" in page.read_text(), "the tile with the number of steps"
-    for wrong, words in ((["a", "b"], "open takes one run, got a, b"), ([], "run: missing"), (["c"], "run is 'c'")):
+    for wrong, words in ((["a", "b"], "open takes one run, got a, b"), ([], "run: missing"), (["c"], "run: got 'c'")):
         code, text = ending(["open", *wrong], capsys)
         assert (code, words in text) == (2, True), text
     metrics.unlink()

@@ -118,12 +118,6 @@ def test_config_error_names_the_field_and_the_value() -> None:
             SyncConfig(**{field: value})
 
 
-def test_default_bucket_size_depends_on_the_transport() -> None:
-    defaults = {name: SyncConfig().bucket_bytes(name) >> 20 for name in ("ipc", "nccl", "shm", "tcp")}
-    assert defaults == {"ipc": 256, "nccl": 256, "shm": 64, "tcp": 64}
-    assert SyncConfig(bucket_mib=3).bucket_bytes("ipc") == SyncConfig(bucket_mib=3).bucket_bytes("shm") == 3 << 20
-
-
 def test_errors_can_be_pickled() -> None:
     for error in (ServerError("http://a", "POST /x", 500, "no"), ReceiverError("plan", "w", "wrong", "here")):
         again = pickle.loads(pickle.dumps(error))

@@ -6,14 +6,13 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import get_args
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plinth_testing import network_hosts
+from plinth_testing import network_hosts, raises
 from plinth_testing.network_hosts import is_available
 from weight_sync import (
     SyncConfig,
@@ -25,14 +24,14 @@ from weight_sync import (
     plan_transports,
 )
 from weight_sync.channel import Channel, Listener, connect
-from weight_sync.config import Transport
+from weight_sync.config import TRANSPORTS
 from weight_sync.errors import ChannelError
-from weight_sync.transports.routes import ONE_HOST_TRANSPORTS
-from weight_sync.transports.select import make_senders
+from weight_sync.transports.select import make_senders, transport_kind
 from weight_sync.transports.shm import ShmReceiver
 from weight_sync.transports.tcp import TcpReceiver, TcpSender
 
 CPU = torch.device("cpu")
+ONE_HOST = [name for name in TRANSPORTS if transport_kind(name).one_host]
 HERE = ["http://127.0.0.1:1", "http://localhost:2/v1", "http://[::1]:3", f"http://{socket.gethostname()}:4"]
 THERE = ["http://198.51.100.7:1", "https://[2001:db8::1]:2", "http://no-such-host.invalid:3"]  # reserved for examples
 servers = st.dictionaries(st.integers(1, 99).map("http://h:{}".format), st.booleans(), min_size=1, max_size=6)
@@ -43,25 +42,33 @@ def test_auto_reaches_every_server_in_the_shortest_way(is_here: dict[str, bool],
     plan = plan_transports("auto", is_here, on_gpu=on_gpu)
     assert plan.keys() == is_here.keys()
     for url, transport in plan.items():
-        assert (transport in ONE_HOST_TRANSPORTS) == is_here[url], "nccl would meet the pusher's GPU twice"
+        assert (transport in ONE_HOST) == is_here[url], "nccl would meet the pusher's GPU twice"
         assert (transport in ("ipc", "nccl")) == on_gpu
-    assert len(set(plan.values()) & ONE_HOST_TRANSPORTS.keys()) <= 1, "one sender owns the buffers"
+    assert len(set(plan.values()) & set(ONE_HOST)) <= 1, "one sender owns the buffers"
 
 
-@given(st.sampled_from(get_args(Transport)[1:]), servers, st.booleans())
+@given(st.sampled_from(TRANSPORTS), servers, st.booleans())
 def test_a_named_transport_is_used_for_all_servers_or_refused(
     transport: str, is_here: dict[str, bool], on_gpu: bool
 ) -> None:
     elsewhere = [url for url, local in is_here.items() if not local]
     if transport in ("ipc", "nccl") and not on_gpu:
-        expected = f"transport: '{transport}' given, .*on the CPU; allowed: auto, shm, tcp$"
-    elif transport in ONE_HOST_TRANSPORTS and elsewhere:
-        expected = f"transport: '{transport}' given, but {elsewhere[0]} is on another host.*allowed: auto, tcp"
+        allowed = "auto, shm, tcp"
+    elif transport in ONE_HOST and elsewhere:
+        allowed = "auto, nccl, tcp" if on_gpu else "auto, tcp"
     else:
         assert plan_transports(transport, is_here, on_gpu=on_gpu) == dict.fromkeys(is_here, transport)
         return
-    with pytest.raises(SyncConfigError, match=expected):
+    with raises(SyncConfigError, field="transport", value=transport, allowed=allowed):
         plan_transports(transport, is_here, on_gpu=on_gpu)
+
+
+def test_bucket_size_without_a_setting_is_that_of_the_transport() -> None:
+    assert {name: transport_kind(name).bucket_mib for name in TRANSPORTS} == {
+        "shm": 64, "ipc": 256, "nccl": 256, "tcp": 64,
+    }  # fmt: skip
+    assert SyncConfig().bucket_bytes("tcp", 64) == 64 << 20
+    assert SyncConfig(bucket_mib=3).bucket_bytes("ipc", 256) == 3 << 20
 
 
 def test_addresses_of_this_host_and_of_others() -> None:

@@ -12,7 +12,7 @@ from weight_sync import HfFolderSource, SyncConfig, SyncConfigError, WeightPushe
 class Config(SyncConfig):
     """The bucket size tells which transport a rank has planned for."""
 
-    def bucket_bytes(self, transport: str) -> int:
+    def bucket_bytes(self, transport: str, default_mib: int) -> int:
         """Bytes, by transport."""
         return {"shm": 40_000, "tcp": 60_000}[transport]
 

@@ -7,6 +7,9 @@ from .errors import SyncConfigError
 
 Transport = Literal["auto", "shm", "ipc", "nccl", "tcp"]
 
+#: Each is a module of ``transports/`` that declares it.
+TRANSPORTS = get_args(Transport)[1:]
+
 #: The name of this package's weight-transfer engine in vLLM (``--weight-transfer-config``).
 BACKEND = "plinth"
 
@@ -83,7 +86,6 @@ class SyncConfig:
         """Whether running requests continue after a push."""
         return self.running_requests in ("keep", "recompute")
 
-    def bucket_bytes(self, transport: str) -> int:
-        """Largest bucket in bytes for a resolved transport (not ``auto``)."""
-        default_mib = 256 if transport in ("ipc", "nccl") else 64
+    def bucket_bytes(self, transport: str, default_mib: int) -> int:
+        """Largest bucket in bytes for a resolved transport (not ``auto``), whose own default is ``default_mib``."""
         return (self.bucket_mib or default_mib) * 1024 * 1024

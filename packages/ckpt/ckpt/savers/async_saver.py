@@ -109,9 +109,11 @@ class AsyncSaver:
         self.wait()
         for name in state_dicts:
             if not name or "/" in name or "\0" in name or name.startswith("."):
-                raise CheckpointUsageError(f"{name!r}: give each state dict a plain file name, without folders")
+                raise CheckpointUsageError(field="state_dicts", value=name, allowed="plain file names, without folders")
         if self._ranks.rank is None and state_dicts:
-            raise CheckpointUsageError(f"{', '.join(state_dicts)}: a process without a rank writes no state dicts")
+            raise CheckpointUsageError(
+                "a process without a rank writes no state dicts", field="state_dicts", value=", ".join(state_dicts)
+            )
         number = self._num_saves = self._num_saves + 1
         try:
             plain_state = json.loads(state_to_json(state or {}))

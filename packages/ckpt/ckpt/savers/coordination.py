@@ -42,22 +42,24 @@ class SaverRanks:
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
-            raise CheckpointUsageError(f"num_ranks={self.num_ranks!r}: must be at least 1")
+            raise CheckpointUsageError(field="num_ranks", value=self.num_ranks, allowed="at least 1")
         for field in ("rank", "publisher"):
             value = getattr(self, field)
             if value is not None and not 0 <= value < self.num_ranks:
-                raise CheckpointUsageError(f"{field}={value!r}: must be from 0 to {self.num_ranks - 1}, or None")
+                raise CheckpointUsageError(field=field, value=value, allowed=f"from 0 to {self.num_ranks - 1}, or None")
         if self.rank is None and self.publisher is not None:
             raise CheckpointUsageError(
-                f"rank=None, publisher={self.publisher}: a process without a rank must be the publisher; set "
-                "publisher=None in all processes"
+                "a process without a rank must be the publisher",
+                field="publisher",
+                value=self.publisher,
+                remedy="set publisher=None in all processes",
             )
         if not self.run_id or not all(letter.isalnum() or letter in "-_" for letter in self.run_id):
-            raise CheckpointUsageError(f"run_id={self.run_id!r}: use letters, digits, - and _")
+            raise CheckpointUsageError(field="run_id", value=self.run_id, allowed="letters, digits, - and _")
 
     @property
     def is_publisher(self) -> bool:
-        """Whether this process prepares and publishes."""
+        """True for the process that prepares and publishes."""
         return self.rank == self.publisher
 
     @property
@@ -170,7 +172,9 @@ class SaveCoordinator:
 
 
 def _describe(error: BaseException) -> dict[str, Any]:
-    return {"error": str(error), "kind": type(error).__name__}
+    if isinstance(error, CheckpointError):
+        return {"kind": type(error).__name__, "error": error.explanation, "field": error.field}
+    return {"kind": "CheckpointError", "error": f"{type(error).__name__}: {error}", "field": None}
 
 
 def _raise_reported(report: Mapping[str, Any], prefix: str) -> None:
@@ -178,6 +182,6 @@ def _raise_reported(report: Mapping[str, Any], prefix: str) -> None:
     if "error" not in report:
         return
     kind = getattr(errors, str(report["kind"]), None)
-    if isinstance(kind, type) and issubclass(kind, CheckpointError):
-        raise kind(f"{prefix}{report['error']}")
-    raise CheckpointError(f"{prefix}{report['kind']}: {report['error']}")
+    if not (isinstance(kind, type) and issubclass(kind, CheckpointError)):  # a subclass of another package
+        kind = CheckpointError
+    raise kind(f"{prefix}{report['error']}", field=report["field"])

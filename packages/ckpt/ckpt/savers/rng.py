@@ -46,15 +46,15 @@ def restore_rng(state: Mapping[str, Any], *, generators: Mapping[str, Any] | Non
     generators = generators or {}
     if state.get("format_version") != _FORMAT_VERSION:
         raise CheckpointStateError(
-            f"rng: format version {state.get('format_version')!r} is not supported; expected {_FORMAT_VERSION}"
+            field="state.format_version", value=state.get("format_version"), allowed=str(_FORMAT_VERSION)
         )
     if set(generators) != set(state["generators"]):
         raise CheckpointStateError(
-            f"rng: captured with the generators {sorted(state['generators'])}, restored with {sorted(generators)}"
+            field="generators", value=sorted(generators), allowed=f"{sorted(state['generators'])}, as captured"
         )
     for name, generator in generators.items():
         if (given := _kind(name, generator)) != (saved := state["generators"][name]["kind"]):
-            raise CheckpointStateError(f"rng: generator {name!r} is a {given}, captured as a {saved}")
+            raise CheckpointStateError(f"was captured as a {saved}", field=f"generators.{name}", value=given)
     if "cuda" in state and not _torch().cuda.is_available():
         raise CheckpointStateError(
             "rng: the state includes a CUDA generator, but CUDA is not available. Delete 'cuda' from the state to "
@@ -87,8 +87,9 @@ def _kind(name: str, generator: Any) -> str:
     if "torch" in sys.modules and isinstance(generator, sys.modules["torch"].Generator):
         return f"torch {generator.device.type}"
     raise CheckpointUsageError(
-        f"generator {name!r} is a {type(generator).__qualname__}; give a random.Random, numpy.random.Generator or "
-        "torch.Generator"
+        field=f"generators.{name}",
+        value=type(generator).__qualname__,
+        allowed="random.Random, numpy.random.Generator or torch.Generator",
     )
 
 

@@ -51,7 +51,7 @@ class _Flat:
         if isinstance(value, Mapping):
             for key in value:
                 if not (key is None or isinstance(key, bool | int | float | str)):
-                    raise CheckpointStateError(f"{path or 'state dict'}: the key {key!r} is not a string or number")
+                    raise CheckpointStateError(field=path or None, value=key, allowed="string and number keys")
             return {"dict": [[key, self._encode(item, _join(path, key))] for key, item in value.items()]}
         if isinstance(value, list | tuple):
             items = [self._encode(item, _join(path, index)) for index, item in enumerate(value)]
@@ -59,8 +59,9 @@ class _Flat:
         if isinstance(value, bytes):
             return {"bytes": base64.b64encode(value).decode()}
         raise CheckpointStateError(
-            f"{path or 'state dict'}: a {type(value).__module__}.{type(value).__qualname__} cannot be stored. Use "
-            "tensors, dict, list, tuple, str, bytes, int, float, bool and None."
+            f"a {type(value).__module__}.{type(value).__qualname__} cannot be stored",
+            field=path or None,
+            allowed="tensors, dict, list, tuple, str, bytes, int, float, bool and None",
         )
 
     def _add(self, tensor: torch.Tensor, path: str) -> str:
@@ -69,11 +70,14 @@ class _Flat:
         dtype = str(tensor.dtype).removeprefix("torch.")
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
             raise CheckpointStateError(
-                f"{path}: a {type(tensor).__name__} of layout {tensor.layout} cannot be stored. Gather a DTensor with "
-                "full_tensor() or store its to_local(); make a sparse tensor dense."
+                f"a {type(tensor).__name__} of layout {tensor.layout} cannot be stored",
+                field=path or None,
+                remedy="gather a DTensor with full_tensor() or store its to_local(); make a sparse tensor dense",
             )
         if dtype not in DTYPE_NAMES:
-            raise CheckpointStateError(f"{path}: {tensor.dtype} cannot be stored; use one of {', '.join(DTYPE_NAMES)}")
+            raise CheckpointStateError(
+                f"{tensor.dtype} cannot be stored", field=path or None, allowed=", ".join(DTYPE_NAMES)
+            )
         identity = tensor_identity(tensor)
         if tensor.numel() and identity in self._seen:
             return self._seen[identity]
@@ -157,19 +161,24 @@ def load_state_dict(path: Path, *, device: str = "cpu") -> Any:
     from safetensors import SafetensorError, safe_open
 
     if not Path(path).is_file():
-        raise CheckpointNotFoundError(f"{path}: no such file")
+        raise CheckpointNotFoundError("no such file", field="path", value=str(path))
     try:
         with safe_open(path, "pt", device=device) as file:
             metadata = file.metadata() or {}
             if _STRUCTURE_KEY not in metadata:
-                raise CheckpointStateError(f"{path}: was not written by save_state_dict; it lacks the structure")
+                raise CheckpointStateError(
+                    "was not written by save_state_dict: it lacks the structure", field="path", value=str(path)
+                )
             tensors = {name: file.get_tensor(name) for name in list(file.keys())}
             try:
                 return _decode(json.loads(metadata[_STRUCTURE_KEY]), tensors)
             except (ValueError, TypeError, KeyError, RecursionError) as error:
-                raise CheckpointStateError(f"{path}: its structure is invalid: {error}") from error
+                raise CheckpointStateError(
+                    f"its structure is invalid: {error}", field="path", value=str(path)
+                ) from error
     except SafetensorError as error:
-        raise CheckpointStateError(f"{path}: is not a complete safetensors file: {error}") from error
+        problem = f"is not a complete safetensors file: {error}"
+        raise CheckpointStateError(problem, field="path", value=str(path)) from error
 
 
 def _write(flat: _Flat, path: Path) -> FileEntry:

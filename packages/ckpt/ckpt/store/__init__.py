@@ -1,1 +1,1 @@
-"""Where checkpoints are published: a folder that all ranks share, or below an fsspec URL."""
+"""Stores of checkpoints: a folder that all ranks share, or below an fsspec URL."""

@@ -14,8 +14,8 @@ import logging
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,12 @@ from ..errors import CheckpointExistsError, CheckpointUsageError
 from ..files import check_space
 from ..manager import state_to_json, write_state
 from ..manifest import CheckpointManifest, describe_files
-from ..packages import package_versions
 from ..reader import STATE_NAME, Checkpoint
 from ..retention import Retention
 from .messages import Messages
 from .remote import PART_PREFIX, RemoteCheckpoints, new_upload, upload_time
 from .storage import Retry, storage_error
-from .uploader import FinishedUploads, Upload
+from .uploader import Upload
 
 _log = logging.getLogger("ckpt")
 _LONGEST_PAUSE_S = 60.0
@@ -80,7 +79,7 @@ class HostCheckpoints:
             remote.url, report, self._cancelled, pause_s=pause_s, longest_pause_s=_LONGEST_PAUSE_S, retry_s=retry_s
         )
         self._opened = 0.0
-        self._finished = FinishedUploads()
+        self._finished: deque[Upload] = deque()
 
     def messages(self, run_id: str) -> Messages:
         """Messages between the processes of a run, below the URL."""
@@ -94,7 +93,9 @@ class HostCheckpoints:
         self._opened = time.perf_counter()
         self._retry("clean up", self._remote.clean_up)
         if not overwrite and step in self._retry("list the checkpoints", self._remote.steps):
-            raise CheckpointExistsError(f"{self._remote.url}: step {step} already exists; pass overwrite=True")
+            raise CheckpointExistsError(
+                f"exists in {self._remote.url}", field="step", value=step, remedy="pass overwrite=True"
+            )
         return new_upload(step)
 
     def folder(self, name: str, num_bytes: int) -> Path:
@@ -124,15 +125,15 @@ class HostCheckpoints:
         part, text = self.folder(name, 0), state_to_json(state)
         written = write_state(part, text, models)
         if taken := set(written) & set(entries):
-            raise CheckpointUsageError(f"{min(taken)}: this name is the package's own; use another file name")
+            raise CheckpointUsageError(
+                "this name is the package's own", field="files", value=min(taken), remedy="use another file name"
+            )
         own = describe_files({file: part / file for file in written})
         self.deliver(name, own)
         manifest = CheckpointManifest(
             step=step,
-            created_at=datetime.now(UTC).isoformat(timespec="seconds"),
             files=dict(sorted({**entries, **own}.items())),
             metrics={metric: float(value) for metric, value in metrics.items()},
-            packages=package_versions(),
         )
         self._retry(f"publish {name}", partial(self._remote.publish, name, manifest))
         # Nothing below may raise: the caller deletes what it could not publish.
@@ -142,7 +143,8 @@ class HostCheckpoints:
         except Exception as error:  # every storage has classes of its own
             self._report(f"old checkpoints in {self._remote.url} could not be deleted: {storage_error(error)}")
         self._delete_parts(before=name)
-        self._finished.add(f"step {step}", manifest.num_bytes, self._opened)
+        duration_s = time.perf_counter() - self._opened
+        self._finished.append(Upload(name=f"step {step}", num_bytes=manifest.num_bytes, duration_s=duration_s))
         return Checkpoint(path=part, step=step, state=json.loads(text))
 
     def finish(self, name: str, step: int) -> Checkpoint:
@@ -166,7 +168,7 @@ class HostCheckpoints:
 
     def take_finished(self) -> list[Upload]:
         """The checkpoints that this process published since the last call; seconds from `open` to the manifest."""
-        return self._finished.take()
+        return [self._finished.popleft() for _ in range(len(self._finished))]
 
     def _part(self, name: str) -> Path:
         return self._root / f"{PART_PREFIX}{name}"

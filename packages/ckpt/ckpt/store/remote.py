@@ -60,7 +60,7 @@ class RemoteCheckpoints(Storage):
         earlier = self._published().get(step)
         if earlier is not None and not overwrite:
             raise CheckpointExistsError(
-                f"{self.root}/{earlier}: step {step} already exists. Pass overwrite=True to replace it."
+                f"{self.root}/{earlier} exists", field="step", value=step, remedy="pass overwrite=True to replace it"
             )
         _require_good(checkpoint.path, f"{checkpoint.path}: is damaged and is not uploaded", step=step)
         self.delete(step, keep=earlier)
@@ -94,8 +94,8 @@ class RemoteCheckpoints(Storage):
         """
         name = self._published().get(step)
         if name is None:
-            known = ", ".join(map(str, self.steps())) or "none"
-            raise CheckpointNotFoundError(f"{self.url}: no checkpoint of step {step}; uploaded steps: {known}")
+            known = ", ".join(map(str, self.steps())) or "no step is uploaded"
+            raise CheckpointNotFoundError(f"no such checkpoint in {self.url}", field="step", value=step, allowed=known)
         manifest, part = self._manifest_of(name), None if parts is None else parts / f"{PART_PREFIX}{name}"
         with closing(CheckpointManager(root)) as manager:
             with suppress(CheckpointNotFoundError, CheckpointDamagedError, UnsupportedFormatError):
@@ -116,13 +116,12 @@ class RemoteCheckpoints(Storage):
         """
         if self.has_folder(name):
             return 0
-        created_at = datetime.now(UTC).isoformat(timespec="seconds")
-        manifest = CheckpointManifest.describe(folder, step=0, created_at=created_at)
+        manifest = CheckpointManifest.describe(folder, step=0)
         self._put_files(folder, manifest, name, None)
         return manifest.num_bytes
 
     def has_folder(self, name: str) -> bool:
-        """Whether `upload_folder` has uploaded `name`."""
+        """True if `upload_folder` has uploaded `name` as a whole."""
         self.fs.invalidate_cache()
         return self.exists(f"{name}/{MANIFEST_NAME}")
 
@@ -133,7 +132,8 @@ class RemoteCheckpoints(Storage):
         when the download differs from the upload.
         """
         if not self.has_folder(name):
-            raise CheckpointNotFoundError(f"{self.url}: there is no folder {name}, or it was not uploaded to its end")
+            problem = f"no such folder in {self.url}, or it was not uploaded to its end"
+            raise CheckpointNotFoundError(problem, field="name", value=name)
         with new_folder(out) as partial:
             self._get_files(name, self._manifest_of(name), partial)
 

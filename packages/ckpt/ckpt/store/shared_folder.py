@@ -1,4 +1,4 @@
-"""Where `AsyncSaver` puts a checkpoint: the folder that all ranks share, or a store of the caller's."""
+"""Stores for the checkpoints of `AsyncSaver`: the folder that all ranks share, or an object of the caller."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +28,8 @@ class CheckpointStore(Protocol):
         """The folder into which this process writes `num_bytes`."""
 
     def deliver(self, name: str, entries: Mapping[str, FileEntry]) -> None:
-        """Bring the files that this process wrote to where the checkpoint is published."""
+        """Bring the files that this process wrote to where the checkpoint is published; by default they are there."""
+        return
 
     def publish(
         self,
@@ -46,13 +47,15 @@ class CheckpointStore(Protocol):
         """Delete what there is of a checkpoint that will not be published."""
 
     def drop(self, name: str) -> None:
-        """Delete what this process wrote of a checkpoint that will not be published."""
+        """Delete this process's files of a checkpoint that will not be published; by default `abandon` deletes all."""
+        return
 
     def finish(self, name: str, step: int) -> Checkpoint:
         """The checkpoint, after another process has published it."""
 
     def cancel(self) -> None:
-        """Stop trying: this process ends with an error."""
+        """Stop trying: this process ends with an error. By default nothing is tried twice."""
+        return
 
 
 class SharedFolder(CheckpointStore):

@@ -14,7 +14,6 @@ from fsspec.implementations.local import LocalFileSystem
 from ..errors import CheckpointStateError, CheckpointUsageError, UploadError
 from ..manifest import MANIFEST_NAME
 
-_LARGEST_EXPONENT = 30
 _Result = TypeVar("_Result")
 
 
@@ -34,7 +33,7 @@ class Storage:
             try:
                 self.fs, path = fsspec.core.url_to_fs(url, **storage_options)
             except (ValueError, ImportError) as error:
-                raise CheckpointUsageError(f"{url}: {error}") from error
+                raise CheckpointUsageError(str(error), field="url", value=self.url) from error
         self.root = str(path).rstrip("/")
 
     def check_writable(self) -> None:
@@ -52,7 +51,8 @@ class Storage:
             self.fs.pipe_file(probe, b"plinth")
             self.fs.rm_file(probe)
         except Exception as error:  # every storage has classes of its own
-            raise CheckpointUsageError(f"{self.url}: cannot be written: {storage_error(error)}") from error
+            problem = f"cannot be written: {storage_error(error)}"
+            raise CheckpointUsageError(problem, field="url", value=self.url) from error
 
     def put_file(self, source: Path, path: str, num_bytes: int) -> None:
         """Upload a file of `num_bytes`. Raises CheckpointStateError when another number of bytes arrived."""
@@ -81,7 +81,7 @@ class Storage:
             return None
 
     def exists(self, path: str) -> bool:
-        """Whether there is a file."""
+        """True if there is such a file."""
         return bool(self.fs.exists(f"{self.root}/{path}"))
 
     def folders(self) -> list[str]:
@@ -108,15 +108,14 @@ class Storage:
 
 
 class Retry:
-    """Repeats a failing request to a storage as a whole, after 1, 2, 4, ... seconds.
+    """Repeats a failing request to a storage as a whole: a request whose answer was lost may have succeeded.
 
     Args:
         url: named in messages.
         report: gets a line for each failure.
         stopped: ends the tries when it is set.
+        retry_s: seconds after which it gives up.
         pause_s: seconds before the second try; doubled before each further one, at most `longest_pause_s`.
-        num_tries: tries before it gives up; None: no limit.
-        retry_s: seconds after which it gives up; None: no limit.
     """
 
     def __init__(
@@ -125,38 +124,28 @@ class Retry:
         report: Callable[[str], None],
         stopped: threading.Event,
         *,
+        retry_s: float,
         pause_s: float,
         longest_pause_s: float,
-        num_tries: int | None = None,
-        retry_s: float | None = None,
     ) -> None:
         self._url, self._report, self._stopped = url, report, stopped
-        self._pause_s, self._longest_pause_s = pause_s, longest_pause_s
-        self._num_tries, self._retry_s = num_tries, retry_s
+        self._retry_s, self._pause_s, self._longest_pause_s = retry_s, pause_s, longest_pause_s
 
     def __call__(self, action: str, request: Callable[[], _Result]) -> _Result:
         """The result of the request. Raises UploadError when it gives up or is stopped."""
-        started, failures = time.monotonic(), 0
+        started, pause = time.monotonic(), self._pause_s
         while True:
             try:
                 return request()
             except Exception as error:  # every storage has classes of its own
-                pause = min(self._pause_s * 2 ** min(failures, _LARGEST_EXPONENT), self._longest_pause_s)
-                failures += 1
-                tried_s = time.monotonic() - started
                 problem = f"{self._url}: could not {action}: {storage_error(error)}"
-                if self._is_over(failures, tried_s + pause):
+                tried_s = time.monotonic() - started
+                if tried_s + pause > self._retry_s or not threading.main_thread().is_alive():
                     raise UploadError(f"{problem}, in {tried_s:.0f} s of tries") from error
                 self._report(f"{problem}; next try in {pause:.0f} s")
                 if self._stopped.wait(pause):
                     raise UploadError(f"{problem}; it is not tried again, because this process ends") from error
-
-    def _is_over(self, failures: int, until_next_try_s: float) -> bool:
-        return (
-            (self._num_tries is not None and failures >= self._num_tries)
-            or (self._retry_s is not None and until_next_try_s > self._retry_s)
-            or not threading.main_thread().is_alive()
-        )
+                pause = min(2 * pause, self._longest_pause_s)
 
 
 def storage_error(error: Exception) -> str:

@@ -1,9 +1,12 @@
 """Uploads published checkpoints from a background thread; training never waits for the storage."""
 
 import logging
+import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,21 +38,6 @@ class Upload:
     duration_s: float
 
 
-class FinishedUploads:
-    """Collects finished uploads from a thread until another one takes them."""
-
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[Upload] = SimpleQueue()
-
-    def add(self, name: str, num_bytes: int, started: float) -> None:
-        """Add an upload that began at `time.perf_counter() == started` and ends now."""
-        self._queue.put(Upload(name=name, num_bytes=num_bytes, duration_s=time.perf_counter() - started))
-
-    def take(self) -> list[Upload]:
-        """The uploads that finished since the last call."""
-        return [self._queue.get() for _ in range(self._queue.qsize())]
-
-
 class AsyncUploader:
     """Uploads the checkpoints of a folder in the order of their steps, one at a time, and deletes old uploads.
 
@@ -63,8 +51,8 @@ class AsyncUploader:
     left out. The retention is applied to the uploads, too, after each upload.
 
     A failed upload is tried again after 1, 2, 4, ... seconds, at most 5 minutes, and before any newer checkpoint. The
-    end of the block waits for all uploads; there, after `num_tries` failures in a row, it raises UploadError with the
-    steps that the storage lacks. KeyboardInterrupt and SystemExit end the block at once. An upload that is cut off
+    end of the block waits for all uploads; there, after `retry_s` seconds of failed tries, it raises UploadError with
+    the steps that the storage lacks. KeyboardInterrupt and SystemExit end the block at once. An upload that is cut off
     leaves nothing that counts as a checkpoint.
     """
 
@@ -75,16 +63,16 @@ class AsyncUploader:
         *,
         retention: Retention | None = None,
         report: Callable[[str], None] = _log.warning,
-        num_tries: int = 5,
+        retry_s: float = 30.0,
         pause_s: float = 1.0,
     ) -> None:
-        """Starts no thread yet.
+        """Starts the thread.
 
         Args:
             root: the checkpoint folder.
             retention: the one of the folder's manager; None keeps all.
             report: gets a line for each failure and each checkpoint that is left out, from the thread.
-            num_tries: failures in a row after which the end of the block gives up.
+            retry_s: seconds of failed tries after which the end of the block gives up.
             pause_s: seconds before the second try; doubled before each further one.
         """
         self._remote, self._report = remote, report
@@ -92,34 +80,35 @@ class AsyncUploader:
         self._manager = CheckpointManager(root, retention=retention)
         self._closing, self._interrupted = threading.Event(), threading.Event()
         retry = partial(Retry, remote.url, report, pause_s=pause_s, longest_pause_s=_LONGEST_PAUSE_S)
-        self._retry_forever, self._retry_at_end = retry(self._closing), retry(self._interrupted, num_tries=num_tries)
+        self._retry_while_open = retry(self._closing, retry_s=math.inf)
+        self._retry_at_end = retry(self._interrupted, retry_s=retry_s)
         self._queue: SimpleQueue[_Item | None] = SimpleQueue()
         self._waiting: list[_Item] = []
         self._damaged: list[_Item] = []
-        self._finished = FinishedUploads()
+        self._finished: deque[Upload] = deque()
         self._reason = ""
-        self._thread: threading.Thread | None = None
+        # A daemon: a program that was interrupted does not wait for the storage.
+        self._thread = threading.Thread(target=self._run, name="ckpt-upload", daemon=True)
+        self._thread.start()
 
-    def add(self, checkpoint: Checkpoint) -> None:
-        """Upload a checkpoint of the folder after those that were added before. Returns at once."""
-        self._add(checkpoint)
+    def add(self, item: Checkpoint | Path) -> None:
+        """Upload a checkpoint of the folder, or another folder that does not change, after those added before.
 
-    def add_folder(self, folder: Path) -> None:
-        """Upload a folder that does not change, under its own name. Returns at once."""
-        self._add(folder)
+        Returns at once. A folder is uploaded under its own name.
+        """
+        self._waiting.append(item)
+        self._queue.put(item)
 
     def take_finished(self) -> list[Upload]:
         """The uploads that finished since the last call."""
-        return self._finished.take()
+        return [self._finished.popleft() for _ in range(len(self._finished))]
 
     def close(self) -> None:
         """Wait for all uploads. Raises UploadError with the steps that the storage lacks."""
         if self._waiting:
             self._report(f"waiting for uploads to {self._remote.url}: {', '.join(map(_name, self._waiting))}")
         self._end()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._thread.join()
         self._manager.prune()  # what was kept for its upload
         self._manager.close()
         self._raise_missing()
@@ -139,14 +128,6 @@ class AsyncUploader:
                 raise
             error.add_note(str(failed))
 
-    def _add(self, item: _Item) -> None:
-        self._waiting.append(item)
-        self._queue.put(item)
-        if self._thread is None:
-            # A daemon: a program that was interrupted does not wait for the storage.
-            self._thread = threading.Thread(target=self._run, name="ckpt-upload", daemon=True)
-            self._thread.start()
-
     def _end(self) -> None:
         """Let the thread end after the items that wait."""
         self._closing.set()
@@ -162,16 +143,15 @@ class AsyncUploader:
                 return
             self._waiting.pop(0)
             if num_bytes is not None:
-                self._finished.add(_name(item), num_bytes, started)
+                duration_s = time.perf_counter() - started
+                self._finished.append(Upload(name=_name(item), num_bytes=num_bytes, duration_s=duration_s))
 
     def _upload(self, item: _Item) -> int | None:
         """Upload the item and return its bytes; None if it is damaged or deleted. Raises UploadError at the end."""
         action, send = f"upload {_name(item)}", partial(self._send, item)
         if not self._closing.is_set():
-            try:
-                return self._retry_forever(action, send)
-            except UploadError:  # the block ends
-                pass
+            with suppress(UploadError):  # the block ends
+                return self._retry_while_open(action, send)
         return self._retry_at_end(action, send)
 
     def _send(self, item: _Item) -> int | None:

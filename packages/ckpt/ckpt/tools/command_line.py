@@ -5,11 +5,12 @@ Exit codes: 0 success, 1 a checkpoint is damaged, 2 wrong usage or any other err
 
 import argparse
 import sys
-import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any
+
+from tqdm import tqdm
 
 from .. import upstream
 from ..errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, CheckpointUsageError
@@ -28,43 +29,26 @@ def _size(num_bytes: float) -> str:
     return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
 
 
-class Progress:
-    """Shows progress on one line of a terminal, or as a line every 10 s without a terminal."""
+@contextmanager
+def _progress(title: str) -> Iterator[Callable[..., None]]:
+    """Shows a bar of bytes on standard error, or a line every 10 s without a terminal.
 
-    def __init__(self, what: str, stream: TextIO | None = None) -> None:
-        self._what = what
-        self._stream = stream if stream is not None else sys.stderr
-        self._is_terminal = self._stream.isatty()
-        self._started = self._shown = time.monotonic()
-        self._num_bytes = 0
+    Yields a function of the bytes just done and, if it is known, the total.
+    """
+    pause_s = 0.1 if sys.stderr.isatty() else 10.0
+    with tqdm(
+        desc=title, unit="B", unit_scale=True, unit_divisor=1024, leave=False, mininterval=pause_s, delay=pause_s
+    ) as bar:
 
-    def add(self, num_bytes: int, total_bytes: int | None = None) -> None:
-        """Count `num_bytes` more, of `total_bytes` if known, and update the display."""
-        self._num_bytes += num_bytes
-        now = time.monotonic()
-        if now - self._shown >= (0.1 if self._is_terminal else 10.0) or self._num_bytes == total_bytes:
-            self._shown = now
-            self._show(now - self._started, total_bytes)
+        def add(num_bytes: int, total_bytes: int | None = None) -> None:
+            bar.total = total_bytes
+            bar.update(num_bytes)
 
-    def close(self) -> None:
-        """Clear the progress line."""
-        if self._is_terminal:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
-
-    def _show(self, elapsed_s: float, total_bytes: int | None) -> None:
-        text = f"{self._what}: {_size(self._num_bytes)}"
-        if total_bytes:
-            text += f" of {_size(total_bytes)} ({100 * self._num_bytes / total_bytes:.0f}%)"
-        text += f", {_size(self._num_bytes / max(elapsed_s, 1e-3))}/s"
-        if self._is_terminal:
-            self._stream.write(f"\r\x1b[K{text}")
-        elif elapsed_s >= 10:
-            self._stream.write(text + "\n")
-        self._stream.flush()
+        yield add
 
 
-def _list(root: Path) -> int:
+def _list(options: argparse.Namespace) -> int:
+    root: Path = options.dir
     manager = CheckpointManager(root)
     pointer = root / LATEST_NAME
     latest = pointer.read_text(encoding="utf-8").strip() if pointer.exists() else None
@@ -87,18 +71,22 @@ def _list(root: Path) -> int:
 
 
 def _no_checkpoints(directory: Path) -> str:
-    """What to say of a folder without checkpoints, and which folder to give where that is known."""
+    """The message about a folder without checkpoints; it names a folder that has some, if there is one."""
     if (directory / MANIFEST_NAME).exists():
         return f"{directory} is one checkpoint; give its folder: {directory.absolute().parent}"
     inner = min((path.parents[1] for path in directory.glob(f"*/*/{MANIFEST_NAME}")), default="RUN/checkpoints")
     return f"no checkpoints in {directory}; give the folder that has them, such as {inner}"
 
 
-def _verify(folders: Sequence[Path]) -> int:
+def _verify(options: argparse.Namespace) -> int:
+    return _verify_folders(_folders(options.dir, options.step))
+
+
+def _verify_folders(folders: Sequence[Path]) -> int:
     damaged = 0
     for folder in folders:
-        with closing(Progress(folder.name)) as progress:
-            problems = verify_folder(folder, on_read=progress.add)
+        with _progress(folder.name) as add:
+            problems = verify_folder(folder, on_read=add)
         print(f"{folder.name}: {'damaged' if problems else 'good'}", flush=True)
         for problem in problems:
             print(f"  {problem}")
@@ -116,7 +104,7 @@ def _folders(directory: Path, step: int | None) -> list[Path]:
         raise CheckpointNotFoundError(_no_checkpoints(directory))
     if step is not None and step not in steps:
         known = ", ".join(map(str, steps))
-        raise CheckpointNotFoundError(f"{directory}: no checkpoint of step {step}; published steps: {known}")
+        raise CheckpointNotFoundError(f"no such checkpoint in {directory}", field="step", value=step, allowed=known)
     return [directory / folder_name(one) for one in (steps if step is None else [step])]
 
 
@@ -125,7 +113,7 @@ def _source(options: argparse.Namespace) -> Path | None:
     source: Path = options.dir
     if options.step is not None or (source / MANIFEST_NAME).exists() or CheckpointManager(source).steps():
         source = _folders(source, options.step)[-1]
-        if _verify([source]):
+        if _verify_folders([source]):
             return None
     return source
 
@@ -138,7 +126,7 @@ def _export(options: argparse.Namespace) -> int:
 
     from .deepspeed_export import export_deepspeed
 
-    with closing(Progress("read")) as progress:
+    with _progress("read") as add:
         report = export_deepspeed(
             source,
             options.out,
@@ -147,7 +135,7 @@ def _export(options: argparse.Namespace) -> int:
             dtype=options.dtype and getattr(torch, options.dtype),
             max_shard_bytes=options.max_shard_bytes,
             overwrite=options.overwrite,
-            on_tensor=lambda _, num_bytes: progress.add(num_bytes),
+            on_tensor=lambda _, num_bytes: add(num_bytes),
         )
     dtype = options.dtype or "the model folder's dtype"
     shards = "1 file" if report.num_shards == 1 else f"{report.num_shards} files"
@@ -161,13 +149,13 @@ def _reshape(options: argparse.Namespace) -> int:
         return 1
     from .universal import write_universal
 
-    with closing(Progress("written")) as progress:
+    with _progress("written") as add:
         report = write_universal(
             source,
             options.out,
             tag=options.tag,
             overwrite=options.overwrite,
-            on_tensor=lambda _, num_bytes, total_bytes: progress.add(num_bytes, total_bytes),
+            on_tensor=lambda _, *sizes: add(*sizes),
         )
     print(
         f"{report.path}: universal checkpoint {report.tag!r} of {report.num_parameters} parameters after "
@@ -184,8 +172,8 @@ def _upload(options: argparse.Namespace) -> int:
     manager, there = CheckpointManager(options.dir), remote.steps()
     missing = [step for step in manager.steps() if step not in there]
     for step in missing:
-        with closing(Progress(folder_name(step))) as progress:
-            remote.upload(manager.read(step), on_file=progress.add)
+        with _progress(folder_name(step)) as add:
+            remote.upload(manager.read(step), on_file=add)
         print(f"uploaded {folder_name(step)}", flush=True)
     print(f"{options.url} has steps {', '.join(map(str, remote.steps())) or 'none'}")
     return 0
@@ -200,7 +188,8 @@ def _prune(options: argparse.Namespace) -> int:
         mode=options.mode,
     )
     if rule.keeps_all:
-        raise CheckpointUsageError("specify what to keep: --keep-last, --keep-every, or --keep-best with --metric")
+        allowed = "at least one of --keep-last, --keep-every, and --keep-best with --metric"
+        raise CheckpointUsageError("no rule keeps a checkpoint", field="prune", allowed=allowed)
     manager = CheckpointManager(options.dir, retention=rule)
     deleted = manager.prune() if options.yes else manager.prunable()
     for step in deleted:
@@ -215,45 +204,42 @@ def _prune(options: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ckpt", description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    lister = commands.add_parser("list", help="list the checkpoints in a folder")
-    lister.add_argument("dir", type=Path, help="folder of checkpoints")
-    verifier = commands.add_parser("verify", help="read every file and compare it with its checksum")
-    verifier.add_argument("dir", type=Path, help="folder of checkpoints, or one checkpoint")
-    verifier.add_argument("--step", type=int, help="verify only this step")
+    root = argparse.ArgumentParser(add_help=False)
+    root.add_argument("dir", type=Path, help="folder of checkpoints")
     source = argparse.ArgumentParser(add_help=False)
     source.add_argument("dir", type=Path, help="folder of checkpoints, one checkpoint, or a DeepSpeed checkpoint")
     source.add_argument("out", type=Path, help="output folder")
     source.add_argument("--step", type=int, help="step (default: the newest)")
     source.add_argument("--tag", help="model to read if the checkpoint holds several, e.g. actor")
     source.add_argument("--overwrite", action="store_true", help="replace OUT")
-    exporter = commands.add_parser(
-        "export", parents=[source], help="write a Hugging Face folder from a DeepSpeed checkpoint"
-    )
-    exporter.add_argument(
+
+    def command(run: Callable[[argparse.Namespace], int], base: argparse.ArgumentParser, help_text: str) -> Any:
+        name = run.__name__.removeprefix("_")
+        added = commands.add_parser(name, parents=[base], help=help_text)
+        added.set_defaults(run=run)
+        return added
+
+    command(_list, root, "list the checkpoints in a folder")
+    verify = command(_verify, root, "read every file of a folder of checkpoints, or of one, and compare its checksum")
+    verify.add_argument("--step", type=int, help="verify only this step")
+    export = command(_export, source, "write a Hugging Face folder from a DeepSpeed checkpoint")
+    export.add_argument(
         "--model-files-from", type=Path, required=True, metavar="MODEL", help="folder with config.json and tokenizer"
     )
     dtypes = ("float32", "bfloat16", "float16")
-    exporter.add_argument("--dtype", choices=dtypes, help="dtype of the weights (default: the model folder's)")
-    exporter.add_argument("--max-shard-bytes", type=int, default=5_000_000_000, metavar="BYTES")
-    commands.add_parser(
-        "reshape",
-        parents=[source],
-        help="write a DeepSpeed universal checkpoint, which loads with any number of ranks at any ZeRO stage",
-    )
-    uploader = commands.add_parser("upload", help="upload the checkpoints that a storage lacks")
-    uploader.add_argument("dir", type=Path, help="folder of checkpoints")
-    uploader.add_argument("url", help="any URL of fsspec: s3://bucket/run-7")
-    commands.add_parser(
-        "doctor", help="list what background saves and safe loads need of DeepSpeed, and its state here"
-    )
-    pruner = commands.add_parser("prune", help="delete checkpoints that no rule keeps; a dry run without --yes")
-    pruner.add_argument("dir", type=Path, help="folder of checkpoints")
-    pruner.add_argument("--keep-last", type=int, metavar="K", help="keep the newest K")
-    pruner.add_argument("--keep-every", type=int, metavar="N", help="keep every step that is a multiple of N")
-    pruner.add_argument("--keep-best", type=int, metavar="K", help="keep the best K by --metric")
-    pruner.add_argument("--metric", help="a metric that was passed to publish")
-    pruner.add_argument("--mode", choices=("max", "min"), default="max", help="the largest or the smallest is best")
-    pruner.add_argument("--yes", action="store_true", help="delete them")
+    export.add_argument("--dtype", choices=dtypes, help="dtype of the weights (default: the model folder's)")
+    export.add_argument("--max-shard-bytes", type=int, default=5_000_000_000, metavar="BYTES")
+    command(_reshape, source, "write a DeepSpeed universal checkpoint, for any number of ranks and any ZeRO stage")
+    upload = command(_upload, root, "upload the checkpoints that a storage lacks")
+    upload.add_argument("url", help="any URL of fsspec: s3://bucket/run-7")
+    prune = command(_prune, root, "delete checkpoints that no rule keeps; a dry run without --yes")
+    prune.add_argument("--keep-last", type=int, metavar="K", help="keep the newest K")
+    prune.add_argument("--keep-every", type=int, metavar="N", help="keep every step that is a multiple of N")
+    prune.add_argument("--keep-best", type=int, metavar="K", help="keep the best K by --metric")
+    prune.add_argument("--metric", help="a metric that was passed to publish")
+    prune.add_argument("--mode", choices=("max", "min"), default="max", help="the largest or the smallest is best")
+    prune.add_argument("--yes", action="store_true", help="delete them")
+    commands.add_parser("doctor", help="list the parts of DeepSpeed that background saves and safe loads need")
     return parser
 
 
@@ -265,18 +251,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         if not options.dir.is_dir():
-            raise CheckpointNotFoundError(f"{options.dir}: no such folder")
-        if options.command == "list":
-            return _list(options.dir)
-        if options.command == "export":
-            return _export(options)
-        if options.command == "reshape":
-            return _reshape(options)
-        if options.command == "upload":
-            return _upload(options)
-        if options.command == "prune":
-            return _prune(options)
-        return _verify(_folders(options.dir, options.step))
+            raise CheckpointNotFoundError("no such folder", field="dir", value=str(options.dir))
+        run: Callable[[argparse.Namespace], int] = options.run
+        return run(options)
     except CheckpointError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -76,8 +76,10 @@ def export_deepspeed(
         for name, tensor in stored:
             if ".lora_" in name:
                 raise ExportError(
-                    f"{shards.folder}: {name} belongs to a LoRA adapter. Export from the live engine, which merges it, "
-                    "or write the adapter with save_adapter and merge it into its base model with export_merged"
+                    f"{name} of {shards.folder} belongs to a LoRA adapter",
+                    field="lora",
+                    value=None,
+                    remedy="pass the adapter's settings, or write it with save_adapter and merge it with export_merged",
                 )
             if on_tensor is not None:
                 on_tensor(name, tensor.nbytes)
@@ -106,7 +108,7 @@ class ModelFolder:
             try:
                 file = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise ExportError(f"{path}: cannot be read: {error}") from error
+                raise ExportError(f"cannot be read: {error}", field="model_files_from", value=str(path)) from error
             with file:
                 self._dtypes |= {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
 
@@ -125,8 +127,8 @@ class ModelFolder:
 
         codes = {code: getattr(torch, dtype) for dtype, code in DTYPE_NAMES.items()}
         if name in self._dtypes:
-            found: torch.dtype = codes[self._dtypes[name]]
-            return found
+            dtype: torch.dtype = codes[self._dtypes[name]]
+            return dtype
         return self._config_dtype
 
     @cached_property
@@ -137,10 +139,13 @@ class ModelFolder:
         stated = config.get("dtype") or config.get("torch_dtype")
         if stated not in DTYPE_NAMES:
             raise ExportError(
-                f"{self._folder}: has no weights and states no dtype in config.json; pass a dtype (--dtype)"
+                f"{self._folder} has no weights and states no dtype in config.json",
+                field="dtype",
+                value=None,
+                remedy="pass a dtype (--dtype)",
             )
-        found: torch.dtype = getattr(torch, stated)
-        return found
+        dtype: torch.dtype = getattr(torch, stated)
+        return dtype
 
     @cached_property
     def _meta_model(self) -> Any | None:

@@ -1,6 +1,6 @@
 """Writes LoRA adapters in PEFT's format and merges them into their base model.
 
-    W' = W + s * B A,   s = alpha / r, or alpha / sqrt(r) with rank-stabilised LoRA
+    W' = W + s * B A,   s = alpha / r, or alpha / sqrt(r) with rank-stabilized LoRA
 
 computed in fp32 and cast once, at the end. W is [out, in], A [r, in], B [out, r]; for layers that store W as [in, out]
 (`fan_in_fan_out`) the product is transposed.
@@ -31,6 +31,7 @@ _PREFIX = "base_model.model."
 _REFUSED = ("lora_magnitude_vector", "lora_embedding", "lora_variant")
 _MATRIX = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])(?:\.(?P<adapter>[^.]+))?\.(?P<kind>weight|bias)")
 _COPY = re.compile(r"(?P<layer>.+)\.modules_to_save\.(?:[^.]+)\.(?P<rest>.+)")
+_MERGE_WITH_PEFT = "merge with PEFT"
 
 
 def save_adapter(
@@ -54,26 +55,25 @@ def save_adapter(
 
     missing = [key for key in ("r", "lora_alpha", "target_modules") if config.get(key) is None]
     if missing:
-        raise ExportError(f"config: lacks {', '.join(missing)}; pass PEFT's adapter configuration")
-    saved = tuple(config.get("modules_to_save") or ())
-    found: dict[str, torch.Tensor] = {}
+        raise ExportError(f"lacks {', '.join(missing)}", field="config", remedy="pass PEFT's adapter configuration")
+    copied = tuple(config.get("modules_to_save") or ())
+    named: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:
-        named = _PREFIX + _adapter_name(name.removeprefix(_PREFIX), adapter, saved)
-        if named in found:
-            raise ExportError(f"{name}: the stream holds this tensor twice")
-        found[named] = tensor
-    _check_pairs(found)
-    with new_folder(Path(out), overwrite=overwrite) as partial:
+        written = _PREFIX + _adapter_name(name.removeprefix(_PREFIX), adapter, copied)
+        if written in named:
+            raise _tensor_error(name, "the stream holds this tensor twice")
         # Adapters are small, so all are held at once.
-        host = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in found.items()}
-        save_file(host, partial / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-        written = {"peft_type": "LORA", **config, "inference_mode": True}
-        text = json.dumps(written, indent=2, sort_keys=True, default=_plain)
+        named[written] = tensor.detach().cpu().contiguous().clone()
+    _check_pairs(named)
+    with new_folder(Path(out), overwrite=overwrite) as partial:
+        save_file(named, partial / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        settings = {"peft_type": "LORA", **config, "inference_mode": True}
+        text = json.dumps(settings, indent=2, sort_keys=True, default=_plain)
         (partial / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
         for name in (ADAPTER_WEIGHTS, ADAPTER_CONFIG):
             fsync_file(partial / name)
-    num_bytes = sum(tensor.nbytes for tensor in host.values())
-    return HfExport(path=Path(out), num_tensors=len(found), num_bytes=num_bytes, num_shards=1)
+    num_bytes = sum(tensor.nbytes for tensor in named.values())
+    return HfExport(path=Path(out), num_tensors=len(named), num_bytes=num_bytes, num_shards=1)
 
 
 def read_adapter(folder: Path) -> tuple[list[tuple[str, torch.Tensor]], dict[str, Any]]:
@@ -86,7 +86,12 @@ def read_adapter(folder: Path) -> tuple[list[tuple[str, torch.Tensor]], dict[str
     folder = Path(folder)
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (folder / name).is_file():
-            raise ExportError(f"{folder}: has no {name}; pass a PEFT adapter folder saved as safetensors")
+            raise ExportError(
+                f"there is no {name}",
+                field="adapter_folder",
+                value=str(folder),
+                allowed="a PEFT adapter folder saved as safetensors",
+            )
     config: dict[str, Any] = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     return list(load_file(folder / ADAPTER_WEIGHTS).items()), config
 
@@ -104,41 +109,34 @@ def merge_lora(
     adapters without a base weight.
     """
     if config.get("use_dora"):
-        raise ExportError("use_dora: only LoRA is supported here; merge with PEFT")
-    saved = tuple(config.get("modules_to_save") or ())
-    halves: dict[str, dict[str, torch.Tensor]] = {}
-    waiting: dict[str, tuple[str, torch.Tensor]] = {}  # by layer: base weights that precede their adapters
-    plain: dict[str, tuple[str, torch.Tensor]] = {}
+        raise ExportError(field="config.use_dora", value=True, allowed="plain LoRA", remedy=_MERGE_WITH_PEFT)
+    copied = tuple(config.get("modules_to_save") or ())
+    parts: dict[str, dict[str, torch.Tensor]] = {}  # by adapted layer: A, B and the base weight
+    originals: dict[str, torch.Tensor] = {}  # of modules that a live PEFT model has trained whole
     replaced: set[str] = set()
     for name, tensor in tensors:
         bare = name.removeprefix(_PREFIX)
-        if match := _matrix(bare, adapter):
-            halves.setdefault(match["layer"], {})[match["side"]] = tensor
+        match, trained = _matrix(bare, adapter), _trained_copy(bare, adapter, copied)
+        final = bare.replace(".base_layer.", ".").replace(".original_module.", ".")
+        layer, is_weight = final.removesuffix(".weight"), final.endswith(".weight")
+        if match is not None:
             layer = match["layer"]
-            if layer in waiting and len(halves[layer]) == 2:
-                yield _merge(*waiting.pop(layer), halves.pop(layer), config, layer)
-            continue
-        trained = _trained_copy(bare, adapter, saved)
-        if trained is not None:
+            parts.setdefault(layer, {})[match["side"]] = tensor
+        elif trained is not None:
             if trained not in replaced:  # the base model holds the same name
                 replaced.add(trained)
                 yield trained, tensor
-            continue
-        layer, _, kind = bare.replace(".base_layer.", ".").replace(".original_module.", ".").rpartition(".")
-        final = f"{layer}.{kind}" if layer else kind
-        is_adapted = ".base_layer." in bare and kind == "weight"
-        if kind == "weight" and len(halves.get(layer, {})) == 2:
-            yield _merge(final, tensor, halves.pop(layer), config, layer)
-        elif is_adapted or (kind == "weight" and layer in halves):
-            waiting[layer] = (final, tensor)
+        elif is_weight and (".base_layer." in bare or layer in parts):
+            parts.setdefault(layer, {})["weight"] = tensor
         elif ".original_module." in bare:
-            plain[final] = (final, tensor)
+            originals[final] = tensor
         elif final not in replaced:
             yield final, tensor
-    if halves or waiting:
-        lost = sorted({*halves, *waiting})
-        raise ExportError(f"{', '.join(lost[:3])}: the base weight, A or B is missing in {len(lost)} layers")
-    yield from (item for name, item in plain.items() if name not in replaced)
+        if len(parts.get(layer, ())) == 3:
+            yield f"{layer}.weight", _merge(layer, config, **parts.pop(layer))
+    if parts:
+        raise _tensor_error(", ".join(sorted(parts)[:3]), f"the base weight, A or B is missing in {len(parts)} layers")
+    yield from (item for item in originals.items() if item[0] not in replaced)
 
 
 def export_merged(
@@ -172,88 +170,84 @@ def export_merged(
     )
 
 
-def _matrix(name: str, adapter: str) -> re.Match[str] | None:
-    refused = next((part for part in _REFUSED if part in name), None)
-    if refused is not None:
-        raise ExportError(f"{name}: {refused} is not supported here; merge with PEFT")
-    match = _MATRIX.fullmatch(name)
-    if match is None:
-        return None
-    if match["adapter"] not in (None, adapter):
-        raise ExportError(
-            f"{name}: belongs to the adapter {match['adapter']!r}, not {adapter!r}; pass the tensors of one adapter"
-        )
-    if match["kind"] == "bias":
-        raise ExportError(f"{name}: a bias of B is not supported here; merge with PEFT")
-    return match
-
-
-def _trained_copy(name: str, adapter: str, saved: tuple[str, ...]) -> str | None:
-    """The base model's name of a tensor in a fully trained module (`modules_to_save`), None for other tensors."""
-    if match := _COPY.fullmatch(name):
-        return f"{match['layer']}.{match['rest']}"
-    layer = name.rpartition(".")[0]
-    # PEFT matches the end of the name: "norm" matches "input_layernorm" too.
-    if layer.endswith(saved) and ".original_module." not in name:
-        return name
-    return None
-
-
-def _adapter_name(name: str, adapter: str, saved: tuple[str, ...]) -> str:
-    if match := _matrix(name, adapter):
-        return f"{match['layer']}.lora_{match['side']}.weight"
-    trained = _trained_copy(name, adapter, saved)
-    if trained is None:
-        raise ExportError(f"{name}: belongs to no adapter; pass only trained tensors")
-    return trained
-
-
-def _check_pairs(tensors: Mapping[str, torch.Tensor]) -> None:
-    if not any(".lora_A." in name for name in tensors):
-        raise ExportError("the stream holds no adapter")
-    for name in tensors:
-        for side, other in (("A", "B"), ("B", "A")):
-            if f".lora_{side}." in name and name.replace(f".lora_{side}.", f".lora_{other}.") not in tensors:
-                raise ExportError(f"{name}: lora_{other} of this layer is missing")
-
-
-def _merge(
-    name: str, weight: torch.Tensor, halves: Mapping[str, torch.Tensor], config: Mapping[str, Any], layer: str
-) -> tuple[str, torch.Tensor]:
-    a_RI, b_OR = halves["A"], halves["B"]
-    if weight.dim() != 2 or a_RI.dim() != 2 or b_OR.dim() != 2:
-        raise ExportError(f"{name}: only matrices are supported, not {list(weight.shape)}; merge with PEFT")
-    delta = b_OR.float().to(weight.device) @ a_RI.float().to(weight.device)
-    if config.get("fan_in_fan_out"):
-        delta = delta.T
-    if delta.shape != weight.shape:
-        raise ExportError(
-            f"{name}: has shape {list(weight.shape)}, but its adapter {list(delta.shape)}; it belongs to another model"
-        )
-    return name, weight.float() + _scale(config, layer, a_RI.shape[0]) * delta
-
-
-def _scale(config: Mapping[str, Any], layer: str, rank: int) -> float:
-    """The factor s of a layer; as in PEFT, a pattern matches the end of a layer's name."""
-    alpha = config["lora_alpha"]
-    for pattern, value in (config.get("alpha_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", layer):
-            alpha = value
-            break
-    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else float(rank))
-
-
 def read_folder(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of a model folder, one tensor at a time. Raises ExportError without safetensors files."""
     from safetensors import safe_open
 
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ExportError(f"{folder}: has no safetensors file; pass the folder of the base model")
+        raise ExportError("has no safetensors file", field="base", value=str(folder))
     for path in files:
         with safe_open(path, "pt") as file:
             for name in list(file.keys()):
                 yield name, file.get_tensor(name)
+
+
+def _tensor_error(name: str, problem: str, *, remedy: str | None = None) -> ExportError:
+    return ExportError(problem, field="tensors", value=name, remedy=remedy)
+
+
+def _matrix(name: str, adapter: str) -> re.Match[str] | None:
+    if refused := next((part for part in _REFUSED if part in name), None):
+        raise _tensor_error(name, f"{refused} is not supported", remedy=_MERGE_WITH_PEFT)
+    match = _MATRIX.fullmatch(name)
+    if match is None:
+        return None
+    if match["adapter"] not in (None, adapter):
+        raise _tensor_error(name, f"belongs to another adapter than {adapter!r}", remedy="pass those of one adapter")
+    if match["kind"] == "bias":
+        raise _tensor_error(name, "a bias of B is not supported", remedy=_MERGE_WITH_PEFT)
+    return match
+
+
+def _trained_copy(name: str, adapter: str, copied: tuple[str, ...]) -> str | None:
+    """The base model's name of a tensor in a fully trained module (`modules_to_save`), None for other tensors."""
+    if match := _COPY.fullmatch(name):
+        return f"{match['layer']}.{match['rest']}"
+    # PEFT matches the end of the name: "norm" matches "input_layernorm" too.
+    if name.rpartition(".")[0].endswith(copied) and ".original_module." not in name:
+        return name
+    return None
+
+
+def _adapter_name(name: str, adapter: str, copied: tuple[str, ...]) -> str:
+    if match := _matrix(name, adapter):
+        return f"{match['layer']}.lora_{match['side']}.weight"
+    trained = _trained_copy(name, adapter, copied)
+    if trained is None:
+        raise _tensor_error(name, "belongs to no adapter", remedy="pass only trained tensors")
+    return trained
+
+
+def _check_pairs(tensors: Mapping[str, torch.Tensor]) -> None:
+    if not any(".lora_A." in name for name in tensors):
+        raise ExportError("the stream holds no adapter", field="tensors")
+    for name in tensors:
+        for side, other in (("A", "B"), ("B", "A")):
+            if f".lora_{side}." in name and name.replace(f".lora_{side}.", f".lora_{other}.") not in tensors:
+                raise _tensor_error(name, f"lora_{other} of this layer is missing")
+
+
+def _merge(
+    layer: str, config: Mapping[str, Any], *, weight: torch.Tensor, A: torch.Tensor, B: torch.Tensor
+) -> torch.Tensor:
+    if weight.dim() != 2 or A.dim() != 2 or B.dim() != 2:
+        raise _tensor_error(layer, f"only matrices are supported, not {list(weight.shape)}", remedy=_MERGE_WITH_PEFT)
+    delta = B.float().to(weight.device) @ A.float().to(weight.device)
+    if config.get("fan_in_fan_out"):
+        delta = delta.T
+    if delta.shape != weight.shape:
+        shapes = f"{list(weight.shape)}, its adapter {list(delta.shape)}"
+        raise _tensor_error(layer, f"the weight has shape {shapes}; the adapter belongs to another model")
+    return weight.float() + _scale(config, layer, A.shape[0]) * delta
+
+
+def _scale(config: Mapping[str, Any], layer: str, rank: int) -> float:
+    """The factor s of a layer; as in PEFT, a pattern matches the end of a layer's name."""
+    patterns = config.get("alpha_pattern") or {}
+    matching = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", layer))
+    alpha = float(next(matching, config["lora_alpha"]))
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else float(rank))
 
 
 def _plain(value: Any) -> Any:

@@ -55,7 +55,7 @@ def write_universal(
     source = ZeroCheckpoint(Path(checkpoint), tag)
     source.check()
     if not source.shapes:
-        raise ExportError(f"{source.folder}: no parameter was trained")
+        raise ExportError("no parameter was trained", field="checkpoint", value=str(source.folder))
     out, tag = Path(out), source.folder.name
     num_bytes = _num_bytes(*source.shapes.values())
     with new_folder(out, overwrite=overwrite) as partial:

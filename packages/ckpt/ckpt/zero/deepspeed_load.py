@@ -81,4 +81,4 @@ class _SafeReader:
             with torch.serialization.safe_globals([*self._classes, ENUM_MEMBER]):
                 return torch.load(path, map_location=map_location, weights_only=True)
         except pickle.UnpicklingError as error:
-            raise UntrustedFileError(f"{path}: cannot be read safely: {str(error).splitlines()[0]}") from error
+            raise UntrustedFileError(f"cannot be read safely: {str(error).splitlines()[0]}", value=str(path)) from error

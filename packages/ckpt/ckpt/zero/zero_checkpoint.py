@@ -87,15 +87,18 @@ def find_deepspeed_folder(path: Path, tag: str | None = None) -> Path:
     if tag is not None:
         tagged = [folder for folder in (path / tag, path / tag / tag) if any(folder.glob("*_model_states.pt"))]
         if not tagged:
-            raise ShardError(f"{path / tag}: holds no DeepSpeed checkpoint (no *_model_states.pt)")
+            raise ShardError(
+                f"{path / tag} holds no DeepSpeed checkpoint (no *_model_states.pt)", field="tag", value=tag
+            )
         return tagged[0]
     if any(path.glob("*_model_states.pt")):
         return path
     folders = sorted({file.parent for depth in ("*", "*/*") for file in path.glob(f"{depth}/*_model_states.pt")})
     if len(folders) != 1:
         names = ", ".join(folder.name for folder in folders)
-        found = f"several DeepSpeed checkpoints: {names}; pass one as tag" if folders else "no DeepSpeed checkpoint"
-        raise ShardError(f"{path}: holds {found} (looked for *_model_states.pt)")
+        if folders:
+            raise ShardError(f"{path} holds several DeepSpeed checkpoints", field="tag", value=None, allowed=names)
+        raise ShardError("holds no DeepSpeed checkpoint (no *_model_states.pt)", field="path", value=str(path))
     return folders[0]
 
 
@@ -260,7 +263,7 @@ class ZeroCheckpoint:
             ranks = [_rank_of(path) for path in files]
             if ranks != list(range(expected)):
                 raise ShardError(
-                    f"{self.folder}: was saved by {num_ranks} ranks at stage {stage}; found *_{kind}_states.pt of "
+                    f"{self.folder}: was saved by {num_ranks} ranks at stage {stage}; there are *_{kind}_states.pt of "
                     f"ranks {ranks}, expected {list(range(expected))}"
                 )
 
@@ -297,8 +300,8 @@ class ZeroCheckpoint:
             if ranks is not None:
                 try:
                     self.layout.check(_sizes(ranks))
-                except ValueError as error:
-                    raise ShardError(f"{self.folder}: {error}; the shards do not fit the parameter names") from error
+                except ShardError as error:
+                    raise error.under(str(self.folder)) from None
         return buffers
 
     def _moments(self, shard: Mapping[str, Any], kind: Kind) -> list[torch.Tensor]:
@@ -326,5 +329,5 @@ def _load(path: Path) -> dict[str, Any]:
         with torch.serialization.safe_globals(list(_STAND_INS)):
             loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises many types for torn or foreign files
-        raise ShardError(f"{path}: cannot be read safely: {str(error).splitlines()[0]}") from error
+        raise ShardError(f"cannot be read safely: {str(error).splitlines()[0]}", value=str(path)) from error
     return loaded

@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..errors import ShardError
+
 Shape = tuple[int, ...]
 
 
@@ -62,7 +64,7 @@ class ZeroLayout:
     def spans(self, name: str, start: int, stop: int, sizes: Sequence[Sequence[int]]) -> Iterator[Span]:
         """The spans that hold elements [start, stop) of the flattened parameter `name`, in order.
 
-        `sizes`: number of elements of each buffer of each rank. Raises ValueError when the buffers are too short.
+        `sizes`: number of elements of each buffer of each rank. Raises ShardError when the buffers are too short.
         """
         group, offset = self._places[name]
         if self.stage < 3:
@@ -79,11 +81,11 @@ class ZeroLayout:
             start = end_of_shard
 
     def check(self, sizes: Sequence[Sequence[int]]) -> None:
-        """Raise ValueError unless buffers of these sizes hold exactly the named parameters and padding."""
+        """Raise ShardError unless buffers of these sizes hold exactly the named parameters and padding."""
         if self.stage < 3:
             counts = {len(buffers) for buffers in sizes}
             if counts != {len(self.groups)}:
-                raise ValueError(f"there are {len(self.groups)} groups of names but {sorted(counts)} groups of buffers")
+                raise ShardError(field="groups", value=sorted(counts), allowed=f"{len(self.groups)} groups of names")
             pairs = [
                 (used, sum(buffers[group] for buffers in sizes), 2 * self.num_ranks)
                 for group, used in enumerate(self._num_used)
@@ -92,8 +94,8 @@ class ZeroLayout:
             pairs = [(sum(self._num_used), sum(buffers), 1) for buffers in sizes]
         for index, (used, held, alignment) in enumerate(pairs):
             if -(-used // alignment) != -(-held // alignment):
-                where = f"group {index}" if self.stage < 3 else f"rank {index}"
-                raise ValueError(f"{where} holds {held} elements, its named weights have {used}")
+                place = f"group {index}" if self.stage < 3 else f"rank {index}"
+                raise ShardError(field=place, value=held, allowed=f"{used} elements, as its named weights have")
 
     def _shard_size(self, numel: int) -> int:
         return -(-numel // self.num_ranks)
@@ -108,4 +110,4 @@ def _cut(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int
             yield piece, begin, end
         offset += size
     if stop > max(offset, start):
-        raise ValueError(f"ends {stop - max(offset, start)} elements after the end of its group")
+        raise ShardError("a parameter ends after the end of its group", field="stop", value=stop, allowed=str(offset))

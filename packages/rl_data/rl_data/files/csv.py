@@ -2,6 +2,9 @@
 
 CSV has no types. A column whose cells are all numbers, all true or false, or all lists and objects, as JSON writes
 them, has these values; any other column is text (`007` is no JSON number). An empty cell is None in every column.
+
+Python's own parser is used: pyarrow's takes the rest of a file for one cell after a quote that is not closed, and
+knows no lines.
 """
 
 import csv
@@ -9,65 +12,63 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from ..errors import DataError
-from .table import OnBad, Place, Table, first_line, is_unicode, parse_json, refuse, repeated, while_opening
+from .table import (
+    OnBad,
+    Place,
+    Rows,
+    Table,
+    first_line,
+    is_unicode,
+    no_rows,
+    parse_json,
+    refuse,
+    repeated,
+    while_opening,
+)
 
 Open = Callable[[], AbstractContextManager[BinaryIO]]
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_MAX_NUMBER = 4300
+"""Characters of the longest integer that Python converts."""
 _WORDS = {"true": True, "True": True, "false": False, "False": False}
 
 
-@dataclass(frozen=True, kw_only=True)
-class CsvTable(Table):
-    """The records of a file; `records` reads them from the start."""
-
-    records: Callable[[OnBad], Iterator[tuple[Place, list[str]]]]
-    kinds: Mapping[str, str]
-    """Columns that are not text: "number", "bool" or "json"."""
-
-    def rows(
-        self, columns: Collection[str] | None = None, *, text: Collection[str] = ()
-    ) -> Iterator[tuple[Place, dict[str, Any]]]:
-        kinds = {name: kind for name, kind in self.kinds.items() if name not in text or kind == "json"}
-        picked = [
-            (index, name, kinds.get(name, "text"))
-            for index, name in enumerate(self.columns)
-            if (name not in self.unusable if columns is None else name in columns)
-        ]
-        for place, cells in self.records(self.on_bad):
-            yield place, {name: _value(cells[index], kind) for index, name, kind in picked}
-
-
-def open_csv(open_file: Open, file: str, on_bad: OnBad = refuse) -> CsvTable:
+def open_csv(open_file: Open, file: str, on_bad: OnBad = refuse) -> Table:
     """The table of a CSV file, which is read once to find the types. Raises DataError if it has no row."""
-    header, records = _header(open_file, file), lambda on_bad: _records(open_file, file, on_bad)
-    kinds: list[str] = [""] * len(header)
+    _, header = next(_records(open_file, file, refuse), (None, None))
+    if header is None:
+        raise DataError("has no header", "Give a CSV file whose first line names the columns.", file=file)
+    kinds = [""] * len(header)
     num_rows = 0
-    for _, cells in records(while_opening(on_bad)):
+    for _, cells in _rows(open_file, file, while_opening(on_bad)):
         num_rows += 1
         for index, cell in enumerate(cells):
             if cell and kinds[index] != "text" and (kind := _kind(cell)) != kinds[index]:
                 kinds[index] = "text" if kinds[index] else kind
     if num_rows == 0:
-        raise DataError(f"{file}: the file has no rows. Give a file with at least one.", file=file)
-    return CsvTable(
-        file=file,
-        columns=header,
-        unusable=repeated(header),
-        records=records,
-        kinds={name: kind for name, kind in zip(header, kinds, strict=True) if kind not in ("", "text")},
-        on_bad=on_bad,
-    )
+        raise no_rows(file)
+
+    def read(columns: Sequence[str], text: Collection[str], on_bad: OnBad) -> Rows:
+        # A number in a text column stays as it is written; a list of messages is a value there too.
+        kept = [
+            (index, name, "text" if name in text and kinds[index] != "json" else kinds[index])
+            for index, name in enumerate(header)
+            if name in columns
+        ]
+        for place, cells in _rows(open_file, file, on_bad):
+            yield place, {name: _value(cells[index], kind) for index, name, kind in kept}
+
+    return Table(file=file, columns=header, read=read, unusable=repeated(header), on_bad=on_bad)
 
 
 def _kind(cell: str) -> str:
-    """What a cell that is not empty can be read as."""
-    if len(cell) < 4300 and _NUMBER.fullmatch(cell):  # Python converts no longer text to an integer
+    """The kind of values that a cell, which is not empty, may be one of."""
+    if len(cell) < _MAX_NUMBER and _NUMBER.fullmatch(cell):
         return "number"
     if cell in _WORDS:
         return "bool"
@@ -88,25 +89,19 @@ def _value(cell: str, kind: str) -> Any:
     return _WORDS[cell] if kind == "bool" else json.loads(cell)
 
 
-def _header(open_file: Open, file: str) -> Sequence[str]:
-    for _, cells in _all_records(open_file, file, refuse):
-        return cells
-    raise DataError(f"{file}: has no header. Give a CSV file whose first line names the columns.", file=file)
-
-
-def _records(open_file: Open, file: str, on_bad: OnBad) -> Iterator[tuple[Place, list[str]]]:
+def _rows(open_file: Open, file: str, on_bad: OnBad) -> Iterator[tuple[Place, list[str]]]:
     """The records after the header, each with one cell per column."""
-    records = _all_records(open_file, file, on_bad)
+    records = _records(open_file, file, on_bad)
     _, header = next(records)
     for place, cells in records:
         if len(cells) != len(header):
-            what = f"has {len(cells)} cells, and the header {len(header)} (separated by commas)"
-            on_bad(place.error(what, "Quote cells that contain commas, or fix the row."))
+            problem = f"has {len(cells)} cells, and the header {len(header)} (separated by commas)"
+            on_bad(place.error(problem, "Quote cells that contain commas, or fix the row."))
             continue
         yield place, cells
 
 
-def _all_records(open_file: Open, file: str, on_bad: OnBad) -> Iterator[tuple[Place, list[str]]]:
+def _records(open_file: Open, file: str, on_bad: OnBad) -> Iterator[tuple[Place, list[str]]]:
     """The records with the lines at which they start, the header among them; blank lines are left out.
 
     Wrong quotes always raise: nobody knows where the next record starts.

@@ -10,10 +10,9 @@ from stat import S_ISDIR, S_ISREG
 from typing import BinaryIO, cast
 
 from ..errors import DataError
+from .arrow import is_saved, open_parquet, open_saved
 from .csv import open_csv
 from .json_lines import open_json
-from .parquet import open_parquet
-from .saved import is_saved, open_saved
 from .table import OnBad, Table, first_line, refuse
 
 _OPENERS = {".jsonl": open_json, ".ndjson": open_json, ".json": open_json, ".csv": open_csv}
@@ -32,19 +31,18 @@ def open_table(file: str | Path, on_bad: OnBad = refuse) -> Table:
     """
     name, (path, split) = str(file), _split(str(file))
     if not name:
-        raise DataError("an empty file name was given. Name a data file, or give an empty list: [].", file=name)
+        raise DataError("an empty file name was given", "Name a data file, or give an empty list: [].", file=name)
     try:
         status = path.stat()
     except (OSError, ValueError) as error:
         why = "no such file" if isinstance(error, FileNotFoundError) else getattr(error, "strerror", "") or error
-        what = f"{name}: {why}. Check the path; relative paths start at {Path.cwd()}."
-        raise DataError(what, file=name) from None
+        raise DataError(str(why), f"Check the path; relative paths start at {Path.cwd()}.", file=name) from None
     if S_ISDIR(status.st_mode):
         return _open_folder(path, name, split, on_bad)
     if not S_ISREG(status.st_mode):
-        raise DataError(f"{name}: is a device, pipe or socket. Give a regular file.", file=name)
+        raise DataError("is a device, pipe or socket", "Give a regular file.", file=name)
     if status.st_size == 0:
-        raise DataError(f"{name}: the file is empty (0 bytes). Write or copy it again.", file=name)
+        raise DataError("the file is empty (0 bytes)", "Write or copy it again.", file=name)
     return _open_file(path, name, on_bad)
 
 
@@ -62,10 +60,9 @@ def _split(name: str) -> tuple[Path, str | None]:
 def _open_folder(path: Path, name: str, split: str | None, on_bad: OnBad) -> Table:
     if is_saved(path):
         return open_saved(path, name, split, on_bad)
-    found = sorted(child.name for child in path.glob("*.*"))
-    hint = f"it contains {', '.join(found[:5])}" if found else "it contains no file"
-    what = f"{name}: is a folder that `datasets` did not save ({hint}). Give the files themselves: {KINDS}."
-    raise DataError(what, file=name)
+    children = ", ".join(sorted(child.name for child in path.glob("*.*"))[:5]) or "no file"
+    problem = f"is a folder that `datasets` did not save (it contains {children})"
+    raise DataError(problem, f"Give the files themselves: {KINDS}.", file=name)
 
 
 def _open_file(path: Path, name: str, on_bad: OnBad) -> Table:
@@ -77,7 +74,7 @@ def _open_file(path: Path, name: str, on_bad: OnBad) -> Table:
     if opener := _OPENERS.get(suffix):
         return opener(partial(_open_stream, path, name, is_gzip), name, on_bad)
     if is_gzip:
-        raise DataError(f"{name}: only .jsonl, .json and .csv may be compressed. Decompress it.", file=name)
+        raise DataError("only .jsonl, .json and .csv may be compressed", "Decompress it.", file=name)
     return open_parquet(path, name, on_bad)
 
 
@@ -88,4 +85,4 @@ def _open_stream(path: Path, name: str, is_gzip: bool) -> Iterator[BinaryIO]:
         with gzip.open(path) if is_gzip else path.open("rb") as stream:
             yield cast("BinaryIO", stream)
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{name}: cannot be read ({first_line(error)}). Copy it again.", file=name) from error
+        raise DataError(f"cannot be read ({first_line(error)})", "Copy it again.", file=name) from error

@@ -1,8 +1,7 @@
-"""What the readers of all kinds of files have in common: columns, and rows whose places users can look up."""
+"""Tables: columns, and rows whose places users can look up. Every reader of files returns one."""
 
 import json
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,18 +18,17 @@ class Place:
     is_line: bool = False
 
     def __str__(self) -> str:
-        return (
-            f"{self.file}: line {self.number}" if self.is_line else f"{self.file}: row {self.number} (counted from 0)"
-        )
+        return self.error("", "").place
 
-    def error(self, what: str, remedy: str, *, column: str | None = None) -> DataError:
+    def error(self, problem: str, remedy: str, *, column: str | None = None, setting: str | None = None) -> DataError:
         """A DataError for this row, or for one column of it."""
-        where = str(self) if column is None else f"{self}, column {column!r}"
-        return DataError(f"{where}: {what}. {remedy}", file=self.file, row=self.number, column=column)
+        place = {"file": self.file, "row": self.number, "is_line": self.is_line}
+        return DataError(problem, remedy, **place, column=column, setting=setting)  # type: ignore[arg-type]
 
 
 OnBad = Callable[[DataError], None]
 """Called with the error of a row that cannot be read; when it returns, reading continues after that row."""
+Rows = Iterator[tuple[Place, dict[str, Any]]]
 
 
 def refuse(error: DataError) -> None:
@@ -44,20 +42,19 @@ def while_opening(on_bad: OnBad) -> OnBad:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table(ABC):
+class Table:
     """An opened file with at least one row. Rows are read one batch at a time, each time from the start."""
 
     file: str
     columns: Sequence[str]
     """The columns in the order of the file; a row of JSON lines may lack some."""
+    read: Callable[[Sequence[str], Collection[str], OnBad], Rows]
+    """(columns, columns whose numbers stay text, on_bad) -> rows."""
     unusable: Mapping[str, str] = field(default_factory=dict)
     """Columns that cannot be read as JSON values, with the reason."""
     on_bad: OnBad = refuse
 
-    @abstractmethod
-    def rows(
-        self, columns: Collection[str] | None = None, *, text: Collection[str] = ()
-    ) -> Iterator[tuple[Place, dict[str, Any]]]:
+    def rows(self, columns: Collection[str] | None = None, *, text: Collection[str] = ()) -> Rows:
         """The rows as JSON values, and other Python values in columns that are named and `unusable`.
 
         Args:
@@ -67,17 +64,19 @@ class Table(ABC):
         Raises:
             DataError: damaged data; an unreadable row, unless `on_bad` takes it.
         """
+        if columns is None:
+            columns = set(self.columns) - set(self.unusable)
+        return self.read([name for name in self.columns if name in columns], text, self.on_bad)
 
-    def require(self, columns: Collection[str], remedy: str) -> None:
-        """Raises DataError, naming the columns found, if one of `columns` is missing or occurs twice."""
+    def require(self, columns: Collection[str], remedy: str, *, setting: str | None = None) -> None:
+        """Raises DataError, naming the columns that there are, if one of `columns` is missing or occurs twice."""
         for column in columns:
+            if column not in self.columns:
+                problem = f"column {column!r} is missing; the columns found are {', '.join(self.columns)[:1000]}"
+                raise DataError(problem, remedy, file=self.file, column=column, setting=setting)
             if (count := self.columns.count(column)) > 1:
-                what = f"{self.file}: column {column!r} occurs {count} times. Rename or drop all but one."
-                raise DataError(what, file=self.file, column=column)
-            if not count:
-                found = ", ".join(self.columns)[:1000]
-                what = f"{self.file}: column {column!r} is missing; the columns found are {found}. {remedy}"
-                raise DataError(what, file=self.file, column=column)
+                problem = f"column {column!r} occurs {count} times"
+                raise DataError(problem, "Rename or drop all but one.", file=self.file, column=column)
 
 
 def repeated(columns: Sequence[str]) -> dict[str, str]:
@@ -86,18 +85,22 @@ def repeated(columns: Sequence[str]) -> dict[str, str]:
     return {column: f"occurs {count} times" for column, count in counts.items() if count > 1}
 
 
+def no_rows(file: str) -> DataError:
+    """The error of a file without rows."""
+    return DataError("the file has no rows", "Give a file with at least one.", file=file)
+
+
 def why_not_json(value: Any) -> str:
-    """Why JSON cannot hold a value; empty if it can."""
+    """The reason why JSON cannot hold a value; empty if it can."""
     if isinstance(value, str):
         return "" if is_unicode(value) else "text that is not Unicode"
     if value is None or isinstance(value, int):
         return ""
     if isinstance(value, float):
         return "" if math.isfinite(value) else f"the number {value}"
-    if isinstance(value, list):
-        return next(filter(None, map(why_not_json, value)), "")
-    if isinstance(value, dict):
-        return next(filter(None, map(why_not_json, value.values())), "")
+    if isinstance(value, list | dict):
+        items = value.values() if isinstance(value, dict) else value
+        return next(filter(None, map(why_not_json, items)), "")
     return f"a value of type {type(value).__name__}"
 
 
@@ -119,11 +122,11 @@ def parse_json(text: str) -> Any:
 
 
 def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    value = dict(pairs)
+    if len(value) < len(pairs):
         keys = [key for key, _ in pairs]
         raise ValueError(f"the key {max(keys, key=keys.count)!r} occurs twice")
-    return found
+    return value
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_without_repeated_keys)

@@ -11,10 +11,9 @@ All write `data_source`, and `tools` if a row has any.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from ..config import ColumnsConfig, DataConfig
@@ -22,29 +21,27 @@ from ..errors import DataError, UnknownDataSourceError
 from ..files.table import Place, Table, while_opening
 from ..rewards.base import Reward
 from ..rewards.registry import reward_for
-from ..rows import Message, Row, Schema, conversation, find_schema, parse_row, raw_rows
+from ..rows import Message, Schema, conversation, find_schema, parse_row, raw_rows
 from .config import PrepareConfig
 
-MATH_DATA_SOURCE = "lighteval/MATH"
-_MEANINGFUL = (
-    "question",
-    "answer",
-    "prompt",
-    "completion",
-    "messages",
-    "ground_truth",
-    "reward_model",
-    "data_source",
-    "tools",
-)
+_COLUMNS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "question": ("question", ("answer",)),
+    "math": ("problem", ("solution",)),
+    "chat": ("messages", ()),
+    "prompt": ("prompt", ("completion", "response")),
+}
+"""Layout -> column of the prompt, possible columns of the response."""
+_MEANINGFUL = {"question", "answer", "messages", "prompt", "completion", "ground_truth", "reward_model"}
+_MEANINGFUL |= {"data_source", "tools"}
 """Columns that decide how the apps read a file; no other column may have such a name."""
-_FILL_IN = "Fill it in or drop the row."
-_ENCODER = json.JSONEncoder(ensure_ascii=False, sort_keys=True)
+_MATH_DATA_SOURCE = "lighteval/MATH"
+Record = dict[str, Any]
+"""A row of the training schema: `question` and `answer`, or `prompt` and `messages`; and the columns that all have."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How the rows of one table become samples."""
+    """The columns of one table that become the columns of the training schema."""
 
     name: str
     schema: Schema
@@ -55,96 +52,67 @@ class Layout:
 
     @property
     def is_question(self) -> bool:
-        """Whether prompts are written as texts in `question`, which the apps' `data.question_template` applies to."""
+        """Prompts are written as texts in `question`, which the apps' `data.question_template` applies to."""
         return self.name in ("question", "math")
 
-    @cached_property
+    @property
     def read(self) -> set[str]:
         """The columns that become part of the training schema."""
         columns = self.schema.used | {self.response or self.schema.prompt}
         return columns | {"prompt", "messages"} if self.name == "chat" else columns
 
-    @cached_property
+    @property
     def reserved(self) -> set[str]:
         """Columns that are left out because of their names."""
-        return {*_MEANINGFUL} - self.read
+        return _MEANINGFUL - self.read
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """A row, with the whole response if it has one."""
-
-    row: Row
-    response: Message | None
-    is_question: bool
-
-    @property
-    def prompt_text(self) -> str:
-        """The contents of the messages, one after another."""
-        return "\n".join(map(_content, self.row.messages))
-
-    @property
-    def compared_text(self) -> str:
-        """What duplicates and held-out prompts are found by: without system messages, which many rows share."""
-        return "\n".join(_content(message) for message in self.row.messages if message["role"] != "system")
-
-    @property
-    def context(self) -> str:
-        """System messages and tools; prompts of different contexts are no duplicates."""
-        contents = [_content(message) for message in self.row.messages if message["role"] == "system"]
-        return _ENCODER.encode([contents, list(self.row.tools)])
-
-    @property
-    def response_text(self) -> str:
-        """The content of the response; empty without one."""
-        return str(self.response["content"]) if self.response else ""
-
-    @cached_property
-    def record(self) -> dict[str, Any]:
-        """The columns of the training schema."""
-        row, response = self.row, self.response
-        found: dict[str, Any]
-        if self.is_question:
-            found = {"question": row.messages[0]["content"], "answer": response["content"] if response else None}
-        else:
-            found = {"prompt": list(row.messages), "messages": [*row.messages, response] if response else None}
-        found |= {"ground_truth": row.ground_truth or None, "data_source": row.data_source or None}
-        found["tools"] = json.dumps(row.tools, ensure_ascii=False) if row.tools else None
-        return {**found, **row.extra}
-
-    @cached_property
-    def content(self) -> str:
-        """The record as JSON text; equal for equal rows."""
-        return _ENCODER.encode(self.record)
+def prompt_of(record: Record) -> list[Message]:
+    """The messages of the prompt."""
+    return record["prompt"] if "prompt" in record else [{"role": "user", "content": record["question"]}]
 
 
-def _content(message: Message) -> str:
-    """The text of a message; of one with tool calls, its JSON text."""
-    return str(message["content"]) or _ENCODER.encode(message)
+def response_of(record: Record) -> str:
+    """The text of the response; empty without one."""
+    return str(
+        record["answer"] or "" if "question" in record else (record["messages"] or [{"content": ""}])[-1]["content"]
+    )
+
+
+def text_of(messages: Iterable[Message]) -> str:
+    """The contents of messages, one after another; a message with tool calls as JSON text."""
+    return "\n".join(str(message["content"]) or json_text(message) for message in messages)
+
+
+def json_text(value: Any) -> str:
+    """JSON text, which is equal for equal values."""
+    return json.dumps(value, ensure_ascii=False, sort_keys=True)
 
 
 def find_layout(table: Table, config: PrepareConfig) -> Layout:
     """The layout of a table. Raises DataError for a column that is missing or whose name is reserved."""
-    name = _named(table, config) if config.layout == "auto" else config.layout
-    prompts = {"question": "question", "math": "problem", "chat": "messages", "prompt": "prompt"}
+    name = _layout_name(table, config) if config.layout == "auto" else config.layout
+    if config.response_column is not None:
+        table.require([config.response_column], "Name one of them: --response-column.")
     ground_truth = config.ground_truth_column
     if name == "math" and not ground_truth:  # in `answer` (MATH-500), or boxed in the solution
         ground_truth = "answer" if "answer" in table.columns else config.response_column or "solution"
-    columns = ColumnsConfig(prompt=config.prompt_column or prompts[name], ground_truth=ground_truth)
-    schema = find_schema(table, DataConfig(columns=columns, extra_columns=config.extra_columns))
+    columns = ColumnsConfig(prompt=config.prompt_column or _COLUMNS[name][0], ground_truth=ground_truth)
     layout = Layout(
         name=name,
-        schema=schema,
-        response=_response(name, table, config),
-        data_source=config.data_source or (MATH_DATA_SOURCE if name == "math" else ""),
+        schema=find_schema(table, DataConfig(columns=columns, extra_columns=config.extra_columns)),
+        response=config.response_column
+        or next((column for column in _COLUMNS[name][1] if column in table.columns), None),
+        data_source=config.data_source or (_MATH_DATA_SOURCE if name == "math" else ""),
     )
     if reserved := sorted(layout.reserved & {*(config.extra_columns or ())}):
-        what = f"{table.file}: the column {reserved[0]!r} would change how the apps read what is written"
-        raise DataError(f"{what}. Rename it, or take it out of --extra-columns.", file=table.file, column=reserved[0])
+        problem = f"the column {reserved[0]!r} would change how the apps read the files"
+        remedy = "Rename it, or take it out of --extra-columns."
+        raise DataError(problem, remedy, file=table.file, column=reserved[0])
     return layout
 
 
-def _named(table: Table, config: PrepareConfig) -> str:
+def _layout_name(table: Table, config: PrepareConfig) -> str:
     """The layout that the names of the columns show; for a named prompt column, its first value."""
     names = set(table.columns)
     if config.prompt_column is not None:
@@ -156,52 +124,57 @@ def _named(table: Table, config: PrepareConfig) -> str:
         return "question"
     if {"problem", "solution"} <= names:
         return "math"
-    for name, column in (("chat", "messages"), ("prompt", "prompt")):
-        if column in names:
-            return name
-    what = f"{table.file}: no known layout; the columns found are {', '.join(table.columns)[:1000]}"
+    if "messages" in names or "prompt" in names:
+        return "chat" if "messages" in names else "prompt"
     raise DataError(
-        f"{what}. Known are question (GSM8K), problem and solution (MATH), messages, and prompt; name other columns: "
+        f"no known layout; the columns are {', '.join(table.columns)[:1000]}",
+        "Known are question (GSM8K), problem and solution (MATH), messages, and prompt; name other columns: "
         "--prompt-column, --ground-truth-column, --response-column.",
         file=table.file,
     )
 
 
-def _response(name: str, table: Table, config: PrepareConfig) -> str | None:
-    if config.response_column is not None:
-        table.require([config.response_column], "Name one of them: --response-column.")
-        return config.response_column
-    usual = {"question": ("answer",), "math": ("solution",), "prompt": ("completion", "response")}.get(name, ())
-    return next((column for column in usual if column in table.columns), None)
-
-
-def read_samples(table: Table, layout: Layout) -> Iterator[Sample]:
-    """The samples of a table in order; `table.on_bad` takes the errors of rows that cannot be used."""
+def read_records(table: Table, layout: Layout) -> Iterator[tuple[Place, Record]]:
+    """The rows of a table in the training schema; `table.on_bad` takes the errors of rows that cannot be used."""
     rewards: dict[str, Reward | None] = {}
     for place, raw in raw_rows(table, layout.schema, layout.read):
         try:
-            sample = _sample(place, raw, layout)
-            _check_scorable(sample.row, layout, rewards)
+            record = _record(place, raw, layout)
+            _check_scorable(place, record, layout, rewards)
         except DataError as error:
             table.on_bad(error)
             continue
-        yield sample
+        yield place, record
 
 
-def _sample(place: Place, raw: dict[str, Any], layout: Layout) -> Sample:
+def _record(place: Place, raw: dict[str, Any], layout: Layout) -> Record:
     schema, response = layout.schema, None
     if layout.name == "chat":
         raw, response = _split_chat(place, raw, layout)
-    elif layout.response is not None:
-        response = _text_response(place, raw.get(layout.response), layout.response)
+    elif layout.response is not None and (value := raw.get(layout.response)) not in (None, ""):
+        if not isinstance(value, str) or not value.strip():
+            raise place.error("the response is no text", "Fill it in or drop the row.", column=layout.response)
+        response = {"role": "assistant", "content": value}
     if layout.name == "math" and schema.ground_truth == (layout.response,):
-        raw = {**raw, schema.ground_truth[0]: _boxed(place, response, schema.ground_truth[0])}
+        answer = last_boxed(response["content"]) if response else None
+        if not answer:
+            remedy = "Put the answer into \\boxed{}, name its column (--ground-truth-column), or drop the row."
+            raise place.error("no answer in \\boxed{}", remedy, column=schema.ground_truth[0])
+        raw = {**raw, schema.ground_truth[0]: answer}
     row = parse_row(place, raw, schema)
     if layout.is_question and not row.is_question:
         raise place.error("a list of messages, not a text", "Give --layout chat.", column=schema.prompt)
-    extra = {name: value for name, value in row.extra.items() if name not in layout.read | layout.reserved}
-    row = replace(row, data_source=row.data_source or layout.data_source, extra=extra)
-    return Sample(row=row, response=response, is_question=layout.is_question)
+    if layout.is_question:
+        record = {"question": row.messages[0]["content"], "answer": response["content"] if response else None}
+    else:
+        record = {"prompt": list(row.messages), "messages": [*row.messages, response] if response else None}
+    return {
+        **record,
+        "ground_truth": row.ground_truth or None,
+        "data_source": row.data_source or layout.data_source or None,
+        "tools": json.dumps(row.tools, ensure_ascii=False) if row.tools else None,
+        **{name: value for name, value in row.extra.items() if name not in layout.read | layout.reserved},
+    }
 
 
 def _split_chat(place: Place, raw: dict[str, Any], layout: Layout) -> tuple[dict[str, Any], Message | None]:
@@ -216,25 +189,9 @@ def _split_chat(place: Place, raw: dict[str, Any], layout: Layout) -> tuple[dict
         if last.get("role") == "assistant":
             messages, response = before, conversation(place, [last], column)[0]
     if response is not None and (not response["content"].strip() or "tool_calls" in response):
-        what = "the conversation ends with an assistant's message that is no text"
-        raise place.error(what, "Drop that message, or drop the row.", column=column)
+        problem = "the conversation ends with an assistant's message that is no text"
+        raise place.error(problem, "Drop that message, or drop the row.", column=column)
     return {**raw, column: messages}, response
-
-
-def _text_response(place: Place, value: Any, column: str) -> Message | None:
-    if value is None or value == "":
-        return None
-    if not isinstance(value, str) or not value.strip():
-        raise place.error("the response is no text", _FILL_IN, column=column)
-    return {"role": "assistant", "content": value}
-
-
-def _boxed(place: Place, response: Message | None, column: str) -> str:
-    answer = last_boxed(response["content"]) if response else None
-    if not answer:
-        remedy = "Put the answer into \\boxed{}, name its column (--ground-truth-column), or drop the row."
-        raise place.error("no answer in \\boxed{}", remedy, column=column)
-    return answer
 
 
 def last_boxed(text: str) -> str | None:
@@ -253,13 +210,14 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def _check_scorable(row: Row, layout: Layout, rewards: dict[str, Reward | None]) -> None:
+def _check_scorable(place: Place, record: Record, layout: Layout, rewards: dict[str, Reward | None]) -> None:
     """Raises DataError if the reward of the row's data source, where one is registered, can never score it."""
-    if row.data_source not in rewards:
-        rewards[row.data_source] = None
+    source = record["data_source"]
+    if source not in rewards:
+        rewards[source] = None
         with suppress(UnknownDataSourceError):  # the configuration of the run names the reward
-            rewards[row.data_source] = reward_for(row.data_source)
-    reward = rewards[row.data_source]
-    if reward is not None and (problem := reward.problem(row.ground_truth, row.extra)):
+            rewards[source] = reward_for(source or "")
+    reward = rewards[source]
+    if reward is not None and (problem := reward.problem(record["ground_truth"] or "", record)):
         column = layout.schema.ground_truth[0]
-        raise row.place.error(problem, "Fix it, drop the row, or give another --data-source.", column=column)
+        raise place.error(problem, "Fix it, drop the row, or give another --data-source.", column=column)

@@ -1,143 +1,197 @@
-"""Third pass: the kept rows become parquet files, in the order of the input."""
+"""The last pass of `prepare_data`: rows are selected by their keys and become parquet files, in the order read."""
 
+import hashlib
 import json
-from collections import Counter
-from collections.abc import Sequence
+from bisect import bisect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import DataError
-from ..files.table import Place
+from ..files.table import Place, first_line
+from .card import CONFLICT, EXACT, MAX_EXAMPLES, NEAR, File, Report
 from .config import PrepareConfig
-from .output import ParquetFile
-from .reading import Reader, fingerprint
-from .report import CONFLICT, EXACT, MAX_EXAMPLES, NEAR, Example, Input, Output, Report, summarize
-from .selection import Mask, Selection
-from .spool import storable
+from .duplicates import groups, is_validation, keepers
+from .layouts import Record, prompt_of, text_of
 
-_NUM_SAMPLES = 3
-
-
-class Writer:
-    """Writes what a selection keeps, and collects what the report says about it."""
-
-    def __init__(self, config: PrepareConfig, reader: Reader, selection: Selection, folder: Path) -> None:
-        self._config, self._reader, self._selection, self._folder = config, reader, selection, folder
-        self._spool = reader.spool
-        self._data_sources: Counter[str] = Counter()
-        self._samples: list[str] = []
-        self._texts: dict[int, str] = {}
-        """Prompts of the rows in `_examples`."""
-        self._pairs = {
-            EXACT: selection.is_exact,
-            NEAR: selection.is_near,
-            CONFLICT: selection.is_conflict,
-        }
-        self._wanted = np.unique(
-            [row for mask in self._pairs.values() for first in _first(mask) for row in (first, selection.keeper[first])]
-        ).astype(np.int64)
-
-    def write(self, command: str, inputs: Sequence[Input]) -> Report:
-        """Write the files. Raises DataError if one of them would have no rows."""
-        schema = storable(self._spool.schema)
-        is_kept, is_validation = self._selection.is_kept, self._selection.is_validation
-        masks = {"train.parquet": is_kept & ~is_validation}
-        if self._config.validation:
-            masks["val.parquet"] = is_kept & is_validation
-        for name, mask in masks.items():
-            if not mask.any():
-                other = "smaller" if name == "train.parquet" else "larger"
-                raise DataError(
-                    f"{name} would have none of the {is_kept.sum()} rows: --validation={self._config.validation} is "
-                    f"the probability with which each row is drawn for val.parquet. Give a {other} one, another "
-                    "--seed, more rows, or --validation 0, which writes train.parquet alone."
-                )
-        files = {name: ParquetFile(self._folder / name, schema) for name in masks}
-        start = 0
-        for table in self._spool.tables(schema):
-            self._add(table, start, masks, files)
-            start += len(table)
-        for file in files.values():
-            file.close()
-        self._count_duplicates()
-        outputs = []
-        for name, file in files.items():
-            num_bytes, sha256 = fingerprint(str(file.path))
-            outputs.append(Output(name=name, num_rows=file.num_rows, num_bytes=num_bytes, sha256=sha256))
-        return self._report(command, inputs, schema, outputs)
-
-    def _add(self, table: Any, start: int, masks: dict[str, Mask], files: dict[str, ParquetFile]) -> None:
-        import pyarrow as pa
-
-        rows = slice(start, start + len(table))
-        first, last = np.searchsorted(self._wanted, (rows.start, rows.stop))
-        for row in self._wanted[first:last]:
-            self._texts[int(row)] = _prompt_text(table.slice(row - start, 1).to_pylist()[0])
-        for name, mask in masks.items():
-            part = table.filter(pa.array(mask[rows]))
-            if len(part):
-                files[name].add(part)
-                self._count(part, name)
-
-    def _count(self, table: Any, name: str) -> None:
-        for count in table["data_source"].value_counts().to_pylist():
-            self._data_sources[count["values"] or "(none)"] += count["counts"]
-        if name == "train.parquet" and (missing := _NUM_SAMPLES - len(self._samples)) > 0:
-            self._samples += [
-                json.dumps(row, indent=2, ensure_ascii=False) for row in table.slice(0, missing).to_pylist()
-            ]
-
-    def _count_duplicates(self) -> None:
-        """Count the duplicates, and show the first of each kind beside the row that is kept."""
-        removed, keeper = self._reader.removed, self._selection.keeper
-        files, numbers, is_line = (self._spool.keys(name) for name in ("file", "number", "is_line"))
-
-        def place(row: int) -> str:
-            return str(Place(file=self._reader.files[files[row]], number=int(numbers[row]), is_line=bool(is_line[row])))
-
-        for reason, mask in self._pairs.items():
-            if num := int(mask.sum()):
-                removed.counts[reason] = num
-                removed.examples[reason] = [
-                    Example(place(row), self._texts[row], f"{place(keeper[row])}\n{self._texts[int(keeper[row])]}")
-                    for row in _first(mask)
-                ]
-
-    def _report(self, command: str, inputs: Sequence[Input], schema: Any, outputs: Sequence[Output]) -> Report:
-        reader, spool, is_kept = self._reader, self._spool, self._selection.is_kept
-        has_response = spool.keys("has_response") & is_kept
-        dropped = [name for name in spool.schema.names if name not in schema.names and name not in _OPTIONAL]
-        notes = [*reader.notes, *(f"the column {name!r} is empty in every row and is left out" for name in dropped)]
-        return Report(
-            command=command,
-            inputs=inputs,
-            held_out=reader.held_out_inputs,
-            outputs=outputs,
-            removed=reader.removed,
-            notes=notes,
-            bands=reader.bands,
-            unit=reader.measure.unit,
-            prompt_lengths=summarize(spool.keys("prompt_length")[is_kept]),
-            response_lengths=summarize(spool.keys("response_length")[has_response]) if has_response.any() else None,
-            num_responses=int(has_response.sum()),
-            num_ground_truths=int((spool.keys("has_ground_truth") & is_kept).sum()),
-            data_sources=dict(sorted(self._data_sources.items())),
-            columns={field.name: str(field.type) for field in schema},
-            samples=self._samples,
-        )
-
-
+_TEXTS = ("question", "answer", "ground_truth", "data_source")
 _OPTIONAL = ("messages", "tools")
 """Columns of the training schema that are written only if a row has them."""
+_BATCH_ROWS = 4096
+_QUANTILES = {"smallest": 0.0, "median": 0.5, "95%": 0.95, "largest": 1.0}
+Mask = NDArray[np.bool_]
+Rows = NDArray[np.int64]
 
 
-def _first(mask: Mask) -> list[int]:
-    return [int(row) for row in np.flatnonzero(mask)[:MAX_EXAMPLES]]
+class Spool:
+    """Rows on the disk as JSON lines, because many do not fit into memory, and their keys in memory."""
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow as pa
+
+        self._path, self._stream = path, path.open("w", encoding="utf-8")
+        self._keys: list[dict[str, NDArray[Any]]] = []
+        self._batches: list[tuple[int, Place, NDArray[np.uint32]]] = []
+        """First row, its place, and the numbers of all rows in their file."""
+        self.num_rows = 0
+        self.schema: Any = pa.schema([])
+        """The `pyarrow.Schema` that all rows fit."""
+
+    def add(self, records: Sequence[Record], places: Sequence[Place], keys: Mapping[str, NDArray[Any]]) -> None:
+        """Append rows. Raises DataError for values that do not fit one type of a column, such as text and numbers."""
+        import pyarrow as pa
+
+        for name in dict.fromkeys(name for record in records for name in record):
+            try:
+                type_ = pa.string() if name in _TEXTS else pa.array([record.get(name) for record in records]).type
+                one = pa.schema([(name, type_)])
+                self.schema = pa.unify_schemas([self.schema, one], promote_options="permissive")
+            except (pa.ArrowException, OverflowError, ValueError, TypeError) as error:
+                problem = f"column {name!r} has values of different types ({first_line(error)}), as parquet cannot"
+                remedy = "Write them as text, or leave the column out: --extra-columns names those to keep."
+                raise DataError(problem, remedy, file=places[0].file, column=name) from error
+        self._stream.writelines(json.dumps(record) + "\n" for record in records)
+        self._keys.append(dict(keys))
+        self._batches.append((self.num_rows, places[0], np.array([place.number for place in places], np.uint32)))
+        self.num_rows += len(records)
+
+    def keys(self, name: str) -> NDArray[Any]:
+        """One key of all rows, whose parts are freed: each key is read once."""
+        return np.concatenate([keys.pop(name) for keys in self._keys])
+
+    def place(self, row: int) -> Place:
+        """The place from which a row was read."""
+        first, place, numbers = self._batches[bisect(self._batches, row, key=lambda batch: batch[0]) - 1]
+        return replace(place, number=int(numbers[row - first]))
+
+    def records(self) -> Iterator[list[dict[str, Any]]]:
+        """All rows in batches."""
+        self._stream.close()
+        with self._path.open(encoding="utf-8") as stream:
+            while lines := list(islice(stream, _BATCH_ROWS)):
+                yield list(map(json.loads, lines))
+        self._path.unlink()
 
 
-def _prompt_text(record: dict[str, Any]) -> str:
-    if "question" in record:
-        return str(record["question"])
-    return "\n".join(str(message["content"]) for message in record["prompt"])
+def fingerprint(path: Path) -> tuple[int, str]:
+    """Size in bytes and SHA-256 of a file; of a folder, of the names and contents of its files."""
+    sha256, num_bytes = hashlib.sha256(), 0
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        if file.is_file():
+            sha256.update(str(file.relative_to(path)).encode() if file != path else b"")
+            num_bytes += file.stat().st_size
+            with file.open("rb") as stream:
+                hashlib.file_digest(stream, lambda: sha256)  # type: ignore[arg-type, return-value]
+    return num_bytes, sha256.hexdigest()
+
+
+def write_selection(spool: Spool, config: PrepareConfig, report: Report, folder: Path) -> None:
+    """Drop duplicates, split by the hash of the normalized prompt, write the files, and complete the report.
+
+    Equal prompts are on one side of the split. System messages and tools distinguish duplicates, but not the sides.
+
+    Raises DataError if a file would have no rows.
+    """
+    contents = spool.keys("content")
+    rows = np.arange(len(contents))
+    same = rows if config.duplicates == "keep" else keepers(groups(spool.keys("prompt")[:, None]), contents)
+    keeper = keepers(groups(spool.keys("bands")), contents) if config.duplicates == "near" else same
+    is_kept = keeper == rows
+    validation = is_validation(spool.keys("text"), config.seed, config.validation)
+    masks = {"train.parquet": is_kept & ~validation}
+    masks |= {"val.parquet": is_kept & validation} if config.validation else {}
+    for name, mask in masks.items():
+        if not mask.any():
+            raise DataError(
+                f"{name} would have none of the {is_kept.sum()} rows: --validation={config.validation} is the "
+                "probability with which each row is drawn for val.parquet",
+                f"Give a {'smaller' if name == 'train.parquet' else 'larger'} one, another --seed, more rows, or "
+                "--validation 0, which writes train.parquet alone.",
+            )
+    _describe_lengths(spool, is_kept, report)
+    examples = _count_duplicates(spool, same, keeper, report)
+    _write(spool, masks, examples, report, folder)
+
+
+def _describe_lengths(spool: Spool, is_kept: Mask, report: Report) -> None:
+    for part in ("prompt", "response"):
+        lengths = spool.keys(f"{part}_length")[is_kept]
+        if part == "response":
+            lengths = lengths[lengths > 0]
+            report.num_responses = len(lengths)
+        if len(lengths):
+            quantiles = np.quantile(lengths, list(_QUANTILES.values()), method="inverted_cdf")
+            report.lengths[part] = dict(zip(_QUANTILES, map(int, quantiles), strict=True))
+
+
+def _count_duplicates(spool: Spool, same: Rows, keeper: Rows, report: Report) -> dict[int, list[tuple[str, Place]]]:
+    """The first duplicates of each kind by row, with the place of the row that is kept instead; counts all."""
+    rows, truths = np.arange(len(same)), spool.keys("ground_truth")
+    duplicates = {EXACT: same != rows, NEAR: (keeper != rows) & (same == rows)}
+    duplicates[CONFLICT] = duplicates[EXACT] & (truths != truths[same])
+    examples: dict[int, list[tuple[str, Place]]] = {}
+    for reason, mask in duplicates.items():
+        report.counts[reason] += int(mask.sum())
+        for row in np.flatnonzero(mask)[:MAX_EXAMPLES]:
+            examples.setdefault(int(row), []).append((reason, spool.place(keeper[row])))
+    return examples
+
+
+def _write(
+    spool: Spool,
+    masks: Mapping[str, Mask],
+    examples: Mapping[int, Sequence[tuple[str, Place]]],
+    report: Report,
+    folder: Path,
+) -> None:
+    """Write the rows of each file, and add their content and the texts of examples to the report."""
+    import pyarrow as pa
+
+    schema, start = _stored(spool.schema, report), 0
+    with ExitStack() as stack:
+        files = {name: stack.enter_context(_parquet(folder / name, schema)) for name in masks}
+        for records in spool.records():
+            for row in range(start, start + len(records)):
+                for reason, place in examples.get(row, ()):
+                    report.show(reason, spool.place(row), text_of(prompt_of(records[row - start])), f"against: {place}")
+            for name, file in files.items():
+                kept = [record for record, is_in in zip(records, masks[name][start:], strict=False) if is_in]
+                file.write_table(pa.Table.from_pylist(kept, schema=schema))
+                report.num_ground_truths += sum(record["ground_truth"] is not None for record in kept)
+                report.data_sources.update(record["data_source"] or "(none)" for record in kept)
+            start += len(records)
+    for name in files:
+        report.files.append(File("written", name, "", int(masks[name].sum()), *fingerprint(folder / name)))
+
+
+def _stored(schema: Any, report: Report) -> Any:
+    """The schema without columns that are empty in every row, which parquet may not store."""
+    import pyarrow as pa
+
+    stored = pa.schema([field for field in schema if not _is_empty(field.type)])
+    empty = [name for name in schema.names if name not in stored.names and name not in _OPTIONAL]
+    report.notes += [f"the column {name!r} is empty in every row and is left out" for name in empty]
+    return stored
+
+
+def _is_empty(type_: Any) -> bool:
+    import pyarrow.types as t
+
+    return bool(t.is_null(type_) or (t.is_struct(type_) and all(_is_empty(field.type) for field in type_)))
+
+
+def _parquet(path: Path, schema: Any) -> Any:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.ParquetWriter(path, schema, compression="zstd")
+    except pa.ArrowException as error:  # such as lists of empty structs
+        problem = f"a column cannot be stored in parquet ({first_line(error)})"
+        raise DataError(problem, "Leave it out: --extra-columns names those to keep.") from error

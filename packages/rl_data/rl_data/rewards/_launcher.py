@@ -84,7 +84,7 @@ def _set_read_only(path: bytes, flags: int, *, read_only: bool) -> None:
 
 
 def _shut_in(folder: str, disk_bytes: int) -> dict[str, bool]:
-    """What the program cannot reach."""
+    """Shuts this process in; returns the kinds of things that the program cannot reach."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     entered = _enter_namespaces()
     files = entered and _make_files_read_only(folder, disk_bytes)

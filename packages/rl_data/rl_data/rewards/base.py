@@ -1,10 +1,12 @@
-"""What every reward of the registry has: a call that scores, and what it needs of a row of data."""
+"""The interface of every reward in the registry: a call that scores a response, and checks of a row of data."""
 
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
+
+from ..errors import DataConfigError
 
 
 class PromptFields(Protocol):
@@ -20,13 +22,13 @@ class PromptFields(Protocol):
 class Reward(ABC):
     """A reward with its options as fields: `reward(response_text, prompt)` is the score.
 
-    Instances are picklable, so they run in worker processes. Options are checked when the instance is made, and a wrong
-    one raises ValueError that names the field. A reward whose `__call__` has a parameter `num_tokens` also gets the
-    number of response tokens.
+    Instances are picklable, so they run in worker processes. Options are checked when the instance is made: a wrong one
+    raises DataConfigError. A reward whose `__call__` has a parameter `num_tokens` also gets the number of response
+    tokens.
     """
 
     needs_ground_truth: ClassVar[bool] = True
-    """Whether rows without a ground truth are refused."""
+    """Rows without a ground truth are refused."""
 
     @abstractmethod
     def __call__(self, response_text: str, prompt: PromptFields, **facts: Any) -> float:
@@ -43,15 +45,17 @@ class Reward(ABC):
         return 0.0
 
     def prepare(self) -> str:
-        """Checks once, before a run starts, what the reward needs of this machine. Returns a line for the log, or "".
+        """Checks once, before a run starts, that this machine has all that the reward needs.
+
+        Returns a line for the log, or "".
 
         Raises:
-            ValueError: something is missing.
+            DataConfigError: something is missing.
         """
         return ""
 
     def problem(self, ground_truth: str, extra: Mapping[str, Any]) -> str:
-        """Why no response can ever be right for this row, or "".
+        """The reason why no response can ever be right for this row, or "".
 
         Args:
             ground_truth: the row's ground truth as text; JSON text of a list or struct; "" if there is none.
@@ -74,14 +78,14 @@ class AnswerReward(Reward):
         for field in ("score", "format_score"):
             require_number(field, getattr(self, field))
         if not self.format_score < self.score:
-            raise ValueError(f"format_score={self.format_score!r}: must be below score={self.score!r}")
+            raise DataConfigError(field="format_score", value=self.format_score, allowed=f"below score={self.score}")
 
     @abstractmethod
     def answer(self, response_text: str) -> Any:
         """The answer that a response gives, None if it gives none. Equal answers are equal by `same_answer`."""
 
     def same_answer(self, one: Any, other: Any) -> bool:
-        """Whether two results of `answer` are the same answer."""
+        """True if two results of `answer` are the same answer."""
         return bool(one == other)
 
     def votes(self, response_texts: Sequence[str]) -> list[int]:
@@ -96,19 +100,19 @@ class AnswerReward(Reward):
 def equal_answers(answers: Sequence[Any], same: Callable[[Any, Any], bool] = operator.eq) -> list[int]:
     """For each answer the index of the first one that is the same; -1 for None, which is no answer."""
     firsts: list[int] = []
-    found: list[int] = []
+    votes: list[int] = []
     for index, answer in enumerate(answers):
         if answer is None:
-            found.append(-1)
+            votes.append(-1)
             continue
-        found.append(next((i for i in firsts if same(answers[i], answer)), index))
-        firsts += [index] if found[-1] == index else []
-    return found
+        votes.append(next((i for i in firsts if same(answers[i], answer)), index))
+        firsts += [index] if votes[-1] == index else []
+    return votes
 
 
 def require_number(field: str, value: object, *, above: float | None = None) -> None:
-    """Raises ValueError unless `value` is a number, larger than `above`."""
+    """Raises DataConfigError unless `value` is a number, larger than `above`."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise ValueError(f"{field}={value!r}: must be a number")
+        raise DataConfigError(field=field, value=value, allowed="a number")
     if above is not None and not value > above:
-        raise ValueError(f"{field}={value!r}: must be above {above:g}")
+        raise DataConfigError(field=field, value=value, allowed=f"above {above:g}")

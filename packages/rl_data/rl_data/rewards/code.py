@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from ..config import require_choice
+from ..errors import DataConfigError
 from .base import PromptFields, Reward, require_number
 from .sandbox import Limits, describe_isolation, isolation, run_program
 
@@ -121,7 +122,8 @@ class CodeReward(Reward):
     def __post_init__(self) -> None:
         require_choice("isolation", self.isolation, "auto", "required")
         if self.column is not None and (not isinstance(self.column, str) or not self.column):
-            raise ValueError(f"column={self.column!r}: must be the name of a column, or null for the ground truth")
+            allowed = "the name of a column, or null for the ground truth"
+            raise DataConfigError(field="column", value=self.column, allowed=allowed)
         for field in ("timeout_s", "test_timeout_s", "memory_mb", "num_processes"):
             require_number(field, getattr(self, field), above=0)
 
@@ -139,7 +141,8 @@ class CodeReward(Reward):
 
     def prepare(self) -> str:
         if self.isolation == "required" and not all(isolation().values()):
-            raise ValueError(f"isolation='required': {describe_isolation().removeprefix('warning: ')}")
+            problem = describe_isolation().removeprefix("warning: ")
+            raise DataConfigError(problem, field="isolation", value=self.isolation)
         return f"code reward: {describe_isolation()}"
 
     def problem(self, ground_truth: str, extra: Mapping[str, Any]) -> str:

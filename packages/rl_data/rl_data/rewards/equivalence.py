@@ -5,6 +5,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import DataConfigError
 from .base import AnswerReward, PromptFields
 from .gsm8k import accepted_answers
 
@@ -24,7 +25,7 @@ class MathReward(AnswerReward):
 
     def prepare(self) -> str:
         if importlib.util.find_spec("math_verify") is None:
-            raise ValueError("math-verify is not installed: pip install plinth-rl-data[math]")
+            raise DataConfigError("math-verify is not installed", remedy="pip install plinth-rl-data[math]")
         return ""
 
     def __call__(self, response_text: str, prompt: PromptFields, **facts: Any) -> float:

@@ -29,8 +29,8 @@ def extract_answer(text: str, method: str) -> str | None:
 
     "strict": the number of the last `#### number`; "flexible": the last number.
     """
-    found = (_STRICT if method == "strict" else _FLEXIBLE).findall(text[-TAIL_CHARACTERS:])
-    return clean_number(found[-1]) if found else None
+    numbers = (_STRICT if method == "strict" else _FLEXIBLE).findall(text[-TAIL_CHARACTERS:])
+    return clean_number(numbers[-1]) if numbers else None
 
 
 def accepted_answers(ground_truth: str) -> list[str]:
@@ -84,8 +84,8 @@ class Gsm8kReward(AnswerReward):
         return gsm8k_score(response_text, prompt.ground_truth, config)
 
     def answer(self, response_text: str) -> Decimal | None:
-        found = extract_answer(response_text, self.method)
-        return None if found is None else Decimal(found)
+        number = extract_answer(response_text, self.method)
+        return None if number is None else Decimal(number)
 
     def problem(self, ground_truth: str, extra: Mapping[str, Any]) -> str:
         if missing := super().problem(ground_truth, extra):

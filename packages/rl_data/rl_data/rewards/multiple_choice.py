@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import DataConfigError
 from .base import AnswerReward, PromptFields
 
 _TAIL_CHARACTERS = 1000
@@ -26,7 +27,7 @@ class MultipleChoiceReward(AnswerReward):
     def __post_init__(self) -> None:
         super().__post_init__()
         if type(self.num_choices) is not int or not 2 <= self.num_choices <= 26:
-            raise ValueError(f"num_choices={self.num_choices!r}: must be an integer from 2 to 26")
+            raise DataConfigError(field="num_choices", value=self.num_choices, allowed="an integer from 2 to 26")
 
     def __call__(self, response_text: str, prompt: PromptFields, **facts: Any) -> float:
         letter = self.answer(response_text)
@@ -53,8 +54,8 @@ class MultipleChoiceReward(AnswerReward):
             rf"(?:\b[Aa]nswer\b(?:\s+is)?\s*:?|####)[\s*(]*([{either}])(?![A-Za-z0-9'])",
             rf"^[ *(]*([{letters}])(?:[ *.):]*$|[.):] )",
         )
-        found = (re.findall(pattern, text, re.MULTILINE | re.ASCII) for pattern in patterns)
-        return next((letters_found[-1].upper() for letters_found in found if letters_found), None)
+        matches = (re.findall(pattern, text, re.MULTILINE | re.ASCII) for pattern in patterns)
+        return next((chosen[-1].upper() for chosen in matches if chosen), None)
 
 
 def _letter(ground_truth: str) -> str:

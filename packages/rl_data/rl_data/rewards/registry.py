@@ -5,7 +5,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from ..config import RewardConfig
-from ..errors import UnknownDataSourceError
+from ..errors import DataConfigError, UnknownDataSourceError
 from .base import Reward
 from .code import CodeReward
 from .equivalence import MathReward
@@ -36,24 +36,25 @@ def make_reward(name: str, options: Mapping[str, Any] | None = None) -> Reward:
     """The reward `name` of the registry with these options.
 
     Raises:
-        ValueError: no such reward or option, an option that is missing, or a value that is not allowed.
+        DataConfigError: no such reward or option, an option that is missing, or a value that is not allowed.
     """
     if name not in REWARDS:
-        raise ValueError(f"{name!r} is no reward of the registry; allowed: {', '.join(REWARDS)}")
+        raise DataConfigError("no reward of the registry", value=name, allowed=", ".join(REWARDS))
     reward, options = REWARDS[name], dict(options or {})
     allowed = [field.name for field in fields(reward)]
     if unknown := [option for option in options if option not in allowed]:
-        raise ValueError(f"{unknown[0]}: unknown option of {name!r}; allowed: {', '.join(allowed)}")
+        raise DataConfigError(f"unknown option of {name!r}", field=unknown[0], allowed=", ".join(allowed))
     required = [field.name for field in fields(reward) if field.default is MISSING]
     if missing := [option for option in required if option not in options]:
-        raise ValueError(f"{missing[0]}: missing; {name!r} needs it")
+        raise DataConfigError(f"missing; {name!r} needs it", field=missing[0])
     return reward(**options)
 
 
 def register_reward(data_source: str, reward: type[Reward]) -> None:
-    """Use `reward` for prompts of `data_source` in this process. Raises ValueError if another one is registered."""
+    """Use `reward` for prompts of `data_source` in this process. Raises DataConfigError if there is another one."""
     if _BY_DATA_SOURCE.get(data_source, reward) is not reward:
-        raise ValueError(f"data_source={data_source!r}: already has a reward; choose another name")
+        problem = "the data source already has a reward"
+        raise DataConfigError(problem, field="data_source", value=data_source, remedy="choose another name")
     _BY_DATA_SOURCE[data_source] = reward
 
 
@@ -65,9 +66,11 @@ def reward_for(data_source: str, config: RewardConfig | None = None) -> Reward:
     """
     if data_source not in _BY_DATA_SOURCE:
         raise UnknownDataSourceError(
-            f"data_source={data_source!r}: no reward is registered for it, only for "
-            f"{', '.join(sorted(_BY_DATA_SOURCE))}. Change the data, name a reward in the configuration, or call "
-            "rl_data.register_reward before loading it."
+            "no reward is registered for it",
+            field="data_source",
+            value=data_source,
+            allowed=", ".join(sorted(_BY_DATA_SOURCE)),
+            remedy="name a reward in the configuration, or call rl_data.register_reward before loading the data",
         )
     reward, config = _BY_DATA_SOURCE[data_source], config or RewardConfig()
     options = {field.name: getattr(config, field.name) for field in fields(reward) if hasattr(config, field.name)}

@@ -77,7 +77,7 @@ def run_program(program: str, stdin: str = "", limits: Limits | None = None) -> 
 
 
 def isolation() -> dict[str, bool]:
-    """What programs cannot reach on this machine: "network", "files" (to write), "processes"."""
+    """True for what programs cannot reach on this machine: "network", "files" (to write), "processes"."""
     with _launched({"probe": True}) as launcher:
         output, _ = launcher.communicate(timeout=60)
     reached: dict[str, bool] = json.loads(output)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from ..config import require_choice
+from ..errors import DataConfigError
 from .base import PromptFields, Reward, require_number
 
 
@@ -24,11 +25,13 @@ class FormatReward(Reward):
     def __post_init__(self) -> None:
         require_choice("match", self.match, "full", "search")
         if not isinstance(self.pattern, str) or not self.pattern:
-            raise ValueError(f"pattern={self.pattern!r}: must be a regular expression")
+            raise DataConfigError(field="pattern", value=self.pattern, allowed="a regular expression")
         try:
             re.compile(self.pattern)
         except (re.error, RecursionError, OverflowError) as error:
-            raise ValueError(f"pattern={self.pattern!r}: must be a regular expression ({error})") from None
+            raise DataConfigError(
+                str(error), field="pattern", value=self.pattern, allowed="a regular expression"
+            ) from None
 
     def __call__(self, response_text: str, prompt: PromptFields, **facts: Any) -> float:
         if self.match == "full":
@@ -54,12 +57,12 @@ class LengthReward(Reward):
     def __post_init__(self) -> None:
         require_choice("unit", self.unit, "tokens", "characters")
         if (self.target is None) == (self.limit is None):
-            raise ValueError(f"limit={self.limit!r}: must be given if target is not, and only then")
+            raise DataConfigError(field="limit", value=self.limit, allowed="a number if target is null, and only then")
         name = "target" if self.limit is None else "limit"
         require_number(name, getattr(self, name), above=0)
         require_number("margin", self.margin)
         if self.margin < 0 or (self.margin and self.limit is None):
-            raise ValueError(f"margin={self.margin!r}: must be 0 or more with limit, and 0 with target")
+            raise DataConfigError(field="margin", value=self.margin, allowed="0 or more with limit, and 0 with target")
 
     def __call__(self, response_text: str, prompt: PromptFields, *, num_tokens: int = 0, **facts: Any) -> float:
         length = num_tokens if self.unit == "tokens" else len(response_text)

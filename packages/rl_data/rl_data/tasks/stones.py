@@ -47,8 +47,8 @@ def random_move(stones: int, rng: random.Random) -> int:
 
 def read_move(text: str, stones: int) -> int | None:
     """The number of stones that a turn takes; None if it is no legal move."""
-    found = re.fullmatch(r"take (\d)", text.strip())
-    return int(found[1]) if found and 1 <= int(found[1]) <= min(MAX_TAKEN, stones) else None
+    move = re.fullmatch(r"take (\d)", text.strip())
+    return int(move[1]) if move and 1 <= int(move[1]) <= min(MAX_TAKEN, stones) else None
 
 
 def rows(

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from ..errors import DataConfigError
 from . import arithmetic, stones
 
 TaskKind = Literal["arithmetic", "calculator", "stones"]
@@ -51,17 +52,17 @@ def write_task(
             follows from it.
 
     Raises:
-        ValueError: a count is below 1, a share is not from 0 to 1, or another task than arithmetic has pairs.
+        DataConfigError: a count is below 1, a share is not from 0 to 1, or another task than arithmetic has pairs.
     """
     counts = {"num_train": num_train, "num_val": num_val, "num_demonstrations": num_demonstrations}
     for name, count in counts.items():
         if count < 1:
-            raise ValueError(f"{name}={count!r}: must be at least 1")
+            raise DataConfigError(field=name, value=count, allowed="at least 1")
     for name, count in (("num_pairs", num_pairs), ("num_val_pairs", num_val_pairs)):
         if count < 0 or (count and kind != "arithmetic"):
-            raise ValueError(f"{name}={count!r}: must be at least 0, and 0 unless kind is 'arithmetic'")
+            raise DataConfigError(field=name, value=count, allowed="at least 0, and 0 unless kind is arithmetic")
     if not 0 <= slip_share <= 1:
-        raise ValueError(f"slip_share={slip_share!r}: must be from 0 to 1")
+        raise DataConfigError(field="slip_share", value=slip_share, allowed="from 0 to 1")
     rng = random.Random(seed)
     made = stones.rows(rng, **counts) if kind == "stones" else arithmetic.rows(kind, rng, **counts)
     folder = Path(folder)

@@ -27,7 +27,7 @@ AppName = Literal["grpo", "ppo", "distill", "sft", "dpo", "reward"]
 Kind = Literal["mapped", "not needed", "refused"]
 
 _DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}
-_NODES = "Ray starts the ranks of all nodes (trainer.ray_address; plinth slurm APP nodes=N)"
+_NODES = "Ray starts the ranks of all nodes (trainer.ray_address; plinth slurm --nodes=N APP)"
 _BATCH = "computed from batch sizes and ranks; give batch.mini_batch_size (prompts), in SFT supervised.batch_size"
 _NOT_NEEDED = {
     "distributed_type": "DeepSpeed is the only backend",

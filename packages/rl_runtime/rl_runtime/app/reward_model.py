@@ -11,7 +11,7 @@ from ..errors import InputError, naming_key
 from ..job_config import JobConfig
 from ..launch.cluster import check_cluster
 from ..launch.placement import Placement
-from ..rollout.scoring import connect_service
+from ..rollout.reward_services import connect_service
 from ..rollout.scoring_config import ScoringConfig
 from ..training.engines import check_architectures
 from .inputs import policy_tokenizer, read_model_config

@@ -18,7 +18,7 @@ from rollout_vllm import (
     check_running,
 )
 from rollout_vllm.config import check_request_length
-from weight_sync import SyncConfig, SyncConfigError, check_server, choose_transports, plan_transports
+from weight_sync import SyncConfig, check_server, choose_transports, plan_transports
 
 from ..config import BUILTIN_MODEL, ModelConfig, TrainerConfig
 from ..errors import InputError
@@ -38,11 +38,11 @@ def check_servers(
     """Checks server settings against model, devices and hosts, and existing servers against the settings.
 
     Raises:
-        InputError: the placement lacks the device or transport, the transport does not reach the servers, vLLM is built
+        InputError: the placement lacks the device, vLLM is built
             for another device, a port is in use, the KV cache does not fit into memory, or an existing server cannot be
             used.
         rollout_vllm.RolloutConfigError: vLLM cannot serve the folder.
-        weight_sync.SyncConfigError: an existing server cannot receive weights.
+        weight_sync.SyncConfigError: the transport does not reach the servers, or one cannot receive weights.
     """
     device: Literal["cpu", "cuda"] = "cuda" if placement.on_gpu else "cpu"
     if rollout.device not in ("auto", device):
@@ -77,13 +77,11 @@ def check_folder_name(key: str, folder: str) -> None:
 
 
 def check_transport(sync: SyncConfig, rollout: RolloutConfig, placement: Placement) -> None:
-    """Raises InputError if `sync.transport` needs a GPU, or does not reach a server from rank 0's host."""
+    """Raises SyncConfigError if `sync.transport` needs a GPU, or does not reach a server from rank 0's host."""
     home = placement.ranks[0].node
     started = {f"rollout server {index}": slot.node == home for index, slot in enumerate(placement.servers)}
     # Where existing servers are can be told on rank 0's host only; elsewhere the first push refuses what cannot work.
     existing = rollout.urls if not home or home == cluster_nodes()[0].node_id else ()
-    try:
+    with prefix_fields("sync"):
         plan_transports(sync.transport, started, on_gpu=placement.on_gpu)
         choose_transports(sync, existing, on_gpu=placement.on_gpu)
-    except SyncConfigError as error:
-        raise InputError.of(error, under="sync") from error

@@ -13,22 +13,17 @@ from rl_data import Reward, UnknownDataSourceError, reward_for
 from rl_data.rewards.base import AnswerReward, equal_answers
 from rollout_vllm import (
     AsyncRewardPool,
-    Endpoint,
     RemoteReward,
     RewardOutcome,
     RewardPool,
-    classification_reward,
-    http_reward,
-    judge_reward,
-    pooling_reward,
-    scalar_reward,
 )
 
 from ..errors import InputError
 from ..experience import Experience
 from .config import EpisodeConfig
 from .hang_guard import Call, HangGuard
-from .scoring_config import EPISODE_TERM, JUDGE_FIELDS_OF_DATA, MODEL_TERM, RewardTermConfig, ScoringConfig
+from .reward_services import SERVICES, connect_service
+from .scoring_config import EPISODE_TERM, MODEL_TERM, RewardTermConfig, ScoringConfig
 from .user_functions import load_function
 
 _AT_ONCE = 64
@@ -104,7 +99,7 @@ class Scorer:
         if config.url is not None:
             self._service = connect_service(config, config.url)
             call = partial(_ask_service, self._service, config)
-            name = MODEL_TERM if config.service == "reward_model" else ""
+            name = MODEL_TERM if SERVICES[config.service].serves_model else ""
             self._sources[name] = self._guard(call, f"reward.url={config.url}", _AT_ONCE)
         elif not functions and config.model is None:
             call = partial(_call_by_data_source, self._pool(False), config)
@@ -251,38 +246,7 @@ async def _ask_service(
     service: RemoteReward, config: ScoringConfig, drafts: Sequence[Experience]
 ) -> Sequence[RewardOutcome]:
     (draft,) = drafts
-    return [await asyncio.wrap_future(service.submit(_service_fields(config, draft)))]
-
-
-def _service_fields(config: ScoringConfig, draft: Experience) -> Any:
-    prompt = draft.prompt
-    if config.service == "reward_model":
-        return draft.token_ids
-    if config.service in ("classification", "pooling"):
-        return prompt.text + draft.response_text
-    return {
-        "prompt": prompt.text,
-        "response": draft.response_text,
-        "ground_truth": prompt.ground_truth,
-        "data_source": prompt.data_source,
-        "extra": dict(prompt.extra),
-    }
-
-
-def connect_service(config: ScoringConfig, url: str) -> RemoteReward:
-    """The client of the configured service."""
-    api_key = config.read_api_key()
-    if config.service == "http":
-        return http_reward(url, api_key=api_key, timeout_s=config.timeout_s)
-    endpoint = Endpoint(url.rstrip("/"), api_key)
-    if config.service == "classification":
-        return classification_reward(endpoint, label=config.label, timeout_s=config.timeout_s)
-    if config.service == "pooling":
-        return pooling_reward(endpoint, timeout_s=config.timeout_s)
-    if config.service == "reward_model":
-        return scalar_reward(endpoint, timeout_s=config.timeout_s)
-    assert config.judge_prompt is not None
-    return judge_reward(endpoint, prompt=config.judge_prompt, trusted=JUDGE_FIELDS_OF_DATA, timeout_s=config.timeout_s)
+    return [await asyncio.wrap_future(service.submit(SERVICES[config.service].reads(draft)))]
 
 
 def load_functions(config: ScoringConfig) -> dict[str, RewardFunction]:

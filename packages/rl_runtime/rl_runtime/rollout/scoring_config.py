@@ -2,23 +2,20 @@
 
 import math
 import re
-from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import Any
 from urllib.parse import urlsplit
 
+from plinth_base.errors import shown
 from rl_data import REWARDS, Reward, RewardConfig, make_reward
 from rollout_vllm.config import read_api_key
 
 from ..config import FrozenModel
 from ..errors import InputError
 from ..rules import Feature, check_at_least, check_value, only
+from .reward_services import SERVICES
 
-JUDGE_FIELDS = ("prompt", "response", "ground_truth", "data_source", "extra")
-"""Fields that a judge prompt can use."""
-JUDGE_FIELDS_OF_DATA = ("prompt", "ground_truth", "data_source", "extra")
-"""Those that the policy did not write."""
 EPISODE_TERM = "episode"
 """Name of what an episode scored itself, beside configured terms."""
 MODEL_TERM = "model"
@@ -86,11 +83,12 @@ class ScoringConfig(RewardConfig):
     url: str | None = None
     """A service that scores instead of a function: `http://host:port/path`, or `http://host:port` of a vLLM server for
     the other kinds of `service`. A sample without a score is left out of the batch."""
-    service: Literal["http", "classification", "pooling", "reward_model", "judge"] = "http"
+    service: str = "http"
     """Kind of `url`. `http`: a service that receives prompt, response, ground_truth, data_source and extra as JSON
     and answers `{"score": number}`. `classification`, `pooling`: a classifier or reward model behind vLLM's /classify
     or /pooling, which reads prompt and response. `reward_model`: the folder `model` behind vLLM's /classify
-    (`vllm serve FOLDER --runner pooling`), which gets token ids. `judge`: a chat model."""
+    (`vllm serve FOLDER --runner pooling`), which gets token ids. `judge`: a chat model. `reward_services.py` may have
+    more."""
     judge_prompt: str | None = None
     """The judge's prompt, with `{prompt}`, `{response}`, `{ground_truth}`, `{data_source}` and `{extra[column]}`;
     `{{` is a brace. The response is marked as text to grade, and the judge is told to end with a line
@@ -111,18 +109,14 @@ class ScoringConfig(RewardConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_value(self, "service", self.service in SERVICES, ", ".join(SERVICES))
         self._check_terms()
         check_value(self, "batched", not self.batched or self.function is not None, "false without function")
         if self.url is not None:
             check_value(self, "url", _is_http(self.url), "http://host:port/path or https://…")
             check_value(self, "url", self.function is None, f"null with a function ({self.function})")
         self._check_model()
-        needs_prompt = self.service == "judge" and self.judge_prompt is None
-        check_value(self, "judge_prompt", not needs_prompt, "with service=judge the text of the judge's prompt")
-        if self.judge_prompt is not None:
-            self._check_judge_prompt(self.judge_prompt)
-        is_class = self.label >= 0 and (not self.label or self.service == "classification")
-        check_value(self, "label", is_class, "0 or more with service=classification, else 0")
+        self._check_service()
         check_value(self, "service", self.service == "http" or self.url is not None, "http where url is null")
         check_value(self, "api_key_file", self.api_key is None or self.api_key_file is None, "null if api_key is given")
         check_at_least(1, self, "num_workers")
@@ -162,20 +156,33 @@ class ScoringConfig(RewardConfig):
             return self.model_weight
         return self.terms[term].weight if term in self.terms else 1.0
 
+    def _check_service(self) -> None:
+        service, defaults = SERVICES[self.service], {field.name: field.default for field in fields(self)}
+        others = [name for each in SERVICES.values() for name in each.settings if name not in service.settings]
+        for name in others:
+            is_default = getattr(self, name) == defaults[name]
+            check_value(self, name, is_default, f"{shown(defaults[name])} with service={self.service}")
+        service.check(self)
+
+    @property
+    def _serves_model(self) -> bool:
+        return SERVICES[self.service].serves_model
+
     def _check_model(self) -> None:
         if self.model is None:
-            is_served = self.service == "reward_model"
-            check_value(self, "model", not is_served, "with service=reward_model the folder that the server serves")
+            check_value(
+                self, "model", not self._serves_model, "with service=reward_model the folder that the server serves"
+            )
             check_value(self, "model_weight", self.model_weight == 1, "1 where model is null")
             return
         check_value(self, "model_weight", math.isfinite(self.model_weight), "a finite number")
         remedy = "reward.terms add both"
         check_value(self, "model", self.function is None, f"null with a function ({self.function})", remedy=remedy)
-        fits = self.url is None or self.service == "reward_model"
+        fits = self.url is None or self._serves_model
         check_value(self, "model", fits, f"null with service={self.service}, or service=reward_model")
 
     def _check_terms(self) -> None:
-        scores_alone = self.function or (self.url and self.service != "reward_model")
+        scores_alone = self.function or (self.url and not self._serves_model)
         if self.terms and scores_alone:
             raise InputError("function or url score alone", field="terms", allowed="none")
         for name in ("method", "format_score"):
@@ -202,19 +209,6 @@ class ScoringConfig(RewardConfig):
                 value=limit_s,
                 allowed=f"below timeout_s ({self.timeout_s:g})",
             )
-
-    def _check_judge_prompt(self, judge_prompt: str) -> None:
-        check_value(self, "judge_prompt", self.service == "judge", f"null with service={self.service}")
-        try:
-            judge_prompt.format(**{**dict.fromkeys(JUDGE_FIELDS, ""), "extra": defaultdict(str)})
-        except (LookupError, ValueError, AttributeError) as error:
-            names = ", ".join(f"{{{name}}}" for name in JUDGE_FIELDS)
-            raise InputError(
-                f"{type(error).__name__}: {error}",
-                field="judge_prompt",
-                value=judge_prompt,
-                allowed=f"text with {names}, and {{{{ and }}}} for braces",
-            ) from None
 
 
 REWARD_MODEL = Feature(

@@ -297,7 +297,7 @@ class RolloutServers:
         """How many times each server died or hung."""
         failures = [0] * len(self._servers.servers)
         for event in list(self._watch.events) if self._watch is not None else ():
-            failures[event.server] += event.what in ("died", "hung")
+            failures[event.server] += event.kind in ("died", "hung")
         return failures
 
     def _has_died(self, serving: list[int]) -> bool:

@@ -64,5 +64,5 @@ class WatchedServers:
         with self._reporting:
             events = list(self.watch.events)
             for event in events[self._num_reported :]:
-                self._report(f"{self._kind} {event.server} {event.what.replace('_', ' ')}: {event.detail}")
+                self._report(f"{self._kind} {event.server} {event.kind.replace('_', ' ')}: {event.detail}")
             self._num_reported = len(events)

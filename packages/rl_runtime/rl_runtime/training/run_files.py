@@ -98,7 +98,7 @@ def naming_storage(url: str, *, key: str = "trainer.checkpoint_url") -> Iterator
     except InputError:
         raise
     except CheckpointUsageError as error:
-        raise InputError.of(error, under=key) from error
+        raise InputError(error.problem, field=key, value=url) from error
     except CheckpointError:
         raise
     except Exception as error:  # every storage has classes of its own
@@ -134,7 +134,7 @@ class RunFiles:
     def add_model(self, folder: Path) -> None:
         """Uploads the model of the warm start, without which checkpoints are useless."""
         if self._uploader is not None:
-            self._uploader.add_folder(folder)
+            self._uploader.add(folder)
 
     def open_store(self, nodes: Sequence[str]) -> CheckpointManager | HostCheckpoints:
         """Publishes the checkpoints that the ranks on `nodes` write."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from ..config import require
 from .processes import describe
 from .rewards import Arguments, RewardPool, Scores, answer, leave_if_forked, load, read_scores, receive
 
@@ -35,8 +36,7 @@ class AsyncRewardPool(RewardPool):
         max_in_flight: int = 64,
         printed_dir: str | None = None,
     ) -> None:
-        if max_in_flight < 1:
-            raise ValueError(f"max_in_flight={max_in_flight}: must be 1 or more")
+        require(max_in_flight >= 1, "max_in_flight", max_in_flight, "1 or more")
         self.max_in_flight = max_in_flight
         super().__init__(timeout_s=timeout_s, start_timeout_s=start_timeout_s, printed_dir=printed_dir)
 

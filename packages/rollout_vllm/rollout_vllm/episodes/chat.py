@@ -39,7 +39,7 @@ class ChatFormat:
         """
         if not self._with_template:
             if tools:
-                raise ChatTemplateError("tools need a chat template, and this tokenizer has none (or it is turned off)")
+                raise ChatTemplateError("the tokenizer has no chat template, or it is turned off", field="tools")
             return self._encode(_plain(prompt), add_special_tokens=True)
         return self._encode(self._render(_as_messages(prompt), tools))
 
@@ -66,9 +66,9 @@ class ChatFormat:
         after = self._render([*question, *answer, *_as_messages(new)], tools)
         if not after.startswith(before) or after.count(_MARK) != 1:
             roles = ", ".join(dict.fromkeys(str(message.get("role")) for message in _as_messages(new)))
-            raise ChatTemplateError(
-                f"the chat template of {self._tokenizer.name_or_path or 'the tokenizer'} changes earlier turns when a "
-                f"message of role {roles} follows, so the conversation cannot be continued token by token"
+            raise self._template_error(
+                f"it changes earlier turns when a message of role {roles} follows, so the conversation cannot be "
+                "continued token by token"
             )
         ids = self._encode(after.partition(_MARK)[2])
         ends_alike = ids and turn_ids and ids[0] == turn_ids[-1] and ids[0] in self._end_ids
@@ -87,11 +87,13 @@ class ChatFormat:
             )
         except Exception as error:  # templates raise jinja2 errors, TypeErrors, KeyErrors, ...
             roles = ", ".join(str(message.get("role")) for message in messages)
-            raise ChatTemplateError(
-                f"the chat template of {self._tokenizer.name_or_path or 'the tokenizer'} refuses messages of the roles "
-                f"{roles}: {' '.join(str(error).split())[:200]}"
-            ) from error
+            problem = f"it refuses messages of the roles {roles}: {' '.join(str(error).split())[:200]}"
+            raise self._template_error(problem) from error
         return str(text)
+
+    def _template_error(self, problem: str) -> ChatTemplateError:
+        name = self._tokenizer.name_or_path or "the tokenizer"
+        return ChatTemplateError(problem, field="chat_template", value=name)
 
     def _encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return list(map(int, self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]))

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from aiohttp import web
 
+from ..errors import RolloutError
 from .environment_process import Message
 from .processes import describe
 from .tools import ToolCall
@@ -24,8 +25,8 @@ _DEFAULTS = {"n": 1, "tool_choice": "auto", "parallel_tool_calls": True, "store"
 _KEEP = "the agent has to keep earlier messages and add new ones (no compaction, no second conversation)"
 
 
-class ConversationError(ValueError):
-    """A request that the episode cannot answer, with the reason."""
+class ConversationError(RolloutError, ValueError):
+    """A request that the episode cannot answer. `field`: the field of its body that is refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +57,12 @@ def read_reply(text: str, read_calls: Callable[[str], list[ToolCall]] | None, *,
 
     read_calls: a value of `CALL_FORMATS`; None if the request has no tools. turn_number: part of the ids of the calls.
     """
-    thoughts, found, rest = text.partition("</think>")
-    content = rest.lstrip() if found else text
+    thoughts, mark, rest = text.partition("</think>")
+    content = rest.lstrip() if mark else text
     calls = [] if read_calls is None else [call for call in read_calls(content) if not call.problem]
     return Reply(
         content=content,
-        reasoning=thoughts.strip().removeprefix("<think>").strip() if found else "",
+        reasoning=thoughts.strip().removeprefix("<think>").strip() if mark else "",
         calls=[
             {
                 "id": f"call_{turn_number}_{index}",
@@ -80,14 +81,11 @@ def new_messages(history: Sequence[Message], messages: Sequence[Message]) -> lis
     """
     for index, (old, message) in enumerate(zip(history, messages, strict=False)):
         if not _is_same(old, message):
-            raise ConversationError(
-                f"message {index} of its request differs from the conversation so far: {_shown(message)} instead of "
-                f"{_shown(old)}; {_KEEP}"
-            )
+            problem = f"it differs from the conversation so far: {_shown(message)} instead of {_shown(old)}"
+            raise ConversationError(problem, field=f"messages[{index}]", remedy=_KEEP)
     if len(messages) <= len(history):
-        raise ConversationError(
-            f"its request has {len(messages)} messages, and the conversation so far has {len(history)}; {_KEEP}"
-        )
+        problem = f"there are {len(messages)}, and the conversation so far has {len(history)}"
+        raise ConversationError(problem, field="messages", remedy=_KEEP)
     return [*messages[len(history) :]]
 
 
@@ -124,10 +122,10 @@ class ChatEndpoint:
 
     async def request(self) -> list[Message]:
         """The new messages of the next request. Raises ConversationError if it cannot be answered."""
-        found = await self._requests.get()
-        if isinstance(found, ConversationError):
-            raise found
-        return found
+        messages = await self._requests.get()
+        if isinstance(messages, ConversationError):
+            raise messages
+        return messages
 
     def answer(self, text: str) -> None:
         """Answers the open request with the text of a turn."""
@@ -149,20 +147,22 @@ class ChatEndpoint:
         try:
             body = await request.json()
             if self._open is not None:
-                raise ConversationError("it sent a request before the last one was answered; one agent at a time")
+                raise ConversationError("a request was sent before the last one was answered", allowed="one agent")
             messages = self._accept(body)
-        except (ValueError, TypeError, LookupError, AttributeError) as found:
-            error = found
-            if not isinstance(error, ConversationError):
-                error = ConversationError(f"its request cannot be read: {describe(found)}")
-            self._requests.put_nowait(error)
-            return _refusal(str(error), "unsupported")
+        except ConversationError as error:
+            return self._refuse_request(error)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            return self._refuse_request(ConversationError(f"the request cannot be read: {describe(error)}"))
         self._open = asyncio.get_running_loop().create_future()
         self._requests.put_nowait(messages)
         reply = await self._open
         if reply is None:
             return _refusal("maximum context length reached: no tokens are left", "context_length_exceeded")
         return _completion(reply, model=str(body.get("model")), is_streamed=bool(body.get("stream")))
+
+    def _refuse_request(self, error: ConversationError) -> web.Response:
+        self._requests.put_nowait(error)
+        return _refusal(str(error), "unsupported")
 
     def _accept(self, body: Mapping[str, Any]) -> list[Message]:
         """The new messages of a request, which become part of the conversation."""
@@ -172,14 +172,12 @@ class ChatEndpoint:
             if name not in _READ_FIELDS and value is not None and value != _DEFAULTS.get(name)
         )
         if extra:
-            raise ConversationError(
-                f"its request sets {', '.join(extra)}; the run's sampling settings hold, so remove them from the "
-                "configuration of the agent"
-            )
+            remedy = "the run's sampling settings hold: remove it from the configuration of the agent"
+            raise ConversationError(field=", ".join(extra), allowed="none", remedy=remedy)
         messages = new_messages(self._history, [_as_text(message) for message in body["messages"]])
         tools = list(body.get("tools") or [])
         if self._history and tools != self.tools:
-            raise ConversationError("its request has other tools than the first one, which would change the prompt")
+            raise ConversationError("others than in the first request would change the prompt", field="tools")
         self.tools = tools
         self._history += messages
         return messages
@@ -192,13 +190,13 @@ def _as_text(message: Message) -> Message:
         return message
     kinds = sorted({str(part.get("type")) for part in content} - {"text"})
     if kinds:
-        raise ConversationError(f"its request has content of type {', '.join(kinds)}; allowed: text")
+        raise ConversationError(field="messages.content.type", value=", ".join(kinds), allowed="text")
     return {**message, "content": "".join(part["text"] for part in content)}
 
 
 def _is_same(old: Message, message: Message) -> bool:
-    texts = [str(found.get("content") or "").strip() for found in (old, message)]
-    calls = [_calls(found) for found in (old, message)]
+    texts = [str(each.get("content") or "").strip() for each in (old, message)]
+    calls = [_calls(each) for each in (old, message)]
     has_same_text = texts[0] == texts[1] or (calls[0] and not texts[1])  # some agents keep the calls alone
     return bool(old.get("role") == message.get("role") and calls[0] == calls[1] and has_same_text)
 

@@ -38,7 +38,7 @@ class EnvironmentFailedError(RolloutError):
 
 
 class Environment(Protocol):
-    """What an environment class has. Each method may be a coroutine function.
+    """Interface of an environment class. Each method may be a coroutine function.
 
     An optional attribute `tools` is a list of JSON schemas of tools, which the chat template puts into the prompt; it
     is read after `reset`. An optional method `cut()` is called when a limit ends the episode, and returns a last reward
@@ -73,7 +73,7 @@ class EnvironmentSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What `step` returned. done: terminated or truncated."""
+    """Result of `step`. done: terminated or truncated."""
 
     observation: Observation
     reward: float | None
@@ -143,22 +143,22 @@ class EnvironmentProcess:
         reward: float | None = reply["reward"]
         return reward
 
-    async def _call(self, message: Mapping[str, Any], what: str) -> dict[str, Any]:
+    async def _call(self, message: Mapping[str, Any], action: str) -> dict[str, Any]:
         self._is_idle = False
         await self._send(message)
-        return await self._answer(what, "episode.step_timeout_s", self._spec.step_timeout_s)
+        return await self._answer(action, "episode.step_timeout_s", self._spec.step_timeout_s)
 
     async def _send(self, message: Mapping[str, Any]) -> None:
         assert self._writer is not None
         self._writer.write(json.dumps(message).encode() + b"\n")
         await self._writer.drain()
 
-    async def _answer(self, what: str, key: str, timeout_s: float) -> dict[str, Any]:
+    async def _answer(self, action: str, key: str, timeout_s: float) -> dict[str, Any]:
         try:
             async with asyncio.timeout(timeout_s):
                 reply = await self._read()
         except TimeoutError:
-            raise self._failed(f"{what} took longer than {key}={timeout_s:g}") from None
+            raise self._failed(f"{action} took longer than {key}={timeout_s:g}") from None
         if "error" in reply:
             self._is_closing = True
             raise self._failed(reply["error"])
@@ -210,8 +210,8 @@ def _start(spec: EnvironmentSpec, prompt: Any, theirs: socket.socket) -> BasePro
 def _modules(path: str) -> list[str]:
     """The module of the environment class, and those that the class names in its attribute `preload`."""
     module = path.partition(":")[0]
-    found = getattr(sys.modules.get(module), path.partition(":")[2], None)
-    return [module, *getattr(found, "preload", ())]
+    environment = getattr(sys.modules.get(module), path.partition(":")[2], None)
+    return [module, *getattr(environment, "preload", ())]
 
 
 def _imported_by_main() -> list[str]:
@@ -264,17 +264,17 @@ def _serve(path: str, options: dict[str, Any], prompt: Any, pipe: socket.socket)
 
 def _load(path: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return found
+    environment: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return environment
 
 
 def _reply(message: Mapping[str, Any], environment: Any, prompt: Any, runner: asyncio.Runner) -> dict[str, Any]:
     if "reset" in message:
-        found = _result(environment.reset, runner, prompt)
-        if isinstance(found, tuple) and len(found) == 2:  # gymnasium's (observation, info)
-            found = found[0]
+        opening = _result(environment.reset, runner, prompt)
+        if isinstance(opening, tuple) and len(opening) == 2:  # gymnasium's (observation, info)
+            opening = opening[0]
         tools = _messages(getattr(environment, "tools", None) or [], "tools")
-        return {"observation": _observation(found, "reset()"), "tools": tools}
+        return {"observation": _observation(opening, "reset()"), "tools": tools}
     if "cut" in message:
         cut = getattr(environment, "cut", None)
         return {"reward": None if cut is None else _reward(_result(cut, runner), "cut()")}
@@ -283,19 +283,19 @@ def _reply(message: Mapping[str, Any], environment: Any, prompt: Any, runner: as
 
 def _result(function: Callable[..., Any], runner: asyncio.Runner, *args: Any) -> Any:
     """The result of a function or coroutine function."""
-    found = function(*args)
+    result = function(*args)
 
     async def wait() -> Any:
-        return await found
+        return await result
 
-    return runner.run(wait()) if inspect.isawaitable(found) else found
+    return runner.run(wait()) if inspect.isawaitable(result) else result
 
 
-def _step(found: Any) -> dict[str, Any]:
+def _step(result: Any) -> dict[str, Any]:
     """The values of `Step`."""
-    if not isinstance(found, tuple) or len(found) not in (4, 5):
-        raise TypeError(f"step() returned {_shown(found)}; {_STEP_HELP}")
-    observation, reward, *ends, info = found
+    if not isinstance(result, tuple) or len(result) not in (4, 5):
+        raise TypeError(f"step() returned {_shown(result)}; {_STEP_HELP}")
+    observation, reward, *ends, info = result
     return {
         "observation": _observation(observation, "step()"),
         "reward": _reward(reward, "step()"),
@@ -304,22 +304,22 @@ def _step(found: Any) -> dict[str, Any]:
     }
 
 
-def _reward(found: Any, what: str) -> float | None:
-    if found is None:
+def _reward(value: Any, method: str) -> float | None:
+    if value is None:
         return None
-    if not (hasattr(found, "__float__") and math.isfinite(found)):
-        raise TypeError(f"{what} returned the reward {_shown(found)}; allowed: a finite number or None")
-    return float(found)
+    if not (hasattr(value, "__float__") and math.isfinite(value)):
+        raise TypeError(f"{method} returned the reward {_shown(value)}; allowed: a finite number or None")
+    return float(value)
 
 
-def _observation(found: Any, what: str) -> Observation:
-    return found if found is None or isinstance(found, str) else _messages(found, what)
+def _observation(value: Any, method: str) -> Observation:
+    return value if value is None or isinstance(value, str) else _messages(value, method)
 
 
-def _messages(found: Any, what: str) -> list[Message]:
-    if not isinstance(found, list | tuple) or not all(isinstance(item, Mapping) for item in found):
-        raise TypeError(f"{what} returned {_shown(found)}; allowed: text, a list of messages, or None")
-    return [dict(item) for item in found]
+def _messages(value: Any, source: str) -> list[Message]:
+    if not isinstance(value, list | tuple) or not all(isinstance(item, Mapping) for item in value):
+        raise TypeError(f"{source} returned {_shown(value)}; allowed: text, a list of messages, or None")
+    return [dict(item) for item in value]
 
 
 def _shown(value: Any) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from ..errors import RolloutConfigError
 from .environment_process import Observation
 
 
@@ -59,8 +60,10 @@ class OpenEnvEnvironment:
     def _text(self, observation: Mapping[str, Any]) -> str:
         text = observation.get(self._observation_field)
         if not isinstance(text, str):
-            raise TypeError(
-                f"observation_field is {self._observation_field!r}, which is no text in the observation; it has "
-                f"{', '.join(f'{name} ({type(value).__name__})' for name, value in observation.items())}"
+            raise RolloutConfigError(
+                "it is no text in the observation",
+                field="observation_field",
+                value=self._observation_field,
+                allowed=", ".join(f"{name} ({type(value).__name__})" for name, value in observation.items()),
             )
         return text

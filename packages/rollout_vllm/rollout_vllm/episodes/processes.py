@@ -31,8 +31,8 @@ def run_kept(
     because it becomes a child of this one when its parent ends. Terminating this process ends them too.
 
     launcher: the pid of the parent, which may have ended before this process asked to end with it; None: unknown.
-    printed: file to which what the child and its processes print is appended, up to `MAX_PRINTED_BYTES`; the rest is
-    dropped. "": all of it is dropped. None: the terminal.
+    printed: file for the output of the child and its processes, up to `MAX_PRINTED_BYTES`; the rest is dropped. "": all
+    of it is dropped. None: the terminal.
     """
     copier: threading.Thread | None = None
 
@@ -115,7 +115,7 @@ def _copy_printed(source: int, path: str | None) -> None:
                 room -= os.fstat(file).st_size
             os.write(file, part[: max(0, room)])
             if len(part) > room >= 0:
-                os.write(file, b"\n[what is printed after this is dropped]\n")
+                os.write(file, b"\n[later output is dropped]\n")
         room -= len(part)
 
 
@@ -140,7 +140,7 @@ def _kill_descendants() -> None:
 
 
 def _has_children() -> bool:
-    """Whether a child of this process runs, or has ended and was not waited for. Cheaper than reading /proc."""
+    """True if a child of this process runs, or has ended and was not waited for. Cheaper than reading /proc."""
     with suppress(ChildProcessError):
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         return True

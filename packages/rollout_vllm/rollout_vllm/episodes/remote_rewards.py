@@ -25,7 +25,7 @@ from plinth_base import Endpoint
 from ..client.protocol import MalformedAnswerError, error_message
 from ..client.retry import backoff_s, classify_status
 from ..client.transport import HttpClient
-from ..config import RolloutConfig
+from ..config import RolloutConfig, require
 from .processes import describe
 from .rewards import RewardOutcome
 
@@ -55,10 +55,8 @@ class RemoteReward(HttpClient):
         with_model: bool = False,
     ) -> None:
         for name, value in (("timeout_s", timeout_s), ("max_in_flight", max_in_flight)):
-            if not value > 0:
-                raise ValueError(f"{name}={value}: must be greater than 0")
-        if max_retries < 0:
-            raise ValueError(f"max_retries={max_retries}: must be 0 or more")
+            require(value > 0, name, value, "greater than 0")
+        require(max_retries >= 0, "max_retries", max_retries, "0 or more")
         self._path, self._body, self._with_model = path, body, with_model
         self._read, self._reads_request = read, reads_request
         self._timeout_s, self._max_retries, self._max_in_flight = timeout_s, max_retries, max_in_flight
@@ -116,8 +114,8 @@ class RemoteReward(HttpClient):
         return RewardOutcome(score, "ok")
 
 
-def _exception(error: Exception, what: str) -> RewardOutcome:
-    return RewardOutcome(None, "exception", f"{what}: {describe(error)}")
+def _exception(error: Exception, problem: str) -> RewardOutcome:
+    return RewardOutcome(None, "exception", f"{problem}: {describe(error)}")
 
 
 def http_reward(url: str, *, api_key: str | None = None, **settings: Any) -> RemoteReward:
@@ -243,7 +241,7 @@ def read_verdict(answer: str, number: str) -> float:
         ValueError: the last line has another form.
     """
     last = answer.rstrip().rpartition("\n")[2]
-    found = re.fullmatch(rf"[\s*_`]*SCORE {number}:[\s*_`]*([-+]?\d+(?:\.\d+)?)[\s*_`.]*", last, re.ASCII)
-    if found is None:
+    verdict = re.fullmatch(rf"[\s*_`]*SCORE {number}:[\s*_`]*([-+]?\d+(?:\.\d+)?)[\s*_`.]*", last, re.ASCII)
+    if verdict is None:
         raise ValueError(f"the judge's answer does not end with a line 'SCORE {number}: <number>': {last[-200:]!r}")
-    return float(found[1])
+    return float(verdict[1])

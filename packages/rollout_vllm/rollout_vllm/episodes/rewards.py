@@ -27,6 +27,7 @@ from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
+from ..config import require
 from .processes import describe, end_kept, run_kept
 
 _TICK_S = 0.02
@@ -84,7 +85,7 @@ class RewardPool:
     max_in_flight = 1
     """Calls in a worker at the same time."""
     late_s, late_words = 0.0, ""
-    """How long after its time limit a call without an answer is lost, and what its message says of it."""
+    """Seconds after its time limit at which a call without an answer is lost, and the end of the message about it."""
 
     def __init__(
         self,
@@ -94,11 +95,9 @@ class RewardPool:
         start_timeout_s: float = 60.0,
         printed_dir: str | None = None,
     ) -> None:
-        if num_workers < 1:
-            raise ValueError(f"num_workers={num_workers}: must be 1 or more")
+        require(num_workers >= 1, "num_workers", num_workers, "1 or more")
         for name, value in (("timeout_s", timeout_s), ("start_timeout_s", start_timeout_s)):
-            if not value > 0:
-                raise ValueError(f"{name}={value}: must be greater than 0")
+            require(value > 0, name, value, "greater than 0")
         self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
         self._printed_dir = printed_dir
         self._failed_start: tuple[bytes, RewardOutcome, float] | None = None  # function, outcome, time
@@ -249,7 +248,7 @@ class _Calls:
 
     @property
     def has_room(self) -> bool:
-        """Whether a new call can be sent."""
+        """True if a new call can be sent."""
         num = len(self._in_flight)
         return num < self._pool.max_in_flight and not self._alone and not (self._is_stuck and num)
 
@@ -318,10 +317,10 @@ class _Calls:
     def _fail_start(self, job: Job) -> None:
         """Fails the calls of a function that is not loaded in time; the others are made again."""
         timeout_s = self._pool.start_timeout_s
-        what = f"the reward function's process and module were not loaded within {timeout_s:g} s"
+        message = f"the reward function's process and module were not loaded within {timeout_s:g} s"
         for one in self._given_up():
             if one.job.function == job.function:
-                self._fail(one.job, RewardOutcome(None, "start", what, timeout_s))
+                self._fail(one.job, RewardOutcome(None, "start", message, timeout_s))
             else:
                 self._alone.append(one.job)
 
@@ -369,7 +368,7 @@ class _Worker:
         self.pipe.close()
 
     def is_ready(self, timeout_s: float) -> bool:
-        """Whether the process reads, after waiting for it: sending to one that does not read could block."""
+        """Waits for the process to read; False if it does not. Sending to one that does not read could block."""
         if not self._is_ready and self.pipe.poll(timeout_s):
             self.pipe.recv_bytes()
             self._is_ready = True
@@ -412,7 +411,7 @@ def leave_if_forked(own: int) -> None:
 
 
 def read_scores(result: Any, num_scores: int | None) -> Scores:
-    """What a function returned, as scores.
+    """The scores that a function returned.
 
     Raises:
         TypeError, ValueError: it is no list of `num_scores` values.

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..config import require
+from ..errors import RolloutConfigError
 from .environment_process import Message, Observation
 from .processes import describe
 
@@ -25,7 +27,7 @@ class ToolCall:
 
 def hermes_calls(text: str) -> list[ToolCall]:
     """Calls of Hermes, Qwen 2.5 and Qwen 3: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number."""
-    return [_call(found) for found in re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL)]
+    return [_call(call) for call in re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL)]
 
 
 def llama_calls(text: str) -> list[ToolCall]:
@@ -36,8 +38,8 @@ def llama_calls(text: str) -> list[ToolCall]:
 
 def mistral_calls(text: str) -> list[ToolCall]:
     """Calls of Mistral: `[TOOL_CALLS]` and a JSON list of `{"name": …, "arguments": {…}}`."""
-    _, found, body = text.partition("[TOOL_CALLS]")
-    if not found:
+    _, mark, body = text.partition("[TOOL_CALLS]")
+    if not mark:
         return []
     try:
         calls = json.loads(body)
@@ -52,6 +54,11 @@ CALL_FORMATS: dict[str, Callable[[str], list[ToolCall]]] = {
     "mistral": mistral_calls,
 }
 """The calls in the text of a turn, by the name of the format."""
+
+
+def check_call_format(name: str) -> None:
+    """Raises RolloutConfigError unless `name` is a key of `CALL_FORMATS`."""
+    require(name in CALL_FORMATS, "call_format", name, ", ".join(CALL_FORMATS))
 
 
 class ToolEnvironment:
@@ -72,10 +79,8 @@ class ToolEnvironment:
     def __init__(
         self, tools: Sequence[ToolFunction | str], *, call_format: str = "hermes", max_result_chars: int = 4000
     ) -> None:
-        if not tools:
-            raise ValueError("tools is empty; allowed: functions, or package.module:function")
-        if call_format not in CALL_FORMATS:
-            raise ValueError(f"call_format is {call_format!r}; allowed: {', '.join(CALL_FORMATS)}")
+        require(bool(tools), "tools", tools, "functions, or package.module:function")
+        check_call_format(call_format)
         functions = [_function(tool) for tool in tools]
         self.tools = [tool_schema(function) for function in functions]
         names = [schema["function"]["name"] for schema in self.tools]
@@ -102,12 +107,12 @@ class ToolEnvironment:
         if call.name not in self._functions:
             return f"error: there is no tool {call.name!r}, only {', '.join(self._functions)}"
         try:
-            found = self._functions[call.name](**call.arguments)
-            if inspect.isawaitable(found):
-                found = await found
+            result = self._functions[call.name](**call.arguments)
+            if inspect.isawaitable(result):
+                result = await result
         except Exception as error:
             return f"error: {describe(error)}"
-        text = found if isinstance(found, str) else json.dumps(found, default=str)
+        text = result if isinstance(result, str) else json.dumps(result, default=str)
         limit = self._max_result_chars
         return text if len(text) <= limit else f"{text[:limit]} … ({len(text) - limit} characters left out)"
 
@@ -115,7 +120,7 @@ class ToolEnvironment:
 def tool_schema(function: ToolFunction) -> dict[str, Any]:
     """The JSON schema of a tool, as chat templates take it.
 
-    Raises ValueError if the function has no attribute `schema`, and its type hints and docstring do not give one.
+    Raises RolloutConfigError if the function has no attribute `schema` and its type hints and docstring give none.
     """
     own = getattr(function, "schema", None)
     if own is not None:
@@ -125,9 +130,12 @@ def tool_schema(function: ToolFunction) -> dict[str, Any]:
     try:
         schema: dict[str, Any] = get_json_schema(function)
     except Exception as error:  # it raises exceptions of its own
-        raise ValueError(
-            f"tool {function.__name__}: give every argument a type hint and a line under `Args:` of the docstring, or "
-            f"set {function.__name__}.schema ({describe(error)})"
+        raise RolloutConfigError(
+            describe(error),
+            field="tools",
+            value=function.__name__,
+            remedy="give every argument a type hint and a line under `Args:` of the docstring, or set the function's "
+            "attribute `schema`",
         ) from error
     return schema
 
@@ -136,10 +144,9 @@ def _function(tool: ToolFunction | str) -> ToolFunction:
     if callable(tool):
         return tool
     module, colon, name = tool.partition(":")
-    if not (module and colon and name):
-        raise ValueError(f"tools has {tool!r}; allowed: package.module:function")
-    found: ToolFunction = getattr(importlib.import_module(module), name)
-    return found
+    require(bool(module and colon and name), "tools", tool, "package.module:function")
+    function: ToolFunction = getattr(importlib.import_module(module), name)
+    return function
 
 
 def _call(text: str) -> ToolCall:

@@ -7,9 +7,10 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+from ..errors import RolloutConfigError
 from .chat_endpoint import ChatEndpoint
 from .environment_process import Observation
-from .tools import CALL_FORMATS
+from .tools import CALL_FORMATS, check_call_format
 
 _TOKEN_LIMITS = ("max_input_tokens", "max_output_tokens", "max_total_tokens")
 
@@ -31,13 +32,18 @@ class VerifiersEnvironment:
     preload = ("verifiers.v1", "mcp.server.mcpserver")  # imported once, before processes are forked
 
     def __init__(self, env: Mapping[str, Any], *, task_column: str = "task", call_format: str = "hermes") -> None:
-        if call_format not in CALL_FORMATS:
-            raise ValueError(f"call_format is {call_format!r}; allowed: {', '.join(CALL_FORMATS)}")
+        check_call_format(call_format)
         self._vf = _import_verifiers()
         config = self._vf.resolve_env_config(dict(env))
         for name, agent in config:
-            if isinstance(agent, self._vf.AgentConfig) and any(getattr(agent, limit) for limit in _TOKEN_LIMITS):
-                raise ValueError(f"env.{name} limits tokens, which are not counted here; use sampling.max_tokens")
+            for limit in _TOKEN_LIMITS if isinstance(agent, self._vf.AgentConfig) else ():
+                if value := getattr(agent, limit):
+                    raise RolloutConfigError(
+                        "tokens are not counted here",
+                        field=f"env.{name}.{limit}",
+                        value=value,
+                        remedy="use sampling.max_tokens",
+                    )
         self._env = self._vf.load_environment(config)
         self._endpoint = ChatEndpoint(CALL_FORMATS[call_format])
         self._task_column = task_column
@@ -82,9 +88,9 @@ class VerifiersEnvironment:
         await self._stack.aclose()
 
     def _task(self, extra: Mapping[str, Any]) -> Any:
-        found = extra[self._task_column]
+        column = extra[self._task_column]
         task_type, config = type(self._env.taskset).task_type(), self._env.config.taskset.task
-        data = task_type.data_type().model_validate(json.loads(found) if isinstance(found, str) else found)
+        data = task_type.data_type().model_validate(json.loads(column) if isinstance(column, str) else column)
         return task_type(data, config)
 
     async def _play(self, task: Any) -> Any:
@@ -127,7 +133,8 @@ def write_tasks(env: Mapping[str, Any], path: str | Path, *, num_tasks: int | No
     vf = _import_verifiers()
     taskset = vf.load_taskset(vf.resolve_env_config(dict(env)).taskset)
     if num_tasks is None and not taskset.bounded:
-        raise ValueError("num_tasks is None, but this taskset never ends; give a number")
+        allowed = "a number of tasks, since this taskset never ends"
+        raise RolloutConfigError(field="num_tasks", value=num_tasks, allowed=allowed)
     count = 0
     with open(path, "w", encoding="utf-8") as file:
         for count, task in enumerate(taskset if num_tasks is None else taskset.take(num_tasks), 1):

@@ -49,11 +49,11 @@ def _parent_of(pid: int) -> int:
 def descendants(root: int) -> list[int]:
     """All descendants of process `root`, from /proc."""
     parents = {int(p.name): _parent_of(int(p.name)) for p in Path("/proc").iterdir() if p.name.isdigit()}
-    found, frontier = [], [root]
+    pids, frontier = [], [root]
     while frontier:
         frontier = [pid for pid, parent in parents.items() if parent in frontier]
-        found += frontier
-    return found
+        pids += frontier
+    return pids
 
 
 def _reap(child: int, status: int | None) -> int | None:

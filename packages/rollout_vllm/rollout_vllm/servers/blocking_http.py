@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from plinth_base import Endpoint
 
 NO_ANSWER = (OSError, http.client.HTTPException)
-"""What `call` raises when the server does not answer."""
+"""Exceptions of `call` when the server does not answer."""
 
 
 def call(

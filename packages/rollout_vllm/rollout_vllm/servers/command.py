@@ -104,12 +104,12 @@ def server_arguments(
 
 
 def has_multicast(environment: Mapping[str, str]) -> bool:
-    """Whether torch's symmetric memory may use NVLink multicast, where the GPUs have it."""
+    """True if torch's symmetric memory may use NVLink multicast, where the GPUs have it."""
     return environment.get("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0") in ("", "0")
 
 
 def is_eager(config: RolloutConfig, device: Device) -> bool:
-    """Whether a server runs without torch.compile and CUDA graphs."""
+    """True for a server without torch.compile and CUDA graphs."""
     return device == "cpu" if config.enforce_eager is None else config.enforce_eager
 
 

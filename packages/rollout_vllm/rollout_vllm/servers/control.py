@@ -63,7 +63,7 @@ def wake(endpoints: Sequence[Endpoint], *, tags: Sequence[WakeTag] = (), timeout
 
 
 def is_sleeping(endpoint: Endpoint, *, timeout_s: float = 30.0) -> bool:
-    """Whether the server is asleep. Raises ControlError if it does not answer."""
+    """True if the server is asleep. Raises ControlError if it does not answer."""
     try:
         status, text = call(endpoint, "GET", "/is_sleeping", timeout_s=timeout_s)
         if status == 200:

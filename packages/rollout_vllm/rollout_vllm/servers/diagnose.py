@@ -60,7 +60,7 @@ def diagnose(log: str, exit_status: int | None) -> str:
 
 
 def engine_core_failed(log: str) -> bool:
-    """Whether vLLM reports that its engine core did not start. The server then exits, unless a worker hangs."""
+    """True if vLLM reports that its engine core did not start. The server then exits, unless a worker hangs."""
     return _ENGINE_CORE_FAILED in log
 
 

@@ -25,7 +25,7 @@ def check_running(config: RolloutConfig) -> None:
 
 
 def is_paused(endpoint: Endpoint, *, timeout_s: float = _CALL_TIMEOUT_S) -> bool:
-    """Whether the server is paused, as after an interrupted weight update.
+    """True if the server is paused, as after an interrupted weight update.
 
     A server that does not answer, or has no control routes, counts as not paused.
     """

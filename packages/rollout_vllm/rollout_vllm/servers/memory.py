@@ -33,7 +33,7 @@ class ServerMemory:
     workspace: int
     """Activations of a prefill and logits of all sequences, CUDA graphs and context."""
     asleep: int
-    """What stays on the GPU while the server sleeps, at either level: CUDA graphs and context."""
+    """CUDA graphs and context, which stay on the GPU while the server sleeps, at either level."""
 
     @property
     def total(self) -> int:

@@ -50,8 +50,8 @@ def on_default_stream(load: Callable[..., Any], cuda: Any) -> Callable[..., Any]
         print("quantized weights: they are loaded on CUDA's default stream, as bitsandbytes expects", flush=True)
         default.wait_stream(current)
         with cuda.stream(default):
-            found = load(*args, **kwargs)
+            loaded = load(*args, **kwargs)
         current.wait_stream(default)
-        return found
+        return loaded
 
     return ordered

@@ -66,7 +66,7 @@ class _ServerHost:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSeat:
-    """Where a server runs, for callers that have reserved its devices with Ray."""
+    """Placement of a server, for callers that have reserved its devices with Ray."""
 
     strategy: Any
     """Ray's scheduling strategy; the server takes one CPU of it."""

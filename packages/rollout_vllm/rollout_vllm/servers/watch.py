@@ -22,10 +22,10 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True)
 class WatchEvent:
-    """What happened to a server. given_up: it is not restarted again."""
+    """An event in the life of a server. given_up: it is not restarted again."""
 
     server: int
-    what: EventKind
+    kind: EventKind
     detail: str
     at_s: float  # time.monotonic()
 
@@ -108,7 +108,7 @@ class ServerWatch:
 
     def check(self) -> None:
         """Raises ServerDiedError if all servers were given up."""
-        given_up = [event for event in self.events if event.what == "given_up"]
+        given_up = [event for event in self.events if event.kind == "given_up"]
         if len(given_up) == len(self._group.servers):
             last = given_up[-1]
             raise ServerDiedError(last.detail, last.server, self._group.servers[last.server].log_path)
@@ -198,8 +198,8 @@ class ServerWatch:
         self._client.retire(index)
         return False
 
-    def _note(self, server: int, what: EventKind, detail: str) -> None:
-        self.events.append(WatchEvent(server, what, detail, time.monotonic()))
+    def _note(self, server: int, kind: EventKind, detail: str) -> None:
+        self.events.append(WatchEvent(server, kind, detail, time.monotonic()))
 
 
 def version_problem(returned: int | None, expected: int) -> str | None:

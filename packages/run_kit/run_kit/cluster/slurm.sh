@@ -1,15 +1,22 @@
 #!/bin/bash
-@options@
+#SBATCH --output=%x_%j.log
+#SBATCH --open-mode=append
+#SBATCH --ntasks-per-node=1
+#SBATCH --mem=0
+#SBATCH --time=04:00:00
+#SBATCH --signal=B:USR1@600
 #
-# Written by: @command@
-# SLURM sends SIGUSR1 to this script @stop_before_s@ s before the time limit, and the script sends it to the app, which
-# @then@
-set -u
-@setup@
-python=@python@
-app=(
-@app@
-)
+# plinth slurm submits this file: sbatch [OPTION ...] FILE PYTHON APP [key=value ...]; @JOB_ID@ becomes the job's number.
+# SLURM sends SIGUSR1 to it 600 s before the time limit. The app then finishes its step, saves and exits with 138; the
+# job is queued again and resumes. Variables, with their defaults, that the environment of sbatch may set:
+max_requeues=${PLINTH_MAX_REQUEUES:-100}
+ray_dir=${PLINTH_RAY_DIR:-/tmp} # on the node's own disk, with a short path: those of sockets have at most 107 characters
+object_store_bytes=${PLINTH_OBJECT_STORE_BYTES:-1073741824}
+start_timeout_s=${PLINTH_START_TIMEOUT_S:-600} # for all nodes to join Ray
+eval "${PLINTH_SETUP-}"                        # shell lines, such as `module load cuda`
+python=$1
+app=("${@//@JOB_ID@/$SLURM_JOB_ID}")
+app=("${app[@]:1}")
 app_pid=
 asked=     # the first signal
 passed_on= # whether the app has it
@@ -23,7 +30,45 @@ pass_on() { # a signal's name
 }
 trap 'pass_on USR1' USR1
 trap 'pass_on TERM' TERM
-@ray@
+
+# FOLDER OPTION ...: a node of Ray until SIGTERM. Its folder, token and free ports let several jobs share a host.
+run_ray() {
+    local folder=$1 stopped=
+    mkdir -m 700 "$folder" || return # refuses a folder that another user has put there
+    "$python" -m ray.scripts.scripts start --block --disable-usage-stats --temp-dir="$folder" "${@:2}" \
+        --num-cpus="$cpus" --num-gpus="${SLURM_GPUS_ON_NODE:-0}" --object-store-memory="$object_store_bytes" \
+        --min-worker-port=0 --max-worker-port=0 --dashboard-agent-listen-port=0 &>"$folder/ray_start.log" &
+    trap 'stopped=1; kill '$! TERM
+    wait $!
+    wait $! # a signal ends the first one
+    [[ -n $stopped ]] || { echo "error: Ray ended on $(hostname):" && tail -n 40 "$folder/ray_start.log"; } >&2
+    rm -rf "$folder"
+}
+
+stop_ray() {
+    kill "${ray_pids[@]}"
+    wait "${ray_pids[@]}"
+} 2>/dev/null
+
+if ((SLURM_JOB_NUM_NODES > 1)); then # Ray on every node: the head on this one, the others join it
+    export python object_store_bytes cpus=${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE} RAY_AUTH_MODE=token RAY_AUTH_TOKEN
+    RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
+    mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    others=$((${#hosts[@]} - 1))
+    folder=$ray_dir/plinth_${SLURM_JOB_ID}_${SLURM_RESTART_COUNT:-0}
+    ray_nodes=("$python" -m run_kit.cluster.ray_nodes)
+    read -r ip port client_port < <("${ray_nodes[@]}" address "${hosts[1]}") || exit 1
+    run_ray "${folder}_head" --head --node-ip-address="$ip" --port="$port" --include-dashboard=false \
+        --ray-client-server-port="$client_port" &
+    ray_pids=($!)
+    # The tasks have numbers of their own, because the nodes of a test share a disk.
+    srun --nodes="$others" --ntasks="$others" --ntasks-per-node=1 --cpus-per-task="$cpus" --exclude="${hosts[0]}" \
+        bash -c "$(declare -f run_ray); run_ray '${folder}_node'\$SLURM_PROCID --address=$ip:$port" &
+    ray_pids+=($!)
+    trap stop_ray EXIT
+    "${ray_nodes[@]}" wait "$ip:$port" "${#hosts[@]}" "$start_timeout_s" "${ray_pids[@]}" || exit 1
+    app+=(trainer.ray_address="$ip:$port")
+fi
 if [[ -z $asked ]]; then
     "$python" -m run_kit.commands "${app[@]}" &
     app_pid=$!
@@ -37,14 +82,11 @@ if [[ -z $asked ]]; then
 else
     code=$((128 + $(kill -l "$asked")))
 fi
-
-restarts=${SLURM_RESTART_COUNT:-0}
-if ((code != @stopped@)); then
-    exit "$code"
-elif ((restarts >= @max_requeues@)); then
-    echo "the time limit came before the last step, and the job has been queued again $restarts times" >&2
+((code == 138)) || exit "$code"
+if ((${SLURM_RESTART_COUNT:-0} >= max_requeues)); then
+    echo "the time limit came before the last step, and the job has been queued again $max_requeues times" >&2
     exit "$code"
 fi
-@stop_ray@
+((SLURM_JOB_NUM_NODES == 1)) || stop_ray
 echo "the time limit comes before the last step: queueing the job again"
 scontrol requeue "$SLURM_JOB_ID" || exit "$code"

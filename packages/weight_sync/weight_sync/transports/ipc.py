@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import SyncConfigError
 from ..plan import BucketPlan
-from .base import Receiver, Sender
+from .base import Receiver, Sender, TransportKind
 
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
@@ -123,3 +123,12 @@ class IpcReceiver(Receiver):
         handles = greeting["handles"]
         self._hold([DeviceMemory.open(bytes.fromhex(handle), size, self._device) for handle, size in handles])
         self.id = greeting["buffers"]
+
+
+KIND = TransportKind(
+    sender=lambda device, host, config: IpcSender(device),
+    receiver=lambda device, timeout_s: IpcReceiver(device),
+    one_host="CUDA IPC",
+    needs_gpu=True,
+    bucket_mib=256,
+)

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from ..channel import Channel
 from ..errors import ChannelError, SyncConfigError, WeightSyncError
 from ..plan import NUM_BUFFERS, Bucket, BucketPlan
-from .base import Receiver, Sender, grow_buffers
+from .base import Receiver, Sender, TransportKind, grow_buffers
 
 _RENDEZVOUS_POLL_S = 0.002
 
@@ -213,3 +213,11 @@ def _from_root() -> Any:
 
 def _seconds(timeout_s: float) -> datetime.timedelta:
     return datetime.timedelta(seconds=timeout_s)
+
+
+KIND = TransportKind(
+    sender=lambda device, host, config: NcclSender(device, host, config.timeout_s),
+    receiver=NcclReceiver,
+    needs_gpu=True,
+    bucket_mib=256,
+)

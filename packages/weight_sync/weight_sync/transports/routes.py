@@ -2,16 +2,12 @@
 
 import contextlib
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from urllib.parse import urlsplit
 
-from ..config import SyncConfig
+from ..config import TRANSPORTS, SyncConfig
 from ..errors import SyncConfigError
-
-#: Transports that work within one host only, and why.
-ONE_HOST_TRANSPORTS = {"shm": "shared memory", "ipc": "CUDA IPC"}
-
-_GPU_TRANSPORTS = ("ipc", "nccl")
+from .select import transport_kind
 
 
 def choose_transports(config: SyncConfig, urls: Sequence[str], *, on_gpu: bool) -> dict[str, str]:
@@ -35,17 +31,25 @@ def plan_transports(transport: str, is_here: Mapping[str, bool], *, on_gpu: bool
     if transport == "auto":
         here, elsewhere = ("ipc", "nccl") if on_gpu else ("shm", "tcp")
         return {url: here if is_local else elsewhere for url, is_local in is_here.items()}
-    if transport in _GPU_TRANSPORTS and not on_gpu:
+    kinds = {name: transport_kind(name) for name in TRANSPORTS}
+    usable = {name: each for name, each in kinds.items() if on_gpu or not each.needs_gpu}
+    if transport not in usable:
         raise SyncConfigError(
-            f"transport: {transport!r} given, but the trainer's tensors are on the CPU; allowed: auto, shm, tcp"
+            "the trainer's tensors are on the CPU", field="transport", value=transport, allowed=_listed(usable)
         )
     unreachable = [url for url, is_local in is_here.items() if not is_local]
-    if transport in ONE_HOST_TRANSPORTS and unreachable:
+    if usable[transport].one_host and unreachable:
         raise SyncConfigError(
-            f"transport: {transport!r} given, but {unreachable[0]} is on another host, and "
-            f"{ONE_HOST_TRANSPORTS[transport]} works within one host only; allowed: auto, tcp{', nccl' * on_gpu}"
+            f"{unreachable[0]} is on another host, and {usable[transport].one_host} works within one host only",
+            field="transport",
+            value=transport,
+            allowed=_listed(name for name, each in usable.items() if not each.one_host),
         )
     return dict.fromkeys(is_here, transport)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(["auto", *names])
 
 
 def is_this_host(host: str) -> bool:

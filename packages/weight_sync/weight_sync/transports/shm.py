@@ -14,7 +14,7 @@ import torch
 
 from ..errors import SyncConfigError
 from ..plan import BucketPlan
-from .base import Receiver, Sender
+from .base import Receiver, Sender, TransportKind
 
 
 class Segment:
@@ -71,3 +71,10 @@ class ShmReceiver(Receiver):
             self._hold([Segment(fd, size) for fd, size in zip(fds, sizes, strict=True)])
             self.id = greeting["segments"]
         self._stage(plan)
+
+
+KIND = TransportKind(
+    sender=lambda device, host, config: ShmSender(),
+    receiver=lambda device, timeout_s: ShmReceiver(device),
+    one_host="shared memory",
+)

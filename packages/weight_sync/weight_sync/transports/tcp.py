@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..channel import Channel
 from ..plan import NUM_BUFFERS, Bucket, BucketPlan
-from .base import CPU, Receiver, Sender, grow_buffers
+from .base import CPU, Receiver, Sender, TransportKind, grow_buffers
 
 
 class TcpSender(Sender):
@@ -57,3 +57,9 @@ class TcpReceiver(Receiver):
         host = self._buffers[bucket.index % NUM_BUFFERS][: bucket.nbytes]
         channel.receive_bytes_into(memoryview(host.numpy().data).cast("B"))
         return super().receive(bucket, channel)
+
+
+KIND = TransportKind(
+    sender=lambda device, host, config: TcpSender(),
+    receiver=lambda device, timeout_s: TcpReceiver(device),
+)

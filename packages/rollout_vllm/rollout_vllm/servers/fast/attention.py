@@ -265,7 +265,7 @@ def _decode(layer: Any, query: Tensor, kv_cache: Tensor, step: Any, output: Tens
 
 
 def _is_plain(layer: Any, query: Tensor, kv_cache: Tensor, step: Any) -> bool:
-    """Whether a decoding step asks for softmax(scale QK^T)V over all tokens of each request, in 16 bits."""
+    """True if a decoding step asks for softmax(scale QK^T)V over all tokens of each request, in 16 bits."""
     unlimited = (None, (-1, -1))
     return (
         layer.attn_type == "decoder"
@@ -292,7 +292,7 @@ def _is_plain(layer: Any, query: Tensor, kv_cache: Tensor, step: Any) -> bool:
 
 
 def _graphs_of_decoding(layer: Any) -> bool:
-    """Whether CUDA graphs of decoding steps compute nothing else.
+    """True if CUDA graphs of decoding steps compute nothing else.
 
     With cudagraph_mode=FULL, vLLM 0.26 captures a graph as a decoding step and replays it for steps with prompts.
     """
@@ -302,7 +302,7 @@ def _graphs_of_decoding(layer: Any) -> bool:
 
 
 def _problem(layer: Any, module: Any, query: Tensor, kv_cache: Tensor, step: Any, stock: Callable[..., Any]) -> str:
-    """What differs from vLLM's attention on a random case, or went wrong; empty: nothing."""
+    """Difference from vLLM's attention on a random case, or the error; empty if both agree."""
     try:
         block = kv_cache.shape[2]
         shared = 1 + -(-2 * _TILE // block)  # blocks of a prompt, two whole tiles at least
@@ -334,9 +334,11 @@ def _problem(layer: Any, module: Any, query: Tensor, kv_cache: Tensor, step: Any
         expected = torch.zeros_like(queries)
         stock(layer, module, queries, None, None, cache, case, expected)
         for together in _choices(layer.num_heads, layer.num_kv_heads):
-            found = torch.zeros_like(queries)  # else rows that are not written would have the result of the size before
-            _decode(layer, queries, cache, case, found, together)
-            differences, sizes = (found.float() - expected.float()).abs(), expected.float().abs()
+            computed = torch.zeros_like(
+                queries
+            )  # else rows that are not written would have the result of the size before
+            _decode(layer, queries, cache, case, computed, together)
+            differences, sizes = (computed.float() - expected.float()).abs(), expected.float().abs()
             error = (differences.amax((1, 2)) / sizes.amax((1, 2))).max().item()  # of many tokens, outputs are small
             if not error < _CLOSE:
                 return f"outputs differ by {error:.1e} of a request's largest, {together} requests together"

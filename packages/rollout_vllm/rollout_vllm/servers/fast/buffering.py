@@ -45,7 +45,7 @@ Replace = Callable[[Any, str, Callable[..., Any]], Callable[[], None]]
 
 
 def is_buffered(request: Any, marker: str) -> bool:
-    """Whether the client of `request` asked for ids only, and nothing in its sampling parameters needs more than that.
+    """True if the client of `request` asked for ids only, and nothing in its sampling parameters needs more than that.
 
     request: vLLM's `Request` (engine core) or `EngineCoreRequest` (front end).
     """
@@ -59,7 +59,7 @@ def is_buffered(request: Any, marker: str) -> bool:
 
 
 def wants_packed(request: Any, marker: str) -> bool:
-    """Whether the client of a `CompletionRequest` reads `packed_choice`, which has no prompt."""
+    """True if the client of a `CompletionRequest` reads `packed_choice`, which has no prompt."""
     return (request.vllm_xargs or {}).get(marker) == PACKED and not request.echo
 
 
@@ -87,7 +87,7 @@ def ending_tokens(request: Any) -> frozenset[int] | None:
 
 @dataclass(slots=True)
 class _Unsent:
-    """What was sampled for a request since its last message.
+    """Tokens that were sampled for a request since its last message.
 
     spans: (policy version, number of tokens) of the first tokens; the others are of the current version.
     """
@@ -228,7 +228,7 @@ class TokenBuffer:
 
 
 def _carries_more(output: Any) -> bool:
-    """Whether an output has content besides tokens: the first and the last of a request, and rare events."""
+    """True if an output has content besides tokens: the first and the last of a request, and rare events."""
     if output.finish_reason is not None or output.prefill_stats is not None or output.events is not None:
         return True
     return output.routed_experts is not None or getattr(output, "new_sampling_mask", None) is not None
@@ -242,7 +242,7 @@ class _Rows:
 
 
 def _is_plain_step(scheduler: Any, scheduled: Any, sampled: Any, log_probs: Any) -> bool:
-    """Whether a step has nothing but tokens and log-probs of decoder requests, one token each."""
+    """True if a step has nothing but tokens and log-probs of decoder requests, one token each."""
     if scheduled.scheduled_spec_decode_tokens or not sampled.sampled_token_ids or sampled.num_nans_in_logits:
         return False
     if log_probs is not None and log_probs.cu_num_generated_tokens is not None:

@@ -120,7 +120,7 @@ def divide_rows(replace: Replace) -> Callable[[], None]:
 
 
 def _problem(logits: Tensor, tokens: Tensor, expected: Any) -> str:
-    """What differs from vLLM's scores, or went wrong; empty: nothing."""
+    """Difference from vLLM's scores, or the error; empty if both agree."""
     try:
         log_probs, ranks = token_scores(logits, tokens)
         theirs, their_ranks = expected.logprobs.flatten(), expected.selected_token_ranks

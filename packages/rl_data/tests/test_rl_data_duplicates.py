@@ -1,0 +1,147 @@
+"""Duplicates, split and contamination as pure functions, which may not depend on the order of the rows."""
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_data.prepare.duplicates import (
+    SHINGLE,
+    U64,
+    HeldOut,
+    NearDuplicates,
+    digests,
+    groups,
+    is_validation,
+    keepers,
+    ngrams,
+    normalized,
+    numbers_and_operators,
+    tokens,
+)
+
+WORDS = st.lists(st.sampled_from("abcdefgh"), max_size=12)
+ROWS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=30)
+Rows = list[tuple[int, int, int]]
+
+
+def u64(values: Sequence[int]) -> U64:
+    return np.array(values, np.uint64)
+
+
+def kept(rows: Rows) -> list[int]:
+    """Positions of the rows to keep: duplicates agree in the first or the second number; the third is content."""
+    if not rows:
+        return []
+    keeper = keepers(groups(u64([row[:2] for row in rows])), digests(map(str, rows)))
+    return [int(row) for row in np.flatnonzero(keeper == np.arange(len(rows)))]
+
+
+def connected(rows: Rows) -> set[frozenset[int]]:
+    """Connected rows, by search: the definition that `groups` has to agree with."""
+    components: set[frozenset[int]] = set()
+    for start in range(len(rows)):
+        group, waiting = {start}, [start]
+        while waiting:
+            row = rows[waiting.pop()]
+            near = {i for i, other in enumerate(rows) if other[0] == row[0] or other[1] == row[1]}
+            waiting += near - group
+            group |= near
+        components.add(frozenset(group))
+    return components
+
+
+@given(ROWS, st.randoms(use_true_random=False))
+def test_one_row_of_each_group_is_kept_whatever_the_order(rows: Rows, rng: random.Random) -> None:
+    chosen = kept(rows)
+    assert all(len(group & set(chosen)) == 1 for group in connected(rows))
+    shuffled = rng.sample(rows, len(rows))
+    left = sorted(rows[row] for row in chosen)
+    assert left == sorted(shuffled[row] for row in kept(shuffled))
+    assert kept(left) == list(range(len(left))), "a second pass drops nothing"
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=1, unique=True), st.integers(0, 2**63), st.floats(0.01, 0.99))
+def test_the_split_depends_on_nothing_but_prompt_and_seed(prompts: list[int], seed: int, share: float) -> None:
+    together = is_validation(u64(prompts), seed, share)
+    assert together.tolist() == [is_validation(u64([prompt]), seed, share)[0] for prompt in prompts]
+    larger = is_validation(u64(prompts), seed, min(1.0, share + 0.01))
+    assert not (together & ~larger).any(), "a larger share keeps them"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.5])
+def test_the_split_has_its_share_and_another_seed_another_one(share: float) -> None:
+    prompts = digests(f"prompt {number}" for number in range(20_000))
+    first, second = is_validation(prompts, 0, share), is_validation(prompts, 1, share)
+    assert abs(first.mean() - share) < 0.01
+    assert share == 0 or abs((first & second).mean() - share**2) < 0.01
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 2**32), st.integers(0, 8))
+def test_near_duplicates_share_a_key_as_often_as_stated(seed: int, num_changed: int) -> None:
+    near, rng = NearDuplicates(0.8), random.Random(seed)
+    texts: list[list[str]] = []
+    for _ in range(40):
+        text = [str(rng.random()) for _ in range(60)]
+        texts += [text, [str(rng.random()) if index < num_changed else word for index, word in enumerate(text)]]
+    first, second = (set(ngrams(text, SHINGLE)) for text in texts[:2])
+    expected = near.probability(len(first & second) / len(first | second))
+    keys = near.keys(texts, [""] * len(texts))
+    share = (keys[0::2] == keys[1::2]).any(axis=1).mean()
+    # Five standard deviations of a mean of 40 trials, and a little for the estimate of one pair's similarity.
+    assert abs(share - expected) <= 5 * (expected * (1 - expected) / 40) ** 0.5 + 0.05
+
+
+@pytest.mark.parametrize("similarity", [0.5, 0.7, 0.8, 0.9, 1.0])
+def test_bands_find_what_is_more_similar_and_little_else(similarity: float) -> None:
+    near = NearDuplicates(similarity)
+    assert near.probability(1.0) == 1.0
+    assert near.probability(max(0.0, similarity - 0.25)) < 0.1
+    assert near.probability(min(1.0, similarity + 0.12)) > 0.9
+
+
+def test_bands_share_a_key_only_where_the_numbers_agree() -> None:
+    near = NearDuplicates(0.3)
+    text = "tom has 3 apples and 4 pears in his bag"
+    keys = near.keys([tokens(text)] * 3, ["3 4", "4 3", "3 4"])
+    assert (keys[0] == keys[2]).all()
+    assert not (keys[0] == keys[1]).any()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a well-known 3-sided x - y = 12.5", "3 - = 12 5"),
+        ("no numbers, no operators.", ""),
+        ("$\\frac{1}{2}$ + x^2 < 3", "1 2 + ^ 2 < 3"),
+    ],
+)
+def test_numbers_and_operators(text: str, expected: str) -> None:
+    assert numbers_and_operators(text) == expected
+
+
+def test_normalized_text_and_tokens() -> None:
+    assert normalized("  Tom\thas\n3\u00a0APPLES\uff01 ") == "tom has 3 apples!"
+    assert tokens("tom's x+1 \u5929\u6c142") == ["tom", "'", "s", "x", "+", "1", "\u5929", "\u6c14", "2"]
+
+
+@given(st.lists(WORDS, min_size=1, max_size=6), st.lists(WORDS, min_size=1, max_size=6), st.integers(1, 4))
+def test_contamination_is_the_largest_share_of_a_prompts_ngrams(
+    prompts: list[list[str]], texts: list[list[str]], n: int
+) -> None:
+    def grams(text: list[str]) -> set[tuple[str, ...]]:
+        return {tuple(text[i : i + n]) for i in range(max(1, len(text) - n + 1))}
+
+    held_out = HeldOut(n=n, share=0.5)
+    for prompt in prompts:
+        held_out.add(prompt)
+    for text in texts:
+        shares = [len(grams(prompt) & grams(text)) / len(grams(prompt)) for prompt in prompts]
+        contained = held_out.contained(text)
+        assert (contained is not None) == (max(shares) >= 0.5)
+        if contained is not None:
+            assert contained[1] == pytest.approx(max(shares)) == pytest.approx(shares[contained[0]])
