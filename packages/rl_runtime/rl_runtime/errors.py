@@ -73,7 +73,9 @@ def naming_key(key: str) -> Iterator[None]:
     """
     try:
         yield
-    except (DataError, ModelFolderError) as error:
+    except DataError as error:
+        raise InputError(error.explanation, field=key) from error
+    except ModelFolderError as error:
         raise InputError.of(error, under=key) from error
     except OSError as error:  # a name that is too long, a folder that may not be read
         raise InputError(error.strerror or str(error), field=key, value=str(error.filename)) from error

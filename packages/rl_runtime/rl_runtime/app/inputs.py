@@ -92,7 +92,7 @@ def naming_file(key: str) -> Iterator[None]:
     except DataError as error:
         if error.file is None:
             raise
-        raise InputError.of(error, under=key) from error
+        raise InputError(error.explanation, field=key) from error
 
 
 def load_ahead(

@@ -72,7 +72,7 @@ class RunCheckpoints:
         run_id = uuid.uuid4().hex
         num_ranks = sum(group.world_size for group in self._groups)
         ranks = SaverRanks(num_ranks=num_ranks, rank=None, run_id=run_id, publisher=None)
-        saver = AsyncSaver(self._files.open_store(self._nodes), ranks=ranks)
+        saver = AsyncSaver(self._files.open_store(self._folder, self._nodes), ranks=ranks)
         url = self._files.rank_url
         for group, first in self._numbered_groups():
             group.run(TrainerWorker.open_saver, str(self._folder.absolute()), run_id, first, num_ranks, url)

@@ -34,7 +34,7 @@ def naming_engine(section: str, *, key: str = "model.path", path: str = "") -> I
         yield
     except EngineConfigError as error:
         if key == "model.path":
-            raise InputError.of(error, under=section) from error
+            raise InputError.of(error, under=section) if error.field else InputError(f"{section}.{error}") from error
         raise InputError(f"its engine is set up as the actor's: {error}", field=key, value=path) from error
 
 

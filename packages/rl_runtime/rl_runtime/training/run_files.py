@@ -136,10 +136,10 @@ class RunFiles:
         if self._uploader is not None:
             self._uploader.add(folder)
 
-    def open_store(self, nodes: Sequence[str]) -> CheckpointManager | HostCheckpoints:
-        """Publishes the checkpoints that the ranks on `nodes` write."""
+    def open_store(self, folder: Path, nodes: Sequence[str]) -> CheckpointManager | HostCheckpoints:
+        """Publishes the checkpoints that the ranks on `nodes` write into `folder`."""
         on_publish = None if self._uploader is None else self._uploader.add
-        return CheckpointManager(self._run / "checkpoints", retention=retention(self._trainer), on_publish=on_publish)
+        return CheckpointManager(folder, retention=retention(self._trainer), on_publish=on_publish)
 
     def take_finished(self) -> Sequence[Upload]:
         """The uploads that ended since the last call."""
@@ -162,12 +162,10 @@ class LocalDisks(RunFiles):
         """Storage in which the run publishes its checkpoints."""
         self.rank_url = self.remote.url
 
-    def open_store(self, nodes: Sequence[str]) -> HostCheckpoints:
+    def open_store(self, folder: Path, nodes: Sequence[str]) -> HostCheckpoints:
         """Publishes the uploads of the ranks in the storage."""
         self.make_run_folder(nodes)
-        store = HostCheckpoints(
-            self._run / "checkpoints", self.remote, retention=retention(self._trainer), report=self._report
-        )
+        store = HostCheckpoints(folder.absolute(), self.remote, retention=retention(self._trainer), report=self._report)
         self._uploads = store
         return store
 
