@@ -110,14 +110,14 @@ class Run:
     gpus: str
     """CUDA_VISIBLE_DEVICES."""
     signals: Sequence[tuple[signal.Signals, float]] = ((signal.SIGTERM, 1.0), (signal.SIGTERM, 12.0))
-    """What ends it, and the seconds to wait: a training run finishes its step after a first SIGTERM, not a second."""
+    """Signals that end it, with seconds to wait: a training run finishes its step after one SIGTERM, not after two."""
     errors: Path | None = None
-    """Where stderr goes; None: to the log, too."""
+    """File for stderr; None: to the log, too."""
     peaks_gib: list[float] = field(default_factory=list, init=False)
     """The largest memory in use on each of its GPUs."""
     process: "subprocess.Popen[bytes] | None" = field(default=None, init=False)
     started: float = field(default=math.nan, init=False)
-    """When it was started, in seconds of Unix time."""
+    """Time of the start, in seconds of Unix time."""
 
     def start(self) -> None:
         """Starts it on its GPUs."""
@@ -164,7 +164,7 @@ class Run:
         return self.log.read_text(errors="replace")
 
     def found(self, pattern: str) -> list[Any]:
-        """What a regular expression matches in its output, whose lines begin at `^`."""
+        """Text that a regular expression matches in its output, whose lines begin at `^`."""
         return re.findall(pattern, self.text, re.MULTILINE)
 
     def report(self, code: int) -> str:

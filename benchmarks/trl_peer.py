@@ -1,4 +1,4 @@
-"""What the scripts that run TRL share: clock, arguments and settings; and how an app runs beside it."""
+"""Common parts of the scripts that run TRL: clock, arguments and settings; and how an app runs beside it."""
 
 import argparse
 import sys

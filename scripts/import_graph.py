@@ -87,7 +87,7 @@ def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
 
 
 def num_floors(graph: dict[str, set[str]]) -> int:
-    """How many floors the rooms stand on."""
+    """Number of floors on which the rooms stand."""
     together = {room: set(group) for group in cycles(graph) for room in group}
     floors: dict[str, int] = {}
 

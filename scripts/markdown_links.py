@@ -35,14 +35,14 @@ def slug(heading: str) -> str:
 def anchors(markdown: str) -> list[str]:
     """Anchors of all headings; GitHub numbers repeated ones: `name`, `name-1`."""
     seen: Counter[str] = Counter()
-    found = []
+    names = []
     all_tokens = tokens(markdown)
     for opening, inline in pairwise(all_tokens):
         if opening.type == "heading_open":
             name = slug("".join(part.content for part in inline.children or () if part.type in ("text", "code_inline")))
-            found.append(f"{name}-{seen[name]}" if seen[name] else name)
+            names.append(f"{name}-{seen[name]}" if seen[name] else name)
             seen[name] += 1
-    return found
+    return names
 
 
 def links(markdown: str) -> list[str]:
@@ -72,7 +72,7 @@ def targets(file: Path) -> Iterator[tuple[str, Path, str]]:
 
 
 def page_of(path: Path) -> Path:
-    """What GitHub shows for a path: the README.md of a folder that has one, else the path."""
+    """The page that GitHub shows for a path: the README.md of a folder that has one, else the path."""
     readme = path / "README.md"
     return readme if readme.is_file() else path
 

@@ -71,7 +71,7 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What the tests say about a fault."""
+    """Verdict of the tests about a fault."""
 
     fault: Fault
     verdict: str
@@ -163,15 +163,15 @@ import importlib.util, json, subprocess, sys
 names = sys.argv[2].split(",")
 def folders(names):
     return [importlib.util.find_spec(name).submodule_search_locations[0] for name in names]
-found = {"this process": folders(names)}
+imported = {"this process": folders(names)}
 if sys.argv[1] == "all":
     child = [sys.executable, __file__, "one", sys.argv[2]]
-    found["a subprocess"] = json.loads(subprocess.check_output(child))["this process"]
+    imported["a subprocess"] = json.loads(subprocess.check_output(child))["this process"]
     import ray
     quiet = dict(include_dashboard=False, log_to_driver=False, configure_logging=False)
     ray.init("local", num_cpus=1, _node_ip_address="127.0.0.1", **quiet)
-    found["a Ray worker"] = ray.get(ray.remote(folders).remote(names))
-print(json.dumps(found))
+    imported["a Ray worker"] = ray.get(ray.remote(folders).remote(names))
+print(json.dumps(imported))
 """
 
 
@@ -191,7 +191,7 @@ def check_imports(copy: Copy) -> None:
 
 
 def failures_without_fault(copy: Copy, tests: Sequence[str]) -> dict[str, str]:
-    """Why each of these tests says nothing about a fault: it fails without one, or no case of it runs."""
+    """Reason for which each of these tests says nothing about a fault: it fails without one, or no case of it runs."""
     if not tests:
         return {}
     code, output = copy.run_tests(tests, "-rA", "--tb=short", timeout_s=3 * TIMEOUT_S)
@@ -200,14 +200,14 @@ def failures_without_fault(copy: Copy, tests: Sequence[str]) -> dict[str, str]:
         if len(by_file) > 1 and code in (2, 4):
             return {test: why for part in by_file for test, why in failures_without_fault(copy, part).items()}
         return dict.fromkeys(tests, f"pytest ended with {code} without the fault: {_reason(output)}")
-    found = {}
+    reasons = {}
     for test in tests:
         failed = [node for node in _nodes(output, "FAILED", "ERROR") if _selects(test, node)]
         if failed:
-            found[test] = f"{failed[0]} fails without the fault"
+            reasons[test] = f"{failed[0]} fails without the fault"
         elif not any(_selects(test, node) for node in _nodes(output, "PASSED")):
-            found[test] = f"no case of {test} runs on this machine"
-    return found
+            reasons[test] = f"no case of {test} runs on this machine"
+    return reasons
 
 
 def _nodes(output: str, *outcomes: str) -> list[str]:
@@ -278,8 +278,8 @@ def drill(original: Path, faults: Sequence[Fault], *, jobs: int, probe: bool = T
             if probe:
                 check_imports(copies[0])
             shares = [[test for test in tests if _file(test) in files[index::jobs]] for index in range(jobs)]
-            for found in pool.map(failures_without_fault, copies, shares):
-                useless |= found
+            for failures in pool.map(failures_without_fault, copies, shares):
+                useless |= failures
             for done in as_completed([pool.submit(attempt, fault) for fault in faults]):
                 yield done.result()
         finally:  # after an interrupt the threads wait for processes

@@ -69,7 +69,7 @@ class UndeclaredError(Exception):
 
 @dataclass(frozen=True)
 class Environment:
-    """What one package may import: third-party distributions by name, and the siblings it requires."""
+    """The distributions that one package may import: third-party ones by name, and the siblings it requires."""
 
     third_party: dict[str, Distribution]
     siblings: set[str]
@@ -77,11 +77,11 @@ class Environment:
 
 def installed() -> dict[str, Distribution]:
     """The distributions of the running environment by their normalized name."""
-    return {canonicalize_name(found.metadata["Name"]): found for found in distributions()}
+    return {canonicalize_name(distribution.metadata["Name"]): distribution for distribution in distributions()}
 
 
 def reached(project: Path, available: dict[str, Distribution], own: dict[str, Path]) -> Environment:
-    """What the project's dependencies and its extra `test` reach.
+    """The distributions that the project's dependencies and its extra `test` reach.
 
     Args:
         own: folders of the packages in this repository by the name of their distribution.
@@ -103,13 +103,15 @@ def reached(project: Path, available: dict[str, Distribution], own: dict[str, Pa
             siblings.add(name)
             waiting += [(needed, True) for needed in _declared(own[name], wanted.extras)]
             continue
-        found = available.get(name) or available.get(_OTHER_BUILDS.get(name, ""))
-        if found is None or not _allows(wanted, found.version):
+        distribution = available.get(name) or available.get(_OTHER_BUILDS.get(name, ""))
+        if distribution is None or not _allows(wanted, distribution.version):
             if direct:
-                raise UndeclaredError(f"{wanted} is declared; installed: {found.version if found else 'none'}")
+                raise UndeclaredError(
+                    f"{wanted} is declared; installed: {distribution.version if distribution else 'none'}"
+                )
             continue  # a choice of the pins: 3rdparty/cpu-overrides.txt
-        third_party[canonicalize_name(found.metadata["Name"])] = found
-        waiting += [(needed, False) for needed in _applying(found.requires or [], wanted.extras)]
+        third_party[canonicalize_name(distribution.metadata["Name"])] = distribution
+        waiting += [(needed, False) for needed in _applying(distribution.requires or [], wanted.extras)]
     return Environment(third_party, siblings)
 
 
@@ -146,11 +148,11 @@ def make_environment(folder: Path, environment: Environment, wheels: Iterable[Pa
     # Hypothesis reads every module that is not below a folder of this name for constants to try: minutes for torch.
     links = folder / "third_party" / "site-packages"
     links.mkdir(parents=True)
-    for found in environment.third_party.values():
-        for top in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
+    for distribution in environment.third_party.values():
+        for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
             link = links / top
             if not link.is_symlink():
-                link.symlink_to(Path(str(found.locate_file(top))))
+                link.symlink_to(Path(str(distribution.locate_file(top))))
     site_packages = next((folder / "lib").glob("python*/site-packages"))
     (site_packages / "third_party.pth").write_text(f"{links}\n", encoding="utf-8")
     pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check", "--quiet"]
@@ -215,7 +217,7 @@ def main() -> None:
         known = ", ".join(str(path.relative_to(REPO)) for path in packages)
         parser.error(f"no package at {', '.join(unknown)}; allowed: {known}")
     own = {name_and_version(folder)[0]: folder for folder in packages}
-    available = {name: found for name, found in installed().items() if not name.startswith("plinth")}
+    available = {name: distribution for name, distribution in installed().items() if not name.startswith("plinth")}
     failed = []
     with tempfile.TemporaryDirectory(prefix="alone_dist_") as temporary, ThreadPoolExecutor(given.jobs) as pool:
         dist = Path(temporary)

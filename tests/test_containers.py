@@ -24,7 +24,7 @@ def sources() -> list[str]:
 
 
 def is_in_context(path: str) -> bool:
-    """Whether `.dockerignore` lets this path through: the last rule that matches it or a folder above it decides."""
+    """True if `.dockerignore` lets this path through: the last rule that matches it or a folder above it decides."""
     folders = [str(each) for each in (PurePosixPath(path), *PurePosixPath(path).parents)][:-1]
     taken = True
     for rule in RULES:

@@ -174,7 +174,7 @@ def check_accepted(app: App, config: Any, arguments: list[str], folder: Path) ->
 
 
 def says(text: str, value: Any) -> bool:
-    """Whether a plain text means the value, read by rules of its own."""
+    """True if a plain text means the value, read by rules of its own."""
     if value is None:
         return text in ("null", "~", "None") or not text.strip()
     if isinstance(value, bool):

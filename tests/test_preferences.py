@@ -32,7 +32,6 @@ from rl_runtime.errors import InputError
 from rl_runtime.ranks.train_batch import TrainBatch, assignment
 from rl_runtime.training.supervised_config import PreferenceTrainingConfig, SupervisedConfig
 from rollout_vllm import RolloutConfig, ServerGroup, classification_reward
-from run_kit import load_config
 from tests.run_folders import metrics_rows
 
 REPO = Path(__file__).resolve().parents[1]
@@ -53,7 +52,7 @@ def make_pairs(lens: Sequence[tuple[int, int]]) -> list[PreferencePair]:
 
 
 def micro_batches(batch: TrainBatch, num_replicas: int, limit: BatchConfig) -> list[PackedBatch]:
-    """What the ranks get of a train batch, with its columns."""
+    """The packs of a train batch on the ranks, with its columns."""
     rows = batch._sequences
     plan = assignment(rows, range(len(rows)), num_replicas, limit, 1, group_size=batch._group_size)
     columns = {name: column_K.split(batch._lens) for name, column_K in batch._columns.items()}
@@ -230,23 +229,6 @@ def test_files_are_checked_before_anything_starts(tmp_path: Path) -> None:
     data.write_text('{"question": "1 + 1", "chosen": "2", "rejected": "3"}\n')
     with pytest.raises(InputError, match=r"warm_start\.files is empty: the built-in demonstrations belong to"):
         rl_runtime.check_run(replace(config, warm_start=SupervisedConfig(steps=2)))
-
-
-def test_the_learning_rate_is_chosen_for_the_app() -> None:
-    for app, rate, of_lora in (("reward", 1e-5, 1e-4), ("dpo", 1e-6, 1e-5)):
-        config = PRESETS[app]()
-        assert rl_runtime.resolve_supervised(config).config.supervised.optim.lr == config.learning_rates.builtin
-        assert (config.learning_rates.full, config.learning_rates.lora) == (rate, of_lora)
-
-
-@pytest.mark.parametrize("app", PRESETS)
-def test_the_demo_passes_the_checks(app: str, tmp_path: Path) -> None:
-    folder = REPO / "apps" / app / "presets"
-    files = [folder / "demo.yaml", folder / "overlays" / "tiny.yaml"]
-    config = load_config(PRESETS[app], presets=files, overrides=[f"trainer.output_dir={tmp_path}"])
-    choice = rl_runtime.resolve_supervised(config)
-    plan = rl_runtime.check_run(choice.config, head="value" if app == "reward" else "lm")
-    assert plan.placement.num_ranks == 2
 
 
 def held_out(run: Path) -> list[dict[str, float]]:

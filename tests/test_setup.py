@@ -21,7 +21,7 @@ HAS_GPU = any(Path("/dev").glob("nvidia[0-9]*"))
 def run_setup(
     tmp_path: Path, *options: str, stack: str = "", smi: str = "exit 127"
 ) -> subprocess.CompletedProcess[str]:
-    """What setup.sh says in a copy of the tree, on a machine whose nvidia-smi is this shell script."""
+    """The output of setup.sh in a copy of the tree, on a machine whose nvidia-smi is this shell script."""
     for folder in ("scripts", "3rdparty"):
         shutil.copytree(REPO / folder, tmp_path / folder)
     for folder in ("packages", "apps"):

@@ -14,14 +14,13 @@ import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-import ds_engine.dtypes
 import ds_engine.model.loading
-import weight_sync.manifest
 import weight_sync.tensors
 from ckpt import merge_lora, save_adapter
 from ckpt.tools.lora_export import read_adapter
 from ds_engine import EngineConfig, LoraConfig
 from ds_engine.model.lora import adapter_settings, adapter_tensors, add_adapters, whole_tensors
+from plinth_base.dtypes import DTYPE_BYTES, Dtype
 from plinth_testing import random_model, tiny_config
 from weight_sync import HfFolderSource, ZeroSource, peft_name, plan_buckets
 
@@ -98,14 +97,10 @@ def test_a_push_carries_the_tensors_of_the_model_folder(tmp_path: Path) -> None:
         assert torch.equal(sent, saved), [slot.name for slot in bucket.slots]
 
 
-def test_dtypes_have_torchs_names_and_sizes_in_two_packages() -> None:
-    names = get_args(ds_engine.dtypes.Dtype)
-    assert set(names) <= set(weight_sync.manifest.DTYPE_BYTES)
-    for name, num_bytes in weight_sync.manifest.DTYPE_BYTES.items():
-        dtype = getattr(torch, name)
-        assert weight_sync.tensors.torch_dtype(name) == dtype
-        assert num_bytes == dtype.itemsize
-        if name in names:
-            assert EngineConfig(dtype=name).dtype == name
-            assert ds_engine.model.loading.torch_dtype(name) == dtype
-            assert ds_engine.dtypes.dtype_bytes(name) == num_bytes
+def test_dtypes_have_torchs_names_and_sizes() -> None:
+    for name, num_bytes in DTYPE_BYTES.items():
+        assert weight_sync.tensors.torch_dtype(name) == getattr(torch, name)
+        assert num_bytes == getattr(torch, name).itemsize
+    for name in get_args(Dtype):
+        assert EngineConfig(dtype=name).dtype == name
+        assert ds_engine.model.loading.torch_dtype(name) == getattr(torch, name)

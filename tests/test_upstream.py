@@ -11,9 +11,15 @@ from packaging.requirements import Requirement
 
 import ckpt.upstream
 import ds_engine.upstream
+import rollout_vllm.servers.patch as servers
+import weight_sync.vllm_plugin.patch as plugin
+from plinth_base.fence import missing_part
 from run_kit import doctor
 
 REPO = Path(__file__).resolve().parents[1]
+MODULES = {"ckpt": ckpt.upstream, "ds_engine": ds_engine.upstream, "rollout_vllm": servers, "weight_sync": plugin}
+FENCES = {package: module.FENCE for package, module in MODULES.items()}
+RECORDS = {package: module.records for package, module in MODULES.items()}
 
 
 @pytest.mark.slow
@@ -44,27 +50,37 @@ def test_private_parts_are_declared(package: str) -> None:
     }  # fmt: skip
     own = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
     own |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self"}
-    rows = {"ckpt": ckpt.upstream, "ds_engine": ds_engine.upstream}[package].records()
+    rows = RECORDS[package]()
     declared = set(re.findall(r"\w+", " ".join(row["replaces"] + " " + row["reads"] for row in rows)))
     assert found - own <= declared
     assert found or package == "ckpt"
 
 
-@pytest.mark.parametrize("package", ["ckpt", "ds_engine"])
+@pytest.mark.parametrize("package", FENCES)
 def test_tested_versions_are_those_of_pyproject(package: str) -> None:
     project = tomllib.loads((REPO / "packages" / package / "pyproject.toml").read_text())["project"]
     lists = [project["dependencies"], *project["optional-dependencies"].values()]
     stated = {each.name: each.specifier for each in map(Requirement, chain(*lists)) if each.specifier}
-    tested = {"deepspeed": ckpt.upstream.TESTED} if package == "ckpt" else ds_engine.upstream.TESTED
+    tested = FENCES[package].tested
     assert {name: str(Requirement(f"x{bounds}").specifier) for name, bounds in tested.items()} == {
         name: str(stated[name]) for name in tested
     }
 
 
 def test_packages_that_touch_the_same_upstream_state_the_same_versions() -> None:
-    """Packages share no code, so these bounds stand twice."""
-    from rollout_vllm.servers import patch as servers
-    from weight_sync.vllm_plugin import patch as plugin
+    bounds = {(name, tested) for fence in FENCES.values() for name, tested in fence.tested.items()}
+    assert len(bounds) == len(dict(bounds))
 
-    assert ds_engine.upstream.TESTED["deepspeed"] == ckpt.upstream.TESTED
-    assert servers.TESTED == plugin.TESTED
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", FENCES)
+def test_the_absence_of_every_part_would_be_found(package: str) -> None:
+    """With the installed versions: no name or signature passes whatever it is."""
+    RECORDS[package]()
+    for patch in FENCES[package].patches:
+        for owner, parts in (*patch.replaces.items(), *patch.reads.items()):
+            for part in parts if "not installed" not in (patch.problem() or "") else ():
+                name, opened, _ = part.partition("(")
+                assert missing_part(owner, name.replace("|", "_|") + "_") is not None, (owner, part)
+                if opened:
+                    assert "takes" in (missing_part(owner, f"{name}(_)") or ""), (owner, part)

@@ -16,7 +16,7 @@ class AlgorithmConfig:
     """`dpo` (arXiv:2305.18290) and `ipo` (arXiv:2310.12036) learn from pairs, `kto` (arXiv:2402.01306) from responses
     that are labeled one by one."""
     beta: float = 0.1
-    """How close the policy stays to the reference, the initial policy; a large value keeps it close."""
+    """Strength of the tie to the reference, the initial policy; a large value keeps the policy close."""
     label_smoothing: float = 0.0
     """`dpo`: share of pairs whose labels are taken to be the wrong way round; 0 to below 0.5."""
     desirable_weight: float = 1.0
@@ -53,10 +53,10 @@ class DpoConfig(PreferenceJobConfig):
 
     @property
     def examples(self) -> ExampleKind:
-        """What the run learns from."""
+        """Kind of the data that the run learns from."""
         return "labeled" if self.algorithm.loss == "kto" else "pairs"
 
     @property
     def learning_rates(self) -> LearningRates:
-        """What `supervised.optim.lr=null` becomes."""
+        """The values of `supervised.optim.lr=null`."""
         return LearningRates(full=1e-6, lora=1e-5, builtin=3e-4)

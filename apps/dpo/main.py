@@ -39,12 +39,12 @@ def statistics(
     rewards_S = config.beta * ratios_S
     if config.loss == "kto":
         margin = (2.0 * labels_S - 1.0) * (rewards_S - config.beta * kl)
-        found = {"margin": margin}
+        rewards = {"margin": margin}
     else:
         chosen_P, rejected_P = rl_runtime.of_pairs(rewards_S)
         margin = chosen_P - rejected_P
-        found = {"margin": margin, "chosen_reward": chosen_P, "rejected_reward": rejected_P}
-    return {"accuracy": (margin > 0).float() + 0.5 * (margin == 0).float(), **found}
+        rewards = {"margin": margin, "chosen_reward": chosen_P, "rejected_reward": rejected_P}
+    return {"accuracy": (margin > 0).float() + 0.5 * (margin == 0).float(), **rewards}
 
 
 def preference_loss(
@@ -52,8 +52,8 @@ def preference_loss(
 ) -> "ds_engine.LossOutput":
     """The micro batch's share of the mean over all `num` pairs or labeled responses of the step."""
     ratios_S, labels_S = rl_runtime.log_ratios(outputs.log_probs_K, batch), rl_runtime.of_responses(batch, "labels")
-    found = statistics(ratios_S.detach(), labels_S, kl, config)
-    shares = {name: values.sum() / num for name, values in found.items()}
+    metrics = statistics(ratios_S.detach(), labels_S, kl, config)
+    shares = {name: values.sum() / num for name, values in metrics.items()}
     return ds_engine.LossOutput(loss=losses(ratios_S, labels_S, kl, config).sum() / num, metrics=shares)
 
 
@@ -104,7 +104,7 @@ def measure(
 
 
 def compose(run: "rl_runtime.SupervisedRun", config: DpoConfig) -> "rl_runtime.Objective":
-    """What is learned: to make chosen responses more likely, and rejected ones less, than the reference does."""
+    """The objective: to make chosen responses more likely, and rejected ones less, than the reference does."""
     ref = rl_runtime.ReferenceLogProbs((*run.train, *run.held_out), batch_size=2 * config.supervised.batch_size)
     held_out = rl_runtime.HeldOutPreferences(
         partial(measure, preferences=run.held_out, config=config, ref=ref),

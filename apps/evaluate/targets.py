@@ -82,7 +82,7 @@ class Target:
 
 
 def is_missing(target: Target, table: Mapping[str, Evaluation]) -> bool:
-    """Whether the model has to be evaluated: it is not in the table, or its files have changed since."""
+    """True for a model that is not in the table, or whose files have changed since."""
     try:
         return target.name not in table or table[target.name].digest != target.digest()
     except CheckpointError:  # names the fault when the model is opened

@@ -15,9 +15,9 @@ class AlgorithmConfig(PolicyConfig):
     """PPO with a critic: generalized advantage estimation, clipped policy and value losses (arXiv:1707.06347)."""
 
     advantage: AdvantageName = "gae"
-    """How scores become advantages: `gae` (arXiv:1506.02438). The GRPO app has those without a critic."""
+    """Estimator of the advantages: `gae` (arXiv:1506.02438). The GRPO app has those without a critic."""
     kl_in: Literal["loss", "reward"] = "reward"
-    """Where the KL term is applied: subtracted from the token rewards (InstructGPT, arXiv:2203.02155), or added to the
+    """Place of the KL term: subtracted from the token rewards (InstructGPT, arXiv:2203.02155), or added to the
     loss (GRPO)."""
     lam: float = 1.0
     """Lambda of GAE (arXiv:1506.02438): 1 gives returns minus values, 0 the one-token TD error."""

@@ -37,5 +37,5 @@ class RewardConfig(PreferenceJobConfig):
 
     @property
     def learning_rates(self) -> LearningRates:
-        """What `supervised.optim.lr=null` becomes."""
+        """The values of `supervised.optim.lr=null`."""
         return LearningRates(full=1e-5, lora=1e-4, builtin=1e-3)

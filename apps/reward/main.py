@@ -60,12 +60,12 @@ def measure(
     chosen_P, rejected_P = rl_runtime.of_pairs(scores_S)
     margins_P, _ = rl_runtime.of_pairs(rl_runtime.margins_of(pairs))
     loss_P = rl_core.bradley_terry_loss(chosen_P, rejected_P, margins_P, center_coef=config.algorithm.center_coef)
-    found = {"loss": loss_P, **compare(chosen_P, rejected_P)}
-    return {name: float(values_P.mean()) for name, values_P in found.items()}
+    metrics = {"loss": loss_P, **compare(chosen_P, rejected_P)}
+    return {name: float(values_P.mean()) for name, values_P in metrics.items()}
 
 
 def compose(run: "rl_runtime.SupervisedRun", config: RewardConfig) -> "rl_runtime.Objective":
-    """What is learned: which response of a pair is the better one."""
+    """The objective: tell the better response of a pair."""
     held_out = rl_runtime.HeldOutPreferences(partial(measure, pairs=run.held_out, config=config))
     return rl_runtime.Objective(
         name="reward", learn=partial(learn, config=config), held_out=held_out if run.held_out else None

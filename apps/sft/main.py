@@ -22,7 +22,7 @@ def check(config: SftConfig) -> "rl_runtime.SupervisedPlan":
 
 
 def compose(run: "rl_runtime.SupervisedRun") -> "rl_runtime.Objective":
-    """What is learned: the response tokens of the demonstrations."""
+    """The objective: the response tokens of the demonstrations."""
     held_out = rl_runtime.HeldOut(run.held_out, run.inputs.tokenizer, run.config.supervised) if run.held_out else None
     return rl_runtime.fine_tuning(held_out)
 

@@ -58,7 +58,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a case left behind."""
+    """Files and processes of a case that has ended."""
 
     model: Path
     run: Run
@@ -109,7 +109,7 @@ GUARD: Mapping[str, Column] = {
     "divergences": lambda result: len(result.run.found("ranks diverge")),
     "restarts of ranks": lambda result: len(result.run.found("new ranks continue after")),
 }
-"""What the collective guard compared in a step, and what it and the run's restarts said."""
+"""Collectives that the guard compared in a step, divergences that it reported, and restarts of ranks."""
 MEMORY: Mapping[str, Column] = {
     "planned GiB": planned_gib,
     "GPU peak GiB": lambda result: result.run.peak,

@@ -1,4 +1,4 @@
-"""What each of verl's processes loads first (`VERL_USE_EXTERNAL_MODULES`): packed attention by torch alone, and no TRL.
+"""First module of each of verl's processes (`VERL_USE_EXTERNAL_MODULES`): packed attention by torch alone, and no TRL.
 
 verl packs sequences into one row and attends with flash-attn 2. `ATTENTION` is the same kernel as torch ships it
 (`torch.nn.attention.varlen`), for hosts without flash-attn 2. TRL is hidden because its releases of 2026 lack a class
@@ -18,7 +18,7 @@ _borders: tuple[Tensor, Tensor, int] | None = None
 
 
 def borders(position_ids_1T: Tensor) -> tuple[Tensor, int]:
-    """Where the sequences of a packed row begin; the layers of a forward pass, which share a tensor, compute it once.
+    """Starts of the sequences of a packed row; the layers of a forward pass, which share a tensor, compute it once.
 
     Args:
         position_ids_1T: positions that begin at 0 in each sequence.

@@ -120,7 +120,7 @@ def overrides(folder: Path, prompts: Path, tokenizer: Path, *, steps: int, gpus:
 
 
 def is_installed(module: str) -> bool:
-    """Whether the module is there; it is not imported, its packages are."""
+    """True if the module is there; it is not imported, its packages are."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
@@ -128,7 +128,7 @@ def is_installed(module: str) -> bool:
 
 
 def chosen_attentions() -> list[str]:
-    """What to try here, in order."""
+    """Settings to try here, in order."""
     return ["flash"] if is_installed("flash_attn_2_cuda") else ["varlen", "padded"]
 
 

@@ -47,7 +47,7 @@ def write_prompts(folder: Path, number: int) -> None:
 
 
 def settings(folder: Path, steps: int, *, num_prompts: int = NUM_PROMPTS) -> list[str]:
-    """What W is: model, data, batch, lengths. No key tunes anything."""
+    """Settings of W: model, data, batch, lengths. No key tunes anything."""
     return [
         f"model.path={folder}/model",
         f"data.train={folder}/train.parquet",

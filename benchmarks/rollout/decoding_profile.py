@@ -1,4 +1,4 @@
-"""Where the time of a decoding step goes, by Python function of the engine core and by GPU kernel.
+"""Time of a decoding step by Python function of the engine core and by GPU kernel.
 
 `python -m benchmarks.rollout.decoding_profile` runs vLLM with the settings of a rollout server in one process, and
 prints milliseconds per step three times: without a profiler, of each function (cProfile, which slows Python down by a

@@ -1,4 +1,4 @@
-"""What the driver does between the last token and the end of a generation: `python -m benchmarks.rollout.driver`.
+"""Work of the driver between the last token and the end of a generation: `python -m benchmarks.rollout.driver`.
 
 Dummy servers answer the requests of workload W (64 prompts x 4 samples of 512 tokens for each server) all at once, as
 with responses of equal length. The rest of the rollout phase is the app's: the client, text, scoring by a function in

@@ -1,4 +1,4 @@
-"""How fast `plinth evaluate` is: seconds and samples per second of pass@k of a model with random weights.
+"""Speed of `plinth evaluate`: seconds and samples per second of pass@k of a model with random weights.
 
 `python -m benchmarks.rollout.evaluate FOLDER` samples 16 responses to each of 256 prompts of workload W (297 prompt and
 at most 512 new tokens) and scores them by W's reward, which is right by chance.

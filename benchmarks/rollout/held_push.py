@@ -1,4 +1,4 @@
-"""What a push of weights costs the requests that are running: `python -m benchmarks.rollout.held_push --device cpu`.
+"""Cost of a push of weights for the requests that are running: `python -m benchmarks.rollout.held_push --device cpu`.
 
 One server generates; in the middle of every round weights are pushed, in one of five ways:
 

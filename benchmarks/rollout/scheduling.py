@@ -132,14 +132,14 @@ def answer(scheduler: Any, scheduled: Any, chooser: Any) -> Any:
 
 
 def decided(scheduled: Any) -> tuple[Any, ...]:
-    """What a step tells the worker."""
+    """Message of a step to the worker."""
     new = [(one.req_id, one.block_ids, one.num_computed_tokens) for one in scheduled.scheduled_new_reqs]
     tokens, shared = list(scheduled.num_scheduled_tokens.items()), scheduled.num_common_prefix_blocks
     return tokens, repr(scheduled.scheduled_cached_reqs), new, shared
 
 
 def sent(per_client: dict[int, Any]) -> list[tuple[Any, ...]]:
-    """What a step tells the front end: tokens of requests, with policy versions and log-probs."""
+    """Message of a step to the front end: tokens of requests, with policy versions and log-probs."""
     found = [(one, one.new_logprobs) for outputs in per_client.values() for one in outputs.outputs]
     return [
         (one.request_id, one.new_token_ids, values.logprob_token_ids.tolist(), values.logprobs.tolist())

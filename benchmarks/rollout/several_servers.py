@@ -1,4 +1,4 @@
-"""How much servers of one host slow each other down: `python -m benchmarks.rollout.several_servers --num-servers 2`.
+"""Slowdown of servers that share one host: `python -m benchmarks.rollout.several_servers --num-servers 2`.
 
 Each server has a GPU. First one server generates alone, then all of them at the same time with as many requests each;
 then again with each server's processes on cores of their own. The weights are random, so nothing is downloaded.

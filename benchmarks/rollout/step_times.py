@@ -1,4 +1,4 @@
-"""Where the time of vLLM's decoding steps goes: a vLLM plugin, and the readings of it.
+"""Time of vLLM's decoding steps by part: a vLLM plugin, and the readings of it.
 
 `plugin_folder` makes a folder that, on PYTHONPATH, lets vLLM load this file in each of its processes. There it times
 the stages of every step and adds them up in memory-mapped arrays: one file for the engine core and one for the front

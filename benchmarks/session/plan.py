@@ -1,4 +1,4 @@
-"""What a session measures, and what may start when. Pure, but for reading a plan's file and looking for packages."""
+"""Measurements of a session and the order of their starts. Pure, but for reading plans and looking for packages."""
 
 import importlib.util
 import re
@@ -39,7 +39,7 @@ class Measurement:
 
     @property
     def lacks(self) -> str:
-        """Why it cannot run here; empty: it can."""
+        """Reason for which it cannot run here; empty: it can."""
         found = not self.needs or importlib.util.find_spec(self.needs) is not None
         return "" if found else f"needs {self.needs}, which is not installed"
 

@@ -10,7 +10,7 @@ _COLUMNS = ("measurement", "ended", "exit code", "seconds", "GPUs", "GPU peak Gi
 
 
 def summary(title: str, plan: Sequence[Measurement], records: Mapping[str, Mapping[str, Any]]) -> str:
-    """What was measured and what was not, the tables that several measurements share, and what each printed."""
+    """Measurements that ran and that did not, the tables that several measurements share, and what each printed."""
     found = [records[each.name] for each in plan if each.name in records]
     parts = [f"# {title}", "\n".join([table_header(_COLUMNS), *map(_row, found)])]
     if missing := [each.name for each in plan if each.name not in records]:

@@ -41,7 +41,7 @@ CASES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a step took."""
+    """Tokens, time and memory of a step."""
 
     tokens: float
     """Prompt and response tokens, without padding."""
@@ -51,7 +51,7 @@ class Step:
 
 
 def settings(folder: Path, case: Case, steps: int) -> list[str]:
-    """What S is; no key tunes anything."""
+    """The settings of S; no key tunes anything."""
     return [
         f"model.path={folder}/model",
         f"supervised.files={folder}/train.parquet",

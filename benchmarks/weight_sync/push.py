@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def engine_sources(model: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """What vLLM's engines read, by a name for the table."""
+    """Settings that vLLM's engines read, by a name for the table."""
     if not args.zero_stage:
         from vllm.distributed.weight_transfer.base import ModuleSource as VllmSource
 

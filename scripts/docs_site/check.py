@@ -38,7 +38,7 @@ _COUNTED = ("h1", "h2", "h3", "h4", "ul", "ol", "li", "tr", "td", "pre", "blockq
 
 
 class _Page(HTMLParser):
-    """What a page loads, its ids, and how often each counted element is in its article."""
+    """Addresses that a page loads, its ids, and how often each counted element is in its article."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -78,11 +78,11 @@ def foreign_loads(text: str, *, suffix: str = ".html") -> list[str]:
 
 
 def differences_from_github(markdown: str, page: str) -> list[str]:
-    """How the elements of a page differ in number from those that GitHub makes of its Markdown."""
+    """Differences in number between the elements of a page and those that GitHub makes of its Markdown."""
     ours = _Page(page).counts
-    found = [token for block in tokens(markdown) for token in (block, *(block.children or ()))]
-    theirs = Counter(token.tag for token in found if token.nesting == 1 or token.type == "image")
-    theirs["pre"] = sum(token.type in ("fence", "code_block") for token in found)
+    flat = [token for block in tokens(markdown) for token in (block, *(block.children or ()))]
+    theirs = Counter(token.tag for token in flat if token.nesting == 1 or token.type == "image")
+    theirs["pre"] = sum(token.type in ("fence", "code_block") for token in flat)
     return [f"{ours[tag]} <{tag}>, on GitHub {theirs[tag]}" for tag in _COUNTED if ours[tag] != theirs[tag]]
 
 
@@ -126,12 +126,12 @@ def find_in_browser(site: Path, browser: str, word: str) -> list[str]:
 def _search_problems(site: Path, browser: str) -> Iterator[str]:
     word, page = "staleness", "docs/async.html"
     try:
-        found = find_in_browser(site, browser, word)
+        results = find_in_browser(site, browser, word)
     except subprocess.SubprocessError as error:
         yield f"the search cannot be tried: {error}"
         return
-    if page not in found:
-        yield f"index.html?q={word}: the search finds {', '.join(found) or 'nothing'}, not {page}"
+    if page not in results:
+        yield f"index.html?q={word}: the search finds {', '.join(results) or 'nothing'}, not {page}"
 
 
 def _html(page: str) -> str:
@@ -144,20 +144,20 @@ def _ids(page: Path) -> set[str]:
 
 
 def _addresses_in_style(text: str) -> list[str]:
-    found = re.findall(r"""url\(\s*["']?([^"')]+)|@import\s+["']([^"']+)""", text)
-    return [address for pair in found for address in pair if address]
+    pairs = re.findall(r"""url\(\s*["']?([^"')]+)|@import\s+["']([^"']+)""", text)
+    return [address for pair in pairs for address in pair if address]
 
 
 def main() -> int:
     """Checks the site in the folder that the first argument names; returns the exit code."""
     site = Path(sys.argv[1])
-    found = list(problems(site))
+    errors = list(problems(site))
     browser = next((path for name in ("chromium", "google-chrome") if (path := shutil.which(name))), None)
     if browser is not None:
-        found += _search_problems(site, browser)
-    for problem in found:
+        errors += _search_problems(site, browser)
+    for problem in errors:
         print(f"error: {problem}", file=sys.stderr)
-    if not found:
+    if not errors:
         num_keys = sum(isinstance(entry, Key) for cls in pages.config_classes().values() for entry in entries(cls))
         num_names = sum(len(pages.public_names(package)) for package in pages.packages())
         num_pages = len(list(site.rglob("*.html")))
@@ -165,7 +165,7 @@ def main() -> int:
             f"docs: {site}: {num_pages} pages with {num_keys} keys and {num_names} public names, "
             + ("its search tried" if browser else "its search not tried (no Chromium)")
         )
-    return int(bool(found))
+    return int(bool(errors))
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ class _PlinthExtension(Extension):
 
 
 def _place(path: str) -> str:
-    """Where the site has a file of the repository: code has a page of its own."""
+    """The path at which the site has a file of the repository: code has a page of its own."""
     return f"source/{path}.md" if posixpath.splitext(path)[1] in pages.CODE else path
 
 
@@ -70,19 +70,19 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for file in list(files.documentation_pages()) + list(files.media_files()):
         if (file.abs_src_path or "").startswith(config.docs_dir):
             files.remove(file)
-    found = pages.markdown_files()
+    markdown = pages.markdown_files()
     texts = dict(_generated)
     raw = pages.assets()
-    for page, path in found.items():
+    for page, path in markdown.items():
         for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
             linked = pages.linked_path(page, link)
-            if linked is None or linked in found or not (pages.REPO / linked).is_file():
+            if linked is None or linked in markdown or not (pages.REPO / linked).is_file():
                 continue
             if _place(linked) == linked:
                 raw[linked] = pages.REPO / linked
             else:
                 texts[_place(linked)] = pages.source_page(pages.REPO / linked)
-    for name, path in {**found, **raw}.items():
+    for name, path in {**markdown, **raw}.items():
         files.append(File.generated(config, name, abs_src_path=str(path)))
     for name, text in texts.items():
         files.append(File.generated(config, name, content=text))

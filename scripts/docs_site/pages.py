@@ -43,8 +43,8 @@ def markdown_files() -> dict[str, Path]:
 
 def assets() -> dict[str, Path]:
     """Pictures and styles below docs/, by their path in the repository."""
-    found = (path for path in sorted((REPO / "docs").rglob("*")) if path.suffix in PICTURES)
-    return {path.relative_to(REPO).as_posix(): path for path in found}
+    paths = (path for path in sorted((REPO / "docs").rglob("*")) if path.suffix in PICTURES)
+    return {path.relative_to(REPO).as_posix(): path for path in paths}
 
 
 def generated_pages() -> dict[str, str]:
@@ -120,10 +120,10 @@ def expand_nav(nav: Sequence[Any], pages: Sequence[str]) -> list[Any]:
                 yield {title: expand_nav_list(value) if isinstance(value, list) else value}
         elif "*" in entry:
             # `*` stands for one folder or file name, as in a shell.
-            found = [page for page in pages if fnmatchcase(page, entry) and page.count("/") == entry.count("/")]
-            if not found:
+            matching = [page for page in pages if fnmatchcase(page, entry) and page.count("/") == entry.count("/")]
+            if not matching:
                 raise ValueError(f"the navigation of mkdocs.yml has {entry}, which no page matches")
-            yield from sorted(set(found) - named)
+            yield from sorted(set(matching) - named)
         else:
             yield entry
 
@@ -150,16 +150,16 @@ def config_classes() -> dict[str, type]:
 
     Those of an app are the classes NAMEConfig of its config.py that are neither a section nor a base of another there.
     """
-    found: dict[str, type] = {}
+    classes: dict[str, type] = {}
     for file in sorted(REPO.glob("apps/*/config.py")):
         app = file.parent.name
         roots = _root_classes(importlib.import_module(f"apps.{app}.config"))
         for cls in roots:
-            found[app if len(roots) == 1 else f"{app} {_snake(cls.__name__.removesuffix('Config'))}"] = cls
+            classes[app if len(roots) == 1 else f"{app} {_snake(cls.__name__.removesuffix('Config'))}"] = cls
     for command, place in RUN_KIT_CONFIGS.items():
         module, _, name = place.partition(":")
-        found[command] = getattr(importlib.import_module(module), name)
-    return found
+        classes[command] = getattr(importlib.import_module(module), name)
+    return classes
 
 
 def config_page(command: str) -> str:
@@ -231,31 +231,31 @@ def api_page(package: str) -> str:
 
 def renamed_keys() -> dict[tuple[str, str], str]:
     """(command, old key with dots) -> new key, of all configurations."""
-    found: dict[tuple[str, str], str] = {}
+    renamed: dict[tuple[str, str], str] = {}
     for command, cls in config_classes().items():
         for prefix, section in [
             ("", cls),
             *((f"{e.path}.", e.cls) for e in entries(cls) if isinstance(e, Section)),
         ]:
             for old, new in getattr(section, "RENAMED_KEYS", {}).items():
-                found[command, f"{prefix}{old}"] = f"{prefix}{new}"
-    return found
+                renamed[command, f"{prefix}{old}"] = f"{prefix}{new}"
+    return renamed
 
 
 def renamed_names() -> dict[str, str]:
     """Public names of packages that have a new name: `ckpt.Ranks` -> `ckpt.SaverRanks`."""
-    found: dict[str, str] = {}
+    renamed: dict[str, str] = {}
     for package in packages():
         module = ast.parse((REPO / "packages" / package / package / "__init__.py").read_text(encoding="utf-8"))
         for node in module.body:
             if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["_RENAMED"]:
                 for old, new in ast.literal_eval(node.value).items():
-                    found[f"{package}.{old}"] = f"{package}.{new}"
-    return found
+                    renamed[f"{package}.{old}"] = f"{package}.{new}"
+    return renamed
 
 
 def upgrade_tables() -> str:
-    """What follows the text of the upgrade guide: old and new names, and the newest changes of every package."""
+    """Tables below the text of the upgrade guide: old and new names, and the newest changes of every package."""
     keys: dict[tuple[str, str], list[str]] = {}
     for (command, old), new in renamed_keys().items():
         keys.setdefault((old, new), []).append(command)

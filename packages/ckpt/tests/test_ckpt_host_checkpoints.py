@@ -206,14 +206,14 @@ def test_a_storage_that_fails_for_a_while_costs_only_time(tmp_path: Path, monkey
     remote = RemoteCheckpoints(f"file://{tmp_path}/storage/run")
     said: list[str] = []
     store = HostCheckpoints(tmp_path / "host", remote, report=said.append, pause_s=0.001)
-    put, failures = remote.put_file, iter(range(3))
+    put, failures = remote.fs.put_file, iter(range(3))
 
     def fails_three_times(*arguments: Any) -> None:
         if next(failures, None) is not None:
             raise ConnectionError("no route")
         put(*arguments)
 
-    monkeypatch.setattr(remote, "put_file", fails_three_times)
+    monkeypatch.setattr(remote.fs, "put_file", fails_three_times)
     with AsyncSaver(store) as saver:
         saver.save(1, {"model": {"w": weights(1, 0)}}, state={"step": 1})
     assert remote.steps() == [1]
@@ -232,7 +232,7 @@ def test_a_storage_that_stays_away_ends_the_save_and_leaves_nothing(
     def fail(*_: Any) -> None:
         raise ConnectionError("no route")
 
-    monkeypatch.setattr(remote, "publish", fail)
+    monkeypatch.setattr(remote.fs, "mv", fail)
     saver = AsyncSaver(store)
     saver.save(1, {"model": {"w": weights(1, 0)}})
     with pytest.raises(UploadError):

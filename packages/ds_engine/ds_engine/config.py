@@ -1,6 +1,6 @@
 """Configuration of an engine: frozen dataclasses, the learning-rate schedule, and rules derived from the settings.
 
-Imports no torch. Combinations that DeepSpeed does not support, or would silently replace, raise ValueError.
+Imports no torch. Combinations that DeepSpeed does not support, or would silently replace, raise EngineConfigError.
 """
 
 import math
@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal, NoReturn, get_args
 
+from plinth_base.dtypes import Dtype, dtype_bytes
+
 from .deepspeed_keys import DEFAULTS, LIVE_PARAMETERS, OWNED, PREFETCH_BUCKET, REUSE_DISTANCE, SUB_GROUP, needs_stage_3
-from .dtypes import Dtype, dtype_bytes
 from .errors import EngineConfigError
 
 OffloadDevice = Literal["none", "cpu", "nvme"]
@@ -24,11 +25,11 @@ BaseFormat = Literal["plain", "nf4"]
 def _require(config: Any, name: str, ok: bool, allowed: str) -> None:
     """Refuse the value of the key `name` unless it is `ok`."""
     if not ok:
-        _refuse(name, attrgetter(name)(config), allowed)
+        raise EngineConfigError(field=name, value=attrgetter(name)(config), allowed=allowed)
 
 
-def _refuse(name: str, value: Any, allowed: str) -> NoReturn:
-    raise ValueError(f"{name}={value!r} is not allowed: {allowed}")
+def _refuse(name: str, value: Any, problem: str, remedy: str | None = None) -> NoReturn:
+    raise EngineConfigError(problem, field=name, value=value, remedy=remedy)
 
 
 def _require_one_of(config: Any, name: str, choices: Any) -> None:
@@ -53,7 +54,8 @@ class OffloadConfig:
         _require_one_of(self, "optimizer", OffloadDevice)
         _require_one_of(self, "param", OffloadDevice)
         uses_nvme, has_path = "nvme" in (self.optimizer, self.param), self.nvme_path is not None
-        _require(self, "nvme_path", uses_nvme == has_path, "set it if and only if optimizer or param is nvme")
+        if uses_nvme != has_path:
+            _refuse("nvme_path", self.nvme_path, "", "set it if and only if optimizer or param is nvme")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,17 +91,20 @@ class ZeroConfig:
             if key in OWNED:
                 _refuse(f"deepspeed.{key}", value, OWNED[key])
             if self.stage < 3 and needs_stage_3(key):
-                only = f"DeepSpeed reads it at stage 3 only, and the stage is {self.stage}: remove it"
-                _refuse(f"deepspeed.{key}", value, only)
+                only = f"DeepSpeed reads it at stage 3 only, and the stage is {self.stage}"
+                _refuse(f"deepspeed.{key}", value, only, "remove it")
         _require(self, "reduce_bucket_bytes", self.reduce_bucket_bytes >= 1024, "at least 1024")
         _require(self, "param_persistence_elements", self.param_persistence_elements >= 0, "0 or more")
         optimizer, param = self.offload.optimizer, self.offload.param
-        whole = f"parameters are sharded at stage 3 only; stage {self.stage} keeps them whole on the device: use none"
-        _require(self, "offload.param", self.stage == 3 or param == "none", whole)
-        in_memory = f"at stage {self.stage} DeepSpeed silently keeps the states in CPU memory: use cpu, or stage 3"
-        _require(self, "offload.optimizer", self.stage == 3 or optimizer != "nvme", in_memory)
-        both = "DeepSpeed steps offloaded parameters on the CPU: with offload.param set, use cpu or nvme here too"
-        _require(self, "offload.optimizer", param == "none" or optimizer != "none", both)
+        if self.stage < 3 and param != "none":
+            whole = f"parameters are sharded at stage 3 only; stage {self.stage} keeps them whole on the device"
+            _refuse("offload.param", param, whole, "use none")
+        if self.stage < 3 and optimizer == "nvme":
+            in_memory = f"at stage {self.stage} DeepSpeed silently keeps the states in CPU memory"
+            _refuse("offload.optimizer", optimizer, in_memory, "use cpu, or stage 3")
+        if param != "none" and optimizer == "none":
+            both = "DeepSpeed steps offloaded parameters on the CPU"
+            _refuse("offload.optimizer", optimizer, both, "with offload.param set, use cpu or nvme here too")
 
     @property
     def gathers_layers(self) -> bool:
@@ -156,7 +161,7 @@ class OptimConfig:
             EngineConfigError: it is null.
         """
         if self.lr is None:
-            raise EngineConfigError("optim.lr is null: give a positive number")
+            raise EngineConfigError(field="optim.lr", value=None, allowed="a positive number")
         return self.lr
 
     def decay_groups(self, num_dims: Iterable[int]) -> dict[float, list[int]]:
@@ -175,9 +180,8 @@ def check_heads(num_heads: int, sp: int) -> None:
     """
     if num_heads % sp:
         fits = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
-        raise EngineConfigError(
-            f"sequence_parallel={sp} does not divide the {num_heads} attention heads: use one of {fits}"
-        )
+        problem = f"it does not divide the {num_heads} attention heads"
+        raise EngineConfigError(problem, field="sequence_parallel", value=sp, allowed=f"one of {fits}")
 
 
 def kv_copies(num_heads: int, num_kv_heads: int, sp: int) -> int:
@@ -202,11 +206,16 @@ def check_schedule(config: OptimConfig, total_steps: int | None) -> None:
         return
     if total_steps is None:
         raise EngineConfigError(
-            f"optim.schedule={config.schedule!r} needs the number of optimizer steps: set optim.total_steps"
+            "it needs the number of optimizer steps",
+            field="optim.schedule",
+            value=config.schedule,
+            remedy="set optim.total_steps",
         )
     if total_steps <= config.warmup_steps:
         raise EngineConfigError(
-            f"optim.warmup_steps={config.warmup_steps} must be smaller than the run's {total_steps} optimizer steps"
+            field="optim.warmup_steps",
+            value=config.warmup_steps,
+            allowed=f"less than the run's {total_steps} optimizer steps",
         )
 
 
@@ -308,15 +317,16 @@ class EngineConfig:
         _require_one_of(self, "attention", Attention)
         if self.compile and self.zero.offload.param == "nvme":
             hooks = "weights on NVMe are fetched in hooks inside the layers, which break the graphs"
-            _refuse("compile", self.compile, f"{hooks}: use zero.offload.param cpu or none")
+            _refuse("compile", self.compile, hooks, "use zero.offload.param cpu or none")
         if self.compile and self.lora is not None and self.lora.base_format != "plain":
             kept = "compiled layers would keep the dequantized weights of lora.base_format=nf4"
-            _refuse("compile", self.compile, f"{kept}: use plain, or compile=false")
+            _refuse("compile", self.compile, kept, "use plain, or compile=false")
         _require(self, "sequence_parallel", self.sequence_parallel >= 1, "1 or more")
         _require(self, "checkpoint_every", self.checkpoint_every >= 1, "1 or more")
         for name, default in (("checkpoint_every", 1), ("checkpoint_to_cpu", False)):
             is_used = self.gradient_checkpointing or getattr(self, name) == default
-            _require(self, name, is_used, "it needs gradient_checkpointing: true")
+            if not is_used:
+                _refuse(name, getattr(self, name), "it needs gradient_checkpointing: true")
         _require_one_of(self, "collective_guard", Guard)
         _require(self, "collective_stall_s", self.collective_stall_s > 0, "a positive number")
 

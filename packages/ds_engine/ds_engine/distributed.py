@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from .errors import EngineError
-from .upstream import Patch
+from .upstream import FENCE
 
-SHARED_MEMORY = Patch(
+SHARED_MEMORY = FENCE.patch(
     name="DeepSpeed's shared-memory all-reduce",
     reason="only its inference engine uses it, and compiling it takes a minute and can leave a lock behind",
-    stock=True,
+    otherwise="stock path",
     replaces={"deepspeed.ops": ("__compatible_ops__",)},
 )
 # torch 2.13 renamed these two and warns at every call of the old names.
@@ -53,8 +53,10 @@ def init_distributed(
 
     if get_accelerator().device_name() != device.type:
         raise EngineError(
-            f"DeepSpeed uses {get_accelerator().device_name()} in this process, but the device is {device}: "
-            f"set DS_ACCELERATOR={device.type} before importing deepspeed"
+            f"DeepSpeed uses {get_accelerator().device_name()} in this process",
+            field="device",
+            value=str(device),
+            remedy=f"set DS_ACCELERATOR={device.type} before importing deepspeed",
         )
     if SHARED_MEMORY.check():
         operators = {**deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm": False}

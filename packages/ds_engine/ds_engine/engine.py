@@ -62,7 +62,7 @@ class ZeroEngine:
         """
         _require_process_group()
         if head == "lm" and log_prob_fn is None:
-            raise EngineError("an engine with an LM head needs log_prob_fn")
+            raise EngineError("an engine with an LM head needs it", field="log_prob_fn")
         self.config = config
         self.head: Head = head
         self.device = device

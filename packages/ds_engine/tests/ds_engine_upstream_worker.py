@@ -14,8 +14,10 @@ from unittest.mock import patch
 from ds_engine_testkit import Sample, distance
 from ds_engine_worker import train
 
-from ds_engine import EngineConfig, EngineConfigError, upstream
+from ds_engine import EngineConfig, EngineConfigError
 from ds_engine.distributed import SHARED_MEMORY
+from ds_engine.upstream import FENCE
+from plinth_base.fence import forget
 
 
 @cache
@@ -53,7 +55,7 @@ def renamed(name: str, package: str = "deepspeed") -> Iterator[None]:
         delattr(holder, name)
     for table in annotated:
         table[new] = table.pop(name)
-    _forget()
+    forget()
     try:
         yield
     finally:
@@ -64,18 +66,12 @@ def renamed(name: str, package: str = "deepspeed") -> Iterator[None]:
             delattr(holder, new)
         for table in annotated:
             table[name] = table.pop(new)
-        _forget()
-
-
-def _forget() -> None:
-    for cached in (upstream._untested, upstream._missing, upstream._mentioned):
-        cached.cache_clear()
-    upstream._said.clear()
+        forget()
 
 
 def names_of(patches: Sequence[str]) -> list[str]:
     """The names that these patches replace."""
-    tables = [each.replaces for each in upstream.PATCHES if each.name in patches]
+    tables = [each.replaces for each in FENCE.patches if each.name in patches]
     assert len(tables) == len(patches)
     return sorted({part.partition("(")[0] for table in tables for names in table.values() for part in names})
 
@@ -83,9 +79,8 @@ def names_of(patches: Sequence[str]) -> list[str]:
 def take_calls() -> dict[str, dict[str, int]]:
     """Calls of what each patch replaces, by patch and name, since this was last called in this process."""
     calls = {}
-    for each in upstream.PATCHES:
-        names = {name for parts in each.replaces.values() for part in parts for name in upstream._names(part)}
-        calls[each.name] = {name: each.calls[name] for name in names}
+    for each in FENCE.patches:
+        calls[each.name] = {name: each.calls[name] for name in each.replaced_names}
         if each is not SHARED_MEMORY:  # made once, when the process joins
             each.calls.clear()
     return calls
@@ -105,15 +100,15 @@ def train_with_each_renamed(
             return str(error)
         norms = [abs(a.grad_norm / b.grad_norm - 1) for a, b in zip(result["stats"], expected["stats"], strict=True)]
         weights = [distance(result["weights"][name], weight) for name, weight in expected["weights"].items()]
-        left_out = [each.name for each in upstream.PATCHES if each.name in patches and each.problem()]
+        left_out = [each.name for each in FENCE.patches if each.name in patches and each.problem()]
         return max([*weights, 0.0]), max(norms), left_out
 
     outcomes = {}
     for name in names_of(patches):
         with renamed(name):
             outcomes[name] = outcome()
-    with patch.dict(upstream.TESTED, deepspeed=">=99"):
-        _forget()
+    with patch.dict(FENCE.tested, deepspeed=">=99"):
+        forget()
         outcomes["untested"] = outcome()
-    _forget()
+    forget()
     return outcomes

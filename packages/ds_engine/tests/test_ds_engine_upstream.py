@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import importlib
-import logging
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from ds_engine_testkit import make_samples
 from ds_engine_upstream_worker import renamed
 
 import ds_engine
-from ds_engine import EngineConfig, EngineConfigError, OptimConfig, ZeroConfig, upstream
+from ds_engine import EngineConfig, EngineConfigError, OptimConfig, ZeroConfig
 from ds_engine.__main__ import main
 from ds_engine.distributed import SHARED_MEMORY
 from ds_engine.guard.collective_guard import COLLECTIVES
 from ds_engine.model.lora import OFF
-from ds_engine.upstream import PATCHES, Patch, records
+from ds_engine.upstream import FENCE, records
 from ds_engine.zero.zero3_gradients import NVME_GRADIENTS
-from plinth_testing import RankPool
+from plinth_base.fence import Patch, forget
+from plinth_testing import RankPool, raises
 
 STAGE_2 = ["gradient accumulation of stage 2", "gradient norm of stages 1 and 2", "weight views of stages 1 and 2"]
 STAGE_3 = [
@@ -31,108 +29,13 @@ STAGE_3 = [
 ]
 
 
-@pytest.fixture
-def fresh() -> Iterator[None]:
-    """What was found out about the installed packages is forgotten before and after the test."""
-    for cached in (upstream._untested, upstream._missing, upstream._mentioned):
-        cached.cache_clear()
-    yield
-    upstream._untested.cache_clear()
-    upstream._missing.cache_clear()
-    upstream._mentioned.cache_clear()
-
-
-@pytest.fixture
-def made() -> Iterator[list[Patch]]:
-    """Patches that a test makes are taken out of the record."""
-    number = len(PATCHES)
-    yield PATCHES
-    del PATCHES[number:]
-
-
-class Upstream:
-    """A class of another package."""
-
-    def step(self, scale: float, closure: object = None) -> float:
-        self.last = scale
-        return scale
-
-
-def a_patch(step: str = "step(scale, closure)", *, stock: bool = True, owner: str = "Upstream") -> Patch:
-    return Patch(name="a step", reason="a test", stock=stock, replaces={f"torch:{owner}": (step, "last")})
-
-
-def test_replacements_are_counted_and_restored(made: list[Patch]) -> None:
-    patch, target = a_patch(), Upstream()
-    target.last = 0.0
-    restore = patch.replace(target, step=lambda scale: 2 * scale, last=7.0)
-    assert [target.step(3.0), target.step(4.0)] == [6.0, 8.0]
-    assert target.last == 7.0
-    assert patch.calls == {"step": 2, "last": 1}
-    restore()
-    assert vars(target) == {"last": 0.0}
-    assert target.step(3.0) == 3.0
-    patch.replace(target, step=len)
-    assert target.step is len
-    with pytest.raises(AssertionError, match="does not declare"):
-        patch.replace(target, backward=len)
-
-
-@pytest.mark.parametrize(
-    ("step", "owner", "tested", "problem"),
-    [
-        ("step(scale, closure)", "Upstream", None, None),
-        ("last|newest", "Upstream", None, None),
-        ("stop()", "Upstream", None, "torch:Upstream has no stop"),
-        ("step(closure, scale)", "Upstream", None, "torch:Upstream.step takes (scale, closure), not (closure, scale)"),
-        ("step(scale)", "Upstream", None, "torch:Upstream.step takes (scale, closure), not (scale)"),
-        (
-            *("step(scale, closure)", "Downstream", None),
-            "torch:Downstream cannot be imported (module 'torch' has no attribute 'Downstream')",
-        ),
-        ("step(scale, closure)", "Upstream", "<2", f"torch {version('torch')} is not tested (<2 is)"),
-    ],
-)
-def test_an_untested_version_a_missing_name_and_another_signature_are_refused(
-    step: str,
-    owner: str,
-    tested: str | None,
-    problem: str | None,
-    made: list[Patch],
-    fresh: None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Where upstream's own path is exact it is used, which is logged once."""
-    monkeypatch.setattr(torch, "Upstream", Upstream, raising=False)
-    if tested is not None:
-        monkeypatch.setitem(upstream.TESTED, "torch", tested)
-    monkeypatch.setattr(upstream, "_said", set())
-    patch = a_patch(step, owner=owner)
-    with caplog.at_level(logging.WARNING, logger="ds_engine"):
-        assert [patch.check(), patch.check()] == [problem is None] * 2
-    assert caplog.messages == ([] if problem is None else [f"a step: upstream's own path is used: {problem}"])
-    if problem is not None:
-        with pytest.raises(EngineConfigError) as refusal:
-            a_patch(step, owner=owner, stock=False).check()
-        assert str(refusal.value).startswith(f"a step cannot work: {problem}. Install torch")
-
-
-def test_every_part_exists_and_its_absence_would_be_found() -> None:
-    """With the installed versions: no name or signature passes whatever it is."""
+def test_the_doctor_lists_every_patch() -> None:
     assert {row["state"] for row in records()} <= {"active", "not installed"}
     package = Path(ds_engine.__file__).parent
-    paths = [path.relative_to(package.parent) for path in package.rglob("*.py") if "Patch" in path.read_text()]
+    paths = [path.relative_to(package.parent) for path in package.rglob("*.py") if "FENCE" in path.read_text()]
     modules = [importlib.import_module(".".join(path.with_suffix("").parts)) for path in paths]
     declared = {id(value) for module in modules for value in vars(module).values() if isinstance(value, Patch)}
-    assert declared == {id(patch) for patch in PATCHES}, "a patch that the doctor does not list"
-    for patch in PATCHES:
-        for owner, parts in (*patch.replaces.items(), *patch.reads.items()):
-            for part in parts if "not installed" not in (patch.problem() or "") else ():
-                name, opened, _ = part.partition("(")
-                assert upstream._missing(owner, name.replace("|", "_|") + "_") is not None, (owner, part)
-                if opened:
-                    assert "takes" in (upstream._missing(owner, f"{name}(_)") or ""), (owner, part)
+    assert declared == {id(patch) for patch in FENCE.patches}
 
 
 @pytest.mark.parametrize(
@@ -145,23 +48,25 @@ def test_every_part_exists_and_its_absence_would_be_found() -> None:
 )
 def test_a_renamed_part_without_an_exact_path_is_refused(patch: Patch, name: str, package: str) -> None:
     patch.check()
-    with renamed(name, package), pytest.raises(EngineConfigError, match=f"has no {name}"):
+    with renamed(name, package), raises(EngineConfigError) as caught:
         patch.check()
+    assert f"has no {name}" in caught.value.problem
     patch.check()
 
 
-def test_a_guard_without_torchs_collectives_is_refused(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(dist.ProcessGroup, "allreduce")
-    with pytest.raises(EngineConfigError, match="ProcessGroup has no allreduce"):
+def test_a_guard_without_torchs_collectives_is_refused() -> None:
+    forget()
+    with pytest.MonkeyPatch.context() as patch, raises(EngineConfigError):
+        patch.delattr(dist.ProcessGroup, "allreduce")
         COLLECTIVES.check()
+    forget()
 
 
-def test_the_doctor_lists_versions_and_every_patch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_doctor_prints_versions_and_patches(capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor"])
     lines = capsys.readouterr().out.splitlines()
-    assert f"torch {version('torch')} (tested: {upstream.TESTED['torch']})" in lines
-    for patch in PATCHES:
-        assert any(line.startswith(("active", "not installed")) and patch.name in line for line in lines)
+    assert f"torch {version('torch')} (tested: {FENCE.tested['torch']})" in lines
+    assert len(lines) == len(FENCE.tested) + len(FENCE.patches)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from plinth_base import DTYPE_BYTES, Endpoint, ModelFolderError, check_model_folder, find_model_folder
+from plinth_base.adapters import lora_scale, missing_settings, peft_name
 from plinth_base.model_folder import TOKENIZER_FILES
 
 
@@ -59,3 +60,25 @@ def test_an_api_key_is_not_printed() -> None:
 def test_sizes_follow_from_the_names_of_dtypes() -> None:
     for name, num_bytes in DTYPE_BYTES.items():
         assert num_bytes == (1 if name == "bool" else int(re.findall(r"\d+", name)[0]) // 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("q.lora_A.default.weight", "q.lora_A.weight"),
+        ("q.lora_B.default.weight", "q.lora_B.weight"),
+        ("q.lora_B.default.bias", None),
+        ("q.base_layer.weight", None),
+        ("q.lora_A.other.weight", None),
+    ],
+)
+def test_names_of_adapters_are_pefts(name: str, expected: str | None) -> None:
+    assert peft_name(name) == expected
+
+
+def test_the_scale_follows_the_pattern_of_the_layer() -> None:
+    settings = {"r": 4, "lora_alpha": 8, "alpha_pattern": {"q_proj": 2}}
+    assert lora_scale(settings, "layers.0.q_proj", 4) == 0.5
+    assert lora_scale(settings, "layers.0.kq_proj", 4) == 2.0
+    assert lora_scale(settings | {"use_rslora": True}, "layers.0.k_proj", 4) == 4.0
+    assert missing_settings(settings) == ["target_modules"]

@@ -15,7 +15,6 @@ from .processes import run_script as run_script
 from .processes import start_process as start_process
 from .processes import stop_process as stop_process
 from .processes import wait_until as wait_until
-from .properties import list_properties as list_properties
 from .rank_pool import RankPool as RankPool
 from .rank_pool import RankServer as RankServer
 from .rank_pool import serve_ranks as serve_ranks

@@ -77,7 +77,7 @@ def network_hosts(num_hosts: int = 2) -> Iterator[list[NetworkHost]]:
 
 @functools.cache
 def is_available() -> bool:
-    """Whether `network_hosts` works here: the programs exist, this is root, and the kernel allows it."""
+    """True if `network_hosts` works here: the programs exist, this is root, and the kernel allows it."""
     try:
         with network_hosts(1) as (host,):
             subprocess.run(host.command("true"), check=True, capture_output=True, timeout=30)

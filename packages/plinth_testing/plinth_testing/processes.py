@@ -22,7 +22,7 @@ CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""What every process gets unless the caller sets it: two cores are shared, and tests download nothing."""
+"""Variables of every process unless the caller sets them: two cores are shared, and tests download nothing."""
 
 
 def free_port() -> int:

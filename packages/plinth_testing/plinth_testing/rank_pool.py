@@ -36,9 +36,9 @@ class RankServer:
 
     def __init__(self, script: Path, folder: Path) -> None:
         self.log = folder / "server.log"
-        with _Door(folder / "server.sock") as door:
-            self._process = start_process([sys.executable, str(script), door.address], self.log)
-            self._connection = door.accept(self.check)
+        with _Listener(folder / "server.sock") as listener:
+            self._process = start_process([sys.executable, str(script), listener.address], self.log)
+            self._connection = listener.accept(self.check)
 
     def check(self) -> None:
         """Raises RuntimeError with the end of its log when the process has ended."""
@@ -64,9 +64,9 @@ class RankPool:
         self.size = size
         self.timeout_s = timeout_s
         self.logs = [folder / f"rank_{rank}.log" for rank in range(size)]
-        with _Door(folder / "pool.sock") as door:
-            server.fork(door.address, size, folder)
-            connections = [door.accept(server.check) for _ in range(size)]
+        with _Listener(folder / "pool.sock") as listener:
+            server.fork(listener.address, size, folder)
+            connections = [listener.accept(server.check) for _ in range(size)]
         # (rank, process id) of each
         greetings = {connection.recv(): connection for connection in connections}
         self.pids = [pid for _, pid in sorted(greetings)]
@@ -120,7 +120,7 @@ class RankPool:
         self._signal(signal.SIGKILL)
 
 
-class _Door:
+class _Listener:
     """A Unix socket at which processes announce themselves with `Client(address)`."""
 
     def __init__(self, path: Path) -> None:

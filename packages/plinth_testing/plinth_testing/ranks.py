@@ -25,7 +25,7 @@ from .processes import die_with_parent, free_port, start_process, stop_process
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedRank:
-    """How a rank ended."""
+    """End of a rank."""
 
     code: int | None
     """Exit code; negative: the signal that ended it; None: it was killed when time was up."""

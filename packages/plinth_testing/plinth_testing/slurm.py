@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from .network_hosts import NetworkHost
 from .processes import die_with_parent
 
@@ -36,7 +38,7 @@ class FinishedJob:
     exit_code: int
     """Of its last start; 128 + the signal's number if the file was killed."""
     output: str
-    """What all starts printed."""
+    """Output of all starts."""
     num_starts: int
     survivors: Sequence[str]
     """Command lines of processes that the file had left when it ended, before they were killed."""
@@ -75,37 +77,38 @@ class Slurm:
         variables |= {"SLURM_JOB_NUM_NODES": str(len(nodes)), "SLURM_CPUS_PER_TASK": options["cpus-per-task"]}
         variables["SLURM_JOB_NODELIST"] = ",".join(name for name, _ in nodes)
         survivors: list[str] = []
-        for restarts in itertools.count():
+        for num_starts in itertools.count(1):
             (job / "requeue").unlink(missing_ok=True)
-            started = {**variables, **({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {})}
-            with (job / "output").open("ab") as output:
-                process = subprocess.Popen(
-                    [*nodes[0][1], "bash", *command[first:]],
-                    env=started,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    preexec_fn=die_with_parent,
-                )
-            while process.poll() is None:
-                printed = (job / "output").read_text(errors="replace")
-                for name in [name for name, is_due in signals.items() if is_due(printed)]:
-                    process.send_signal(signal.Signals[f"SIG{name}"])  # to the batch file alone
-                    del signals[name]
-                time.sleep(0.02)
+            code = _run_file([*nodes[0][1], "bash", *command[first:]], variables, job / "output", signals)
             survivors += _kill_rest(job_id)
             if not (job / "requeue").exists():
                 break
-        code = process.returncode
-        printed = (job / "output").read_text(errors="replace")
-        return FinishedJob(
-            job_id=job_id,
-            exit_code=128 - code if code < 0 else code,
-            output=printed,
-            num_starts=restarts + 1,
-            survivors=survivors,
+            variables["SLURM_RESTART_COUNT"] = str(num_starts)
+        output = (job / "output").read_text(errors="replace")
+        return FinishedJob(job_id=job_id, exit_code=code, output=output, num_starts=num_starts, survivors=survivors)
+
+
+def _run_file(
+    command: Sequence[str], env: Mapping[str, str], output: Path, signals: dict[str, Callable[[str], bool]]
+) -> int:
+    """Runs a batch file once, with the signals that are due; its exit code."""
+    with output.open("ab") as out:
+        process = subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
         )
+    while process.poll() is None:
+        printed = output.read_text(errors="replace")
+        for name in [name for name, is_due in signals.items() if is_due(printed)]:
+            process.send_signal(signal.Signals[f"SIG{name}"])  # to the batch file alone
+            del signals[name]
+        time.sleep(0.02)
+    return 128 - process.returncode if process.returncode < 0 else process.returncode
 
 
 def read_options(words: Sequence[str], text: str) -> dict[str, str]:
@@ -123,22 +126,15 @@ def read_options(words: Sequence[str], text: str) -> dict[str, str]:
 
 def _kill_rest(job_id: int) -> list[str]:
     """Kills the processes of a job that its file has left, as SLURM does; their command lines."""
-    mark = f"SLURM_JOB_ID={job_id}\0".encode()
-    deadline = time.monotonic() + 2.0  # Python's resource tracker, for example, ends a moment after its parent
-    rest = {}
-    while time.monotonic() < deadline:
-        rest = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if mark in (folder / "environ").read_bytes():
-                    rest[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
-        if not rest:
-            break
-        time.sleep(0.05)
-    for pid in rest:
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
-    return list(rest.values())
+    mark = ("SLURM_JOB_ID", str(job_id))
+    processes = [one for one in psutil.process_iter(["environ"]) if mark in (one.info["environ"] or {}).items()]
+    _, rest = psutil.wait_procs(processes, timeout=2)  # Python's resource tracker ends a moment after its parent
+    lines = []
+    for process in rest:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            lines.append(" ".join(process.cmdline()))
+            process.kill()
+    return lines
 
 
 def srun(arguments: Sequence[str]) -> int:
@@ -152,7 +148,12 @@ def srun(arguments: Sequence[str]) -> int:
         subprocess.Popen([*prefix, *command], env={**os.environ, "SLURM_PROCID": str(task)}, start_new_session=True)
         for task, (_, prefix) in enumerate(nodes)
     ]
-    signal.signal(signal.SIGTERM, lambda number, _: [task.send_signal(number) for task in tasks] and None)
+
+    def pass_on(number: int, _: object) -> None:
+        for task in tasks:
+            task.send_signal(number)
+
+    signal.signal(signal.SIGTERM, pass_on)
     return max(abs(task.wait()) for task in tasks)
 
 

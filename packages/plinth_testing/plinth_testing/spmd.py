@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 
 class Worker(Protocol):
-    """What a rank runs."""
+    """Worker of a rank."""
 
     rank: int
     world_size: int

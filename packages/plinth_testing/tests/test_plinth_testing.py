@@ -16,7 +16,6 @@ from plinth_testing import (
     RankServer,
     covering_table,
     launch_ranks,
-    list_properties,
     peak_memory,
     random_model,
     run_script,
@@ -79,13 +78,6 @@ def test_a_covering_table_holds_every_pair(sizes: list[int]) -> None:
     assert not uncovered_pairs(table, values, allowed=allowed)
     assert all(allowed(row) for row in table)
     assert uncovered_pairs(table[:-1], values, allowed=allowed), "the last row is needed"
-
-
-def test_properties_are_listed_with_cases_and_examples(tmp_path: Path) -> None:
-    code = "import pytest\nfrom hypothesis import given, settings, strategies as st\n"
-    code += "@pytest.mark.parametrize('a', [1, 2])\n@settings(max_examples=7)\n@given(st.integers())\n"
-    (tmp_path / "test_x.py").write_text(code + "def test_one(a, b): pass\ndef test_two(): pass\n")
-    assert list_properties(tmp_path / "test_x.py") == [("test_one", 2, 7)]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "phi3"])

@@ -87,6 +87,6 @@ def test_the_trainer_without_a_bug_passes() -> None:
 def test_a_planted_bug_is_found(bug: str) -> None:
     old, new = BUGS[bug]
     assert TRAINER.count(old) == 1
-    found = failed_properties(TRAINER.replace(old, new))
-    print(f"{bug}: {', '.join(found)}")
-    assert found
+    failed = failed_properties(TRAINER.replace(old, new))
+    print(f"{bug}: {', '.join(failed)}")
+    assert failed

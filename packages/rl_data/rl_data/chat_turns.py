@@ -1,4 +1,4 @@
-"""The assistant turns of a conversation: which tokens of a rendered conversation a model is trained on.
+"""The assistant turns of a conversation, whose tokens a model is trained on.
 
 A template with `{% generation %}` markers says it itself (transformers' assistant mask). Without markers a turn is the
 difference between two renderings: the messages before it with the generation prompt, which is what the model sees when

@@ -50,7 +50,7 @@ class Renderer:
 
     def __init__(self, tokenizer: TokenizerLike, config: DataConfig) -> None:
         """Raises DataError for `chat_template="always"` if the tokenizer has no template."""
-        self._tokenizer, self._kwargs = tokenizer, dict(config.chat_template_kwargs)
+        self.tokenizer, self._kwargs = tokenizer, dict(config.chat_template_kwargs)
         self._choice = config.chat_template
         self.with_template = uses_chat_template(tokenizer, config)
         self._shows_tools = self._has_rendered = False
@@ -72,7 +72,7 @@ class Renderer:
 
     def encode(self, texts: list[str]) -> list[tuple[int, ...]]:
         """Token ids of rendered texts; a template writes its special tokens itself."""
-        return encode(texts, self._tokenizer, add_special_tokens=not self.with_template)
+        return encode(texts, self.tokenizer, add_special_tokens=not self.with_template)
 
     def encode_marked(
         self, messages: Sequence[Message], tools: Sequence[Tool], place: Place
@@ -115,7 +115,7 @@ class Renderer:
 
     def _apply(self, messages: Sequence[Message], tools: Sequence[Tool], place: Place, **options: Any) -> Any:
         try:
-            return self._tokenizer.apply_chat_template(
+            return self.tokenizer.apply_chat_template(
                 list(messages), tools=list(tools) or None, **options, **self._kwargs
             )
         except Exception as error:  # templates raise what they like, such as "roles must alternate"

@@ -84,7 +84,7 @@ def test_difference_and_markers_train_on_what_the_assistant_writes(
 ) -> None:
     messages = conversation(*(text for pair in contents for text in pair))
     answers = "".join(f"{answer}<|im_end|>" for _, answer in contents)
-    found = {}
+    trained_texts = {}
     for template in (CHATML, UNMARKED):
         byte_tokenizer.chat_template = template
         chat = ChatTurns(byte_tokenizer, Renderer(byte_tokenizer, DataConfig()), "all")
@@ -93,12 +93,12 @@ def test_difference_and_markers_train_on_what_the_assistant_writes(
         assert not script.ends
         if chat.has_markers:
             ids = [token for token, on in zip(script.ids, script.mask, strict=True) if on]
-            found[template] = byte_tokenizer.decode(ids)
+            trained_texts[template] = byte_tokenizer.decode(ids)
         else:
-            found[template] = "".join(part.text for part in script.segments if part.is_trained)
+            trained_texts[template] = "".join(part.text for part in script.segments if part.is_trained)
             rendered = byte_tokenizer.apply_chat_template(messages, tokenize=False)
             assert rendered == "".join(part.text for part in script.segments) + "\n"
-    assert found == {CHATML: answers, UNMARKED: answers}
+    assert trained_texts == {CHATML: answers, UNMARKED: answers}
 
 
 @pytest.mark.parametrize("template", [CHATML, UNMARKED])

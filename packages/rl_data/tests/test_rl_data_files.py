@@ -167,9 +167,9 @@ def test_the_same_table_in_all_formats_gives_the_same_rows(rows: Rows) -> None:
             for row in rows
         ]
         for file in files:
-            found = contents(file, FREE)
-            assert found == expected, file
-            assert repr([row[4] for row in found]) == repr([row[4] for row in expected]), f"types in {file}"
+            rows_read = contents(file, FREE)
+            assert rows_read == expected, file
+            assert repr([row[4] for row in rows_read]) == repr([row[4] for row in expected]), f"types in {file}"
             assert check_files([file], FREE, rewards=()) == len(rows)
 
 

@@ -131,7 +131,7 @@ def test_one_line_says_how_messages_became_text(
     assert lines(DataConfig(), demonstrations=True) == []
 
 
-def test_what_the_template_does_not_take_is_refused_with_its_row(tmp_path: Path, tokenizer: Any) -> None:
+def test_messages_that_the_template_refuses_are_refused_with_their_row(tmp_path: Path, tokenizer: Any) -> None:
     rows = [{"messages": MESSAGES[:1]}, {"messages": [{"role": "strange", "content": "a"}]}]
     with raises(DataError, row=2, setting="data.chat_template=never"):
         load_prompts([write(tmp_path, "jsonl", *rows)], tokenizer, DataConfig())
@@ -181,12 +181,12 @@ def test_images_in_a_column_of_bytes_are_refused(tmp_path: Path) -> None:
 def test_fields_that_are_null_are_left_out_as_in_json_lines(tmp_path: Path) -> None:
     tool = ADD | {"function": {"name": "other", "parameters": {"type": "object", "properties": {"y": {"type": "x"}}}}}
     rows = [{"messages": MESSAGES, "tools": [ADD, tool]}, {"messages": [USER], "tools": None}]
-    found = [
+    by_kind = [
         [(row.messages, row.tools) for row in iter_rows(write(tmp_path, kind, *rows), DataConfig())]
         for kind in ("jsonl", "parquet")
     ]
-    assert found[0] == found[1]
-    assert found[0][0][1] == (ADD, tool)
+    assert by_kind[0] == by_kind[1]
+    assert by_kind[0][0][1] == (ADD, tool)
 
 
 def test_demonstrations_from_messages(tmp_path: Path, tokenizer: Any) -> None:

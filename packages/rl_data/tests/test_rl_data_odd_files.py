@@ -204,7 +204,7 @@ def test_an_odd_file_is_refused_with_column_and_row(tmp_path: Path, case: str) -
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_what_is_no_parquet_file_is_refused(tmp_path: Path, case: str) -> None:
+def test_other_things_than_parquet_files_are_refused(tmp_path: Path, case: str) -> None:
     FILES[case](tmp_path / "a.parquet")
     for check in (check_files, check_demonstrations):
         with raises(DataError, file=str(tmp_path / "a.parquet"), row=None):

@@ -155,23 +155,24 @@ def test_labeled_responses_and_pairs_as_such(tmp_path: Path, tokenizer: Any) -> 
             for n, label in ((1, True), (2, 0), (3, "1"))
         ),
     )
-    found = load_labeled([labeled], tokenizer, CONFIG)
-    assert [one.is_desirable for one in found] == [True, False, True]
-    for one in found:
+    responses = load_labeled([labeled], tokenizer, CONFIG)
+    assert [one.is_desirable for one in responses] == [True, False, True]
+    for one in responses:
         assert one.unrelated.prompt_ids == one.response.prompt_ids
         assert one.unrelated.response_ids != one.response.response_ids
     pair = {"chosen": "#### 5", "rejected": "#### 6"}
     pairs = write(tmp_path / "p.jsonl", {"question": "2 + 3"} | pair, {"question": "2 + 4"} | pair)
     assert check_preferences([pairs], "labeled") == 4
-    found = load_labeled([pairs], tokenizer, CONFIG)
-    assert [one.is_desirable for one in found] == [True, False, True, False]
+    responses = load_labeled([pairs], tokenizer, CONFIG)
+    assert [one.is_desirable for one in responses] == [True, False, True, False]
     with raises(DataError, file=str(tmp_path / "one.jsonl")):
         load_labeled([write(tmp_path / "one.jsonl", {"question": "2 + 3"} | pair)], tokenizer, CONFIG)
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(
-    st.lists(st.integers(0, 4), min_size=2, max_size=20).filter(lambda found: len(set(found)) > 1), st.integers(0, 9)
+    st.lists(st.integers(0, 4), min_size=2, max_size=20).filter(lambda prompts: len(set(prompts)) > 1),
+    st.integers(0, 9),
 )
 def test_unrelated_responses_belong_to_other_prompts(prompts: list[int], seed: int) -> None:
     responses = [Demonstration((prompt,), (prompt, index)) for index, prompt in enumerate(prompts)]

@@ -170,9 +170,9 @@ def test_wrong_options_are_refused(name: str, field: str | None, options: dict[s
 def test_rows_that_no_response_can_satisfy(
     name: str, options: dict[str, Any], truth: str, extra: dict[str, Any], problem: str
 ) -> None:
-    found = make_reward(name, options).problem(truth, extra)
-    assert problem in found
-    assert bool(found) == bool(problem)
+    reason = make_reward(name, options).problem(truth, extra)
+    assert problem in reason
+    assert bool(reason) == bool(problem)
 
 
 @pytest.mark.parametrize(
@@ -207,11 +207,7 @@ def test_every_form_of_tests_is_read() -> None:
     [
         ("gsm8k", ["#### 72", "so #### 72.00", "no answer", "#### 1,072", "#### 72", "#### 1072"], [0, 0, -1, 3, 0, 3]),
         ("multiple_choice", ["Answer: (B)", "I do not know", "\\boxed{C}", "**B.**"], [0, -1, 2, 0]),
-        (
-            "math",
-            ["\\boxed{\\frac12}", "\\boxed{2}", "It is $0.5$.", "Unknown", "\\boxed{1/2}"],
-            [0, 1, 0, -1, 0],
-        ),
+        ("math", ["\\boxed{\\frac12}", "\\boxed{2}", "It is $0.5$.", "Unknown", "\\boxed{1/2}"], [0, 1, 0, -1, 0]),
         ("gsm8k", [], []),
     ],
 )

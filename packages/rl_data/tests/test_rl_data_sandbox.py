@@ -35,7 +35,7 @@ def out(program: str, stdin: str = "", **limits: Any) -> str:
 
 def processes_with(mark: str) -> list[int]:
     """The processes whose command line or environment contains `mark`."""
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             text = (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
@@ -43,8 +43,8 @@ def processes_with(mark: str) -> list[int]:
         except OSError:
             continue
         if mark.encode() in text and state != "Z":
-            found.append(int(folder.name))
-    return found
+            pids.append(int(folder.name))
+    return pids
 
 
 @pytest.fixture(autouse=True)

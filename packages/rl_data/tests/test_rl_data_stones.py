@@ -1,4 +1,4 @@
-"""The game of stones: its rules, its strategy, and what the files contain."""
+"""The game of stones: rules, strategy, and the content of the files."""
 
 import random
 import re
@@ -23,7 +23,7 @@ def test_the_best_move_leaves_a_multiple_of_four_if_it_can(stones: int, seed: in
 
 
 @given(st.sampled_from(STARTS), st.integers())
-def test_who_moves_first_wins_every_start_against_any_opponent(stones: int, seed: int) -> None:
+def test_the_first_player_wins_every_start_against_any_opponent(stones: int, seed: int) -> None:
     rng = random.Random(seed)
     while True:
         stones -= best_move(stones, rng)

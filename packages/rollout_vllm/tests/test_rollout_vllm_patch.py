@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +20,8 @@ from vllm.v1.outputs import LogprobsLists
 
 from rollout_vllm.client.protocol import completion_body, parse_completion
 from rollout_vllm.config import SamplingConfig
-from rollout_vllm.servers import patch as patch_module
 from rollout_vllm.servers.fast.buffering import PACKED, buffer_in_front_end, wants_packed
-from rollout_vllm.servers.patch import BUFFERING, IDS_ONLY, PATCHES, Patch, records
+from rollout_vllm.servers.patch import BUFFERING, FENCE, IDS_ONLY, records
 
 TEXT = "a\u00e9\u20ac \U0001f642z\u4e2d"
 
@@ -177,42 +175,12 @@ def test_abort_of_other_requests_is_that_of_stock_vllm(tokenizer: Any, patched: 
 
 def test_installed_vllm_has_every_declared_part() -> None:
     rows = records()
-    assert {row["name"]: row["state"] for row in rows} == {patch.name: "active" for patch in PATCHES}
+    assert {row["name"]: row["state"] for row in rows} == {patch.name: "active" for patch in FENCE.patches}
     assert all(row["reason"] and row["tested"] == "vllm>=0.26,<0.33" for row in rows)
 
 
-@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
-def test_renamed_part_of_vllm_leaves_its_own_path(patch: Patch, capsys: pytest.CaptureFixture[str]) -> None:
-    for table in ("replaces", "reads"):
-        for owner, names in getattr(patch, table).items():
-            for part in names:
-                head = part.partition("(")[0]
-                assert not replace(patch, **{table: {owner: (part.replace(head, f"{head}_renamed"),)}}).check()
-                said = f"{patch.name}: vLLM's own path is used: {owner} has no {head}_renamed\n"
-                assert capsys.readouterr().out == said
-    changed = replace(patch, replaces={"vllm.utils.system_utils": ("get_mp_context(method)",)})
-    assert changed.problem() == "vllm.utils.system_utils.get_mp_context takes (), not (method)"
-
-
-def test_replaced_function_says_so_once_and_is_then_called_directly(capsys: pytest.CaptureFixture[str]) -> None:
-    target = SimpleNamespace(double=lambda value: 2 * value)
-    patch = Patch(name="tripled", reason="a test", replaces={"somewhere": ("double(value)",)})
-    stock = target.double
-
-    def triple(value: int) -> int:
-        return 3 * value
-
-    restore = patch.replace(target, "double", triple)
-    imported = target.double  # by a module, before the first call
-    assert (target.double(1), imported(2), target.double(3)) == (3, 6, 9)
-    assert target.double is triple
-    assert capsys.readouterr().out == "tripled: double is replaced and in use\n"
-    restore()
-    assert target.double is stock
-
-
 def test_untested_vllm_runs_its_own_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patch_module, "untested_vllm", lambda: "vllm 0.99 is not tested (>=0.26,<0.33 is)")
+    monkeypatch.setitem(FENCE.tested, "vllm", ">=99")
     assert not BUFFERING.check()
     assert {row["state"] for row in records()} == {"stock path"}
     assert callable(system_utils.get_mp_context)

@@ -1,4 +1,4 @@
-"""What any experiment needs: command line, typed config, run folder and metrics, report, timing, memory, profiling."""
+"""Tools for any experiment: command line, typed config, run folder and metrics, report, timing, memory, profiling."""
 
 import lazy_loader
 

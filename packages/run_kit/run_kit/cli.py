@@ -35,12 +35,12 @@ INVOKED_AS: ContextVar[str] = ContextVar("INVOKED_AS", default="")
 
 
 def is_user_error(error: BaseException) -> bool:
-    """Whether an exception is a user error: a ValueError class that one of these packages defines."""
+    """True for a user error: an error of a ValueError class that one of these packages defines."""
     return isinstance(error, ConfigError) or (isinstance(error, ValueError) and _is_own(error))
 
 
 def _is_own(error: BaseException) -> bool:
-    """Whether one of these packages defines the class of the error: its message is complete without a traceback."""
+    """True if one of these packages defines the class of the error: its message is complete without a traceback."""
     return any(base.__module__.partition(".")[0] in OWN_PACKAGES for base in type(error).__mro__)
 
 

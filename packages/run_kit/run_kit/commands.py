@@ -25,7 +25,7 @@ _HELP = ("--help", "-h", "help")
 
 def registered() -> dict[str, EntryPoint]:
     """The commands of all installed packages, by name."""
-    return {command.name: command for command in sorted(entry_points(group=GROUP), key=lambda found: found.name)}
+    return {command.name: command for command in sorted(entry_points(group=GROUP), key=lambda command: command.name)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,10 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         command = commands[name].load()
     except (ImportError, AttributeError) as error:
-        found = commands[name]
-        package = found.dist.name if found.dist is not None else found.module.partition(".")[0]
-        what = f"{found.value}, which the package {package} registers, cannot be loaded"
-        print(f"error: {what} ({error}); install that package again", file=sys.stderr)
+        entry = commands[name]
+        package = entry.dist.name if entry.dist is not None else entry.module.partition(".")[0]
+        problem = f"{entry.value}, which the package {package} registers, cannot be loaded ({error})"
+        print(f"error: {problem}; install that package again", file=sys.stderr)
         return 2
     _find_modules_of_working_folder()
     INVOKED_AS.set(f"plinth {name}")
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _has_lost_its_reader() -> bool:
-    """Whether stdout is a pipe that nothing reads, as in `plinth doctor | head`; then what is left of it is dropped."""
+    """True if stdout is a pipe that nothing reads, as in `plinth doctor | head`; drops the rest of the output then."""
     stdout = select.poll()
     stdout.register(1, 0)
     lost = bool(stdout.poll(0))
@@ -81,8 +81,8 @@ def _has_lost_its_reader() -> bool:
 
 def versions() -> list[str]:
     """NAME VERSION of the distribution `plinth` and of each installed package, sorted by name."""
-    found = {distribution.name: distribution.version for distribution in distributions()}
-    return [f"{name} {found[name]}" for name in sorted(found) if name == "plinth" or name.startswith("plinth-")]
+    installed = {distribution.name: distribution.version for distribution in distributions()}
+    return [f"{name} {installed[name]}" for name in sorted(installed) if name == "plinth" or name.startswith("plinth-")]
 
 
 def _find_modules_of_working_folder() -> None:

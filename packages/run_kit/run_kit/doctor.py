@@ -1,6 +1,6 @@
 """Checks this machine for training and says what to change: `plinth doctor [--markdown FILE]`.
 
-It checks GPUs and their driver, package versions, compilers, cores, memory, disks and limits, and lists the private
+It checks GPUs and their driver, package versions, compilers, cores, memory and disks, and lists the private
 parts of other packages that the installed packages rely on. A package registers a function for its parts
 through an entry point: `[project.entry-points."plinth.upstream"]`, `NAME = "module:function"`. It returns rows with the
 keys name, state, problem, replaces, reads, reason, tested and otherwise.

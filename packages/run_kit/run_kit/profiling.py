@@ -72,8 +72,8 @@ def merge_traces(target: Path, traces: Mapping[str, Path], spans: Sequence[Span]
         for number, (name, path) in enumerate(traces.items()):
             with gzip.open(path, "rt", encoding="utf-8") as file:
                 text = file.read()
-            found = _BASE.search(text)
-            own_base_ns = int(found[1]) if found else 0
+            base = _BASE.search(text)
+            own_base_ns = int(base[1]) if base else 0
             if base_ns is None:
                 base_ns = own_base_ns
                 phases = phase_events(spans, offset_ns=epoch_ns - base_ns)
@@ -95,11 +95,11 @@ def _events(text: str, path: Path) -> str:
 
 def _distinct(events: str, name: str, number: int, *, shift_us: float) -> str:
     """Events whose ids no other trace has, at times of the common clock, of processes with a name."""
-    events = _ID.sub(lambda found: f'"{found[1]}": {int(found[2]) + (number + 1) * _STRIDE}', events)
+    events = _ID.sub(lambda match: f'"{match[1]}": {int(match[2]) + (number + 1) * _STRIDE}', events)
     label = json.dumps(name)[1:-1]
-    events = _NAME.sub(lambda found: f"{found[1]}{label}{found[3]}", events)
+    events = _NAME.sub(lambda match: f"{match[1]}{label}{match[3]}", events)
     if shift_us:
-        events = _TIME.sub(lambda found: f'"ts": {float(found[1]) + shift_us:.3f}', events)
+        events = _TIME.sub(lambda match: f'"ts": {float(match[1]) + shift_us:.3f}', events)
     return events
 
 

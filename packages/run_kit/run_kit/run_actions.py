@@ -92,8 +92,8 @@ def _further(data: Mapping[str, RunData], patterns: Sequence[str]) -> list[Measu
         hint = f"nearest: {near[0]}" if near else None
         raise TrackingError("matches no metric of these runs", field="metrics", value=unknown[0], remedy=hint)
     names = [name for name in columns if any(fnmatchcase(name, pattern) for pattern in patterns)]
-    found = {name: tuple(tail_mean(table.series(name)[1]) for table in tables) for name in names}
-    return [Measure(metric=name, title=name, form="{:.5g}", values=values) for name, values in found.items()]
+    means = {name: tuple(tail_mean(table.series(name)[1]) for table in tables) for name in names}
+    return [Measure(metric=name, title=name, form="{:.5g}", values=values) for name, values in means.items()]
 
 
 def comparison_text(

@@ -70,8 +70,8 @@ def list_runs(folder: Path, *, now: float | None = None) -> list[Run]:
         remedy = "give the parent of the run folders: output_dir=FOLDER"
         raise TrackingError(problem, field="output_dir", value=str(folder), remedy=remedy)
     now = time.time() if now is None else now
-    found = [read_run(RunFolder(path), now) for path in sorted(folder.iterdir()) if (path / "config.yaml").is_file()]
-    return sorted(found, key=lambda run: float("inf") if run.age_s is None else run.age_s)
+    runs = [read_run(RunFolder(path), now) for path in sorted(folder.iterdir()) if (path / "config.yaml").is_file()]
+    return sorted(runs, key=lambda run: float("inf") if run.age_s is None else run.age_s)
 
 
 def read_run(folder: RunFolder, now: float) -> Run:

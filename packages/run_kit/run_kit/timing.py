@@ -161,15 +161,15 @@ class PhaseTimer:
 
     def walk(self) -> list[tuple[str, TimingNode]]:
         """All phases of the last step with their paths, parents before children."""
-        found: list[tuple[str, TimingNode]] = []
+        phases: list[tuple[str, TimingNode]] = []
 
         def visit(nodes: Mapping[str, TimingNode], prefix: str) -> None:
             for name, node in nodes.items():
-                found.append((f"{prefix}{name}", node))
+                phases.append((f"{prefix}{name}", node))
                 visit(node.children, f"{prefix}{name}/")
 
         visit(self._root.children, "")
-        return found
+        return phases
 
     def _descend(self, parent: TimingNode | None, path: str) -> TimingNode:
         with self._lock:

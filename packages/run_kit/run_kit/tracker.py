@@ -24,7 +24,7 @@ SCORE = "critic/score/mean"
 
 
 class SupervisedStats(Protocol):
-    """What a supervised optimizer step reports."""
+    """Report of a supervised optimizer step."""
 
     @property
     def loss(self) -> float: ...

@@ -84,8 +84,8 @@ def print_nodes(address: str) -> None:
 
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     on = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
-    found = ray.get([where.options(scheduling_strategy=strategy).remote() for strategy in on])
-    print("tasks ran on", *sorted(found), flush=True)
+    addresses = ray.get([where.options(scheduling_strategy=strategy).remote() for strategy in on])
+    print("tasks ran on", *sorted(addresses), flush=True)
     ray.shutdown()
 
 

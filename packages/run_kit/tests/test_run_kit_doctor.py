@@ -1,5 +1,4 @@
 import importlib.metadata
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.metadata import EntryPoint
@@ -63,8 +62,8 @@ def test_written_gpus_are_read(rows: list[tuple[int, str, int, int, int]]) -> No
     lines = [
         f"{index}, {uuid}, {major}.{minor}, {mib}, 0, {mib}, 580.1, N {uuid}" for index, uuid, major, minor, mib in rows
     ]
-    found = [(gpu.index, gpu.uuid, *(gpu.capability or ()), gpu.total_mib) for gpu in gpus.parse_gpus("\n".join(lines))]
-    assert found == rows
+    listed = gpus.parse_gpus("\n".join(lines))
+    assert [(gpu.index, gpu.uuid, *(gpu.capability or ()), gpu.total_mib) for gpu in listed] == rows
 
 
 @pytest.mark.parametrize(
@@ -137,18 +136,10 @@ def test_memory_in_use_and_missing_bfloat16_are_warnings() -> None:
     assert "bfloat16" in software.check_gpu(one(capability=(7, 5))).finding
 
 
-def limit(**changed: float) -> list[Check]:
-    limits = dict.fromkeys(("files", "processes", "locked"), math.inf) | changed
-    return list(host.check_limits(limits, infiniband=True))
-
-
 AMOUNTS: list[Callable[[int], Check]] = [
     lambda amount: next(host.check_cores(float(amount), None)),
     lambda amount: host.check_memory(2**60, amount),
     lambda amount: host.check_shared_memory(amount, num_gpus=8),
-    lambda amount: limit(files=amount)[0],
-    lambda amount: limit(processes=amount)[1],
-    lambda amount: limit(locked=amount)[2],
 ]
 
 
@@ -163,8 +154,7 @@ def test_too_little_prevents_a_run() -> None:
     assert host.check_memory(GIB, GIB).state == "problem"
     assert host.check_shared_memory(64 * MIB, num_gpus=1).state == "warning"  # Docker's default
     assert host.check_shared_memory(64 * MIB, num_gpus=2).state == "problem"
-    assert {row.state for row in limit()} == {"ok"}
-    assert limit(locked=65536)[2].state == "warning"
+    assert [host.check_locked_memory(limit).state for limit in (-1, 65536)] == ["ok", "warning"]
 
 
 @pytest.mark.parametrize(

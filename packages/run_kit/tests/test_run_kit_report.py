@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from run_kit import MetricsTable, RunFolder, Tracker, TrackingConfig, write_comparison, write_report
 from run_kit.errors import ReportError
 from run_kit.report.__main__ import main as report_command
 from run_kit.report.data import MAX_ROLLOUTS, MAX_TEXT, read_run
-from run_kit.report.runs import shared_prompts
 from run_kit.tracking.curves import Line, line_svg, thin
 
 BROWSER = next((path for name in ("chromium", "google-chrome", "chrome") if (path := shutil.which(name))), None)
@@ -65,8 +62,8 @@ def page(run: RunFolder) -> str:
 
 
 def records_of(page: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(re.findall(r'id="records">(.*?)</script>', page, flags=re.DOTALL)[0])
-    return found
+    records: list[dict[str, Any]] = json.loads(re.findall(r'id="records">(.*?)</script>', page, flags=re.DOTALL)[0])
+    return records
 
 
 def test_everything_is_on_the_page(page: str) -> None:
@@ -178,62 +175,6 @@ def test_a_comparison_shows_the_runs_side_by_side(comparison: Path) -> None:
     for words in ("actor.<wbr>zero.<wbr>stage", "2.500", "3.500", "critic/<wbr>score/<wbr>mean"):
         assert words in page
     assert {record["run"] for record in records_of(page)} == {"first <run>", "second & last"}
-
-
-def test_a_comparison_shows_the_responses_to_the_same_prompts_side_by_side(run: RunFolder, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(run.path, other)
-    path = other / "rollouts" / "step_000007.jsonl"
-    records = [json.loads(line) for line in path.read_text().split("\n") if line]
-    shown = next(record for record in records if record["prompt"] != NASTY)
-    shown |= {"response": "<b>wrong</b>", "reward": 5.0}
-    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    page = write_comparison({"a": run.path, "b": other}, tmp_path / "c.html").read_text()
-    first = page.split('id="sides"')[1].split("</article>")[0]
-    assert f"{shown['prompt']}</div>" in first, "the largest difference in reward comes first"
-    assert re.findall(r">([ab], step 7)<", first) == ["a, step 7", "b, step 7"]
-    assert '<b class="up">reward 5</b>\n&lt;b&gt;wrong&lt;/b&gt;' in first
-    assert page.count("<article") == 50
-    assert "44 more</summary>" in page
-    alone = write_comparison({"a": run.path, "b": without_rollouts(tmp_path)}, tmp_path / "d.html").read_text()
-    assert 'id="sides"' not in alone
-
-
-def without_rollouts(folder: Path) -> Path:
-    run = folder / "without"
-    run.mkdir()
-    (run / "metrics.tsv").write_text("step\ta\n1\t1\n")
-    return run
-
-
-ROLLOUTS = st.lists(
-    st.fixed_dictionaries(
-        {
-            "prompt": st.sampled_from("pqr"),
-            "step": st.integers(1, 4),
-            "reward": st.none() | st.floats(0, 1),
-            "response": st.text(max_size=2),
-        }
-    ),
-    max_size=8,
-)
-
-
-@given(st.dictionaries(st.sampled_from("abc"), ROLLOUTS, min_size=1))
-def test_shared_prompts_are_those_of_two_runs_at_their_newest_common_step(rollouts: dict[str, Any]) -> None:
-    shared = shared_prompts(rollouts)
-    prompts = {run: {record["prompt"] for record in records} for run, records in rollouts.items()}
-    both = [prompt for prompt in "pqr" if sum(prompt in known for known in prompts.values()) > 1]
-    differences = [difference for difference, _ in shared]
-    assert differences == sorted(differences, reverse=True)
-    assert sorted(next(iter(chosen.values()))[0]["prompt"] for _, chosen in shared) == both
-    for _, chosen in shared:
-        prompt = next(iter(chosen.values()))[0]["prompt"]
-        steps = {run: {r["step"] for r in rollouts[run] if r["prompt"] == prompt} for run in chosen}
-        common = set.intersection(*steps.values())
-        for run, records in chosen.items():
-            step = max(common or steps[run])
-            assert records == [r for r in rollouts[run] if r["prompt"] == prompt and r["step"] == step]
 
 
 def test_memory_of_gpus_is_shown_where_there_are_gpus(tmp_path: Path) -> None:
@@ -412,13 +353,13 @@ def test_the_page_works_in_a_browser(run: RunFolder, tmp_path: Path) -> None:
         TYPE_IN.format("query", "") + "; " + TYPE_IN.format("low", "1"),
         HEIGHTS,
     ]
-    ready, title, count, first, found, marks, best, heights = asyncio.run(
+    ready, title, count, first, matching, marks, best, heights = asyncio.run(
         evaluate(tmp_path, run.report_file, expressions)
     )
     assert (ready, title) == ("complete", run.name)  # the nasty text did not run
     assert count.startswith("96 of 96 samples")
     assert first == 25
-    assert found.startswith("2 of 96 samples")  # 12 + 3 and 9 + 3 = 12
+    assert matching.startswith("2 of 96 samples")  # 12 + 3 and 9 + 3 = 12
     assert marks >= 3
     assert best.startswith("36 of 96 samples, mean reward 1.000")
     assert heights
@@ -428,9 +369,9 @@ def test_the_page_works_in_a_browser(run: RunFolder, tmp_path: Path) -> None:
 @needs_browser
 def test_a_comparison_works_in_a_browser(comparison: Path, tmp_path: Path) -> None:
     expressions = ["document.title", COUNT, TYPE_IN.format("query", "second last"), HEIGHTS]
-    title, count, found, heights = asyncio.run(evaluate(tmp_path, comparison, expressions))
+    title, count, matching, heights = asyncio.run(evaluate(tmp_path, comparison, expressions))
     assert title == "Comparison"
     assert count.startswith("192 of 192 samples")
-    assert found.startswith("96 of 192 samples")
+    assert matching.startswith("96 of 192 samples")
     assert heights
     assert all(heights)

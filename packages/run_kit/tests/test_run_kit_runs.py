@@ -83,8 +83,8 @@ def test_how_a_run_ended_is_written(tmp_path: Path) -> None:
                     raise error
         except (KeyboardInterrupt, ValueError):
             pass
-    found = {run.name[0]: (run.state, run.detail, run.step, run.num_steps) for run in list_runs(tmp_path)}
-    assert found == {
+    listed = {run.name[0]: (run.state, run.detail, run.step, run.num_steps) for run in list_runs(tmp_path)}
+    assert listed == {
         "a": ("finished", "", 2, 3),
         "b": ("stopped", "by SIGINT", 2, 3),
         "c": ("failed", "line one", 2, 3),
@@ -114,13 +114,13 @@ def test_a_reused_pid_is_another_process(tmp_path: Path) -> None:
 
 def test_a_run_on_another_host_is_judged_by_its_signs_of_life(tmp_path: Path) -> None:
     run = write_run(tmp_path, "x", state(namespace="elsewhere", host="node7"))
-    (found,) = list_runs(tmp_path, now=time.time() + 60)
-    assert found.state == "running"
-    assert re.fullmatch(r"on node7 \(not checked\), last sign of life 1m00s ago", found.detail)
+    (listed,) = list_runs(tmp_path, now=time.time() + 60)
+    assert listed.state == "running"
+    assert re.fullmatch(r"on node7 \(not checked\), last sign of life 1m00s ago", listed.detail)
     os.utime(run / "run.json", (1, time.time() - run_state.STALE_S - 60))
-    (found,) = list_runs(tmp_path)
-    assert found.state == "died"
-    assert found.detail.startswith("on node7 (not checked), last sign of life 6m")
+    (listed,) = list_runs(tmp_path)
+    assert listed.state == "died"
+    assert listed.detail.startswith("on node7 (not checked), last sign of life 6m")
 
 
 def test_a_run_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,12 +143,12 @@ def test_old_and_odd_folders(tmp_path: Path) -> None:
     (run / "checkpoints").mkdir()
     (run / "checkpoints" / "latest").write_text("step_00000004\n")
     (run / "metrics.tsv").write_text("step\ta\n4\t1.0\n")
-    found = list_runs(tmp_path, now=3600.0)
-    assert [(each.name, each.state) for each in found] == [
+    listed = list_runs(tmp_path, now=3600.0)
+    assert [(each.name, each.state) for each in listed] == [
         ("new", "finished"), ("later", "unknown"), ("list", "unknown"), ("old", "unknown"), ("torn", "unknown")
     ]  # fmt: skip
-    assert (found[0].checkpoint, found[0].step, found[0].age_s) == ("step_00000004", 4, 3600.0)
-    head, row = (line.split() for line in to_text(found).splitlines()[:2])
+    assert (listed[0].checkpoint, listed[0].step, listed[0].age_s) == ("step_00000004", 4, 3600.0)
+    head, row = (line.split() for line in to_text(listed).splitlines()[:2])
     assert head == ["run", "state", "step", "checkpoint", "age", "host", "pid", "app"]
     assert row == ["new", "finished", "4/9", "step_00000004", "1h00m", "here", str(os.getpid()), "toy"]
 
@@ -213,13 +213,13 @@ def test_compare_shows_last_metrics_and_the_keys_that_differ(
         ["data", "null", "[1, 2]"],
     ]
     code, text = ending(["compare", "a=1", "b", folder, "--json"], capsys)
-    found = json.loads(text)
-    assert (code, found["runs"], found["config"]) == (
+    printed = json.loads(text)
+    assert (code, printed["runs"], printed["config"]) == (
         0,
         ["a=1", "b"],
         {"trainer.seed": ["1", "2"], "data": ["null", "[1, 2]"]},
     )
-    assert {"metric": "critic/score/mean", "title": "score, last five", "values": [0.25, 0.5]} in found["metrics"]
+    assert {"metric": "critic/score/mean", "title": "score, last five", "values": [0.25, 0.5]} in printed["metrics"]
     for arguments, words in (
         (["a=1", "bb"], "run: got 'bb'; neither a folder nor a run in"),
         (["a=1", "bb"], "nearest: b"),

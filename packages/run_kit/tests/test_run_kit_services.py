@@ -189,15 +189,15 @@ def history(folder: Path) -> list[tuple[int, float]]:
     """Steps and scores in the files that wandb has written for `wandb sync`."""
     from wandb.proto import wandb_internal_pb2
 
-    found = []
+    calls = []
     for path in folder.glob("wandb/offline-run-*/*.wandb"):
         for data in log_records(path.read_bytes()):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)
             items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
             if "critic/score/mean" in items:
-                found.append((items["step"], pytest.approx(items["critic/score/mean"])))
-    return found
+                calls.append((items["step"], pytest.approx(items["critic/score/mean"])))
+    return calls
 
 
 def log_records(data: bytes) -> Iterator[bytes]:

@@ -178,8 +178,8 @@ def test_metrics_have_the_newest_sample() -> None:
 
     sampler = MemorySampler(interval_s=0.001, read=read).start()
     assert taken.wait(10)  # the third sample is being taken
-    found = sampler.metrics()
-    assert (found["memory/host_gib"], found["memory/host_peak_gib"]) == (2, 5)
+    metrics = sampler.metrics()
+    assert (metrics["memory/host_gib"], metrics["memory/host_peak_gib"]) == (2, 5)
 
 
 def test_sampler_keeps_the_peak() -> None:

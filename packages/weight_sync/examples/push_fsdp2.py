@@ -6,7 +6,6 @@ The server serves MODEL_FOLDER (see the README for its flags). Every rank calls 
 """
 
 import argparse
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -14,15 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
-from weight_sync import ModuleSource, WeightPusher
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """A running server: any object with these two attributes."""
-
-    url: str
-    api_key: str | None
+from weight_sync import Endpoint, ModuleSource, WeightPusher
 
 
 def main() -> None:

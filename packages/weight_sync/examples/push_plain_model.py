@@ -6,20 +6,11 @@ The server serves MODEL_FOLDER (see the README for its flags). The model needs n
 """
 
 import argparse
-from dataclasses import dataclass
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from weight_sync import ModuleSource, WeightPusher
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """A running server: any object with these two attributes."""
-
-    url: str
-    api_key: str | None
+from weight_sync import Endpoint, ModuleSource, WeightPusher
 
 
 def main() -> None:

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import SyncConfigError
+from plinth_base.adapters import missing_settings
+from plinth_base.adapters import peft_name as peft_name
 
-_SUFFIXES = ("lora_A.weight", "lora_B.weight")
+from .errors import SyncConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,21 +25,11 @@ class Adapter:
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name:
-            raise SyncConfigError(f"adapter name: {self.name!r} given, must be a name without '/'")
-        missing = {"r", "lora_alpha", "target_modules"} - set(self.settings)
-        if missing:
-            raise SyncConfigError(f"adapter settings: {', '.join(sorted(missing))} missing")
+            raise SyncConfigError(field="name", value=self.name, allowed="a name without '/'")
+        if missing := missing_settings(self.settings):
+            raise SyncConfigError(f"{', '.join(missing)} missing", field="settings")
 
     @property
     def path(self) -> str:
         """The adapter's folder in vLLM's registry. No such folder exists: the worker holds the tensors in memory."""
         return f"/weight_sync/{self.name}"
-
-
-def peft_name(name: str, adapter: str = "default") -> str | None:
-    """Name of a PEFT model's parameter in PEFT's files; None for a parameter that is not part of the adapter.
-
-    For ``ModuleSource(peft_model, rename=peft_name)``.
-    """
-    plain = name.replace(f".{adapter}.", ".")
-    return plain if plain != name and plain.endswith(_SUFFIXES) else None

@@ -73,13 +73,13 @@ class SyncConfig:
         for field in fields(self):
             value, choices = getattr(self, field.name), get_args(field.type)
             if get_origin(field.type) is Literal and value not in choices:
-                raise SyncConfigError(f"{field.name}: {value!r} is not one of {', '.join(choices)}")
+                raise SyncConfigError(field=field.name, value=value, allowed=", ".join(choices))
         if self.bucket_mib is not None and not (_is_number(self.bucket_mib, int) and self.bucket_mib >= 1):
-            raise SyncConfigError(f"bucket_mib: {self.bucket_mib!r} given, must be an integer, at least 1")
+            raise SyncConfigError(field="bucket_mib", value=self.bucket_mib, allowed="an integer, at least 1")
         for name in ("timeout_s", "pause_timeout_s"):
             value = getattr(self, name)
             if not (_is_number(value, int, float) and 0 < value <= _LONGEST_S):
-                raise SyncConfigError(f"{name}: {value!r} given, must be above 0 and at most {_LONGEST_S:.0e} s")
+                raise SyncConfigError(field=name, value=value, allowed=f"above 0 and at most {_LONGEST_S:.0e} s")
 
     @property
     def holds_requests(self) -> bool:

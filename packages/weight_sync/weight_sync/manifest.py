@@ -4,23 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from .errors import WeightManifestError
+from plinth_base.dtypes import DTYPE_BYTES, dtype_bytes
 
-#: Bytes of one element, by torch's name of the dtype. Only these dtypes can be sent.
-DTYPE_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-}
+from .errors import WeightManifestError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,21 +24,23 @@ class TensorEntry:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise WeightManifestError("a tensor has no name")
+            raise WeightManifestError("a tensor has no name", field="name", value=self.name)
         if self.dtype not in DTYPE_BYTES:
-            raise WeightManifestError(f"{self.name}: dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+            problem = f"tensor {self.name}"
+            raise WeightManifestError(problem, field="dtype", value=self.dtype, allowed=", ".join(DTYPE_BYTES))
         if any(size < 0 for size in self.shape) or self.padding < 0:
-            raise WeightManifestError(f"{self.name}: negative size in shape {self.shape} or padding {self.padding}")
+            problem = f"tensor {self.name} has a negative size or padding {self.padding}"
+            raise WeightManifestError(problem, field="shape", value=self.shape)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the tensor, without padding."""
-        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+        return prod(self.shape) * dtype_bytes(self.dtype)
 
     @property
     def padded_bytes(self) -> int:
         """Bytes of the tensor with padding, before alignment."""
-        return (prod(self.shape) + self.padding) * DTYPE_BYTES[self.dtype]
+        return (prod(self.shape) + self.padding) * dtype_bytes(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -65,7 +53,12 @@ class WeightManifest:
         seen: set[str] = set()
         for entry in self.entries:
             if entry.name in seen:
-                raise WeightManifestError(f"{entry.name} appears twice; list tied weights once, under their first name")
+                raise WeightManifestError(
+                    "it appears twice",
+                    field="name",
+                    value=entry.name,
+                    remedy="list tied weights once, under their first name",
+                )
             seen.add(entry.name)
 
     @classmethod

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from plinth_base.dtypes import dtype_bytes
+
 from .errors import WeightManifestError
-from .manifest import DTYPE_BYTES, TensorEntry, WeightManifest
+from .manifest import TensorEntry, WeightManifest
 
 #: Every slot starts at a multiple of this many bytes. Enough for any dtype, for checksums over 64-bit words and for
 #: aligned vector loads on a GPU.
@@ -85,7 +87,7 @@ class BucketPlan:
             )
             announced, digest = data["digest"], _digest(buckets)
             if digest != announced:
-                raise WeightManifestError(f"the plan's digest is {announced!r} but its content gives {digest!r}")
+                raise WeightManifestError(f"its content gives {digest!r}", field="digest", value=announced)
             _check(buckets)
         except (LookupError, TypeError, AttributeError, RecursionError, ValueError) as error:
             if isinstance(error, WeightManifestError):
@@ -101,7 +103,7 @@ def plan_buckets(manifest: WeightManifest, bucket_bytes: int) -> BucketPlan:
     WeightManifestError for a bound below 1 byte.
     """
     if bucket_bytes < 1:
-        raise WeightManifestError(f"bucket_bytes: {bucket_bytes} given, must be at least 1")
+        raise WeightManifestError(field="bucket_bytes", value=bucket_bytes, allowed="at least 1")
     groups: list[list[Slot]] = []
     used = 0
     for entry in manifest.entries:
@@ -136,7 +138,7 @@ def _check(buckets: Sequence[Bucket]) -> None:
         for slot in bucket.slots:
             entry = TensorEntry(name=slot.name, shape=slot.shape, dtype=slot.dtype)
             entries.append(entry)
-            if slot.offset < end or slot.offset % DTYPE_BYTES[slot.dtype] or entry.num_bytes != slot.nbytes:
+            if slot.offset < end or slot.offset % dtype_bytes(slot.dtype) or entry.num_bytes != slot.nbytes:
                 raise WeightManifestError(
                     f"{slot.name}: offset {slot.offset} or size {slot.nbytes} does not fit its shape"
                 )

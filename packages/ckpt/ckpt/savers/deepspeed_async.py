@@ -19,12 +19,13 @@ from typing import IO, Any, cast
 from ..digest import FileEntry, HashedFile
 from ..errors import CheckpointUsageError
 from ..files import is_disk_full, no_space
-from ..upstream import Patch
+from ..upstream import FENCE
 from .capture import Capture, HostCopies, tensor_identity
 
-ENGINE = Patch(
+ENGINE = FENCE.patch(
     name="background saves of DeepSpeed's checkpoint",
     reason="DeepSpeed writes during the call; its checkpoint engine is where all state dicts pass",
+    otherwise="refused",
     replaces={"deepspeed.runtime.engine:DeepSpeedEngine": ("checkpoint_engine",)},
     reads={
         "deepspeed.runtime.engine:DeepSpeedEngine": ("zero_nvme_offload_optimizer()",),
@@ -71,7 +72,7 @@ class DeepSpeedState(Capture):
         """Call `save` and record its state dicts. It contains DeepSpeed's barriers, so every rank must call it."""
         with tempfile.TemporaryDirectory(prefix="ckpt-deepspeed-") as folder:
             recorder = _Recorder(self._engine.checkpoint_engine, Path(folder), self._copies)
-            restore = ENGINE.replace(self._engine, "checkpoint_engine", recorder)
+            restore = ENGINE.replace(self._engine, checkpoint_engine=recorder)
             try:
                 self._save(folder)
             finally:

@@ -12,11 +12,9 @@ all others have reported their uploads, and the name of an upload is never used 
 import json
 import logging
 import shutil
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +27,10 @@ from ..reader import STATE_NAME, Checkpoint
 from ..retention import Retention
 from .messages import Messages
 from .remote import PART_PREFIX, RemoteCheckpoints, new_upload, upload_time
-from .storage import Retry, storage_error
+from .storage import Retry
 from .uploader import Upload
 
 _log = logging.getLogger("ckpt")
-_LONGEST_PAUSE_S = 60.0
 
 
 class HostCheckpoints:
@@ -71,19 +68,15 @@ class HostCheckpoints:
             pause_s: seconds before the second try; doubled before each further one, at most a minute.
             longest_poll_s: the longest pause in seconds before a process looks again for a message of another.
         """
-        self._root, self._remote = Path(root), remote
-        self._retention, self._report = retention or Retention(), report
-        self._longest_poll_s = longest_poll_s
-        self._cancelled = threading.Event()
-        self._retry = Retry(
-            remote.url, report, self._cancelled, pause_s=pause_s, longest_pause_s=_LONGEST_PAUSE_S, retry_s=retry_s
-        )
+        self._retry = Retry(report, retry_s=retry_s, pause_s=pause_s)
+        self._root, self._remote = Path(root), remote.with_retry(self._retry)
+        self._retention, self._longest_poll_s = retention, longest_poll_s
         self._opened = 0.0
         self._finished: deque[Upload] = deque()
 
     def messages(self, run_id: str) -> Messages:
         """Messages between the processes of a run, below the URL."""
-        return Messages(self._remote, run_id, retry=self._retry, longest_poll_s=self._longest_poll_s)
+        return Messages(self._remote, run_id, longest_poll_s=self._longest_poll_s)
 
     def open(self, step: int, *, overwrite: bool, expected_bytes: int | None) -> str:
         """Begin the checkpoint of `step` and return its name. Deletes what killed saves have left below the URL.
@@ -91,8 +84,8 @@ class HostCheckpoints:
         `expected_bytes` is not used: each host checks the space for its own files.
         """
         self._opened = time.perf_counter()
-        self._retry("clean up", self._remote.clean_up)
-        if not overwrite and step in self._retry("list the checkpoints", self._remote.steps):
+        self._remote.clean_up()
+        if not overwrite and step in self._remote.steps():
             raise CheckpointExistsError(
                 f"exists in {self._remote.url}", field="step", value=step, remedy="pass overwrite=True"
             )
@@ -108,8 +101,7 @@ class HostCheckpoints:
     def deliver(self, name: str, entries: Mapping[str, FileEntry]) -> None:
         """Upload the files that this process wrote. Raises UploadError if the storage does not take them."""
         for file, entry in entries.items():
-            put = partial(self._remote.put_file, self._part(name) / file, f"{name}/{file}", entry.num_bytes)
-            self._retry(f"upload {name}/{file}", put)
+            self._remote.put_file(self._part(name) / file, f"{name}/{file}", entry.num_bytes)
 
     def publish(
         self,
@@ -135,13 +127,8 @@ class HostCheckpoints:
             files=dict(sorted({**entries, **own}.items())),
             metrics={metric: float(value) for metric, value in metrics.items()},
         )
-        self._retry(f"publish {name}", partial(self._remote.publish, name, manifest))
+        self._remote.publish(name, manifest, self._retention)
         # Nothing below may raise: the caller deletes what it could not publish.
-        try:
-            self._remote.delete(step, keep=name)
-            self._remote.prune(self._retention, keep=step)
-        except Exception as error:  # every storage has classes of its own
-            self._report(f"old checkpoints in {self._remote.url} could not be deleted: {storage_error(error)}")
         self._delete_parts(before=name)
         duration_s = time.perf_counter() - self._opened
         self._finished.append(Upload(name=f"step {step}", num_bytes=manifest.num_bytes, duration_s=duration_s))
@@ -150,13 +137,13 @@ class HostCheckpoints:
     def finish(self, name: str, step: int) -> Checkpoint:
         """The published checkpoint. Deletes this host's files of older ones."""
         self._delete_parts(before=name)
-        state = self._retry("read the state", partial(self._remote.read_text, f"{name}/{STATE_NAME}"))
+        state = self._remote.read_text(f"{name}/{STATE_NAME}")
         return Checkpoint(path=self._part(name), step=step, state=json.loads(state or "{}"))
 
     def abandon(self, name: str, step: int) -> None:
         """Delete what there is below the URL of a checkpoint that will not be published."""
-        self._remote.delete_path(name)
         self.drop(name)
+        self._remote.with_retry(None).delete_path(name)
 
     def drop(self, name: str) -> None:
         """Delete this host's files of a checkpoint that will not be published."""
@@ -164,7 +151,7 @@ class HostCheckpoints:
 
     def cancel(self) -> None:
         """Repeat no more requests: this process ends with an error."""
-        self._cancelled.set()
+        self._retry.limit(0.0)
 
     def take_finished(self) -> list[Upload]:
         """The checkpoints that this process published since the last call; seconds from `open` to the manifest."""

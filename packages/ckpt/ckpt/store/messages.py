@@ -1,8 +1,6 @@
 """Messages between the processes that save one checkpoint together, as small objects of a storage that all see."""
 
-from functools import partial
-
-from .storage import Retry, Storage
+from .storage import Storage
 
 COORDINATION_PREFIX = ".async_"
 
@@ -10,10 +8,9 @@ COORDINATION_PREFIX = ".async_"
 class Messages:
     """Small texts by name, which every process of a run reads and writes; a text appears as a whole or not at all."""
 
-    def __init__(self, storage: Storage, run_id: str, *, longest_poll_s: float, retry: Retry | None = None) -> None:
+    def __init__(self, storage: Storage, run_id: str, *, longest_poll_s: float) -> None:
         """`longest_poll_s`: the longest pause before a process looks again for a message that it waits for."""
         self._storage, self._folder = storage, f"{COORDINATION_PREFIX}{run_id}"
-        self._retry = retry or (lambda _, request: request())
         self.longest_poll_s = longest_poll_s
 
     def __str__(self) -> str:
@@ -21,26 +18,26 @@ class Messages:
 
     def write(self, name: str, text: str) -> None:
         """Create or replace a message."""
-        self._retry(f"write {name}", partial(self._storage.put_text, f"{self._folder}/{name}", text))
+        self._storage.put_text(f"{self._folder}/{name}", text)
 
     def read(self, name: str) -> str | None:
         """The text of a message; None if there is none."""
-        return self._retry(f"read {name}", partial(self._storage.read_text, f"{self._folder}/{name}"))
+        return self._storage.read_text(f"{self._folder}/{name}")
 
     def names(self) -> list[str]:
         """The names of all messages."""
-        return self._retry("list messages", partial(self._storage.names, self._folder))
+        return self._storage.names(self._folder)
 
     def delete(self, name: str) -> None:
         """Delete a message; does nothing if another process has deleted it."""
-        self._retry(f"delete {name}", partial(self._storage.delete_path, f"{self._folder}/{name}"))
+        self._storage.delete_path(f"{self._folder}/{name}")
 
     def delete_all(self) -> None:
         """Delete all messages of this run."""
-        self._retry("delete messages", partial(self._storage.delete_path, self._folder))
+        self._storage.delete_path(self._folder)
 
     def delete_other_runs(self) -> None:
         """Delete the messages of dead runs of the same checkpoints. Only for the publisher."""
-        for folder in self._retry("list folders", self._storage.folders):
+        for folder in self._storage.folders():
             if folder.startswith(COORDINATION_PREFIX) and folder != self._folder:
-                self._retry(f"delete {folder}", partial(self._storage.delete_path, folder))
+                self._storage.delete_path(folder)

@@ -10,6 +10,7 @@ files have arrived with their sizes; readers ignore an upload without a manifest
 server, and a folder downloaded with any tool is a checkpoint as `CheckpointManager` publishes it.
 """
 
+import logging
 import os
 import re
 import secrets
@@ -24,8 +25,9 @@ from ..manager import CheckpointManager
 from ..manifest import MANIFEST_NAME, CheckpointManifest, ManifestError, check_files, folder_name, verify_folder
 from ..reader import Checkpoint
 from ..retention import Retention, steps_to_delete
-from .storage import Storage
+from .storage import Storage, storage_error
 
+_log = logging.getLogger("ckpt")
 #: Prefix of a folder with one host's files of an upload, see `HostCheckpoints`.
 PART_PREFIX = ".part_"
 _UPLOAD_FOLDER = re.compile(r"step_[0-9]{8,}\.[0-9]{8}T[0-9]{12}Z-[0-9a-f]+")
@@ -47,12 +49,19 @@ class RemoteCheckpoints(Storage):
         """The published steps, oldest first."""
         return sorted(self._published())
 
-    def upload(self, checkpoint: Checkpoint, *, overwrite: bool = False, on_file: OnFile | None = None) -> str:
+    def upload(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        overwrite: bool = False,
+        on_file: OnFile | None = None,
+        retention: Retention | None = None,
+    ) -> str:
         """Upload a published checkpoint and return its URL path. When it returns, the upload is visible and whole.
 
         Verifies the checkpoint's files first. `on_file` gets the bytes of each uploaded file and the total bytes.
-        Deletes unfinished uploads of the step; with `overwrite` also a whole one, after the new one is visible. After
-        an error it tries to delete the uploaded files.
+        Deletes unfinished uploads of the step; with `overwrite` also a whole one, after the new one is visible, and the
+        steps that `retention` drops. After an error it tries to delete the uploaded files.
 
         Raises CheckpointExistsError, CheckpointDamagedError, or errors of the storage.
         """
@@ -66,12 +75,13 @@ class RemoteCheckpoints(Storage):
         self.delete(step, keep=earlier)
         name = new_upload(step)
         try:
-            self._put_files(checkpoint.path, CheckpointManifest.read(checkpoint.path), name, on_file)
+            manifest = CheckpointManifest.read(checkpoint.path)
+            self._put_files(checkpoint.path, manifest, name, on_file)
+            self.publish(name, manifest, retention)
         except BaseException:
             with suppress(Exception):  # the first error is raised; readers never see leftovers
-                self.delete_path(name)
+                self.with_retry(None).delete_path(name)
             raise
-        self.delete(step, keep=name)
         return f"{self.root}/{name}"
 
     def download(
@@ -117,7 +127,8 @@ class RemoteCheckpoints(Storage):
         if self.has_folder(name):
             return 0
         manifest = CheckpointManifest.describe(folder, step=0)
-        self._put_files(folder, manifest, name, None)
+        self._put_files(folder, manifest, name)
+        self.put_text(f"{name}/{MANIFEST_NAME}", manifest.to_json())
         return manifest.num_bytes
 
     def has_folder(self, name: str) -> bool:
@@ -137,9 +148,19 @@ class RemoteCheckpoints(Storage):
         with new_folder(out) as partial:
             self._get_files(name, self._manifest_of(name), partial)
 
-    def publish(self, name: str, manifest: CheckpointManifest) -> None:
-        """Make an upload visible that `new_upload` named, after all files of its manifest were put."""
+    def publish(self, name: str, manifest: CheckpointManifest, retention: Retention | None = None) -> None:
+        """Make an upload visible that `new_upload` named, after all files of its manifest were put.
+
+        Then deletes other uploads of its step, and the steps that `retention` drops; a failure to do so is logged.
+        """
         self.put_text(f"{name}/{MANIFEST_NAME}", manifest.to_json())
+        once = self.with_retry(None)  # what stays is deleted after the next upload
+        try:
+            once.delete(manifest.step, keep=name)
+            once.prune(retention or Retention(), keep=manifest.step)
+        except Exception as error:  # every storage has classes of its own
+            report = _log.warning if self.retry is None else self.retry.report
+            report(f"{self.url}: old uploads could not be deleted: {storage_error(error)}")
 
     def prune(self, retention: Retention, *, keep: int) -> list[int]:
         """Delete the steps that `retention` does not keep, except `keep`. Returns the deleted steps, oldest first."""
@@ -183,12 +204,11 @@ class RemoteCheckpoints(Storage):
         except (ManifestError, UnicodeDecodeError) as error:
             raise CheckpointDamagedError(f"{source}/{MANIFEST_NAME}: {error}", files=(MANIFEST_NAME,)) from None
 
-    def _put_files(self, source: Path, manifest: CheckpointManifest, name: str, on_file: OnFile | None) -> None:
+    def _put_files(self, source: Path, manifest: CheckpointManifest, name: str, on_file: OnFile | None = None) -> None:
         for file, entry in manifest.files.items():
             self.put_file(source / file, f"{name}/{file}", entry.num_bytes)
             if on_file is not None:
                 on_file(entry.num_bytes, manifest.num_bytes)
-        self.publish(name, manifest)
 
     def _get_files(
         self,
@@ -203,7 +223,7 @@ class RemoteCheckpoints(Storage):
         for file, entry in manifest.files.items():
             (target / file).parent.mkdir(parents=True, exist_ok=True)
             if part is None or not _link(part, target, manifest, file):
-                self.fs.get_file(f"{self.root}/{name}/{file}", str(target / file))
+                self.get_file(f"{name}/{file}", target / file)
                 fsync_file(target / file)
                 if on_file is not None:
                     on_file(entry.num_bytes, manifest.num_bytes)

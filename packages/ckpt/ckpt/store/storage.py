@@ -1,12 +1,14 @@
 """Files below one fsspec URL: a folder, or an object store such as s3:// and gs://."""
 
+import copy
+import functools
 import secrets
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import fsspec.core
 from fsspec.implementations.local import LocalFileSystem
@@ -14,7 +16,61 @@ from fsspec.implementations.local import LocalFileSystem
 from ..errors import CheckpointStateError, CheckpointUsageError, UploadError
 from ..manifest import MANIFEST_NAME
 
+_LONGEST_PAUSE_S = 60.0
 _Result = TypeVar("_Result")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+class Retry:
+    """Repeats failing requests to a storage after 1, 2, 4, ... seconds, at most a minute.
+
+    Args:
+        report: gets a line for each failure.
+        retry_s: seconds of failed tries after which a request raises UploadError.
+        pause_s: seconds before the second try; doubled before each further one.
+    """
+
+    def __init__(self, report: Callable[[str], None], *, retry_s: float, pause_s: float) -> None:
+        self.report = report
+        self._retry_s, self._pause_s = retry_s, pause_s
+        self._limited, self._limited_at = threading.Event(), 0.0
+
+    def limit(self, retry_s: float) -> None:
+        """Give up after `retry_s` seconds from now on; ends the present pause."""
+        self._retry_s, self._limited_at = retry_s, time.monotonic()
+        self._limited.set()
+
+    def __call__(self, action: str, request: Callable[[], _Result]) -> _Result:
+        """The result of the request. Raises UploadError, with the storage's last error, when it gives up."""
+        started, pause = time.monotonic(), self._pause_s
+        while True:
+            try:
+                return request()
+            except Exception as error:  # every storage has classes of its own
+                problem = f"{action}: {storage_error(error)}"
+                tried_s = time.monotonic() - max(started, self._limited_at)
+                if tried_s + pause > self._retry_s or not threading.main_thread().is_alive():
+                    raise UploadError(f"{problem}, in {tried_s:.0f} s of tries") from error
+                self.report(f"{problem}; next try in {pause:.0f} s")
+                if self._limited.wait(pause):
+                    self._limited.clear()
+                    pause = self._pause_s
+                else:
+                    pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
+def _request(method: _Method) -> _Method:
+    """Repeats the method as a whole if the storage has a Retry: a request whose answer was lost may have succeeded."""
+
+    @functools.wraps(method)
+    def call(self: "Storage", *args: Any) -> Any:
+        if self.retry is None:
+            return method(self, *args)
+        path = next((arg for arg in args if isinstance(arg, str)), "")
+        action = f"{self.url}: {method.__name__.replace('_', ' ')} {path}".rstrip()
+        return self.retry(action, functools.partial(method, self, *args))
+
+    return cast("_Method", call)
 
 
 class Storage:
@@ -35,6 +91,13 @@ class Storage:
             except (ValueError, ImportError) as error:
                 raise CheckpointUsageError(str(error), field="url", value=self.url) from error
         self.root = str(path).rstrip("/")
+        self.retry: Retry | None = None
+
+    def with_retry(self, retry: Retry | None) -> Self:
+        """The same storage, with failing requests repeated; None: not repeated."""
+        other = copy.copy(self)
+        other.retry = retry
+        return other
 
     def check_writable(self) -> None:
         """Write and delete a small object. Raises CheckpointUsageError with the storage's reason if that fails.
@@ -54,6 +117,7 @@ class Storage:
             problem = f"cannot be written: {storage_error(error)}"
             raise CheckpointUsageError(problem, field="url", value=self.url) from error
 
+    @_request
     def put_file(self, source: Path, path: str, num_bytes: int) -> None:
         """Upload a file of `num_bytes`. Raises CheckpointStateError when another number of bytes arrived."""
         target = f"{self.root}/{path}"
@@ -63,6 +127,7 @@ class Storage:
         if arrived != num_bytes:
             raise CheckpointStateError(f"{target}: {arrived} of {num_bytes} bytes arrived; the upload is not published")
 
+    @_request
     def put_text(self, path: str, text: str) -> None:
         """Upload a small text, which appears as a whole."""
         # On a file system, readers could see a part of a file written in place, so it is renamed. On an object store,
@@ -73,6 +138,7 @@ class Storage:
         self.fs.mv(f"{folder}/.{name}.partial", f"{folder}/{name}")
         self.fs.invalidate_cache()
 
+    @_request
     def read_text(self, path: str) -> str | None:
         """A small text; None if there is none."""
         try:
@@ -80,72 +146,42 @@ class Storage:
         except FileNotFoundError:
             return None
 
+    @_request
     def exists(self, path: str) -> bool:
         """True if there is such a file."""
         return bool(self.fs.exists(f"{self.root}/{path}"))
 
+    @_request
+    def get_file(self, path: str, target: Path) -> None:
+        """Download a file."""
+        self.fs.get_file(f"{self.root}/{path}", str(target))
+
+    @_request
     def folders(self) -> list[str]:
         """The names of the folders below the URL, in alphabetical order."""
-        return sorted(_name(entry["name"]) for entry in self._list("", detail=True) if entry["type"] == "directory")
-
-    def names(self, path: str) -> list[str]:
-        """The names directly in a folder; empty if there is no such folder."""
-        return [_name(entry) for entry in self._list(path, detail=False)]
-
-    def delete_path(self, path: str) -> None:
-        """Delete a file or a folder, if it exists; a manifest first, so that readers never see half a checkpoint."""
-        with suppress(FileNotFoundError):
-            if self.exists(f"{path}/{MANIFEST_NAME}"):
-                self.fs.rm_file(f"{self.root}/{path}/{MANIFEST_NAME}")
-            self.fs.rm(f"{self.root}/{path}", recursive=True)
-
-    def _list(self, path: str, *, detail: bool) -> list[Any]:
         self.fs.invalidate_cache()
         try:
-            return list(self.fs.ls(f"{self.root}/{path}".rstrip("/"), detail=detail))
+            entries = self.fs.ls(self.root, detail=True)
+        except FileNotFoundError:
+            return []
+        return sorted(_name(entry["name"]) for entry in entries if entry["type"] == "directory")
+
+    @_request
+    def names(self, path: str) -> list[str]:
+        """The names directly in a folder; empty if there is no such folder."""
+        self.fs.invalidate_cache()
+        try:
+            return [_name(entry) for entry in self.fs.ls(f"{self.root}/{path}", detail=False)]
         except FileNotFoundError:
             return []
 
-
-class Retry:
-    """Repeats a failing request to a storage as a whole: a request whose answer was lost may have succeeded.
-
-    Args:
-        url: named in messages.
-        report: gets a line for each failure.
-        stopped: ends the tries when it is set.
-        retry_s: seconds after which it gives up.
-        pause_s: seconds before the second try; doubled before each further one, at most `longest_pause_s`.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        report: Callable[[str], None],
-        stopped: threading.Event,
-        *,
-        retry_s: float,
-        pause_s: float,
-        longest_pause_s: float,
-    ) -> None:
-        self._url, self._report, self._stopped = url, report, stopped
-        self._retry_s, self._pause_s, self._longest_pause_s = retry_s, pause_s, longest_pause_s
-
-    def __call__(self, action: str, request: Callable[[], _Result]) -> _Result:
-        """The result of the request. Raises UploadError when it gives up or is stopped."""
-        started, pause = time.monotonic(), self._pause_s
-        while True:
-            try:
-                return request()
-            except Exception as error:  # every storage has classes of its own
-                problem = f"{self._url}: could not {action}: {storage_error(error)}"
-                tried_s = time.monotonic() - started
-                if tried_s + pause > self._retry_s or not threading.main_thread().is_alive():
-                    raise UploadError(f"{problem}, in {tried_s:.0f} s of tries") from error
-                self._report(f"{problem}; next try in {pause:.0f} s")
-                if self._stopped.wait(pause):
-                    raise UploadError(f"{problem}; it is not tried again, because this process ends") from error
-                pause = min(2 * pause, self._longest_pause_s)
+    @_request
+    def delete_path(self, path: str) -> None:
+        """Delete a file or a folder, if it exists; a manifest first, so that readers never see half a checkpoint."""
+        with suppress(FileNotFoundError):
+            if self.fs.exists(f"{self.root}/{path}/{MANIFEST_NAME}"):
+                self.fs.rm_file(f"{self.root}/{path}/{MANIFEST_NAME}")
+            self.fs.rm(f"{self.root}/{path}", recursive=True)
 
 
 def storage_error(error: Exception) -> str:

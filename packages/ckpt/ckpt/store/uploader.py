@@ -6,23 +6,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Self, TypeAlias
 
-from ..errors import CheckpointDamagedError, UploadError
+from ..errors import UploadError
 from ..manager import CheckpointManager
 from ..pins import pinned
 from ..reader import Checkpoint
 from ..retention import Retention
 from .remote import RemoteCheckpoints
-from .storage import Retry, storage_error
+from .storage import Retry
 
 _log = logging.getLogger("ckpt")
-_LONGEST_PAUSE_S = 300.0
 
 _Item: TypeAlias = Checkpoint | Path
 """A checkpoint, or a folder that does not change."""
@@ -50,9 +47,9 @@ class AsyncUploader:
     The retention does not delete a checkpoint while it is uploaded. It may delete one that still waits, which is then
     left out. The retention is applied to the uploads, too, after each upload.
 
-    A failed upload is tried again after 1, 2, 4, ... seconds, at most 5 minutes, and before any newer checkpoint. The
-    end of the block waits for all uploads; there, after `retry_s` seconds of failed tries, it raises UploadError with
-    the steps that the storage lacks. KeyboardInterrupt and SystemExit end the block at once. An upload that is cut off
+    A failed request is repeated after 1, 2, 4, ... seconds, at most a minute, before anything newer is uploaded. The
+    end of the block waits for all uploads; after `retry_s` seconds of failed tries it raises UploadError with the steps
+    that the storage lacks. KeyboardInterrupt and SystemExit end the block at once. An upload that is cut off
     leaves nothing that counts as a checkpoint.
     """
 
@@ -75,16 +72,13 @@ class AsyncUploader:
             retry_s: seconds of failed tries after which the end of the block gives up.
             pause_s: seconds before the second try; doubled before each further one.
         """
-        self._remote, self._report = remote, report
-        self._retention = retention or Retention()
+        self._retry = Retry(report, retry_s=math.inf, pause_s=pause_s)
+        self._remote, self._report, self._retry_s = remote.with_retry(self._retry), report, retry_s
+        self._retention = retention
         self._manager = CheckpointManager(root, retention=retention)
-        self._closing, self._interrupted = threading.Event(), threading.Event()
-        retry = partial(Retry, remote.url, report, pause_s=pause_s, longest_pause_s=_LONGEST_PAUSE_S)
-        self._retry_while_open = retry(self._closing, retry_s=math.inf)
-        self._retry_at_end = retry(self._interrupted, retry_s=retry_s)
+        self._interrupted = threading.Event()
         self._queue: SimpleQueue[_Item | None] = SimpleQueue()
-        self._waiting: list[_Item] = []
-        self._damaged: list[_Item] = []
+        self._lacking: list[_Item] = []
         self._finished: deque[Upload] = deque()
         self._reason = ""
         # A daemon: a program that was interrupted does not wait for the storage.
@@ -96,7 +90,7 @@ class AsyncUploader:
 
         Returns at once. A folder is uploaded under its own name.
         """
-        self._waiting.append(item)
+        self._lacking.append(item)
         self._queue.put(item)
 
     def take_finished(self) -> list[Upload]:
@@ -105,8 +99,8 @@ class AsyncUploader:
 
     def close(self) -> None:
         """Wait for all uploads. Raises UploadError with the steps that the storage lacks."""
-        if self._waiting:
-            self._report(f"waiting for uploads to {self._remote.url}: {', '.join(map(_name, self._waiting))}")
+        if self._lacking:
+            self._report(f"waiting for uploads to {self._remote.url}: {', '.join(map(_name, self._lacking))}")
         self._end()
         self._thread.join()
         self._manager.prune()  # what was kept for its upload
@@ -130,7 +124,7 @@ class AsyncUploader:
 
     def _end(self) -> None:
         """Let the thread end after the items that wait."""
-        self._closing.set()
+        self._retry.limit(self._retry_s)
         self._queue.put(None)
 
     def _run(self) -> None:
@@ -138,46 +132,31 @@ class AsyncUploader:
             started = time.perf_counter()
             try:
                 num_bytes = self._upload(item)
-            except UploadError as error:
+            except Exception as error:
                 self._reason = str(error)
-                return
-            self._waiting.pop(0)
+                if isinstance(error, UploadError):  # the storage does not answer, and the block ends
+                    return
+                self._report(self._reason)  # damaged on the disk, for example; no later try can succeed
+                continue
+            self._lacking.remove(item)
             if num_bytes is not None:
                 duration_s = time.perf_counter() - started
                 self._finished.append(Upload(name=_name(item), num_bytes=num_bytes, duration_s=duration_s))
 
     def _upload(self, item: _Item) -> int | None:
-        """Upload the item and return its bytes; None if it is damaged or deleted. Raises UploadError at the end."""
-        action, send = f"upload {_name(item)}", partial(self._send, item)
-        if not self._closing.is_set():
-            with suppress(UploadError):  # the block ends
-                return self._retry_while_open(action, send)
-        return self._retry_at_end(action, send)
-
-    def _send(self, item: _Item) -> int | None:
+        """Upload the item and return its bytes; None if the retention has deleted it."""
         if isinstance(item, Path):
             return self._remote.upload_folder(item, item.name)
         with pinned(item.path) as exists:
             if not exists:
                 self._report(f"{_name(item)} is not uploaded: the retention deleted it before its turn came")
                 return None
-            try:
-                self._remote.upload(item, overwrite=True)
-            except CheckpointDamagedError as error:  # no later try can succeed
-                self._report(str(error))
-                self._damaged.append(item)
-                self._reason = "damaged on the disk"
-                return None
-            num_bytes = self._manager.manifest(item.step).num_bytes
-        try:
-            self._remote.prune(self._retention, keep=item.step)
-        except Exception as error:
-            self._report(f"old uploads in {self._remote.url} could not be deleted: {storage_error(error)}")
-        return num_bytes
+            self._remote.upload(item, overwrite=True, retention=self._retention)
+            return self._manager.manifest(item.step).num_bytes
 
     def _raise_missing(self) -> None:
         steps = self._manager.steps()
-        missing = [item for item in (*self._damaged, *self._waiting) if isinstance(item, Path) or item.step in steps]
+        missing = [item for item in self._lacking if isinstance(item, Path) or item.step in steps]
         if missing:
             raise UploadError(
                 f"{self._remote.url} lacks {', '.join(map(_name, missing))} of {self._manager.root} ({self._reason}). "

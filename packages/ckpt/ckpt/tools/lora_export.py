@@ -12,12 +12,13 @@ PEFT's names: an adapted layer `q_proj` holds `q_proj.base_layer.weight`, `q_pro
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from plinth_base.adapters import PEFT_PREFIX, lora_scale, missing_settings
 
 from ..errors import ExportError
 from ..files import fsync_file, new_folder
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     import torch
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."
 _REFUSED = ("lora_magnitude_vector", "lora_embedding", "lora_variant")
 _MATRIX = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])(?:\.(?P<adapter>[^.]+))?\.(?P<kind>weight|bias)")
 _COPY = re.compile(r"(?P<layer>.+)\.modules_to_save\.(?:[^.]+)\.(?P<rest>.+)")
@@ -53,13 +53,12 @@ def save_adapter(
     """
     from safetensors.torch import save_file
 
-    missing = [key for key in ("r", "lora_alpha", "target_modules") if config.get(key) is None]
-    if missing:
+    if missing := missing_settings(config):
         raise ExportError(f"lacks {', '.join(missing)}", field="config", remedy="pass PEFT's adapter configuration")
     copied = tuple(config.get("modules_to_save") or ())
     named: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:
-        written = _PREFIX + _adapter_name(name.removeprefix(_PREFIX), adapter, copied)
+        written = PEFT_PREFIX + _adapter_name(name.removeprefix(PEFT_PREFIX), adapter, copied)
         if written in named:
             raise _tensor_error(name, "the stream holds this tensor twice")
         # Adapters are small, so all are held at once.
@@ -115,7 +114,7 @@ def merge_lora(
     originals: dict[str, torch.Tensor] = {}  # of modules that a live PEFT model has trained whole
     replaced: set[str] = set()
     for name, tensor in tensors:
-        bare = name.removeprefix(_PREFIX)
+        bare = name.removeprefix(PEFT_PREFIX)
         match, trained = _matrix(bare, adapter), _trained_copy(bare, adapter, copied)
         final = bare.replace(".base_layer.", ".").replace(".original_module.", ".")
         layer, is_weight = final.removesuffix(".weight"), final.endswith(".weight")
@@ -239,15 +238,7 @@ def _merge(
     if delta.shape != weight.shape:
         shapes = f"{list(weight.shape)}, its adapter {list(delta.shape)}"
         raise _tensor_error(layer, f"the weight has shape {shapes}; the adapter belongs to another model")
-    return weight.float() + _scale(config, layer, A.shape[0]) * delta
-
-
-def _scale(config: Mapping[str, Any], layer: str, rank: int) -> float:
-    """The factor s of a layer; as in PEFT, a pattern matches the end of a layer's name."""
-    patterns = config.get("alpha_pattern") or {}
-    matching = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", layer))
-    alpha = float(next(matching, config["lora_alpha"]))
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") else float(rank))
+    return weight.float() + lora_scale(config, layer, A.shape[0]) * delta
 
 
 def _plain(value: Any) -> Any:

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from ..errors import CheckpointUsageError, UntrustedFileError
-from ..upstream import Patch
+from ..upstream import FENCE
 from .zero_checkpoint import ENUM_MEMBER
 
 #: Classes that DeepSpeed stores besides tensors and plain values. They hold numbers; creating one has no side effects.
@@ -22,9 +22,10 @@ _DEEPSPEED_CLASSES = (
     ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
 )
 
-ENGINE = Patch(
+ENGINE = FENCE.patch(
     name="loading without pickle",
     reason="DeepSpeed unpickles checkpoints; its checkpoint engine is where it opens them",
+    otherwise="refused",
     replaces={"deepspeed.runtime.engine:DeepSpeedEngine": ("checkpoint_engine",)},
     reads={
         "deepspeed.runtime.engine:DeepSpeedEngine": ("load_universal_checkpoint()", "has_moe_layers"),
@@ -54,7 +55,7 @@ def loading_without_pickle(engine: Any, *, classes: Sequence[type] = ()) -> Iter
             "DeepSpeed unpickles the files of universal checkpoints and of mixtures of experts without its checkpoint "
             "engine: load them without loading_without_pickle, and only from a folder you trust"
         )
-    restore = ENGINE.replace(engine, "checkpoint_engine", _SafeReader(engine.checkpoint_engine, classes))
+    restore = ENGINE.replace(engine, checkpoint_engine=_SafeReader(engine.checkpoint_engine, classes))
     try:
         yield
     finally:

@@ -33,14 +33,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from ..errors import CollectiveMismatchError, RankStalledError
-from ..upstream import Patch
+from ..errors import CollectiveMismatchError, EngineConfigError, RankStalledError
+from ..upstream import FENCE
 from .collective_log import METHODS, SIZED_BY, CollectiveRecord, GroupLog, RankDump, call_site, describe_call, diagnose
 
-COLLECTIVES = Patch(
+COLLECTIVES = FENCE.patch(
     name="collective guard",
     reason="torch has no hook before a collective, and no public name of the rendezvous store and of the abort",
-    stock=False,
+    otherwise="refused",
     replaces={"torch.distributed:ProcessGroup": tuple(METHODS)},
     reads={
         "torch.distributed.distributed_c10d": ("_get_default_store()",),
@@ -153,9 +153,11 @@ class CollectiveGuard:
         store: Any = None,
     ) -> None:
         if mode not in ("auto", "lockstep", "watch"):
-            raise ValueError(f"mode={mode!r} is not allowed: auto, lockstep or watch")
+            raise EngineConfigError(field="mode", value=mode, allowed="auto, lockstep or watch")
         if stall_timeout_s <= 0:
-            raise ValueError(f"stall_timeout_s={stall_timeout_s!r} is not allowed: a positive number of seconds")
+            raise EngineConfigError(
+                field="stall_timeout_s", value=stall_timeout_s, allowed="a positive number of seconds"
+            )
         self.label = ""
         self._mode = mode
         self._stall_timeout_s = stall_timeout_s

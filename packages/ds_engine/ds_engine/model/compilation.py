@@ -9,29 +9,29 @@ from typing import Any
 import torch
 
 from ..errors import EngineConfigError, ModelError
-from ..upstream import Patch
+from ..upstream import FENCE
 from .attention import ATTENTION_NAME, packed_attention, varlen_parameters
 from .parts import transformer_layers
 
-RECOMPUTATION = Patch(
+RECOMPUTATION = FENCE.patch(
     name="recomputation in compiled layers",
     reason="the backward pass recomputes norms and products from tensors that are kept anyway",
-    stock=True,
+    otherwise="stock path",
     replaces={"torch._functorch.config": ("ban_recompute_materialized_backward",)},
     reads={"torch._inductor.compile_fx": ("compile_fx",)},
 )
-LINEAR = Patch(
+LINEAR = FENCE.patch(
     name="linear in compiled layers",
     reason="DeepSpeed's replacement of it at stage 3 reads attributes of weights that recompile each layer",
-    stock=True,
+    otherwise="stock path",
     replaces={"torch.nn.functional": ("linear",), "torch.nn:Module": ("_compiled_call_impl",)},
     reads={"torch._C._nn": ("linear",)},
 )
-WORKERS = Patch(
+WORKERS = FENCE.patch(
     name="compile workers that stay",
     reason="torch ends idle compile workers after 60 s; from Python 3.12 on, a kernel that is to be compiled in the "
     "same milliseconds waits for them forever",
-    stock=True,
+    otherwise="stock path",
     replaces={"torch._inductor.config": ("quiesce_async_compile_pool",)},
 )
 FUNCTORCH_CONFIG = {"ban_recompute_materialized_backward": False}
@@ -65,7 +65,7 @@ def compile_layers(model: Any, *, device_type: str, kernel: str, stage: int = 2,
         ModelError: the model has no transformer layers.
     """
     if device_type == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
-        raise EngineConfigError("compile=True needs a C++ compiler (g++ or clang++) on the CPU")
+        raise EngineConfigError("it needs a C++ compiler (g++ or clang++) on the CPU", field="compile", value=True)
     layers = transformer_layers(model)
     if not layers:
         raise ModelError(f"{type(model).__name__} has no transformer layers to compile")

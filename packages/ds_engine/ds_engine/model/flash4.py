@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..upstream import Patch
+from ..upstream import FENCE
 
-KERNELS = Patch(
+KERNELS = FENCE.patch(
     name="FlashAttention-4",
     reason="its public function does not return the log-sum-exp that a custom operator must save; others replace it",
-    stock=True,
+    otherwise="stock path",
     reads={"flash_attn.cute.interface": ("_flash_attn_fwd", "_flash_attn_bwd")},
 )
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..upstream import Patch
+from ..upstream import FENCE
 
-NAMES = Patch(
+NAMES = FENCE.patch(
     name="names of the model folder",
     reason="exports and weight syncs carry the folder's names and shapes, not those that transformers gives them",
-    stock=False,
+    otherwise="refused",
     reads={
         "torch:UntypedStorage": ("_cdata",),
         "torch.nn:Module": ("_non_persistent_buffers_set",),

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from plinth_base.adapters import ADAPTER_NAME, PEFT_PREFIX, without_adapter
+
 from ..errors import EngineConfigError, ModelError
-from ..upstream import Patch
+from ..upstream import FENCE
 from .folder_names import TensorView, folder_views
 from .nf4 import Nf4Linear, Nf4Packing, nf4_packings
 from .parts import VALUE_HEAD, linear_layers
@@ -30,15 +32,13 @@ if TYPE_CHECKING:
     from ..config import LoraConfig
 
 
-OFF = Patch(
+OFF = FENCE.patch(
     name="adapters off",
     reason="PEFT's own switch also toggles requires_grad, which DeepSpeed's hooks must not see",
-    stock=False,
+    otherwise="refused",
     replaces={"peft.tuners.tuners_utils:BaseTunerLayer": ("_disable_adapters",)},
     reads={"peft.tuners.lora:LoraLayer": ("lora_A", "lora_B", "scaling")},
 )
-_ADAPTER = "default"
-_PEFT_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ def add_adapters(model: Any, lora: LoraConfig, *, head: Head, seed: int) -> None
     try:
         import peft
     except ImportError as error:
-        raise EngineConfigError("lora needs PEFT: pip install peft") from error
+        raise EngineConfigError("it needs PEFT", field="lora", remedy="pip install peft") from error
     OFF.check()
     settings = peft.LoraConfig(
         r=lora.rank,
@@ -130,7 +130,7 @@ def add_adapters(model: Any, lora: LoraConfig, *, head: Head, seed: int) -> None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         # Not get_peft_model: it wraps the model and changes every parameter name.
-        peft.inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
+        peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER_NAME)
     _check_layers(model)
     if head == "value":
         # Set after injection, for adapter_config.json only: otherwise PEFT trains a copy of the head under a new name.
@@ -149,8 +149,11 @@ def _target_names(model: Any, lora: LoraConfig) -> list[str]:
     if unknown:
         known = sorted({name.rpartition(".")[2] for name in layers})
         raise ModelError(
-            f"lora.target_modules: {unknown} match no linear layer of {type(model).__name__}'s backbone, which has "
-            f"{known} (the head cannot be adapted: the log-prob function reads its weight)"
+            f"they match no linear layer of {type(model).__name__}'s backbone (the head cannot be adapted: the "
+            "log-prob function reads its weight)",
+            field="lora.target_modules",
+            value=unknown,
+            allowed=", ".join(known),
         )
     return list(lora.target_modules)
 
@@ -163,8 +166,10 @@ def _check_layers(model: Any) -> None:
         others = {name.rpartition(".")[2] for name, layer in _layers(model) if isinstance(layer.base_layer, nn.Linear)}
         allowed = sorted(others - {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
         raise ModelError(
-            f"lora.target_modules adapts {name.replace('.base_layer', '')}.{layer.parameter_name} of "
-            f"{type(model).__name__}; adapters of experts cannot be merged for exports and syncs; allowed: {allowed}"
+            f"it adapts {name.replace('.base_layer', '')}.{layer.parameter_name} of {type(model).__name__}, and "
+            "adapters of experts cannot be merged for exports and syncs",
+            field="lora.target_modules",
+            allowed=allowed,
         )
 
 
@@ -199,7 +204,9 @@ def low_rank_terms(module: nn.Module) -> dict[str, LowRank]:
     """The low-rank update of each adapted weight, keyed by parameter name in `module`; empty without adapters."""
     return {
         f"{name}.base_layer.weight": LowRank(
-            a_RI=layer.lora_A[_ADAPTER].weight, b_OR=layer.lora_B[_ADAPTER].weight, scale=layer.scaling[_ADAPTER]
+            a_RI=layer.lora_A[ADAPTER_NAME].weight,
+            b_OR=layer.lora_B[ADAPTER_NAME].weight,
+            scale=layer.scaling[ADAPTER_NAME],
         )
         for name, layer in _layers(module)
     }
@@ -250,7 +257,7 @@ def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def adapter_tensors(module: nn.Module) -> list[NamedTensor]:
     """The trainable tensors (adapters, and a value head if present) under the names of PEFT's adapter files."""
     return [
-        NamedTensor(name=_PEFT_PREFIX + name.replace(f".{_ADAPTER}.", "."), parameter=parameter)
+        NamedTensor(name=PEFT_PREFIX + without_adapter(name), parameter=parameter)
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
     ]
@@ -258,6 +265,6 @@ def adapter_tensors(module: nn.Module) -> list[NamedTensor]:
 
 def adapter_settings(module: nn.Module) -> dict[str, Any]:
     """Content of adapter_config.json, as PEFT and vLLM read it."""
-    settings = cast("Any", module).peft_config[_ADAPTER].to_dict() | {"inference_mode": True}
+    settings = cast("Any", module).peft_config[ADAPTER_NAME].to_dict() | {"inference_mode": True}
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
     return cast("dict[str, Any]", json.loads(json.dumps(plain)))

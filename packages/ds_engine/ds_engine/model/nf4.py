@@ -25,15 +25,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..dtypes import NF4_BLOCK, NF4_CHUNK, nf4_bytes
 from ..errors import ModelError
-from ..upstream import Patch
+from ..nf4_size import NF4_BLOCK, NF4_CHUNK, nf4_bytes
+from ..upstream import FENCE
 from .parts import linear_layers
 
-SHARDS = Patch(
+SHARDS = FENCE.patch(
     name="sharded NF4 weights",
     reason="DeepSpeed shards only parameters of modules that it converts itself",
-    stock=False,
+    otherwise="refused",
     replaces={"deepspeed.runtime.zero.partition_parameters": ("ds_tensor",)},
     reads={
         "deepspeed.runtime.zero.partition_parameters": (
@@ -187,9 +187,8 @@ def quantize_base(model: Any, *, device: torch.device) -> None:
         try:
             model.set_submodule(name, _packed(linear, device))
         except ValueError as error:
-            raise ModelError(
-                f"lora.base_format='nf4' cannot pack {name}.weight: {error}. Use base_format='plain'"
-            ) from None
+            problem = f"{name}.weight cannot be packed: {error}"
+            raise ModelError(problem, field="lora.base_format", value="nf4", remedy="use plain") from None
 
 
 def _packed(linear: nn.Linear, device: torch.device) -> Nf4Linear:

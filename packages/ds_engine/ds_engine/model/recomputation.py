@@ -10,13 +10,13 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import ModelError
-from ..upstream import Patch
+from ..upstream import FENCE
 from .parts import transformer_layers
 
-INPUTS = Patch(
+INPUTS = FENCE.patch(
     name="inputs of recomputed layers in CPU memory",
     reason="transformers has no option for it; without it they stay on the device",
-    stock=True,
+    otherwise="stock path",
     replaces={
         "transformers.modeling_layers:GradientCheckpointingLayer": ("_gradient_checkpointing_func",),
     },

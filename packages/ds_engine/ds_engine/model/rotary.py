@@ -30,8 +30,10 @@ def rotary_per_sequence(backbone: nn.Module) -> Callable[[PackedLayout], None]:
         nonlocal layout
         if modules and packing.sp_group is not None:
             raise ModelError(
-                "sequence_parallel > 1 does not support rotary positions that depend on the sequence's length "
-                "(longrope, dynamic): use sequence_parallel=1"
+                "rotary positions that depend on the sequence's length (longrope, dynamic) cannot be distributed",
+                field="sequence_parallel",
+                value=packing.sp_group.size,
+                allowed="1",
             )
         layout = packing
 

@@ -10,12 +10,12 @@ from typing import Any
 from torch import nn
 
 from ..errors import CheckpointError
-from ..upstream import Patch
+from ..upstream import FENCE
 
-STAGE = Patch(
+STAGE = FENCE.patch(
     name="ZeRO stage in checkpoints of BF16_Optimizer",
     reason="without it zero_to_fp32.py does not recognize them; this package loads them either way",
-    stock=True,
+    otherwise="stock path",
     replaces={"deepspeed.runtime.bf16_optimizer:BF16_Optimizer": ("state_dict()",)},
 )
 
@@ -43,7 +43,7 @@ def load_state(engine: Any, folder: str | Path, tag: str) -> int:
     _check_not_on_nvme(engine)
     path = Path(folder) / tag
     if not path.is_dir():
-        raise CheckpointError(f"no checkpoint {tag!r} in {str(folder)!r}")
+        raise CheckpointError(f"no such checkpoint in {str(folder)!r}", field="tag", value=tag)
     has_no_frozen = all(parameter.requires_grad for parameter in engine.module.parameters())
     try:
         found, state = engine.load_checkpoint(
@@ -60,8 +60,10 @@ def _check_not_on_nvme(engine: Any) -> None:
     """DeepSpeed would copy the swap files but restore neither weights, nor counters, nor states too small to swap."""
     if engine.zero_nvme_offload_optimizer():
         raise CheckpointError(
-            "optimizer states on NVMe cannot be saved in a checkpoint that training can resume from: "
-            "use zero.offload.optimizer=cpu, or export_parameters for the weights alone"
+            "optimizer states on NVMe cannot be saved in a checkpoint that training can resume from",
+            field="zero.offload.optimizer",
+            value="nvme",
+            remedy="use cpu, or export_parameters for the weights alone",
         )
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
-from ..upstream import Patch
+from ..upstream import FENCE
 
 StateKind = Literal["weight", "exp_avg", "exp_avg_sq"]
 Shape = tuple[int, ...]
@@ -24,10 +24,10 @@ _SCALER_VALUES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis
 _NUM_SHOWN = 3
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _LINKED = ("_hp_optimizer_states_linked",)
-STATE = Patch(
+STATE = FENCE.patch(
     name="loading a state into another layout",
     reason="DeepSpeed loads only the files of the same number of ranks, stage, offload and dtype",
-    stock=False,
+    otherwise="refused",
     replaces={
         _ENGINE: ("global_steps", "global_samples", "skipped_steps"),
         "deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler": _SCALER_VALUES,

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..upstream import Patch
+from ..upstream import FENCE
 
-KERNEL = Patch(
+KERNEL = FENCE.patch(
     name="AdamW kernel",
     reason="torch's fused AdamW writes the unscaled gradient back and splits long tensors",
-    stock=True,
+    otherwise="stock path",
     reads={
         "torch.optim.adam:Adam": (
             "_init_group(group, params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)",

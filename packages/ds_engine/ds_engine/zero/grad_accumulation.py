@@ -16,22 +16,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..upstream import Patch
+from ..upstream import FENCE
 
-COUNT = Patch(
+COUNT = FENCE.patch(
     name="number of micro batches, counted by DeepSpeed",
     reason="zero.step_each_micro: the number differs between mini batches, and DeepSpeed's default keeps only the last",
-    stock=False,
+    otherwise="refused",
     replaces={
         "deepspeed.runtime.engine:DeepSpeedEngine": ("micro_steps",),
         "deepspeed.runtime.config:DeepSpeedConfig": ("gradient_accumulation_steps",),
     },
     reads={"deepspeed.runtime.engine:DeepSpeedEngine": ("_config",)},
 )
-GRADIENTS = Patch(
+GRADIENTS = FENCE.patch(
     name="gradient accumulation of stage 2",
     reason="one kernel per bucket casts gradients into the fp32 accumulator, while the next bucket is reduced",
-    stock=True,
+    otherwise="stock path",
     replaces={
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": (
             "setup_buckets()",

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import EngineConfigError
-from ..upstream import Patch
+from ..upstream import FENCE
 from .adamw import AdamW
 from .grad_accumulation import fuse_grad_accumulation
 from .optimizer_step import fuse_grad_norm, keep_weight_views
@@ -21,28 +21,28 @@ from .zero3_hooks import LEAVES, add_fetch_fast_path, fuse_leaf_hooks, set_leaf_
 if TYPE_CHECKING:
     from ..config import EngineConfig, OptimConfig
 
-SHARDS = Patch(
+SHARDS = FENCE.patch(
     name="shards of stage 3",
     reason="weight decay, exports, LoRA and NF4 need the shape and the number of elements of a sharded parameter",
-    stock=False,
+    otherwise="refused",
     reads={"deepspeed.runtime.zero.partition_parameters": ("ds_id", "ds_shape", "ds_numel", "ds_tensor")},
 )
-OPTIMIZERS = Patch(
+OPTIMIZERS = FENCE.patch(
     name="list of tested optimizers",
     reason="DeepSpeed compares the exact class, and would warn of our AdamW",
-    stock=True,
+    otherwise="stock path",
     replaces={"deepspeed.runtime.zero.utils": ("ZERO_SUPPORTED_OPTIMIZERS",)},
 )
-MUON = Patch(
+MUON = FENCE.patch(
     name="import of Muon",
     reason="DeepSpeed imports it at every start, which loads torch's compiler (2 s): its kernels compile when called",
-    stock=True,
+    otherwise="stock path",
     replaces={"deepspeed.runtime.compiler": ("compile()",)},
 )
-NVTX = Patch(
+NVTX = FENCE.patch(
     name="NVTX ranges",
     reason="they query torch.compile before and after every hook while the device waits; restore this to profile",
-    stock=True,
+    otherwise="stock path",
     replaces={"deepspeed.utils.nvtx": ("enable_nvtx",)},
 )
 
@@ -90,7 +90,7 @@ def start_deepspeed(
     if gathers_layers:
         set_leaf_modules(module)
     elif zero.stage == 3 and config.compile:
-        raise EngineConfigError(f"compile=True at stage 3 cannot work: {LEAVES.problem()}. Use compile=False")
+        raise EngineConfigError(f"at stage 3: {LEAVES.problem()}", field="compile", value=True, allowed="false")
     engine, _, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
     if optimizer is not None:
         _replace_step(engine.optimizer, config)

@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plinth_base.fence import Patch
+
 from ..errors import EngineConfigError
-from ..upstream import Patch
+from ..upstream import FENCE
 
 _STAGE_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
@@ -28,10 +30,10 @@ _STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 def _norm_patch(stages: str, optimizer: str, norm: str, first_parameter: str) -> Patch:
     used = ("averaged_gradients", "device", "dp_process_group", "optimizer", "loss_scale", "clip_grad")
     unscale = f"unscale_and_clip_grads({first_parameter}, total_norm)"
-    return Patch(
+    return FENCE.patch(
         name=f"gradient norm of {stages}",
         reason="one norm of all gradients is also the overflow check; AdamW unscales and clips while it reads them",
-        stock=True,
+        otherwise="stock path",
         replaces={optimizer: (norm, "check_overflow(partition_gradients)", unscale)},
         reads={optimizer: used, "torch": ("_foreach_norm",), "torch.optim.adam:Adam": ("grad_scale",)},
     )
@@ -39,24 +41,24 @@ def _norm_patch(stages: str, optimizer: str, norm: str, first_parameter: str) ->
 
 NORM_2 = _norm_patch("stages 1 and 2", _STAGE_2, "scaled_global_norm(norm_type)", "grad_groups_flat")
 NORM_3 = _norm_patch("stage 3", _STAGE_3, "_get_norm_groups()", "sub_group_id")
-VIEWS_2 = Patch(
+VIEWS_2 = FENCE.patch(
     name="weight views of stages 1 and 2",
     reason="parameters that already point into the flat weights are not assigned again after each step",
-    stock=True,
+    otherwise="stock path",
     replaces={_STAGE_2: ("_update_model_bit16_weights(group_index)",)},
     reads={_STAGE_2: ("bit16_groups_flat", "round_robin_bit16_groups", "round_robin_bit16_offsets")},
 )
-VIEWS_3 = Patch(
+VIEWS_3 = FENCE.patch(
     name="weight views of stage 3",
     reason=VIEWS_2.reason,
-    stock=True,
+    otherwise="stock path",
     replaces={_STAGE_3: ("_unflatten_partitioned_parameters(sub_group_id)",)},
     reads={_STAGE_3: ("fp16_partitioned_groups_flat", "fp16_partitioned_groups")},
 )
-LOSS_SCALE = Patch(
+LOSS_SCALE = FENCE.patch(
     name="loss scale in float16",
     reason="DeepSpeed doubles the scale within a step, and keeps an overflowed gradient with optimizer offload",
-    stock=False,
+    otherwise="refused",
     replaces={
         _STAGE_2: ("averaged_gradients",),
         "deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler": ("cur_scale",),
@@ -212,4 +214,4 @@ def check_fp16(dtype: str, device_type: str) -> None:
 
     if not get_accelerator().is_fp16_supported():
         reason = "CPU has no fp16 instructions (AMX-FP16 or AVX512-FP16)" if device_type == "cpu" else "GPU has no fp16"
-        raise EngineConfigError(f"dtype='float16' cannot work: this {reason}; use bfloat16 or float32")
+        raise EngineConfigError(f"this {reason}", field="dtype", value="float16", allowed="bfloat16 or float32")

@@ -17,17 +17,17 @@ from torch import Tensor, nn
 
 from ..distributed import all_gather_single
 from ..errors import EngineError
-from ..upstream import Patch
+from ..upstream import FENCE
 
 _PARAMETERS = "deepspeed.runtime.zero.partition_parameters"
 _COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator"
 _OFFLOAD = "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload"
 _STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 _STATUS = {f"{_PARAMETERS}:ZeroParamStatus": ("AVAILABLE", "NOT_AVAILABLE", "INFLIGHT")}
-GATHERS = Patch(
+GATHERS = FENCE.patch(
     name="gathers of stage 3",
     reason="one kernel and one wait serve all parameters of a collective",
-    stock=True,
+    otherwise="stock path",
     replaces={
         _PARAMETERS: (
             "all_gather(param_list, async_op, hierarchy)",
@@ -48,10 +48,10 @@ GATHERS = Patch(
         "torch._C._nn": ("unflatten_dense_tensors",),
     },
 )
-KEPT = Patch(
+KEPT = FENCE.patch(
     name="gathers of stage 3 on one rank",
     reason="nothing is gathered or released between forward pass and step: a parameter is a view of its only shard",
-    stock=True,
+    otherwise="stock path",
     replaces={
         _COORDINATOR: (
             "reset_step()",

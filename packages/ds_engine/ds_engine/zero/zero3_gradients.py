@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..distributed import reduce_scatter_single
-from ..upstream import Patch
+from ..upstream import FENCE
 
 _PRIVATE = "_DeepSpeedZeroOptimizer_Stage3__"
 
@@ -27,10 +27,10 @@ _READERS = ("_get_fp32_grad_state_partition", "update_fp32_grad_for_param_vector
 """Methods behind DeepSpeed's tools (`safe_get_full_grad`, ...) that may read the accumulator at any time."""
 
 _STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
-GRADIENTS = Patch(
+GRADIENTS = FENCE.patch(
     name="gradient accumulation of stage 3",
     reason="one call reduces and accumulates a bucket; the fp32 accumulator exists from the first gradient to the step",
-    stock=True,
+    otherwise="stock path",
     replaces={
         _STAGE_3: (
             f"{_PRIVATE}avg_scatter_grads(params_to_reduce, communication_data_type)",
@@ -55,10 +55,10 @@ GRADIENTS = Patch(
         "torch": ("_foreach_copy_", "_foreach_add_"),
     },
 )
-NVME_GRADIENTS = Patch(
+NVME_GRADIENTS = FENCE.patch(
     name="gradients of states on NVMe",
     reason="DeepSpeed reads gradients from the disk at offsets that direct I/O does not support, and steps with others",
-    stock=False,
+    otherwise="refused",
     replaces={
         _STAGE_3: (
             "_offload_grad_partition_at_boundary(param, grad_buffer, offload_fp32_gradients, offload_fp32_offsets)",

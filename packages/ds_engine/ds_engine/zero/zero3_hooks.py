@@ -19,26 +19,26 @@ from torch import Tensor, nn
 
 from ..errors import ModelError
 from ..model.parts import transformer_layers
-from ..upstream import Patch
+from ..upstream import FENCE
 from .zero3_gather import param_status, parameter_offload
 
 _COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator"
 _OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
 _PRIVATE = "_PartitionedParameterCoordinator__"
-LEAVES = Patch(
+LEAVES = FENCE.patch(
     name="layers of stage 3 as leaf modules",
     reason="DeepSpeed gathers a layer's weights together, and finds them in a cache",
-    stock=True,
+    otherwise="stock path",
     replaces={_COORDINATOR: ("iter_params(module, recurse)",), _OFFLOAD: ("iter_params",)},
     reads={
         "deepspeed.utils.z3_leaf_module": ("set_z3_leaf_module(model, flag)",),
         _COORDINATOR: ("ds_external_parameters",),
     },
 )
-HOOKS = Patch(
+HOOKS = FENCE.patch(
     name="hooks of stage 3's layers",
     reason="one autograd function at each end of a layer, only where there are gradients",
-    stock=True,
+    otherwise="stock path",
     replaces={f"{_OFFLOAD}:DeepSpeedZeRoOffload": ("pre_bwd_fn", "post_bwd_fn")},
     reads={
         f"{_OFFLOAD}:DeepSpeedZeRoOffload": (
@@ -50,10 +50,10 @@ HOOKS = Patch(
         "torch.nn:Module": ("_backward_hooks",),
     },
 )
-FETCH = Patch(
+FETCH = FENCE.patch(
     name="fetch and release of gathered layers",
     reason="no bookkeeping for a module whose parameters are gathered, once nothing is left to prefetch",
-    stock=True,
+    otherwise="stock path",
     replaces={
         f"{_COORDINATOR}:PartitionedParameterCoordinator": (
             "fetch_sub_module(current_submodule, forward)",

@@ -1,7 +1,7 @@
 """Parquet files, and data sets that `datasets` saved, read one batch at a time; nothing is downloaded or executed."""
 
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,8 @@ def open_parquet(path: Path, file: str, on_bad: OnBad = refuse) -> Table:
     if parquet.metadata.num_rows == 0:
         raise no_rows(file)
 
-    def batches(columns: Sequence[str]) -> Iterable[Any]:
-        return parquet.iter_batches(batch_size=_BATCH_SIZE, columns=list(columns))
-
-    return _arrow_table(file, parquet.schema_arrow, batches, on_bad)
+    read = partial(parquet.iter_batches, _BATCH_SIZE)
+    return _arrow_table(file, parquet.schema_arrow, lambda columns: read(columns=list(columns)), on_bad)
 
 
 def is_saved(folder: Path) -> bool:
@@ -47,34 +45,27 @@ def open_saved(folder: Path, file: str, split: str | None, on_bad: OnBad = refus
 
     Raises DataError if the split is missing, unnecessary or unknown, if the data set cannot be read, or if it is empty.
     """
-    try:
-        text = (folder / _SPLITS).read_text(encoding="utf-8") if (folder / _SPLITS).is_file() else '{"splits": []}'
-        splits = json.loads(text)["splits"]
-    except (OSError, ValueError, TypeError, LookupError) as error:
-        raise _unreadable(file, error) from error
-    if split is not None and not splits:
-        raise DataError(f"the data set in {folder} has no splits", f"Give {folder}.", file=file)
-    if splits and split not in splits:
-        problem = "has splits" if split is None else f"has no split {split!r}"
-        raise DataError(problem, f"Give {' or '.join(f'{folder}:{name}' for name in splits)}.", file=file)
     data: Any
     try:
         from datasets import load_from_disk
 
-        data = load_from_disk(str(folder / (split or "")), keep_in_memory=False).with_format("arrow")
-        schema = data.features.arrow_schema
+        data = load_from_disk(str(folder), keep_in_memory=False).with_format("arrow")
     except Exception as error:  # datasets raises many kinds for damaged and missing files
-        raise _unreadable(file, error) from error
+        problem = f"cannot be read as a saved data set ({type(error).__name__}: {first_line(error)})"
+        raise DataError(problem, "Save it again.", file=file) from error
+    if isinstance(data, dict):
+        if split not in data:
+            problem = "has splits" if split is None else f"has no split {split!r}"
+            raise DataError(problem, f"Give {' or '.join(f'{folder}:{name}' for name in data)}.", file=file)
+        data = data[split]
+    elif split is not None:
+        raise DataError(f"the data set in {folder} has no splits", f"Give {folder}.", file=file)
     if len(data) == 0:
         raise no_rows(file)
+    schema = data.features.arrow_schema
     return _arrow_table(
         file, schema, lambda columns: data.select_columns(list(columns)).iter(batch_size=_BATCH_SIZE), on_bad
     )
-
-
-def _unreadable(file: str, error: Exception) -> DataError:
-    problem = f"cannot be read as a saved data set ({type(error).__name__}: {first_line(error)})"
-    return DataError(problem, "Save it again.", file=file)
 
 
 def _arrow_table(file: str, schema: Any, batches: Batches, on_bad: OnBad) -> Table:

@@ -71,10 +71,13 @@ class Report:
 def card(report: Report) -> str:
     """The report as Markdown."""
     needed = " Supervised fine-tuning needs a response in every row." * (report.num_responses < report.num_kept)
-    rows = [("read", report.num_read), *((f"dropped: {reason}", report.counts[reason]) for reason in REASONS)]
+    rows: list[tuple[str, int]] = [
+        ("read", report.num_read),
+        *((f"dropped: {reason}", report.counts[reason]) for reason in REASONS),
+    ]
     rows += [("kept", report.num_kept), *((f"reported: {kind}", report.counts[kind]) for kind in REPORTED)]
     files = [(one.use, one.name, one.layout, one.num_rows, one.num_bytes, one.sha256) for one in report.files]
-    lengths = [(part, *quantiles.values()) for part, quantiles in report.lengths.items()]
+    lengths: list[list[str | int]] = [[part, *quantiles.values()] for part, quantiles in report.lengths.items()]
     blocks = [
         "# Data card",
         f"{report.num_kept:,} of {report.num_read:,} rows are kept. {report.num_ground_truths:,} of them have a ground "

@@ -14,6 +14,7 @@ import json
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from ..config import ColumnsConfig, DataConfig
@@ -55,13 +56,13 @@ class Layout:
         """Prompts are written as texts in `question`, which the apps' `data.question_template` applies to."""
         return self.name in ("question", "math")
 
-    @property
+    @cached_property
     def read(self) -> set[str]:
         """The columns that become part of the training schema."""
         columns = self.schema.used | {self.response or self.schema.prompt}
         return columns | {"prompt", "messages"} if self.name == "chat" else columns
 
-    @property
+    @cached_property
     def reserved(self) -> set[str]:
         """Columns that are left out because of their names."""
         return _MEANINGFUL - self.read
@@ -74,9 +75,9 @@ def prompt_of(record: Record) -> list[Message]:
 
 def response_of(record: Record) -> str:
     """The text of the response; empty without one."""
-    return str(
-        record["answer"] or "" if "question" in record else (record["messages"] or [{"content": ""}])[-1]["content"]
-    )
+    if "question" in record:
+        return str(record["answer"] or "")
+    return str(record["messages"][-1]["content"]) if record["messages"] else ""
 
 
 def text_of(messages: Iterable[Message]) -> str:
@@ -173,7 +174,7 @@ def _record(place: Place, raw: dict[str, Any], layout: Layout) -> Record:
         "ground_truth": row.ground_truth or None,
         "data_source": row.data_source or layout.data_source or None,
         "tools": json.dumps(row.tools, ensure_ascii=False) if row.tools else None,
-        **{name: value for name, value in row.extra.items() if name not in layout.read | layout.reserved},
+        **{name: value for name, value in row.extra.items() if name not in layout.read and name not in layout.reserved},
     }
 
 

@@ -5,15 +5,18 @@ errors name no row.
 """
 
 import copy
+import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..config import DataConfig
-from ..errors import BadRowsError, DataError
+from ..errors import BadRowsError, DataConfigError, DataError
 from ..files.opening import open_table
 from ..files.table import Place, Table
 from ..prompts import batches
@@ -43,7 +46,10 @@ def prepare_data(config: PrepareConfig, *, command: str = "") -> Report:
         DataError: a file, or without `skip_bad` a row, cannot be used; no row is left for training or validation;
             `config.out` exists.
         ModelFolderError: no tokenizer in `config.tokenizer`.
+        DataConfigError: datasketch is not installed.
     """
+    if importlib.util.find_spec("datasketch") is None:
+        raise DataConfigError("datasketch is not installed", remedy="pip install plinth-rl-data[prepare]")
     with output_folder(Path(config.out), overwrite=config.overwrite) as folder:
         report = Report(command=command, unit="tokens" if config.tokenizer else "characters")
         reader = _Reader(config, report, Spool(folder / "spool.jsonl"))
@@ -60,37 +66,14 @@ def with_option(error: DataError) -> DataError:
     return error
 
 
-class _BadRows:
-    """Takes the errors of rows. Raises BadRowsError for the first 20 of them, unless they are to be skipped."""
-
-    def __init__(self, report: Report, *, skip: bool, remedy: str) -> None:
-        self._report, self._skip, self._remedy = report, skip, remedy
-        self._errors: list[DataError] = []
-
-    def __call__(self, error: DataError) -> None:
-        if self._skip:
-            self._report.count(card.UNUSABLE, str(with_option(error)))
-            return
-        self._errors.append(with_option(error))
-        if len(self._errors) == _MAX_SHOWN:
-            raise BadRowsError(f"the first {_MAX_SHOWN} rows that cannot be used", self._remedy, self._errors)
-
-    def finish(self) -> None:
-        """Raises BadRowsError if there were any."""
-        if self._errors:
-            raise BadRowsError(f"{len(self._errors)} rows cannot be used", self._remedy, self._errors)
-
-
 class _Reader:
     """Reads files into a spool. All of them have questions, or all have conversations."""
 
     def __init__(self, config: PrepareConfig, report: Report, spool: Spool) -> None:
         """Reads the held-out files. Raises DataError, and ModelFolderError for the tokenizer."""
         self._config, self._report, self.spool = config, report, spool
-        self._bad = _BadRows(report, skip=config.skip_bad, remedy="Or drop all such rows: --skip-bad.")
-        self._leaks = _BadRows(report, skip=False, remedy="Or drop them: --contaminated drop.")
-        self._tokenizer = None if config.tokenizer is None else load_tokenizer(config.tokenizer)
-        self._renderer = None if self._tokenizer is None else Renderer(self._tokenizer, DataConfig())
+        self._errors: list[DataError] = []
+        self._renderer = Renderer(load_tokenizer(config.tokenizer), DataConfig()) if config.tokenizer else None
         self._near = NearDuplicates(config.similarity) if config.duplicates == "near" else None
         self._held_out, self._held_out_places = HeldOut(n=config.ngram, share=config.overlap), list[Place]()
         for file in config.held_out:
@@ -105,7 +88,7 @@ class _Reader:
             self._report.notes.append(f"Probability of a near duplicate by the similarity of two prompts: {shares}.")
         layouts = []
         for file in self._config.files:
-            table = open_table(file, self._bad)
+            table = open_table(file, self._on_bad)
             layouts.append(layout := find_layout(table, self._config))
             if layout.is_question != layouts[0].is_question:
                 problem = "has conversations and other files have questions, or the reverse, and a file has one schema"
@@ -113,11 +96,28 @@ class _Reader:
             self._note(table, layout)
             num_rows = sum(map(self._add, batches(read_records(table, layout))))
             self._report.files.append(_file("read", file, layout, num_rows))
-        self._bad.finish()
-        self._leaks.finish()
+        if self._errors:
+            raise self._refusal(f"{len(self._errors)} rows cannot be used")
         if not self.spool.num_rows:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self._report.counts.items())
             raise DataError(f"no row is left ({reasons})", "Relax the limits.", file=", ".join(self._config.files))
+
+    def _on_bad(self, error: DataError) -> None:
+        """Counts an unusable row, or refuses it."""
+        if self._config.skip_bad:
+            self._report.count(card.UNUSABLE, with_option(error))
+        else:
+            self._refuse(error)
+
+    def _refuse(self, error: DataError) -> None:
+        """Adds the error of a row. Raises BadRowsError if there are enough to show."""
+        self._errors.append(with_option(error))
+        if len(self._errors) == _MAX_SHOWN:
+            raise self._refusal(f"the first {_MAX_SHOWN} rows that cannot be used")
+
+    def _refusal(self, problem: str) -> BadRowsError:
+        remedy = "Drop such rows: --skip-bad, and --contaminated drop for those that contain a held-out prompt."
+        return BadRowsError(problem, remedy, self._errors)
 
     def _note(self, table: Table, layout: Layout) -> None:
         notes = [f"layout {layout.name}"]
@@ -148,7 +148,7 @@ class _Reader:
             try:
                 lengths = self._lengths(place, record)
             except DataError as error:
-                self._bad(error)
+                self._on_bad(error)
                 continue
             num_usable += 1
             text = _compared_text(record)
@@ -165,7 +165,7 @@ class _Reader:
         """Adds rows, their normalized prompts and the tokens of these."""
         records = [record for _, record, *_ in rows]
         contexts = [_context(record) for record in records]
-        keys = {
+        keys: dict[str, NDArray[Any]] = {
             "content": digests(map(json_text, records)),
             "text": digests(texts),
             "prompt": digests(map("\n".join, zip(texts, contexts, strict=True))),
@@ -184,7 +184,7 @@ class _Reader:
         if self._renderer is None:
             return len(text_of(messages)), len(response)
         prompt = self._renderer(messages, json.loads(record["tools"] or "[]"), place)
-        (response_ids,) = encode([response], self._tokenizer, add_special_tokens=False)
+        (response_ids,) = encode([response], self._renderer.tokenizer, add_special_tokens=False)
         return len(self._renderer.encode([prompt])[0]), len(response_ids)
 
     def _is_outside(self, place: Place, record: Record, prompt_length: int, response_length: int) -> bool:
@@ -207,7 +207,7 @@ class _Reader:
             return False
         other = f"{contained[1]:.0%} of {self._held_out_places[contained[0]]}"
         if self._config.contaminated == "refuse":
-            self._leaks(place.error(f"contains a held-out prompt: {other}", "Drop the row."))
+            self._refuse(place.error(f"contains a held-out prompt: {other}", "Drop the row."))
         is_kept = self._config.contaminated == "keep"
         reason = card.CONTAMINATED_KEPT if is_kept else card.CONTAMINATED
         self._report.count(reason, place, text_of(prompt_of(record)), other)

@@ -2,10 +2,8 @@
 
 import hashlib
 import json
-from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,6 @@ _OPTIONAL = ("messages", "tools")
 _BATCH_ROWS = 4096
 _QUANTILES = {"smallest": 0.0, "median": 0.5, "95%": 0.95, "largest": 1.0}
 Mask = NDArray[np.bool_]
-Rows = NDArray[np.int64]
 
 
 class Spool:
@@ -37,8 +34,6 @@ class Spool:
 
         self._path, self._stream = path, path.open("w", encoding="utf-8")
         self._keys: list[dict[str, NDArray[Any]]] = []
-        self._batches: list[tuple[int, Place, NDArray[np.uint32]]] = []
-        """First row, its place, and the numbers of all rows in their file."""
         self.num_rows = 0
         self.schema: Any = pa.schema([])
         """The `pyarrow.Schema` that all rows fit."""
@@ -56,22 +51,17 @@ class Spool:
                 problem = f"column {name!r} has values of different types ({first_line(error)}), as parquet cannot"
                 remedy = "Write them as text, or leave the column out: --extra-columns names those to keep."
                 raise DataError(problem, remedy, file=places[0].file, column=name) from error
-        self._stream.writelines(json.dumps(record) + "\n" for record in records)
+        rows = zip(map(str, places), records, strict=True)
+        self._stream.writelines(json.dumps(row) + "\n" for row in rows)
         self._keys.append(dict(keys))
-        self._batches.append((self.num_rows, places[0], np.array([place.number for place in places], np.uint32)))
         self.num_rows += len(records)
 
     def keys(self, name: str) -> NDArray[Any]:
         """One key of all rows, whose parts are freed: each key is read once."""
         return np.concatenate([keys.pop(name) for keys in self._keys])
 
-    def place(self, row: int) -> Place:
-        """The place from which a row was read."""
-        first, place, numbers = self._batches[bisect(self._batches, row, key=lambda batch: batch[0]) - 1]
-        return replace(place, number=int(numbers[row - first]))
-
-    def records(self) -> Iterator[list[dict[str, Any]]]:
-        """All rows in batches."""
+    def rows(self) -> Iterator[list[tuple[str, Record]]]:
+        """Places and records of all rows, in batches."""
         self._stream.close()
         with self._path.open(encoding="utf-8") as stream:
             while lines := list(islice(stream, _BATCH_ROWS)):
@@ -87,7 +77,7 @@ def fingerprint(path: Path) -> tuple[int, str]:
             sha256.update(str(file.relative_to(path)).encode() if file != path else b"")
             num_bytes += file.stat().st_size
             with file.open("rb") as stream:
-                hashlib.file_digest(stream, lambda: sha256)  # type: ignore[arg-type, return-value]
+                hashlib.file_digest(stream, lambda: sha256)
     return num_bytes, sha256.hexdigest()
 
 
@@ -115,8 +105,15 @@ def write_selection(spool: Spool, config: PrepareConfig, report: Report, folder:
                 "--validation 0, which writes train.parquet alone.",
             )
     _describe_lengths(spool, is_kept, report)
-    examples = _count_duplicates(spool, same, keeper, report)
-    _write(spool, masks, examples, report, folder)
+    duplicates = {EXACT: same != rows, NEAR: ~is_kept & (same == rows)}
+    truths = spool.keys("ground_truth")
+    duplicates[CONFLICT] = duplicates[EXACT] & (truths != truths[same])
+    firsts = {reason: np.flatnonzero(mask)[:MAX_EXAMPLES].tolist() for reason, mask in duplicates.items()}
+    shown = _write(spool, masks, {row for rows in firsts.values() for row in (*rows, *keeper[rows])}, report, folder)
+    for reason, rows_shown in firsts.items():
+        report.counts[reason] += int(duplicates[reason].sum())
+        for row in rows_shown:
+            report.show(reason, *shown[row], "against:", *shown[keeper[row]])
 
 
 def _describe_lengths(spool: Spool, is_kept: Mask, report: Report) -> None:
@@ -130,68 +127,46 @@ def _describe_lengths(spool: Spool, is_kept: Mask, report: Report) -> None:
             report.lengths[part] = dict(zip(_QUANTILES, map(int, quantiles), strict=True))
 
 
-def _count_duplicates(spool: Spool, same: Rows, keeper: Rows, report: Report) -> dict[int, list[tuple[str, Place]]]:
-    """The first duplicates of each kind by row, with the place of the row that is kept instead; counts all."""
-    rows, truths = np.arange(len(same)), spool.keys("ground_truth")
-    duplicates = {EXACT: same != rows, NEAR: (keeper != rows) & (same == rows)}
-    duplicates[CONFLICT] = duplicates[EXACT] & (truths != truths[same])
-    examples: dict[int, list[tuple[str, Place]]] = {}
-    for reason, mask in duplicates.items():
-        report.counts[reason] += int(mask.sum())
-        for row in np.flatnonzero(mask)[:MAX_EXAMPLES]:
-            examples.setdefault(int(row), []).append((reason, spool.place(keeper[row])))
-    return examples
-
-
 def _write(
-    spool: Spool,
-    masks: Mapping[str, Mask],
-    examples: Mapping[int, Sequence[tuple[str, Place]]],
-    report: Report,
-    folder: Path,
-) -> None:
-    """Write the rows of each file, and add their content and the texts of examples to the report."""
-    import pyarrow as pa
-
-    schema, start = _stored(spool.schema, report), 0
-    with ExitStack() as stack:
-        files = {name: stack.enter_context(_parquet(folder / name, schema)) for name in masks}
-        for records in spool.records():
-            for row in range(start, start + len(records)):
-                for reason, place in examples.get(row, ()):
-                    report.show(reason, spool.place(row), text_of(prompt_of(records[row - start])), f"against: {place}")
-            for name, file in files.items():
-                kept = [record for record, is_in in zip(records, masks[name][start:], strict=False) if is_in]
-                file.write_table(pa.Table.from_pylist(kept, schema=schema))
-                report.num_ground_truths += sum(record["ground_truth"] is not None for record in kept)
-                report.data_sources.update(record["data_source"] or "(none)" for record in kept)
-            start += len(records)
-    for name in files:
-        report.files.append(File("written", name, "", int(masks[name].sum()), *fingerprint(folder / name)))
-
-
-def _stored(schema: Any, report: Report) -> Any:
-    """The schema without columns that are empty in every row, which parquet may not store."""
-    import pyarrow as pa
-
-    stored = pa.schema([field for field in schema if not _is_empty(field.type)])
-    empty = [name for name in schema.names if name not in stored.names and name not in _OPTIONAL]
-    report.notes += [f"the column {name!r} is empty in every row and is left out" for name in empty]
-    return stored
-
-
-def _is_empty(type_: Any) -> bool:
-    import pyarrow.types as t
-
-    return bool(t.is_null(type_) or (t.is_struct(type_) and all(_is_empty(field.type) for field in type_)))
-
-
-def _parquet(path: Path, schema: Any) -> Any:
+    spool: Spool, masks: Mapping[str, Mask], wanted: set[int], report: Report, folder: Path
+) -> dict[int, tuple[str, str]]:
+    """Write the rows of each file, and add them to the report. Returns place and prompt of the wanted rows."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
-        return pq.ParquetWriter(path, schema, compression="zstd")
-    except pa.ArrowException as error:  # such as lists of empty structs
-        problem = f"a column cannot be stored in parquet ({first_line(error)})"
-        raise DataError(problem, "Leave it out: --extra-columns names those to keep.") from error
+    schema, shown, start = _stored(spool.schema, report), dict[int, tuple[str, str]](), 0
+    with ExitStack() as stack:
+        files = {
+            name: stack.enter_context(pq.ParquetWriter(folder / name, schema, compression="zstd")) for name in masks
+        }
+        for rows in spool.rows():
+            for row in wanted.intersection(range(start, start + len(rows))):
+                place, record = rows[row - start]
+                shown[row] = place, text_of(prompt_of(record))
+            for name, file in files.items():
+                kept = [record for (_, record), is_in in zip(rows, masks[name][start:], strict=False) if is_in]
+                file.write_table(pa.Table.from_pylist(kept, schema=schema))
+                report.num_ground_truths += sum(record["ground_truth"] is not None for record in kept)
+                report.data_sources.update(record["data_source"] or "(none)" for record in kept)
+            start += len(rows)
+    for name in files:
+        report.files.append(File("written", name, "", int(masks[name].sum()), *fingerprint(folder / name)))
+    return shown
+
+
+def _stored(schema: Any, report: Report) -> Any:
+    """The schema without columns that parquet cannot store: null, or structs without fields, in every row."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    def can_store(field: Any) -> bool:
+        try:
+            pq.ParquetWriter(pa.BufferOutputStream(), pa.schema([field])).close()
+        except pa.ArrowException:
+            return False
+        return bool(field.type != pa.null())
+
+    stored = pa.schema(filter(can_store, schema))
+    empty = [name for name in schema.names if name not in stored.names and name not in _OPTIONAL]
+    report.notes += [f"the column {name!r} is empty in every row and is left out" for name in empty]
+    return stored

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from ds_engine import MemoryEstimate, ModelShape, estimate_memory
-from ds_engine.dtypes import nf4_bytes
+from ds_engine.nf4_size import nf4_bytes
 from ds_engine.planning.model_shape import read_shape
 from plinth_base.model_folder import find_model_folder
 from rl_core.batching.layout import DEFAULT_TOKEN_BUDGET

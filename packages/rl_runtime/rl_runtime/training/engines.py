@@ -34,7 +34,7 @@ def naming_engine(section: str, *, key: str = "model.path", path: str = "") -> I
         yield
     except EngineConfigError as error:
         if key == "model.path":
-            raise InputError.of(error, under=section) if error.field else InputError(f"{section}.{error}") from error
+            raise InputError.of(error, under=section) from error
         raise InputError(f"its engine is set up as the actor's: {error}", field=key, value=path) from error
 
 
@@ -121,6 +121,8 @@ def check_architectures(
                 lines.append(str(check_model(folder, engine, head="value" if section in value_heads else "lm")))
         except ModelError as error:
             if not (on_gpu and isinstance(error, UntriedModelError)):
-                raise InputError(str(error), field=key, value=model.path) from error
+                if error.field in (None, "model_path"):
+                    raise InputError(error.problem, field=key, value=model.path, remedy=error.remedy) from error
+                raise InputError.of(error, under=section) from error
             lines.append(f"{error}; the ranks try it before the first step")
     return list(dict.fromkeys(lines))

@@ -59,7 +59,7 @@ def keep_the_store_in_a_file(patch: Any) -> None:
         def init_method(ip: str, port: int) -> str:
             return f"file://{folder}/store:{uuid4().hex}"  # vLLM's CPU worker names shared memory by what follows ":"
 
-        patch.STORE.replace(network_utils, "get_distributed_init_method", init_method)
+        patch.STORE.replace(network_utils, get_distributed_init_method=init_method)
 
 
 def prepare_engine_core(patch: Any) -> None:

@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from ..tracking.run_state import process_start
 
@@ -27,36 +28,29 @@ def address_towards(host: str) -> tuple[str, int, int]:
 
 
 def wait_for_nodes(address: str, num_nodes: int, timeout_s: float, pids: Sequence[int]) -> str:
-    """Waits until the cluster at `address` has `num_nodes` nodes; returns why it has not, or an empty text.
+    """Waits until the cluster at `address` has `num_nodes` nodes; returns the reason if it has not, else an empty text.
 
     Args:
         pids: the processes that start the nodes.
     """
+    import ray
+
+    host, _, port = address.rpartition(":")
     deadline = time.monotonic() + timeout_s
     alive: list[str] = []
     while time.monotonic() < deadline:
         if dead := [pid for pid in pids if not process_start(pid)]:
             return f"a process that starts nodes has ended (pid {dead[0]})"
-        alive = _nodes(address)
+        with suppress(OSError, RuntimeError, ValueError):  # the head is still starting
+            if not ray.is_initialized():
+                socket.create_connection((host, int(port)), timeout=5).close()
+                ray.init(address, log_to_driver=False, logging_level="ERROR")
+            alive = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
         if len(alive) >= num_nodes:
             print(f"Ray at {address}: {', '.join(alive)}", flush=True)
             return ""
         time.sleep(0.5)
     return f"{len(alive)} of {num_nodes} nodes have joined within {timeout_s:.0f} s: {', '.join(alive) or 'none'}"
-
-
-def _nodes(address: str) -> list[str]:
-    """Addresses of the cluster's nodes; none before its head runs."""
-    import ray
-
-    host, _, port = address.rpartition(":")
-    try:
-        if not ray.is_initialized():
-            socket.create_connection((host, int(port)), timeout=5).close()
-            ray.init(address, log_to_driver=False, logging_level="ERROR")
-    except (OSError, RuntimeError, ValueError):  # it is still starting
-        return []
-    return [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -65,8 +59,8 @@ def main(arguments: Sequence[str]) -> int:
         case ["address", host]:
             print(*address_towards(host))
         case ["wait", address, num_nodes, timeout_s, *pids]:
-            if why := wait_for_nodes(address, int(num_nodes), float(timeout_s), [int(pid) for pid in pids]):
-                print(f"error: the Ray cluster of this job is not complete: {why}", file=sys.stderr, flush=True)
+            if problem := wait_for_nodes(address, int(num_nodes), float(timeout_s), [int(pid) for pid in pids]):
+                print(f"error: the Ray cluster of this job is not complete: {problem}", file=sys.stderr, flush=True)
                 return 1
     return 0
 

@@ -76,9 +76,9 @@ def _string(node: ast.stmt | None) -> str:
 def _comments(source: str) -> dict[int, str]:
     """Comments by line, without those for tools."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    found = [token for token in tokens if token.type == tokenize.COMMENT]
+    comments = [token for token in tokens if token.type == tokenize.COMMENT]
     return {
         token.start[0]: token.string.lstrip("#").removeprefix(":").strip()
-        for token in found
+        for token in comments
         if not token.string.startswith(("# noqa", "# type:", "# pants:"))
     }

@@ -29,8 +29,8 @@ _MIN_LENGTH = 8
 def redact(text: str) -> str:
     """`text` with `***` for credentials and secret parameters of URLs, and for secrets of the environment."""
     text = _QUERY.sub(rf"\1{_MASK}", _CREDENTIALS.sub(f"{_MASK}@", text))
-    found = {value for name, value in os.environ.items() if _SECRET_VARIABLE.search(name)}
-    for value in sorted(found, key=len, reverse=True):  # the longest first: one may be part of another
+    secrets = {value for name, value in os.environ.items() if _SECRET_VARIABLE.search(name)}
+    for value in sorted(secrets, key=len, reverse=True):  # the longest first: one may be part of another
         if len(value) >= _MIN_LENGTH:
             text = text.replace(value, _MASK)
     return text

@@ -33,7 +33,7 @@ class Section:
     path: str
     cls: type
     off: bool
-    """Whether it is null, or inside a section that is null, unless a value is given."""
+    """The section is null, or inside a section that is null, unless a value is given."""
 
 
 @functools.cache
@@ -77,13 +77,13 @@ def section_class(hint: Any) -> type | None:
 
 def choices(hint: Any) -> tuple[Any, ...]:
     """The values that the Literal and Enum members of a type list."""
-    found: list[Any] = []
+    values: list[Any] = []
     for member in alternatives(hint)[0]:
         if get_origin(member) is Literal:
-            found += get_args(member)
+            values += get_args(member)
         elif isinstance(member, type) and issubclass(member, Enum):
-            found += [value.value for value in member]
-    return tuple(found)
+            values += [one.value for one in member]
+    return tuple(values)
 
 
 def item_hint(hint: Any, index: int = 0) -> Any | None:
@@ -119,7 +119,7 @@ def inner_hint(hint: Any, key: str | int) -> Any | None:
 
 
 def wants_text(hint: Any) -> bool:
-    """Whether a plain scalar is read as text, unchanged (`1.10` stays `1.10`)."""
+    """True if a plain scalar is read as text, unchanged (`1.10` stays `1.10`)."""
     members, _ = alternatives(hint)
     return bool(members) and all(
         m in (str, Path) or (choices(m) and all(isinstance(value, str) for value in choices(m))) for m in members
@@ -127,7 +127,7 @@ def wants_text(hint: Any) -> bool:
 
 
 def accepts_text(hint: Any) -> bool:
-    """Whether the type admits text."""
+    """True if the type admits text."""
     members, _ = alternatives(hint)
     return any(m is Any or wants_text(m) for m in members)
 
@@ -179,14 +179,14 @@ def nearest_paths(cls: type, path: str, *, limit: int = 2) -> list[str]:
         known = by_last.get(word, [])
         return sorted(known, key=closeness, reverse=True) if "." in path else known
 
-    found = [*places(last_word), *difflib.get_close_matches(path, paths, n=limit, cutoff=0.7)]
+    near = [*places(last_word), *difflib.get_close_matches(path, paths, n=limit, cutoff=0.7)]
     for word in difflib.get_close_matches(last_word, list(by_last), n=limit, cutoff=0.7):
-        found += places(word)
-    if not found:
+        near += places(word)
+    if not near:
         parts = sorted({part for word in by_last for part in word.split("_")})
         for part in difflib.get_close_matches(last_word, parts, n=1, cutoff=0.7):
-            found = [known for word, keys in by_last.items() if part in word.split("_") for known in keys]
-    return list(dict.fromkeys(found))[:limit]
+            near = [known for word, keys in by_last.items() if part in word.split("_") for known in keys]
+    return list(dict.fromkeys(near))[:limit]
 
 
 _WORDS: dict[Any, str] = {

@@ -1,1 +1,1 @@
-"""What `plinth doctor` checks on this machine: GPUs, packages, compilers, memory, disks, limits and ports."""
+"""Checks of `plinth doctor` on this machine: GPUs, packages, compilers, memory and disks."""

@@ -17,7 +17,7 @@ class Check:
     finding: str
     state: State = "ok"
     remedy: str = ""
-    """What to change, in one line; empty if the state is ok."""
+    """The change that is needed, in one line; empty if the state is ok."""
 
     def __post_init__(self) -> None:
         assert bool(self.remedy) == (self.state != "ok"), self

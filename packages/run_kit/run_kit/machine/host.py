@@ -1,4 +1,4 @@
-"""Cores, memory, shared memory, disks and limits of this host, or of the container that this process is in."""
+"""Cores, memory, shared memory and disks of this host, or of the container that this process is in."""
 
 import os
 import resource
@@ -18,7 +18,8 @@ def check_host(*, num_gpus: int, environment: Mapping[str, str]) -> Iterator[Che
     yield check_shared_memory(shutil.disk_usage("/dev/shm").free, num_gpus=num_gpus)
     for use, folder in run_folders(environment, Path.home(), Path.cwd()).items():
         yield check_folder(use, folder)
-    yield from check_limits(_soft_limits(), infiniband=any(Path("/sys/class/infiniband").glob("*")))
+    if any(Path("/sys/class/infiniband").glob("*")):
+        yield check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
 
 
 def check_cores(cores: float, threads: str | None) -> Iterator[Check]:
@@ -64,22 +65,12 @@ def check_folder(use: str, folder: Path) -> Check:
     return at_least(use, f"{_size(free)} free: {folder}", free, warn=5 * GIB, refuse=GIB, remedy=remedy)
 
 
-def check_limits(limits: Mapping[str, float], *, infiniband: bool) -> Iterator[Check]:
-    """Open files for one connection per request, processes and threads, and locked memory for InfiniBand."""
-    files, processes, locked = limits["files"], limits["processes"], limits["locked"]
-    yield at_least("open files", f"{files:.0f}", files, warn=1024, refuse=256, remedy="ulimit -n 65536")
-    remedy = "ulimit -u unlimited, or raise the container's --pids-limit"
-    yield at_least("processes", f"{processes:.0f}", processes, warn=4096, refuse=256, remedy=remedy)
-    if infiniband:
-        remedy = "ulimit -l unlimited, or docker run --ulimit memlock=-1"
-        yield at_least("locked memory", _size(locked), locked, warn=float("inf"), refuse=0, remedy=remedy)
-
-
-def _soft_limits() -> dict[str, float]:
-    """Open files, processes and locked bytes of this process."""
-    kinds = {"files": resource.RLIMIT_NOFILE, "processes": resource.RLIMIT_NPROC, "locked": resource.RLIMIT_MEMLOCK}
-    soft = {name: resource.getrlimit(kind)[0] for name, kind in kinds.items()}
-    return {name: float("inf") if value == resource.RLIM_INFINITY else value for name, value in soft.items()}
+def check_locked_memory(limit: float) -> Check:
+    """The limit of locked memory (-1: none), which InfiniBand needs to be unlimited."""
+    remedy = "ulimit -l unlimited, or docker run --ulimit memlock=-1"
+    if limit == resource.RLIM_INFINITY:
+        return Check("locked memory", "unlimited")
+    return Check("locked memory", _size(limit), "warning", remedy)
 
 
 def _cores() -> float:

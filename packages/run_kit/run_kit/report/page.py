@@ -68,7 +68,7 @@ class Section:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to show but a title."""
+        """True if there is nothing to show but a title."""
         return not (any(one.svg for one in self.figures) or self.table or self.sides or self.folded or self.has_records)
 
 
@@ -86,7 +86,8 @@ def render(
         records: rollouts that the reader can search: `step`, `prompt`, `response`, `reward` and more, without nan.
     """
     shown = [section for section in sections if not section.is_empty]
-    return _template().render(title=title, sections=shown, note=note, tiles=tiles, records=list(records)) + "\n"
+    values = {"title": title, "sections": shown, "note": note, "tiles": tiles, "records": list(records)}
+    return f"{_template().render(values)}\n"
 
 
 @cache

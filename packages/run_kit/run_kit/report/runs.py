@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from ..config.differences import config_differences
@@ -14,12 +13,9 @@ from ..tracking.panels import Panel, choose_panels, measured_columns, single_pan
 from ..tracking.progress import duration_text
 from ..tracking.summary import overview, summarize, tail_mean
 from .data import MAX_ROLLOUTS, RunData, read_run, spread
-from .page import Figure, Section, Sides, Table, Tile, render
+from .page import Color, Figure, Section, Table, Tile, render
 
 Record = Mapping[str, Any]
-_MOST_PROMPTS, _OPEN_PROMPTS = 50, 6
-"""Prompts that a comparison shows side by side, and those that it shows without a click."""
-_MOST_RESPONSES = 3
 _TILES = ("perf/throughput", "timing_s/step", "rollout/log_prob_mismatch", "memory/host_peak_gib")
 
 
@@ -70,7 +66,6 @@ def write_comparison(runs: Mapping[str, Path | str], path: Path | str, *, title:
         Section(key="overview", title="Overview", table=Table(head=("run", *(m.title for m in measures)), rows=rows)),
         Section(key="config", title="Keys that differ", table=Table(head=("key", *data), rows=list(keys.items()))),
         *_plots(data),
-        _same_prompts({label: run.rollouts for label, run in data.items()}),
         _rollouts(records, sum(run.num_rollouts for run in data.values())),
         Section(
             key="metrics",
@@ -86,15 +81,15 @@ def write_comparison(runs: Mapping[str, Path | str], path: Path | str, *, title:
 
 def _tiles(data: RunData) -> Iterator[Tile]:
     def changed(before: float, after: float, words: str) -> Tile:
-        color = "up" if after > before else "down" if after < before else "soft"
+        color: Color = "up" if after > before else "down" if after < before else "soft"
         return Tile(value=f"{before:.3f} → {after:.3f}", change=f"{after - before:+.3f}", color=color, words=words)
 
     wall_s = data.summary.get("wall_s")
     took = f"in {duration_text(wall_s)}" if isinstance(wall_s, (int, float)) else "logged"
     yield Tile(value=str(sum(step > 0 for step in data.table.steps)), words=f"steps {took}")
-    accuracies = [data.summary.get("accuracy_before"), data.summary.get("accuracy_after")]
-    if all(isinstance(accuracy, (int, float)) for accuracy in accuracies):
-        yield changed(*accuracies, "held-out accuracy, before and after")
+    before, after = data.summary.get("accuracy_before"), data.summary.get("accuracy_after")
+    if isinstance(before, (int, float)) and isinstance(after, (int, float)):
+        yield changed(before, after, "held-out accuracy, before and after")
     scores = summarize(data.table.series("critic/score/mean")[1])
     if scores.num_values:
         yield changed(scores.first_mean, scores.last_mean, "mean score, first and last five steps")
@@ -192,59 +187,3 @@ def _summaries(table: MetricsTable, names: Sequence[str]) -> Table:
 def _rollouts(records: Sequence[Record], num_rollouts: int) -> Section:
     note = f"{len(records)} of {num_rollouts} kept samples, spread over the run." if len(records) < num_rollouts else ""
     return Section(key="rollouts", title="Rollouts", note=note, has_records=bool(records))
-
-
-def shared_prompts(rollouts: Mapping[str, Sequence[Record]]) -> list[tuple[float, dict[str, list[Record]]]]:
-    """Prompts that two runs or more sampled: difference of their mean rewards, and run -> its rollouts at one step.
-
-    The step is the newest of all these runs, else each run's newest. The largest difference comes first.
-    """
-    by_prompt: dict[str, dict[str, dict[int, list[Record]]]] = {}
-    for run, records in rollouts.items():
-        for record in records:
-            steps = by_prompt.setdefault(record["prompt"], {}).setdefault(run, {})
-            steps.setdefault(record["step"], []).append(record)
-    shared = []
-    for runs in (runs for runs in by_prompt.values() if len(runs) > 1):
-        common = set.intersection(*(set(steps) for steps in runs.values()))
-        chosen = {run: steps[max(common or steps)] for run, steps in runs.items()}
-        means = _mean_rewards(chosen)
-        shared.append((max(means) - min(means) if means else 0.0, chosen))
-    return sorted(shared, key=lambda one: (-one[0], -_newest_step(one[1])))
-
-
-def _mean_rewards(records: Mapping[str, Sequence[Record]]) -> list[float]:
-    """The mean reward of each run that has one."""
-    rewards = ([one["reward"] for one in each if one["reward"] is not None] for each in records.values())
-    return [fmean(own) for own in rewards if own]
-
-
-def _newest_step(records: Mapping[str, Sequence[Record]]) -> int:
-    return max(int(one["step"]) for each in records.values() for one in each)
-
-
-def _same_prompts(rollouts: Mapping[str, Sequence[Record]]) -> Section:
-    """Responses of the runs to the same prompts, side by side."""
-    shared = shared_prompts(rollouts)
-    bodies = [_side_by_side(records) for _, records in shared[:_MOST_PROMPTS]]
-    shown = "" if len(bodies) == len(shared) else f", {len(bodies)} of them shown"
-    note = f"{len(shared)} prompts that two runs or more sampled{shown}; the largest difference in reward first. The "
-    note += "responses are of the newest step that the runs share, if any."
-    more = {f"{len(bodies) - _OPEN_PROMPTS} more": bodies[_OPEN_PROMPTS:]} if len(bodies) > _OPEN_PROMPTS else {}
-    return Section(key="sides", title="Same prompts", note=note, sides=bodies[:_OPEN_PROMPTS], folded=more)
-
-
-def _side_by_side(records: Mapping[str, Sequence[Record]]) -> Sides:
-    mean = fmean(_mean_rewards(records) or [0.0])
-    everything = [record for each in records.values() for record in each]
-    truth = next((f"ground truth {one['ground_truth']}" for one in everything if one.get("ground_truth")), "")
-    columns = {}
-    for label, each in records.items():
-        rewards = [math.nan if one["reward"] is None else one["reward"] for one in each[:_MOST_RESPONSES]]
-        colors = ["up" if reward > mean else "down" if reward < mean else "soft" for reward in rewards]
-        columns[f"{label}, step {each[0]['step']}"] = [
-            (f"reward {reward:.4g}", color, one["response"])
-            for reward, color, one in zip(rewards, colors, each, strict=False)
-        ]
-    title = f"step {_newest_step(records)}"
-    return Sides(title=title, note=truth, prompt=everything[0]["prompt"], sides=columns)

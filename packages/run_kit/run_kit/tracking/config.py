@@ -8,7 +8,7 @@ from ..errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingConfig:
-    """What a run records."""
+    """Records of a run."""
 
     rollouts_per_step: int = 8
     """Samples (prompt, response, reward) of each step written to `rollouts/`; 0 writes none."""

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -104,7 +103,9 @@ def _write_grid(panels: Sequence[Panel], path: Path, title: str, draw: Callable[
         axes.set_title(panel.title, fontsize=9.5, loc="left", fontweight="bold")
         axes.set_xlabel("step", fontsize=8)
         axes.set_ylabel(panel.unit, fontsize=8)
-        _draw_framed(axes, partial(draw, panel=panel))
+        _frame(axes)
+        draw(axes, panel)
+        _finish(axes)
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
     atomic_write(path, picture.getvalue())
@@ -112,7 +113,8 @@ def _write_grid(panels: Sequence[Panel], path: Path, title: str, draw: Callable[
 
 
 def to_svg(draw: Callable[[Any], None], *, title: str, size: tuple[float, float] = (4.0, 2.2)) -> str:
-    """An `<svg>` element for a page: transparent, with text as text, which the page gives a font.
+    """An `<svg>` element for a page: transparent, with text as text. Not for threads: it changes matplotlib's settings.
+
 
     Args:
         draw: draws into matplotlib axes.
@@ -130,7 +132,9 @@ def to_svg(draw: Callable[[Any], None], *, title: str, size: tuple[float, float]
         figure = Figure(figsize=size, facecolor="none")
         figure.subplots_adjust(left=0.65 / width, right=1 - 0.08 / width, bottom=0.25 / height, top=1 - 0.16 / height)
         axes = figure.subplots()
-        _draw_framed(axes, draw)
+        _frame(axes)
+        draw(axes)
+        _finish(axes)
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(out, format="svg", metadata=nothing)
     svg = out.getvalue()
@@ -168,11 +172,14 @@ def label_of(panel: Panel, name: str) -> str:
     return "/".join(parts[shared:]) if others else name
 
 
-def _draw_framed(axes: Any, draw: Callable[[Any], None]) -> None:
-    """Draws into axes with a grid and whole steps."""
+def _frame(axes: Any) -> None:
+    """A grid and whole steps."""
     axes.grid(True, linewidth=0.6)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    draw(axes)
+
+
+def _finish(axes: Any) -> None:
+    """Settings that depend on what was drawn."""
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=8.5)
     axes.spines[["top", "right"]].set_visible(False)

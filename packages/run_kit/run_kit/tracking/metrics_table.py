@@ -15,7 +15,7 @@ from ..errors import DiskFullError, TrackingError
 
 
 def is_disk_full(error: OSError) -> bool:
-    """Whether the disk is full, or a quota or the limit of a file's size is reached."""
+    """True if the disk is full, or a quota or the limit of a file's size is reached."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -122,9 +122,9 @@ class MetricsTable:
 
     def aligned(self, names: Sequence[str]) -> tuple[list[int], list[list[float]]]:
         """Steps that have any of these metrics, and the values of each metric at them, 0 where it is missing."""
-        found = [dict(zip(*self.series(name), strict=True)) for name in names]
-        steps = sorted({step for by_step in found for step in by_step})
-        return steps, [[by_step.get(step, 0.0) for step in steps] for by_step in found]
+        series = [dict(zip(*self.series(name), strict=True)) for name in names]
+        steps = sorted({step for by_step in series for step in by_step})
+        return steps, [[by_step.get(step, 0.0) for step in steps] for by_step in series]
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add metrics to the row of a step and to the file.

@@ -58,7 +58,7 @@ _GPU_MEMORY = "perf/max_memory_*_gb"
 
 
 def is_measured(name: str, values: Sequence[float]) -> bool:
-    """Whether a metric with these values is shown: it has some, and they are not the 0 of GPU memory on a CPU."""
+    """True for a metric that is shown: it has values, and they are not the 0 of GPU memory on a CPU."""
     return any(values) if fnmatch.fnmatchcase(name, _GPU_MEMORY) else len(values) > 0
 
 

@@ -35,7 +35,7 @@ class RunFolder:
         self.config_file = self.path / "config.yaml"
         """The resolved configuration."""
         self.state_file = self.path / "run.json"
-        """Whether the run is running or how it ended, and where (`plinth runs`)."""
+        """State of the run, its end, and its process (`plinth runs`)."""
         self.log_file = self.path / "train.log"
         """The console output."""
         self.metrics_file = self.path / "metrics.tsv"
@@ -143,7 +143,7 @@ class LogFile:
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called or the disk was full."""
+        """True once `close` was called or the disk was full."""
         return self._file.closed
 
     def feed(self, stream: str, text: str) -> None:

@@ -105,7 +105,7 @@ class StateFile:
 
 
 def state_after(error: BaseException | None, facts: dict[str, Any]) -> RunState:
-    """How a run ended that `error` ended (None: nothing did)."""
+    """End of a run: by `error`, or finished without one."""
     if number := stopping_signal(error):
         return RunState(state="stopped", message=f"by {number.name}", **facts)
     if error is None or (isinstance(error, SystemExit) and error.code in (0, None)):
@@ -124,7 +124,7 @@ def read_state(path: Path) -> RunState | None:
 
 
 def lives(state: RunState) -> bool | None:
-    """Whether the process of a run lives; None if it is a process of another host or container."""
+    """True if the process of a run lives; None if it is a process of another host or container."""
     if not state.namespace or state.namespace != process_namespace():
         return None
     return process_start(state.pid) == state.started

@@ -68,9 +68,9 @@ class MlflowService:
         self.run_id: str = run_id
 
     def _create(self, experiment: str, name: str, settings: Mapping[str, str]) -> str:
-        found = self._client.get_experiment_by_name(experiment)
+        existing = self._client.get_experiment_by_name(experiment)
         run = self._client.create_run(
-            self._client.create_experiment(experiment) if found is None else found.experiment_id, run_name=name
+            self._client.create_experiment(experiment) if existing is None else existing.experiment_id, run_name=name
         )
         params = [
             self._entities.Param(_MLFLOW_FORBIDDEN.sub("_", key), value[:500])  # all that older servers take

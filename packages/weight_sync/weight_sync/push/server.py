@@ -3,8 +3,10 @@
 import http.client
 import json
 import shlex
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlencode, urlsplit
+
+from plinth_base.endpoint import Endpoint as Endpoint
 
 from ..config import BACKEND, SyncConfig
 from ..errors import ServerError, SyncConfigError
@@ -13,18 +15,6 @@ _SERVER_ARGS = ("--weight-transfer-config", json.dumps({"backend": BACKEND}))
 
 #: Default of ``_call``: the time limit of the ServerControl. None means no limit.
 _DEFAULT_TIMEOUT = -1.0
-
-
-class Endpoint(Protocol):
-    """Address of a running vLLM server."""
-
-    @property
-    def url(self) -> str:
-        """``http://host:port``."""
-
-    @property
-    def api_key(self) -> str | None:
-        """Bearer token, or None."""
 
 
 def server_args(config: SyncConfig, device_type: str) -> list[str]:
@@ -63,9 +53,12 @@ def check_server(endpoint: Endpoint, *, timeout_s: float = 120.0) -> None:
             return
         raise
     if backend != BACKEND:
-        given = f"the weight-transfer backend {backend!r}" if backend else "no weight-transfer backend"
+        other = f"the weight-transfer backend {backend!r}" if backend else "no weight-transfer backend"
         raise SyncConfigError(
-            f"the server at {endpoint.url} was started with {given}; start it with {shlex.join(_SERVER_ARGS)}"
+            f"the server was started with {other}",
+            field="url",
+            value=endpoint.url,
+            remedy=f"start it with {shlex.join(_SERVER_ARGS)}",
         )
 
 
@@ -83,7 +76,7 @@ class ServerControl:
         except (ValueError, TypeError, AttributeError):
             is_valid = False
         if not is_valid:
-            raise SyncConfigError(f"endpoint url: {url!r} given, expected http://host:port")
+            raise SyncConfigError(field="url", value=url, allowed="http://host:port")
         self.url = url.rstrip("/").removesuffix("/v1")
         self._parts = urlsplit(self.url)
         self._api_key = api_key

@@ -75,7 +75,9 @@ class Sender(_Buffers, ABC):
     def _require_gpu(self, hello: dict[str, Any]) -> None:
         if hello.get("device") != "cuda":
             device = hello.get("device")
-            raise SyncConfigError(f"transport: {self.name!r} cannot reach a server on {device}; use 'shm' or 'tcp'")
+            raise SyncConfigError(
+                f"it cannot reach a server on {device}", field="transport", value=self.name, allowed="shm or tcp"
+            )
 
     def common_greeting(self) -> dict[str, Any]:
         """What all workers of this transport need to attach, in addition to `greet`. Called after all were greeted."""

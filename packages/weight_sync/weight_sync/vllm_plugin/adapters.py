@@ -15,13 +15,13 @@ from ..adapter import Adapter
 from ..errors import ReceiverError, SyncConfigError
 from ..plan import Bucket, BucketPlan, Slot
 from ..tensors import num_wrong_bytes, slot_view
-from .patch import Patch
+from .patch import FENCE
 
-PATCH = Patch(
+PATCH = FENCE.patch(
     name="LoRA adapters in memory",
     reason="vLLM loads a pushed adapter from the worker's memory instead of a folder",
-    stock=False,
-    replaces={"vllm.lora.worker_manager:WorkerLoRAManager": ("_load_adapter(lora_request)",)},
+    otherwise="refused",
+    replaces={"vllm.lora.worker_manager:WorkerLoRAManager": ("_load_adapter(lora_request, ...)",)},
     reads={
         "vllm.lora.worker_manager:WorkerLoRAManager": ("_adapter_manager",),
         "vllm.lora.model_manager:LoRAModelManager": ("modules", "packed_modules", "lora_config", "remove_all_adapters"),
@@ -147,7 +147,7 @@ def patch_adapter_loading() -> None:
     PATCH.check()
     from vllm.lora.worker_manager import WorkerLoRAManager
 
-    PATCH.replace(WorkerLoRAManager, "_load_adapter", _loading_from_memory)
+    PATCH.wrap(WorkerLoRAManager, "_load_adapter", _loading_from_memory)
     load_weights_below_adapters()
 
 

@@ -24,24 +24,24 @@ from ..errors import ReceiverError
 from ..plan import Bucket, BucketPlan
 from ..tensors import like, slot_view, storage_id, synchronize
 from .layout import Arrivals, DryRun, Layout, Target
-from .patch import Patch
+from .patch import FENCE
 from .processing import first_processing, known_record, processed, record_of, take_over
 from .scratch import ScratchPool
 from .verify import Verifier
 
 _RELOAD = "vllm.model_executor.model_loader.reload"
 
-PATCH = Patch(
+PATCH = FENCE.patch(
     name="layerwise reload",
     reason="loads models with derived parameters, and restores the model after a failed push",
-    stock=False,
+    otherwise="refused",
     reads={
         f"{_RELOAD}.layerwise": (
             "finalize_layerwise_reload",
-            "initialize_layerwise_reload(model)",
+            "initialize_layerwise_reload(model, ...)",
         ),
         f"{_RELOAD}.types:LayerReloadingInfo": ("kernel_tensors", "loaded_weights", "can_load", "reset"),
-        "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm(layer, remove_weight)",),
+        "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm(layer, remove_weight, ...)",),
     },
 )
 

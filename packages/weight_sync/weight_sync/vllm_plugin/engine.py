@@ -31,17 +31,17 @@ from . import apply, held_requests, layout, processing, stale_replies
 from .adapters import AdapterLoader
 from .apply import ModelLoader
 from .layout import Layout
-from .patch import Patch, num_calls
+from .patch import FENCE
 
-PATCH = Patch(
+PATCH = FENCE.patch(
     name="weight-transfer engine",
     reason="vLLM's interface for engines that receive weights, which changes between releases",
-    stock=False,
+    otherwise="refused",
     reads={
         "vllm.distributed.weight_transfer.base": ("WeightTransferInitInfo", "WeightTransferUpdateInfo"),
         "vllm.distributed.weight_transfer.base:WeightTransferEngine": (
-            "init_transfer_engine(init_info)",
-            "parse_update_info(update_dict)",
+            "init_transfer_engine(init_info, ...)",
+            "parse_update_info(update_dict, ...)",
             "update_weights",
             "receive_weights",
             "start_weight_update",
@@ -211,7 +211,9 @@ class PlinthEngine(WeightTransferEngine[PusherInfo, UpdateInfo]):
         begin()
         num_tensors = self._stream(channel, plan, receiver, loader.load, loader.finish)
         seconds = time.perf_counter() - started
-        logger.info("weight sync: %d tensors in %.3f s; calls of replaced parts: %s", num_tensors, seconds, num_calls())
+        logger.info(
+            "weight sync: %d tensors in %.3f s; calls of replaced parts: %s", num_tensors, seconds, FENCE.num_calls()
+        )
         if message.get("verify"):
             verifier = loader.verifier()
             self._stream(channel, plan, receiver, verifier.verify, verifier.finish)

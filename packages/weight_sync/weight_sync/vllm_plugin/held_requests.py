@@ -10,15 +10,15 @@ import secrets
 from typing import Any
 
 from ..config import BACKEND
-from .patch import Patch
+from .patch import FENCE
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 
-PATCH = Patch(
+PATCH = FENCE.patch(
     name="prefix cache beside held requests",
     reason="requests that are held during a push keep their KV cache, and no other request uses it",
-    stock=False,
-    replaces={_SCHEDULER: ("reset_prefix_cache(reset_running_requests, reset_connector)",)},
+    otherwise="refused",
+    replaces={_SCHEDULER: ("reset_prefix_cache(reset_running_requests, reset_connector, ...)",)},
     reads={
         _SCHEDULER: (
             "pause_state",
@@ -29,7 +29,7 @@ PATCH = Patch(
         ),
         "vllm.v1.core.sched.interface:PauseState": ("PAUSED_ALL",),
         "vllm.v1.core.kv_cache_manager:KVCacheManager": ("block_pool",),
-        "vllm.v1.core.block_pool:BlockPool": ("blocks", "evict_blocks(block_ids)"),
+        "vllm.v1.core.block_pool:BlockPool": ("blocks", "evict_blocks(block_ids, ...)"),
         "vllm.v1.core.kv_cache_utils:KVCacheBlock": ("block_hash", "block_id"),
         "vllm.v1.request:Request": ("block_hashes", "cache_salt", "has_encoder_inputs", "num_computed_tokens"),
     },
@@ -41,7 +41,7 @@ def patch_scheduler() -> None:
     if PATCH.problem() is None:  # else a push that keeps requests is refused
         from vllm.v1.core.sched.scheduler import Scheduler
 
-        PATCH.replace(Scheduler, "reset_prefix_cache", _beside_held_requests)
+        PATCH.wrap(Scheduler, "reset_prefix_cache", _beside_held_requests)
 
 
 def _beside_held_requests(reset: Any) -> Any:

@@ -21,19 +21,19 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from ..errors import ReceiverError
 from ..plan import Bucket, BucketPlan, Slot
 from ..tensors import dtype_name, like, storage_id, torch_dtype
-from .patch import Patch
+from .patch import FENCE
 from .processing import known_record, layout_of, record_of
 
 _RELOAD = "vllm.model_executor.model_loader.reload"
 
-PATCH = Patch(
+PATCH = FENCE.patch(
     name="plan check",
     reason="runs the model's weight loaders on meta tensors, with the layout that they expect",
-    stock=False,
+    otherwise="refused",
     reads={
-        f"{_RELOAD}.layerwise": ("get_layerwise_info(layer)",),
+        f"{_RELOAD}.layerwise": ("get_layerwise_info(layer, ...)",),
         f"{_RELOAD}.types:LayerReloadingInfo": ("restore_metadata",),
-        f"{_RELOAD}.sanitize": ("restore_layer_refs(tensor, layer)",),
+        f"{_RELOAD}.sanitize": ("restore_layer_refs(tensor, layer, ...)",),
         "vllm.model_executor.layers.vocab_parallel_embedding": ("VocabParallelEmbedding", "ParallelLMHead"),
     },
 )

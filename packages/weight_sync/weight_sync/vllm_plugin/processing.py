@@ -17,24 +17,24 @@ import torch
 from torch import Tensor, nn
 
 from ..tensors import as_bytes, digest, like, num_wrong_bytes, storage_id
-from .patch import Patch
+from .patch import FENCE
 
-PATCH = Patch(
+PATCH = FENCE.patch(
     name="loading record",
     reason="finds out which parameters vLLM packs after loading, and repeats that for pushed weights",
-    stock=False,
+    otherwise="refused",
     replaces={
         "vllm.model_executor.model_loader.base_loader": (
-            "process_weights_after_loading(model, model_config, target_device)",
+            "process_weights_after_loading(model, model_config, target_device, ...)",
         )
     },
     reads={
         "vllm.model_executor.layers.quantization.base_config:QuantizeMethodBase": (
-            "process_weights_after_loading(layer)",
+            "process_weights_after_loading(layer, ...)",
         ),
         "vllm.model_executor.layers.attention_layer_base": ("AttentionLayerBase",),
         "vllm.model_executor.layers.attention": ("MMEncoderAttention",),
-        "vllm.model_executor.layers.attention:MLAAttention": ("process_weights_after_loading(act_dtype)",),
+        "vllm.model_executor.layers.attention:MLAAttention": ("process_weights_after_loading(act_dtype, ...)",),
     },
 )
 
@@ -104,7 +104,7 @@ def record_processing() -> None:
     if PATCH.problem() is None:  # else the engine refuses to start
         from vllm.model_executor.model_loader import base_loader
 
-        PATCH.replace(base_loader, "process_weights_after_loading", recording)
+        PATCH.wrap(base_loader, "process_weights_after_loading", recording)
 
 
 def recording(process_weights: Callable[..., None]) -> Callable[..., None]:

@@ -7,15 +7,15 @@ start of the next call, not at once: another worker may still be waiting for the
 
 from typing import Any
 
-from .patch import Patch
+from .patch import FENCE
 
 _EXECUTOR = "vllm.v1.executor.multiproc_executor:MultiprocExecutor"
 
-PATCH = Patch(
+PATCH = FENCE.patch(
     name="stale replies",
     reason="keeps the replies of several workers in order after a failed call",
-    stock=False,
-    replaces={_EXECUTOR: ("collective_rpc(method, timeout, args, kwargs)",)},
+    otherwise="refused",
+    replaces={_EXECUTOR: ("collective_rpc(method, timeout, args, kwargs, ...)",)},
     reads={_EXECUTOR: ("response_mqs",)},
 )
 
@@ -54,7 +54,7 @@ def patch_executor() -> None:
     if PATCH.problem() is None:  # else the engine refuses to start
         from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-        PATCH.replace(MultiprocExecutor, "collective_rpc", _reading_stale_replies)
+        PATCH.wrap(MultiprocExecutor, "collective_rpc", _reading_stale_replies)
 
 
 def _reading_stale_replies(call: Any) -> Any:

@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-Replace = Callable[[Any, str, Callable[..., Any]], Callable[[], None]]
-"""`Patch.replace`: (target, name, value) -> function that restores."""
+Replace = Callable[..., Callable[[], None]]
+"""`Patch.replace`: (target, name=value) -> function that restores."""
 _ROWS = 16
 """Queries of a tile, the smallest that tensor cores take."""
 _TILE = 64
@@ -244,8 +244,8 @@ def attend_together(replace: Replace) -> Callable[[], None]:
         print(f"attention of decoding steps: vLLM's own path is used: {why}", flush=True)
         restore_forward()
 
-    restore_forward = replace(FlashAttentionImpl, "forward", forward)
-    restore_init = replace(FlashAttentionImpl, "__init__", init)
+    restore_forward = replace(FlashAttentionImpl, forward=forward)
+    restore_init = replace(FlashAttentionImpl, __init__=init)
 
     def restore() -> None:
         restore_forward()

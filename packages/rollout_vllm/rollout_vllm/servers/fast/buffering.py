@@ -40,8 +40,8 @@ _NOTED = (
 )
 """Attributes of vLLM's requests that `TokenBuffer.note` reads and sets."""
 
-Replace = Callable[[Any, str, Callable[..., Any]], Callable[[], None]]
-"""`Patch.replace`: (target, name, value) -> function that restores."""
+Replace = Callable[..., Callable[[], None]]
+"""`Patch.replace`: (target, name=value) -> function that restores."""
 
 
 def is_buffered(request: Any, marker: str) -> bool:
@@ -312,10 +312,10 @@ def buffer_in_engine_core(
 
     setattr(EngineCoreProc, publish_name, publish)
     return [
-        replace(Scheduler, "add_request", add_request),
-        replace(Scheduler, "update_from_output", update_from_output),
-        replace(EngineCore, "abort_requests", abort_requests),
-        replace(EngineCoreProc, "_send_finish_outputs_to_client", send_finish_outputs),
+        replace(Scheduler, add_request=add_request),
+        replace(Scheduler, update_from_output=update_from_output),
+        replace(EngineCore, abort_requests=abort_requests),
+        replace(EngineCoreProc, _send_finish_outputs_to_client=send_finish_outputs),
     ]
 
 
@@ -389,12 +389,11 @@ def buffer_in_front_end(replace: Replace, marker: str) -> list[Callable[[], None
         return response
 
     return [
-        replace(RequestState, "from_new_request", from_new_request),
-        replace(OutputProcessor, "abort_requests", abort_requests),
-        replace(serving.OpenAIServingCompletion, "_create_completion_logprobs", create_completion_logprobs),
+        replace(RequestState, from_new_request=from_new_request),
+        replace(OutputProcessor, abort_requests=abort_requests),
+        replace(serving.OpenAIServingCompletion, _create_completion_logprobs=create_completion_logprobs),
         replace(
             serving.OpenAIServingCompletion,
-            "request_output_to_completion_response",
-            request_output_to_completion_response,
+            request_output_to_completion_response=request_output_to_completion_response,
         ),
     ]

@@ -10,8 +10,8 @@ which the engine core schedules a step. Here they return at once what vLLM retur
 from collections.abc import Callable
 from typing import Any
 
-Replace = Callable[[Any, str, Callable[..., Any]], Callable[[], None]]
-"""`Patch.replace`: (target, name, value) -> function that restores."""
+Replace = Callable[..., Callable[[], None]]
+"""`Patch.replace`: (target, name=value) -> function that restores."""
 
 
 def skip_needless_block_searches(replace: Replace) -> list[Callable[[], None]]:
@@ -68,6 +68,6 @@ def skip_needless_block_searches(replace: Replace) -> list[Callable[[], None]]:
         cache(self, request, num_computed_tokens)
 
     return [
-        replace(KVCacheManager, "allocate_slots", allocate_slots),
-        replace(KVCacheManager, "cache_blocks", cache_blocks),
+        replace(KVCacheManager, allocate_slots=allocate_slots),
+        replace(KVCacheManager, cache_blocks=cache_blocks),
     ]

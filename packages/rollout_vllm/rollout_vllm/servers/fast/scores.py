@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-Replace = Callable[[Any, str, Callable[..., Any]], Callable[[], None]]
-"""`Patch.replace`: (target, name, value) -> function that restores."""
+Replace = Callable[..., Callable[[], None]]
+"""`Patch.replace`: (target, name=value) -> function that restores."""
 _BLOCK = 8192
 _CLOSE = 1e-4
 """Largest difference of log-probs from vLLM's kernel, relative to 1 + their size: float32 sums in another order."""
@@ -115,7 +115,7 @@ def divide_rows(replace: Replace) -> Callable[[], None]:
             selected_token_ranks=ranks,
         )
 
-    restore = replace(sampler, "compute_topk_scores", compute_topk_scores)
+    restore = replace(sampler, compute_topk_scores=compute_topk_scores)
     return restore
 
 

@@ -6,10 +6,9 @@
 import inspect
 import multiprocessing
 from collections.abc import Callable
-from typing import Any
 
-Replace = Callable[[Any, str, Callable[..., Any]], Callable[[], None]]
-"""`Patch.replace`: (target, name, value) -> function that restores."""
+Replace = Callable[..., Callable[[], None]]
+"""`Patch.replace`: (target, name=value) -> function that restores."""
 
 
 def fork_engine_and_worker(replace: Replace) -> None:
@@ -20,7 +19,7 @@ def fork_engine_and_worker(replace: Replace) -> None:
     """
     from vllm.utils import system_utils
 
-    replace(system_utils, "get_mp_context", lambda: multiprocessing.get_context("fork"))
+    replace(system_utils, get_mp_context=lambda: multiprocessing.get_context("fork"))
     import vllm.v1.engine.core
     import vllm.v1.executor.multiproc_executor
     import vllm.v1.worker.cpu_model_runner
@@ -34,4 +33,4 @@ def skip_warm_up_of_routers(replace: Replace) -> None:
     name = "_warmup_ll_bf16_router_gemm"
     looks_at_model = bool(inspect.signature(getattr(kernel_warmup, name)).parameters)  # vLLM 0.32
     if not looks_at_model:
-        replace(kernel_warmup, name, lambda: None)
+        replace(kernel_warmup, **{name: lambda: None})
