@@ -150,7 +150,7 @@ class Patch:
     """The feature."""
     reason: str
     otherwise: Literal["stock path", "refused"]
-    """What happens where upstream does not have the parts as tested."""
+    """Behavior where upstream does not have the parts as tested."""
     replaces: Parts = field(default_factory=dict)
     reads: Parts = field(default_factory=dict)
     calls: Counter[str] = field(default_factory=Counter)

@@ -70,7 +70,7 @@ class NamedTensor:
     """A parameter, or a persistent buffer."""
     low_rank: LowRank | None = None
     packed: Nf4Packing | TensorView | None = None
-    """How to read the tensor from the parameter: shape and dtype of an NF4 weight, or the part that it is."""
+    """Recipe that reads the tensor from the parameter: shape and dtype of an NF4 weight, or its part."""
 
     @property
     def parts(self) -> list[Tensor]:
@@ -174,7 +174,7 @@ def _check_layers(model: Any) -> None:
 
 
 def has_adapters(module: nn.Module) -> bool:
-    """Whether `add_adapters` has added adapters to `module`."""
+    """True if `add_adapters` has added adapters to `module`."""
     return getattr(module, "peft_config", None) is not None
 
 
