@@ -169,7 +169,7 @@ def _check_layers(model: Any) -> None:
             f"it adapts {name.replace('.base_layer', '')}.{layer.parameter_name} of {type(model).__name__}, and "
             "adapters of experts cannot be merged for exports and syncs",
             field="lora.target_modules",
-            allowed=allowed,
+            allowed=", ".join(allowed),
         )
 
 
