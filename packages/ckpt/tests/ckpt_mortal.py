@@ -19,7 +19,7 @@ class Fate:
         self._counter, self.happened = itertools.count(1), threading.Event()
 
     def meets(self, process: str) -> tuple[bool, bool]:
-        """Whether the process is dead before its next request, and whether it dies after it."""
+        """Two flags: the process is dead before its next request, or dies after it."""
         if next(self._counter) < self._instant or process not in self._victims:
             return False, False
         first = not self.happened.is_set()

@@ -212,6 +212,12 @@ time.sleep(120)
 """
 
 
+def refused(root: Path) -> str:
+    """The error of another process that would write."""
+    command = [sys.executable, "-c", _WRITER, str(root)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stderr
+
+
 def test_a_second_writer_is_refused_and_a_dead_one_is_not_in_the_way(tmp_path: Path) -> None:
     ours = CheckpointManager(tmp_path)
     (ours.prepare(1) / "weights").write_bytes(b"x")
@@ -231,8 +237,7 @@ def test_a_second_writer_is_refused_and_a_dead_one_is_not_in_the_way(tmp_path: P
             process.send_signal(signal.SIGKILL)
     assert ours.prepare(2).is_dir()
     assert not (tmp_path / ".partial_step_00000007").exists()
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert f"process {os.getpid()} on" in result.stderr
+    assert f"process {os.getpid()} on" in refused(tmp_path)
 
 
 def test_the_lock_file_is_private_and_holds_no_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,12 +258,11 @@ def test_managers_of_one_process_share_the_lock(tmp_path: Path) -> None:
     first.prepare(1)
     second.prepare(2)
     second.close()
-    command = [sys.executable, "-c", _WRITER, str(tmp_path)]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert "CheckpointLockedError" in refused.stderr, "closing one does not unlock the other"
+    assert "CheckpointLockedError" in refused(tmp_path), "closing one does not unlock the other"
     first.prepare(3)
     CheckpointManager(tmp_path).prepare(4)
     del first
+    command = [sys.executable, "-c", _WRITER, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "writing\n", "collected managers hold no lock"
@@ -270,9 +274,7 @@ def test_a_recreated_folder_is_locked_again(tmp_path: Path) -> None:
     manager.prepare(1)
     shutil.rmtree(manager.root)
     manager.prepare(1)
-    command = [sys.executable, "-c", _WRITER, str(manager.root)]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert f"process {os.getpid()} on" in refused.stderr
+    assert f"process {os.getpid()} on" in refused(manager.root)
 
 
 def test_a_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
