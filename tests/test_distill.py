@@ -86,11 +86,6 @@ def test_a_teacher_that_cannot_teach_is_refused_before_any_process_starts(tmp_pa
     distill.check(demo(f"teacher.model={teacher}", "teacher.on=ranks", "sampling.temperature=0.7"))
 
 
-def test_a_model_without_prompts_is_refused_before_any_process_starts(teacher: Path) -> None:
-    with pytest.raises(InputError, match=r"data\.train is empty: the built-in task belongs to the built-in model"):
-        distill.check(demo(f"teacher.model={teacher}", f"model.path={teacher}"))
-
-
 def test_the_same_ids_with_another_end_of_sequence_are_another_vocabulary(teacher: Path) -> None:
     ours, theirs = load_tokenizer(teacher), load_tokenizer(teacher)
     check_same_vocabulary(ours, theirs)

@@ -30,7 +30,7 @@ NEIGHBORS: dict[str, dict[str, str]] = {
         "losses": "_tensors.py batching kl options.py",
     },
     "ds_engine": {
-        "guard": "upstream.py",
+        "guard": "torch_errors.py upstream.py",
         "model": "batch.py config.py distributed.py nf4_size.py simple.py upstream.py",
         "planning": "config.py nf4_size.py upstream.py",
         "state": "model upstream.py",
@@ -141,28 +141,6 @@ def test_folders_import_only_their_neighbors(package: str) -> None:
     found = {name: " ".join(sorted(graph.get(name, set()))) for name in folders}
     assert found == allowed, "a folder imports only its neighbors, and each neighbor listed here is imported"
     assert cycles(graph) == []
-
-
-def test_import_scanner_sees_every_form() -> None:
-    source = (
-        "import rl_core.kl as kl\n"
-        "from ds_engine import ZeroEngine\n"
-        "def later():\n"
-        "    from apps import grpo\n"
-        "    importlib.import_module('ckpt.manager')\n"
-        "from . import rl_data\n"
-        "from ..base import plan\n"
-    )
-    found = {module for _, module in imported_modules(source)}
-    assert {"rl_core.kl", "ds_engine", "ds_engine.ZeroEngine", "apps.grpo", "ckpt.manager"} <= found
-    assert not any("rl_data" in module for module in found), "a relative import needs the file's package"
-    found = {module for _, module in imported_modules(source, "pkg.inner")}
-    assert {"pkg.inner", "pkg.inner.rl_data", "pkg.base", "pkg.base.plan"} <= found
-
-
-def test_cycles_are_found() -> None:
-    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == [("a", "b", "c")]
-    assert cycles({"a": {"b"}, "b": set()}) == []
 
 
 def test_importing_packages_and_apps_loads_nothing_heavy() -> None:

@@ -1,5 +1,6 @@
 """Every preset loads, alone and with every overlay, and has the values of the run that it documents."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ import apps.distill.main
 import apps.grpo.main
 import apps.ppo.main
 import apps.reward.main
+import apps.sft.main
 import rl_runtime
 from apps.distill.config import DistillConfig
 from apps.dpo.config import DpoConfig
 from apps.grpo.config import GrpoConfig
 from apps.ppo.config import PpoConfig
 from apps.reward.config import RewardConfig
+from apps.sft.config import SftConfig
 from rl_data import build_tiny_model
 from rl_runtime import JobConfig, SupervisedJobConfig, job_layout
 from run_kit import load_config
@@ -40,108 +43,58 @@ ALGORITHMS = [
 FILES = [(app, path.stem) for app in CONFIGS for path in sorted(APPS.glob(f"{app}/presets/*.yaml"))]
 PREFERENCE_PRESETS = [(app, path.stem) for app in OF_PREFERENCES for path in sorted(APPS.glob(f"{app}/presets/*.yaml"))]
 PRESETS = [preset for preset in FILES if preset not in ALGORITHMS]
-SIX_CASES = [f"zero{stage}_{offload}" for offload in ("no_offload", "cpu_offload") for stage in (1, 2, 3)]
+SFT_PRESETS = sorted(path.stem for path in APPS.glob("sft/presets/*.yaml"))
 
-GSM8K = {
-    "model.path": "Qwen/Qwen3-0.6B",
-    "data.max_prompt_length": 512,
-    "sampling.max_tokens": 512,
-    "sampling.n": 1,
-    "sampling.temperature": 1.0,
-    "batch.train_batch_size": 64,
-    "batch.mini_batch_size": 32,
-    "batch.micro_batch_size": 2,
-    "batch.token_budget": 2048,
-    "algorithm.kl_coef": 0.0,
-    "actor.optim.lr": 1e-6,
-    "critic.optim.lr": 1e-5,
-    "actor.gradient_checkpointing": True,
-    "actor.zero.fp32_grad_accum": True,
-    "actor.zero.step_each_micro": False,
-    "rollout.tensor_parallel_size": 1,
-    "rollout.max_num_seqs": 8,
-    "rollout.gpu_memory_utilization": 0.2,
-    "trainer.num_ranks": 2,
-    "trainer.total_training_steps": 60,
-    "trainer.val_before_train": False,
-}
-DOCUMENTED: dict[tuple[str, str], dict[str, Any]] = {
+GSM8K = """
+model.path=Qwen/Qwen3-0.6B data.max_prompt_length=512 sampling.max_tokens=512 sampling.n=1 sampling.temperature=1.0
+batch.train_batch_size=64 batch.mini_batch_size=32 batch.micro_batch_size=2 batch.token_budget=2048
+algorithm.kl_coef=0.0 actor.optim.lr=1e-6 critic.optim.lr=1e-5 actor.gradient_checkpointing=true
+actor.zero.fp32_grad_accum=true actor.zero.step_each_micro=false rollout.tensor_parallel_size=1
+rollout.max_num_seqs=8 rollout.gpu_memory_utilization=0.2
+trainer.num_ranks=2 trainer.total_training_steps=60 trainer.val_before_train=false
+"""
+DOCUMENTED: dict[tuple[str, str], str] = {
     ("ppo", "gsm8k"): GSM8K,
-    ("ppo", "minimal"): {**GSM8K, "trainer.total_training_steps": 20, "actor.zero.stage": 2, "critic.zero.stage": 2},
-    ("ppo", "lora"): {
-        **GSM8K,
-        "actor.lora.rank": 8,
-        "actor.lora.alpha": 16,
-        "actor.lora.target_modules": "all-linear",
-        "rollout.max_lora_rank": 8,
-        "critic.lora": None,
-    },
-    ("ppo", "dp2_sp2"): {
-        **GSM8K,
-        "batch.train_batch_size": 1024,
-        "batch.mini_batch_size": 128,
-        "batch.micro_batch_size": 16,
-        "actor.sequence_parallel": 2,
-        "critic.sequence_parallel": 2,
-        "rollout.max_num_seqs": 256,
-        "rollout.gpu_memory_utilization": 0.4,
-        "trainer.num_ranks": 4,
-    },
-    ("grpo", "gsm8k"): {
-        "model.path": "Qwen/Qwen3-0.6B",
-        "data.max_prompt_length": 256,
-        "data.overlong": "filter",
-        "sampling.max_tokens": 512,
-        "sampling.n": 4,
-        "sampling.temperature": 1.0,
-        "reward.method": "flexible",
-        "reward.format_score": 0.1,
-        "reward.score": 1.0,
-        "batch.train_batch_size": 64,
-        "batch.mini_batch_size": 32,
-        "batch.micro_batch_size": 1,
-        "batch.token_budget": 4096,
-        "algorithm.advantage": "grpo",
-        "algorithm.kl_coef": 0.0,
-        "actor.zero.stage": 2,
-        "actor.zero.offload.optimizer": "none",
-        "rollout.max_model_len": 1024,
-        "rollout.extra_args": ("--max-num-batched-tokens=2048",),
-        "trainer.num_ranks": 2,
-        "trainer.total_training_steps": 60,
-    },
-    ("grpo", "deepseek_r1_distill_qwen_7b_grpo"): {
-        "model.path": "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
-        "data.max_prompt_length": 2048,
-        "sampling.max_tokens": 1024,
-        "sampling.n": 4,
-        "actor.zero.stage": 3,
-        "actor.zero.offload.optimizer": "cpu",
-        "actor.zero.offload.param": "cpu",
-        "actor.lora.base_format": "nf4",
-        "actor.optim.grad_clip": 1.0,
-        "rollout.tensor_parallel_size": 2,
-        "rollout.quantization": "bitsandbytes",
-        "rollout.max_lora_rank": 16,
-        "algorithm.rollout_correction.mode": "truncate",
-        "trainer.num_ranks": 2,
-    },
+    ("ppo", "minimal"): f"{GSM8K} trainer.total_training_steps=20 actor.zero.stage=2 critic.zero.stage=2",
+    (
+        "ppo",
+        "lora",
+    ): f"""{GSM8K} actor.lora.rank=8 actor.lora.alpha=16 actor.lora.target_modules=all-linear
+        rollout.max_lora_rank=8 critic.lora=null""",
+    ("ppo", "dp2_sp2"): f"""{GSM8K} batch.train_batch_size=1024 batch.mini_batch_size=128 batch.micro_batch_size=16
+        actor.sequence_parallel=2 critic.sequence_parallel=2 rollout.max_num_seqs=256
+        rollout.gpu_memory_utilization=0.4 trainer.num_ranks=4""",
+    ("grpo", "gsm8k"): """model.path=Qwen/Qwen3-0.6B data.max_prompt_length=256 data.overlong=filter
+        sampling.max_tokens=512 sampling.n=4 sampling.temperature=1.0 reward.method=flexible reward.format_score=0.1
+        batch.train_batch_size=64 batch.mini_batch_size=32 batch.micro_batch_size=1 batch.token_budget=4096
+        algorithm.advantage=grpo algorithm.kl_coef=0.0 actor.zero.stage=2 rollout.max_model_len=1024
+        rollout.extra_args=[--max-num-batched-tokens=2048] trainer.num_ranks=2 trainer.total_training_steps=60""",
+    ("grpo", "deepseek_r1_distill_qwen_7b_grpo"): """model.path=deepseek-ai/DeepSeek-R1-Distill-Qwen-7B
+        data.max_prompt_length=2048 sampling.max_tokens=1024 sampling.n=4 actor.zero.stage=3
+        actor.zero.offload.optimizer=cpu actor.zero.offload.param=cpu actor.lora.base_format=nf4
+        actor.optim.grad_clip=1.0 rollout.tensor_parallel_size=2 rollout.quantization=bitsandbytes
+        rollout.max_lora_rank=16 algorithm.rollout_correction.mode=truncate trainer.num_ranks=2""",
     **{
-        ("ppo", name): {
-            **GSM8K,
-            "trainer.experiment": name,
-            **{f"{engine}.zero.stage": int(name[4]) for engine in ("actor", "critic")},
-            **{
-                f"{engine}.zero.offload.optimizer": "cpu" if "cpu" in name else "none" for engine in ("actor", "critic")
-            },
-            **{
-                f"{engine}.zero.offload.param": "cpu" if name == "zero3_cpu_offload" else "none"
-                for engine in ("actor", "critic")
-            },
-        }
-        for name in SIX_CASES
+        ("ppo", f"zero{stage}_{kind}_offload"): f"""{GSM8K} trainer.experiment=zero{stage}_{kind}_offload
+        actor.zero.stage={stage} actor.zero.offload.optimizer={optimizer} actor.zero.offload.param={param}
+        critic.zero.stage={stage} critic.zero.offload.optimizer={optimizer} critic.zero.offload.param={param}"""
+        for stage in (1, 2, 3)
+        for kind, optimizer in (("no", "none"), ("cpu", "cpu"))
+        for param in (optimizer if stage == 3 else "none",)
     },
+    ("sft", "demo"): "model.path=builtin:tiny supervised.steps=300 supervised.optim.lr=2e-3",
+    ("sft", "small"): "engine.zero.stage=2 engine.lora=null supervised.optim.lr=null",
+    ("sft", "full_7b"): "engine.zero.stage=3 trainer.num_ranks=8 engine.gradient_checkpointing=true",
+    ("sft", "lora_7b"): "engine.lora.rank=16 engine.lora.base_format=plain supervised.optim.lr=null",
+    ("sft", "qlora_7b"): "engine.lora.rank=16 engine.lora.base_format=nf4",
+    (
+        "sft",
+        "deepseek_r1_distill_qwen_7b_sft",
+    ): """model.path=deepseek-ai/DeepSeek-R1-Distill-Qwen-7B
+        engine.zero.stage=2 engine.zero.offload.optimizer=cpu engine.lora.base_format=nf4 supervised.batch_size=32
+        micro_batch_size=1 trainer.num_ranks=2""",
 }
+"""Settings that the required documents and the pages state: giving them again changes nothing."""
 
 
 def preset_file(app: str, preset: str) -> Path:
@@ -167,11 +120,12 @@ def test_document_4_accumulates_32_micro_batches() -> None:
     assert (layout.gradient_accumulation_steps, layout.sequences_per_forward) == (32, 1)
 
 
-@pytest.mark.parametrize(("app", "preset"), PRESETS)
-def test_a_preset_has_the_documents_values(app: str, preset: str) -> None:
-    config = load(app, preset)
-    expected = DOCUMENTED.get((app, preset), {})
-    assert {path: at(config, path) for path in expected} == expected
+@pytest.mark.parametrize(("app", "preset"), DOCUMENTED)
+def test_a_preset_has_the_documented_values(app: str, preset: str) -> None:
+    config, files = {**CONFIGS, "sft": SftConfig}[app], [preset_file(app, preset)]
+    assert load_config(config, presets=files, overrides=DOCUMENTED[app, preset].split()) == load_config(
+        config, presets=files
+    )
 
 
 @pytest.mark.parametrize(("app", "preset"), ALGORITHMS)
@@ -224,3 +178,26 @@ def test_presets_of_preference_training_start_alone_and_with_the_tiny_overlay(
     assert replace(tiny.engine, dtype=alone.engine.dtype, gradient_checkpointing=None) == replace(
         alone.engine, gradient_checkpointing=None
     )
+
+
+@pytest.mark.parametrize("preset", SFT_PRESETS)
+def test_presets_of_sft_pass_the_checks_with_the_tiny_overlay(preset: str, tmp_path: Path) -> None:
+    overrides = [f"trainer.output_dir={tmp_path}"]
+    config = load_config(SftConfig, presets=[preset_file("sft", preset), overlay("sft")], overrides=overrides)
+    resolved = rl_runtime.resolve_supervised(config)
+    assert resolved.config.supervised.optim.lr == 2e-3
+    assert apps.sft.main.check(resolved.config).placement.num_ranks == 2
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.parametrize("preset", [preset for preset in SFT_PRESETS if preset != "demo"])
+def test_presets_of_sft_train_on_cpus(preset: str, tmp_path: Path, start_app: Callable[..., Any]) -> None:
+    app = start_app(tmp_path, f"preset={preset}", "overlay=tiny", app="sft")
+    assert app.finish() == 0, app.output
+    before, after = app.output.split("held-out loss      ")[1].split(" after")[0].split(" before, ")
+    assert float(after) < float(before), app.output
+    (run,) = tmp_path.iterdir()
+    assert (run / "model" / "model.safetensors").is_file()
+    assert [path.name for path in (run / "rollouts").iterdir()]

@@ -1,7 +1,6 @@
 """The presets for DeepSeek-R1-Distill-Qwen-7B fit on two GPUs with 11 GiB, by the plan of a run on such GPUs."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 from apps.grpo.config import GrpoConfig
 from apps.sft.config import SftConfig
 from benchmarks.random_model import CONFIGS
-from ds_engine import ModelShape, estimate_memory
+from ds_engine import ModelShape
 from plinth_testing import raises
 from rl_runtime.launch.gpus import Gpu
 from rl_runtime.resolve.job import resolve_job_for
@@ -61,24 +60,6 @@ def test_sft_fits_on_two_small_cards() -> None:
 def test_on_larger_cards_rank_and_server_work_side_by_side() -> None:
     choice = resolve_job_for(grpo("trainer.take_turns=null"), gpus=cards(24, capability=(8, 9)), shape=QWEN2_7B)
     assert choice.config.trainer.take_turns == "never"
-
-
-def test_a_server_with_a_16_bit_base_needs_more() -> None:
-    small = resolve_job_for(grpo(), gpus=cards(11), shape=QWEN2_7B)
-    plain = resolve_job_for(grpo("rollout.quantization=none"), gpus=cards(11), shape=QWEN2_7B)
-    # 6.53e9 weights in linear layers, each 11.5 bits smaller, over two GPUs; one dequantized matrix of 68e6 is extra.
-    saved = (6.525e9 * (16 - 4.5) / 8 - 2 * 68e6) / 2
-    rest = [choice.server_bytes - choice.config.rollout.kv_cache_gib * GIB for choice in (small, plain)]
-    assert rest[1] - rest[0] == pytest.approx(saved, rel=0.02)
-
-
-def test_a_shorter_reuse_distance_and_prefetch_take_less_memory() -> None:
-    engine = grpo().actor
-    default = replace(engine, zero=replace(engine.zero, deepspeed={}))
-    with_keys, without = (
-        estimate_memory(QWEN2_7B, one, dp=2, tokens_per_micro_batch=3072).buffers.device for one in (engine, default)
-    )
-    assert without - with_keys == 2 * 500_000_000
 
 
 def test_the_server_is_told_to_round_its_base() -> None:

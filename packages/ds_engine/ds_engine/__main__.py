@@ -21,9 +21,11 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from plinth_base.errors import prefix_fields
 from plinth_base.model_folder import find_model_folder
 
 from .config import EngineConfig
+from .errors import EngineConfigError, ModelError
 from .planning.memory_plan import LOG_PROB_BYTES, estimate_memory
 from .upstream import report
 
@@ -84,7 +86,6 @@ def plan(argv: Sequence[str]) -> None:
 
 def _refusal(model: str, config: EngineConfig, head: typing.Literal["lm", "value"]) -> str:
     """Why the engine refuses the architecture with these settings; empty if it does not."""
-    from .errors import EngineConfigError, ModelError
     from .model.loading import check_model
 
     try:
@@ -102,17 +103,19 @@ def _configured(config_class: Any, settings: Sequence[str], prefix: str = "") ->
     for setting in settings:
         key, separator, value = setting.partition("=")
         if not separator:
-            raise ValueError(f"{setting!r} is not key=value")
+            raise EngineConfigError("it is not key=value", value=setting)
         name, dot, rest = key.partition(".")
         if name not in types or (dot and _section(types[name]) is None):
-            raise ValueError(f"unknown key {prefix}{key}{_nearest(prefix + key)}; allowed: {', '.join(types)}")
+            problem = f"unknown key{_nearest(prefix + key)}"
+            raise EngineConfigError(problem, field=prefix + key, allowed=", ".join(types))
         if dot:
             sections.setdefault(name, []).append(f"{rest}={value}")
         else:
             values[name] = _value(prefix + key, value, types[name])
     for name, inner in sections.items():
         values[name] = _configured(_section(types[name]), inner, f"{prefix}{name}.")
-    return config_class(**values)
+    with prefix_fields(prefix.removesuffix(".")):
+        return config_class(**values)
 
 
 def _nearest(key: str) -> str:
@@ -146,8 +149,7 @@ def _value(key: str, text: str, annotation: Any) -> Any:
     for candidate in (tuple(value) if isinstance(value, list) else value, text, (value,), (text,)):
         if _fits(candidate, annotation):
             return candidate
-    shown = text[:80] if text.isprintable() else repr(text[:80])
-    raise ValueError(f"{key}={shown} is not allowed: it must be {_allowed(annotation)}")
+    raise EngineConfigError(field=key, value=text, allowed=_allowed(annotation))
 
 
 def _allowed(annotation: Any) -> str:

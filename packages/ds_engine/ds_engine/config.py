@@ -1,6 +1,6 @@
 """Configuration of an engine: frozen dataclasses, the learning-rate schedule, and rules derived from the settings.
 
-Imports no torch. Combinations that DeepSpeed does not support, or would silently replace, raise ValueError.
+Imports no torch. Combinations that DeepSpeed does not support, or would silently replace, raise EngineConfigError.
 """
 
 import math
@@ -25,11 +25,11 @@ BaseFormat = Literal["plain", "nf4"]
 def _require(config: Any, name: str, ok: bool, allowed: str) -> None:
     """Refuse the value of the key `name` unless it is `ok`."""
     if not ok:
-        _refuse(name, attrgetter(name)(config), allowed)
+        raise EngineConfigError(field=name, value=attrgetter(name)(config), allowed=allowed)
 
 
-def _refuse(name: str, value: Any, allowed: str) -> NoReturn:
-    raise ValueError(f"{name}={value!r} is not allowed: {allowed}")
+def _refuse(name: str, value: Any, problem: str, remedy: str | None = None) -> NoReturn:
+    raise EngineConfigError(problem, field=name, value=value, remedy=remedy)
 
 
 def _require_one_of(config: Any, name: str, choices: Any) -> None:
@@ -40,7 +40,7 @@ def _require_one_of(config: Any, name: str, choices: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """Where ZeRO keeps its shards between uses."""
+    """Devices on which ZeRO keeps its shards between uses."""
 
     optimizer: OffloadDevice = "none"
     """Optimizer states and fp32 master weights: on the device (none), in CPU memory (cpu, any stage) or on NVMe (nvme,
@@ -54,7 +54,8 @@ class OffloadConfig:
         _require_one_of(self, "optimizer", OffloadDevice)
         _require_one_of(self, "param", OffloadDevice)
         uses_nvme, has_path = "nvme" in (self.optimizer, self.param), self.nvme_path is not None
-        _require(self, "nvme_path", uses_nvme == has_path, "set it if and only if optimizer or param is nvme")
+        if uses_nvme != has_path:
+            _refuse("nvme_path", self.nvme_path, "", "set it if and only if optimizer or param is nvme")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,21 +91,24 @@ class ZeroConfig:
             if key in OWNED:
                 _refuse(f"deepspeed.{key}", value, OWNED[key])
             if self.stage < 3 and needs_stage_3(key):
-                only = f"DeepSpeed reads it at stage 3 only, and the stage is {self.stage}: remove it"
-                _refuse(f"deepspeed.{key}", value, only)
+                only = f"DeepSpeed reads it at stage 3 only, and the stage is {self.stage}"
+                _refuse(f"deepspeed.{key}", value, only, "remove it")
         _require(self, "reduce_bucket_bytes", self.reduce_bucket_bytes >= 1024, "at least 1024")
         _require(self, "param_persistence_elements", self.param_persistence_elements >= 0, "0 or more")
         optimizer, param = self.offload.optimizer, self.offload.param
-        whole = f"parameters are sharded at stage 3 only; stage {self.stage} keeps them whole on the device: use none"
-        _require(self, "offload.param", self.stage == 3 or param == "none", whole)
-        in_memory = f"at stage {self.stage} DeepSpeed silently keeps the states in CPU memory: use cpu, or stage 3"
-        _require(self, "offload.optimizer", self.stage == 3 or optimizer != "nvme", in_memory)
-        both = "DeepSpeed steps offloaded parameters on the CPU: with offload.param set, use cpu or nvme here too"
-        _require(self, "offload.optimizer", param == "none" or optimizer != "none", both)
+        if self.stage < 3 and param != "none":
+            whole = f"parameters are sharded at stage 3 only; stage {self.stage} keeps them whole on the device"
+            _refuse("offload.param", param, whole, "use none")
+        if self.stage < 3 and optimizer == "nvme":
+            in_memory = f"at stage {self.stage} DeepSpeed silently keeps the states in CPU memory"
+            _refuse("offload.optimizer", optimizer, in_memory, "use cpu, or stage 3")
+        if param != "none" and optimizer == "none":
+            both = "DeepSpeed steps offloaded parameters on the CPU"
+            _refuse("offload.optimizer", optimizer, both, "with offload.param set, use cpu or nvme here too")
 
     @property
     def gathers_layers(self) -> bool:
-        """Whether stage 3 gathers whole transformer layers (zero/zero3_hooks.py) instead of module by module.
+        """True if stage 3 gathers whole transformer layers (zero/zero3_hooks.py) instead of module by module.
 
         Parameters on NVMe are read into a few buffers of one parameter each, too few for a layer.
         """
@@ -157,7 +161,7 @@ class OptimConfig:
             EngineConfigError: it is null.
         """
         if self.lr is None:
-            raise EngineConfigError("optim.lr is null: give a positive number")
+            raise EngineConfigError(field="optim.lr", value=None, allowed="a positive number")
         return self.lr
 
     def decay_groups(self, num_dims: Iterable[int]) -> dict[float, list[int]]:
@@ -176,9 +180,8 @@ def check_heads(num_heads: int, sp: int) -> None:
     """
     if num_heads % sp:
         fits = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
-        raise EngineConfigError(
-            f"sequence_parallel={sp} does not divide the {num_heads} attention heads: use one of {fits}"
-        )
+        problem = f"it does not divide the {num_heads} attention heads"
+        raise EngineConfigError(problem, field="sequence_parallel", value=sp, allowed=f"one of {fits}")
 
 
 def kv_copies(num_heads: int, num_kv_heads: int, sp: int) -> int:
@@ -203,11 +206,16 @@ def check_schedule(config: OptimConfig, total_steps: int | None) -> None:
         return
     if total_steps is None:
         raise EngineConfigError(
-            f"optim.schedule={config.schedule!r} needs the number of optimizer steps: set optim.total_steps"
+            "it needs the number of optimizer steps",
+            field="optim.schedule",
+            value=config.schedule,
+            remedy="set optim.total_steps",
         )
     if total_steps <= config.warmup_steps:
         raise EngineConfigError(
-            f"optim.warmup_steps={config.warmup_steps} must be smaller than the run's {total_steps} optimizer steps"
+            field="optim.warmup_steps",
+            value=config.warmup_steps,
+            allowed=f"less than the run's {total_steps} optimizer steps",
         )
 
 
@@ -309,15 +317,16 @@ class EngineConfig:
         _require_one_of(self, "attention", Attention)
         if self.compile and self.zero.offload.param == "nvme":
             hooks = "weights on NVMe are fetched in hooks inside the layers, which break the graphs"
-            _refuse("compile", self.compile, f"{hooks}: use zero.offload.param cpu or none")
+            _refuse("compile", self.compile, hooks, "use zero.offload.param cpu or none")
         if self.compile and self.lora is not None and self.lora.base_format != "plain":
             kept = "compiled layers would keep the dequantized weights of lora.base_format=nf4"
-            _refuse("compile", self.compile, f"{kept}: use plain, or compile=false")
+            _refuse("compile", self.compile, kept, "use plain, or compile=false")
         _require(self, "sequence_parallel", self.sequence_parallel >= 1, "1 or more")
         _require(self, "checkpoint_every", self.checkpoint_every >= 1, "1 or more")
         for name, default in (("checkpoint_every", 1), ("checkpoint_to_cpu", False)):
             is_used = self.gradient_checkpointing or getattr(self, name) == default
-            _require(self, name, is_used, "it needs gradient_checkpointing: true")
+            if not is_used:
+                _refuse(name, getattr(self, name), "it needs gradient_checkpointing: true")
         _require_one_of(self, "collective_guard", Guard)
         _require(self, "collective_stall_s", self.collective_stall_s > 0, "a positive number")
 
@@ -330,7 +339,7 @@ class EngineConfig:
 
     @property
     def trains_without_noise(self) -> bool:
-        """Whether the forward pass of training computes what the one without gradients does: nothing is dropped."""
+        """True if the forward pass of training computes what the one without gradients does: nothing is dropped."""
         return not self.dropout and (self.lora is None or not self.lora.dropout)
 
     @property
@@ -366,7 +375,7 @@ class EngineConfig:
 
     @property
     def uses_bf16_optimizer(self) -> bool:
-        """Whether DeepSpeed uses its `BF16_Optimizer`: at stage 1 in bf16 with fp32 accumulation, unless optimizer
+        """True if DeepSpeed uses its `BF16_Optimizer`: at stage 1 in bf16 with fp32 accumulation, unless optimizer
         states are offloaded. Otherwise stages 1 and 2 use `DeepSpeedZeroOptimizer`."""
         zero = self.zero
         on_device = zero.offload.optimizer == "none"
@@ -374,17 +383,17 @@ class EngineConfig:
 
     @property
     def fuses_grad_accumulation(self) -> bool:
-        """Whether the engine replaces DeepSpeed's gradient accumulation of stage 2 (zero/grad_accumulation.py)."""
+        """True if the engine replaces DeepSpeed's gradient accumulation of stage 2 (zero/grad_accumulation.py)."""
         zero = self.zero
         casts = self.model_dtype != self.grad_accum_dtype == "float32"
         return zero.stage == 2 and casts and zero.offload.optimizer == "none" and not zero.overlap_comm
 
     @property
     def fuses_zero3_gradients(self) -> bool:
-        """Whether the engine replaces gradient reduction and accumulation of stage 3 (zero/zero3_gradients.py)."""
+        """True if the engine replaces gradient reduction and accumulation of stage 3 (zero/zero3_gradients.py)."""
         return self.zero.stage == 3 and self.zero.offload.optimizer == "none"
 
     @property
     def fuses_grad_norm(self) -> bool:
-        """Whether the engine replaces gradient norm, overflow check and clipping (zero/optimizer_step.py)."""
+        """True if the engine replaces gradient norm, overflow check and clipping (zero/optimizer_step.py)."""
         return self.zero.offload.optimizer == "none" and not self.uses_bf16_optimizer

@@ -53,8 +53,10 @@ def init_distributed(
 
     if get_accelerator().device_name() != device.type:
         raise EngineError(
-            f"DeepSpeed uses {get_accelerator().device_name()} in this process, but the device is {device}: "
-            f"set DS_ACCELERATOR={device.type} before importing deepspeed"
+            f"DeepSpeed uses {get_accelerator().device_name()} in this process",
+            field="device",
+            value=str(device),
+            remedy=f"set DS_ACCELERATOR={device.type} before importing deepspeed",
         )
     if SHARED_MEMORY.check():
         operators = {**deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm": False}

@@ -62,7 +62,7 @@ class ZeroEngine:
         """
         _require_process_group()
         if head == "lm" and log_prob_fn is None:
-            raise EngineError("an engine with an LM head needs log_prob_fn")
+            raise EngineError("an engine with an LM head needs it", field="log_prob_fn")
         self.config = config
         self.head: Head = head
         self.device = device
@@ -393,7 +393,7 @@ class ZeroEngine:
         self._num_steps = fill_state(self._deepspeed, self.module, source)
 
     def has_layout(self, source: StateSource) -> bool:
-        """Whether `load_checkpoint` can read the checkpoint of `source`: the same number of ranks, stage, offload,
+        """True if `load_checkpoint` can read the checkpoint of `source`: the same number of ranks, stage, offload,
         dtype and parameter groups. Not collective."""
         self._require_optimizer("has_layout", on_device=False)
         return has_layout(self._deepspeed, source)

@@ -58,8 +58,8 @@ class MicroBatches:
         """
         if self.has_partial_gradient:
             raise EngineError(
-                "an earlier mini batch failed before its optimizer step, and its gradients would be added to this "
-                "one's: build a new engine"
+                "an earlier mini batch failed before its optimizer step; its gradients would be added to this one's",
+                remedy="build a new engine",
             )
         losses: list[Tensor] = []
         metrics: dict[str, list[Tensor]] = {}
@@ -126,7 +126,7 @@ class MicroBatches:
         if rows_RK.numel() > 0:
             result = loss_fn(self._outputs(rows_RK), batch)
             if result.loss.dim() != 0:
-                raise BatchError(f"the loss must be a 0-d tensor, got shape {tuple(result.loss.shape)}")
+                raise BatchError(field="loss", value=tuple(result.loss.shape), allowed="a 0-d tensor")
             # A loss that does not depend on the model (for example, all advantages masked) must still run backward
             # through every parameter: otherwise this rank would skip gradient collectives, and its peers would hang.
             loss = result.loss if result.loss.requires_grad else result.loss + anchor

@@ -33,7 +33,7 @@ from ds_engine.model.loading import load_model
 from ds_engine.model.lora import add_adapters
 from ds_engine.model.packed_model import install_packed_forward, packed_inputs
 from ds_engine.model.recomputation import enable_checkpointing
-from plinth_testing import RankPool, write_tiny_model
+from plinth_testing import RankPool, raises, write_tiny_model
 
 CPU = torch.device("cpu")
 
@@ -190,10 +190,10 @@ def test_compile_workers_are_not_ended_while_they_are_idle(tmp_path: Path) -> No
 
 def test_models_that_cannot_be_compiled_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     on_nvme = OffloadConfig(optimizer="nvme", param="nvme", nvme_path="/tmp")
-    with pytest.raises(ValueError, match="compile=True is not allowed: weights on NVMe"):
+    with raises(EngineConfigError, field="compile", value=True):
         EngineConfig(zero=ZeroConfig(stage=3, offload=on_nvme), compile=True)
-    with pytest.raises(ModelError, match="no transformer layers"):
+    with raises(ModelError):
         compile_layers(torch.nn.Linear(1, 1), device_type="cuda", kernel="varlen")
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(EngineConfigError, match=r"needs a C\+\+ compiler"):
+    with raises(EngineConfigError, field="compile"):
         compile_layers(torch.nn.Linear(1, 1), device_type="cpu", kernel="sdpa")

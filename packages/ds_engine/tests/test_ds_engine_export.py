@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ds_engine import EngineConfig, LoraConfig, ModelError, ZeroConfig
 from ds_engine.model.folder_names import drop_unused_conversions
 from ds_engine.model.lora import add_adapters, whole_tensors
-from plinth_testing import RankPool
+from plinth_testing import RankPool, raises
 from plinth_testing.models import random_model
 
 SIZES: dict[str, Any] = {
@@ -99,9 +99,7 @@ def test_a_tensor_that_is_no_view_keeps_its_name_with_a_warning(tmp_path: Path) 
 def test_adapters_of_experts_are_refused(tmp_path: Path) -> None:
     """PEFT adapts them with the linear layers of the shared experts, and no export would hold them."""
     model = transformers.AutoModelForCausalLM.from_pretrained(write_family(tmp_path, "DeepseekV3"))
-    with pytest.raises(
-        ModelError, match=r"adapts model\.layers\.1\.mlp\.experts\.\w+_proj .* allowed: \['kv_a_proj.*'o_pro"
-    ):
+    with raises(ModelError, field="lora.target_modules"):
         add_adapters(model, LoraConfig(rank=2), head="lm", seed=0)
 
 

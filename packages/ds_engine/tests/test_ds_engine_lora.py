@@ -15,6 +15,7 @@ from ds_engine_testkit import assert_trained, distance, make_samples, reference_
 from ds_engine import (
     CheckpointError,
     EngineConfig,
+    EngineConfigError,
     EngineError,
     LoraConfig,
     ModelError,
@@ -24,7 +25,7 @@ from ds_engine import (
 )
 from ds_engine.model.loading import load_model
 from ds_engine.model.lora import adapter_settings, adapter_tensors, add_adapters, whole_tensors
-from plinth_testing import RankPool
+from plinth_testing import RankPool, raises
 
 LR, EPS = 3e-3, 1e-4
 STEPS = [make_samples(n, seed=s) for n, s in ((7, 1), (5, 2), (6, 3))]
@@ -226,7 +227,7 @@ def test_peft_reads_the_folder_and_merges_to_the_same_weights(tiny_model: Path, 
 
 def test_target_modules_without_a_layer_are_refused(tiny_model: Path) -> None:
     for names in (("lm_head",), ("q_proj", "query"), ("embed_tokens",)):
-        with pytest.raises(ModelError, match=r"match no linear layer .* has \['down_proj', .*'v_proj'\]"):
+        with raises(ModelError, field="lora.target_modules"):
             adapted(tiny_model, replace(LORA, target_modules=names))
 
 
@@ -241,5 +242,5 @@ def test_adapters_start_the_same_on_every_rank(tiny_model: Path) -> None:
     ("field", "value"), [("rank", 0), ("alpha", 0), ("dropout", 1.0), ("target_modules", ()), ("target_modules", "q")]
 )
 def test_bad_settings(field: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{field}="):
+    with raises(EngineConfigError, field=field, value=value):
         LoraConfig(**{field: value})

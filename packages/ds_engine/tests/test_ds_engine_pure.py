@@ -1,7 +1,6 @@
 """Functions and settings that need no process group."""
 
 import math
-import pickle
 import subprocess
 import sys
 
@@ -21,6 +20,7 @@ from ds_engine import (
 from ds_engine.config import check_schedule
 from ds_engine.deepspeed_keys import LIVE_PARAMETERS, OWNED, PREFETCH_BUCKET, REUSE_DISTANCE, SUB_GROUP
 from ds_engine.errors import EngineConfigError
+from plinth_testing import raises
 
 
 def test_import_is_light() -> None:
@@ -37,35 +37,38 @@ def test_import_is_light() -> None:
 
 
 @pytest.mark.parametrize(
-    ("build", "message"),
+    ("build", "field", "value"),
     [
-        (lambda: ZeroConfig(stage=4), "stage=4"),
-        (lambda: ZeroConfig(stage=2, offload=OffloadConfig(param="cpu", optimizer="cpu")), "stage 2 keeps them whole"),
+        (lambda: ZeroConfig(stage=4), "stage", 4),
+        (
+            lambda: ZeroConfig(stage=2, offload=OffloadConfig(param="cpu", optimizer="cpu")),
+            *("offload.param", "cpu"),
+        ),
         (
             lambda: ZeroConfig(stage=1, offload=OffloadConfig(optimizer="nvme", nvme_path="/x")),
-            "DeepSpeed silently keeps the states in CPU memory",
+            *("offload.optimizer", "nvme"),
         ),
-        (lambda: ZeroConfig(stage=3, offload=OffloadConfig(param="cpu")), "use cpu or nvme here too"),
-        (lambda: OffloadConfig(optimizer="nvme"), "nvme_path=None"),
-        (lambda: OffloadConfig(nvme_path="/x"), "nvme_path"),
-        (lambda: OffloadConfig(optimizer="disk"), "none, cpu or nvme"),
-        (lambda: OptimConfig(lr=0.0), "lr=0.0"),
-        (lambda: OptimConfig(lr=float("inf")), "lr=inf"),
-        (lambda: OptimConfig(weight_decay=float("nan")), "weight_decay=nan"),
-        (lambda: OptimConfig(betas=(0.9, 1.0)), "betas"),
-        (lambda: OptimConfig(warmup_steps=10, total_steps=10), "more than warmup_steps"),
-        (lambda: OptimConfig(grad_clip=0.0), "grad_clip"),
-        (lambda: EngineConfig(checkpoint_every=2), "needs gradient_checkpointing"),
-        (lambda: EngineConfig(gradient_checkpointing=True, checkpoint_every=0), "1 or more"),
-        (lambda: EngineConfig(collective_guard="on"), "off, auto, lockstep or watch"),
-        (lambda: EngineConfig(dtype="fp8"), "bfloat16, float16 or float32"),
-        (lambda: EngineConfig(attention="eager"), "auto, flash4, flash, varlen or sdpa"),
+        (lambda: ZeroConfig(stage=3, offload=OffloadConfig(param="cpu")), "offload.optimizer", "none"),
+        (lambda: OffloadConfig(optimizer="nvme"), "nvme_path", None),
+        (lambda: OffloadConfig(nvme_path="/x"), "nvme_path", "/x"),
+        (lambda: OffloadConfig(optimizer="disk"), "optimizer", "disk"),
+        (lambda: OptimConfig(lr=0.0), "lr", 0.0),
+        (lambda: OptimConfig(lr=math.inf), "lr", math.inf),
+        (lambda: OptimConfig(weight_decay=math.inf), "weight_decay", math.inf),
+        (lambda: OptimConfig(betas=(0.9, 1.0)), "betas", (0.9, 1.0)),
+        (lambda: OptimConfig(warmup_steps=10, total_steps=10), "total_steps", 10),
+        (lambda: OptimConfig(grad_clip=0.0), "grad_clip", 0.0),
+        (lambda: EngineConfig(checkpoint_every=2), "checkpoint_every", 2),
+        (lambda: EngineConfig(gradient_checkpointing=True, checkpoint_every=0), "checkpoint_every", 0),
+        (lambda: EngineConfig(collective_guard="on"), "collective_guard", "on"),
+        (lambda: EngineConfig(dtype="fp8"), "dtype", "fp8"),
+        (lambda: EngineConfig(attention="eager"), "attention", "eager"),
     ],
 )
-def test_bad_settings_name_field_value_and_remedy(build, message: str) -> None:
-    with pytest.raises(ValueError, match=r"is not allowed") as caught:
+def test_bad_settings_are_refused_by_field_and_value(build, field: str, value: object) -> None:
+    with raises(EngineConfigError, field=field, value=value) as caught:
         build()
-    assert message in str(caught.value)
+    assert caught.value.allowed or caught.value.problem or caught.value.remedy
 
 
 @given(
@@ -141,23 +144,16 @@ def test_cosine_halfway() -> None:
 
 def test_schedule_without_length_is_refused() -> None:
     check_schedule(OptimConfig(), None)
-    with pytest.raises(EngineConfigError, match=r"optim\.total_steps"):
+    with raises(EngineConfigError, field="optim.schedule", value="linear"):
         check_schedule(OptimConfig(schedule="linear"), None)
-    with pytest.raises(EngineConfigError, match="warmup_steps=5"):
+    with raises(EngineConfigError, field="optim.warmup_steps", value=5):
         check_schedule(OptimConfig(schedule="cosine", warmup_steps=5), 5)
-
-
-def test_errors_pickle() -> None:
-    error = pickle.loads(pickle.dumps(EngineConfigError("why")))
-    assert isinstance(error, ValueError)
-    assert str(error) == "why"
 
 
 @pytest.mark.parametrize("key", sorted(OWNED))
 def test_deepspeed_keys_of_the_engine_are_refused_with_the_reason(key: str) -> None:
-    with pytest.raises(ValueError, match=f"^deepspeed.{key}=1 is not allowed: ") as caught:
+    with raises(EngineConfigError, field=f"deepspeed.{key}", value=1, problem=OWNED[key]):
         ZeroConfig(stage=3, deepspeed={key: 1})
-    assert OWNED[key] in str(caught.value)
 
 
 def test_every_key_of_deepspeeds_section_is_owned_or_passed_on() -> None:
@@ -178,20 +174,17 @@ def test_other_keys_reach_deepspeed(number: int, key: str) -> None:
     config = EngineConfig(zero=ZeroConfig(stage=3, deepspeed={key: number}))
     check_deepspeed(config)
     assert deepspeed_config(config, device_type="cuda")["zero_optimization"][key] == number
-    with pytest.raises(ValueError, match="at stage 3 only, and the stage is 2"):
+    with raises(EngineConfigError, field=f"deepspeed.{key}", value=number):
         ZeroConfig(stage=2, deepspeed={key: number})
 
 
 def test_unknown_keys_and_bad_values_are_refused_by_deepspeed() -> None:
-    for given_key, message in (
-        (
-            {"stage3_max_live_parameter": 1},
-            "stage3_max_live_parameter is unknown .*nearest: stage3_max_live_parameters",
-        ),
-        ({"stage3_max_live_parameters": -1}, "stage3_max_live_parameters is -1, which DeepSpeed refuses"),
+    for key, value, remedy in (
+        ("stage3_max_live_parameter", 1, "nearest: stage3_max_live_parameters"),
+        ("stage3_max_live_parameters", -1, None),
     ):
-        with pytest.raises(EngineConfigError, match=message):
-            check_deepspeed(EngineConfig(zero=ZeroConfig(stage=3, deepspeed=given_key)))
+        with raises(EngineConfigError, field=f"zero.deepspeed.{key}", remedy=remedy):
+            check_deepspeed(EngineConfig(zero=ZeroConfig(stage=3, deepspeed={key: value})))
 
 
 def test_a_null_dtype_is_bfloat16() -> None:

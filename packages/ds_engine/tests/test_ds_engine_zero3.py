@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ds_engine import EngineConfig, LoraConfig, OffloadConfig, OptimConfig, ZeroConfig
 from ds_engine.errors import ModelError
 from ds_engine.zero.zero3_hooks import set_leaf_modules
-from plinth_testing import RankPool
+from plinth_testing import RankPool, raises
 
 pytestmark = pytest.mark.slow
 LR, EPS = 3e-3, 1e-4
@@ -217,5 +217,5 @@ def test_a_layer_asks_for_the_gradient_of_its_first_argument() -> None:
     assert not layer.seen
     layer.requires_grad_(False)(hidden)
     assert not layer.seen
-    with pytest.raises(ModelError, match="first positional argument"):
+    with raises(ModelError):
         layer(hidden=hidden)

@@ -2,14 +2,13 @@
 
 from pathlib import Path
 
-import pytest
 import transformers
 
 from ds_engine import EngineConfig
 from plinth_base.errors import prefix_fields
 from plinth_testing import raises, tiny_config
 from rl_data import build_tiny_model
-from rl_runtime import InputError, ModelConfig, TrainerConfig, check_architectures
+from rl_runtime import InputError, JobConfig, ModelConfig, TrainerConfig, check_architectures
 from rl_runtime.app.inputs import check_context
 from rl_runtime.launch.placement import Node, plan_placement
 from rl_runtime.launch.servers import check_servers
@@ -29,12 +28,12 @@ def test_architectures_are_tried_before_any_process_starts(tmp_path: Path) -> No
     assert critic.startswith("LlamaForSequenceClassification: packed")
     sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32, "num_hidden_layers": 2}
     transformers.BertConfig(**sizes, is_decoder=False).save_pretrained(tmp_path / "bert")
-    with pytest.raises(InputError, match=r"model.path is .*bert: BertLMHeadModel cannot be trained"):
+    with raises(InputError, field="model.path"):
         check_architectures(ModelConfig(path=str(tmp_path / "bert")), {"engine": EngineConfig()}, on_gpu=False)
     (tmp_path / "bert" / "config.json").write_text('{"model_type": "llama", "hidden_size": "wide"}')
-    with pytest.raises(InputError, match=r"cannot load the configuration of .*hidden_size"):
+    with raises(InputError, field="model.path"):
         check_architectures(ModelConfig(path=str(tmp_path / "bert")), {"engine": EngineConfig()}, on_gpu=False)
-    with pytest.raises(InputError, match=r"^critic.sequence_parallel=3 does not divide the 4 attention heads"):
+    with raises(InputError, field="critic.sequence_parallel", value=3):
         check_architectures(
             ModelConfig(path=str(tmp_path / "llama")), {"critic": EngineConfig(sequence_parallel=3)}, on_gpu=False
         )
@@ -45,7 +44,7 @@ def test_a_model_that_needs_a_gpu_is_left_to_ranks_that_have_one(tmp_path: Path)
     """Here of a family whose small copy cannot be built at all."""
     transformers.xLSTMConfig().save_pretrained(tmp_path)
     engines = {"actor": EngineConfig()}
-    with pytest.raises(InputError, match="no small copy of xLSTMConfig can be tried"):
+    with raises(InputError, field="model.path"):
         check_architectures(ModelConfig(path=str(tmp_path)), engines, on_gpu=False)
     (line,) = check_architectures(ModelConfig(path=str(tmp_path)), engines, on_gpu=True)
     assert line.endswith("the ranks try it before the first step")
@@ -57,7 +56,7 @@ def test_a_response_that_fills_the_context_is_refused(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     model, most = ModelConfig(path=str(tmp_path)), SamplingConfig(max_tokens=63)
     check_context(model, {"sampling": most, "validation": most})
-    with pytest.raises(InputError, match=r"^validation.max_tokens is 64, but .* has 64 positions .* at most 63$"):
+    with raises(InputError, field="validation.max_tokens", value=64, allowed="at most 63"):
         check_context(model, {"sampling": most, "validation": SamplingConfig(max_tokens=64)})
     config.rope_parameters = {
         "rope_type": "yarn",
@@ -69,13 +68,12 @@ def test_a_response_that_fills_the_context_is_refused(tmp_path: Path) -> None:
     check_context(model, {"sampling": SamplingConfig(max_tokens=64)})
 
 
-@pytest.mark.parametrize(
-    ("urls", "why"), [((), "the ranks run on the CPU"), (("http://127.0.0.1:9",), "rollout.urls names servers")]
-)
-def test_turns_are_refused_where_no_gpu_memory_is_shared(urls: tuple[str, ...], why: str) -> None:
-    trainer, rollout = TrainerConfig(device="cpu", take_turns="both"), RolloutConfig(urls=urls)
-    with pytest.raises(InputError, match=f"trainer.take_turns is both, but {why}.*; allowed: never, or null"):
+def test_turns_are_refused_where_no_gpu_memory_is_shared() -> None:
+    trainer, rollout = TrainerConfig(device="cpu", take_turns="both"), RolloutConfig()
+    with raises(InputError, field="trainer.take_turns", value="both"):
         check_servers(ModelConfig(), rollout, SyncConfig(), trainer, plan_session(trainer, rollout))
+    with raises(InputError, field="trainer.take_turns", value="both"):
+        JobConfig(trainer=trainer, rollout=RolloutConfig(urls=("http://127.0.0.1:9",)))
 
 
 def test_servers_without_a_build_of_vllm_for_their_device_are_refused() -> None:

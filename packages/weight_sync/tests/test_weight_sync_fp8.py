@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from weight_sync import ModuleSource, SyncConfig, dequantize_blocks, plan_buckets, quantize_blocks
+from plinth_testing import raises
+from weight_sync import ModuleSource, SyncConfig, SyncConfigError, dequantize_blocks, plan_buckets, quantize_blocks
 from weight_sync.sources.fp8 import Fp8Source
 from weight_sync.tensors import slot_view
 
@@ -59,5 +60,5 @@ def test_source_quantizes_linear_weights_only(bound: int) -> None:
 
 
 def test_quantize_rejects_other_values() -> None:
-    with pytest.raises(ValueError, match="quantize: 'int3'"):
+    with raises(SyncConfigError, field="quantize", value="int3"):
         SyncConfig(quantize="int3")  # type: ignore[arg-type]

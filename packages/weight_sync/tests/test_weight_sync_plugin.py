@@ -164,9 +164,8 @@ def test_derived_parameters_are_recomputed_and_not_required(monkeypatch: pytest.
     process(model)
     loader = ModelLoader(model, SimpleNamespace(dtype=torch.float32), torch.device("cpu"))
     for missing, sent in (("weight", "bias"), ("bias", "weight")):
-        with pytest.raises(ReceiverError, match="receives 0 of its") as caught:
+        with raises(ReceiverError, kind="plan", tensor=missing):
             loader.check(plan_of(model, sent))
-        assert caught.value.tensor == missing
     plan = plan_of(model, "weight", "bias")
     loader.begin(loader.check(plan))
     ones = torch.ones(plan.buckets[0].nbytes // 4).view(torch.uint8)
@@ -181,7 +180,7 @@ def test_derived_parameters_are_recomputed_and_not_required(monkeypatch: pytest.
     model.attention.get_parameter("W_UV")[1, 1] = 3
     verifier = loader.verifier()
     verifier.verify(plan.buckets[0], ones)
-    with pytest.raises(ReceiverError, match=r"verify 'attention': .* W_UV differ"):
+    with raises(ReceiverError, kind="verify", tensor="attention"):
         verifier.finish()
 
 
@@ -249,7 +248,7 @@ def test_packed_weights_are_packed_again_and_verified(
     assert verifier.finish() == 2
     model.weight.data.copy_(model.weight.flip(0))  # the bytes that were sent, unpacked
     verifier = loader.verifier()
-    with pytest.raises(ReceiverError, match=r"verify 'weight': .* bytes of the processed weight differ"):
+    with raises(ReceiverError, kind="verify", tensor="weight"):
         verifier.verify(*sent)
 
 
@@ -276,13 +275,13 @@ def test_model_that_cannot_be_read_loads_and_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(processing, "digest", lambda tensor: 1 / 0)
     model = experts()
     assert model.quant_method.num_calls == 1
-    with pytest.raises(ReceiverError, match="plan: it cannot be read: ZeroDivisionError"):
+    with raises(ReceiverError, kind="plan"):
         push(model)
 
 
 def test_model_that_was_loaded_without_the_record_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "_num_tensor_ranks", lambda: 1)
-    with pytest.raises(ReceiverError, match="plan 'weight': this load format bypasses vLLM's own loader"):
+    with raises(ReceiverError, kind="plan", tensor="weight"):
         ModelLoader(Mla(), None, torch.device("cpu")).check(plan_of(Mla(), "weight"))
 
 

@@ -16,6 +16,7 @@ import weight_sync_helpers as helpers
 from torch import nn
 from weight_sync_helpers import STRANGERS, ChangedSource, Server, assert_serves, flip_bytes, is_paused, stranger
 
+from plinth_testing import raises
 from weight_sync import (
     ModuleSource,
     ReceiverError,
@@ -142,16 +143,14 @@ def test_missing_parameter_is_rejected_by_name(recovered: Server, new_model: Any
 
 
 def test_fp8_is_rejected_by_an_unquantized_server(recovered: Server, new_model: Any) -> None:
-    with WeightPusher(ModuleSource(new_model), [recovered], SyncConfig(quantize="fp8_blocks")) as pusher:
-        with pytest.raises(ReceiverError, match="must serve a blockwise fp8 checkpoint") as caught:
-            pusher.push(2)
-        assert caught.value.kind == "plan"
-        assert caught.value.tensor == "model.layers.0.self_attn.q_proj.weight"
+    pusher = WeightPusher(ModuleSource(new_model), [recovered], SyncConfig(quantize="fp8_blocks"))
+    with pusher, raises(ReceiverError, kind="plan", tensor="model.layers.0.self_attn.q_proj.weight"):
+        pusher.push(2)
 
 
 def test_check_server_on_a_real_server(server: Server) -> None:
     check_server(server)
-    with pytest.raises(ServerError, match="get_world_size"):
+    with raises(ServerError, step="GET /get_world_size", status=0):
         check_server(SimpleNamespace(url="http://127.0.0.1:9", api_key=None))
 
 
@@ -277,9 +276,8 @@ def test_verify_compares_every_byte(
         assert pusher.push(1).num_attempts == 1
     assert_serves(recovered, new_model)
     pusher = WeightPusher(ChangingSource(new_model, name), [recovered], config)
-    with pusher, pytest.raises(ReceiverError, match="differ from the trainer's") as caught:
+    with pusher, raises(ReceiverError, tensor=found):
         pusher.push(2)
-    assert caught.value.tensor == found
     assert is_paused(recovered)
 
 

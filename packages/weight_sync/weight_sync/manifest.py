@@ -53,7 +53,12 @@ class WeightManifest:
         seen: set[str] = set()
         for entry in self.entries:
             if entry.name in seen:
-                raise WeightManifestError(f"{entry.name} appears twice; list tied weights once, under their first name")
+                raise WeightManifestError(
+                    "it appears twice",
+                    field="name",
+                    value=entry.name,
+                    remedy="list tied weights once, under their first name",
+                )
             seen.add(entry.name)
 
     @classmethod

@@ -87,7 +87,7 @@ class BucketPlan:
             )
             announced, digest = data["digest"], _digest(buckets)
             if digest != announced:
-                raise WeightManifestError(f"the plan's digest is {announced!r} but its content gives {digest!r}")
+                raise WeightManifestError(f"its content gives {digest!r}", field="digest", value=announced)
             _check(buckets)
         except (LookupError, TypeError, AttributeError, RecursionError, ValueError) as error:
             if isinstance(error, WeightManifestError):
@@ -103,7 +103,7 @@ def plan_buckets(manifest: WeightManifest, bucket_bytes: int) -> BucketPlan:
     WeightManifestError for a bound below 1 byte.
     """
     if bucket_bytes < 1:
-        raise WeightManifestError(f"bucket_bytes: {bucket_bytes} given, must be at least 1")
+        raise WeightManifestError(field="bucket_bytes", value=bucket_bytes, allowed="at least 1")
     groups: list[list[Slot]] = []
     used = 0
     for entry in manifest.entries:

@@ -33,7 +33,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from ..errors import CollectiveMismatchError, RankStalledError
+from ..errors import CollectiveMismatchError, EngineConfigError, RankStalledError
+from ..torch_errors import classify_torch_error
 from ..upstream import FENCE
 from .collective_log import METHODS, SIZED_BY, CollectiveRecord, GroupLog, RankDump, call_site, describe_call, diagnose
 
@@ -153,9 +154,11 @@ class CollectiveGuard:
         store: Any = None,
     ) -> None:
         if mode not in ("auto", "lockstep", "watch"):
-            raise ValueError(f"mode={mode!r} is not allowed: auto, lockstep or watch")
+            raise EngineConfigError(field="mode", value=mode, allowed="auto, lockstep or watch")
         if stall_timeout_s <= 0:
-            raise ValueError(f"stall_timeout_s={stall_timeout_s!r} is not allowed: a positive number of seconds")
+            raise EngineConfigError(
+                field="stall_timeout_s", value=stall_timeout_s, allowed="a positive number of seconds"
+            )
         self.label = ""
         self._mode = mode
         self._stall_timeout_s = stall_timeout_s
@@ -405,7 +408,7 @@ def _wait(store: Any, keys: list[str], seconds: float) -> bool:
     try:
         store.wait(keys, timedelta(seconds=seconds))
     except (dist.DistStoreError, RuntimeError) as error:
-        if "imeout" in str(error) or "timed out" in str(error).lower():
+        if classify_torch_error(error) == "timeout":
             return False
         raise
     return True

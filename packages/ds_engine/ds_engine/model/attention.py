@@ -67,20 +67,19 @@ def choose_kernel(wanted: Attention, *, device_type: str, dtype: torch.dtype) ->
     if wanted == "sdpa" or (wanted == "auto" and (is_old or not on_gpu)):
         return "sdpa"
     if is_old:
-        raise EngineConfigError(
-            f"attention={wanted!r} needs a GPU of compute capability 8.0 or newer (Ampere): use auto or sdpa"
-        )
+        problem = "it needs a GPU of compute capability 8.0 or newer (Ampere)"
+        raise EngineConfigError(problem, field="attention", value=wanted, allowed="auto or sdpa")
     if not on_gpu:
-        raise EngineConfigError(
-            f"attention={wanted!r} needs CUDA and bf16 or fp16, not {device_type} and {dtype}: use auto or sdpa"
-        )
+        problem = f"it needs CUDA and bf16 or fp16, not {device_type} and {dtype}"
+        raise EngineConfigError(problem, field="attention", value=wanted, allowed="auto or sdpa")
     for kernel, (module, package) in _MODULES.items():
         if wanted not in ("auto", kernel):
             continue
         if _is_installed(module) and (kernel != "flash4" or _runs_flash4(wanted)):
             return kernel
         if wanted == kernel:
-            raise EngineConfigError(f"attention={wanted!r} needs {package}, which is not available here: use auto")
+            problem = f"it needs {package}, which is not available here"
+            raise EngineConfigError(problem, field="attention", value=wanted, remedy="use auto")
     return "sdpa"
 
 
@@ -93,12 +92,12 @@ _MODULES = {
 
 
 def _runs_flash4(wanted: Attention) -> bool:
-    """Whether this GPU is Hopper or, unless `wanted` is "auto", Blackwell, which is not measured."""
+    """True if this GPU is Hopper or, unless `wanted` is "auto", Blackwell, which is not measured."""
     return KERNELS.check() and torch.cuda.get_device_capability()[0] in ((9,) if wanted == "auto" else (9, 10))
 
 
 def _is_installed(module: str) -> bool:
-    """Whether `module` can be imported. A namespace package does not count: flash-attn-4 makes `flash_attn` one."""
+    """True if `module` can be imported. A namespace package does not count: flash-attn-4 makes `flash_attn` one."""
     try:
         spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:  # raised if the parent package is missing
@@ -203,7 +202,8 @@ def _varlen(
     if "window_size" in known:
         options["window_size"] = (sliding_window - 1 if sliding_window is not None else -1, 0)
     elif sliding_window is not None:
-        raise ModelError("this torch's varlen attention has no sliding window: use attention=flash or sdpa")
+        problem = "this torch's varlen attention has no sliding window"
+        raise ModelError(problem, field="attention", value="varlen", allowed="flash or sdpa")
     else:
         options["is_causal"] = True
     cu_seqlens, max_seqlen = packing.cu_seqlens_S1, packing.max_seqlen

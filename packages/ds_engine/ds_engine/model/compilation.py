@@ -65,7 +65,7 @@ def compile_layers(model: Any, *, device_type: str, kernel: str, stage: int = 2,
         ModelError: the model has no transformer layers.
     """
     if device_type == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
-        raise EngineConfigError("compile=True needs a C++ compiler (g++ or clang++) on the CPU")
+        raise EngineConfigError("it needs a C++ compiler (g++ or clang++) on the CPU", field="compile", value=True)
     layers = transformer_layers(model)
     if not layers:
         raise ModelError(f"{type(model).__name__} has no transformer layers to compile")

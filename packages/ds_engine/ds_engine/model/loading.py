@@ -63,13 +63,15 @@ def check_offload(offload: OffloadConfig) -> None:
     if offload.nvme_path is None:
         return
     if not Path(offload.nvme_path).is_dir():
-        raise EngineConfigError(f"zero.offload.nvme_path={offload.nvme_path!r} is not a folder")
+        raise EngineConfigError(field="zero.offload.nvme_path", value=offload.nvme_path, allowed="a folder")
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if not AsyncIOBuilder().is_compatible(verbose=False):
         raise EngineConfigError(
-            "offload to nvme needs DeepSpeed's asynchronous I/O, which needs libaio with headers (Debian, Ubuntu: "
-            "libaio-dev) and a C++ compiler: install them, or offload to cpu"
+            "nvme needs DeepSpeed's asynchronous I/O, which needs libaio with headers (Debian, Ubuntu: libaio-dev) and "
+            "a C++ compiler",
+            field="zero.offload",
+            remedy="install them, or offload to cpu",
         )
 
 
@@ -83,11 +85,11 @@ def abandoned_locks() -> list[Path]:
     from torch.utils.cpp_extension import get_default_build_root
 
     if folder := os.environ.get("TORCH_EXTENSIONS_DIR"):
-        found = Path(folder).glob("*/lock")
+        candidates = Path(folder).glob("*/lock")
     else:
         version = f"py{sys.version_info.major}{sys.version_info.minor}"
-        found = Path(get_default_build_root()).glob(f"{version}_*/*/lock")
-    locks = {str(path.resolve()): path for path in sorted(found)}
+        candidates = Path(get_default_build_root()).glob(f"{version}_*/*/lock")
+    locks = {str(path.resolve()): path for path in sorted(candidates)}
     held = set()
     for descriptor in Path("/proc").glob("[0-9]*/fd/*") if locks else ():
         with suppress(OSError):
@@ -163,8 +165,10 @@ def nf4_base(model_path: str, config: EngineConfig) -> Callable[[str, torch.Tens
     known = _tensor_names(model_path)
     if missing := sorted(rounded - known):
         raise ModelError(
-            f"{model_path} has no {missing[0]} ({len(missing)} of {len(rounded)} linear layers): its tensors have "
-            "other names than the model's, so it is not known which ones the engine rounds to NF4"
+            f"it has no {missing[0]} ({len(missing)} of {len(rounded)} linear layers): its tensors have other names "
+            "than the model's, so it is not known which ones the engine rounds to NF4",
+            field="model_path",
+            value=model_path,
         )
     return lambda name, tensor: round_to_nf4(tensor, dtype) if name in rounded else tensor
 
@@ -196,9 +200,8 @@ def _checked_trial(model_config: Any, config: EngineConfig, head: Head, device: 
     trial = try_model(model_config, head=head, device=device)
     for name, default in (("sequence_parallel", 1), ("compile", False), ("attention", "auto")):
         if trial.way == "rows" and (getattr(config, name) or default) != default:
-            raise EngineConfigError(
-                f"{name}={getattr(config, name)} needs packed sequences, but {trial}: use {name}={default}"
-            )
+            problem = f"it needs packed sequences, but {trial}"
+            raise EngineConfigError(problem, field=name, value=getattr(config, name), allowed=str(default))
     return trial
 
 
@@ -206,14 +209,13 @@ def _read_config(model_path: str) -> Any:
     from transformers import AutoConfig
 
     if not (Path(model_path) / "config.json").is_file():
-        raise ModelError(f"model path {model_path!r} is not a Hugging Face model folder: it has no config.json")
+        problem = "it is not a Hugging Face model folder: it has no config.json"
+        raise ModelError(problem, field="model_path", value=model_path)
     try:
         return AutoConfig.from_pretrained(model_path, trust_remote_code=False)
     except Exception as error:  # transformers' strict configurations have exceptions of their own
-        hint = ". Code of model folders is never run" if "trust_remote_code" in str(error) else ""
-        raise ModelError(
-            f"cannot load the configuration of {model_path!r}: {transformers_message(error)}{hint}"
-        ) from error
+        problem = f"its configuration cannot be loaded: {transformers_message(error)}"
+        raise ModelError(problem, field="model_path", value=model_path) from error
 
 
 def prepare_model(
@@ -265,14 +267,16 @@ def _read_folder(
             )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         kind = "causal language model" if head == "lm" else "model with a value head"
-        raise ModelError(f"cannot load a {kind} from {model_path!r}: {error}") from error
+        raise ModelError(f"cannot load a {kind}: {error}", field="model_path", value=model_path) from error
     new_head = f"{VALUE_HEAD}.weight"
     missing = set(info["missing_keys"])
     if missing - {new_head}:
-        raise ModelError(f"{model_path!r} lacks weights: {sorted(missing - {new_head})[:5]}")
+        problem = f"it lacks weights: {sorted(missing - {new_head})[:5]}"
+        raise ModelError(problem, field="model_path", value=model_path)
     if missing:
         if seed is None:
-            raise ModelError(f"{model_path!r} has no value head ({new_head}), which a model that is not trained needs")
+            problem = f"it has no value head ({new_head}), which a model that is not trained needs"
+            raise ModelError(problem, field="model_path", value=model_path)
         _draw_value_head(model.get_parameter(new_head), seed)
     return cast("nn.Module", model)
 

@@ -70,7 +70,7 @@ class NamedTensor:
     """A parameter, or a persistent buffer."""
     low_rank: LowRank | None = None
     packed: Nf4Packing | TensorView | None = None
-    """How to read the tensor from the parameter: shape and dtype of an NF4 weight, or the part that it is."""
+    """Recipe that reads the tensor from the parameter: shape and dtype of an NF4 weight, or its part."""
 
     @property
     def parts(self) -> list[Tensor]:
@@ -116,7 +116,7 @@ def add_adapters(model: Any, lora: LoraConfig, *, head: Head, seed: int) -> None
     try:
         import peft
     except ImportError as error:
-        raise EngineConfigError("lora needs PEFT: pip install peft") from error
+        raise EngineConfigError("it needs PEFT", field="lora", remedy="pip install peft") from error
     OFF.check()
     settings = peft.LoraConfig(
         r=lora.rank,
@@ -149,8 +149,11 @@ def _target_names(model: Any, lora: LoraConfig) -> list[str]:
     if unknown:
         known = sorted({name.rpartition(".")[2] for name in layers})
         raise ModelError(
-            f"lora.target_modules: {unknown} match no linear layer of {type(model).__name__}'s backbone, which has "
-            f"{known} (the head cannot be adapted: the log-prob function reads its weight)"
+            f"they match no linear layer of {type(model).__name__}'s backbone (the head cannot be adapted: the "
+            "log-prob function reads its weight)",
+            field="lora.target_modules",
+            value=unknown,
+            allowed=", ".join(known),
         )
     return list(lora.target_modules)
 
@@ -163,13 +166,15 @@ def _check_layers(model: Any) -> None:
         others = {name.rpartition(".")[2] for name, layer in _layers(model) if isinstance(layer.base_layer, nn.Linear)}
         allowed = sorted(others - {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
         raise ModelError(
-            f"lora.target_modules adapts {name.replace('.base_layer', '')}.{layer.parameter_name} of "
-            f"{type(model).__name__}; adapters of experts cannot be merged for exports and syncs; allowed: {allowed}"
+            f"it adapts {name.replace('.base_layer', '')}.{layer.parameter_name} of {type(model).__name__}, and "
+            "adapters of experts cannot be merged for exports and syncs",
+            field="lora.target_modules",
+            allowed=", ".join(allowed),
         )
 
 
 def has_adapters(module: nn.Module) -> bool:
-    """Whether `add_adapters` has added adapters to `module`."""
+    """True if `add_adapters` has added adapters to `module`."""
     return getattr(module, "peft_config", None) is not None
 
 

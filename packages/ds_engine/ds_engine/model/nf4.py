@@ -187,9 +187,8 @@ def quantize_base(model: Any, *, device: torch.device) -> None:
         try:
             model.set_submodule(name, _packed(linear, device))
         except ValueError as error:
-            raise ModelError(
-                f"lora.base_format='nf4' cannot pack {name}.weight: {error}. Use base_format='plain'"
-            ) from None
+            problem = f"{name}.weight cannot be packed: {error}"
+            raise ModelError(problem, field="lora.base_format", value="nf4", remedy="use plain") from None
 
 
 def _packed(linear: nn.Linear, device: torch.device) -> Nf4Linear:
@@ -214,7 +213,7 @@ def nf4_weights(model: Any) -> list[str]:
 
 
 def round_to_nf4(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a layer computes with whose weight was loaded in `dtype` and quantized; shape of `weight`, in `dtype`."""
+    """Dequantized weight of a layer that was loaded in `dtype` and quantized; shape of `weight`, in `dtype`."""
     packed = Nf4Packing(shape=tuple(weight.shape), dtype=dtype)
     return packed.unpack(packed.pack(weight.to(dtype)))
 

@@ -101,8 +101,9 @@ def packed_inputs(
         index, targets = batch.target_index_K, batch.target_ids_K
         if sum(lengths) != ids.numel() or any(n < 1 for n in lengths):
             raise BatchError(
-                f"cu_seqlens_S1 describes sequences of {lengths[:8]} tokens, "
-                f"but input_ids_T has {ids.numel()}; lengths must be positive and add up"
+                f"it describes sequences of {lengths[:8]} tokens, but input_ids_T has {ids.numel()}",
+                field="cu_seqlens_S1",
+                allowed="positive lengths that add up",
             )
     columns = dict(batch.columns) if with_columns else {}
     share = rows = None
@@ -143,7 +144,8 @@ def _padded_rows(
 ) -> tuple[PaddedRows, Tensor]:
     """The rows, and `index_K` for their flattened tokens."""
     if positions_T.tolist() != [position for n in lengths for position in range(n)]:
-        raise BatchError("position_ids_T must count the tokens of each sequence from 0: this model numbers them itself")
+        problem = "this model numbers tokens itself"
+        raise BatchError(problem, field="position_ids_T", allowed="the tokens of each sequence counted from 0")
     ids_SL = nn.utils.rnn.pad_sequence(ids_T.split(lengths), batch_first=True)
     mask_SL = nn.utils.rnn.pad_sequence([ids_T.new_ones(n) for n in lengths], batch_first=True)
     place_T = mask_SL.flatten().nonzero()[:, 0]

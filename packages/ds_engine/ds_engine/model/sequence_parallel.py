@@ -57,7 +57,8 @@ def join_sequence_group(sp: int) -> SequenceGroup | None:
     world_size = dist.get_world_size()
     if world_size % sp != 0:
         fits = [n for n in range(1, world_size + 1) if world_size % n == 0]
-        raise EngineConfigError(f"sequence_parallel={sp} does not divide the {world_size} ranks: use one of {fits}")
+        problem = f"it does not divide the {world_size} ranks"
+        raise EngineConfigError(problem, field="sequence_parallel", value=sp, allowed=f"one of {fits}")
     if sp == 1:
         return None
     GROUPS.check()

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..config import EngineConfig
+from ..errors import EngineConfigError
 from .transfer_plan import HookCall, planned_transfers
 
 FALLBACK_BUCKET_ELEMENTS = 500_000_000
@@ -50,7 +51,7 @@ def planned_step(
     """
     zero = config.zero
     if zero.stage == 3:
-        raise ValueError("stage 3 needs a trace: use planned_zero3_steps")
+        raise EngineConfigError(field="zero.stage", value=3, allowed="1 or 2", remedy="use planned_zero3_steps")
     _check(config, world_size)
     groups = groups or [range(len(parameter_sizes))]
     plan = [_call("all_gather", "int64", 4 * world_size)]
@@ -135,9 +136,9 @@ def _trace_comparisons(hook_calls: Sequence[HookCall]) -> Iterator[list[PlannedC
 
 def _check(config: EngineConfig, world_size: int) -> None:
     if config.sequence_parallel > 1:
-        raise ValueError("the plan does not support sequence parallelism: use sequence_parallel=1")
+        raise EngineConfigError(field="sequence_parallel", value=config.sequence_parallel, allowed="1 in a plan")
     if world_size < 2:
-        raise ValueError(f"world_size={world_size} is not allowed: 2 or more")
+        raise EngineConfigError(field="world_size", value=world_size, allowed="2 or more")
 
 
 def _gradient_norm(config: EngineConfig, num_groups: int) -> list[PlannedCollective]:

@@ -45,6 +45,7 @@ from typing import Any, Literal
 from plinth_base.dtypes import dtype_bytes
 
 from ..config import EngineConfig, OffloadDevice, check_heads
+from ..errors import EngineConfigError
 from ..nf4_size import NF4_CHUNK, nf4_bytes
 from .collective_plan import FALLBACK_BUCKET_ELEMENTS, shard_elements
 from .model_shape import ModelShape, Weight, read_shape
@@ -84,7 +85,7 @@ class MemoryEstimate:
     lasting_gradients: int
     """Device bytes of the gradients that stay allocated between steps: the fp32 ones at stage 1 in bf16, else none."""
     is_exact: bool = True
-    """Whether the family is known; otherwise activations are an upper bound."""
+    """True if the family is known; otherwise activations are an upper bound."""
 
     @property
     def device_bytes(self) -> int:
@@ -192,7 +193,7 @@ def estimate_memory(
     counts = {"dp": dp, "tokens_per_micro_batch": tokens_per_micro_batch, "num_micro_batches": num_micro_batches}
     for name, count in counts.items():
         if count < 1:
-            raise ValueError(f"{name}={count} is not allowed: 1 or more")
+            raise EngineConfigError(field=name, value=count, allowed="1 or more")
     shape = model if isinstance(model, ModelShape) else read_shape(model)
     if shape.is_exact:  # a counted model without heads has one
         check_heads(shape.num_heads, config.sequence_parallel)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..config import LoraConfig
-from ..errors import EngineConfigError
+from ..errors import EngineConfigError, ModelError
 from ..upstream import transformers_message
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -51,7 +51,7 @@ class ModelShape:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the sizes are those of a known family; otherwise estimates are too large rather than too small."""
+        """True if the sizes are those of a known family; otherwise estimates are too large rather than too small."""
         return not self.counted
 
     @classmethod
@@ -64,7 +64,7 @@ class ModelShape:
         config = model if isinstance(model, Mapping) else _read_json(Path(model))
         family = config.get("model_type")
         if family not in FAMILIES:
-            raise ValueError(f"model_type={family!r} is not allowed: the planner supports {', '.join(FAMILIES)}")
+            raise ModelError(field="model_type", value=family, allowed=", ".join(FAMILIES))
         try:
             heads = int(config["num_attention_heads"])
             return cls(
@@ -81,7 +81,7 @@ class ModelShape:
                 qk_norm=family == "qwen3",
             )
         except KeyError as error:
-            raise ValueError(f"the model's configuration lacks {error}") from None
+            raise ModelError(f"the model's configuration lacks {error}") from None
 
     @property
     def query_width(self) -> int:
@@ -143,7 +143,7 @@ class ModelShape:
         if not adapted:
             known = ", ".join(sorted({w.name for w in layers}))
             raise EngineConfigError(
-                f"lora.target_modules is {wanted}, but the model has no such linear layer; allowed: {known}"
+                "the model has no such linear layer", field="lora.target_modules", value=wanted, allowed=str(known)
             )
         a = [Weight(name="A", shape=(lora.rank, w.shape[1])) for w in adapted]
         b = [Weight(name="B", shape=(w.shape[0], lora.rank)) for w in adapted]
@@ -188,8 +188,8 @@ def count_shape(folder: str | Path) -> ModelShape:
         heads = int(getattr(text, "num_attention_heads", None) or 1)  # state-space models have none
         layers, width = int(text.num_hidden_layers), int(text.hidden_size)
     except Exception as error:  # from_config runs the architecture's own code
-        what = f"{type(error).__name__}: {transformers_message(error)}"
-        raise ValueError(f"the sizes of {str(folder)!r} cannot be counted: {what}") from error
+        reason = f"{type(error).__name__}: {transformers_message(error)}"
+        raise ModelError(f"its sizes cannot be counted: {reason}", value=str(folder)) from error
     experts = int(getattr(text, "num_experts_per_tok", None) or 1)
     outer = {id(p) for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m for p in m.parameters()}
     return ModelShape(
@@ -235,11 +235,12 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     if not file.is_file():
         is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) is not None
         hint = f"; the model of this name is fetched by: hf download {path}" if is_name else ""
-        raise ValueError(f"{str(path)!r} is neither a config.json nor a folder that contains one{hint}")
+        raise ModelError(f"neither a config.json nor a folder that contains one{hint}", value=str(path))
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{str(file)!r} is not valid JSON ({error}); copy it again from the model") from None
+        problem = f"not valid JSON ({error})"
+        raise ModelError(problem, value=str(file), remedy="copy it again from the model") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{str(file)!r} has no keys; allowed: the configuration of a Hugging Face model")
+        raise ModelError("it has no keys", value=str(file), allowed="the configuration of a Hugging Face model")
     return content

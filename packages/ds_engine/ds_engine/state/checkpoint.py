@@ -43,15 +43,15 @@ def load_state(engine: Any, folder: str | Path, tag: str) -> int:
     _check_not_on_nvme(engine)
     path = Path(folder) / tag
     if not path.is_dir():
-        raise CheckpointError(f"no checkpoint {tag!r} in {str(folder)!r}")
+        raise CheckpointError(f"no such checkpoint in {str(folder)!r}", field="tag", value=tag)
     has_no_frozen = all(parameter.requires_grad for parameter in engine.module.parameters())
     try:
-        found, state = engine.load_checkpoint(
+        loaded, state = engine.load_checkpoint(
             str(folder), tag=tag, load_lr_scheduler_states=False, load_module_strict=has_no_frozen
         )
     except (RuntimeError, KeyError, IndexError) as error:
         raise CheckpointError(f"{str(path)!r} does not fit this engine's model and adapters: {error}") from error
-    if found is None or "num_steps" not in state:
+    if loaded is None or "num_steps" not in state:
         raise CheckpointError(f"{str(path)!r} is not a checkpoint of this engine")
     return int(state["num_steps"])
 
@@ -60,8 +60,10 @@ def _check_not_on_nvme(engine: Any) -> None:
     """DeepSpeed would copy the swap files but restore neither weights, nor counters, nor states too small to swap."""
     if engine.zero_nvme_offload_optimizer():
         raise CheckpointError(
-            "optimizer states on NVMe cannot be saved in a checkpoint that training can resume from: "
-            "use zero.offload.optimizer=cpu, or export_parameters for the weights alone"
+            "optimizer states on NVMe cannot be saved in a checkpoint that training can resume from",
+            field="zero.offload.optimizer",
+            value="nvme",
+            remedy="use cpu, or export_parameters for the weights alone",
         )
 
 

@@ -97,19 +97,20 @@ def check_deepspeed(config: EngineConfig) -> None:
     try:
         DeepSpeedZeroConfig(**_zero_section(config, device_type="cpu", trainable=True))
     except ValidationError as error:
-        raise EngineConfigError("; ".join(map(_problem, error.errors(include_url=False)))) from None
+        raise _refusal(error.errors(include_url=False)[0]) from None
 
 
-def _problem(detail: Mapping[str, Any]) -> str:
+def _refusal(detail: Mapping[str, Any]) -> EngineConfigError:
     key = ".".join(map(str, detail["loc"]))
+    field = f"zero.deepspeed.{key}"
     if detail["type"] != "extra_forbidden":
-        return f"zero.deepspeed.{key} is {detail['input']!r}, which DeepSpeed refuses: {detail['msg']}"
+        return EngineConfigError(f"DeepSpeed refuses it: {detail['msg']}", field=field, value=detail["input"])
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     known = [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
     near = difflib.get_close_matches(key, known, n=1)
-    hint = f"; nearest: {near[0]}" if near else ""
-    return f"zero.deepspeed.{key} is unknown to DeepSpeed's zero_optimization section{hint}"
+    remedy = f"nearest: {near[0]}" if near else None
+    return EngineConfigError("unknown to DeepSpeed's zero_optimization section", field=field, remedy=remedy)
 
 
 def _offload_section(device: OffloadDevice, nvme_path: str | None, pin_memory: bool) -> dict[str, Any]:

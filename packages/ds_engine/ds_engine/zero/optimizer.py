@@ -90,7 +90,7 @@ def start_deepspeed(
     if gathers_layers:
         set_leaf_modules(module)
     elif zero.stage == 3 and config.compile:
-        raise EngineConfigError(f"compile=True at stage 3 cannot work: {LEAVES.problem()}. Use compile=False")
+        raise EngineConfigError(f"at stage 3: {LEAVES.problem()}", field="compile", value=True, allowed="false")
     engine, _, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
     if optimizer is not None:
         _replace_step(engine.optimizer, config)

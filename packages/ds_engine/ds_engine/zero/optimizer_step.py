@@ -214,4 +214,4 @@ def check_fp16(dtype: str, device_type: str) -> None:
 
     if not get_accelerator().is_fp16_supported():
         reason = "CPU has no fp16 instructions (AMX-FP16 or AVX512-FP16)" if device_type == "cpu" else "GPU has no fp16"
-        raise EngineConfigError(f"dtype='float16' cannot work: this {reason}; use bfloat16 or float32")
+        raise EngineConfigError(f"this {reason}", field="dtype", value="float16", allowed="bfloat16 or float32")

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from plinth_base.errors import shown
+
 from ..errors import ConfigError
 from .schema import (
     MISSING,
@@ -27,7 +29,7 @@ from .schema import (
     value_hint,
     wants_text,
 )
-from .trees import Layer, leaves, plain_tree, shorten, source_of, value_at
+from .trees import Layer, leaves, plain_tree, source_of, value_at
 from .validation import validate
 from .yaml import YamlError, dump, parse_typed
 
@@ -87,7 +89,7 @@ def _file_layers(cls: type, path: Path, problems: list[ConfigError], below: tupl
     if tree is None:
         return []
     if not isinstance(tree, dict):
-        message = f"expected a mapping of keys at the top of the file, got {shorten(tree)}"
+        message = f"expected a mapping of keys at the top of the file, got {shown(tree)}"
         problems.append(ConfigError(message, source=source))
         return []
     layers = [Layer(source=source, tree=tree)]
@@ -104,7 +106,7 @@ def _override_layer(cls: type, text: str, problems: list[ConfigError]) -> Layer 
     path, equals, raw = text.partition("=")
     words = path.split(".")
     if not equals or not all(words):
-        message = f"{shorten(text)} is not an override; write key=value with a dotted key, as in a.b=1"
+        message = f"{shown(text)} is not an override; write key=value with a dotted key, as in a.b=1"
         problems.append(ConfigError(message, source="command line"))
         return None
     try:
@@ -173,7 +175,7 @@ def _known_part(root: type, value: Any, hint: Any, path: str, source: str, probl
             )
         if key not in field_hints(nested):
             near = nearest_paths(root, inner_path)
-            problem = f"unknown key (given {shorten(inner)})"
+            problem = f"unknown key (given {shown(inner)})"
             hint = f"nearest: {', '.join(near)}" if near else f"allowed here: {', '.join(field_hints(nested))}"
             problems.append(ConfigError(problem, field=inner_path, remedy=hint, source=source))
         elif (known := _known_part(root, inner, field_hints(nested)[key], inner_path, source, problems)) is not MISSING:
@@ -197,8 +199,8 @@ def _merge(cls: type, layers: Sequence[Layer], problems: list[ConfigError]) -> d
             path = str(getattr(error, "full_key", "") or "").removesuffix(f".{_COPIED}")
             value = value_at(given, path)
             first_line = str(error).strip().splitlines()[0]
-            shown = f"cannot resolve {shorten(value)}: " if value is not MISSING else ""
-            problems.append(ConfigError(f"{shown}{first_line}", field=path, source=source_of(layers, path)))
+            cause = f"cannot resolve {shown(value)}: " if value is not MISSING else ""
+            problems.append(ConfigError(f"{cause}{first_line}", field=path, source=source_of(layers, path)))
             return None
         tree = _with_copies(_replace_text(resolved, *reversed(_MISSING_MARK)))
     normal = _normalize(tree, cls)

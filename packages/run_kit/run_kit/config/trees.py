@@ -1,7 +1,6 @@
 """Values of a configuration as trees of dicts, lists and scalars, and the layers that they come from."""
 
 import dataclasses
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,11 +62,3 @@ def source_of(layers: Sequence[Layer], path: str) -> str:
     """The last layer that set the key (or its section)."""
     key = path.partition("[")[0]
     return next((layer.source for layer in reversed(layers) if key and value_at(layer.tree, key) is not MISSING), "")
-
-
-def shorten(value: Any) -> str:
-    """The value for a message, in at most 80 characters."""
-    if value is MISSING:
-        return "nothing"
-    text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

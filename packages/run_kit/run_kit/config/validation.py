@@ -7,10 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from plinth_base.errors import PlinthError
+from plinth_base.errors import UNSET, PlinthError
 
 from ..errors import ConfigError
-from .schema import allowed_words, inner_hint
+from .schema import MISSING, allowed_words, inner_hint
 from .trees import Layer, leaves, source_of, value_at
 
 ConfigT = TypeVar("ConfigT")
@@ -79,7 +79,9 @@ def _problem(cls: type, detail: Mapping[str, Any], tree: Any, layers: Sequence[L
         return ConfigError("missing; it has no default", field=path, allowed=allowed)
     if not detail["type"].endswith(_CLEAR_FROM_THE_TYPE):
         allowed = f"{allowed} ({detail['msg']})"
-    return ConfigError(field=path, value=value_at(tree, path), allowed=allowed, source=source_of(layers, path))
+    value = value_at(tree, path)
+    given = UNSET if value is MISSING else value
+    return ConfigError(field=path, value=given, allowed=allowed, source=source_of(layers, path))
 
 
 def _check_problem(path: str, error: ValueError, layers: Sequence[Layer]) -> ConfigError:

@@ -18,17 +18,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if any(folder in ("-h", "--help") for folder in folders) else 2
     try:
         if len(folders) == 1:
-            path = write_report(folders[0], *outputs[-1:])
+            print(write_report(folders[0], *outputs[-1:]))
         else:
-            path = write_comparison(run_labels(folders), outputs[-1] if outputs else "comparison.html")
+            print(write_comparison(run_labels(folders), outputs[-1] if outputs else "comparison.html"))
     except (ConfigError, ReportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:  # a folder that may not be read, a file that cannot be written
-        where = f"output={outputs[-1]}" if outputs else ", ".join(folders)
-        print(f"error: {where}: {error.strerror or error}; give another path", file=sys.stderr)
+        path = f"output={outputs[-1]}" if outputs else ", ".join(folders)
+        print(f"error: {path}: {error.strerror or error}; give another path", file=sys.stderr)
         return 2
-    print(path)
     return 0
 
 

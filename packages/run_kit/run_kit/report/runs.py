@@ -67,11 +67,7 @@ def write_comparison(runs: Mapping[str, Path | str], path: Path | str, *, title:
         Section(key="config", title="Keys that differ", table=Table(head=("key", *data), rows=list(keys.items()))),
         *_plots(data),
         _rollouts(records, sum(run.num_rollouts for run in data.values())),
-        Section(
-            key="metrics",
-            title="All metrics",
-            table=Table(head=("mean of the last five steps", *data), rows=metrics),
-        ),
+        Section(key="metrics", title="All metrics", table=Table(head=("mean, last five", *data), rows=metrics)),
     ]
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -113,7 +113,8 @@ def _write_grid(panels: Sequence[Panel], path: Path, title: str, draw: Callable[
 
 
 def to_svg(draw: Callable[[Any], None], *, title: str, size: tuple[float, float] = (4.0, 2.2)) -> str:
-    """An `<svg>` element for a page: transparent, with text as text, which the page gives a font.
+    """An `<svg>` element for a page: transparent, with text as text. Not for threads: it changes matplotlib's settings.
+
 
     Args:
         draw: draws into matplotlib axes.

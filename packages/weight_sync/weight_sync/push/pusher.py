@@ -90,7 +90,7 @@ class WeightPusher:
         self._session: PushSession | None = None
         if rank == 0:
             if not endpoints:
-                raise SyncConfigError("endpoints: none given")
+                raise SyncConfigError(field="endpoints", value=endpoints, allowed="at least one")
             controls = [ServerControl(e.url, e.api_key, self._config.timeout_s) for e in endpoints]
             urls = [endpoint.url for endpoint in endpoints]
             self._transports = choose_transports(self._config, urls, on_gpu=self._device.type == "cuda")

@@ -53,9 +53,12 @@ def check_server(endpoint: Endpoint, *, timeout_s: float = 120.0) -> None:
             return
         raise
     if backend != BACKEND:
-        given = f"the weight-transfer backend {backend!r}" if backend else "no weight-transfer backend"
+        other = f"the weight-transfer backend {backend!r}" if backend else "no weight-transfer backend"
         raise SyncConfigError(
-            f"the server at {endpoint.url} was started with {given}; start it with {shlex.join(_SERVER_ARGS)}"
+            f"the server was started with {other}",
+            field="url",
+            value=endpoint.url,
+            remedy=f"start it with {shlex.join(_SERVER_ARGS)}",
         )
 
 
@@ -73,7 +76,7 @@ class ServerControl:
         except (ValueError, TypeError, AttributeError):
             is_valid = False
         if not is_valid:
-            raise SyncConfigError(f"endpoint url: {url!r} given, expected http://host:port")
+            raise SyncConfigError(field="url", value=url, allowed="http://host:port")
         self.url = url.rstrip("/").removesuffix("/v1")
         self._parts = urlsplit(self.url)
         self._api_key = api_key

@@ -229,8 +229,12 @@ class PushSession:
         """Refuse ``keep`` before weights are sent if the server could not drop its prefix cache beside requests."""
         problem = hello.get("cannot_keep", "its version of weight_sync is too old")
         if self._config.running_requests == "keep" and problem:
-            message = f"'keep' cannot be used with the server at {url}: {problem}; allowed here: wait, recompute"
-            raise SyncConfigError(f"running_requests: {message}")
+            raise SyncConfigError(
+                f"the server at {url} cannot keep requests: {problem}",
+                field="running_requests",
+                value="keep",
+                allowed="wait, recompute",
+            )
 
     def _send_plan(self, attempt: "_Attempt", plan: BucketPlan, version: int) -> None:
         """Send the plan to every worker and wait until all have accepted it. No weights are sent before."""
@@ -377,5 +381,5 @@ def run_in_thread(call: Callable[..., T], *args: Any) -> Future[T]:
 
 
 def num_passes(config: SyncConfig) -> int:
-    """How often a push sends all buckets: once to load them and, with ``verify``, once more to compare them."""
+    """Passes of a push over all buckets: one to load them and, with ``verify``, one more to compare them."""
     return 2 if config.verify else 1

@@ -36,7 +36,7 @@ class HfFolderSource:
         entries = []
         paths = [file for file in sorted(Path(path).glob("*.safetensors")) if file.is_file()]
         if not paths:
-            raise SourceError(f"{path}: no *.safetensors file")
+            raise SourceError("the folder has no *.safetensors file", value=str(path))
         for file in paths:
             for name, shape, dtype, start in _read_header(file):
                 self._files[name] = (file, start)
@@ -58,7 +58,7 @@ class HfFolderSource:
                     stream.seek(start)
                     target = memoryview(host[slot.offset : slot.offset + slot.nbytes].numpy().data)
                     if stream.readinto(target) != slot.nbytes:
-                        raise SourceError(f"{file}: the file ends within {slot.name}")
+                        raise SourceError(f"the file ends within {slot.name}", value=str(file))
 
 
 def _read_header(file: Path) -> list[tuple[str, tuple[int, ...], str, int]]:
@@ -67,9 +67,9 @@ def _read_header(file: Path) -> list[tuple[str, tuple[int, ...], str, int]]:
         head = stream.read(8)
         size = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
         if not 0 < size <= file.stat().st_size - 8:
-            raise SourceError(f"{file}: not a safetensors file")
+            raise SourceError("not a safetensors file", value=str(file))
         text = stream.read(size)
-    found = []
+    tensors = []
     name, end = "the header", file.stat().st_size - 8 - size
     try:
         for name, info in json.loads(text).items():
@@ -77,11 +77,12 @@ def _read_header(file: Path) -> list[tuple[str, tuple[int, ...], str, int]]:
                 continue
             first, last = info["data_offsets"]
             if info["dtype"] not in _TORCH_NAMES:
-                raise SourceError(f"{file}: {name} has dtype {info['dtype']}, which cannot be sent")
+                raise SourceError(f"{name} has dtype {info['dtype']}, which cannot be sent", value=str(file))
             entry = TensorEntry(name=name, shape=tuple(info["shape"]), dtype=_TORCH_NAMES[info["dtype"]])
             if not 0 <= first <= last <= end or last - first != entry.num_bytes:
-                raise SourceError(f"{file}: {name} lies at bytes {first} to {last} of {end}")
-            found.append((name, entry.shape, entry.dtype, 8 + size + first))
+                raise SourceError(f"{name} lies at bytes {first} to {last} of {end}", value=str(file))
+            tensors.append((name, entry.shape, entry.dtype, 8 + size + first))
     except (LookupError, TypeError, AttributeError, RecursionError, ValueError) as error:
-        raise SourceError(f"{file}: cannot read {name}: {type(error).__name__}: {error}") from error
-    return sorted(found, key=lambda item: item[3])
+        problem = f"{name} cannot be read: {type(error).__name__}: {error}"
+        raise SourceError(problem, value=str(file)) from error
+    return sorted(tensors, key=lambda item: item[3])

@@ -198,7 +198,7 @@ def create_communicator(store: TCPStore, rank: int, size: int, generation: str, 
     """An NCCL communicator outside torch's default process group. Raises SyncConfigError without NCCL."""
     nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
     if nccl is None:
-        raise SyncConfigError("transport: 'nccl' needs a torch built with NCCL")
+        raise SyncConfigError("it needs a torch built with NCCL", field="transport", value="nccl")
     options = nccl.Options()
     options._timeout = _seconds(timeout_s)
     prefixed = PrefixStore(f"plinth_weight_sync/{generation}", store)
