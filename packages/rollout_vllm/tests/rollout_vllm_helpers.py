@@ -18,7 +18,7 @@ import aiohttp
 from aiohttp import web
 
 import rollout_vllm
-from rollout_vllm import Endpoint, GroupResult, Request, RolloutConfig, request_seed
+from rollout_vllm import Endpoint, Group, Request, RolloutConfig, request_seed
 from rollout_vllm.client.transport import LoopThread
 
 EOS_ID = 1
@@ -106,7 +106,7 @@ def make_requests(count: int, *, length: int = 12, step: int = 0) -> list[Reques
     ]
 
 
-def assert_complete(requests: list[Request], groups: list[GroupResult], n: int) -> None:
+def assert_complete(requests: list[Request], groups: list[Group], n: int) -> None:
     """Every sample index occurs exactly once."""
     assert [g.prompt_id for g in groups] == [r.prompt_id for r in requests]
     for group in groups:

@@ -26,7 +26,7 @@ class LocalDisks:
         assert trainer.checkpoint_url is not None, "TrainingConfig wants it with local_disks"
         self._trainer, self._run, self._report = trainer, run.absolute(), report
         self.remote = remote_run(trainer.checkpoint_url, run.name)
-        """Where the run publishes its checkpoints."""
+        """The store of the run's checkpoints."""
 
     def store(self) -> HostCheckpoints:
         """Publishes in the storage what the ranks upload."""
