@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))  # where a user's own tools are
 
+from rollout_vllm_helpers import group_of_one
+
 from plinth_testing import raises
 from rollout_vllm import (
     ChatFormat,
@@ -110,15 +112,7 @@ class FakeClient:
     async def sample(self, request: Request, sampling: SamplingConfig) -> Group:
         ids = self.turns[len(self.prompts)]
         self.prompts.append(list(request.prompt_ids))
-        sample = Sample(
-            prompt_id=request.prompt_id,
-            sample_index=0,
-            response_ids=ids,
-            log_probs=[-1.0] * len(ids),
-            finish_reason="stop",
-            last_policy_version=0,
-        )
-        return Group(request=request, samples=(sample,))
+        return group_of_one(request, ids)
 
 
 def play(
@@ -159,9 +153,7 @@ def test_a_conversation_with_a_tool_is_that_of_the_template(name: str) -> None:
     assert client.prompts[0] == result.prompt_ids.tolist() == ids_of(tokenizer, render(messages[:1]))
     assert '"name": "shout"' in tokenizer.decode(result.prompt_ids) or name == "llama"
     assert client.prompts[1] == ids_of(tokenizer, render(messages))
-    sampled = [
-        token for token, own in zip(result.response_ids.tolist(), result.response_mask.tolist(), strict=True) if own
-    ]
+    sampled = result.response_ids[result.response_mask].tolist()
     assert sampled == turns[0] + turns[1]
     assert result.score is None, "the configured reward scores it"
 
