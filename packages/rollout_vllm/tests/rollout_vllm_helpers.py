@@ -18,7 +18,7 @@ import aiohttp
 from aiohttp import web
 
 import rollout_vllm
-from rollout_vllm import Endpoint, GroupResult, Request, RolloutConfig, request_seed
+from rollout_vllm import Endpoint, GroupResult, Request, RolloutConfig, Sample, request_seed
 from rollout_vllm.client.transport import LoopThread
 
 EOS_ID = 1
@@ -104,6 +104,20 @@ def make_requests(count: int, *, length: int = 12, step: int = 0) -> list[Reques
         )
         for i in range(count)
     ]
+
+
+def group_of_one(request: Request, ids: list[int], *, log_prob: float = -1.0, version: int = 0) -> GroupResult:
+    """The answer of a client with one sample that ended."""
+    sample = Sample(
+        prompt_id=request.prompt_id,
+        sample_index=0,
+        response_ids=ids,
+        log_probs=[log_prob] * len(ids),
+        finish_reason="stop",
+        policy_version=version,
+        last_policy_version=version,
+    )
+    return GroupResult(prompt_id=request.prompt_id, samples=(sample,))
 
 
 def assert_complete(requests: list[Request], groups: list[GroupResult], n: int) -> None:

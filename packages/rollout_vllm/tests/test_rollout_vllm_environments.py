@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))  # where a user's own environments are
 
+from rollout_vllm_helpers import group_of_one
+
 from rollout_vllm import (
     ChatFormat,
     EnvironmentRollout,
@@ -26,7 +28,6 @@ from rollout_vllm import (
     EpisodeGroup,
     GroupResult,
     Request,
-    Sample,
     SamplingConfig,
     run_episodes,
 )
@@ -60,16 +61,7 @@ class FakeClient:
         await asyncio.sleep(0)
         self.prompts.append(bytes(token for token in request.prompt_ids if token != EOS).decode())
         ids = self.answer[: sampling.max_tokens]
-        sample = Sample(
-            prompt_id=request.prompt_id,
-            sample_index=0,
-            response_ids=ids,
-            log_probs=[-0.5] * len(ids),
-            finish_reason="stop",
-            policy_version=3,
-            last_policy_version=3,
-        )
-        return GroupResult(prompt_id=request.prompt_id, samples=(sample,))
+        return group_of_one(request, ids, log_prob=-0.5, version=3)
 
 
 def run(

@@ -172,10 +172,10 @@ def test_failed_pause_changes_nothing(proxy: FaultyProxy) -> None:
     with RolloutClient([proxy.endpoint], config_for_tests(max_retries=0)) as client:
         future = client.start(client.generate(make_requests(2), LONG))
         wait_until(lambda: proxy.num_requests == 2)
-        with pytest.raises(ControlError, match="still in flight"):
+        with pytest.raises(ControlError):
             client.run(client.pause(timeout_s=1.0))
         proxy.without_control_routes = True
-        with pytest.raises(ControlError, match="control_routes"):
+        with pytest.raises(ControlError, match="control_routes"):  # the remedy
             client.run(client.pause())
         assert client.generate_blocking(make_requests(1, step=1), SamplingConfig(n=1, max_tokens=2))[0].complete
         future.cancel()

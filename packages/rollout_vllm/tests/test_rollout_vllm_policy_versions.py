@@ -177,5 +177,5 @@ def test_versions_of_the_servers() -> None:
 def test_launched_servers_note_versions(pair: ServerGroup, client: RolloutClient, proxy: FaultyProxy) -> None:
     assert client.run(client.fetch_policy_versions()) == [None, None]  # no weights were pushed
     proxy.without_control_routes = True
-    with RolloutClient([proxy.endpoint], config_for_tests()) as other, pytest.raises(ControlError, match="not note"):
+    with RolloutClient([proxy.endpoint], config_for_tests()) as other, pytest.raises(UnlabeledTokensError):
         other.run(other.fetch_policy_versions())

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 from rollout_vllm_helpers import assert_complete, config_for_tests, make_requests
 
-from plinth_testing import wait_until
+from plinth_testing import raises, wait_until
 from rollout_vllm import (
     Endpoint,
     ModelFolderError,
@@ -22,8 +22,8 @@ from rollout_vllm import (
     RolloutConfigError,
     SamplingConfig,
     ServerDiedError,
+    ServerLostError,
     ServerSeat,
-    ServerStartError,
     launch_on_ray,
 )
 from rollout_vllm.servers.blocking_http import call
@@ -59,22 +59,22 @@ def cluster() -> Iterator[None]:
 
 
 def test_invalid_launches_are_rejected_immediately(model_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(RolloutConfigError, match="not initialized"):
+    with raises(RolloutConfigError, remedy="call ray.init(address=...) first"):
         launch_on_ray(model_folder, config_for_tests(), log_dir=tmp_path)
-    with pytest.raises(RolloutConfigError, match="urls"):
+    with raises(RolloutConfigError, field="urls"):
         launch_on_ray(model_folder, RolloutConfig(urls=("http://a:1",)), log_dir=tmp_path)
 
 
 def processes_of(log_path: Path) -> list[int]:
     """All processes that write to this log: the supervisor and its descendants."""
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if any(Path(os.readlink(fd)) == log_path for fd in (folder / "fd").iterdir()):
-                found.append(int(folder.name))
+                pids.append(int(folder.name))
         except OSError:
             continue
-    return found
+    return pids
 
 
 def test_server_on_a_ray_node(cluster: None, model_folder: Path, tmp_path: Path) -> None:
@@ -82,12 +82,13 @@ def test_server_on_a_ray_node(cluster: None, model_folder: Path, tmp_path: Path)
     wanted = {"CPU": 1, "rollout_node": 1}
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     seat = ServerSeat(strategy=here)
-    with pytest.raises(RolloutConfigError, match="seats has 2 entries for num_servers=1"):
+    with raises(RolloutConfigError, field="seats"):
         launch_on_ray(model_folder, config, log_dir=tmp_path, seats=[seat, seat])
-    with pytest.raises(RolloutConfigError, match="rollout_node each is 2 in total, the cluster has 1"):
+    with raises(RolloutConfigError, field="num_servers", value=2):
         launch_on_ray(model_folder, config_for_tests(num_servers=2), log_dir=tmp_path, resources_per_server=wanted)
-    with pytest.raises(ModelFolderError, match=r"on Ray node .* is not a folder.*same path on every node"):
+    with raises(ModelFolderError, value=str(tmp_path / "nowhere")) as caught:
         launch_on_ray(tmp_path / "nowhere", config, log_dir=tmp_path)
+    assert caught.value.problem.startswith("on Ray node ")
     nodes: dict[str, Any] = {"seats": [seat], "resources_per_server": wanted}
     with launch_on_ray(model_folder, config, log_dir=tmp_path, **nodes) as group:
         [server], [endpoint] = group.servers, group.endpoints
@@ -108,7 +109,7 @@ def test_server_on_a_ray_node(cluster: None, model_folder: Path, tmp_path: Path)
         server.stop()
         assert not server.alive
         wait_until(lambda: not processes_of(server.log_path), timeout_s=60)
-        with pytest.raises(ServerDiedError, match="stopped"):
+        with raises(ServerDiedError, reason="it was stopped"):
             group.check()
         server.start()  # as ServerWatch does, on the same node and port
         assert server.alive
@@ -116,8 +117,8 @@ def test_server_on_a_ray_node(cluster: None, model_folder: Path, tmp_path: Path)
         ray.kill(server._actor)  # type: ignore[attr-defined]  # as if its node were lost
         wait_until(lambda: not server.alive)
         assert "actor is gone" in server.reason()
-        with pytest.raises(ServerStartError, match="actor is gone"):
+        with raises(ServerLostError, server_index=0):
             server.start()
-        with pytest.raises(ServerStartError, match="actor is gone"):
+        with raises(ServerLostError, server_index=0):
             group.wait_ready()
         wait_until(lambda: not processes_of(server.log_path), timeout_s=60)

@@ -15,7 +15,8 @@ import torch
 import scores
 
 count = 0
-for rows, size, dtype in itertools.product((1, 5), (7, 8191, 8192, 20_000), (torch.float32, torch.bfloat16)):
+sizes = [*itertools.product((1, 5), (7, 8191, 8192)), (2, 20_000)]
+for (rows, size), dtype in itertools.product(sizes, (torch.float32, torch.bfloat16)):
     wide = (4 * torch.randn(rows, size + 3, generator=torch.Generator().manual_seed(size))).to(dtype)
     logits = wide[:, :size]  # rows with a stride of their own
     logits[0, : size // 2] = float("-inf")  # whole blocks of masked tokens
@@ -35,7 +36,7 @@ print(count, "cases")
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_scores_under_the_interpreter_are_those_of_a_log_softmax() -> None:
-    assert "16 cases" in run_under_the_interpreter(CASES)
+    assert "14 cases" in run_under_the_interpreter(CASES)
 
 
 def reference(logits: torch.Tensor, num_logprobs: int, tokens: torch.Tensor, *_: object, **__: object) -> object:

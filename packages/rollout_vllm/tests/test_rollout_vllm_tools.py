@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))  # where a user's own tools are
 
+from rollout_vllm_helpers import group_of_one
+
 from plinth_testing import raises
 from rollout_vllm import (
     ChatFormat,
@@ -28,7 +30,6 @@ from rollout_vllm import (
     GroupResult,
     Request,
     RolloutConfigError,
-    Sample,
     SamplingConfig,
     ToolEnvironment,
     run_episodes,
@@ -111,16 +112,7 @@ class FakeClient:
     async def sample(self, request: Request, sampling: SamplingConfig) -> GroupResult:
         ids = self.turns[len(self.prompts)]
         self.prompts.append(list(request.prompt_ids))
-        sample = Sample(
-            prompt_id=request.prompt_id,
-            sample_index=0,
-            response_ids=ids,
-            log_probs=[-1.0] * len(ids),
-            finish_reason="stop",
-            policy_version=0,
-            last_policy_version=0,
-        )
-        return GroupResult(prompt_id=request.prompt_id, samples=(sample,))
+        return group_of_one(request, ids)
 
 
 def play(

@@ -36,11 +36,8 @@ class TurnFailedError(RolloutError):
     """A turn failed. If the rollout function does not catch it, the episode becomes a Failure."""
 
     def __init__(self, failure: Failure) -> None:
-        super().__init__(failure)
+        super().__init__(f"{failure.kind}: {failure.message}")
         self.failure = failure
-
-    def __str__(self) -> str:
-        return f"{self.failure.kind}: {self.failure.message}"
 
 
 @dataclass(frozen=True, kw_only=True)
