@@ -30,7 +30,7 @@ NEIGHBORS: dict[str, dict[str, str]] = {
         "losses": "_tensors.py batching kl options.py",
     },
     "ds_engine": {
-        "guard": "upstream.py",
+        "guard": "torch_errors.py upstream.py",
         "model": "batch.py config.py distributed.py nf4_size.py simple.py upstream.py",
         "planning": "config.py nf4_size.py upstream.py",
         "state": "model upstream.py",

@@ -229,7 +229,9 @@ def held_out(run: Path) -> list[dict[str, float]]:
 @pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.e2e
-def test_a_reward_model_learns_and_transformers_gives_its_scores(tmp_path: Path, start_app: Callable[..., Any]) -> None:
+def test_a_reward_model_learns_and_transformers_and_vllm_give_its_scores(
+    tmp_path: Path, start_app: Callable[..., Any]
+) -> None:
     app = start_app(tmp_path, "preset=demo", "overlay=tiny", "supervised.steps=8", app="reward")
     assert app.finish() == 0, app.output
     assert not app.survivors()
@@ -252,6 +254,24 @@ def test_a_reward_model_learns_and_transformers_gives_its_scores(tmp_path: Path,
     margins = [chosen - rejected for chosen, rejected in scores]
     assert sum(margins) / len(margins) == pytest.approx(found[-1]["val/margin"], abs=1e-4)
     assert sum(margin > 0 for margin in margins) / len(margins) == pytest.approx(found[-1]["val/accuracy"], abs=1e-6)
+
+    # A vLLM server gives the scores of the exported model.
+    with torch.no_grad():  # scores of an almost untrained model are near 0, where an activation would be hard to see
+        model.score.weight.mul_(20)
+    model.save_pretrained(run / "model")
+    prompts = [[5, 6, 7, 8], [11, 3, 42, 9, 17, 23], [20, 21, 2]]
+    with torch.no_grad():
+        expected = [float(model(torch.tensor([ids])).logits[0, 0]) for ids in prompts]
+    config = RolloutConfig(max_model_len=256, kv_cache_gib=0.05, dtype="float32", cpu_threads=1, stop_grace_s=3.0)
+    with ServerGroup.launch(run / "model", config, log_dir=tmp_path, extra_args=["--runner", "pooling"]) as group:
+        for use_activation in (False, True):  # the folder says that there is none
+            with classification_reward(group.endpoints[0], use_activation=use_activation, timeout_s=300) as service:
+                while service.submit(prompts[0]).result(300).kind == "connection":  # the server starts
+                    group.check()
+                    time.sleep(0.5)
+                served = [service.submit(ids).result(300).score for ids in prompts]
+            assert served == pytest.approx(expected, abs=1e-3)
+    assert max(map(abs, expected)) > 1 or min(expected) < 0, "a sigmoid could not be told from no activation"
 
 
 @pytest.mark.long
@@ -279,29 +299,3 @@ def test_steps_and_scores_on_real_ranks_are_those_of_transformers(tmp_path: Path
     command = [sys.executable, str(script), str(write_tiny_model(tmp_path / "model")), str(tmp_path / "out")]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400, cwd=REPO)
     assert ran.returncode == 0, (ran.stdout + ran.stderr)[-4000:]
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-@pytest.mark.e2e
-def test_a_vllm_server_gives_the_scores_of_the_reward_model(tmp_path: Path, start_app: Callable[..., Any]) -> None:
-    app = start_app(tmp_path, "preset=demo", "overlay=tiny", app="reward")
-    assert app.finish() == 0, app.output
-    (run,) = tmp_path.iterdir()
-    model: Any = transformers.AutoModelForSequenceClassification.from_pretrained(run / "model", dtype=torch.float32)
-    with torch.no_grad():  # scores of an almost untrained model are near 0, where an activation would be hard to see
-        model.score.weight.mul_(20)
-    model.save_pretrained(run / "model")
-    prompts = [[5, 6, 7, 8], [11, 3, 42, 9, 17, 23], [20, 21, 2]]
-    with torch.no_grad():
-        expected = [float(model(torch.tensor([ids])).logits[0, 0]) for ids in prompts]
-    config = RolloutConfig(max_model_len=256, kv_cache_gib=0.05, dtype="float32", cpu_threads=1, stop_grace_s=3.0)
-    with ServerGroup.launch(run / "model", config, log_dir=tmp_path, extra_args=["--runner", "pooling"]) as group:
-        for use_activation in (False, True):  # the folder says that there is none
-            with classification_reward(group.endpoints[0], use_activation=use_activation, timeout_s=300) as service:
-                while service.submit(prompts[0]).result(300).kind == "connection":  # the server starts
-                    group.check()
-                    time.sleep(0.5)
-                found = [service.submit(ids).result(300).score for ids in prompts]
-            assert found == pytest.approx(expected, abs=1e-3)
-    assert max(map(abs, expected)) > 1 or min(expected) < 0, "a sigmoid could not be told from no activation"

@@ -32,7 +32,7 @@ def run(config: BenchConfig, *, plan: Callable[[Any], list[Case]], command: str)
     from rl_runtime.app.resume import earlier_folder
 
     cases = plan(config)
-    folder = earlier_folder(config, config.run_tag, what="a benchmark")
+    folder = earlier_folder(config, config.run_tag, noun="a benchmark")
     folder = folder or RunFolder.create(config.output_dir, config.run_tag).path
     (folder / "config.yaml").write_text(yaml_without_secrets(config))
     print(f"{folder}: {len(cases)} cases of {config.steps} steps", flush=True)

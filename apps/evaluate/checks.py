@@ -50,7 +50,7 @@ def check(config: EvaluateConfig) -> Plan:
         resolved = replace(resolved, warning=why_cpu(config.rollout.device))
     inputs, warnings = check_inputs(resolved.config) if targets.targets else (None, [])
     notes = (*targets.notes, *resolved.lines(), *warnings, *(inputs.lines if inputs is not None else ()))
-    folder = earlier_folder(config, config.experiment, what="an evaluation")
+    folder = earlier_folder(config, config.experiment, noun="an evaluation")
     if folder is not None:
         check_same_settings(resolved.config, folder)
     settled = resolved.config

@@ -21,7 +21,7 @@ from rl_runtime import InputError
 from rl_runtime.app.inputs import INITIAL_MODEL, TASK
 from rl_runtime.config import BUILTIN_MODEL
 from rl_runtime.errors import naming_key
-from rl_runtime.training.uploads import WARM_START_MODEL
+from rl_runtime.training.run_files import WARM_START_MODEL
 from run_kit.config.yaml import YamlError, parse_typed
 
 _HF_CHECKPOINT = re.compile(r"checkpoint-(\d+)")

@@ -100,6 +100,7 @@ from .training.preferences import scores as scores
 from .training.preferences import sequence_log_probs as sequence_log_probs
 from .training.preferences import with_labels as with_labels
 from .training.record import RunRecord as RunRecord
+from .training.run_files import check_checkpoint_url as check_checkpoint_url
 from .training.supervised import packed as packed
 from .training.supervised import supervised_step as supervised_step
 from .training.supervised import train_supervised as train_supervised
@@ -113,4 +114,3 @@ from .training.teacher import ServerTeacher as ServerTeacher
 from .training.teacher import distillation_loss as distillation_loss
 from .training.teacher import teacher_term as teacher_term
 from .training.teacher_config import TeacherConfig as TeacherConfig
-from .training.uploads import check_checkpoint_url as check_checkpoint_url

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from ds_engine import EngineConfig, Head
@@ -248,6 +249,11 @@ class TrainingConfig(RanksConfig):
     def last_step(self) -> int | None:
         """The last step, if the configuration alone says it."""
         return None
+
+    @property
+    def shared_folder(self) -> Path | None:
+        """The folder that all hosts share; None with local disks."""
+        return None if self.local_disks else Path(self.output_dir).absolute()
 
 
 LOCAL_DISKS = Feature(

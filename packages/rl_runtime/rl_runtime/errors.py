@@ -28,6 +28,15 @@ class RlRuntimeError(PlinthError):
 class InputError(RlRuntimeError, ValueError):
     """Model, data and settings that do not match."""
 
+    @classmethod
+    def of(cls, error: Exception, *, under: str = "", remedy: str = "") -> "InputError":
+        """The same mistake, with its field below a configuration section or key, and with a further remedy."""
+        if not isinstance(error, PlinthError):
+            return cls(str(error), field=under or None, remedy=remedy or None)
+        own = error.under(under)
+        remedy = "; ".join(filter(None, (own.remedy, remedy)))
+        return cls(own.problem, field=own.field, value=own.value, allowed=own.allowed, remedy=remedy or None)
+
 
 class PlacementError(RlRuntimeError, ValueError):
     """More devices requested than available."""
@@ -64,7 +73,9 @@ def naming_key(key: str) -> Iterator[None]:
     """
     try:
         yield
-    except (DataError, ModelFolderError) as error:
-        raise InputError(f"{key}: {error}") from error
+    except DataError as error:
+        raise InputError(error.explanation, field=key) from error
+    except ModelFolderError as error:
+        raise InputError.of(error, under=key) from error
     except OSError as error:  # a name that is too long, a folder that may not be read
-        raise InputError(f"{key}: {error.strerror or error}: {str(error.filename)[:200]!r}; give another") from error
+        raise InputError(error.strerror or str(error), field=key, value=str(error.filename)) from error

@@ -21,8 +21,13 @@ from rl_runtime.config import TrainerConfig
 from rl_runtime.errors import InputError
 from rl_runtime.ranks.trainer_worker import TrainerWorker
 from rl_runtime.training.checkpoints import RunCheckpoints
-from rl_runtime.training.local_disks import LocalDisks
-from rl_runtime.training.uploads import WARM_START_MODEL, check_checkpoint_url, open_uploader
+from rl_runtime.training.run_files import (
+    WARM_START_MODEL,
+    LocalDisks,
+    check_checkpoint_url,
+    open_run_files,
+    published_run,
+)
 
 LOCAL_DISKS = {"local_disks": True, "ray_address": "auto", "checkpoint_url": "s3://bucket"}
 MODEL = {"w": {"shape": [2, 3], "dtype": "bfloat16"}}
@@ -163,8 +168,9 @@ def test_a_run_does_not_start_over_while_all_checkpoints_are_damaged_unless_told
     run = run_with(tmp_path, "run_20260101_000000", 1, 2)
     for step in run.steps():
         (run.root / f"step_{step:08d}" / "manifest.json").write_text("")
-    with pytest.raises(InputError, match=r"step 2 of .*manifest\.json.* and 1 more;.*start_over_if_damaged=true"):
+    with raises(InputError, field="trainer.resume") as caught:
         find(tmp_path)
+    assert "step 2 of" in caught.value.problem
     step, skipped = find(tmp_path, start_over_if_damaged=True)
     assert step is None
     assert skipped[-1].endswith("the run starts at step 1")
@@ -210,7 +216,7 @@ def test_resume_takes_the_newest_run_and_step_of_this_host_and_the_storage(tmp_p
     assert "the download is damaged: state.json: torn" in lines[0]
     assert find(here, resume_from=newer.url)[0] == 1
     assert find(here, resume_from=remote.url)[0] == 5
-    with pytest.raises(InputError, match=r"trainer.resume_from is file://.*/nowhere, where there is no checkpoint"):
+    with raises(InputError, field="trainer.resume_from", value=f"file://{storage}/nowhere"):
         find(here, resume_from=f"file://{storage}/nowhere")
 
 
@@ -227,28 +233,26 @@ def test_the_run_uploads_what_it_publishes_and_reports_seconds_and_bytes(tmp_pat
         save_freq=1, background_save=False, keep_checkpoints=1, checkpoint_url=f"file://{tmp_path}/s"
     )
     run, said = tmp_path / "run_20260101_000000", []
-    with open_uploader(trainer, run, said.append) as uploader:
-        assert uploader is not None
+    with open_run_files(trainer, run, said.append) as files:
         group: Any = RankOfThisProcess(1)
         folder = run / "checkpoints"
-        with RunCheckpoints(folder, trainer, [group], roles={}, parts={}, config="", uploader=uploader) as checkpoints:
+        with RunCheckpoints(folder, trainer, [group], roles={}, parts={}, config="", files=files) as checkpoints:
             for step in (1, 2):
                 checkpoints.save(step, {})
-        uploader.close()
-        metrics = checkpoints.take_metrics()
-        assert checkpoints.take_metrics() == {}
+    metrics = checkpoints.take_metrics()
+    assert checkpoints.take_metrics() == {}
     remote = RemoteCheckpoints(f"file://{tmp_path}/s/{run.name}")
     assert remote.steps() == CheckpointManager(folder).steps() == [2]
     assert metrics["checkpoint/upload_bytes"] >= CheckpointManager(folder).manifest(2).num_bytes
     assert 0 < metrics["checkpoint/upload_s"] < 60
     assert said[-1] == f"checkpoints in {remote.url}: step 2"
-    with open_uploader(TrainerConfig(checkpoint_url=f"file://{tmp_path}/unused"), run, said.append):
+    with open_run_files(TrainerConfig(checkpoint_url=f"file://{tmp_path}/unused"), run, said.append):
         pass
     assert said[-2:] == [
         "trainer.save_freq is 0: a checkpoint is written and uploaded only when a signal stops the run",
         f"checkpoints in file://{tmp_path}/unused/{run.name}: none",
     ]
-    with raises(InputError, field="trainer.experiment"), open_uploader(trainer, run, print):
+    with raises(InputError, field="trainer.experiment"), open_run_files(trainer, run, print):
         pass
 
 
@@ -293,10 +297,10 @@ def test_with_local_disks_checkpoints_are_published_in_the_storage_and_fetched_f
     trainer, run, disks = local_run(tmp_path, said)
     before, after = RankOfThisProcess(1), RankOfThisProcess(2)
     groups: dict[int, Any] = {1: before, 2: after}
-    with open_uploader(trainer, run, said.append) as uploader:
-        assert uploader is None
+    with open_run_files(trainer, run, said.append) as files:
+        assert isinstance(files, LocalDisks)
         with RunCheckpoints(
-            run / "checkpoints", trainer, [groups[1]], roles={}, parts={}, config="", local_disks=disks
+            run / "checkpoints", trainer, [groups[1]], roles={}, parts={}, config="", files=disks
         ) as checkpoints:
             for step in (1, 2, 3):
                 checkpoints.save(step, {})
@@ -313,7 +317,7 @@ def test_with_local_disks_checkpoints_are_published_in_the_storage_and_fetched_f
     assert found.path == downloaded / "checkpoints" / "step_00000003"
     assert said[-1] == f"step 3 was downloaded from {disks.remote.url} to {found.path}"
     shutil.rmtree(downloaded)  # on another host
-    resumed = RunCheckpoints(run, trainer, [groups[2]], roles={}, parts={}, config="", local_disks=disks)
+    resumed = RunCheckpoints(run, trainer, [groups[2]], roles={}, parts={}, config="", files=disks)
     resumed.load(found)
     assert after.drawn == {"load_rng": before.drawn["save"]}
     assert "step 3 of" in said[-1]
@@ -327,7 +331,9 @@ def test_with_local_disks_a_damaged_upload_makes_room_and_the_url_is_what_resume
     folder = SimpleNamespace(path=run, config_file=run / "config.yaml")
     assert f"trainer.resume_from={remote.url}" in resume_command(folder, trainer)  # type: ignore[arg-type]
     (tmp_path / "storage" / run.name / remote._uploads()[1] / "state.json").write_text("{")
-    newest = newest_published(trainer, run.name, said.append)
+    remote = published_run(trainer, run.name)
+    assert remote is not None
+    newest = newest_published(remote, trainer, run.name, said.append)
     assert newest is not None
     assert newest.step == 1
     assert said[0].startswith(f"step 2 of {run.name} is skipped: ")
@@ -337,8 +343,9 @@ def test_with_local_disks_a_damaged_upload_makes_room_and_the_url_is_what_resume
 def test_with_local_disks_a_checkpoint_of_this_host_alone_is_no_reason_to_start_over(tmp_path: Path) -> None:
     trainer, run, _ = local_run(tmp_path, [])
     manager = run_with(tmp_path / "here", run.name, 4)
-    with pytest.raises(InputError, match=r"step 4 of .* is on this host only, and trainer\.local_disks is true"):
+    with raises(InputError, field="trainer.resume") as caught:
         find_checkpoint(trainer)
+    assert "step 4 of" in caught.value.problem
     uploaded(tmp_path / "storage", manager)
     found = find_checkpoint(trainer)
     assert found is not None

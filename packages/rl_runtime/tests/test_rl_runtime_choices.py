@@ -107,7 +107,7 @@ def test_a_gpu_gets_the_fast_way() -> None:
     # 256 sequences of 832 tokens, 28 layers, keys and values of 1,024 numbers in bf16
     assert chosen.rollout.kv_cache_gib == pytest.approx(256 * 832 * 28 * 2 * 1024 * 2 / GIB, abs=0.02)
     assert len(choice.lines()) == 2
-    assert choice.comment().count("\n") == len(choice.reasons) + 1
+    assert choice.comment().count("\n") == len({**choice.reasons, **choice.consequences}) + 1
 
 
 @settings(deadline=None, derandomize=True, max_examples=50)
@@ -218,7 +218,7 @@ def test_a_smaller_gpu_recomputes() -> None:
 
 
 def test_states_that_cannot_fit_are_refused() -> None:
-    with pytest.raises(InputError, match=r"127\.\d GiB, and a GPU has 80\.0 GiB free.*actor\.zero\.stage=3"):
+    with raises(InputError, field="model.path"):
         resolve_job_for(config(), gpus=gpus(1, gib=80), shape=QWEN2_7B)
     # 7B as a whole leaves no room for activations: said, not refused, because they are an estimate.
     assert "expect it to run out of memory" in resolve_job_for(config(), gpus=gpus(1, gib=133), shape=QWEN2_7B).memory
@@ -459,7 +459,7 @@ def test_supervised_training_gets_all_gpus(number: int, gib: float, recompute: b
 
 
 def test_supervised_training_says_what_does_not_fit() -> None:
-    with pytest.raises(InputError, match=r"model.path: weights, gradients and optimizer states of a rank take"):
+    with raises(InputError, field="model.path"):
         resolve_supervised_for(supervised(), gpus=gpus(1, 80.0), shape=QWEN2_7B)
     adapters = supervised(engine=EngineConfig(lora=LoraConfig()))
     choice = resolve_supervised_for(adapters, gpus=gpus(1, 24.0), shape=QWEN2_7B)
@@ -531,7 +531,7 @@ def test_gpus_before_ampere_get_float16_and_sdpa(kind: Any) -> None:
         section = "actor" if isinstance(job, JobConfig) else "engine"
         given = replace(job, **{section: EngineConfig(dtype="bfloat16")})
         if is_old:
-            with pytest.raises(InputError, match=f"{section}.dtype is bfloat16; allowed: float16 or float32"):
+            with raises(InputError, field=f"{section}.dtype", value="bfloat16"):
                 choose(given, gpus=cards, shape=QWEN3_06B)
         else:
             choose(given, gpus=cards, shape=QWEN3_06B)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from rl_runtime_samples import prompt, sample
 
 from ds_engine import EngineConfig, LossOutput, StepStats, TokenOutputs
+from plinth_testing import raises
 from rl_core import Batch, BatchConfig
 from rl_data import Demonstration
 from rl_runtime.app.job import job_layout
@@ -362,11 +363,11 @@ def test_the_batch_has_to_divide_by_dp_and_sp() -> None:
 
     layout = job_layout(config(4, 2, 8))
     assert (layout.dp, layout.sp, layout.tokens_per_forward) == (2, 2, 2 * 16384)
-    with pytest.raises(InputError, match=r"actor.sequence_parallel is 3.*trainer.num_ranks \(4\); allowed: 1, 2, 4"):
+    with raises(InputError, field="actor.sequence_parallel", value=3, allowed="1, 2, 4"):
         job_layout(config(4, 3, 8))
-    with pytest.raises(InputError, match=r"critic.sequence_parallel is 8"):
+    with raises(InputError, field="critic.sequence_parallel", value=8):
         job_layout(config(4, 1, 8), section="critic", engine=EngineConfig(sequence_parallel=8))
-    with pytest.raises(InputError, match=r"batch\.mini_batch_size=4 .* dp=8 x sp=8 .* another trainer\.num_ranks"):
+    with raises(InputError, field="batch"):
         job_layout(config(64, 8, 4))
 
 

@@ -2,14 +2,13 @@
 
 from pathlib import Path
 
-import pytest
 import transformers
 
 from ds_engine import EngineConfig
 from plinth_base.errors import prefix_fields
 from plinth_testing import raises, tiny_config
 from rl_data import build_tiny_model
-from rl_runtime import InputError, ModelConfig, TrainerConfig, check_architectures
+from rl_runtime import InputError, JobConfig, ModelConfig, TrainerConfig, check_architectures
 from rl_runtime.app.inputs import check_context
 from rl_runtime.launch.placement import Node, plan_placement
 from rl_runtime.launch.servers import check_servers
@@ -57,7 +56,7 @@ def test_a_response_that_fills_the_context_is_refused(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     model, most = ModelConfig(path=str(tmp_path)), SamplingConfig(max_tokens=63)
     check_context(model, {"sampling": most, "validation": most})
-    with pytest.raises(InputError, match=r"^validation.max_tokens is 64, but .* has 64 positions .* at most 63$"):
+    with raises(InputError, field="validation.max_tokens", value=64, allowed="at most 63"):
         check_context(model, {"sampling": most, "validation": SamplingConfig(max_tokens=64)})
     config.rope_parameters = {
         "rope_type": "yarn",
@@ -69,13 +68,12 @@ def test_a_response_that_fills_the_context_is_refused(tmp_path: Path) -> None:
     check_context(model, {"sampling": SamplingConfig(max_tokens=64)})
 
 
-@pytest.mark.parametrize(
-    ("urls", "why"), [((), "the ranks run on the CPU"), (("http://127.0.0.1:9",), "rollout.urls names servers")]
-)
-def test_turns_are_refused_where_no_gpu_memory_is_shared(urls: tuple[str, ...], why: str) -> None:
-    trainer, rollout = TrainerConfig(device="cpu", take_turns="both"), RolloutConfig(urls=urls)
-    with pytest.raises(InputError, match=f"trainer.take_turns is both, but {why}.*; allowed: never, or null"):
+def test_turns_are_refused_where_no_gpu_memory_is_shared() -> None:
+    trainer, rollout = TrainerConfig(device="cpu", take_turns="both"), RolloutConfig()
+    with raises(InputError, field="trainer.take_turns", value="both"):
         check_servers(ModelConfig(), rollout, SyncConfig(), trainer, plan_session(trainer, rollout))
+    with raises(InputError, field="trainer.take_turns", value="both"):
+        JobConfig(trainer=trainer, rollout=RolloutConfig(urls=("http://127.0.0.1:9",)))
 
 
 def test_servers_without_a_build_of_vllm_for_their_device_are_refused() -> None:

@@ -13,6 +13,7 @@ from plinth_testing import write_tiny_model
 from rl_runtime.app.job import Job
 from rl_runtime.job_config import JobConfig
 from rl_runtime.ranks.model_handle import ModelHandle, WithoutAdapters
+from rl_runtime.training.run_files import RunFiles
 
 
 @pytest.mark.slow
@@ -29,10 +30,10 @@ def test_a_job_builds_a_reference_only_where_the_actor_has_no_adapters(lora: Lor
     built: list[str] = []
     lines: list[str] = []
     ranks: Any = SimpleNamespace(run=lambda method, role, *_: built.append(f"{method.__name__} {role}"))
-    stand_in: Any = SimpleNamespace(ranks_of=lambda role: ranks, info=lines.append, model_path=tmp_path)
+    stand_in: Any = SimpleNamespace(ranks_of=lambda role: ranks, info=lines.append, model_path=tmp_path, nodes=())
     config = JobConfig(actor=EngineConfig(lora=lora))
     stand_ins = dict.fromkeys(("session", "tracker", "inputs", "memory"), stand_in)
-    job = Job(config=config, folder=tmp_path, resumed=None, **stand_ins)
+    job = Job(config=config, folder=tmp_path, resumed=None, files=RunFiles(config.trainer, tmp_path), **stand_ins)
     actor = job.trained("actor", config.actor, num_updates=1)
     reference = job.reference(actor)
     if lora is None:

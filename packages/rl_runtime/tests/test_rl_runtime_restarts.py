@@ -55,6 +55,7 @@ def restarts_of(run: Any, session: Any = None, *, max_restarts: int = 3) -> Rest
         folder=run.folder,
         resumed=None,
         memory=None,  # type: ignore[arg-type]
+        files=None,  # type: ignore[arg-type]
     )
     return Restarts(job)
 

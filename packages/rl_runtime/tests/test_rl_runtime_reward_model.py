@@ -127,22 +127,23 @@ def cut(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("build", "message"),
+    ("build", "detail"),
     [
-        (lambda folder: folder, "reward.model: .*has no config.json"),
-        (causal, "whose architecture is Qwen3ForCausalLM; allowed: a sequence-classification model"),
-        (two_labels, "which has 2 labels; allowed: 1, whose output is the score"),
-        (headless, "whose weights lack score.weight; allowed: a trained reward model"),
-        (other_words, r"cannot score the token ids of model.path \(builtin:tiny\): .*planets"),
-        (short, r"which reads 68 tokens; allowed: more than the longest prompt and response \(68: data.max_prompt"),
-        (cut, "model.safetensors is damaged"),
+        (lambda folder: folder, "config.json"),
+        (causal, "Qwen3ForCausalLM"),
+        (two_labels, "2 labels"),
+        (headless, "score.weight"),
+        (other_words, "planets"),
+        (short, "68 tokens"),
+        (cut, "model.safetensors"),
     ],
 )
 def test_a_folder_that_is_no_reward_model_of_this_policy_is_refused(
-    tmp_path: Path, build: Callable[[Path], Path], message: str
+    tmp_path: Path, build: Callable[[Path], Path], detail: str
 ) -> None:
-    with pytest.raises(InputError, match=message):
+    with raises(InputError, field="reward.model") as caught:
         check_reward_model(BUILTIN, ScoringConfig(model=str(build(tmp_path))), longest=68)
+    assert detail in caught.value.problem
 
 
 def test_a_good_folder_passes_and_a_service_that_gives_no_score_does_not(reward_folder: Path) -> None:
@@ -150,9 +151,9 @@ def test_a_good_folder_passes_and_a_service_that_gives_no_score_does_not(reward_
     check_reward_model(BUILTIN, ScoringConfig(), longest=68)
     with reward_service() as service:  # a classifier with two labels
         served = ScoringConfig(model=str(reward_folder), url=service.url, service="reward_model", api_key="secret")
-        with pytest.raises(InputError, match=r"gives no score: .*has 2 labels; a reward model has one; start it with"):
+        with raises(InputError, field="reward.url", value=service.url):
             check_reward_model(BUILTIN, served, longest=68)
-        with pytest.raises(InputError, match="the API key is wrong"):
+        with pytest.raises(InputError, match="the API key is wrong"):  # the service's own answer
             check_reward_model(BUILTIN, replace(served, api_key="wrong"), longest=68)
 
 

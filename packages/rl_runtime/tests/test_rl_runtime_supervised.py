@@ -203,14 +203,14 @@ def test_held_out_demonstrations_are_chosen_by_the_seed() -> None:
     assert sorted([*train, *held_out], key=data.index) == data
     assert hold_out(data, 5, seed=1) == (train, held_out)
     assert hold_out(data, 5, seed=2)[1] != held_out
-    with pytest.raises(InputError, match=r"supervised.val_size is 20, and there are 20 demonstrations; allowed: fewer"):
+    with raises(InputError, field="supervised.val_size", value=20):
         hold_out(data, 20, seed=1)
 
 
 def test_demonstrations_longer_than_the_models_positions_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 3}')
     check_lengths(tmp_path, [Demonstration((1,), (2, 3))])
-    with pytest.raises(InputError, match=r"longest demonstration has 4 tokens.*supervised.max_length=3"):
+    with raises(InputError, field="supervised.files"):
         check_lengths(tmp_path, [Demonstration((1,), (2, 3)), Demonstration((1, 1), (2, 3))])
 
 

@@ -36,7 +36,8 @@ def check_functions(episode: EpisodeConfig, reward: ScoringConfig) -> None:
         parts = urlsplit(reward.url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
         if why := why_unreachable(parts.hostname or "", port):
-            raise InputError(f"reward.url is {reward.url}: no service answers there ({why}); start it first")
+            problem = f"no service answers there ({why})"
+            raise InputError(problem, field="reward.url", value=reward.url, remedy="start it first")
 
 
 def first_prompts(
@@ -47,8 +48,8 @@ def first_prompts(
         with TemporaryDirectory() as folder:
             nothing = SupervisedConfig(steps=0)
             inputs = load_inputs(model, data, nothing, task, folder=Path(folder), seed=seed, max_prompts=1)
-    of = {"training": inputs.train_prompts, "validation": inputs.val_prompts}
-    return {what: prompts[0] for what, prompts in of.items() if prompts}
+    datasets = {"training": inputs.train_prompts, "validation": inputs.val_prompts}
+    return {name: prompts[0] for name, prompts in datasets.items() if prompts}
 
 
 def check_environment(episode: EpisodeConfig, prompts: Mapping[str, Prompt]) -> None:
@@ -56,14 +57,16 @@ def check_environment(episode: EpisodeConfig, prompts: Mapping[str, Prompt]) -> 
 
     Raises InputError if a start or a reset fails, for example because the rows lack a column.
     """
-    for what, prompt in prompts.items():
+    for dataset, prompt in prompts.items():
         try:
             asyncio.run(reset_once(episode, prompt))
         except EnvironmentFailedError as error:
             columns = ", ".join(prompt.extra) or "none"
             raise InputError(
-                f"episode.environment fails at the first prompt of {what} ({prompt.id}): {error}; its columns in "
-                f"prompt.extra: {columns}"
+                f"it fails at the first prompt of {dataset} ({prompt.id}): {error}; its columns in prompt.extra: "
+                f"{columns}",
+                field="episode.environment",
+                value=episode.environment,
             ) from error
 
 
@@ -95,8 +98,8 @@ def check_first_prompts(
     scores_itself = (episode.environment is not None or episode.function is not None) and not reward.adds_up
     known = prompts.get("training")
     scored = {
-        what: one
-        for what, one in prompts.items()
-        if one is known or known is None or one.data_source != known.data_source
+        name: prompt
+        for name, prompt in prompts.items()
+        if prompt is known or known is None or prompt.data_source != known.data_source
     }
     return try_rewards(reward, scored, tokenizer=policy_tokenizer(model), refuses=not scores_itself)

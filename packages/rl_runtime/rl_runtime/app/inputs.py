@@ -92,7 +92,7 @@ def naming_file(key: str) -> Iterator[None]:
     except DataError as error:
         if error.file is None:
             raise
-        raise InputError(f"{key}: {error}") from error
+        raise InputError(error.explanation, field=key) from error
 
 
 def load_ahead(
@@ -221,8 +221,10 @@ def check_prompt_files(model: ModelConfig, data: DataConfig, *, rewards: Sequenc
             check_model_folder(find_model_folder(model.path))
     elif data.train or data.val:
         raise InputError(
-            f"model.path is {BUILTIN_MODEL}, whose vocabulary knows the built-in task only; "
-            "give model.path=<Hugging Face folder> with data.train and data.val"
+            "its vocabulary knows the built-in task only",
+            field="model.path",
+            value=BUILTIN_MODEL,
+            allowed="a Hugging Face folder, with data.train and data.val",
         )
     for key, files in (("data.train", data.train), ("data.val", data.val)):
         with naming_key(key):
@@ -233,8 +235,10 @@ def check_train_prompts(model: ModelConfig, data: DataConfig) -> None:
     """Raises InputError for a model of the user without training prompts: those of the built-in task are not for it."""
     if model.path != BUILTIN_MODEL and not data.train:
         raise InputError(
-            "data.train is empty: the built-in task belongs to the built-in model; give data.train=<parquet, JSON "
-            f"lines or CSV>, or train the built-in model: model.path={BUILTIN_MODEL}"
+            "the built-in task belongs to the built-in model",
+            field="data.train",
+            allowed="files of parquet, JSON lines or CSV",
+            remedy=f"or train the built-in model: model.path={BUILTIN_MODEL}",
         )
 
 
@@ -253,17 +257,21 @@ def check_supervised(
     if not supervised.trains:
         return
     if not supervised.files and (data.train or model.path != BUILTIN_MODEL):
-        what = "demonstrations" if examples == "demonstrations" else "preferences"
+        noun = "demonstrations" if examples == "demonstrations" else "preferences"
         raise InputError(
-            f"{section}.files is empty: the built-in {what} belong to the built-in model; give "
-            f"{section}.files=<parquet, JSON lines or CSV>, or train the built-in model: model.path={BUILTIN_MODEL}"
+            f"the built-in {noun} belong to the built-in model",
+            field=f"{section}.files",
+            allowed="files of parquet, JSON lines or CSV",
+            remedy=f"or train the built-in model: model.path={BUILTIN_MODEL}",
         )
     for key in ("files", "val_files"):
         files = getattr(supervised, key, ())
         if files and model.path == BUILTIN_MODEL:
             raise InputError(
-                f"{section}.{key} is given, but model.path is {BUILTIN_MODEL}, whose vocabulary knows its own task "
-                "only; give model.path=<Hugging Face folder>"
+                f"model.path is {BUILTIN_MODEL}, whose vocabulary knows its own task only",
+                field=f"{section}.{key}",
+                allowed="none",
+                remedy="give model.path=<Hugging Face folder>",
             )
         with naming_key(f"{section}.{key}"):
             if examples == "demonstrations":
@@ -280,7 +288,7 @@ def read_model_config(folder: Path, *, key: str = "model.path") -> dict[str, Any
         try:
             settings: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         except ValueError as error:
-            raise InputError(f"{key}: {folder / 'config.json'} is no JSON: {error}") from error
+            raise InputError(f"config.json is no JSON: {error}", field=key, value=str(folder)) from error
     return settings
 
 
@@ -300,6 +308,8 @@ def check_context(model: ModelConfig, samplings: Mapping[str, SamplingConfig]) -
     for section, sampling in samplings.items():
         if sampling.max_tokens >= most:
             raise InputError(
-                f"{section}.max_tokens is {sampling.max_tokens}, but the model at {model.path} has {most} positions "
-                f"(max_position_embeddings) for prompt and response; allowed: at most {most - 1}"
+                f"the model at {model.path} has {most} positions (max_position_embeddings) for prompt and response",
+                field=f"{section}.max_tokens",
+                value=sampling.max_tokens,
+                allowed=f"at most {most - 1}",
             )

@@ -14,16 +14,16 @@ from rl_core import BatchError, BatchLayout, batch_layout
 from ..errors import InputError
 from ..job_config import JobConfig
 from ..launch.cluster import check_cluster
-from ..launch.servers import check_adapters, check_lengths, check_servers
+from ..launch.servers import check_lengths, check_servers
 from ..launch.session import Session, plan_session
 from ..ranks.environment import prepare_driver
 from ..ranks.model_handle import ModelHandle, Reference, WithoutAdapters
 from ..rollout.scoring import rewards_of_rows
 from ..training.checkpoints import Stateful
 from ..training.engines import check_architectures, check_engine, check_sequence_parallel
-from ..training.local_disks import check_local_disks
 from ..training.loop import Learn
 from ..training.reward_model import RewardModel
+from ..training.run_files import check_local_disks
 from .first_prompts import check_first_prompts, check_functions
 from .inputs import check_context, check_prompt_files, check_supervised, check_train_prompts, load_ahead
 from .reward_model import check_reward_model, check_reward_ranks
@@ -106,7 +106,7 @@ def job_layout(
     try:
         return batch_layout(config.batch, samples_per_prompt=config.sampling.n, dp=num_ranks // sp, sp=sp)
     except BatchError as error:
-        raise InputError(f"batch.{error}; or another trainer.num_ranks ({num_ranks})") from error
+        raise InputError(str(error), field="batch", remedy=f"or use another trainer.num_ranks ({num_ranks})") from error
 
 
 def check_job(config: JobConfig, engines: Mapping[str, tuple[EngineConfig, int]]) -> JobPlan:
@@ -136,7 +136,6 @@ def check_job(config: JobConfig, engines: Mapping[str, tuple[EngineConfig, int]]
     check_context(config.model, sections)
     longest = config.data.max_prompt_length + max(sampling.max_tokens for sampling in samplings)
     check_reward_model(config.model, config.reward, longest=longest)
-    check_adapters(config.actor, config.rollout, config.sync)
     check_servers(config.model, config.rollout, config.sync, config.trainer, placement)
     check_cluster(config.model, config.trainer, placement)
     check_local_disks(config.trainer, placement)

@@ -9,6 +9,7 @@ from ckpt import Checkpoint, CheckpointManager, capture_rng, restore_rng
 
 from ..errors import PlacementError, RankError, RankLost
 from ..training.loop import Restart
+from ..training.run_files import published_run
 from .resume import newest_published
 from .training_run import TrainingRun
 
@@ -91,12 +92,13 @@ class Restarts(Generic[RunT]):
         Damaged ones are removed: the run will save the same steps again.
         """
         tracker = self.run.tracker
-        if self.run.trainer.local_disks:
-            return newest_published(self.run.trainer, self.run.folder.name, tracker.info) or self._started_from
+        trainer, name = self.run.trainer, self.run.folder.name
+        if (remote := published_run(trainer, name)) is not None:
+            return newest_published(remote, trainer, name, tracker.info) or self._started_from
         manager = CheckpointManager(self.run.folder / "checkpoints")
         try:
-            found = manager.newest_good(on_skip=lambda step, why: tracker.info(f"checkpoint {step} is damaged: {why}"))
-            newest = found or self._started_from
+            saved = manager.newest_good(on_skip=lambda step, why: tracker.info(f"checkpoint {step} is damaged: {why}"))
+            newest = saved or self._started_from
             if newest is not None and (removed := manager.discard_after(newest.step)):
                 tracker.info(f"removed the damaged checkpoints {', '.join(map(str, removed))}")
         finally:

@@ -12,7 +12,14 @@ from ckpt.reader import CheckpointReader
 
 from ..config import TrainingConfig, is_url
 from ..errors import InputError, naming_key
-from ..training.uploads import DOWNLOADS, WARM_START_MODEL, fetch_checkpoint, naming_storage, remote_run
+from ..training.run_files import (
+    DOWNLOADS,
+    WARM_START_MODEL,
+    fetch_checkpoint,
+    naming_storage,
+    published_run,
+    remote_run,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +115,10 @@ def find_checkpoint(trainer: TrainingConfig, on_skip: Callable[[str], None] = la
         if damaged and not trainer.start_over_if_damaged:
             more = f", and {len(damaged) - 1} more" if len(damaged) > 1 else ""
             raise InputError(
-                f"trainer.resume is auto, but no checkpoint can be read: {damaged[0]}{more}; repair or remove them, "
-                "or start at step 1 with trainer.start_over_if_damaged=true"
+                f"no checkpoint can be read: {damaged[0]}{more}",
+                field="trainer.resume",
+                value="auto",
+                remedy="repair or remove them, or start at step 1 with trainer.start_over_if_damaged=true",
             )
         if damaged or trainer.resume_from is not None:
             on_skip(f"{runs[0]} has no good checkpoint: the run starts at step 1")
@@ -121,13 +130,15 @@ def find_checkpoint(trainer: TrainingConfig, on_skip: Callable[[str], None] = la
     seed = found.state.get("seed")
     if seed != trainer.seed:
         raise InputError(
-            f"the run in {run} had trainer.seed={seed}, not {trainer.seed}: its data order and samples "
-            "cannot be continued; use the same seed"
+            f"data order and samples of the run in {run} cannot be continued",
+            field="trainer.seed",
+            value=trainer.seed,
+            allowed=f"{seed}, as in that run",
         )
     return found
 
 
-def earlier_folder(config: Any, name: str, *, what: str) -> Path | None:
+def earlier_folder(config: Any, name: str, *, noun: str) -> Path | None:
     """The folder of an evaluation or benchmark that `resume=auto` continues; None to start a new one.
 
     Raises InputError if `resume_from` is no folder of a run.
@@ -139,16 +150,18 @@ def earlier_folder(config: Any, name: str, *, what: str) -> Path | None:
         return earlier[-1].parent.resolve() if earlier else None
     folder = Path(config.resume_from)
     if not (folder / "config.yaml").is_file():
-        raise InputError(f"resume_from is {folder}; allowed: the folder of {what}, with its config.yaml")
+        raise InputError(field="resume_from", value=str(folder), allowed=f"the folder of {noun}, with its config.yaml")
     return folder.resolve()
 
 
-def check_steps_left(found: Checkpoint, last_step: int, *, key: str, run: str) -> None:
-    """Raises InputError if the checkpoint is of the last step or a later one; `key` says how many there are."""
-    if found.step >= last_step:
+def check_steps_left(checkpoint: Checkpoint, last_step: int, *, key: str, run: str) -> None:
+    """Raises InputError if the checkpoint is of the last step or a later one; `key` limits the steps."""
+    if checkpoint.step >= last_step:
         raise InputError(
-            f"the newest checkpoint in {run} is of step {found.step} and {key} is {last_step}: nothing is left to "
-            "train; raise it"
+            f"the newest checkpoint in {run} is of step {checkpoint.step}: nothing is left to train",
+            field=key,
+            value=last_step,
+            remedy="raise it",
         )
 
 
@@ -160,16 +173,20 @@ def _given_run(trainer: TrainingConfig) -> _Run:
     if not is_url(given):
         if not (Path(given) / "config.yaml").is_file():
             raise InputError(
-                f"trainer.resume_from is {given}, which is no run folder (it has no config.yaml); "
-                "give the folder of the run to resume, or trainer.resume_from=null"
+                "it is no run folder: it has no config.yaml",
+                field="trainer.resume_from",
+                value=given,
+                allowed="the folder of the run to resume, or null",
             )
         return _Run(name=name, folder=Path(given), download_to=download_to)
     with naming_storage(given, key="trainer.resume_from"):
         remote = RemoteCheckpoints(given)
         if not remote.steps():
             raise InputError(
-                f"trainer.resume_from is {given}, where there is no checkpoint; give the folder of a run "
-                "below its trainer.checkpoint_url"
+                "it has no checkpoint",
+                field="trainer.resume_from",
+                value=given,
+                allowed="the folder of a run below its trainer.checkpoint_url",
             )
     return _Run(name=name, remote=remote, download_to=download_to)
 
@@ -189,7 +206,7 @@ def _runs_of_experiment(trainer: TrainingConfig) -> list[_Run]:
             folder=output / name if name in here else None,
             remote=remote_run(url, name) if url is not None and name in there else None,
             download_to=_downloads(trainer) / name,
-            only_uploads=trainer.local_disks,
+            only_uploads=published_run(trainer, name) is not None,
         )
         for name in sorted(here | there, reverse=True)
     ]
@@ -199,12 +216,13 @@ def _downloads(trainer: TrainingConfig) -> Path:
     return Path(trainer.output_dir).absolute() / DOWNLOADS
 
 
-def newest_published(trainer: TrainingConfig, name: str, say: Callable[[str], None]) -> Checkpoint | None:
-    """The newest good checkpoint that the run `name` has below `trainer.checkpoint_url`, downloaded to this host.
+def newest_published(
+    remote: RemoteCheckpoints, trainer: TrainingConfig, name: str, say: Callable[[str], None]
+) -> Checkpoint | None:
+    """The newest good checkpoint of the run `name` in its storage `remote`, downloaded to this host.
 
     Newer ones that are damaged are deleted there: the run will save the same steps again.
     """
-    remote = remote_run(trainer.checkpoint_url or "", name)
     run = _Run(name=name, remote=remote, download_to=_downloads(trainer) / name, with_model=False)
     found = run.newest_good(say, say)
     with naming_storage(remote.url):

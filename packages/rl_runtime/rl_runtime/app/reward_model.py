@@ -31,9 +31,8 @@ def load_scoring_model(
     try:
         check_same_vocabulary(policy_tokenizer(policy), theirs)
     except DataError as error:
-        raise InputError(
-            f"{key} is {name}, which cannot score the token ids of model.path ({policy.path}): {error} {remedy}"
-        ) from error
+        problem = f"it cannot score the token ids of model.path ({policy.path}): {error}"
+        raise InputError(problem, field=key, value=name, remedy=remedy) from error
     return folder, theirs
 
 
@@ -71,7 +70,7 @@ def check_reward_ranks(config: JobConfig, placement: Placement) -> list[str]:
     if not config.reward.model_on_ranks:
         return []
     model = ModelConfig(path=str(find_model_folder(str(config.reward.model))))
-    if not config.trainer.local_disks:  # there, the ranks get it
+    if config.trainer.shared_folder is not None:  # else the ranks get it from this host
         check_cluster(model, config.trainer, placement, key="reward.model")
     engines, on_gpu = {"actor": config.frozen_engine}, placement.on_gpu
     return check_architectures(model, engines, on_gpu=on_gpu, value_heads=("actor",), key="reward.model")
@@ -83,18 +82,24 @@ def _check_head(reward: ScoringConfig, folder: Path) -> None:
     kinds = settings.get("architectures") or []
     if not any(str(kind).endswith("ForSequenceClassification") for kind in kinds):
         raise InputError(
-            f"reward.model is {reward.model}, whose architecture is {', '.join(map(str, kinds)) or 'unknown'}; "
-            "allowed: a sequence-classification model (…ForSequenceClassification), saved by save_pretrained"
+            f"its architecture is {', '.join(map(str, kinds)) or 'unknown'}",
+            field="reward.model",
+            value=reward.model,
+            allowed="a sequence-classification model (…ForSequenceClassification), saved by save_pretrained",
         )
     num_labels = len(settings["id2label"]) if "id2label" in settings else settings.get("num_labels", 2)
     if num_labels != 1:
         raise InputError(
-            f"reward.model is {reward.model}, which has {num_labels} labels; allowed: 1, whose output is the score. "
-            "Serve a classifier with reward.url and reward.service=classification"
+            f"it has {num_labels} labels",
+            field="reward.model",
+            value=reward.model,
+            allowed="a model with one label, whose output is the score",
+            remedy="serve a classifier with reward.url and reward.service=classification",
         )
     names = _weight_names(folder)
     if reward.model_on_ranks and names and _HEAD not in names:
-        raise InputError(f"reward.model is {reward.model}, whose weights lack {_HEAD}; allowed: a trained reward model")
+        problem, allowed = f"its weights lack {_HEAD}", "a trained reward model"
+        raise InputError(problem, field="reward.model", value=reward.model, allowed=allowed)
 
 
 def _check_length(reward: ScoringConfig, folder: Path, longest: int) -> None:
@@ -102,8 +107,11 @@ def _check_length(reward: ScoringConfig, folder: Path, longest: int) -> None:
     # One more than is scored: see `training.reward_model.to_be_scored`.
     if isinstance(most, int) and longest + 1 > most:
         raise InputError(
-            f"reward.model is {reward.model}, which reads {most} tokens; allowed: more than the longest prompt and "
-            f"response ({longest}: data.max_prompt_length, sampling.max_tokens and validation.max_tokens)"
+            f"it reads {most} tokens",
+            field="reward.model",
+            value=reward.model,
+            allowed=f"a model that reads more than the longest prompt and response ({longest} tokens: "
+            "data.max_prompt_length, sampling.max_tokens and validation.max_tokens)",
         )
 
 
@@ -114,8 +122,10 @@ def _try_service(reward: ScoringConfig, tokenizer: Any) -> None:
         outcome = service.submit([tokenizer.eos_token_id]).result()
     if outcome.score is None:
         raise InputError(
-            f"reward.url is {url}, which gives no score: {outcome.message}; start it with "
-            f"`vllm serve {reward.model} --runner pooling`"
+            f"it gives no score: {outcome.message}",
+            field="reward.url",
+            value=url,
+            remedy=f"start it with `vllm serve {reward.model} --runner pooling`",
         )
 
 
@@ -129,5 +139,6 @@ def _weight_names(folder: Path) -> set[str]:
             with safe_open(path, "pt") as file:
                 names |= set(file.keys())
         except SafetensorError as error:
-            raise InputError(f"reward.model: {path} is damaged ({error}); copy it again") from error
+            problem = f"{path} is damaged ({error})"
+            raise InputError(problem, field="reward.model", remedy="copy it again") from error
     return names

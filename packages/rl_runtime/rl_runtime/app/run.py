@@ -2,19 +2,16 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from rl_data import PromptSampler
-from rollout_vllm import RolloutConfig
 from run_kit import StopRequest
 from run_kit.timing import Laps
 
 from ..job_config import JobConfig, JobConfigT
 from ..launch.session import open_session
 from ..ranks.model_handle import ModelHandle
-from ..resolve.job import divides
+from ..resolve.job import divides, resolve_traces
 from ..resolve.resolved import ResolvedConfig
 from ..rollout.ahead import RolloutsAhead
 from ..rollout.memory_turns import MemoryTurns, put_to_sleep, sleep_level
@@ -24,14 +21,13 @@ from ..rollout.scoring import Scorer
 from ..rollout.servers import RolloutServers
 from ..rollout.step_rollouts import StepRollouts
 from ..training.ledger import SampleLedger
-from ..training.local_disks import LocalDisks
 from ..training.loop import LoopResult, Restart, TrainingLoop
 from ..training.reward_model import RewardModel
-from ..training.uploads import open_uploader
+from ..training.run_files import open_run_files
 from .inputs import Inputs, chat_format, describe_repeats, load_inputs
 from .job import Algorithm, Job
 from .restarts import Restarts
-from .training_run import JobPlan, end_stopped, open_run
+from .training_run import JobPlan, create_run_folder, end_stopped, open_run
 
 
 def run_job(resolved: ResolvedConfig[JobConfigT], plan: JobPlan, compose: Callable[[Job], Algorithm]) -> None:
@@ -46,9 +42,12 @@ def run_job(resolved: ResolvedConfig[JobConfigT], plan: JobPlan, compose: Callab
     Raises:
         run_kit.RunStopped: a signal ended the run before its last step; the exit code is 128 + the signal.
     """
-    config, trainer = resolved.config, resolved.config.trainer
     start, stop = Laps(), StopRequest()
-    with open_run(resolved, num_steps=trainer.total_training_steps, resumed=plan.resume_from) as (run, tracker, memory):
+    run = create_run_folder(resolved.config.trainer)
+    resolved = resolve_traces(resolved, run.path)
+    config, trainer = resolved.config, resolved.config.trainer
+    num_steps = trainer.total_training_steps
+    with open_run(run, resolved, num_steps=num_steps, resumed=plan.resume_from) as (tracker, memory):
         tracker.info(f"run folder {run.path}; starting {config.trainer.rank_count} ranks and the servers")
         for line in (*resolved.lines(), *plan.lines):
             tracker.info(line)
@@ -58,14 +57,12 @@ def run_job(resolved: ResolvedConfig[JobConfigT], plan: JobPlan, compose: Callab
         for line in (*inputs.lines, *_repeats(config, inputs)):
             tracker.info(line)
         start.mark("inputs")
-        with open_uploader(trainer, run.path, tracker.info) as uploader:
-            local_disks = LocalDisks(trainer, run.path, tracker.info) if trainer.local_disks else None
-            if local_disks is not None:  # the servers load it
-                local_disks.bring(inputs.model_path, plan.placement.nodes)
+        with open_run_files(trainer, run.path, tracker.info) as files:
+            files.bring(inputs.model_path, plan.placement.nodes)  # the servers load it
             with open_session(
                 plan.placement,
                 trainer=config.trainer,
-                rollout=_rollout_config(config, run.path),
+                rollout=config.rollout,
                 model_path=str(inputs.model_path),
                 log_dir=run.path / "servers",
                 sync=config.sync,
@@ -82,8 +79,7 @@ def run_job(resolved: ResolvedConfig[JobConfigT], plan: JobPlan, compose: Callab
                     memory=memory,
                     stop=stop,
                     start=start,
-                    uploader=uploader,
-                    local_disks=local_disks,
+                    files=files,
                 )
                 result = Restarts(job).attempts(partial(_run_attempt, compose=compose))
             tracker.summary(result)  # ranks and servers are gone; uploads continue to the end of the outer block
@@ -139,18 +135,6 @@ def _train(job: Job, algorithm: Algorithm, reward_model: RewardModel | None, res
             reward_model=reward_model,
         )
         return loop.run(algorithm.learn, job.resumed, stop=job.stop, restart=restart)
-
-
-def _rollout_config(config: JobConfig, run: Path) -> RolloutConfig:
-    """The servers' settings: partial rollouts, and pushes during generation, need servers that return unfinished
-    responses; turns those that can sleep; traced steps those that trace themselves."""
-    rollout = replace(config.rollout, sleep_mode=config.rollout.sleep_mode or config.trainer.takes_turns)
-    interrupts = config.oversampling.extra_prompts > 0 and config.oversampling.partial_rollouts
-    if interrupts or config.trainer.max_staleness:
-        rollout = replace(rollout, control_routes=True)
-    if config.trainer.profile_steps and config.trainer.ray_address is None and not rollout.urls:
-        rollout = replace(rollout, profile_dir=rollout.profile_dir or str(run / "profile" / "servers"))
-    return rollout
 
 
 def _servers(job: Job, actor: ModelHandle) -> RolloutServers:

@@ -22,12 +22,11 @@ from ..ranks.environment import prepare_driver
 from ..resolve.resolved import ResolvedConfig
 from ..supervised_job_config import SupervisedJobConfig, SupervisedJobConfigT
 from ..training.engines import check_architectures, check_optimizer_steps, check_sequence_parallel, check_states
-from ..training.local_disks import LocalDisks, check_local_disks
 from ..training.loop import Restart
 from ..training.objective import Objective
+from ..training.run_files import check_local_disks, open_run_files
 from ..training.supervised import sequences_in
 from ..training.supervised_loop import SupervisedLoop, SupervisedResult
-from ..training.uploads import open_uploader
 from .inputs import (
     Inputs,
     check_prompt_files,
@@ -40,7 +39,7 @@ from .inputs import (
 )
 from .restarts import Restarts
 from .resume import check_steps_left
-from .training_run import JobPlan, TrainingRun, end_stopped, open_run, plan_run
+from .training_run import JobPlan, TrainingRun, create_run_folder, end_stopped, open_run, plan_run
 
 T = TypeVar("T")
 
@@ -125,7 +124,8 @@ def run_supervised(
     """
     config, trainer = resolved.config, resolved.config.trainer
     stop, start = StopRequest(), Laps()
-    with open_run(resolved, num_steps=config.supervised.steps, resumed=plan.resume_from) as (run, tracker, memory):
+    run = create_run_folder(trainer)
+    with open_run(run, resolved, num_steps=config.supervised.steps, resumed=plan.resume_from) as (tracker, memory):
         tracker.info(f"run folder {run.path}; starting {trainer.rank_count} ranks")
         for line in (*resolved.lines(), *plan.lines):
             tracker.info(line)
@@ -136,7 +136,7 @@ def run_supervised(
         for line in (*examples.lines, *_describe(config, examples, last_step)):
             tracker.info(line)
         start.mark("inputs")
-        with open_uploader(trainer, run.path, tracker.info) as uploader:
+        with open_run_files(trainer, run.path, tracker.info) as files:
             sp = config.engine.sequence_parallel
             with open_rank_session(plan.placement, trainer=trainer, fits=lambda ranks: ranks % sp == 0) as session:
                 start.mark("ranks")
@@ -150,8 +150,7 @@ def run_supervised(
                     memory=memory,
                     stop=stop,
                     start=start,
-                    uploader=uploader,
-                    local_disks=LocalDisks(trainer, run.path, tracker.info) if trainer.local_disks else None,
+                    files=files,
                     train=examples.train,
                     held_out=examples.held_out,
                 )
@@ -171,8 +170,10 @@ def hold_out(examples: Sequence[T], size: int, *, seed: int, noun: str = "demons
     """
     if size >= len(examples):
         raise InputError(
-            f"supervised.val_size is {size}, and there are {len(examples)} {noun}; allowed: fewer, so "
-            "that some are left to train on"
+            f"there are {len(examples)} {noun}",
+            field="supervised.val_size",
+            value=size,
+            allowed="fewer, so that some are left to train on",
         )
     # A stream of its own: the same examples, whatever else the seed decides.
     chosen = set(np.random.default_rng([seed, 1]).permutation(len(examples))[:size].tolist())
@@ -232,8 +233,10 @@ def check_lengths(model_path: Path, demonstrations: Sequence[Demonstration]) -> 
     longest = max(one.num_tokens for one in demonstrations)
     if isinstance(limit, int) and longest > limit:
         raise InputError(
-            f"supervised.files: the longest demonstration has {longest} tokens, and the model's config.json has "
-            f"max_position_embeddings={limit}; drop longer ones with supervised.max_length={limit}"
+            f"the longest demonstration has {longest} tokens, and the model's config.json has "
+            f"max_position_embeddings={limit}",
+            field="supervised.files",
+            remedy=f"drop longer ones with supervised.max_length={limit}",
         )
 
 
@@ -243,10 +246,10 @@ def _check_steps(config: SupervisedJobConfig, num_examples: int, resumed: Checkp
     last = supervised.num_steps(num_examples)
     check_optimizer_steps(supervised.optim, last, section="supervised")
     if resumed is not None:
-        key = "supervised.steps" if supervised.steps else f"with supervised.epochs={supervised.epochs:g} the last"
+        key = "supervised.steps" if supervised.steps else "supervised.epochs"
         check_steps_left(resumed, last, key=key, run=str(resumed.path.parent.parent))
     if late := [step for step in config.trainer.profile_steps if step > last]:
-        raise InputError(f"trainer.profile_steps has {late[0]}; allowed: steps up to the last one ({last})")
+        raise InputError(field="trainer.profile_steps", value=late[0], allowed=f"steps up to the last one ({last})")
     return last
 
 

@@ -37,8 +37,9 @@ def check_teacher(config: JobConfig, teacher: TeacherConfig, placement: Placemen
         InputError: there is no teacher, its vocabulary is another one, or its servers cannot be started or used.
     """
     if teacher.model is None or teacher.model == BUILTIN_MODEL:
-        given = "null" if teacher.model is None else f"{BUILTIN_MODEL}, whose weights are random"
-        raise InputError(f"teacher.model is {given}; allowed: a Hugging Face folder, or OWNER/NAME after `hf download`")
+        problem = "" if teacher.model is None else "its weights are random"
+        allowed = "a Hugging Face folder, or OWNER/NAME after `hf download`"
+        raise InputError(problem, field="teacher.model", value=teacher.model, allowed=allowed)
     read_weights, remedy = not teacher.server.urls, "(student and teacher)"
     folder, _ = load_scoring_model(
         "teacher.model", teacher.model, config.model, need_weights=read_weights, remedy=remedy
@@ -97,16 +98,21 @@ def _check_on_ranks(config: JobConfig, teacher: TeacherConfig, folder: Path, pla
     )
     if teacher.signal == "full" and _vocab_size(folder) < student:
         raise InputError(
-            f"teacher.model has {_vocab_size(folder)} rows in its head, and the student {student}; allowed with "
-            "teacher.signal=full: as many or more"
+            f"its head has {_vocab_size(folder)} rows, and the student's {student}",
+            field="teacher.model",
+            value=teacher.model,
+            allowed="with teacher.signal=full as many rows or more",
         )
 
 
 def _check_servers(config: JobConfig, teacher: TeacherConfig, folder: Path, placement: Placement) -> None:
     if config.sampling.temperature != 1:
         raise InputError(
-            f"sampling.temperature is {config.sampling.temperature:g}; allowed: 1 with teacher.on=server, whose "
-            "log-probs are those of temperature 1 (teacher.on=ranks has the student's)"
+            "log-probs of teacher.on=server are those of temperature 1",
+            field="sampling.temperature",
+            value=config.sampling.temperature,
+            allowed="1",
+            remedy="teacher.on=ranks has the student's temperature",
         )
     server = server_config(config, teacher, on_gpu=placement.on_gpu)
     if server.urls:
@@ -115,14 +121,14 @@ def _check_servers(config: JobConfig, teacher: TeacherConfig, folder: Path, plac
     needed = server.server_count * server.tensor_parallel_size
     if len(teacher.gpus) != (needed if placement.on_gpu else 0):
         allowed = f"{needed} numbers of GPUs" if placement.on_gpu else "none on the CPU"
-        raise InputError(
-            f"teacher.gpus is {list(teacher.gpus)}; allowed: {allowed} (teacher.server.num_servers x "
-            "teacher.server.tensor_parallel_size)"
-        )
+        allowed += " (teacher.server.num_servers x teacher.server.tensor_parallel_size)"
+        raise InputError(field="teacher.gpus", value=list(teacher.gpus), allowed=allowed)
     if config.trainer.ray_address is not None:
         raise InputError(
-            "teacher.server.urls is empty; allowed with trainer.ray_address: servers that you have started, because "
-            "this run starts teachers on its own host only"
+            "this run starts teachers on its own host only",
+            field="teacher.server.urls",
+            value=[],
+            allowed="with trainer.ray_address the URLs of servers that you have started",
         )
     with prefix_fields("teacher.server"):
         check_launch(folder, server, device_key="trainer.device")
@@ -139,7 +145,7 @@ def _try_servers(server: RolloutConfig, teacher: TeacherConfig) -> None:
             with TokenScorer([Endpoint(url, api_key)], replace(server, max_retries=0)) as scorer:
                 scorer.run(scorer.score([([0], [0, 0])], top_k=top_k))
     except ScoringError as error:
-        raise InputError(f"teacher.server.urls: {error}") from error
+        raise InputError(str(error), field="teacher.server.urls") from error
 
 
 def _vocab_size(folder: Path) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from signal import Signals
 from typing import Any, NoReturn, Protocol
 
-from ckpt import AsyncUploader, Checkpoint
+from ckpt import Checkpoint
 from ckpt.reader import CheckpointReader
 from rl_core import BatchConfig
 from run_kit import RunFolder, RunStopped, StopRequest, Tracker, TrackingConfig, check_tracking
@@ -27,11 +27,10 @@ from ..ranks.model_handle import ModelHandle
 from ..resolve.resolved import ResolvedConfig
 from ..training.checkpoints import RunCheckpoints, Stateful
 from ..training.ledger import SampleLedger
-from ..training.local_disks import LocalDisks
 from ..training.record import RunRecord
+from ..training.run_files import WARM_START_MODEL, RunFiles, check_checkpoint_url, published_run
 from ..training.supervised import train_supervised
 from ..training.supervised_config import SupervisedConfig
-from ..training.uploads import WARM_START_MODEL, check_checkpoint_url, remote_run
 from .inputs import Inputs
 from .resume import find_checkpoint
 
@@ -97,11 +96,9 @@ class TrainingRun:
     stop: StopRequest = field(default_factory=StopRequest)
     """Has the signal that ends the run after a step."""
     start: Laps = field(default_factory=Laps)
-    """What the start takes."""
-    uploader: AsyncUploader | None = None
-    """With `trainer.checkpoint_url`: what uploads the checkpoints of the run."""
-    local_disks: LocalDisks | None = None
-    """With `trainer.local_disks`: what brings files to the other hosts."""
+    """Seconds of the parts of the start."""
+    files: RunFiles
+    """Brings files to other hosts and to the storage."""
 
     @property
     def trainer(self) -> TrainingConfig:
@@ -137,14 +134,12 @@ class TrainingRun:
             log, examples = self.tracker.log_supervised, self.inputs.demonstrations
             train_supervised(model, examples, first, seed=self.trainer.seed, on_step=log)
             model.export(str(folder), str(configured))
-        if self.uploader is not None:  # before the first checkpoint, which is useless without it
-            self.uploader.add(folder)
+        self.files.add_model(folder)  # before the first checkpoint
         return self.for_ranks(folder)
 
     def for_ranks(self, folder: Path) -> str:
         """The path of a model folder that all ranks can read."""
-        if self.local_disks is not None:
-            self.local_disks.bring(folder, self.session.nodes)
+        self.files.bring(folder, self.session.nodes)
         return str(folder)
 
     @property
@@ -164,8 +159,7 @@ class TrainingRun:
             parts=parts,
             config=yaml_without_secrets(self.config),
             unsavable=nvme,  # `check_states` refuses it with save_freq
-            uploader=self.uploader,
-            local_disks=self.local_disks,
+            files=self.files,
         )
 
     def record(self, ledger: SampleLedger | None = None) -> RunRecord:
@@ -174,17 +168,21 @@ class TrainingRun:
         return RunRecord(self.tracker, self.memory, profiler, self.session, ledger)
 
 
+def create_run_folder(trainer: TrainingConfig) -> RunFolder:
+    """A new folder with the name of the experiment."""
+    return RunFolder.create(trainer.output_dir, trainer.experiment, private=trainer.private_output)
+
+
 @contextmanager
 def open_run(
-    resolved: ResolvedConfig[Any], *, num_steps: int, resumed: Checkpoint | None
-) -> Iterator[tuple[RunFolder, Tracker, MemorySampler]]:
-    """A new run folder, what writes into it, and the memory of this process, which computes on one thread.
+    run: RunFolder, resolved: ResolvedConfig[Any], *, num_steps: int, resumed: Checkpoint | None
+) -> Iterator[tuple[Tracker, MemorySampler]]:
+    """The tracker of a new run folder, and the memory of this process, which computes on one thread.
 
     An error that ends the run gets the command that resumes it, if there is a checkpoint.
     """
     config: AppConfig = resolved.config
     trainer = config.trainer
-    run = RunFolder.create(trainer.output_dir, trainer.experiment, private=trainer.private_output)
     former = None if resumed is None else resumed.path.parents[1]
     with (
         _one_thread(),
@@ -192,7 +190,7 @@ def open_run(
         Tracker(run, config, num_steps=num_steps, comment=resolved.comment(), resumes=former) as tracker,
     ):
         try:
-            yield run, tracker, memory
+            yield tracker, memory
         except Exception as error:
             if command := resume_command(run, trainer):
                 error.add_note(command)
@@ -222,8 +220,7 @@ def end_stopped(run: RunFolder, tracker: Tracker, trainer: TrainingConfig, signa
 def resume_command(run: RunFolder, trainer: TrainingConfig) -> str:
     """A sentence with the command that resumes the run; empty if there is no checkpoint, or its storage is away."""
     where, steps = str(run.path), CheckpointReader(run.path / "checkpoints").steps()
-    if trainer.local_disks:
-        remote = remote_run(trainer.checkpoint_url or "", run.path.name)
+    if (remote := published_run(trainer, run.path.name)) is not None:
         with suppress(Exception):  # every storage has classes of its own
             where, steps = remote.url, remote.steps()
     if not steps:

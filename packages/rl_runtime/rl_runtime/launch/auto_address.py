@@ -37,7 +37,7 @@ class LocalRaylet:
 
 
 def find_auto_address() -> tuple[str, str]:
-    """The address that `auto` stands for, and a line that says what was found.
+    """The address that `auto` stands for, and a line about it for the user.
 
     RAY_ADDRESS has precedence, as in Ray: `ray job submit` sets it.
 
@@ -46,8 +46,8 @@ def find_auto_address() -> tuple[str, str]:
     """
     if given := os.environ.get("RAY_ADDRESS"):
         return given, f"trainer.ray_address=auto: {given}, from RAY_ADDRESS"
-    found = choose_cluster(list(read_raylets(psutil.process_iter())))
-    return found.address, f"trainer.ray_address=auto: {found.describe()}"
+    raylet = choose_cluster(list(read_raylets(psutil.process_iter())))
+    return raylet.address, f"trainer.ray_address=auto: {raylet.describe()}"
 
 
 def choose_cluster(raylets: Sequence[LocalRaylet]) -> LocalRaylet:
@@ -62,14 +62,19 @@ def choose_cluster(raylets: Sequence[LocalRaylet]) -> LocalRaylet:
     if shared:
         several = "; ".join(raylet.describe() for raylet in shared.values())
         raise InputError(
-            f"trainer.ray_address is auto, and this host is a node of {len(shared)} Ray clusters: {several}; allowed: "
-            "host:port of one of them"
+            f"this host is a node of {len(shared)} Ray clusters: {several}",
+            field="trainer.ray_address",
+            value="auto",
+            allowed="host:port of one of them",
         )
     private = "; ".join(raylet.describe() for raylet in raylets)
     passed = f", only of Rays that end with their programs: {private}" if private else ""
     raise InputError(
-        f"trainer.ray_address is auto, but this host is no node of a Ray cluster{passed}; start one with ray start "
-        "--head on this host and ray start --address=<this host>:6379 on the others, or give host:port"
+        f"this host is no node of a Ray cluster{passed}",
+        field="trainer.ray_address",
+        value="auto",
+        remedy="start one with ray start --head on this host and ray start --address=<this host>:6379 on the others, "
+        "or give host:port",
     )
 
 

@@ -63,9 +63,9 @@ def check_address(address: str) -> None:
         return
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        raise InputError(f"trainer.ray_address is {address!r}; allowed: auto, or host:port of the cluster's head")
+        raise InputError(field="trainer.ray_address", value=address, allowed="auto, or host:port of the cluster's head")
     if why := why_unreachable(host.strip("[]"), int(port)):
-        raise InputError(_no_cluster(address, why))
+        raise _no_cluster(address, why)
 
 
 def join_cluster(address: str) -> None:
@@ -86,14 +86,16 @@ def join_cluster(address: str) -> None:
         with keeping_sigterm():
             ray.init(address=address, log_to_driver=True, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise InputError(_no_cluster(address, " ".join(str(error).split()))) from None
+        raise _no_cluster(address, " ".join(str(error).split())) from None
     warn_without_token("everybody who reaches the cluster's ports", "start the cluster with RAY_AUTH_MODE=token")
 
 
-def _no_cluster(address: str, why: str) -> str:
-    return (
-        f"trainer.ray_address is {address}: no Ray cluster can be joined there ({why}); start one "
-        "with ray start --head on this host and ray start --address=<this host>:6379 on the others"
+def _no_cluster(address: str, why: str) -> InputError:
+    return InputError(
+        f"no Ray cluster can be joined there ({why})",
+        field="trainer.ray_address",
+        value=address,
+        remedy="start one with ray start --head on this host and ray start --address=<this host>:6379 on the others",
     )
 
 
@@ -118,7 +120,7 @@ def cluster_nodes() -> tuple[Node, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeReport:
-    """What a process on a node finds there."""
+    """GPUs, memory, packages and folders of a node, as a process there sees them."""
 
     address: str
     interface: str
@@ -134,7 +136,7 @@ class NodeReport:
 
 
 def report_node(model_folder: str | None, mark: str | None) -> NodeReport:
-    """What this node has; runs in a process on the node."""
+    """The report of this node; runs in a process on the node."""
     address = ray.util.get_node_ip_address()
     return NodeReport(
         address=address,
@@ -156,13 +158,13 @@ def _interface_of(address: str) -> str:
 
 def read_versions() -> dict[str, str]:
     """Versions of Python and of the packages that all nodes must have alike."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in (*_COMPARED, *(f"plinth-{own}" for own in _OWN)):
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "missing"
-    return found
+            versions[name] = "missing"
+    return versions
 
 
 def read_model_files(folder: Path) -> dict[str, str]:
@@ -237,7 +239,8 @@ def _mark_in(folder: Path | None) -> Iterator[str | None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = NamedTemporaryFile(dir=folder, prefix=".plinth-shared-")  # noqa: SIM115
     except OSError as error:
-        raise InputError(f"trainer.output_dir is {folder}, which cannot be written: {error.strerror}") from None
+        problem = f"it cannot be written: {error.strerror}"
+        raise InputError(problem, field="trainer.output_dir", value=str(folder)) from None
     with file:
         yield file.name
 
@@ -248,7 +251,7 @@ def _result_of(ref: Any, node: Node) -> NodeReport:
     except GetTimeoutError:
         raise InputError(f"Ray node {node.address} did not start a process in {_TIMEOUT_S:.0f} s") from None
     except RayTaskError as error:
-        raise InputError(f"Ray node {node.address}: {error.cause or error}; install Plinth there") from None
+        raise InputError(f"Ray node {node.address}: {error.cause or error}", remedy="install Plinth there") from None
     except RayError as error:
         why = " ".join(str(error).split())[:300]
         raise InputError(f"Ray node {node.address} cannot run this package: {why}") from None
@@ -273,19 +276,24 @@ def check_nodes(
             if report.versions.get(name) != version
         ]
         if other:
-            raise InputError(f"Ray node {report.address} has {', '.join(other)}: install the same there")
+            raise InputError(f"Ray node {report.address} has {', '.join(other)}", remedy="install the same there")
         if not report.sees_mark:
             raise InputError(
-                f"trainer.output_dir is {shared_folder}, which Ray node {report.address} does not share with this "
-                "host; give a folder that all nodes mount, or keep checkpoints on local disks and in a storage: "
-                "trainer.local_disks=true trainer.checkpoint_url=URL"
+                f"Ray node {report.address} does not share it with this host",
+                field="trainer.output_dir",
+                value=str(shared_folder),
+                allowed="a folder that all nodes mount",
+                remedy="or keep checkpoints on local disks and in a storage: trainer.local_disks=true "
+                "trainer.checkpoint_url=URL",
             )
         if report.model_files != files:
             names = sorted(n for n in {*files, *report.model_files} if files.get(n) != report.model_files.get(n))
-            what = f"differs in {', '.join(names[:5])}" if report.model_files else "is missing"
+            difference = f"differs in {', '.join(names[:5])}" if report.model_files else "is missing"
             raise InputError(
-                f"{key}: {model_folder} {what} on Ray node {report.address}; the model folder must be the same on "
-                "every node that runs ranks or servers, for example on a shared file system"
+                f"it {difference} on Ray node {report.address}",
+                field=key,
+                value=model_folder,
+                allowed="the same folder on every node that runs ranks or servers, such as one on a shared file system",
             )
 
 
@@ -301,7 +309,7 @@ def check_cluster(
     if trainer.ray_address is None:
         return
     folder = None if model.path == BUILTIN_MODEL else str(find_model_folder(model.path))
-    shared = None if trainer.local_disks else Path(trainer.output_dir).absolute()
+    shared = trainer.shared_folder
     nodes = [node for node in cluster_nodes() if node.node_id in placement.nodes]
     reports = read_nodes(nodes, model_folder=folder, shared_folder=shared)
     check_nodes(list(reports.values()), model_folder=folder, shared_folder=shared, key=key)
@@ -345,8 +353,7 @@ class Reservation:
             ids: dict[tuple[str, object], GpuId] = {}  # which GPU of its node each bundle is
             if placement.on_gpu:
                 on = [(node, key) for node, of_node in bundles.items() for key, b in of_node.items() if "GPU" in b]
-                found = self._ask_gpus([self._strategy(node, key) for node, key in on])
-                ids = dict(zip(on, found, strict=True))
+                ids = dict(zip(on, self._ask_gpus([self._strategy(*place) for place in on]), strict=True))
         except BaseException:
             self.release()
             raise
@@ -443,8 +450,8 @@ class Reservation:
     def _ask_gpus(self, strategies: Sequence[PlacementGroupSchedulingStrategy]) -> list[GpuId]:
         ask = ray.remote(num_cpus=0, num_gpus=1)(_own_gpu)
         refs = [ask.options(scheduling_strategy=strategy).remote() for strategy in strategies]
-        found: list[GpuId] = ray.get(refs, timeout=_TIMEOUT_S)
-        return found
+        gpu_ids: list[GpuId] = ray.get(refs, timeout=_TIMEOUT_S)
+        return gpu_ids
 
     def _seat(self, node: str, gpus: tuple[GpuId, ...], strategy: PlacementGroupSchedulingStrategy) -> Seat:
         report = self._reports[node]

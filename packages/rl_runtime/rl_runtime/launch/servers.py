@@ -7,13 +7,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
 
-from ds_engine import EngineConfig
 from plinth_base.errors import prefix_fields
 from plinth_base.model_folder import find_model_folder
 from rl_data import DataConfig, build_tiny_model
 from rollout_vllm import (
     Endpoint,
-    RequestTooLongError,
     RolloutConfig,
     SamplingConfig,
     check_launch,
@@ -29,12 +27,9 @@ from .placement import Placement
 
 
 def check_lengths(rollout: RolloutConfig, data: DataConfig, samplings: Sequence[SamplingConfig]) -> None:
-    """Raises InputError if the longest prompt and response exceed the servers' context."""
-    try:
+    """Raises rollout_vllm.RequestTooLongError if the longest prompt and response exceed the servers' context."""
+    with prefix_fields("rollout"):
         check_request_length(data.max_prompt_length, max(s.max_tokens for s in samplings), rollout.max_model_len)
-    except RequestTooLongError as error:
-        keys = "data.max_prompt_length, sampling.max_tokens, validation.max_tokens and rollout.max_model_len"
-        raise InputError(f"{keys} do not fit: {error}") from error
 
 
 def check_servers(
@@ -51,10 +46,10 @@ def check_servers(
     """
     device: Literal["cpu", "cuda"] = "cuda" if placement.on_gpu else "cpu"
     if rollout.device not in ("auto", device):
-        raise InputError(f"rollout.device is {rollout.device}, but the ranks run on {device}; leave it at auto")
-    if trainer.takes_turns and (rollout.urls or not placement.on_gpu):
-        why = "rollout.urls names servers that others may use" if rollout.urls else "the ranks run on the CPU"
-        raise InputError(f"trainer.take_turns is {trainer.take_turns}, but {why}; allowed: never, or null")
+        raise InputError(f"the ranks run on {device}", field="rollout.device", value=rollout.device, allowed="auto")
+    if trainer.takes_turns and not placement.on_gpu:
+        problem, field = "the ranks run on the CPU", "trainer.take_turns"
+        raise InputError(problem, field=field, value=trainer.take_turns, allowed="never, or null")
     check_transport(sync, rollout, placement)
     with prefix_fields("rollout"):
         api_key = rollout.read_api_key()
@@ -77,10 +72,8 @@ def check_servers(
 def check_folder_name(key: str, folder: str) -> None:
     """Raises InputError for a folder in which vLLM would find no weights."""
     if glob.escape(folder) != folder:
-        raise InputError(
-            f"{key} is {folder!r}, where vLLM finds no weights: it reads the name as a pattern; allowed: a folder "
-            "whose path has none of * ? ["
-        )
+        problem = "vLLM reads the name as a pattern, and finds no weights"
+        raise InputError(problem, field=key, value=folder, allowed="a folder whose path has none of * ? [")
 
 
 def check_transport(sync: SyncConfig, rollout: RolloutConfig, placement: Placement) -> None:
@@ -92,21 +85,3 @@ def check_transport(sync: SyncConfig, rollout: RolloutConfig, placement: Placeme
     with prefix_fields("sync"):
         plan_transports(sync.transport, started, on_gpu=placement.on_gpu)
         choose_transports(sync, existing, on_gpu=placement.on_gpu)
-
-
-def check_adapters(actor: EngineConfig, rollout: RolloutConfig, sync: SyncConfig) -> None:
-    """Raises InputError if `rollout.max_lora_rank` does not fit the actor's adapters or the weight sync."""
-    if rollout.max_lora_rank is None:
-        return
-    if actor.lora is None:
-        raise InputError(
-            f"rollout.max_lora_rank is {rollout.max_lora_rank}, but actor.lora.rank is not given: there are no "
-            "adapters to serve; give it, or rollout.max_lora_rank=null"
-        )
-    if actor.lora.rank > rollout.max_lora_rank:
-        raise InputError(
-            f"actor.lora.rank is {actor.lora.rank}, above rollout.max_lora_rank={rollout.max_lora_rank}; raise that, "
-            "or merge adapters into the weights that are pushed: rollout.max_lora_rank=null"
-        )
-    if sync.quantize != "none":
-        raise InputError(f"sync.quantize is {sync.quantize}, but adapters (rollout.max_lora_rank) cannot be quantized")

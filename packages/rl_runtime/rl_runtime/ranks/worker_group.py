@@ -12,6 +12,8 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ds_engine.torch_errors import classify_torch_error
+
 from ..errors import RankError, RankLost
 from .environment import GpuId, rank_env
 from .heartbeat import Beat, Heartbeats, find_frozen, find_stalled
@@ -25,14 +27,6 @@ _LIMITED_ELSEWHERE = (  # calls in which a rank may rest: until servers have pau
     TrainerWorker.push_weights.__name__,
     TrainerWorker.close_saver.__name__,
 )
-_LOST_PEER = (
-    "gloo/transport/",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "DistBackendError",
-    "NCCL error",
-)
-"""Messages of torch's backends when a connection to another rank breaks."""
 _LATE_S = 1.0
 """Time to wait for the errors of the other ranks when one has failed."""
 _DEATH_NOTICE_S = 45.0
@@ -175,7 +169,7 @@ class WorkerGroup:
                     results[rank_of[ref]] = ray.get(ref)
                 except RayTaskError as error:
                     # When a rank dies, the collectives of the others fail at once, and Ray tells of the death later.
-                    lost_peer = any(part in str(error) for part in _LOST_PEER)
+                    lost_peer = classify_torch_error(error) == "lost peer"
                     self._raise_if_dead(rank_of, method, _DEATH_NOTICE_S if lost_peer else _LATE_S)
                     cause = error.cause
                     what = f"{type(cause).__name__}: {cause}" if cause is not None else str(error)

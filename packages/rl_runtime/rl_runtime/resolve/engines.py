@@ -42,7 +42,9 @@ def resolve_kernels(
         resolved = resolved.with_default(f"{section}.dtype", "float16", f"no bfloat16 {of_gpu}")
         resolved = resolved.with_default(f"{section}.attention", "sdpa", f"no FlashAttention {of_gpu}")
         if value_of(resolved.config, f"{section}.dtype") == "bfloat16":
-            raise InputError(f"{section}.dtype is bfloat16; allowed: float16 or float32 {of_gpu}, or null")
+            raise InputError(
+                field=f"{section}.dtype", value="bfloat16", allowed=f"float16 or float32 {of_gpu}, or null"
+            )
     return resolved
 
 

@@ -8,11 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from ds_engine import ModelShape
 from rl_core import BatchError, batch_layout
 from rl_core.batching.layout import DEFAULT_TOKEN_BUDGET
 from rollout_vllm import untested_vllm
+from rollout_vllm.servers.command import DEFAULT_GPU_MEMORY_UTILIZATION, DEFAULT_MAX_NUM_SEQS
+from rollout_vllm.servers.memory import DEFAULT_CPU_KV_CACHE_GIB
 
 from ..config import DEFAULT_NUM_RANKS
 from ..job_config import JobConfig, JobConfigT
@@ -87,9 +91,21 @@ def resolve_job_for(
     if gpus and shape is not None:
         free, total = min(gpu.free_bytes for gpu in gpus), min(gpu.total_bytes for gpu in gpus)
         host = math.inf if host_bytes is None else host_bytes * _HOST_USABLE
-        return resolve_memory(resolved, free, total, shape, frozen_shapes, host)
-    resolved = resolved.with_default("trainer.take_turns", "never", "the default")
-    return resolve_sizes(resolved, gradient_checkpointing=False, token_budget=DEFAULT_TOKEN_BUDGET, why="the default")
+        resolved = resolve_memory(resolved, free, total, shape, frozen_shapes, host)
+    else:
+        why = "the default"
+        resolved = resolved.with_default("trainer.take_turns", "never", why)
+        resolved = resolve_sizes(resolved, gradient_checkpointing=False, token_budget=DEFAULT_TOKEN_BUDGET, why=why)
+    return _resolve_server_modes(_resolve_length_shaping(resolved), on_gpu=bool(gpus))
+
+
+def resolve_traces(resolved: ResolvedConfig[JobConfigT], run: Path) -> ResolvedConfig[JobConfigT]:
+    """The folder of the servers' traces in the run folder `run`, for steps that are traced on this host."""
+    trainer, rollout = resolved.config.trainer, resolved.config.rollout
+    if not trainer.profile_steps or trainer.ray_address is not None or rollout.urls or rollout.profile_dir is not None:
+        return resolved
+    folder = str(run / "profile" / "servers")
+    return resolved.with_consequence("rollout.profile_dir", folder, "trainer.profile_steps")
 
 
 # ------------------------------------------------------------------ processes
@@ -159,7 +175,38 @@ def _resolve_running_requests(resolved: ResolvedConfig[JobConfigT], untested: st
     return resolved.with_default("sync.running_requests", treatment, why)
 
 
+def _resolve_length_shaping(resolved: ResolvedConfig[JobConfigT]) -> ResolvedConfig[JobConfigT]:
+    """DAPO's buffer before the longest response."""
+    algorithm, max_tokens = getattr(resolved.config, "algorithm", None), resolved.config.sampling.max_tokens
+    if algorithm is None or not algorithm.overlong_penalty or algorithm.overlong_buffer is not None:
+        return resolved
+    why = "a fifth of sampling.max_tokens"
+    return resolved.with_consequence("algorithm.overlong_buffer", max(1, max_tokens // 5), why)
+
+
 # -------------------------------------------------------------------- servers
+
+
+def _resolve_server_modes(resolved: ResolvedConfig[JobConfigT], *, on_gpu: bool) -> ResolvedConfig[JobConfigT]:
+    """Modes of the servers that other settings need, and the defaults of vLLM's settings on this device."""
+    trainer, oversampling, rollout = resolved.config.trainer, resolved.config.oversampling, resolved.config.rollout
+    if trainer.takes_turns:
+        resolved = resolved.with_consequence("rollout.sleep_mode", True, "trainer.take_turns")
+    if trainer.max_staleness:
+        resolved = resolved.with_consequence("rollout.control_routes", True, "trainer.max_staleness")
+    elif oversampling.extra_prompts and oversampling.partial_rollouts:
+        resolved = resolved.with_consequence("rollout.control_routes", True, "oversampling.partial_rollouts")
+    if rollout.urls:
+        return resolved
+    defaults: dict[str, Any] = {"max_num_seqs": DEFAULT_MAX_NUM_SEQS, "chunked_prefill": on_gpu}
+    if on_gpu:
+        defaults["gpu_memory_utilization"] = DEFAULT_GPU_MEMORY_UTILIZATION
+    else:
+        defaults["kv_cache_gib"] = DEFAULT_CPU_KV_CACHE_GIB
+    for name, value in defaults.items():
+        if getattr(resolved.config.rollout, name) is None:
+            resolved = resolved.with_consequence(f"rollout.{name}", value, "the default")
+    return resolved
 
 
 def _resolve_decoding(

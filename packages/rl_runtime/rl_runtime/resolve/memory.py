@@ -58,7 +58,7 @@ def read_model_shape(path: str, *, key: str = "model.path") -> ModelShape | None
     try:
         return read_shape(find_model_folder(path))
     except ValueError as error:
-        raise InputError(f"{key} is {path}: {error}") from error
+        raise InputError(str(error), field=key, value=path) from error
 
 
 def samples_per_server(config: JobConfig) -> int:
@@ -186,18 +186,20 @@ def _refuse_what_cannot_fit(plans: Sequence[_Plan], usable: int, free: int, host
     if (fits_gpu and shape.is_exact) or not any(plan.host_bytes <= host for plan in plans):
         needed = min(plan.host_bytes for plan in fits_gpu or plans)
         raise InputError(
-            f"model.path: ranks and servers fit on {gib(free)} of GPU memory only in turns, which need "
-            f"{gib(needed)} of host memory, and {gib(host)} can be used; train adapters (actor.lora.rank=16), or use "
-            "more GPUs with actor.zero.stage=3"
+            f"ranks and servers fit on {gib(free)} of GPU memory only in turns, which need {gib(needed)} of host "
+            f"memory, and {gib(host)} can be used",
+            field="model.path",
+            remedy="train adapters (actor.lora.rank=16), or use more GPUs with actor.zero.stage=3",
         )
 
 
 def check_states_fit(states: int, usable: int, free: int, shape: ModelShape, section: str) -> None:
     if states > usable and shape.is_exact:
         raise InputError(
-            f"model.path: weights, gradients and optimizer states of a rank take {gib(states)}, and a GPU has "
-            f"{gib(free)} free; use more GPUs with {section}.zero.stage=3, {section}.zero.offload.optimizer=cpu, or "
-            f"{section}.lora.rank=16"
+            f"weights, gradients and optimizer states of a rank take {gib(states)}, and a GPU has {gib(free)} free",
+            field="model.path",
+            remedy=f"use more GPUs with {section}.zero.stage=3, {section}.zero.offload.optimizer=cpu, or "
+            f"{section}.lora.rank=16",
         )
 
 
@@ -388,8 +390,9 @@ def _server_memory(config: JobConfig, shape: ModelShape, kv_share: float, total:
         return None
     size = 4 if rollout.dtype == "float32" else 2
     per_token = 2 * shape.num_layers * shape.kv_width * kv_value_bytes(rollout)
-    sequences = rollout.max_num_seqs or 256
-    longest = rollout.max_model_len or longest_sequence(config)
+    assert rollout.max_num_seqs is not None, "decided before"
+    assert rollout.max_model_len is not None, "decided before"
+    sequences, longest = rollout.max_num_seqs, rollout.max_model_len
     at_once = min(sequences, samples_per_server(config))
     whole = at_once * _whole_blocks(min(longest, longest_sequence(config)))
     needed = _KV_BLOCK + max(_whole_blocks(longest), int(whole * kv_share))

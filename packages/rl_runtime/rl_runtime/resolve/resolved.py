@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
-from plinth_base.errors import PlinthError, prefix_fields
+from plinth_base.errors import prefix_fields
 
 from ..config import RanksConfig
 from ..errors import InputError
@@ -71,7 +71,7 @@ class ResolvedConfig(Generic[ConfigT]):
             return with_value(self.config, key, value)
         except ValueError as error:
             origin = f"{key}={_text(value)} was chosen: {why}"
-            raise _refused(error, "; ".join(filter(None, (origin, remedy)))) from error
+            raise InputError.of(error, remedy="; ".join(filter(None, (origin, remedy)))) from error
 
     def lines(self) -> list[str]:
         """The choices in at most three lines for the user."""
@@ -101,14 +101,6 @@ def with_value(config: Any, key: str, value: Any) -> Any:
         with prefix_fields(name):
             value = with_value(getattr(config, name), rest, value)
     return replace(config, **{name: value})
-
-
-def _refused(error: ValueError, origin: str) -> InputError:
-    """The error of a chosen value, with the origin of the choice as its remedy."""
-    if not isinstance(error, PlinthError):
-        return InputError(str(error), remedy=origin)
-    remedy = "; ".join(filter(None, (error.remedy, origin)))
-    return InputError(error.problem, field=error.field, value=error.value, allowed=error.allowed, remedy=remedy)
 
 
 def _text(value: Any) -> str:

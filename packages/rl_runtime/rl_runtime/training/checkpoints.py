@@ -10,10 +10,7 @@ from typing import Any, Protocol
 
 from ckpt import (
     AsyncSaver,
-    AsyncUploader,
     Checkpoint,
-    CheckpointManager,
-    HostCheckpoints,
     SaverRanks,
     capture_rng,
     check_model,
@@ -25,8 +22,7 @@ from ..errors import InputError
 from ..ranks.model_handle import ModelHandle
 from ..ranks.trainer_worker import ModelDescription, TrainerWorker
 from ..ranks.worker_group import WorkerGroup
-from .local_disks import LocalDisks
-from .uploads import retention
+from .run_files import RunFiles
 
 
 class Stateful(Protocol):
@@ -52,21 +48,19 @@ class RunCheckpoints:
         parts: Mapping[str, Stateful],
         config: str,
         unsavable: str = "",
-        uploader: AsyncUploader | None = None,
-        local_disks: LocalDisks | None = None,
+        files: RunFiles | None = None,
     ) -> None:
         """Opens nothing yet.
 
         Args:
             config: YAML without secrets, kept in each checkpoint for readers without the run folder.
             unsavable: why no checkpoint can hold this run's state; empty if one can.
-            uploader: uploads what is published; the caller waits for it.
-            local_disks: for hosts that share no folder; None: all ranks see `folder`.
+            files: the files of the run, which the caller waits for; None: all ranks see `folder`, nothing is uploaded.
         """
         self._folder, self._trainer, self._groups = folder, trainer, rank_groups
         self._roles, self._parts, self._config = roles, parts, config
-        self._unsavable, self._local_disks = unsavable, local_disks
-        self._uploads: AsyncUploader | HostCheckpoints | None = uploader
+        self._unsavable = unsavable
+        self._files = files or RunFiles(trainer, folder.parent)
         self._saver: AsyncSaver | None = None
 
     def __enter__(self) -> "RunCheckpoints":
@@ -78,15 +72,8 @@ class RunCheckpoints:
         run_id = uuid.uuid4().hex
         num_ranks = sum(group.world_size for group in self._groups)
         ranks = SaverRanks(num_ranks=num_ranks, rank=None, run_id=run_id, publisher=None)
-        store: CheckpointManager | HostCheckpoints
-        if self._local_disks is not None:
-            self._local_disks.make_run_folder(self._nodes)
-            self._uploads = store = self._local_disks.store()
-        else:
-            on_publish = self._uploads.add if isinstance(self._uploads, AsyncUploader) else None
-            store = CheckpointManager(self._folder, retention=retention(self._trainer), on_publish=on_publish)
-        saver = AsyncSaver(store, ranks=ranks)
-        url = None if self._local_disks is None else self._local_disks.remote.url
+        saver = AsyncSaver(self._files.open_store(self._folder, self._nodes), ranks=ranks)
+        url = self._files.rank_url
         for group, first in self._numbered_groups():
             group.run(TrainerWorker.open_saver, str(self._folder.absolute()), run_id, first, num_ranks, url)
         return saver
@@ -143,7 +130,7 @@ class RunCheckpoints:
 
     def take_metrics(self) -> dict[str, float]:
         """Seconds and bytes of the uploads that ended since the last call; empty if none did."""
-        uploads = [] if self._uploads is None else self._uploads.take_finished()
+        uploads = self._files.take_finished()
         if not uploads:
             return {}
         return {
@@ -158,12 +145,12 @@ class RunCheckpoints:
             InputError: the checkpoint lacks an engine of this run.
             ckpt.ArchitectureMismatchError: its models or adapters have other parameters.
         """
-        if self._local_disks is not None:
-            self._local_disks.fetch(checkpoint, self._nodes)
+        self._files.fetch(checkpoint, self._nodes)
         for name, model in self._models.items():
             if not (checkpoint.path / name).is_dir():
                 raise InputError(
-                    f"{checkpoint.path} has no {name!r}; resume with the app that wrote it. Nothing was loaded"
+                    f"{checkpoint.path} has no {name!r}, and nothing was loaded",
+                    remedy="resume with the app that wrote it",
                 )
             check_model(checkpoint, name, model)
         for name, role in self._roles.items():

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from ds_engine import (
     EngineConfig,
     EngineConfigError,
-    EngineError,
     ModelError,
     OptimConfig,
     UntriedModelError,
@@ -35,13 +34,8 @@ def naming_engine(section: str, *, key: str = "model.path", path: str = "") -> I
         yield
     except EngineConfigError as error:
         if key == "model.path":
-            raise _as_input_error(error, section) from error
+            raise InputError.of(error, under=section) from error
         raise InputError(f"its engine is set up as the actor's: {error}", field=key, value=path) from error
-
-
-def _as_input_error(error: EngineError, section: str) -> InputError:
-    field = error.under(section).field
-    return InputError(error.problem, field=field, value=error.value, allowed=error.allowed, remedy=error.remedy)
 
 
 def check_engine(engine: EngineConfig, *, section: str, num_updates: int, is_saved: bool = False) -> None:
@@ -50,15 +44,12 @@ def check_engine(engine: EngineConfig, *, section: str, num_updates: int, is_sav
     Raises InputError.
     """
     if engine.dropout:
-        raise InputError(
-            f"{section}.dropout is true, but policy and value updates compare outputs of training with outputs "
-            "computed without noise; allowed: false"
-        )
+        problem = "policy and value updates compare outputs of training with outputs computed without noise"
+        raise InputError(problem, field=f"{section}.dropout", value=True, allowed="false")
     check_states(engine, section=section, is_saved=is_saved)
     if engine.optim.total_steps is not None:
-        raise InputError(
-            f"{section}.optim.total_steps is {engine.optim.total_steps}, but the run sets it ({num_updates}); remove it"
-        )
+        field, steps = f"{section}.optim.total_steps", engine.optim.total_steps
+        raise InputError(f"the run sets it ({num_updates})", field=field, value=steps, allowed="null")
     check_optimizer_steps(engine.optim, num_updates, section=section)
 
 
@@ -73,15 +64,17 @@ def check_states(engine: EngineConfig, *, section: str, is_saved: bool) -> None:
     DeepSpeed."""
     with naming_engine(section):
         check_deepspeed(engine)
-    if is_saved and engine.zero.offload.optimizer == "nvme":
+    offload = engine.zero.offload
+    if is_saved and offload.optimizer == "nvme":
         raise InputError(
-            f"{section}.zero.offload.optimizer is nvme, whose files no checkpoint holds; "
-            "use cpu, or trainer.save_freq=0"
+            "no checkpoint holds files on NVMe",
+            field=f"{section}.zero.offload.optimizer",
+            value="nvme",
+            allowed="cpu, or nvme with trainer.save_freq=0",
         )
-    if (folder := engine.zero.offload.nvme_path) is not None and not os.path.isdir(folder):
-        raise InputError(
-            f"{section}.zero.offload.nvme_path is {folder!r}; allowed: an existing folder, on a local NVMe drive"
-        )
+    if offload.nvme_path is not None and not os.path.isdir(offload.nvme_path):
+        field = f"{section}.zero.offload.nvme_path"
+        raise InputError(field=field, value=offload.nvme_path, allowed="an existing folder, on a local NVMe drive")
 
 
 def check_sequence_parallel(engine: EngineConfig, *, section: str, num_ranks: int) -> None:
@@ -89,8 +82,10 @@ def check_sequence_parallel(engine: EngineConfig, *, section: str, num_ranks: in
     if num_ranks % engine.sequence_parallel:
         fits = ", ".join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)
         raise InputError(
-            f"{section}.sequence_parallel is {engine.sequence_parallel}, which does not divide trainer.num_ranks "
-            f"({num_ranks}); allowed: {fits}"
+            f"it does not divide trainer.num_ranks ({num_ranks})",
+            field=f"{section}.sequence_parallel",
+            value=engine.sequence_parallel,
+            allowed=fits,
         )
 
 
@@ -114,10 +109,8 @@ def check_architectures(
     """
     for section, engine in engines.items():
         if not on_gpu and engine.attention not in ("auto", "sdpa"):
-            raise InputError(
-                f"{section}.attention is {engine.attention}, which needs a GPU, but the ranks run on the CPU; "
-                "allowed: auto, sdpa"
-            )
+            problem, field = "it needs a GPU, and the ranks run on the CPU", f"{section}.attention"
+            raise InputError(problem, field=field, value=engine.attention, allowed="auto, sdpa")
     if model.path == BUILTIN_MODEL:
         return []
     folder = str(find_model_folder(model.path))
@@ -130,6 +123,6 @@ def check_architectures(
             if not (on_gpu and isinstance(error, UntriedModelError)):
                 if error.field in (None, "model_path"):
                     raise InputError(error.problem, field=key, value=model.path, remedy=error.remedy) from error
-                raise _as_input_error(error, section) from error
+                raise InputError.of(error, under=section) from error
             lines.append(f"{error}; the ranks try it before the first step")
     return list(dict.fromkeys(lines))
