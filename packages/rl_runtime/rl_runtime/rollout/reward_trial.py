@@ -17,11 +17,12 @@ from functools import partial
 from textwrap import dedent
 from typing import Any, cast
 
+import numpy as np
+
 from rl_data import Prompt, Reward
-from rollout_vllm import AsyncRewardPool, RewardOutcome, RewardPool
+from rollout_vllm import AsyncRewardPool, RewardOutcome, RewardPool, Sample
 
 from ..errors import InputError
-from ..experience import Experience
 from .scoring import RewardFunction, call_function, foreign_hint, load_functions
 from .scoring_config import ScoringConfig
 from .unread import MayScoreError, NotText, unread, unread_async
@@ -141,19 +142,16 @@ def _calls(function: RewardFunction, texts: Sequence[str]) -> list[list[str]]:
     return [[*texts], *([text] * 2 for text in texts)] if function.batched else [[text] for text in texts]
 
 
-def _draft(prompt: Prompt, text: str, tokenizer: Any) -> Experience:
+def _draft(prompt: Prompt, text: str, tokenizer: Any) -> Sample:
     """A sample with this response."""
-    ids = () if tokenizer is None else tuple(tokenizer([text], add_special_tokens=False)["input_ids"][0])
-    return Experience(
-        prompt=prompt,
-        group_id=0,
+    ids = () if tokenizer is None else tokenizer([text], add_special_tokens=False)["input_ids"][0]
+    return Sample(
         sample_index=0,
-        response_ids=ids,
-        response_text=text,
-        rollout_log_probs=None,
+        prompt=prompt,
+        prompt_ids=np.asarray(prompt.token_ids, np.int32),
+        response_ids=np.asarray(ids, np.int32),
         finish_reason="stop",
-        version_spans=((0, len(ids)),),
-        score=float("nan"),
+        text=text,
     )
 
 
