@@ -211,7 +211,7 @@ def test_samples_of_older_policies_are_corrected_unless_that_means_nothing() -> 
     ahead = chosen("trainer.max_staleness=1")
     assert ahead.config.algorithm.rollout_correction.mode == "truncate"
     assert "algorithm.rollout_correction.mode=truncate" in ahead.lines()[0]
-    why = r"sampling.top_p is 0.9; allowed: 1.0 .*was chosen: samples are up to 1 policy versions old"
+    why = r"sampling.top_p.*was chosen: samples are up to 1 policy versions old"
     with pytest.raises(InputError, match=why):
         chosen("trainer.max_staleness=1", "sampling.top_p=0.9")
     without = chosen("trainer.max_staleness=1", "sampling.top_p=0.9", "algorithm.rollout_correction.mode=none")
