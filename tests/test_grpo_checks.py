@@ -31,11 +31,9 @@ algorithm.loss: algorithm.loss=apps.grpo.calculator:nobody
 algorithm.loss: algorithm.loss=apps.grpo.calculator:calculate
 score: reward.score=0
 format_score: reward.format_score=1.0
-num_train: task.num_train=0
 seed: trainer.seed=-1
 step_timeout_s: trainer.step_timeout_s=0
 step_timeout_s: trainer.step_timeout_s=1e10
-experiment: trainer.experiment=a+b/c
 output_dir: trainer.output_dir=
 output_dir: trainer.output_dir=a[1]
 warm_start.optim.warmup_steps: warm_start.steps=5
@@ -43,10 +41,8 @@ actor.optim.warmup_steps: trainer.total_training_steps=5 actor.optim.schedule=co
 actor.optim.total_steps: actor.optim.total_steps=7
 actor.dropout: actor.dropout=true
 max_model_len: sampling.max_tokens=64
-max_model_len: validation.max_tokens=64
 max_model_len: data.max_prompt_length=500
 builtin:tiny: data.val=some.parquet
-builtin:tiny: warm_start.files=some.parquet
 rollout.device: rollout.device=cuda
 max_lora_rank: rollout.max_lora_rank=8
 max_lora_rank: rollout.max_lora_rank=8 actor.lora.rank=16
@@ -77,13 +73,9 @@ offload: trainer.save_freq=1 actor.zero.stage=3 actor.zero.offload.optimizer=nvm
 offload.param: actor.zero.stage=2 actor.zero.offload.param=cpu
 nvme_path: actor.zero.stage=3 actor.zero.offload.optimizer=nvme actor.zero.offload.nvme_path=/no/where
 keep_every: trainer.keep_every=-1
-keep_best: trainer.keep_best=-1
-max_server_restarts: trainer.max_server_restarts=-1
 extra_prompts: oversampling.extra_prompts=-1
 episode.function: episode.function=apps.grpo.calculator:nobody
 episode.function: episode.function=apps.grpo.calculator:calculate
-timeout_s: episode.timeout_s=0
-max_turns: episode.max_turns=0
 episode.environment: episode.environment=apps.grpo.stones:Nobody
 reset: episode.environment=apps.grpo.calculator:calculate
 episode.options: episode.environment=apps.grpo.stones:StoneGame episode.options={size:3}

@@ -42,7 +42,7 @@ _MAX_PARAMETERS = 60_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """How an architecture is computed exactly."""
+    """The way in which an architecture is computed exactly."""
 
     architecture: str
     way: Literal["packed", "rows"]
@@ -211,7 +211,7 @@ def _alone(model: Any, ids_T: Tensor, head: Head) -> Tensor:
 
 
 def _is_causal(model: Any, ids_T: Tensor, head: Head) -> bool:
-    """Whether the last token leaves the outputs before it as they are. Upstream's values are only those at the end."""
+    """True if the last token leaves the outputs before it as they are. Upstream's values are only those at the end."""
     if head == "value":
         return True
     other_T = torch.cat((ids_T[:-1], ids_T[-1:] - 1))

@@ -8,11 +8,12 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from rl_data import Prompt, Reward
-from rollout_vllm import AsyncRewardPool, RewardOutcome, RewardPool
+from rollout_vllm import AsyncRewardPool, RewardOutcome, RewardPool, Sample
 
 from ..errors import InputError
-from ..experience import Experience
 from .scoring import RewardFunction, call_function, foreign_hint, load_functions
 from .scoring_config import ScoringConfig
 
@@ -67,18 +68,14 @@ async def _call(function: RewardFunction, prompt: Prompt, config: ScoringConfig,
         return (await call_function(pool, function, drafts))[0]
 
 
-def _draft(prompt: Prompt, text: str, tokenizer: Any) -> Experience:
-    ids = tuple(tokenizer([text], add_special_tokens=False)["input_ids"][0])
-    return Experience(
-        prompt=prompt,
-        group_id=0,
+def _draft(prompt: Prompt, text: str, tokenizer: Any) -> Sample:
+    return Sample(
         sample_index=0,
-        response_ids=ids,
-        response_text=text,
-        rollout_log_probs=None,
+        prompt=prompt,
+        prompt_ids=np.asarray(prompt.token_ids, np.int32),
+        response_ids=np.asarray(tokenizer([text], add_special_tokens=False)["input_ids"][0], np.int32),
         finish_reason="stop",
-        version_spans=((0, len(ids)),),
-        score=float("nan"),
+        text=text,
     )
 
 
