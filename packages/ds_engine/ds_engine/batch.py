@@ -63,7 +63,7 @@ class TokenOutputs:
     log_probs_K: Tensor
     entropy_K: Tensor
     term_K: Tensor | None = None
-    """What the `HeadTerm` of the mini batch returned; None without one."""
+    """Result of the mini batch's `HeadTerm`; None without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class ValueOutputs:
 
 @dataclass(frozen=True, kw_only=True)
 class LmHead:
-    """Where an engine's logits come from: `soft_cap(hidden @ weight.T + bias)`."""
+    """Parts of an engine's logits: `soft_cap(hidden @ weight.T + bias)`."""
 
     weight_VH: Tensor
     bias_V: Tensor | None = None

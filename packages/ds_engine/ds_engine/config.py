@@ -40,7 +40,7 @@ def _require_one_of(config: Any, name: str, choices: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """Where ZeRO keeps its shards between uses."""
+    """Devices on which ZeRO keeps its shards between uses."""
 
     optimizer: OffloadDevice = "none"
     """Optimizer states and fp32 master weights: on the device (none), in CPU memory (cpu, any stage) or on NVMe (nvme,
@@ -108,7 +108,7 @@ class ZeroConfig:
 
     @property
     def gathers_layers(self) -> bool:
-        """Whether stage 3 gathers whole transformer layers (zero/zero3_hooks.py) instead of module by module.
+        """True if stage 3 gathers whole transformer layers (zero/zero3_hooks.py) instead of module by module.
 
         Parameters on NVMe are read into a few buffers of one parameter each, too few for a layer.
         """
@@ -339,7 +339,7 @@ class EngineConfig:
 
     @property
     def trains_without_noise(self) -> bool:
-        """Whether the forward pass of training computes what the one without gradients does: nothing is dropped."""
+        """True if the forward pass of training computes what the one without gradients does: nothing is dropped."""
         return not self.dropout and (self.lora is None or not self.lora.dropout)
 
     @property
@@ -375,7 +375,7 @@ class EngineConfig:
 
     @property
     def uses_bf16_optimizer(self) -> bool:
-        """Whether DeepSpeed uses its `BF16_Optimizer`: at stage 1 in bf16 with fp32 accumulation, unless optimizer
+        """True if DeepSpeed uses its `BF16_Optimizer`: at stage 1 in bf16 with fp32 accumulation, unless optimizer
         states are offloaded. Otherwise stages 1 and 2 use `DeepSpeedZeroOptimizer`."""
         zero = self.zero
         on_device = zero.offload.optimizer == "none"
@@ -383,17 +383,17 @@ class EngineConfig:
 
     @property
     def fuses_grad_accumulation(self) -> bool:
-        """Whether the engine replaces DeepSpeed's gradient accumulation of stage 2 (zero/grad_accumulation.py)."""
+        """True if the engine replaces DeepSpeed's gradient accumulation of stage 2 (zero/grad_accumulation.py)."""
         zero = self.zero
         casts = self.model_dtype != self.grad_accum_dtype == "float32"
         return zero.stage == 2 and casts and zero.offload.optimizer == "none" and not zero.overlap_comm
 
     @property
     def fuses_zero3_gradients(self) -> bool:
-        """Whether the engine replaces gradient reduction and accumulation of stage 3 (zero/zero3_gradients.py)."""
+        """True if the engine replaces gradient reduction and accumulation of stage 3 (zero/zero3_gradients.py)."""
         return self.zero.stage == 3 and self.zero.offload.optimizer == "none"
 
     @property
     def fuses_grad_norm(self) -> bool:
-        """Whether the engine replaces gradient norm, overflow check and clipping (zero/optimizer_step.py)."""
+        """True if the engine replaces gradient norm, overflow check and clipping (zero/optimizer_step.py)."""
         return self.zero.offload.optimizer == "none" and not self.uses_bf16_optimizer

@@ -49,5 +49,5 @@ DEFAULTS = {REUSE_DISTANCE: 10**9, LIVE_PARAMETERS: 10**9, SUB_GROUP: 10**9}
 
 
 def needs_stage_3(key: str) -> bool:
-    """Whether DeepSpeed reads the key at stage 3 only."""
+    """True if DeepSpeed reads the key at stage 3 only."""
     return key.startswith("stage3_") or key == SUB_GROUP

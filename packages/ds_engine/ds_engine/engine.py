@@ -393,7 +393,7 @@ class ZeroEngine:
         self._num_steps = fill_state(self._deepspeed, self.module, source)
 
     def has_layout(self, source: StateSource) -> bool:
-        """Whether `load_checkpoint` can read the checkpoint of `source`: the same number of ranks, stage, offload,
+        """True if `load_checkpoint` can read the checkpoint of `source`: the same number of ranks, stage, offload,
         dtype and parameter groups. Not collective."""
         self._require_optimizer("has_layout", on_device=False)
         return has_layout(self._deepspeed, source)

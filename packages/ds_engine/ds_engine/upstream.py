@@ -53,9 +53,9 @@ def report() -> str:
 def transformers_message(error: Exception) -> str:
     """The first line of transformers' error: the next ones list all classes, or advise an upgrade of a pinned stack."""
     line = str(error).partition("\n")[0]
-    if found := re.match(r"Unrecognized configuration class <class '[\w.]*?(\w+)'> for .*: (\w+)", line):
-        return f"transformers has no {found[2]} of {found[1]}"
+    if match := re.match(r"Unrecognized configuration class <class '[\w.]*?(\w+)'> for .*: (\w+)", line):
+        return f"transformers has no {match[2]} of {match[1]}"
     if "does not recognize this architecture" not in line:
         return line
-    what, tested = line.partition(". ")[0], FENCE.tested["transformers"]
-    return f"{what}; installed is transformers {version('transformers')}, tested is {tested}"
+    problem, tested = line.partition(". ")[0], FENCE.tested["transformers"]
+    return f"{problem}; installed is transformers {version('transformers')}, tested is {tested}"

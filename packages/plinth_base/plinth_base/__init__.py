@@ -1,4 +1,4 @@
-"""What the Plinth packages share: errors with fields, dtypes, endpoints, model folders. Standard library only."""
+"""Shared parts of the Plinth packages: errors with fields, the fence, dtypes, endpoints, model folders, adapters."""
 
 from .dtypes import DTYPE_BYTES, Dtype, dtype_bytes
 from .endpoint import Endpoint

@@ -57,7 +57,8 @@ class Fence:
     ) -> None:
         self.tested = dict(tested)
         self.patches: list[Patch] = []
-        self._warn, self._refusal, self._announce = warn, refusal, announce
+        self._warn, self._refusal = warn, refusal
+        self.announce = announce
         self._warned: set[str] = set()
 
     def patch(
@@ -118,28 +119,6 @@ class Fence:
         """Calls of replaced functions in this process, by name."""
         return {name: number for patch in self.patches for name, number in patch.calls.items()}
 
-    def counted(self, patch: "Patch", target: Any, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` as an attribute of `target`, with its calls counted, or only the first call and announced."""
-        announce = self._announce
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            patch.calls[name] += 1
-            return function(*args, **kwargs)
-
-        def first_call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal announce
-            if announce is not None:
-                announce(f"{patch.name}: {name} is replaced and in use")
-                announce = None
-                patch.calls[name] += 1
-                if vars(target)[name] is first_call:
-                    setattr(target, name, function)
-            return function(*args, **kwargs)
-
-        counter: Any = call if announce is None else first_call
-        counter.patch = patch
-        return counter  # type: ignore[no-any-return]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Patch:
@@ -150,7 +129,7 @@ class Patch:
     """The feature."""
     reason: str
     otherwise: Literal["stock path", "refused"]
-    """What happens where upstream does not have the parts as tested."""
+    """Behavior where upstream does not have the parts as tested."""
     replaces: Parts = field(default_factory=dict)
     reads: Parts = field(default_factory=dict)
     calls: Counter[str] = field(default_factory=Counter)
@@ -203,7 +182,7 @@ class Patch:
         originals = {name: vars(target).get(name, _ABSENT) for name in values}
         for name, value in values.items():
             if callable(value) and not isinstance(value, BuiltinFunctionType):  # torch.compile traces those
-                value = self.fence.counted(self, target, name, value)
+                value = self._announced(target, name, value) if self.fence.announce else self.counted(name, value)
             else:
                 self.calls[name] += 1
             setattr(target, name, value)
@@ -213,6 +192,33 @@ class Patch:
                 delattr(target, name) if original is _ABSENT else setattr(target, name, original)
 
         return restore
+
+    def counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, whose calls are counted under `name`."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls[name] += 1
+            return function(*args, **kwargs)
+
+        call.patch = self  # type: ignore[attr-defined]
+        return call
+
+    def _announced(self, target: Any, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, whose first call is announced; it then takes the place of the result in `target`."""
+        announce = self.fence.announce
+
+        def first_call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal announce
+            if announce is not None:
+                announce(f"{self.name}: {name} is replaced and in use")
+                announce = None
+                self.calls[name] += 1
+                if vars(target)[name] is first_call:
+                    setattr(target, name, function)
+            return function(*args, **kwargs)
+
+        first_call.patch = self  # type: ignore[attr-defined]
+        return first_call
 
     @contextmanager
     def replaced(self, target: Any, **values: Any) -> Iterator[None]:

@@ -112,7 +112,7 @@ class Channel:
             done += count
 
     def is_hung_up(self) -> bool:
-        """Whether the other side has closed the connection, even if messages are still unread."""
+        """True if the other side has closed the connection, even if messages are still unread."""
         poll = select.poll()
         poll.register(self._sock, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
         return bool(poll.poll(0))
@@ -248,7 +248,7 @@ class Listener:
                         continue
                     if hello is not None or time.monotonic() > stranger.deadline:
                         forget(sock, hello)
-                for sock in (sock for door in self._socks if door in ready for sock in self._accept(door)):
+                for sock in (sock for listener in self._socks if listener in ready for sock in self._accept(listener)):
                     if len(strangers) == _MAX_STRANGERS:  # a worker sends its hello at once: the oldest is none
                         forget(next(iter(strangers)))
                     strangers[sock] = _Stranger(sock, time.monotonic() + HELLO_WAIT_S)
@@ -257,11 +257,11 @@ class Listener:
             sock.close()
 
     @staticmethod
-    def _accept(door: socket.socket) -> Iterator[socket.socket]:
+    def _accept(listener: socket.socket) -> Iterator[socket.socket]:
         """All connections that wait at a listening socket, from processes of this user."""
         while True:
             try:
-                sock, _ = door.accept()
+                sock, _ = listener.accept()
             except BlockingIOError:
                 return
             except OSError:  # its peer has gone, or no descriptor is left
@@ -303,7 +303,7 @@ def connect(address: str, timeout_s: float) -> Channel:
 
 
 def _is_trusted(sock: socket.socket) -> bool:
-    """Whether the peer's process is of this user or of root. True for TCP, where only the token tells."""
+    """True if the peer's process is of this user or of root. True for TCP, where only the token tells."""
     if sock.family != socket.AF_UNIX:
         return True
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))

@@ -48,15 +48,15 @@ class SyncConfig:
     the version is published. Several times slower; for tests and for debugging a mismatch."""
 
     apply: Literal["auto", "layerwise"] = "auto"
-    """How a server loads the tensors. ``auto``: dense unquantized models directly, others through vLLM's layerwise
-    reload. ``layerwise``: always through the layerwise reload."""
+    """Way in which a server loads the tensors. ``auto``: dense unquantized models directly, others through vLLM's
+    layerwise reload. ``layerwise``: always through the layerwise reload."""
 
     quantize: Literal["none", "fp8_blocks"] = "none"
     """``fp8_blocks``: the trainer quantizes linear weights to 8 bits with one scale per 128 x 128 block, for servers of
     a checkpoint in that format. A server of another format rejects them by name. Not tested on a GPU yet."""
 
     running_requests: Literal["auto", "wait", "keep", "recompute"] = "auto"
-    """What a push does with the requests that a server is running. ``auto``: ``wait``, unless an app that trains while
+    """Treatment of the requests that a server runs during a push. ``auto``: ``wait``, unless an app that trains while
     servers generate chooses another one. ``wait``: they finish first, under the old weights.
     ``keep``: they are held where they are and continue with the new weights. Their KV cache stays: keys and values of
     all tokens but the last one come from the old weights, so the log-probs of later tokens are those of neither policy.
@@ -83,7 +83,7 @@ class SyncConfig:
 
     @property
     def holds_requests(self) -> bool:
-        """Whether running requests continue after a push."""
+        """True if running requests continue after a push."""
         return self.running_requests in ("keep", "recompute")
 
     def bucket_bytes(self, transport: str, default_mib: int) -> int:

@@ -65,7 +65,7 @@ class ReceiverError(WeightSyncError):
 
     @property
     def retryable(self) -> bool:
-        """Whether a resend can succeed. A worker that rejects a plan rejects it again."""
+        """True if a resend can succeed. A worker that rejects a plan rejects it again."""
         return self.kind not in ("plan", "owner", "protocol")
 
 

@@ -59,9 +59,9 @@ def digest(tensor: Tensor) -> tuple[int, int]:
     return checksum(bytes_N), int((sums_W * _block_weights(sums_W.numel(), sums_W.device)).sum().item())
 
 
-def num_wrong_bytes(found: Tensor, expected: Tensor) -> int:
+def num_wrong_bytes(actual: Tensor, expected: Tensor) -> int:
     """Number of bytes that differ between two tensors of one shape and dtype."""
-    return int((as_bytes(found) != as_bytes(expected)).sum())
+    return int((as_bytes(actual) != as_bytes(expected)).sum())
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from ..errors import CollectiveMismatchError, EngineConfigError, RankStalledError
+from ..torch_errors import classify_torch_error
 from ..upstream import FENCE
 from .collective_log import METHODS, SIZED_BY, CollectiveRecord, GroupLog, RankDump, call_site, describe_call, diagnose
 
@@ -407,7 +408,7 @@ def _wait(store: Any, keys: list[str], seconds: float) -> bool:
     try:
         store.wait(keys, timedelta(seconds=seconds))
     except (dist.DistStoreError, RuntimeError) as error:
-        if "imeout" in str(error) or "timed out" in str(error).lower():
+        if classify_torch_error(error) == "timeout":
             return False
         raise
     return True

@@ -92,12 +92,12 @@ _MODULES = {
 
 
 def _runs_flash4(wanted: Attention) -> bool:
-    """Whether this GPU is Hopper or, unless `wanted` is "auto", Blackwell, which is not measured."""
+    """True if this GPU is Hopper or, unless `wanted` is "auto", Blackwell, which is not measured."""
     return KERNELS.check() and torch.cuda.get_device_capability()[0] in ((9,) if wanted == "auto" else (9, 10))
 
 
 def _is_installed(module: str) -> bool:
-    """Whether `module` can be imported. A namespace package does not count: flash-attn-4 makes `flash_attn` one."""
+    """True if `module` can be imported. A namespace package does not count: flash-attn-4 makes `flash_attn` one."""
     try:
         spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:  # raised if the parent package is missing

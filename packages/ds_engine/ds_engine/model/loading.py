@@ -85,11 +85,11 @@ def abandoned_locks() -> list[Path]:
     from torch.utils.cpp_extension import get_default_build_root
 
     if folder := os.environ.get("TORCH_EXTENSIONS_DIR"):
-        found = Path(folder).glob("*/lock")
+        candidates = Path(folder).glob("*/lock")
     else:
         version = f"py{sys.version_info.major}{sys.version_info.minor}"
-        found = Path(get_default_build_root()).glob(f"{version}_*/*/lock")
-    locks = {str(path.resolve()): path for path in sorted(found)}
+        candidates = Path(get_default_build_root()).glob(f"{version}_*/*/lock")
+    locks = {str(path.resolve()): path for path in sorted(candidates)}
     held = set()
     for descriptor in Path("/proc").glob("[0-9]*/fd/*") if locks else ():
         with suppress(OSError):

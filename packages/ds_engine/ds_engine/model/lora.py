@@ -70,7 +70,7 @@ class NamedTensor:
     """A parameter, or a persistent buffer."""
     low_rank: LowRank | None = None
     packed: Nf4Packing | TensorView | None = None
-    """How to read the tensor from the parameter: shape and dtype of an NF4 weight, or the part that it is."""
+    """Recipe that reads the tensor from the parameter: shape and dtype of an NF4 weight, or its part."""
 
     @property
     def parts(self) -> list[Tensor]:
@@ -169,12 +169,12 @@ def _check_layers(model: Any) -> None:
             f"it adapts {name.replace('.base_layer', '')}.{layer.parameter_name} of {type(model).__name__}, and "
             "adapters of experts cannot be merged for exports and syncs",
             field="lora.target_modules",
-            allowed=allowed,
+            allowed=", ".join(allowed),
         )
 
 
 def has_adapters(module: nn.Module) -> bool:
-    """Whether `add_adapters` has added adapters to `module`."""
+    """True if `add_adapters` has added adapters to `module`."""
     return getattr(module, "peft_config", None) is not None
 
 

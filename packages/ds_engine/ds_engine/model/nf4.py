@@ -213,7 +213,7 @@ def nf4_weights(model: Any) -> list[str]:
 
 
 def round_to_nf4(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a layer computes with whose weight was loaded in `dtype` and quantized; shape of `weight`, in `dtype`."""
+    """Dequantized weight of a layer that was loaded in `dtype` and quantized; shape of `weight`, in `dtype`."""
     packed = Nf4Packing(shape=tuple(weight.shape), dtype=dtype)
     return packed.unpack(packed.pack(weight.to(dtype)))
 

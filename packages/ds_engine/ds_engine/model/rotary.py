@@ -64,6 +64,6 @@ def rotary_per_sequence(backbone: nn.Module) -> Callable[[PackedLayout], None]:
 
 
 def _varies(rope_type: Any) -> bool:
-    """Whether a rotary module's `rope_type`, a name or a name for each kind of layer, depends on the length."""
+    """True if a rotary module's `rope_type`, a name or a name for each kind of layer, depends on the length."""
     names = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
     return any("dynamic" in str(name) or name == "longrope" for name in names)

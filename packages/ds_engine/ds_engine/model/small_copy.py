@@ -152,7 +152,7 @@ def _scale(config: Any) -> None:
 
 
 def _are_numbers(value: Any, total: int) -> bool:
-    """Whether `value` is a list of layer numbers."""
+    """True if `value` is a list of layer numbers."""
     return isinstance(value, list) and bool(value) and all(type(x) is int and 0 <= x < total for x in value)
 
 

@@ -42,7 +42,7 @@ _MAX_PARAMETERS = 60_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """How an architecture is computed exactly."""
+    """The way in which an architecture is computed exactly."""
 
     architecture: str
     way: Literal["packed", "rows"]
@@ -106,7 +106,7 @@ def _try(config: Any, head: Head, device: torch.device) -> Trial:
         expected = _outputs_and_gradients(model, [_alone(model, ids, head) for ids in sequences])
         reasons = {}
         for way in ("packed", "rows"):
-            reasons[way] = _why_not(way, small, model, sequences, head, expected)
+            reasons[way] = _inexactness(way, small, model, sequences, head, expected)
             if not reasons[way]:
                 return Trial(
                     architecture=architecture,
@@ -121,7 +121,7 @@ Result = tuple[Tensor, Mapping[str, Tensor]]
 """Outputs of all sequences, and the gradients of a weighted sum of them."""
 
 
-def _why_not(way: str, small: Any, reference: Any, sequences: list[Tensor], head: Head, expected: Result) -> str:
+def _inexactness(way: str, small: Any, reference: Any, sequences: list[Tensor], head: Head, expected: Result) -> str:
     """Why sequences computed in this way do not equal each one alone; empty if they do."""
     try:
         register_packed_attention()
@@ -211,7 +211,7 @@ def _alone(model: Any, ids_T: Tensor, head: Head) -> Tensor:
 
 
 def _is_causal(model: Any, ids_T: Tensor, head: Head) -> bool:
-    """Whether the last token leaves the outputs before it as they are. Upstream's values are only those at the end."""
+    """True if the last token leaves the outputs before it as they are. Upstream's values are only those at the end."""
     if head == "value":
         return True
     other_T = torch.cat((ids_T[:-1], ids_T[-1:] - 1))

@@ -85,7 +85,7 @@ class MemoryEstimate:
     lasting_gradients: int
     """Device bytes of the gradients that stay allocated between steps: the fp32 ones at stage 1 in bf16, else none."""
     is_exact: bool = True
-    """Whether the family is known; otherwise activations are an upper bound."""
+    """True if the family is known; otherwise activations are an upper bound."""
 
     @property
     def device_bytes(self) -> int:

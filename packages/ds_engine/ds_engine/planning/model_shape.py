@@ -51,7 +51,7 @@ class ModelShape:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the sizes are those of a known family; otherwise estimates are too large rather than too small."""
+        """True if the sizes are those of a known family; otherwise estimates are too large rather than too small."""
         return not self.counted
 
     @classmethod
@@ -188,8 +188,8 @@ def count_shape(folder: str | Path) -> ModelShape:
         heads = int(getattr(text, "num_attention_heads", None) or 1)  # state-space models have none
         layers, width = int(text.num_hidden_layers), int(text.hidden_size)
     except Exception as error:  # from_config runs the architecture's own code
-        what = f"{type(error).__name__}: {transformers_message(error)}"
-        raise ModelError(f"its sizes cannot be counted: {what}", value=str(folder)) from error
+        reason = f"{type(error).__name__}: {transformers_message(error)}"
+        raise ModelError(f"its sizes cannot be counted: {reason}", value=str(folder)) from error
     experts = int(getattr(text, "num_experts_per_tok", None) or 1)
     outer = {id(p) for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m for p in m.parameters()}
     return ModelShape(

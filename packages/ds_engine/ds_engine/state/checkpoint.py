@@ -46,12 +46,12 @@ def load_state(engine: Any, folder: str | Path, tag: str) -> int:
         raise CheckpointError(f"no such checkpoint in {str(folder)!r}", field="tag", value=tag)
     has_no_frozen = all(parameter.requires_grad for parameter in engine.module.parameters())
     try:
-        found, state = engine.load_checkpoint(
+        loaded, state = engine.load_checkpoint(
             str(folder), tag=tag, load_lr_scheduler_states=False, load_module_strict=has_no_frozen
         )
     except (RuntimeError, KeyError, IndexError) as error:
         raise CheckpointError(f"{str(path)!r} does not fit this engine's model and adapters: {error}") from error
-    if found is None or "num_steps" not in state:
+    if loaded is None or "num_steps" not in state:
         raise CheckpointError(f"{str(path)!r} is not a checkpoint of this engine")
     return int(state["num_steps"])
 

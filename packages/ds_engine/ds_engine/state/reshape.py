@@ -106,7 +106,7 @@ class _Fragment(NamedTuple):
 
 
 def has_layout(engine: Any, source: StateSource) -> bool:
-    """Whether DeepSpeed's engine can load the source's files itself: same ranks, stage, groups and settings."""
+    """True if DeepSpeed's engine can load the source's files itself: same ranks, stage, groups and settings."""
     zero = engine.optimizer
     layout = source.layout
     here = [[(name, tuple(shape)) for name, shape in group.items()] for group in engine._get_zero_param_shapes()]
@@ -247,9 +247,9 @@ def _problem(engine: Any, source: StateSource) -> str | None:
 def _agree(problem: str | None) -> None:
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
-    found = {rank: text for rank, text in enumerate(problems) if text is not None}
-    if found:
-        rank, text = next(iter(found.items()))
+    refused = {rank: text for rank, text in enumerate(problems) if text is not None}
+    if refused:
+        rank, text = next(iter(refused.items()))
         raise CheckpointError(f"cannot load the state (rank {rank} of {len(problems)}): {text}. Nothing was changed.")
 
 

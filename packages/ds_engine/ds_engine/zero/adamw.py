@@ -77,7 +77,7 @@ class AdamW(torch.optim.AdamW):
 
 
 def _is_supported(param: Tensor) -> bool:
-    """Whether the kernel can step this parameter: fp32, on CUDA, contiguous."""
+    """True if the kernel can step this parameter: fp32, on CUDA, contiguous."""
     gradient = param.grad
     assert gradient is not None
     return (

@@ -169,27 +169,27 @@ class EngineMemory:
         self._deepspeed = deepspeed_engine
         self._storages = StorageOffload()
         self.is_offloaded = False
-        """Whether `offload` was called and `reload` was not; on the CPU too, where neither moves anything."""
+        """True if `offload` was called and `reload` was not; on the CPU too, where neither moves anything."""
 
     def offload(self, device: torch.device, *, include_params: bool) -> MemoryReport:
         """See `ZeroEngine.offload`."""
         before = _device_bytes(device)
-        moved = 0
+        num_bytes = 0
         if device.type == "cuda" and not self.is_offloaded:
             if self._optimizer is not None:
                 self._deepspeed.optimizer.zero_grad()
-            moved = self._storages.offload(self.movable(device.type, include_params=include_params))
+            num_bytes = self._storages.offload(self.movable(device.type, include_params=include_params))
             gc.collect()
             torch.cuda.empty_cache()
         self.is_offloaded = True
-        return MemoryReport(moved_bytes=moved, device_bytes_before=before, device_bytes_after=_device_bytes(device))
+        return MemoryReport(moved_bytes=num_bytes, device_bytes_before=before, device_bytes_after=_device_bytes(device))
 
     def reload(self, device: torch.device) -> MemoryReport:
         """See `ZeroEngine.reload`."""
         before = _device_bytes(device)
-        moved = self._storages.reload()
+        num_bytes = self._storages.reload()
         self.is_offloaded = False
-        return MemoryReport(moved_bytes=moved, device_bytes_before=before, device_bytes_after=_device_bytes(device))
+        return MemoryReport(moved_bytes=num_bytes, device_bytes_before=before, device_bytes_after=_device_bytes(device))
 
     def movable(self, device_type: str, *, include_params: bool) -> Iterator[Tensor]:
         """The tensors on `device_type` that `offload` moves."""

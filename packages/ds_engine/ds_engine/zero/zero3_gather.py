@@ -157,7 +157,7 @@ class _Gathers:
         self._buckets: dict[tuple[int, ...], _Bucket] = {}
 
     def share_collective(self, params: Iterable[Any]) -> bool:
-        """Whether one collective can gather all of `params`."""
+        """True if one collective can gather all of `params`."""
         keys = {self._gather_keys.get(p.ds_id) for p in params}
         return len(keys) == 1 and None not in keys
 

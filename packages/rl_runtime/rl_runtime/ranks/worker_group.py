@@ -12,6 +12,8 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ds_engine.torch_errors import classify_torch_error
+
 from ..errors import RankError, RankLost
 from .environment import GpuId, rank_env
 from .heartbeat import Beat, Heartbeats, find_frozen, find_stalled
@@ -25,14 +27,6 @@ _LIMITED_ELSEWHERE = (  # calls in which a rank may rest: until servers have pau
     TrainerWorker.push_weights.__name__,
     TrainerWorker.close_saver.__name__,
 )
-_LOST_PEER = (
-    "gloo/transport/",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "DistBackendError",
-    "NCCL error",
-)
-"""What torch's backends say when a connection to another rank breaks."""
 _LATE_S = 1.0
 """Time to wait for the errors of the other ranks when one has failed."""
 _DEATH_NOTICE_S = 45.0
@@ -41,7 +35,7 @@ _DEATH_NOTICE_S = 45.0
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """Where a rank runs; the defaults are the CPU of this host."""
+    """Place of a rank; the defaults are the CPU of this host."""
 
     node: str = ""
     """Ray's id of its node; empty: this process's."""
@@ -175,7 +169,7 @@ class WorkerGroup:
                     results[rank_of[ref]] = ray.get(ref)
                 except RayTaskError as error:
                     # When a rank dies, the collectives of the others fail at once, and Ray tells of the death later.
-                    lost_peer = any(part in str(error) for part in _LOST_PEER)
+                    lost_peer = classify_torch_error(error) == "lost peer"
                     self._raise_if_dead(rank_of, method, _DEATH_NOTICE_S if lost_peer else _LATE_S)
                     cause = error.cause
                     what = f"{type(cause).__name__}: {cause}" if cause is not None else str(error)
@@ -206,7 +200,7 @@ class WorkerGroup:
         return f"{self._name}rank {rank} of {self.world_size}"
 
     def _described(self, find: Callable[..., Mapping[int, Beat]], ranks: Sequence[int], limit_s: float) -> str:
-        """What those of `ranks` do that `find` (`find_frozen`, `find_stalled`) finds; empty if there are none."""
+        """Activity of the ranks that `find` (`find_frozen`, `find_stalled`) selects; empty if it selects none."""
         now = time.monotonic()
-        found = find({rank: self._heartbeats.read(rank) for rank in ranks}, now, limit_s=limit_s)
-        return "; ".join(f"{self._name}rank {rank} {beat.describe(now)}" for rank, beat in found.items())
+        beats = find({rank: self._heartbeats.read(rank) for rank in ranks}, now, limit_s=limit_s)
+        return "; ".join(f"{self._name}rank {rank} {beat.describe(now)}" for rank, beat in beats.items())

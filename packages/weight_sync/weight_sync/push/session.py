@@ -381,5 +381,5 @@ def run_in_thread(call: Callable[..., T], *args: Any) -> Future[T]:
 
 
 def num_passes(config: SyncConfig) -> int:
-    """How often a push sends all buckets: once to load them and, with ``verify``, once more to compare them."""
+    """Passes of a push over all buckets: one to load them and, with ``verify``, one more to compare them."""
     return 2 if config.verify else 1

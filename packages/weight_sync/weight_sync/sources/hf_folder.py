@@ -69,7 +69,7 @@ def _read_header(file: Path) -> list[tuple[str, tuple[int, ...], str, int]]:
         if not 0 < size <= file.stat().st_size - 8:
             raise SourceError("not a safetensors file", value=str(file))
         text = stream.read(size)
-    found = []
+    tensors = []
     name, end = "the header", file.stat().st_size - 8 - size
     try:
         for name, info in json.loads(text).items():
@@ -81,8 +81,8 @@ def _read_header(file: Path) -> list[tuple[str, tuple[int, ...], str, int]]:
             entry = TensorEntry(name=name, shape=tuple(info["shape"]), dtype=_TORCH_NAMES[info["dtype"]])
             if not 0 <= first <= last <= end or last - first != entry.num_bytes:
                 raise SourceError(f"{name} lies at bytes {first} to {last} of {end}", value=str(file))
-            found.append((name, entry.shape, entry.dtype, 8 + size + first))
+            tensors.append((name, entry.shape, entry.dtype, 8 + size + first))
     except (LookupError, TypeError, AttributeError, RecursionError, ValueError) as error:
         problem = f"{name} cannot be read: {type(error).__name__}: {error}"
         raise SourceError(problem, value=str(file)) from error
-    return sorted(found, key=lambda item: item[3])
+    return sorted(tensors, key=lambda item: item[3])

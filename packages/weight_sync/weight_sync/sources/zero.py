@@ -72,7 +72,7 @@ class NamedParameter(Protocol):
 
     @property
     def packed(self) -> TensorPacking | None:
-        """How to unpack the parameter; None: the parameter is the weight."""
+        """Recipe that unpacks the parameter; None: the parameter is the weight."""
 
 
 class ZeroSource:
@@ -245,7 +245,7 @@ def _gathered(params: list[Any]) -> AbstractContextManager[Any]:
 
 
 def _is_plain_shard(param: Any) -> bool:
-    """Whether the parameter is a plain ZeRO-3 shard on a device that its process group's backend supports."""
+    """True if the parameter is a plain ZeRO-3 shard on a device that its process group's backend supports."""
     shard = getattr(param, "ds_tensor", None)
     if shard is None or getattr(shard, "ds_numel", 0) == 0 or shard.numel() < shard.ds_numel:
         return False

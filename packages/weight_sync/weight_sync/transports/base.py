@@ -41,7 +41,7 @@ class Sender(_Buffers, ABC):
     name: str
 
     can_borrow = False
-    """Whether this sender can send from the buffers of another one on the same device."""
+    """True if this sender can send from the buffers of another one on the same device."""
 
     def prepare(self, plan: BucketPlan, lent: list[Tensor]) -> list[Tensor]:
         """The buffers for this plan, which are kept between pushes and replaced when a plan needs more. Called before
@@ -66,7 +66,7 @@ class Sender(_Buffers, ABC):
 
     @abstractmethod
     def greet(self, hello: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
-        """What this worker needs to attach: a part of the plan message, and file descriptors.
+        """Greeting that lets a worker attach: a part of the plan message, and file descriptors.
 
         ``hello`` is the worker's first message plus ``where``, its name in errors. Raises SyncConfigError when the
         transport cannot reach the worker.
@@ -80,7 +80,7 @@ class Sender(_Buffers, ABC):
             )
 
     def common_greeting(self) -> dict[str, Any]:
-        """What all workers of this transport need to attach, in addition to `greet`. Called after all were greeted."""
+        """Part of the greeting for all workers of this transport, beside `greet`. Called after all were greeted."""
         return {}
 
     def deliver(self, bucket: Bucket, channels: list[Channel]) -> None:
@@ -139,7 +139,7 @@ class TransportKind:
 
 
 def fits(have: Sequence[Tensor], needed: Sequence[int]) -> bool:
-    """Whether buffers are enough for ``needed`` bytes each."""
+    """True if buffers are enough for ``needed`` bytes each."""
     return len(have) >= len(needed) and all(len(buffer) >= need for buffer, need in zip(have, needed, strict=False))
 
 

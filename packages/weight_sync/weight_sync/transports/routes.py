@@ -53,7 +53,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def is_this_host(host: str) -> bool:
-    """Whether a name or address belongs to this host (to this network namespace); False if it cannot be resolved."""
+    """True if a name or address belongs to this host (to this network namespace); False if it cannot be resolved."""
     try:
         addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
     except OSError:
@@ -79,8 +79,8 @@ def local_address(urls: Sequence[str]) -> str:
             family, *_, target = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(target)
-                found = str(probe.getsockname()[0])
-            if not found.startswith("127.") and found != "::1":
-                return found
-            address = found
+                local = str(probe.getsockname()[0])
+            if not local.startswith("127.") and local != "::1":
+                return local
+            address = local
     return address

@@ -292,7 +292,7 @@ def _unexpected(message: Message) -> WeightSyncError:
 
 
 def _is_alive(owner: PusherInfo) -> bool:
-    """Whether the pusher still listens. A Unix address on another host cannot be probed and counts as alive."""
+    """True if the pusher still listens. A Unix address on another host cannot be probed and counts as alive."""
     if owner.address.startswith("unix:") and owner.host != socket.gethostname():
         return True
     try:

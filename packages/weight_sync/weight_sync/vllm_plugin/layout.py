@@ -49,17 +49,17 @@ class Target:
     meta: Tensor
     live: Tensor
     is_derived: bool
-    """Whether vLLM computes it from other parameters (MLA's W_UV and W_UK_T)."""
+    """True if vLLM computes it from other parameters (MLA's W_UV and W_UK_T)."""
 
     is_processed: bool
-    """Whether vLLM's processing after loading changed it."""
+    """True if vLLM's processing after loading changed it."""
 
     received: int = 0
     """Number of elements that the plan's tensors write into it."""
 
     @property
     def in_place(self) -> bool:
-        """Whether received bytes may be written into the live parameter."""
+        """True if received bytes may be written into the live parameter."""
         same = self.live.shape == self.meta.shape and self.live.stride() == self.meta.stride()
         return same and self.live.numel() > 0 and not self.is_processed
 
@@ -90,10 +90,10 @@ class Layout:
     targets: list[Target] = field(default_factory=list)
 
     replayable: bool = True
-    """Whether the recorded copies are everything that the loaders do."""
+    """True if the recorded copies are everything that the loaders do."""
 
     direct: bool = True
-    """Whether every parameter can be written in place or processed module by module. If not, vLLM's layerwise reload
+    """True if every parameter can be written in place or processed module by module. If not, vLLM's layerwise reload
     loads the model, which also recomputes derived parameters."""
 
     problem: tuple[str, str] | None = None
@@ -108,7 +108,7 @@ class Layout:
 
 
 class Arrivals:
-    """What is still to arrive in a pass over the plan, and what a copy completes."""
+    """Tensors that are still to arrive in a pass over the plan, and those that a copy completes."""
 
     def __init__(self, layout: Layout) -> None:
         self._left = {target: target.received for target in layout.targets}
@@ -126,11 +126,11 @@ class Arrivals:
             return []
         return targets if copy.target.in_place else self._unprocessed.pop(module, [])
 
-    def check_complete(self, what: str) -> None:
+    def check_complete(self, problem: str) -> None:
         """Raises ReceiverError('count', name, ...) for the first parameter of which elements are left."""
         for target, left in self._left.items():
             if left:
-                raise ReceiverError("count", target.qualname, f"{left} of {target.received} elements {what}")
+                raise ReceiverError("count", target.qualname, f"{left} of {target.received} elements {problem}")
 
 
 class DryRun:
@@ -294,16 +294,16 @@ def _contiguous_parameters(plan: BucketPlan, layout: Layout) -> dict[Target, tup
 
     A module is processed when all its parameters are there, so all of them have to be in that bucket.
     """
-    found: dict[Target, set[tuple[int, int]]] = {}
+    origins_of: dict[Target, set[tuple[int, int]]] = {}
     buckets: dict[nn.Module, set[int]] = {}
     for bucket in plan.buckets:
         for slot in bucket.slots:
             for copy in layout.copies[slot.name]:
-                found.setdefault(copy.target, set()).add(_origin(bucket, slot, copy))
+                origins_of.setdefault(copy.target, set()).add(_origin(bucket, slot, copy))
                 buckets.setdefault(copy.target.module, set()).add(bucket.index)
     complete = {
         target: next(iter(origins))
-        for target, origins in found.items()
+        for target, origins in origins_of.items()
         if len(origins) == 1 and target.received == target.meta.numel() and len(buckets[target.module]) == 1
     }
     return {target: origin for target, origin in complete.items() if origin[1] >= 0}

@@ -1,4 +1,4 @@
-"""What vLLM's processing after loading did to each module, and the same processing for pushed weights.
+"""Record of vLLM's processing after loading, by module, and the same processing for pushed weights.
 
 After loading a model, vLLM calls ``process_weights_after_loading``: it may pack weights at the same shape (experts on
 the CPU), replace them, or keep packed copies next to them. Bytes may be written into a parameter only if processing
@@ -62,7 +62,7 @@ class _State:
 
 @dataclass(eq=False)
 class Record:
-    """What processing did to one module."""
+    """Record of the processing of one module."""
 
     dtype: torch.dtype
     """The model's dtype, an argument of an attention layer's processing."""
@@ -186,7 +186,7 @@ def take_over(module: nn.Module, done: nn.Module) -> None:
 
 
 def difference(module: nn.Module, done: nn.Module) -> str:
-    """Where the tensors that the module computes with differ from those of a processed stand-in; empty: nowhere."""
+    """Differences between the tensors that the module computes with and those of a processed stand-in; empty: none."""
     record = known_record(module)
     for name in sorted(record.changed | record.derived | record.copies):
         live = module._parameters.get(name, module.__dict__.get(name))

@@ -73,10 +73,10 @@ class Verifier:
         if not target.in_place:
             self._compare_module(target.qualname, module, raw)
             return
-        found = target.live.data
-        if found.dtype != expected.dtype or found.shape != expected.shape:
-            raise ReceiverError("verify", target.qualname, f"cannot be compared: the server stores it as {found.dtype}")
-        if wrong := num_wrong_bytes(found, expected.data):
+        live = target.live.data
+        if live.dtype != expected.dtype or live.shape != expected.shape:
+            raise ReceiverError("verify", target.qualname, f"cannot be compared: the server stores it as {live.dtype}")
+        if wrong := num_wrong_bytes(live, expected.data):
             raise ReceiverError("verify", target.qualname, f"{wrong} bytes differ from the trainer's")
 
     def _compare_module(self, qualname: str, module: nn.Module, raw: dict[str, Any]) -> None:
@@ -97,10 +97,10 @@ class Verifier:
 def _unpack_cpu_layer(module: Any, shaped: Tensor) -> Tensor:
     """A packed weight, read back by multiplying unit vectors. A negative zero is read back as zero."""
     num_inputs = shaped.shape[1]
-    found = torch.empty(shaped.shape, dtype=shaped.dtype)
+    weight_OI = torch.empty(shaped.shape, dtype=shaped.dtype)
     for start in range(0, num_inputs, 256):
         stop = min(start + 256, num_inputs)
         unit = torch.zeros(stop - start, num_inputs, dtype=shaped.dtype)
         unit[torch.arange(stop - start), torch.arange(start, stop)] = 1
-        found[:, start:stop] = module.cpu_linear(unit, module._parameters.get("weight"), None).t()
-    return found
+        weight_OI[:, start:stop] = module.cpu_linear(unit, module._parameters.get("weight"), None).t()
+    return weight_OI
