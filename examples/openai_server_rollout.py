@@ -114,7 +114,11 @@ async def with_rollout_client(endpoint: Endpoint, tokenizer: Any, prompts: Seque
     await client.aclose()
     samples = [sample for group in groups for sample in group.samples]
     failures = [f"{failure.kind}: {failure.message}" for group in groups for failure in group.failures]
-    responses = [Response(sample.prompt_id, sample.response_ids, sample.log_probs or []) for sample in samples]
+    responses = [
+        Response(sample.prompt_id, sample.response_ids.tolist(), sample.log_probs.tolist())
+        for sample in samples
+        if sample.log_probs is not None
+    ]
     return Rollout(responses, failures, time.perf_counter() - start)
 
 

@@ -125,7 +125,7 @@ def largest_difference(model: Any, endpoint: Endpoint) -> float:
         [sample] = group.samples
         ids_L = torch.tensor([*request.prompt_ids, *sample.response_ids])
         log_probs_TV = model(input_ids=ids_L[None]).logits[0, len(request.prompt_ids) - 1 : -1].log_softmax(-1)
-        log_probs_T = log_probs_TV.gather(1, torch.tensor(sample.response_ids)[:, None])[:, 0]
+        log_probs_T = log_probs_TV.gather(1, torch.tensor(sample.response_ids, dtype=torch.int64)[:, None])[:, 0]
         assert sample.log_probs is not None
         largest = max(largest, float((log_probs_T - torch.tensor(sample.log_probs)).abs().max()))
     return largest

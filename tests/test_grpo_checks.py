@@ -158,26 +158,19 @@ def test_files_that_cannot_be_used_are_refused(
 SMALL = {"num_attention_heads": 2, "num_hidden_layers": 1}
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("trl", r"reward.function is own_rewards:trl, .* first prompt of training \(train:0\): TypeError: .*are TRL's"),
-        ("nothing", "own_rewards:nothing, which gives no score .*: the reward is NoneType None, not a number"),
-    ],
-)
-def test_a_reward_that_scores_nothing_is_refused(
-    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_reward_with_the_parameters_of_another_library_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own_rewards.py").write_text(
         "def trl(prompts, completions, **kwargs):\n    return [float(len(one)) for one in completions]\n"
-        "def nothing(response_text, prompt):\n    float(len(response_text))\n"
         "def strict(response_text, prompt):\n    return float(response_text.split('#### ')[1] == prompt.ground_truth)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     for warm_start in ("0", "400"):
-        overrides = [f"reward.function=own_rewards:{name}", f"warm_start.steps={warm_start}"]
-        with pytest.raises(InputError, match=message):
+        overrides = ["reward.function=own_rewards:trl", f"warm_start.steps={warm_start}"]
+        with pytest.raises(InputError) as refused:
             check(load_config(GrpoConfig, presets=[DEMO], overrides=overrides))
+        assert refused.value.field == "reward.function"
     good = check(load_config(GrpoConfig, presets=[DEMO], overrides=["reward.function=own_rewards:strict"]))
     assert not any("own_rewards" in line for line in good.lines)
 

@@ -111,7 +111,7 @@ def test_spans_are_exact_and_the_kv_cache_is_the_stated_one(
     clean_differences = []
     for sample in mixed:
         assert [span.policy_version for span in sample.version_spans] == [base, base + 1, base + 2]
-        own, response, prompt = sample.log_probs, sample.response_ids, prompts[sample.prompt_id]
+        own, response, prompt = sample.log_probs, sample.response_ids.tolist(), prompts[sample.prompt_id]
         counts = [span.num_tokens for span in sample.version_spans]
         clean = [log_probs([model], prompt, response, [NUM_TOKENS]) for model in models]
         places = [number for number, count in enumerate(counts) for _ in range(count)]
@@ -123,9 +123,9 @@ def test_spans_are_exact_and_the_kv_cache_is_the_stated_one(
     assert min(clean_differences) > 0.1 if running_requests == "keep" else max(clean_differences) < 1e-3
 
     # A new request whose prompt continues a held response finds nothing in the prefix cache that is not of the policy.
-    prompt = [*prompts["p0"], *groups[0].samples[0].response_ids[:150]]
+    prompt = [*prompts["p0"], *groups[0].samples[0].response_ids[:150].tolist()]
     short = SamplingConfig(n=1, max_tokens=40, ignore_eos=True)
     [late] = client.generate_blocking([Request(prompt_id="late", prompt_ids=prompt, seed=5)], short)
     [sample] = late.samples
-    assert difference(sample.log_probs, log_probs(models[2:], prompt, sample.response_ids, [40])) < 1e-3
+    assert difference(sample.log_probs, log_probs(models[2:], prompt, sample.response_ids.tolist(), [40])) < 1e-3
     assert sample.version_spans == ((base + 2, 40),)

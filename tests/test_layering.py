@@ -69,10 +69,10 @@ NEIGHBORS: dict[str, dict[str, str]] = {
     "rl_runtime": {
         "app": "config.py job_config.py launch ranks resolve rollout supervised_job_config.py training",
         "launch": "config.py ranks",
-        "ranks": "experience.py",
+        "ranks": "samples.py",
         "resolve": "config.py job_config.py launch ranks rollout rules.py supervised_job_config.py training",
-        "rollout": "config.py experience.py ranks rules.py",
-        "training": "config.py experience.py launch ranks rollout rules.py",
+        "rollout": "config.py ranks rules.py samples.py",
+        "training": "config.py launch ranks rollout rules.py samples.py",
     },
 }
 HEAVY = ("torch", "deepspeed", "vllm", "ray", "transformers")

@@ -5,15 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from apps.ppo.config import PpoConfig
 from apps.ppo.main import check, critic_loss, num_updates
 from ds_engine import SimpleBatch, ValueOutputs
-from rl_data import Prompt
-from rl_runtime import Experience, ExperienceBatch, advantages
+from rl_core import pack
+from rl_runtime import advantages
 from run_kit import load_config
 from tests.run_folders import metrics_rows
 
@@ -30,7 +29,7 @@ def load(*overrides: str) -> PpoConfig:
         (["algorithm.gamma=1.5"], "gamma"),
         (["algorithm.lam=-0.1"], "lam"),
         (["algorithm.value_clip=0"], "value_clip"),
-        (["algorithm.advantage=rloo"], "advantage: is rloo; allowed: gae.* no use for this app's critic"),
+        (["algorithm.advantage=rloo"], "algorithm.advantage.*allowed: gae"),
         (["algorithm.critic_warmup_steps=40"], "trainer.total_training_steps"),
         (["algorithm.critic_warmup_steps=-1"], "critic_warmup_steps"),
         (["algorithm.kl_target=0.1"], "kl_coef"),
@@ -54,26 +53,6 @@ def test_the_actor_makes_no_updates_while_the_critic_warms_up() -> None:
     assert num_updates(config) == (2 * 2 * 35, 2 * 2 * 40)
 
 
-def scored(score: float, values: list[float], kl: list[float]) -> ExperienceBatch:
-    """One sample with values, and with log-probs that exceed the reference model's by `kl`."""
-    item = Experience(
-        prompt=Prompt("p", "p", (1,), "1", "gsm8k"),
-        group_id=0,
-        sample_index=0,
-        response_ids=tuple(range(len(values))),
-        response_text="",
-        rollout_log_probs=np.zeros(len(values), np.float32),
-        finish_reason="stop",
-        version_spans=((0, len(values)),),
-        score=score,
-    )
-    columns = {"values": values, "old_log_probs": [-1.0] * len(values), "ref_log_probs": [-1.0 - x for x in kl]}
-    batch = ExperienceBatch(items=(item,))
-    for name, column in columns.items():
-        batch = batch.with_column(name, [np.array(column, np.float32)])
-    return batch
-
-
 @pytest.mark.parametrize(("kl_in", "penalty"), [("reward", 0.2), ("loss", 0.0)])
 def test_advantages_by_hand(kl_in: str, penalty: float) -> None:
     """The KL to the reference model lowers the rewards; nothing passes from one sample to the next."""
@@ -82,10 +61,10 @@ def test_advantages_by_hand(kl_in: str, penalty: float) -> None:
         *("algorithm.kl_coef=0.2", "algorithm.kl_kind=k1", "algorithm.gamma=0.9", "algorithm.lam=0.5"),
         "algorithm.whiten_advantages=false",
     ).algorithm
-    one, two = scored(1.0, [0.3, 0.5], [0.4, -0.1]), scored(0.0, [0.7], [0.2])
-    batch = ExperienceBatch(
-        items=one.items + two.items, columns={name: one.columns[name] + two.columns[name] for name in one.columns}
-    )
+    facts = {"scores": torch.tensor([1.0, 0.0], dtype=torch.float64), "group_ids": torch.zeros(2, dtype=torch.int64)}
+    batch = pack([[1], [1]], [[2, 3], [4]], per_sequence=facts)
+    old_K, kl_K = torch.full((3,), -1.0), torch.tensor([0.4, -0.1, 0.2])
+    batch.add_columns(values=torch.tensor([0.3, 0.5, 0.7]), old_log_probs=old_K, ref_log_probs=old_K - kl_K)
     columns, metrics = advantages(batch, algorithm, max_tokens=20, kl_coef=0.2, lam=algorithm.lam)
     advantages_K, returns_K = columns["advantages"], columns["returns"]
     last = 1 + penalty * 0.1 - 0.5

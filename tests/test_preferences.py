@@ -25,7 +25,7 @@ from apps.reward.config import AlgorithmConfig as RewardAlgorithm
 from apps.reward.config import RewardConfig
 from ds_engine import TokenOutputs, ValueOutputs
 from plinth_testing import write_tiny_model
-from rl_core import BatchConfig, PackedBatch, pack
+from rl_core import Batch, BatchConfig
 from rl_data import DataConfig, Demonstration, LabeledResponse, PreferencePair, build_tiny_model, load_pairs
 from rl_runtime.config import ModelConfig, PreferenceTaskSize
 from rl_runtime.errors import InputError
@@ -51,20 +51,14 @@ def make_pairs(lens: Sequence[tuple[int, int]]) -> list[PreferencePair]:
     ]
 
 
-def micro_batches(batch: TrainBatch, num_replicas: int, limit: BatchConfig) -> list[PackedBatch]:
-    """The packs of a train batch on the ranks, with its columns."""
-    rows = batch._sequences
-    plan = assignment(rows, range(len(rows)), num_replicas, limit, 1, group_size=batch._group_size)
-    columns = {name: column_K.split(batch._lens) for name, column_K in batch._columns.items()}
-    packed = [(micro, pack([rows[i] for i in micro], column_names=())) for replica in plan for micro in replica]
-    return [
-        one.with_columns(**{name: torch.cat([parts[i] for i in micro]) for name, parts in columns.items()})
-        for micro, one in packed
-        if micro
-    ]
+def micro_batches(batch: Batch, num_replicas: int, limit: BatchConfig, group_size: int) -> list[Batch]:
+    """The micro batches that the ranks get of a batch."""
+    lens = batch.seq_lens_S.tolist()
+    plan = assignment(lens, range(len(lens)), num_replicas, limit, 1, group_size=group_size)
+    return [batch.select(micro) for replica in plan for micro in replica if micro]
 
 
-def log_probs_of(batch: PackedBatch) -> torch.Tensor:
+def log_probs_of(batch: Batch) -> torch.Tensor:
     """A policy whose log-prob of a token depends on the token alone."""
     return -((batch.target_ids_K * 37 % 101).float() / 50)
 
@@ -80,18 +74,18 @@ def test_a_pair_is_in_one_micro_batch_and_every_pair_counts_once(
     lens: list[tuple[int, int]], num_replicas: int, limit: BatchConfig
 ) -> None:
     pairs = make_pairs(lens)
-    rows = rl_runtime.response_batch(rl_runtime.responses_of(pairs), {}, group_size=2)._sequences
-    plan = assignment(rows, range(len(rows)), num_replicas, limit, 1, group_size=2)
+    lengths = rl_runtime.packed(rl_runtime.responses_of(pairs)).seq_lens_S.tolist()
+    plan = assignment(lengths, range(len(lengths)), num_replicas, limit, 1, group_size=2)
     assert len({len(replica) for replica in plan}) == 1, "ranks have different numbers of micro batches"
     micros = [micro for replica in plan for micro in replica]
-    assert sorted(index for micro in micros for index in micro) == list(range(len(rows)))
+    assert sorted(index for micro in micros for index in micro) == list(range(len(lengths)))
     for micro in micros:
         assert [index + 1 for index in micro[0::2]] == micro[1::2], "a pair is divided"
         assert all(index % 2 == 0 for index in micro[0::2])
     size, budget = limit.micro_batch_size, limit.token_budget
     for micro in micros:
         assert size is None or len(micro) <= 2 * size
-        num_tokens = sum(len(rows[i].prompt_ids) + len(rows[i].response_ids) for i in micro)
+        num_tokens = sum(lengths[i] for i in micro)
         assert budget is None or num_tokens <= budget or len(micro) == 2
 
 
@@ -105,21 +99,20 @@ def test_preference_losses_are_the_mean_over_the_batch_whatever_its_split(
         given_ = [LabeledResponse(p.chosen, bool(len(p.rejected.response_ids) % 2), p.rejected) for p in pairs]
     responses, labels_S = rl_runtime.with_labels(given_)
     ref_S = torch.linspace(-3, 1, len(responses))
-    batch = rl_runtime.response_batch(
-        responses, {"ref": ref_S, "labels": labels_S}, group_size=len(responses) // len(given_)
-    )
+    batch = rl_runtime.packed(responses, per_sequence={"ref": ref_S, "labels": labels_S})
     loss = partial(dpo.preference_loss, num=len(given_), kl=0.2, config=config)
-    found = [
+    shares = [
         loss(TokenOutputs(log_probs_K=log_probs_of(one), entropy_K=log_probs_of(one)), one)
-        for one in micro_batches(batch, num_replicas, limit)
+        for one in micro_batches(batch, num_replicas, limit, len(responses) // len(given_))
     ]
-    whole_K = [log_probs_of(pack([row], column_names=())) for row in batch._sequences]
-    ratios_S = torch.stack([row.sum() for row in whole_K]) - ref_S
-    assert float(sum(one.loss for one in found)) == pytest.approx(
+    ratios_S = torch.stack([row.sum() for row in batch.split(log_probs_of(batch))]) - ref_S
+    assert float(sum(one.loss for one in shares)) == pytest.approx(
         float(dpo.losses(ratios_S, labels_S, 0.2, config).mean()), rel=1e-5, abs=1e-6
     )
     for name, values in dpo.statistics(ratios_S, labels_S, 0.2, config).items():
-        assert float(sum(one.metrics[name] for one in found)) == pytest.approx(float(values.mean()), rel=1e-4, abs=1e-5)
+        assert float(sum(one.metrics[name] for one in shares)) == pytest.approx(
+            float(values.mean()), rel=1e-4, abs=1e-5
+        )
 
 
 @given(lens=LENS, num_replicas=st.integers(1, 4), limit=LIMITS)
@@ -128,11 +121,11 @@ def test_reward_losses_are_the_mean_over_the_pairs_whatever_their_split(
 ) -> None:
     pairs = make_pairs(lens)
     responses = rl_runtime.responses_of(pairs)
-    batch = rl_runtime.score_batch(responses, {"margins": rl_runtime.margins_of(pairs)}, group_size=2)
+    batch = rl_runtime.score_batch(responses, {"margins": rl_runtime.margins_of(pairs)})
     last = {one.response_ids[-1]: (one.response_ids[-1] * 37 % 101) / 50 for one in responses}
     loss = partial(reward.reward_loss, num_pairs=len(pairs), center_coef=0.1)
     total = 0.0
-    for one in micro_batches(batch, num_replicas, limit):
+    for one in micro_batches(batch, num_replicas, limit, 2):
         # The target is behind the last token of the response, whose score is read.
         scores_S = torch.tensor([last[int(token)] for token in one.input_ids_T[one.target_index_K]])
         total += float(loss(ValueOutputs(values_K=scores_S), one).loss)
@@ -145,8 +138,8 @@ def test_reward_losses_are_the_mean_over_the_pairs_whatever_their_split(
 
 def test_a_broken_group_is_refused() -> None:
     one = make_pairs([(1, 1)])[0].chosen
-    with pytest.raises(ValueError, match="a mini batch has 3 samples; allowed: multiples of group_size=2"):
-        rl_runtime.response_batch([one] * 3, {}, group_size=2)
+    with pytest.raises(ValueError, match="group_size=2"):
+        TrainBatch(rl_runtime.packed([one] * 3), group_size=2)
 
 
 class FixedModel:
@@ -155,10 +148,9 @@ class FixedModel:
     def __init__(self) -> None:
         self.num_calls = 0
 
-    def log_probs(self, batch: TrainBatch) -> Any:
+    def log_probs(self, train_batch: TrainBatch) -> torch.Tensor:
         self.num_calls += 1
-        rows = [log_probs_of(pack([row], column_names=())).numpy() for row in batch._sequences]
-        return type("Columns", (), {"log_probs": rows})
+        return log_probs_of(train_batch.batch)
 
 
 @given(lens=LENS, batch_size=st.integers(1, 7))
@@ -174,9 +166,7 @@ def test_reference_log_probs_survive_a_checkpoint_bit_for_bit_and_belong_to_thei
     again = rl_runtime.ReferenceLogProbs(pairs, batch_size=3)
     again.load_state_dict(json.loads(json.dumps(ref.state_dict())))
     assert torch.equal(again.of(responses), ref.of(responses))
-    assert ref.of(responses[-1:]).item() == pytest.approx(
-        float(log_probs_of(pack([rl_core.SequenceData(prompt_ids=[0], response_ids=responses[-1].response_ids)])).sum())
-    )
+    assert ref.of(responses[-1:]).item() == pytest.approx(float(log_probs_of(rl_runtime.packed(responses[-1:])).sum()))
     changed = [*pairs[:-1], replace(pairs[-1], chosen=Demonstration((1,), (2, 3)))]
     with pytest.raises(InputError, match="reference log-probs of other preferences"):
         rl_runtime.ReferenceLogProbs(changed, batch_size=3).load_state_dict(ref.state_dict())

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field, replace
 
-from rl_runtime import FrozenModel, JobConfig, PolicyConfig, TeacherConfig, TrainerConfig
+from rl_core import ADVANTAGES
+from rl_runtime import FrozenModel, InputError, JobConfig, PolicyConfig, TeacherConfig, TrainerConfig
 from rl_runtime.rules import check_value
 
 
@@ -18,8 +19,11 @@ class AlgorithmConfig(PolicyConfig):
         super().__post_init__()
         check_value(self, "reward_weight", 0 <= self.reward_weight < float("inf"), "0 or more")
         check_value(self, "kl_coef", not self.kl_coef, "0, because the teacher is the reference")
-        if self.advantage in ("gae", "remax"):
-            raise ValueError(f"advantage is {self.advantage}; allowed: one without a critic and a greedy baseline")
+        advantage = ADVANTAGES[self.advantage]
+        if advantage.needs_critic or advantage.extra_rollout is not None:
+            raise InputError(
+                field="advantage", value=self.advantage, allowed="one without a critic and without an extra rollout"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from apps.distill.config import DistillConfig
 
 def learn(
     step: int,
-    batch: "rl_runtime.ExperienceBatch",
+    batch: "rl_core.Batch",
     phase: "rl_runtime.Phase",
     *,
     config: DistillConfig,
@@ -23,38 +23,39 @@ def learn(
     teacher: "rl_runtime.ServerTeacher | rl_runtime.RankTeacher",
 ) -> dict[str, float]:
     """One update on samples of the student; returns its metrics."""
-    algorithm, wanted, max_tokens = config.algorithm, config.teacher, config.sampling.max_tokens
-    mini_batches = batch.mini_batch_indices(config.batch.mini_batch_size)
-    batch = rl_runtime.with_loss_weights(batch, algorithm, max_tokens=max_tokens, mini_batches=mini_batches)
-    loss_fn = partial(rl_runtime.distillation_loss, config=algorithm, weight=wanted.weight)
-    term = partial(rl_runtime.teacher_term, kind=wanted.divergence, beta=wanted.beta)
+    algorithm, signal, max_tokens = config.algorithm, config.teacher, config.sampling.max_tokens
+    loss_fn = partial(rl_runtime.distillation_loss, config=algorithm, weight=signal.weight)
+    divergence = partial(rl_runtime.teacher_term, kind=signal.divergence, beta=signal.beta)
+    head_term = None if signal.signal == "sampled" else divergence
+    mini_batches = rl_core.split_mini_batches(batch.per_sequence["group_ids"].tolist(), config.batch.mini_batch_size)
+    batch.add_columns(**rl_runtime.loss_weights(batch, algorithm, max_tokens=max_tokens, mini_batches=mini_batches))
     metrics: dict[str, float] = {}
-    updates = []
-    with rl_runtime.TrainBatch.of(batch, mini_batches=mini_batches) as train_batch:
+    with rl_runtime.TrainBatch(batch, mini_batches=mini_batches) as train_batch:
         finish = teacher.start(batch)
         with phase("old_log_prob"):
-            old = actor.log_probs(train_batch, column="old_log_probs").log_probs
-            batch = batch.with_column("old_log_probs", old)
+            batch.add_columns(old_log_probs=actor.log_probs(train_batch))
         with phase("teacher"):
-            of_teacher = finish(train_batch).get("teacher_log_probs")
+            finish(train_batch)
         with phase("adv"):
-            old_K, lens_N = batch.flat("old_log_probs"), batch.response_lens_N
+            old_K, teacher_K = batch.columns["old_log_probs"], batch.columns.get("teacher_log_probs")
             advantages_K = 0.0 * old_K
             if algorithm.reward_weight:
                 columns, metrics = rl_runtime.advantages(batch, algorithm, max_tokens=max_tokens)
                 advantages_K = algorithm.reward_weight * columns["advantages"]
-            if of_teacher is not None:
-                metrics["teacher/kl"] = float((old_K - of_teacher).mean())
-            if of_teacher is not None and wanted.signal == "sampled":
-                of_tokens = rl_core.distillation_advantages(old_K, of_teacher, lens_N, gamma=wanted.discount)
-                advantages_K = advantages_K + wanted.weight * of_tokens
-            metrics |= rl_runtime.compare_with_rollout(batch, old_K, algorithm.rollout_correction)
-            train_batch.add_columns({"advantages": advantages_K} | rl_runtime.rollout_columns(batch))
+            if teacher_K is not None:
+                metrics["teacher/kl"] = float((old_K - teacher_K).mean())
+            if teacher_K is not None and signal.signal == "sampled":
+                teacher_advantages_K = rl_core.distillation_advantages(
+                    old_K, teacher_K, batch.response_lens_S, gamma=signal.discount
+                )
+                advantages_K = advantages_K + signal.weight * teacher_advantages_K
+            metrics |= rl_runtime.compare_with_rollout(batch, algorithm.rollout_correction)
+            batch.add_columns(advantages=advantages_K)
         with phase("update_actor"):
-            head_term = None if wanted.signal == "sampled" else term
-            for _ in range(algorithm.num_epochs):
-                for mini_batch in train_batch.mini_batches:
-                    updates.append(actor.update(mini_batch, loss_fn, head_term=head_term, **teacher.update_arguments()))
+            updates = [
+                actor.update(mini, loss_fn, head_term=head_term, **teacher.update_arguments())
+                for mini in algorithm.num_epochs * train_batch.mini_batches
+            ]
     metrics |= rl_runtime.update_metrics("actor", updates)
     if "actor/teacher_divergence" in metrics:
         metrics["teacher/divergence"] = metrics.pop("actor/teacher_divergence")

@@ -48,10 +48,10 @@ def statistics(
 
 
 def preference_loss(
-    outputs: "ds_engine.TokenOutputs", batch: "rl_core.PackedBatch", *, num: int, kl: float, config: AlgorithmConfig
+    outputs: "ds_engine.TokenOutputs", batch: "rl_core.Batch", *, num: int, kl: float, config: AlgorithmConfig
 ) -> "ds_engine.LossOutput":
     """The micro batch's share of the mean over all `num` pairs or labeled responses of the step."""
-    ratios_S, labels_S = rl_runtime.log_ratios(outputs.log_probs_K, batch), rl_runtime.of_responses(batch, "labels")
+    ratios_S, labels_S = rl_runtime.log_ratios(outputs.log_probs_K, batch), batch.per_sequence["labels"]
     metrics = statistics(ratios_S.detach(), labels_S, kl, config)
     shares = {name: values.sum() / num for name, values in metrics.items()}
     return ds_engine.LossOutput(loss=losses(ratios_S, labels_S, kl, config).sum() / num, metrics=shares)
@@ -81,11 +81,11 @@ def learn(
     """One optimizer step on pairs, or on labeled responses."""
     responses, labels_S = rl_runtime.with_labels(preferences)
     kl = kl_of(model, preferences, config, ref)
-    columns = {"ref": ref.of(responses), "labels": labels_S}
+    batch = rl_runtime.packed(responses, per_sequence={"ref": ref.of(responses), "labels": labels_S})
     loss = partial(preference_loss, num=len(preferences), kl=kl, config=config.algorithm)
     per_group = len(responses) // len(preferences)
-    with rl_runtime.response_batch(responses, columns, group_size=per_group) as batch:
-        return model.update(batch.mini_batches[0], loss)
+    with rl_runtime.TrainBatch(batch, group_size=per_group) as train_batch:
+        return model.update(train_batch.mini_batches[0], loss)
 
 
 def measure(

@@ -1,10 +1,9 @@
 """Configuration of the GRPO app."""
 
 from dataclasses import dataclass, field
-from typing import get_args
 
-from rl_runtime import JobConfig, PolicyConfig, TrainerConfig
-from rl_runtime.training.policy import AdvantageName
+from rl_core import ADVANTAGES, ExtraRollout
+from rl_runtime import InputError, JobConfig, PolicyConfig, TrainerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,10 +12,13 @@ class AlgorithmConfig(PolicyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.advantage == "gae":
-            allowed = ", ".join(name for name in get_args(AdvantageName) if name != "gae")
-            raise ValueError(
-                f"advantage is gae; allowed: {allowed}. gae needs a critic, which the PPO app trains (plinth ppo)"
+        if ADVANTAGES[self.advantage].needs_critic:
+            raise InputError(
+                f"{self.advantage} needs a critic",
+                field="advantage",
+                value=self.advantage,
+                allowed=", ".join(name for name, one in ADVANTAGES.items() if not one.needs_critic),
+                remedy="the PPO app trains a critic (plinth ppo)",
             )
 
 
@@ -32,9 +34,9 @@ class GrpoConfig(JobConfig):
         self.algorithm.check_sampling(self.sampling, self.dynamic_sampling, log_probs=self.rollout.log_probs)
 
     @property
-    def greedy_baseline(self) -> bool:
-        """ReMax subtracts the score of a greedy response."""
-        return self.algorithm.advantage == "remax"
+    def extra_rollout(self) -> ExtraRollout | None:
+        """The further responses that the advantage needs."""
+        return ADVANTAGES[self.algorithm.advantage].extra_rollout
 
     @property
     def keeps_reference(self) -> bool:

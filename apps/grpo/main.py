@@ -10,13 +10,14 @@ updates the policy with the clipped loss, and pushes the new weights to the serv
 
 from functools import partial
 
+import rl_core
 import rl_runtime
 from apps.grpo.config import GrpoConfig
 
 
 def learn(
     step: int,
-    batch: "rl_runtime.ExperienceBatch",
+    batch: "rl_core.Batch",
     phase: "rl_runtime.Phase",
     *,
     config: GrpoConfig,
@@ -26,28 +27,23 @@ def learn(
 ) -> dict[str, float]:
     """One update on scored samples; returns its metrics."""
     algorithm, max_tokens = config.algorithm, config.sampling.max_tokens
-    mini_batches = batch.mini_batch_indices(config.batch.mini_batch_size)
-    batch = rl_runtime.with_loss_weights(batch, algorithm, max_tokens=max_tokens, mini_batches=mini_batches)
     loss_fn = partial(rl_runtime.policy_loss, config=algorithm, kl_coef=kl.value)
-    updates = []
-    leave_first = algorithm.leaves_first_log_probs(config.actor)
-    with rl_runtime.TrainBatch.of(batch, mini_batches=mini_batches) as train_batch:
+    mini_batches = rl_core.split_mini_batches(batch.per_sequence["group_ids"].tolist(), config.batch.mini_batch_size)
+    batch.add_columns(**rl_runtime.loss_weights(batch, algorithm, max_tokens=max_tokens, mini_batches=mini_batches))
+    with rl_runtime.TrainBatch(batch, mini_batches=mini_batches) as train_batch:
+        old = rl_runtime.OldLogProbs(actor, train_batch, defer_first=algorithm.may_defer_log_probs(config.actor))
         with phase("old_log_prob"):
-            old = actor.log_probs(train_batch, column="old_log_probs", leave_first=leave_first).log_probs
+            old.compute()
         if ref is not None:
             with phase("ref_log_prob"):
-                of_ref = ref.log_probs(train_batch, column="ref_log_probs").log_probs
-                batch = batch.with_column("old_log_probs", old).with_column("ref_log_probs", of_ref)
+                batch.add_columns(ref_log_probs=ref.log_probs(train_batch))
         with phase("adv"):
             columns, metrics = rl_runtime.advantages(batch, algorithm, max_tokens=max_tokens, kl_coef=kl.value)
-            train_batch.add_columns(columns | rl_runtime.rollout_columns(batch))
+            batch.add_columns(**columns)
         with phase("update_actor"):
-            for _ in range(algorithm.num_epochs):
-                for mini_batch in train_batch.mini_batches:
-                    updates.append(actor.update(mini_batch, loss_fn, own_log_probs="old_log_probs"))
-        old_K = train_batch.column("old_log_probs")
-    metrics |= rl_runtime.compare_with_rollout(batch, old_K, algorithm.rollout_correction)
-    metrics |= kl.after_step(metrics, len(batch.items))
+            updates = [old.update(mini, loss_fn) for mini in algorithm.num_epochs * train_batch.mini_batches]
+    metrics |= rl_runtime.compare_with_rollout(batch, algorithm.rollout_correction)
+    metrics |= kl.after_step(metrics, batch.num_sequences)
     return metrics | rl_runtime.update_metrics("actor", updates)
 
 

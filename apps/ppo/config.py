@@ -4,17 +4,17 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ds_engine import EngineConfig
-from rl_runtime import JobConfig, PolicyConfig, TrainedModel, TrainerConfig
+from rl_core import ADVANTAGES
+from rl_runtime import InputError, JobConfig, PolicyConfig, TrainedModel, TrainerConfig
 from rl_runtime.config import MAX_RANKS
 from rl_runtime.rules import check_at_least, check_value
-from rl_runtime.training.policy import AdvantageName
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig(PolicyConfig):
     """PPO with a critic: generalized advantage estimation, clipped policy and value losses (arXiv:1707.06347)."""
 
-    advantage: AdvantageName = "gae"
+    advantage: str = "gae"
     """Estimator of the advantages: `gae` (arXiv:1506.02438). The GRPO app has those without a critic."""
     kl_in: Literal["loss", "reward"] = "reward"
     """Place of the KL term: subtracted from the token rewards (InstructGPT, arXiv:2203.02155), or added to the
@@ -30,10 +30,13 @@ class AlgorithmConfig(PolicyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.advantage != "gae":
-            raise ValueError(
-                f"advantage is {self.advantage}; allowed: gae. {self.advantage} has no use for this app's critic; "
-                f"use the GRPO app: plinth grpo algorithm.advantage={self.advantage}"
+        if not ADVANTAGES[self.advantage].needs_critic:
+            raise InputError(
+                f"{self.advantage} has no use for this app's critic",
+                field="advantage",
+                value=self.advantage,
+                allowed=", ".join(name for name, one in ADVANTAGES.items() if one.needs_critic),
+                remedy=f"use the GRPO app: plinth grpo algorithm.advantage={self.advantage}",
             )
         check_value(self, "lam", 0 <= self.lam <= 1, "0 to 1")
         check_value(self, "value_clip", self.value_clip is None or self.value_clip > 0, "above 0, or null")
@@ -68,9 +71,11 @@ class PpoConfig(JobConfig):
         super().__post_init__()
         self.algorithm.check_sampling(self.sampling, self.dynamic_sampling, log_probs=self.rollout.log_probs)
         if self.algorithm.critic_warmup_steps >= self.trainer.total_training_steps:
-            raise ValueError(
-                f"algorithm.critic_warmup_steps is {self.algorithm.critic_warmup_steps}; allowed: fewer than the "
-                f"{self.trainer.total_training_steps} of trainer.total_training_steps, or the actor never trains"
+            raise InputError(
+                "the actor would never train",
+                field="algorithm.critic_warmup_steps",
+                value=self.algorithm.critic_warmup_steps,
+                allowed=f"fewer than trainer.total_training_steps ({self.trainer.total_training_steps})",
             )
 
     @property

@@ -27,7 +27,7 @@ def critic_loss(
 
 def learn(
     step: int,
-    batch: "rl_runtime.ExperienceBatch",
+    batch: "rl_core.Batch",
     phase: "rl_runtime.Phase",
     *,
     config: PpoConfig,
@@ -40,23 +40,21 @@ def learn(
     algorithm, max_tokens = config.algorithm, config.sampling.max_tokens
     actor_loss = partial(rl_runtime.policy_loss, config=algorithm, kl_coef=kl.value)
     value_loss = partial(critic_loss, value_clip=algorithm.value_clip)
-    mini_batches = batch.mini_batch_indices(config.batch.mini_batch_size)
-    batch = rl_runtime.with_loss_weights(batch, algorithm, max_tokens=max_tokens, mini_batches=mini_batches)
-    actor_updates, critic_updates = [], []
     trains_actor = step > algorithm.critic_warmup_steps
-    leave_first = trains_actor and algorithm.leaves_first_log_probs(config.actor)
-    old_log_probs = partial(actor.log_probs, column="old_log_probs", leave_first=leave_first)
-    with rl_runtime.TrainBatch.of(batch, mini_batches=mini_batches) as train_batch:
-        old, values = rl_runtime.run_concurrently(
+    defer_first = trains_actor and algorithm.may_defer_log_probs(config.actor)
+    mini_batches = rl_core.split_mini_batches(batch.per_sequence["group_ids"].tolist(), config.batch.mini_batch_size)
+    batch.add_columns(**rl_runtime.loss_weights(batch, algorithm, max_tokens=max_tokens, mini_batches=mini_batches))
+    actor_updates, critic_updates = [], []
+    with rl_runtime.TrainBatch(batch, mini_batches=mini_batches) as train_batch:
+        old = rl_runtime.OldLogProbs(actor, train_batch, defer_first=defer_first)
+        rl_runtime.run_concurrently(
             phase,
-            ("old_log_prob", actor, lambda: old_log_probs(train_batch).log_probs),
-            ("values", critic, lambda: critic.values(train_batch, column="values")),
+            ("old_log_prob", actor, old.compute),
+            ("values", critic, lambda: batch.add_columns(values=critic.values(train_batch))),
         )
-        batch = batch.with_column("values", values)
         if ref is not None:
             with phase("ref_log_prob"):
-                of_ref = ref.log_probs(train_batch, column="ref_log_probs").log_probs
-                batch = batch.with_column("old_log_probs", old).with_column("ref_log_probs", of_ref)
+                batch.add_columns(ref_log_probs=ref.log_probs(train_batch))
         with phase("adv"):
             columns, metrics = rl_runtime.advantages(
                 batch,
@@ -66,19 +64,16 @@ def learn(
                 lam=algorithm.lam,
                 whiten=algorithm.whiten_advantages,
             )
-            train_batch.add_columns(columns | rl_runtime.rollout_columns(batch))
-        for _ in range(algorithm.num_epochs):
-            for mini_batch in train_batch.mini_batches:
-                updates = [("update_critic", critic, partial(critic.update, mini_batch, value_loss))]
-                if trains_actor:
-                    update = partial(actor.update, mini_batch, actor_loss, own_log_probs="old_log_probs")
-                    updates.append(("update_actor", actor, update))
-                of_critic, *of_actor = rl_runtime.run_concurrently(phase, *updates)
-                critic_updates.append(of_critic)
-                actor_updates += of_actor
-        old_K = train_batch.column("old_log_probs")
-    metrics |= rl_runtime.compare_with_rollout(batch, old_K, algorithm.rollout_correction)
-    metrics |= kl.after_step(metrics, len(batch.items)) | rl_runtime.update_metrics("critic", critic_updates)
+            batch.add_columns(**columns)
+        for mini_batch in algorithm.num_epochs * train_batch.mini_batches:
+            updates = [("update_critic", critic, partial(critic.update, mini_batch, value_loss))]
+            if trains_actor:
+                updates.append(("update_actor", actor, partial(old.update, mini_batch, actor_loss)))
+            critic_update, *actor_update = rl_runtime.run_concurrently(phase, *updates)
+            critic_updates.append(critic_update)
+            actor_updates += actor_update
+    metrics |= rl_runtime.compare_with_rollout(batch, algorithm.rollout_correction)
+    metrics |= kl.after_step(metrics, batch.num_sequences) | rl_runtime.update_metrics("critic", critic_updates)
     return metrics | (rl_runtime.update_metrics("actor", actor_updates) if actor_updates else {})
 
 
@@ -91,17 +86,17 @@ def num_updates(config: PpoConfig) -> tuple[int, int]:
 
 def check(config: PpoConfig) -> "rl_runtime.JobPlan":
     """Refuses settings that cannot work before any process starts; plans devices and resume."""
-    of_actor, of_critic = num_updates(config)
-    plan = rl_runtime.check_job(config, {"actor": (config.actor, of_actor), "critic": (config.critic, of_critic)})
+    num_actor, num_critic = num_updates(config)
+    plan = rl_runtime.check_job(config, {"actor": (config.actor, num_actor), "critic": (config.critic, num_critic)})
     rl_runtime.check_loss(config.algorithm)
     return plan
 
 
 def compose(job: "rl_runtime.Job", config: PpoConfig) -> "rl_runtime.Algorithm":
     """Builds the actor, the critic and, with a KL term, the reference model; returns the update of a step."""
-    of_actor, of_critic = num_updates(config)
-    actor = job.trained("actor", config.actor, num_updates=of_actor)
-    critic = job.trained("critic", config.critic, num_updates=of_critic, head="value")
+    num_actor, num_critic = num_updates(config)
+    actor = job.trained("actor", config.actor, num_updates=num_actor)
+    critic = job.trained("critic", config.critic, num_updates=num_critic, head="value")
     ref = job.reference(actor) if config.algorithm.kl_coef else None
     kl = rl_runtime.KlCoefficient(config.algorithm)
     step = partial(learn, config=config, actor=actor, critic=critic, ref=ref, kl=kl)

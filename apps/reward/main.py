@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 def reward_loss(
-    outputs: "ds_engine.ValueOutputs", batch: "rl_core.PackedBatch", *, num_pairs: int, center_coef: float
+    outputs: "ds_engine.ValueOutputs", batch: "rl_core.Batch", *, num_pairs: int, center_coef: float
 ) -> "ds_engine.LossOutput":
     """The micro batch's share of the mean Bradley-Terry loss over all `num_pairs` pairs of the step."""
     chosen_P, rejected_P = rl_runtime.of_pairs(outputs.values_K)
-    margins_P, _ = rl_runtime.of_pairs(rl_runtime.of_responses(batch, "margins"))
+    margins_P, _ = rl_runtime.of_pairs(batch.per_sequence["margins"])
     loss_P = rl_core.bradley_terry_loss(chosen_P, rejected_P, margins_P, center_coef=center_coef)
     shares = {name: values_P.sum() / num_pairs for name, values_P in compare(chosen_P, rejected_P).items()}
     return ds_engine.LossOutput(loss=loss_P.sum() / num_pairs, metrics=shares)
@@ -46,9 +46,9 @@ def learn(
 ) -> "ds_engine.StepStats":
     """One optimizer step on pairs."""
     loss = partial(reward_loss, num_pairs=len(pairs), center_coef=config.algorithm.center_coef)
-    columns = {"margins": rl_runtime.margins_of(pairs)}
-    with rl_runtime.score_batch(rl_runtime.responses_of(pairs), columns, group_size=2) as batch:
-        return model.update(batch.mini_batches[0], loss)
+    batch = rl_runtime.score_batch(rl_runtime.responses_of(pairs), {"margins": rl_runtime.margins_of(pairs)})
+    with rl_runtime.TrainBatch(batch, group_size=2) as train_batch:
+        return model.update(train_batch.mini_batches[0], loss)
 
 
 def measure(

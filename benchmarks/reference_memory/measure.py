@@ -15,18 +15,16 @@ import gc
 import json
 import os
 import tempfile
-from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.random_model import model_config
 from ds_engine import EngineConfig, LoraConfig, OptimConfig, ZeroConfig
-from plinth_testing import run_ranks
-from rl_core import BatchConfig, SequenceData
+from plinth_testing import SpmdGroup, run_ranks
+from rl_core import BatchConfig, pack
+from rl_runtime.ranks.model_handle import ModelHandle, WithoutAdapters
 from rl_runtime.ranks.train_batch import TrainBatch
 from rl_runtime.ranks.trainer_worker import TrainerWorker
 from run_kit.memory import process_tree_memory
@@ -59,26 +57,25 @@ def measure(args: argparse.Namespace, folder: str, num_parameters: int, rank: in
         dtype="float32", zero=ZeroConfig(stage=args.stage), lora=LoraConfig(rank=16), optim=OptimConfig(warmup_steps=0)
     )
     ids = list(range(3, 3 + args.tokens))
-    ranks: Any = SimpleNamespace(world_size=args.ranks)
-    batch = TrainBatch([SequenceData(prompt_ids=ids[:4], response_ids=ids[4:])] * args.ranks)
-    delivery = batch.deliveries(ranks, 1, BatchConfig(token_budget=args.tokens), with_columns=False)[rank]
+    limit = BatchConfig(token_budget=args.tokens)
+    actor, ref = (ModelHandle(SpmdGroup(worker), role, limit) for role in ("actor", "ref"))  # type: ignore[arg-type]
+    batch = TrainBatch(pack([ids[:4]] * args.ranks, [ids[4:]] * args.ranks))
     before = used_by_all_ranks()
-    worker.build("actor", folder, config, 1)
+    actor.build(folder, config, total_steps=1)
     for _ in range(3):  # buffers of gathered weights come with the first passes
-        worker.log_probs(delivery, "actor", 1.0)
-        delivery = replace(delivery, mini_batches=None)
-    actor = used_by_all_ranks()
-    free = worker.log_probs(delivery, "actor", 1.0, None, adapters=False)
+        actor.log_probs(batch)
+    with_actor = used_by_all_ranks()
+    free_K = WithoutAdapters(actor).log_probs(batch)
     adapters_off = used_by_all_ranks()
-    worker.build("ref", folder, config, None)
-    frozen = worker.log_probs(delivery, "ref", 1.0)
+    ref.build_frozen(folder, config)
+    frozen_K = ref.log_probs(batch)
     second_engine = used_by_all_ranks()
-    assert torch.equal(free.log_probs_K, frozen.log_probs_K), "both references compute the same"
+    assert torch.equal(free_K, frozen_K), "both references compute the same"
     if rank == 0:
         mib = {
             "weights": 4 * num_parameters,
-            "actor": actor - before,
-            "reference_adapters_off": adapters_off - actor,
+            "actor": with_actor - before,
+            "reference_adapters_off": adapters_off - with_actor,
             "reference_frozen_engine": second_engine - adapters_off,
         }
         line = {name: round(value / 2**20, 1) for name, value in mib.items()}

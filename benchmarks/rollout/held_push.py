@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.random_model import CONFIGS, write_random_model
-from rollout_vllm import Request, RolloutClient, RolloutConfig, Sample, SamplingConfig, ServerGroup, token_versions
+from rollout_vllm import Request, RolloutClient, RolloutConfig, Sample, SamplingConfig, ServerGroup
 from weight_sync import ModuleSource, SyncConfig, WeightPusher, server_args, server_env
 
 WAYS = ("no push", "wait", "cut", "recompute", "keep")
@@ -71,10 +71,10 @@ class Trainer:
         """Mean absolute log-prob difference of the tokens after the push; None if there are none."""
         import torch
 
-        if token_versions(sample.version_spans)[-1] != self.version or len(sample.version_spans) == 1:
+        if sample.versions[-1] != self.version or len(sample.version_spans) == 1:
             return None
         count = sample.version_spans[-1].num_tokens
-        ids = torch.tensor([[*prompt, *sample.response_ids]], device=self._args.device)
+        ids = torch.tensor([[*prompt, *sample.response_ids.tolist()]], device=self._args.device)
         with torch.no_grad():
             log_probs_TV = self.model(ids).logits[0, -count - 1 : -1].float().log_softmax(-1)
         own = torch.tensor(sample.log_probs, device=self._args.device)[-count:]

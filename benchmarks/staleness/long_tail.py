@@ -16,4 +16,4 @@ def num_tokens(name: str) -> int:
 async def respond(episode: Any, prompt: Any, tokenizer: Any) -> float:
     """One turn of that many tokens; the score is 1 for an even number of them."""
     turn = await episode.generate(max_tokens=num_tokens(f"{episode.prompt_id} {episode.sample_index}"))
-    return float(sum(turn.response_ids) % 2 == 0)
+    return float(turn.response_ids.sum() % 2 == 0)

@@ -24,9 +24,9 @@ class SpmdGroup:
         """Calls `method(worker, *args, **kwargs)` on every rank."""
         return self._gather(method(self.worker, *args, **kwargs))
 
-    def run_each(self, method: Callable[..., Any], deliveries: Sequence[Any], *args: Any) -> list[Any]:
-        """Calls `method(worker, deliveries[rank], *args)` on every rank."""
-        return self._gather(method(self.worker, deliveries[self.worker.rank], *args))
+    def run_each(self, method: Callable[..., Any], first_args: Sequence[Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Calls `method(worker, first_args[rank], *args, **kwargs)` on every rank."""
+        return self._gather(method(self.worker, first_args[self.worker.rank], *args, **kwargs))
 
     def _gather(self, result: Any) -> list[Any]:
         import torch.distributed as dist

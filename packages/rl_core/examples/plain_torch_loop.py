@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from rl_core import (
-    SequenceData,
     aggregate_loss,
+    broadcast_to_tokens,
     group_advantages,
     linear_log_prob,
     pack,
@@ -63,26 +63,22 @@ def train(num_steps: int = 60, *, num_updates: int = 2, token_budget: int = 256,
         scores_N = (responses_NL == (before_NL + 1) % NUM_DIGITS).float().mean(dim=1)
 
         advantages_N = group_advantages(scores_N, group_ids_N)
-        sequences = [
-            SequenceData(
-                prompt_ids=prompts_N[i : i + 1],
-                response_ids=responses_NL[i],
-                columns={"old_log_probs": old_log_probs_NL[i], "advantages": advantages_N[i].expand(RESPONSE_LENGTH)},
-            )
-            for i in range(len(prompts_N))
-        ]
-        lens_N = torch.full((len(sequences),), RESPONSE_LENGTH)
+        batch = pack(prompts_N[:, None].unbind(), responses_NL.unbind())
+        lens_N = batch.response_lens_S
+        batch.add_columns(
+            old_log_probs=old_log_probs_NL.flatten(), advantages=broadcast_to_tokens(advantages_N, lens_N)
+        )
         weights_N = token_weights("token_mean", lens_N)  # computed once, for the whole mini batch
-        plan = plan_micro_batches((lens_N + 1).tolist(), num_ranks=1, token_budget=token_budget)
+        plan = plan_micro_batches(batch.seq_lens_S.tolist(), num_ranks=1, token_budget=token_budget)
 
         for _ in range(num_updates):
             optimizer.zero_grad()
             for rows in plan.assignment[0]:
-                batch = pack([sequences[i] for i in rows])
-                hidden_KH = policy(batch.input_ids_T)[batch.target_index_K]
-                log_probs_K, _ = linear_log_prob(hidden_KH, policy.head.weight, batch.target_ids_K)
-                loss_K, _ = ppo_clip_loss(log_probs_K, batch.columns["old_log_probs"], batch.columns["advantages"])
-                aggregate_loss(loss_K, weights_N[list(rows)], batch.response_lens_S).backward()
+                micro = batch.select(rows)
+                hidden_KH = policy(micro.input_ids_T)[micro.target_index_K]
+                log_probs_K, _ = linear_log_prob(hidden_KH, policy.head.weight, micro.target_ids_K)
+                loss_K, _ = ppo_clip_loss(log_probs_K, micro.columns["old_log_probs"], micro.columns["advantages"])
+                aggregate_loss(loss_K, weights_N[list(rows)], micro.response_lens_S).backward()
             optimizer.step()
         history.append(float(scores_N.mean()))
         if step % 10 == 9:

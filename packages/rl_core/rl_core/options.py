@@ -7,7 +7,7 @@ these options check them here too, so each rule exists once.
 from typing import Literal, get_args
 
 LossAggregation = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "fixed_length"]
-"""How per-token losses become the mini-batch loss, see `rl_core.token_weights`."""
+"""Aggregations of per-token losses into the mini-batch loss, see `rl_core.token_weights`."""
 
 KLKind = Literal["k1", "k2", "k3", "abs"]
 """KL estimators, see `rl_core.kl_estimate`."""

@@ -1,4 +1,4 @@
-"""Partitions, micro-batch plans, layouts and permutations."""
+"""Partitions, mini batches, micro-batch plans and layouts."""
 
 import dataclasses
 import random
@@ -16,10 +16,7 @@ from rl_core import (
     MicroBatchPlan,
     balanced_partition,
     batch_layout,
-    inverse_order,
     plan_micro_batches,
-    reorder,
-    restore,
     split_mini_batches,
 )
 from rl_core.batching.plan import _split_to, first_fit, level_bins
@@ -69,10 +66,8 @@ def test_plan_computes_every_sample_once_within_the_limits(case: tuple[list[int]
     for micro in all_micros:
         assert len(micro) <= limits.get("micro_batch_size", len(lengths))
         assert len(micro) <= 1 or tokens(lengths, micro) <= limits.get("token_budget", sum(lengths))
-    # the same arguments give the same plan, and results return in the order of the samples
+    # the same arguments give the same plan
     assert plan == plan_micro_batches(tuple(lengths), num_ranks=num_ranks, **limits)
-    results = [[[f"sample {i}" for i in micro] for micro in rank] for rank in plan.assignment]
-    assert plan.restore(results) == [f"sample {i}" for i in range(len(lengths))]
 
 
 @PROPERTY
@@ -155,41 +150,15 @@ def test_level_bins_bounds(lengths: list[int], num_bins: int, capacity: int) -> 
 
 
 @PROPERTY
-@given(st.integers(1, 200), st.integers(1, 200))
-def test_mini_batches_cover_all_prompts_or_the_error_names_sizes_that_work(num_prompts: int, size: int) -> None:
-    if num_prompts % size == 0:
-        minis = split_mini_batches(num_prompts, size)
-        assert [i for mini in minis for i in mini] == list(range(num_prompts))
-        assert {len(mini) for mini in minis} == {size}
-        return
-    with pytest.raises(BatchError, match="sizes that work") as caught:
-        split_mini_batches(num_prompts, size)
-    for offered in numbers_after(str(caught.value), "sizes that work: "):
-        split_mini_batches(num_prompts, offered)
-
-
-@PROPERTY
-@given(st.randoms(use_true_random=False), st.integers(0, 40))
-def test_reorder_and_restore(rng: random.Random, count: int) -> None:
-    import torch
-
-    items, order = [f"item {i}" for i in range(count)], list(range(count))
-    rng.shuffle(order)
-    assert restore(reorder(items, order), order) == items
-    tensor = torch.arange(2 * count).reshape(count, 2)
-    assert torch.equal(restore(reorder(tensor, order), order), tensor)
-    assert inverse_order(inverse_order(order)) == order
-
-
-def test_restore_rejects_orders_that_are_no_permutation() -> None:
-    for order in ([0, 0], [1, 2], [-1, 0]):
-        with pytest.raises(BatchError, match="permutation"):
-            restore(["a", "b"], order)
-    with pytest.raises(BatchError, match="3 items"):
-        restore(["a", "b", "c"], [0, 1])
-
-
-# layouts over dp x sp
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=30), st.integers(1, 6))
+def test_mini_batches_keep_groups_whole_and_every_sample_once(group_ids: list[int], num_groups: int) -> None:
+    minis = split_mini_batches(group_ids, num_groups)
+    assert sorted(sample for mini in minis for sample in mini) == list(range(len(group_ids)))
+    groups = [list(dict.fromkeys(group_ids[sample] for sample in mini)) for mini in minis]
+    assert [group for mini in groups for group in mini] == list(dict.fromkeys(group_ids)), "a group is split or moved"
+    assert [len(mini) for mini in groups[:-1]] == [num_groups] * (len(minis) - 1)
+    with pytest.raises(BatchError):
+        split_mini_batches(group_ids, 0)
 
 
 @st.composite
@@ -316,14 +285,6 @@ def test_error_messages() -> None:
         plan_micro_batches([], num_ranks=1, token_budget=4)
     with pytest.raises(BatchError, match="num_ranks=0"):
         plan_micro_batches([1], num_ranks=0, token_budget=4)
-
-
-def test_plan_restore_rejects_another_layout() -> None:
-    plan = plan_micro_batches([3, 3, 3], num_ranks=2, micro_batch_size=1)
-    with pytest.raises(BatchError, match="ranks"):
-        plan.restore([[[1]]])
-    with pytest.raises(BatchError, match="rank 0"):
-        plan.restore([[[1, 2], []], [[], []]])
 
 
 def test_tight_budgets_reach_the_fallback() -> None:

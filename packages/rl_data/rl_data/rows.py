@@ -183,8 +183,10 @@ def conversation(place: Place, value: Any, column: str) -> tuple[Message, ...]:
 
 
 def _message(place: Place, message: Any, column: str) -> Message:
-    """A message without its empty fields: in parquet every message has the fields of all."""
-    message = _without_nulls(message)
+    """A message without fields that are null."""
+    if isinstance(message, dict):
+        fields = {key: value for key, value in message.items() if value is not None}
+        message = _without_nulls(fields) if place.is_padded else fields
     is_call = isinstance(message, dict) and message.get("role") == "assistant" and bool(message.get("tool_calls"))
     texts = ("role",) if is_call and "content" not in message else ("role", "content")
     if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in texts):
@@ -197,13 +199,14 @@ def _message(place: Place, message: Any, column: str) -> Message:
 
 def tools_of(place: Place, value: Any, column: str) -> tuple[Tool, ...]:
     """The tools of a row. Raises DataError for what is no list of JSON schemas."""
+    is_padded = place.is_padded and not isinstance(value, str)
     if isinstance(value, str) and value:
         try:
             value = parse_json(value)
         except ValueError as error:
             problem = f"no list of tools: {first_line(error)}"
             raise place.error(problem, "Give a list of JSON schemas, or its JSON text.", column=column) from error
-    tools = _without_nulls(value or [])
+    tools = _without_nulls(value) if is_padded and value else value or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) and tool for tool in tools):
         raise place.error(f"no list of tools: {shorten(value)}", "Give a list of JSON schemas.", column=column)
     if why := why_not_json(tools):
@@ -212,7 +215,7 @@ def tools_of(place: Place, value: Any, column: str) -> tuple[Tool, ...]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """A copy without the keys whose value is None: a parquet file cannot tell them from keys that are missing."""
+    """A copy without the keys whose value is None."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -189,6 +189,19 @@ def test_fields_that_are_null_are_left_out_as_in_json_lines(tmp_path: Path) -> N
     assert by_kind[0][0][1] == (ADD, tool)
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
+def test_nulls_of_a_schema_are_kept_where_the_file_can_tell_them(tmp_path: Path, kind: str) -> None:
+    """In JSON text they are values of the schema; in a parquet struct, fields that other rows have."""
+    schema = {"enum": ["p", None], "default": None}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"z": schema}}}}
+    (row,) = iter_rows(write(tmp_path, kind, {"messages": [USER], "tools": json.dumps([tool])}), DataConfig())
+    assert row.tools == (tool,)
+    if kind == "jsonl":
+        call = {"content": None, "role": "assistant", "tool_calls": [{"function": {"arguments": {"x": None}}}]}
+        (row,) = iter_rows(write(tmp_path, kind, {"messages": [call, USER], "tools": [tool]}), DataConfig())
+        assert (row.tools, row.messages[0]) == ((tool,), {**call, "content": ""})
+
+
 def test_demonstrations_from_messages(tmp_path: Path, tokenizer: Any) -> None:
     answer = {"role": "assistant", "content": "#### 7"}
     file = write(tmp_path, "jsonl", {"messages": [*MESSAGES, answer], "tools": [ADD]})

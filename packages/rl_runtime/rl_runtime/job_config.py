@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from ds_engine import EngineConfig
-from rl_core import BatchConfig
+from rl_core import BatchConfig, ExtraRollout
 from rl_data import DataConfig
 from rollout_vllm import RolloutConfig, SamplingConfig
 from run_kit import TrackingConfig
@@ -97,9 +97,9 @@ class JobConfig:
         return self.reward.frozen_models
 
     @property
-    def greedy_baseline(self) -> bool:
-        """Whether the algorithm needs the score of a greedy response to each prompt (`Experience.baseline_score`)."""
-        return False
+    def extra_rollout(self) -> ExtraRollout | None:
+        """Further responses to each prompt whose score the algorithm needs, such as a greedy one."""
+        return None
 
 
 JobConfigT = TypeVar("JobConfigT", bound=JobConfig)

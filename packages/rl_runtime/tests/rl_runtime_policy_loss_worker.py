@@ -6,15 +6,14 @@ Run by test_rl_runtime_policy_loss.py with the folder of a model.
 import os
 import sys
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 
-from ds_engine import EngineConfig, OptimConfig, ZeroConfig
-from plinth_testing import run_ranks
-from rl_core import BatchConfig, SequenceData
-from rl_runtime.ranks.loss_spec import LossSpec
+from ds_engine import EngineConfig, LossFn, OptimConfig, ZeroConfig
+from plinth_testing import SpmdGroup, run_ranks
+from rl_core import BatchConfig, pack
+from rl_runtime.ranks.model_handle import ModelHandle
+from rl_runtime.ranks.old_log_probs import OldLogProbs
 from rl_runtime.ranks.train_batch import TrainBatch
 from rl_runtime.ranks.trainer_worker import TrainerWorker
 from rl_runtime.training.policy import PolicyConfig
@@ -27,9 +26,6 @@ def make_batch(*names: str) -> TrainBatch:
     """Six sequences in several micro batches; old log-probs far enough away that bounds are active."""
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 64, (100,), generator=random).tolist()
-    sequences = [
-        SequenceData(prompt_ids=ids[n : n + 3], response_ids=ids[n : n + length]) for n, length in enumerate(LENS)
-    ]
     num_tokens = sum(LENS)
     columns = {
         "old_log_probs": -4.2 + 0.3 * torch.randn(num_tokens, generator=random),
@@ -37,7 +33,9 @@ def make_batch(*names: str) -> TrainBatch:
         "weights": torch.full((num_tokens,), 1 / num_tokens),
         "mean_weights": torch.full((num_tokens,), 1 / num_tokens),
     }
-    return TrainBatch(sequences, columns={name: columns[name] for name in names or columns})
+    prompts = [ids[n : n + 3] for n, _ in enumerate(LENS)]
+    responses = [ids[n : n + length] for n, length in enumerate(LENS)]
+    return TrainBatch(pack(prompts, responses, columns={name: columns[name] for name in names or columns}))
 
 
 def engine_config(sp: int) -> EngineConfig:
@@ -45,47 +43,43 @@ def engine_config(sp: int) -> EngineConfig:
     return EngineConfig(dtype="float32", zero=zero, sequence_parallel=sp, optim=optim)
 
 
-def update(worker: TrainerWorker, folder: str, loss: LossSpec, sp: int) -> dict[str, float]:
-    worker.build("actor", folder, engine_config(sp), 1)
-    ranks: Any = SimpleNamespace(world_size=worker.world_size)
-    delivery = make_batch().deliveries(ranks, sp, BatchConfig(token_budget=24), with_columns=True)[worker.rank]
-    stats, _ = worker.train(delivery, "actor", 0, loss, 1.0)
+def update(ranks: SpmdGroup, folder: str, loss: LossFn, sp: int) -> dict[str, float]:
+    actor = ModelHandle(ranks, "actor", BatchConfig(token_budget=24))  # type: ignore[arg-type]
+    actor.build(folder, engine_config(sp), total_steps=1)
+    with make_batch() as train_batch:
+        stats = actor.update(train_batch.mini_batches[0], loss)
     return {"loss": stats.loss, "grad_norm": stats.grad_norm, **stats.metrics}
 
 
 def on_policy_update(
-    worker: TrainerWorker, folder: str, loss: LossSpec, sp: int, *, own: bool
+    ranks: SpmdGroup, folder: str, loss: LossFn, sp: int, *, defer_first: bool
 ) -> tuple[dict[str, float], torch.Tensor]:
     """Statistics and old log-probs of an update whose old log-probs are those of the weights that it updates."""
-    worker.build("actor", folder, engine_config(sp), 1)
-    ranks: Any = SimpleNamespace(world_size=worker.world_size)
-    batch, limit = make_batch("advantages", "weights", "mean_weights"), BatchConfig(token_budget=24)
-    delivery = batch.deliveries(ranks, sp, limit, with_columns=True)[worker.rank]
-    if own:
-        stats, old_Kr = worker.train(delivery, "actor", 0, loss, 1.0, own_log_probs="old_log_probs")
-        assert old_Kr is not None
-    else:
-        old_Kr = worker.log_probs(delivery, "actor", 1.0, "old_log_probs").log_probs_K
-        again = batch.deliveries(ranks, sp, limit, with_columns=True)[worker.rank]
-        stats, nothing = worker.train(again, "actor", 0, loss, 1.0)
-        assert nothing is None
-    # A second epoch reads what the first one kept.
-    later, _ = worker.train(batch.deliveries(ranks, sp, limit, with_columns=True)[worker.rank], "actor", 0, loss, 1.0)
-    return {"loss": stats.loss, "grad_norm": stats.grad_norm, "later": later.loss, **stats.metrics}, old_Kr
+    actor = ModelHandle(ranks, "actor", BatchConfig(token_budget=24))  # type: ignore[arg-type]
+    actor.build(folder, engine_config(sp), total_steps=1)
+    with make_batch("advantages", "weights", "mean_weights") as train_batch:
+        old = OldLogProbs(actor, train_batch, defer_first=defer_first)
+        old.compute()
+        stats, later = (old.update(train_batch.mini_batches[0], loss) for _ in range(2))
+        old_K = train_batch.batch.columns["old_log_probs"]
+    return {"loss": stats.loss, "grad_norm": stats.grad_norm, "later": later.loss, **stats.metrics}, old_K
 
 
 def main(folder: str, rank: int) -> None:
     worker = TrainerWorker(rank, 2, device="cpu", num_threads=1)
     worker.connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    loss = LossSpec.of(partial(policy_loss, config=PolicyConfig(loss="gspo"), kl_coef=0.0))
-    whole, shared = update(worker, folder, loss, 1), update(worker, folder, loss, 2)
+    ranks = SpmdGroup(worker)
+    loss = partial(policy_loss, config=PolicyConfig(loss="gspo"), kl_coef=0.0)
+    whole, shared = update(ranks, folder, loss, 1), update(ranks, folder, loss, 2)
     assert whole["grad_norm"] > 1e-3, whole
     assert 0 < whole["clip_fraction"] < 1, "the bounds are not active"
     for key, value in whole.items():
         assert abs(shared[key] - value) <= 1e-5 + 1e-4 * abs(value), (key, value, shared[key])
     for sp in (1, 2):
-        (apart, old_Kr), (own, kept_Kr) = (on_policy_update(worker, folder, loss, sp, own=own) for own in (False, True))
-        assert torch.allclose(old_Kr, kept_Kr, atol=1e-5), (old_Kr - kept_Kr).abs().max()
+        (apart, old_K), (own, own_K) = (
+            on_policy_update(ranks, folder, loss, sp, defer_first=defer_first) for defer_first in (False, True)
+        )
+        assert torch.allclose(old_K, own_K, atol=1e-5), (old_K - own_K).abs().max()
         assert own["kl_old"] == 0, own
         assert abs(own["later"] - own["loss"]) > 1e-5, own
         for key, value in apart.items():

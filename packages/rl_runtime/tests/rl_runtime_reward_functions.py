@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import re
-import sys
 import time
 import urllib.request
 from collections.abc import Sequence
@@ -35,10 +34,6 @@ def text(response_text: str, prompt: Any) -> str:
     return f"{len(response_text)}"
 
 
-def one_in_a_list(response_text: str, prompt: Any) -> list[float]:
-    return [float(len(response_text))]
-
-
 def raises(response_text: str, prompt: Any) -> float:
     raise ValueError("not written yet")
 
@@ -52,23 +47,12 @@ def lacks_a_column(response_text: str, prompt: Any) -> float:
     return float(prompt.extra["difficulty"]) * len(response_text)
 
 
-def quits(response_text: str, prompt: Any) -> float:
-    sys.exit(3)
-
-
 def ends_its_process(response_text: str, prompt: Any) -> float:
     os._exit(3)
 
 
 def not_a_number(response_text: str, prompt: Any) -> float:
     return float("nan")
-
-
-def too_few(response_texts: Sequence[str], prompts: Sequence[Any]) -> list[float]:
-    return [1.0]
-
-
-# ---- these score a response that they can read ---------------------------------------------------------------------
 
 
 def strict(response_text: str, prompt: Any) -> float:
@@ -80,10 +64,6 @@ def strict(response_text: str, prompt: Any) -> float:
 
 def only_json(response_text: str, prompt: Any) -> float:
     return float(json.loads(response_text)["answer"] == prompt.ground_truth)
-
-
-def whole_text(response_text: str, prompt: Any) -> float | None:
-    return 1.0 if response_text == prompt.ground_truth else None
 
 
 async def later(response_text: str, prompt: Any) -> float:
@@ -105,44 +85,6 @@ def own_format(response_text: str, prompt: Any) -> float:
     if found is None:
         raise ValueError("no RESULT")
     return float(found[1] == prompt.ground_truth)
-
-
-def own_format_without_reason(response_text: str, prompt: Any) -> float:
-    try:
-        value = re.search(r"RESULT=(\d+)", response_text)[1]  # type: ignore[index]
-    except Exception:
-        value = ""
-    if not value:
-        raise ValueError("no RESULT")
-    return float(value == prompt.ground_truth)
-
-
-def own_json(response_text: str, prompt: Any) -> float | None:
-    try:
-        return float(json.loads(response_text)["result"]["value"])
-    except Exception:
-        return None
-
-
-def own_word(response_text: str, prompt: Any) -> float | None:
-    if "abracadabra" in response_text:
-        return 1.0
-    return None
-
-
-def own_type(response_text: str, prompt: Any) -> float:
-    if not isinstance(response_text, str) or "RESULT" not in response_text:
-        raise TypeError("no RESULT")
-    return 1.0
-
-
-async def own_format_async(response_text: str, prompt: Any) -> float:
-    await asyncio.sleep(0)
-    return float(json.loads(response_text)["result"])
-
-
-def own_format_batched(response_texts: Sequence[str], prompts: Sequence[Any]) -> list[float]:
-    return [float(json.loads(one)["result"]) for one in response_texts]
 
 
 def no_service_yet(response_text: str, prompt: Any) -> float:

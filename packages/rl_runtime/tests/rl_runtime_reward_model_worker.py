@@ -9,18 +9,19 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rl_runtime_samples import prompt, sample
 
 from ds_engine import EngineConfig, ModelError, ZeroConfig
-from plinth_testing import run_ranks
+from plinth_testing import SpmdGroup, run_ranks
 from rl_core import BatchConfig
+from rl_runtime.ranks.model_handle import ModelHandle
 from rl_runtime.ranks.train_batch import TrainBatch
 from rl_runtime.ranks.trainer_worker import TrainerWorker
-from rl_runtime.training.reward_model import to_be_scored
+from rl_runtime.training.reward_model import scored_batch
 
 STAGES = ((2, 1), (2, 2), (3, 1))
 """ZeRO stage, sequence_parallel."""
@@ -39,31 +40,27 @@ def make_samples() -> list[tuple[list[int], list[int]]]:
 SAMPLES = make_samples()
 
 
-def scores(worker: TrainerWorker, folder: str, stage: Any, sp: int) -> list[float] | None:
-    """Of all samples, on rank 0."""
+def scores(worker: TrainerWorker, folder: str, stage: Any, sp: int) -> list[float]:
+    """The scores of all samples."""
     config = EngineConfig(dtype="float32", zero=ZeroConfig(stage=stage), sequence_parallel=sp)
-    worker.build("reward", folder, config, None, "value")
-    items: Any = [SimpleNamespace(token_ids=[*prompt, *response]) for prompt, response in SAMPLES]
-    batch, ranks = TrainBatch([to_be_scored(item) for item in items]), SimpleNamespace(world_size=worker.world_size)
-    layout: Any = (ranks, sp, BatchConfig(token_budget=24))
-    delivery = batch.deliveries(*layout, with_columns=False)[worker.rank]
-    values_Kr = worker.values(delivery, "reward")
-    if worker.device.type == "cpu":  # what turns do with a frozen engine: its weights may move, and must come back
-        worker.free_memory("actor", True)
-        worker.claim_memory()
-        repeated_Kr = worker.values(delivery.__class__(batch=delivery.batch), "reward")
-        assert torch.equal(values_Kr, repeated_Kr)
-    every: list[Any] = [None] * worker.world_size
-    torch.distributed.all_gather_object(every, values_Kr)
-    return batch.collect(*layout, every).tolist() if worker.rank == 0 else None
+    model = ModelHandle(SpmdGroup(worker), "reward", BatchConfig(token_budget=24))  # type: ignore[arg-type]
+    model.build_frozen(folder, config, head="value")
+    items = [sample(response, prompt=prompt(ids)) for ids, response in SAMPLES]
+    with TrainBatch(scored_batch(items)) as batch:
+        values_K = model.values(batch)
+        if worker.device.type == "cpu":  # what turns do with a frozen engine: its weights may move, and must come back
+            worker.free_memory("actor", True)
+            worker.claim_memory()
+            assert torch.equal(values_K, model.values(batch))
+    return values_K.tolist()
 
 
 def main(folder: str, headless: str, output: str, rank: int) -> None:
     worker = TrainerWorker(rank, 2, device="cpu", num_threads=1)
     worker.connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    found = {str(case): scores(worker, folder, *case) for case in STAGES}
+    values = {str(case): scores(worker, folder, *case) for case in STAGES}
     if rank == 0:
-        Path(output).write_text(json.dumps(found))
+        Path(output).write_text(json.dumps(values))
     with pytest.raises(ModelError, match=r"has no value head \(score.weight\)"):
         worker.build("reward", headless, EngineConfig(dtype="float32"), None, "value")
 

@@ -16,20 +16,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plinth_testing.errors import raises
-from rl_core import DynamicSelection
+from rl_core import DynamicSelection, ExtraRollout
 from rl_data import PromptSampler
 from rl_runtime.errors import InputError, RolloutFailed
 from rl_runtime.job_config import JobConfig
 from rl_runtime.rollout.config import DynamicSamplingConfig, EpisodeConfig, OversamplingConfig
 from rl_runtime.rollout.dynamic_sampling import num_replacements
+from rl_runtime.rollout.group_state import to_state
 from rl_runtime.rollout.phase import RolloutPhase
 from rl_runtime.rollout.scoring import Scorer
 from rl_runtime.rollout.scoring_config import ScoringConfig
 from rl_runtime.rollout.step_rollouts import StepRollouts
 from rl_runtime.training.metrics import rollout_metrics
 from rl_runtime.training.policy import PolicyConfig
-from rollout_vllm import Failure, FirstGroups, GroupResult, PartialGroup, Request, Sample, SamplingConfig
-from rollout_vllm.client.group_run import fresh_group
+from rollout_vllm import Failure, Group, Request, Sample, SamplingConfig
 
 sys.path.insert(0, str(Path(__file__).parent))  # where a user's own functions are
 
@@ -63,7 +63,7 @@ class AnsweringClient(OwnLoop):
     greedy_settings: list[SamplingConfig] = field(default_factory=list)
     version: int = 0
 
-    async def generate(self, requests: list[Any], sampling: SamplingConfig, *, on_group: Any) -> list[GroupResult]:
+    async def generate(self, requests: list[Any], sampling: SamplingConfig, *, on_group: Any) -> list[Group]:
         if sampling.temperature:
             self.rounds.append(requests)
         await asyncio.sleep(0)
@@ -74,40 +74,35 @@ class AnsweringClient(OwnLoop):
 
     async def generate_first(
         self, requests: list[Any], sampling: SamplingConfig, *, num_groups: int, keep_rest: bool, on_group: Any
-    ) -> FirstGroups:
+    ) -> tuple[list[Group], list[Group]]:
         self.rounds.append(requests)
         groups = [self._group(request, sampling) for request in requests[:num_groups]]
         for group in groups:
             on_group(group)
-        rest = [r if isinstance(r, PartialGroup) else fresh_group(r, sampling.n) for r in requests[num_groups:]]
-        return FirstGroups(groups=groups, rest=rest if keep_rest else [])
+        rest = [r if isinstance(r, Group) else Group.fresh(r, sampling.n) for r in requests[num_groups:]]
+        return groups, rest if keep_rest else []
 
-    async def sample(self, request: Request, sampling: SamplingConfig) -> GroupResult:
+    async def sample(self, request: Request, sampling: SamplingConfig) -> Group:
         """One turn of an episode."""
         return self._group(request, sampling)
 
-    def _group(self, asked: Request | PartialGroup, sampling: SamplingConfig) -> GroupResult:
-        request = asked.request if isinstance(asked, PartialGroup) else asked
+    def _group(self, asked: Request | Group, sampling: SamplingConfig) -> Group:
+        request = asked.request if isinstance(asked, Group) else asked
         number = request.prompt_ids[0]
         if sampling.temperature == 0:
             self.greedy_settings.append(sampling)
         tokens = self.answers[number][: sampling.n] if sampling.temperature else [self.greedy[number]]
         made = enumerate(tokens)
-        return GroupResult(
-            prompt_id=request.prompt_id,
+        return Group(
+            request=request,
             samples=tuple(self._sample(request, i, token) for i, token in made if token is not None),
             failures=tuple(failure(request, i) for i, token in enumerate(tokens) if token is None),
         )
 
     def _sample(self, request: Request, index: int, token: int) -> Sample:
-        return Sample(
-            prompt_id=request.prompt_id,
-            sample_index=index,
-            response_ids=[token],
-            log_probs=[-0.5],
-            finish_reason="stop",
-            policy_version=self.version,
-            last_policy_version=self.version,
+        fresh = Group.fresh(request, index + 1).samples[index]
+        return replace(
+            fresh, response_ids=[token], log_probs=[-0.5], finish_reason="stop", last_policy_version=self.version
         )
 
     async def fetch_metrics(self) -> dict[str, float]:
@@ -159,7 +154,7 @@ def collect(steps: StepRollouts, step: int = 1) -> Any:
 
 def numbers(collected: Any) -> list[int]:
     """The prompts of the batch, one per group."""
-    return list(dict.fromkeys(int(item.prompt.id) for item in collected.batch.items))
+    return list(dict.fromkeys(int(item.prompt.id) for item in collected.samples))
 
 
 DIFFER, ALL_RIGHT, ALL_WRONG = (RIGHT, WRONG), (RIGHT, RIGHT), (WRONG, WRONG)
@@ -172,11 +167,11 @@ def test_groups_without_spread_are_replaced_by_fresh_prompts(scorer: Scorer) -> 
     # 2 of 4 are informative, so 4 prompts are expected to give the other 2; the last informative one is not needed.
     assert [len(requests) for requests in client.rounds] == [4, 4]
     assert numbers(collected) == [0, 3, 5, 6]
-    assert Counter(item.group_id for item in collected.batch.items) == {0: 2, 3: 2, 5: 2, 6: 2}
+    assert list(Counter(item.prompt_id for item in collected.samples).values()) == [2, 2, 2, 2]
     metrics = rollout_metrics(collected)
     assert metrics["critic/score/mean"] == 9 / 16, "the mean over all generated samples"
     assert metrics["rollout/trained_score_mean"] == 0.5
-    assert (metrics["rollout/num_samples"], collected.batch.scores_N.tolist()) == (8, [1, 0] * 4)
+    assert (metrics["rollout/num_samples"], [item.score for item in collected.samples]) == (8, [1, 0] * 4)
     assert metrics["rollout/num_generated_samples"] == 16
     assert metrics["rollout/num_dropped_groups"] == 3
     assert metrics["rollout/num_surplus_groups"] == 1
@@ -264,14 +259,19 @@ def test_a_step_is_the_first_informative_groups_of_its_prompts_in_order(
         if step >= resumed_at:
             other_client.rounds.clear()
             assert attempt(other, step) == outcome
-            assert other_client.rounds == client.rounds
+            assert requested(other_client) == requested(client)
             assert other.sampler.state_dict() == steps.sampler.state_dict()
 
 
-def attempt(steps: StepRollouts, step: int) -> list[tuple[int, int, float]] | None:
+def requested(client: AnsweringClient) -> list[list[Any]]:
+    """The requests of each round, and the state of resumed groups."""
+    return [[to_state(one) if isinstance(one, Group) else one for one in requests] for requests in client.rounds]
+
+
+def attempt(steps: StepRollouts, step: int) -> list[tuple[int, str, float | None]] | None:
     """(prompt, group, score) of the samples of a step; None if it has nothing to train on."""
     try:
-        return [(int(item.prompt.id), item.group_id, item.score) for item in collect(steps, step).batch.items]
+        return [(int(item.prompt.id), item.prompt_id, item.score) for item in collect(steps, step).samples]
     except RolloutFailed:
         return None
 
@@ -282,11 +282,11 @@ def check_step(
     batch: int,
     max_rounds: int,
     extra: int,
-    outcome: list[tuple[int, int, float]] | None,
+    outcome: list[tuple[int, str, float | None]] | None,
 ) -> None:
     fresh = [r.prompt_ids[0] for asked in client.rounds for r in asked if isinstance(r, Request)]
     assert len(set(fresh)) == min(len(fresh), len(answers)), "no prompt twice while there are others"
-    asked = [[r.request if isinstance(r, PartialGroup) else r for r in requests] for requests in client.rounds]
+    asked = [[r.request if isinstance(r, Group) else r for r in requests] for requests in client.rounds]
     names = {(r.prompt_id, r.seed) for requests in asked for r in requests}
     assert len({seed for _, seed in names}) == len({name for name, _ in names}) == len(names)
     complete = [r.prompt_ids[0] for requests in asked for r in requests[: max(1, len(requests) - extra)]]
@@ -331,13 +331,13 @@ def test_a_round_asks_for_at_least_the_missing_groups_and_at_most_a_step(
 
 
 # ---- the greedy baseline of ReMax ------------------------------------------------------------------------------------
-GREEDY = {"greedy_baseline": True}
+GREEDY = {"extra_rollout": ExtraRollout()}
 
 
 def test_every_sample_has_the_score_of_its_prompts_greedy_response(scorer: Scorer) -> None:
     client = AnsweringClient([DIFFER, ALL_WRONG, ALL_RIGHT], greedy=[WRONG, RIGHT, RIGHT])
     collected = collect(rollouts(client, scorer, batch=3, max_rounds=0, phase=GREEDY))
-    baselines = [(int(item.prompt.id), item.baseline_score) for item in collected.batch.items]
+    baselines = [(int(item.prompt.id), item.baseline_score) for item in collected.samples]
     assert baselines == [(0, 0.0), (0, 0.0), (1, 1.0), (1, 1.0), (2, 1.0), (2, 1.0)]
     assert len(client.rounds) == 1
     assert [(s.n, s.temperature, s.max_tokens) for s in client.greedy_settings] == [(1, 0.0, 4)] * 3
@@ -347,23 +347,23 @@ def test_every_sample_has_the_score_of_its_prompts_greedy_response(scorer: Score
 def test_groups_may_have_one_sample_with_a_greedy_baseline(scorer: Scorer) -> None:
     client = AnsweringClient([[RIGHT], [WRONG]], greedy=[WRONG, WRONG])
     collected = collect(rollouts(client, scorer, batch=2, n=1, max_rounds=0, phase=GREEDY))
-    assert collected.batch.scores_N.tolist() == [1.0, 0.0]
+    assert [item.score for item in collected.samples] == [1.0, 0.0]
     client = AnsweringClient([FAILED], greedy=[WRONG])
     collected = collect(rollouts(client, scorer, batch=1, max_rounds=0, phase=GREEDY))
-    assert [(item.score, item.baseline_score) for item in collected.batch.items] == [(1.0, 0.0)]
+    assert [(item.score, item.baseline_score) for item in collected.samples] == [(1.0, 0.0)]
 
 
 def test_a_prompt_whose_greedy_response_failed_is_left_out_with_the_reason(scorer: Scorer) -> None:
     client = AnsweringClient([DIFFER, DIFFER], greedy=[NO_NUMBER, RIGHT])
     collected = collect(rollouts(client, scorer, batch=2, max_rounds=0, phase=GREEDY))
     assert numbers(collected) == [1]
-    assert (collected.num_failed, collected.reason) == (2, "no greedy response: server gone")
+    assert (collected.num_failed, collected.reason) == (2, "no extra response: server gone")
 
 
 def test_without_a_greedy_baseline_and_in_validation_no_greedy_response_is_generated(scorer: Scorer) -> None:
     client = AnsweringClient([DIFFER, DIFFER])
     collected = collect(rollouts(client, scorer, batch=2, max_rounds=0))
-    assert {item.baseline_score for item in collected.batch.items} == {None}
+    assert {item.baseline_score for item in collected.samples} == {None}
     assert "rollout/baseline_score_mean" not in rollout_metrics(collected)
     rollouts(client, scorer, batch=2, max_rounds=0, phase=GREEDY).validate(1)
     assert client.greedy_settings == []
@@ -373,7 +373,7 @@ def test_the_greedy_baseline_of_episodes_is_a_greedy_episode(scorer: Scorer) -> 
     client = AnsweringClient([(RIGHT,), (WRONG,)], greedy=[WRONG, RIGHT])
     episode = EpisodeConfig(function="rl_runtime_user_functions:two_turns")
     collected = collect(rollouts(client, scorer, batch=2, max_rounds=0, phase=GREEDY | {"episode": episode}))
-    scored = [(item.prompt.id, item.score, item.baseline_score, item.num_turns) for item in collected.batch.items]
+    scored = [(item.prompt.id, item.score, item.baseline_score, item.num_turns) for item in collected.samples]
     assert scored == [("0", 1.0, 0.0, 2)] * 2 + [("1", 0.0, 1.0, 2)] * 2
     assert [setting.temperature for setting in client.greedy_settings] == [0.0] * 4
 
@@ -386,13 +386,13 @@ def test_environments_that_wait_for_others_have_their_prompts_beside_greedy_ones
     steps = replace(steps, sampling=SamplingConfig(n=2, max_tokens=32))
     collected = collect(steps)
     assert (collected.num_failed, collected.reason) == (0, "")
-    assert [(item.score, item.baseline_score) for item in collected.batch.items] == [(3.0, 3.0)] * 4
+    assert [(item.score, item.baseline_score) for item in collected.samples] == [(3.0, 3.0)] * 4
 
 
 def config_with(greedy: bool) -> Callable[..., JobConfig]:
     class Greedy(JobConfig):
         algorithm = PolicyConfig(advantage="remax")
-        greedy_baseline = True
+        extra_rollout = ExtraRollout()
 
     return Greedy if greedy else JobConfig
 
@@ -416,7 +416,7 @@ def config_with(greedy: bool) -> Callable[..., JobConfig]:
 def test_sampling_that_cannot_hold_is_refused(greedy: bool, settings: dict[str, Any], field: str) -> None:
     with raises(InputError, field=field):
         config_with(greedy)(**settings)
-    assert not JobConfig().greedy_baseline
+    assert JobConfig().extra_rollout is None
 
 
 @pytest.mark.parametrize(

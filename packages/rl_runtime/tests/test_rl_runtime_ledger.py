@@ -4,45 +4,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rl_runtime_samples import group, sample
 
 from ckpt import Checkpoint
-from rl_data import Prompt
-from rl_runtime.experience import Experience, ExperienceBatch
-from rl_runtime.rollout.groups import Collected, ScoredGroup
+from rl_runtime.rollout.groups import Collected
 from rl_runtime.training.ledger import FILE_NAME, SampleLedger, SampleRow, read_samples
+from rollout_vllm import Group, Request
 
 
-def experience(key: str, index: int, spans: tuple[tuple[int, int], ...] = ((3, 2),)) -> Experience:
-    return Experience(
-        prompt=Prompt(id="p", text="", token_ids=(1,), ground_truth="", data_source=""),
-        group_id=0,
-        group_key=key,
-        sample_index=index,
-        response_ids=(1, 2),
-        response_text="",
-        rollout_log_probs=None,
-        finish_reason="stop",
-        version_spans=spans,
-        score=0.0,
+def whole(key: str, num_samples: int = 2, **failed: Any) -> Group:
+    return group(
+        [sample(2, prompt_id=key, sample_index=index, spans=[(3, 2)]) for index in range(num_samples)], **failed
     )
 
 
-def collected(*ended: ScoredGroup, trained: tuple[str, ...]) -> Collected:
-    items = tuple(item for group in ended for item in group.items if group.key in trained)
-    return Collected(batch=ExperienceBatch(items=items), num_failed=0, ended=ended)
-
-
-def whole(key: str, **changes: Any) -> ScoredGroup:
-    return ScoredGroup(**{"key": key, "num_samples": 2, "items": [experience(key, 0), experience(key, 1)]} | changes)
+def collected(*ended: Group, trained: tuple[str, ...]) -> Collected:
+    samples = tuple(one for ended_group in ended for one in ended_group.samples if one.prompt_id in trained)
+    return Collected(samples=samples, num_failed=0, ended=ended)
 
 
 def test_every_sample_of_a_group_that_ended_has_an_outcome(tmp_path: Path) -> None:
     ledger = SampleLedger(tmp_path)
-    first = whole("1/0:a", items=[experience("1/0:a", 1, ((2, 1), (3, 1)))])
-    ledger.add(4, collected(first, whole("1/1:b"), whole("1/2:c", items=[], is_stale=True), trained=("1/0:a",)))
+    mixed = sample(2, prompt_id="1/0:a", sample_index=0, spans=[(2, 1), (3, 1)])
+    first, fresh = group([mixed], num_failed=1), Group.fresh(Request(prompt_id="1/2:c", prompt_ids=[1]), 2)
+    stale = fresh.without(fresh.samples, "stale", "too old")
+    ledger.add(4, collected(first, whole("1/1:b"), stale, trained=("1/0:a",)))
     assert read_samples(tmp_path) == [
-        SampleRow(4, "1/0:a", 0, "failed", "", ""),
-        SampleRow(4, "1/0:a", 1, "trained", "2", "3"),
+        SampleRow(4, "1/0:a", 0, "trained", "2", "3"),
+        SampleRow(4, "1/0:a", 1, "failed", "", ""),
         SampleRow(4, "1/1:b", 0, "left_out", "3", "3"),
         SampleRow(4, "1/1:b", 1, "left_out", "3", "3"),
         SampleRow(4, "1/2:c", 0, "stale", "", ""),

@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_runtime.config import TrainerConfig
-from rl_runtime.experience import ExperienceBatch
 from rl_runtime.rollout.groups import Collected
 from rl_runtime.training import loop as loop_module
 from rl_runtime.training.loop import LoopResult, TrainingLoop
@@ -50,7 +49,7 @@ class Journal:
 
     def collect(self, step: int, _phase: Any) -> Any:
         self.note("collect", step)
-        return SimpleNamespace(reason="", note="", batch=None)
+        return SimpleNamespace(reason="", note="", batch=lambda: None)
 
     def published(self, version: int) -> None:
         self.note("published", version)
@@ -171,7 +170,7 @@ def test_a_step_says_how_long_logging_the_one_before_took() -> None:
         timer = PhaseTimer()
         with timer.step():
             pass
-        record.log_step(step, Collected(batch=ExperienceBatch(items=()), num_failed=0), {}, timer)
+        record.log_step(step, Collected(samples=(), num_failed=0), {}, timer)
     assert logged[0]["perf/log_s"] == 0
     assert logged[1]["perf/log_s"] >= 0.05
 

@@ -11,29 +11,30 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rl_runtime_samples import prompt, sample
 
 from ds_engine import EngineConfig, LossOutput, StepStats, TokenOutputs
 from plinth_testing import raises
-from rl_core import BatchConfig, pack
-from rl_data import Demonstration, Prompt
+from rl_core import Batch, BatchConfig
+from rl_data import Demonstration
 from rl_runtime.app.job import job_layout
 from rl_runtime.config import TrainerConfig
 from rl_runtime.errors import DivergedError, InputError
-from rl_runtime.experience import Experience, ExperienceBatch
 from rl_runtime.job_config import JobConfig
-from rl_runtime.ranks import train_batch as train_batch_module
 from rl_runtime.ranks.model_handle import ModelHandle, SkippedUpdates, WithoutAdapters, run_concurrently
+from rl_runtime.ranks.old_log_probs import OldLogProbs
 from rl_runtime.ranks.train_batch import TrainBatch
-from rl_runtime.ranks.trainer_worker import Delivery, TrainerWorker
+from rl_runtime.ranks.trainer_worker import TrainerWorker
+from rl_runtime.samples import batch_of
 from rl_runtime.training.metrics import update_metrics
 from rl_runtime.training.reward_model import RewardModel
 from rl_runtime.training.supervised import train_supervised
 from rl_runtime.training.supervised_config import SupervisedConfig
+from rollout_vllm import Sample
 
 
 class EchoEngine:
@@ -61,7 +62,7 @@ class EchoEngine:
         self, micro_batches: list[Any], loss_fn: Any, *, temperature: float, head_term: object = None
     ) -> StepStats:
         self.trained.append(micro_batches)
-        ids = [(batch, batch.target_ids_K.float()) for batch in micro_batches if batch.num_targets]
+        ids = [(batch.to("cpu"), batch.target_ids_K.float()) for batch in micro_batches if batch.num_targets]
         self.losses.append([loss_fn(TokenOutputs(log_probs_K=k, entropy_K=-k), batch) for batch, k in ids])
         self.temperatures.append(temperature)
         return StepStats(
@@ -78,8 +79,8 @@ class InProcessRanks:
         for worker in self.workers:
             worker._engines = {role: EchoEngine() for role in roles}  # type: ignore[misc]
         self.calls: list[str] = []
-        self.num_batches_sent = 0
-        self.columns_sent: list[str] = []
+        self.columns_sent: list[tuple[int, str]] = []
+        """(mini batch, column)."""
 
     def run(self, method: Any, *args: Any) -> list[Any]:
         if method is TrainerWorker.build:
@@ -87,33 +88,26 @@ class InProcessRanks:
         self.calls.append(method.__name__)
         return [method(worker, *args) for worker in self.workers]
 
-    def run_each(self, method: Any, deliveries: list[Delivery], *args: Any) -> list[Any]:
+    def run_each(self, method: Any, first_args: list[Any], *args: Any, **options: Any) -> list[Any]:
         self.calls.append(method.__name__)
-        self.num_batches_sent += deliveries[0].mini_batches is not None
-        self.columns_sent += deliveries[0].columns
-        sent = pickle.loads(pickle.dumps(deliveries))
-        return [method(worker, one, *args) for worker, one in zip(self.workers, sent, strict=True)]
+        if method is TrainerWorker.train:
+            self.columns_sent += [(args[2], name) for name in first_args[0]]
+        sent = [pickle.loads(pickle.dumps(one)) for one in first_args]
+        return [method(worker, one, *args, **options) for worker, one in zip(self.workers, sent, strict=True)]
 
     def engines(self, role: str) -> list[Any]:
         return [worker._engines[role] for worker in self.workers]
 
 
-def make_batch(lengths: list[int]) -> ExperienceBatch:
-    items = [
-        Experience(
-            prompt=Prompt("p", "p", (1, 2), "1", "gsm8k"),
-            group_id=number,
-            sample_index=0,
-            response_ids=tuple(100 * number + t for t in range(length)),
-            response_text="",
-            rollout_log_probs=np.zeros(length, np.float32),
-            finish_reason="stop",
-            version_spans=((0, length),),
-            score=0.0,
-        )
+def make_samples(lengths: list[int]) -> list[Sample]:
+    return [
+        sample([100 * number + t for t in range(length)], prompt=prompt((1, 2)), group=number)
         for number, length in enumerate(lengths)
     ]
-    return ExperienceBatch(items=tuple(items))
+
+
+def make_batch(lengths: list[int]) -> Batch:
+    return batch_of(make_samples(lengths))
 
 
 def handle(ranks: InProcessRanks, name: str, *, sp: int = 1, batch: BatchConfig | None = None) -> ModelHandle:
@@ -156,7 +150,8 @@ def test_updates_that_are_skipped_are_counted_named_once_and_end_the_run(monkeyp
     norms = (math.inf, math.inf, 1.0, math.nan, math.inf, math.inf)
     results = (stats(norm=norm) for norm in norms for _ in ranks.workers)
     monkeypatch.setattr(EchoEngine, "train_mini_batch", lambda *_, **__: next(results))
-    updates = [actor.update(make_batch([3, 9]), any_loss) for _ in range(5)]
+    mini_batch = TrainBatch(make_batch([3, 9])).mini_batches[0]
+    updates = [actor.update(mini_batch, any_loss) for _ in range(5)]
     assert lines == [
         "warning: skipped an update of the actor, because its gradient is not finite: loss nan, gradient norm inf"
     ]
@@ -167,7 +162,7 @@ def test_updates_that_are_skipped_are_counted_named_once_and_end_the_run(monkeyp
     with pytest.raises(DivergedError, match="last 2 updates are not finite; nothing was exported"):
         actor.export("folder", "model")
     with pytest.raises(DivergedError, match=r"actor has diverged: .* last 3 .*trainer.max_skipped_updates \(3\)"):
-        actor.update(make_batch([3, 9]), any_loss)
+        actor.update(mini_batch, any_loss)
 
 
 def test_fp16_may_search_its_loss_scale() -> None:
@@ -193,11 +188,12 @@ def test_a_reward_model_scores_every_sample_in_its_place(world_size: int, sp: in
     """Of any number, also less than there are ranks. The value of the echo is half of the last token."""
     ranks = InProcessRanks(world_size, "reward")
     model = RewardModel(handle(ranks, "reward", sp=sp), weight=2.0)
-    items = [replace(item, score=0.25) for item in make_batch([3, 9, 1, 5, 7, 2, 8, 4]).items[:num_samples]]
-    found = model.score(items)
-    assert [item.reward_terms for item in found] == [{"model": item.response_ids[-1] / 2} for item in items]
-    assert [item.score for item in found] == [0.25 + item.response_ids[-1] for item in items]
-    assert [item.response_ids for item in found] == [item.response_ids for item in items]
+    items = [replace(item, score=0.25) for item in make_samples([3, 9, 1, 5, 7, 2, 8, 4])[:num_samples]]
+    scored = model.score(items)
+    last = [int(item.response_ids[-1]) for item in items]
+    assert [item.reward_terms for item in scored] == [{"model": token / 2} for token in last]
+    assert [item.score for item in scored] == [0.25 + token for token in last]
+    assert [item.response_ids is other.response_ids for item, other in zip(scored, items, strict=True)]
     assert not any(worker._batches for worker in ranks.workers), "the ranks keep nothing"
     assert model.score([]) == []
 
@@ -208,10 +204,8 @@ def test_ranks_of_a_replica_get_the_same_micro_batches(world_size: int, sp: int,
     ranks = InProcessRanks(world_size, "actor")
     actor = handle(ranks, "actor", sp=sp, batch=BatchConfig(token_budget=16, micro_batch_size=micro_batch_size))
     batch = make_batch([3, 9, 1, 5, 7, 2, 8, 4])
-    columns = actor.log_probs(batch)
-    for item, log_probs, entropy in zip(batch.items, columns.log_probs, columns.entropy, strict=True):
-        assert tuple(log_probs) == item.response_ids
-        assert tuple(-entropy) == item.response_ids
+    with TrainBatch(batch) as train_batch:
+        assert actor.log_probs(train_batch).tolist() == batch.target_ids_K.tolist()
     given = [engine.given for engine in ranks.engines("actor")]
     for rank in range(world_size):
         ids = [[micro.input_ids_T.tolist() for micro in given[index]] for index in (rank, rank // sp * sp)]
@@ -225,24 +219,17 @@ def test_ranks_of_a_replica_get_the_same_micro_batches(world_size: int, sp: int,
 def test_log_probs_and_updates_use_the_temperature_of_the_rollout() -> None:
     ranks = InProcessRanks(2, "actor")
     actor = ModelHandle(ranks, "actor", BatchConfig(token_budget=16), temperature=0.7)  # type: ignore[arg-type]
-    actor.log_probs(make_batch([3, 9]))
-    actor.update(make_batch([3, 9]), any_loss)
+    with TrainBatch(make_batch([3, 9])) as train_batch:
+        actor.log_probs(train_batch)
+        actor.update(train_batch.mini_batches[0], any_loss)
     assert [engine.temperatures for engine in ranks.engines("actor")] == [[0.7, 0.7]] * 2
 
 
 def test_a_reference_without_adapters_is_computed_by_the_actors_engine() -> None:
-    ranks = InProcessRanks(2, "actor")
-    actor = handle(ranks, "actor")
-    with TrainBatch.of(make_batch([3, 9])) as batch:
-        ours, theirs = actor.log_probs(batch, column="old"), WithoutAdapters(actor).log_probs(batch, column="ref")
-        actor.update(batch.mini_batches[0], any_loss)
-    for with_adapters, without in zip(ours.log_probs, theirs.log_probs, strict=True):
-        assert list(without) == [value + 0.5 for value in with_adapters]
-    for engine in ranks.engines("actor"):
-        for micro in engine.trained[0]:
-            assert (micro.columns["ref"] - micro.columns["old"]).tolist() == [0.5] * micro.num_targets
-    alone = WithoutAdapters(actor).log_probs(make_batch([3, 9])).log_probs
-    assert [list(one) for one in alone] == [list(one) for one in theirs.log_probs]
+    actor, batch = handle(InProcessRanks(2, "actor"), "actor"), make_batch([3, 9])
+    with TrainBatch(batch) as train_batch:
+        ours_K, theirs_K = actor.log_probs(train_batch), WithoutAdapters(actor).log_probs(train_batch)
+    assert (theirs_K - ours_K).tolist() == [0.5] * 12
 
 
 def test_supervised_steps_see_every_demonstration_once_an_epoch_and_weigh_its_tokens_alike() -> None:
@@ -263,42 +250,28 @@ def test_supervised_steps_see_every_demonstration_once_an_epoch_and_weigh_its_to
 
 
 @pytest.mark.parametrize("separate", [False, True])
-def test_a_train_batch_is_sent_once_to_each_rank_group(separate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two epochs of PPO with a reference model: one send, one pack, each column once, nothing kept afterwards."""
-    num_packs = 0
-
-    def counting_pack(*args: Any, **kwargs: Any) -> Any:
-        nonlocal num_packs
-        num_packs += 1
-        return pack(*args, **kwargs)
-
-    monkeypatch.setattr(train_batch_module, "pack", counting_pack)
+def test_a_train_batch_is_sent_once_to_each_rank_group(separate: bool) -> None:
+    """Two epochs of PPO with a reference model: one send, each column once, nothing kept afterwards."""
     shared = InProcessRanks(2, "actor", "ref", "critic")
     critic_ranks = InProcessRanks(2, "critic") if separate else shared
     actor, ref, critic = handle(shared, "actor"), handle(shared, "ref"), handle(critic_ranks, "critic")
-    samples = make_batch([3, 9, 1, 5, 7, 2, 8, 4])
-    with TrainBatch.of(samples, mini_batches=samples.mini_batch_indices(4)) as batch:
-        actor.log_probs(batch, column="old_log_probs")
-        ref.log_probs(batch, column="ref_log_probs")
-        values = critic.values(batch, column="values")
-        batch.add_columns({"advantages": torch.arange(39.0)})
-        for _ in range(2):
-            for mini_batch in batch.mini_batches:
-                critic.update(mini_batch, any_loss)
-                actor.update(mini_batch, any_loss)
+    batch = make_batch([3, 9, 1, 5, 7, 2, 8, 4])
+    sent = set(batch.columns) | {"old_log_probs", "ref_log_probs", "values", "advantages"}
+    with TrainBatch(batch, mini_batches=[range(4), range(4, 8)]) as train_batch:
+        batch.add_columns(old_log_probs=actor.log_probs(train_batch))
+        batch.add_columns(ref_log_probs=ref.log_probs(train_batch), values=critic.values(train_batch))
+        batch.add_columns(advantages=torch.arange(39.0))
+        for mini_batch in 2 * train_batch.mini_batches:
+            critic.update(mini_batch, any_loss)
+            actor.update(mini_batch, any_loss)
         assert all(len(worker._batches) == 1 for worker in shared.workers)
-    assert [list(value) for value in values] == [[token / 2 for token in item.response_ids] for item in samples.items]
+    assert batch.columns["values"].tolist() == [token / 2 for token in batch.target_ids_K.tolist()]
 
     groups = {id(ranks): ranks for ranks in (shared, critic_ranks)}.values()
     for ranks in groups:
-        assert ranks.num_batches_sent == 1
-        assert len(ranks.columns_sent) == len(set(ranks.columns_sent))
-        assert ranks.calls.count("drop_batch") == 1
+        assert ranks.calls.count("hold_batch") == ranks.calls.count("drop_batch") == 1
+        assert sorted(ranks.columns_sent) == sorted((mini, name) for mini in (0, 1) for name in sent)
         assert all(not worker._batches for worker in ranks.workers)
-    # The ranks that computed a column keep it.
-    assert shared.columns_sent == (["values", "advantages"] if separate else ["advantages"])
-    num_micro_batches = sum(len(engine.given) for engine in shared.engines("actor"))
-    assert num_packs == num_micro_batches * len(groups)
 
     for engine in shared.engines("actor"):
         first_epoch = [micro for mini in engine.trained[:2] for micro in mini]
@@ -308,74 +281,76 @@ def test_a_train_batch_is_sent_once_to_each_rank_group(separate: bool, monkeypat
             assert micro.columns["old_log_probs"].tolist() == micro.columns["ref_log_probs"].tolist()
             assert micro.columns["old_log_probs"].long().tolist() == micro.target_ids_K.tolist()
             assert micro.columns["values"].tolist() == (micro.target_ids_K / 2).tolist()
-            # Target ids are 100 * sample + place: what add_columns numbered 0 to 38 in the order of the samples.
+            # Target ids are 100 * sample + place: the column numbers them from 0 to 38 in the order of the samples.
             starts = dict(zip(range(0, 800, 100), [0, 3, 12, 13, 18, 25, 27, 35], strict=True))
             expected = [starts[token // 100 * 100] + token % 100 for token in micro.target_ids_K.tolist()]
             assert micro.columns["advantages"].tolist() == expected
 
 
-@settings(max_examples=30)
+@pytest.mark.parametrize("defer_first", [False, True])
+@settings(max_examples=20)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=9),
     size=st.integers(1, 5),
     ranks=st.sampled_from([(1, 1), (2, 1), (2, 2), (3, 1)]),
 )
-def test_log_probs_of_the_first_mini_batch_come_from_its_update(
-    lengths: list[int], size: int, ranks: tuple[int, int]
+def test_old_log_probs_are_complete_for_every_loss_and_deferred_ones_cost_no_pass(
+    defer_first: bool, lengths: list[int], size: int, ranks: tuple[int, int]
 ) -> None:
     world_size, sp = ranks
-    group = InProcessRanks(world_size, "actor", "critic")
+    group = InProcessRanks(world_size, "actor")
     actor, critic = handle(group, "actor", sp=sp), handle(InProcessRanks(1, "critic"), "critic")
-    samples = make_batch(lengths)
-    ids_K = [float(token) for item in samples.items for token in item.response_ids]
+    batch = make_batch(lengths)
     minis = [list(range(start, min(start + size, len(lengths)))) for start in range(0, len(lengths), size)]
-    with TrainBatch.of(samples, mini_batches=minis) as batch:
-        found = actor.log_probs(batch, column="old", leave_first=True).log_probs
-        left = set(minis[0])
-        for sample, (item, log_probs) in enumerate(zip(samples.items, found, strict=True)):
-            assert np.isnan(log_probs).all() if sample in left else tuple(log_probs) == item.response_ids
-        with pytest.raises(ValueError, match=r"'old'.*lack it"):
-            batch.column("old")
-        if len(minis) > 1:
-            with pytest.raises(ValueError, match=r"mini batch 1 is updated before 0, which lacks 'old'"):
-                actor.update(batch.mini_batches[1], any_loss, own_log_probs="old")
-        critic.update(batch.mini_batches[0], any_loss)  # other ranks do not get a column with holes
-        for _ in range(2):
-            for mini_batch in batch.mini_batches:
-                actor.update(mini_batch, any_loss, own_log_probs="old")
-        assert batch.column("old").tolist() == ids_K
-        critic.update(batch.mini_batches[0], any_loss)
+    with TrainBatch(batch, mini_batches=minis) as train_batch:
+        old = OldLogProbs(actor, train_batch, defer_first=defer_first)
+        old.compute()
+        critic.update(train_batch.mini_batches[0], any_loss)
+        for mini_batch in 2 * train_batch.mini_batches:
+            old.update(mini_batch, any_loss)
+        critic.update(train_batch.mini_batches[0], any_loss)
+    assert batch.columns["old_log_probs"].tolist() == batch.target_ids_K.tolist()
     for engine in group.engines("actor"):
-        assert len(engine.given) == sum(
-            map(len, engine.trained[1 : len(minis)])
-        )  # the first mini batch is not among them
+        assert len(engine.given) == sum(map(len, engine.trained[int(defer_first) : len(minis)]))
         for micros, losses in zip(engine.trained, engine.losses, strict=True):
             for micro, loss in zip([m for m in micros if m.num_targets], losses, strict=True):
-                assert loss.metrics["old"].tolist() == micro.target_ids_K.tolist()
-    assert "old" not in group.columns_sent
-    without, whole = critic.ranks.engines("critic")[0].losses  # type: ignore[attr-defined]
-    assert all("old" not in loss.metrics for loss in without)
-    assert all("old" in loss.metrics for loss in whole)
+                assert loss.metrics["old_log_probs"].tolist() == micro.target_ids_K.tolist()
+    before, after = critic.ranks.engines("critic")[0].losses  # type: ignore[attr-defined]
+    assert {("old_log_probs" in loss.metrics) for loss in before} == {not defer_first}
+    assert all("old_log_probs" in loss.metrics for loss in after)
 
 
-def test_log_probs_that_no_update_could_complete_are_refused() -> None:
-    actor, samples = handle(InProcessRanks(1, "actor"), "actor"), make_batch([2, 1])
-    for batch, column in ((samples, "old"), (TrainBatch.of(samples), None)):
-        with pytest.raises(ValueError, match="leave_first is True"):
-            actor.log_probs(batch, column=column, leave_first=True)
-    with TrainBatch.of(samples) as whole:
-        actor.log_probs(whole, column="old")
-        with pytest.raises(ValueError, match="'old' exists already"):
-            actor.log_probs(whole, column="old")
+def test_deferred_log_probs_need_the_update_of_their_mini_batch_first() -> None:
+    actor = handle(InProcessRanks(1, "actor"), "actor")
+    with TrainBatch(make_batch([2, 1]), mini_batches=[[0], [1]]) as train_batch:
+        old = OldLogProbs(actor, train_batch, defer_first=True)
+        old.compute()
+        with pytest.raises(ValueError, match="before 0"):
+            old.update(train_batch.mini_batches[1], any_loss)
 
 
-def test_a_column_of_another_length_or_given_twice_is_refused() -> None:
-    batch = TrainBatch.of(make_batch([2, 1]), mini_batches=None)
-    with pytest.raises(ValueError, match=r"'x' has shape \(2,\); allowed: \(3,\)"):
-        batch.add_columns({"x": torch.zeros(2)})
-    batch.add_columns({"x": torch.zeros(3)})
-    with pytest.raises(ValueError, match="'x' exists already"):
-        batch.add_columns({"x": torch.zeros(3)})
+def doubled(engine: Any, micro_batches: list[Batch]) -> list[torch.Tensor]:
+    return [2.0 * micro.target_ids_K for micro in micro_batches]
+
+
+def test_a_function_of_a_module_computes_on_the_ranks() -> None:
+    actor, batch = handle(InProcessRanks(2, "actor"), "actor"), make_batch([2, 1, 4])
+    with TrainBatch(batch, mini_batches=[[0], [1, 2]]) as train_batch:
+        assert actor.compute(train_batch, doubled).tolist() == [2 * token for token in batch.target_ids_K.tolist()]
+        partly = actor.compute(train_batch, doubled, mini_batches=[1])
+        assert partly[:2].isnan().all()
+        assert partly[2:].tolist() == [200, 400, 402, 404, 406]
+
+
+def test_models_of_different_layouts_on_the_same_ranks_keep_copies_of_their_own() -> None:
+    ranks = InProcessRanks(2, "actor", "critic")
+    actor, critic, batch = handle(ranks, "actor"), handle(ranks, "critic", sp=2), make_batch([3, 9, 1])
+    with TrainBatch(batch) as train_batch:
+        for _ in range(2):
+            assert actor.log_probs(train_batch).tolist() == batch.target_ids_K.tolist()
+            assert critic.values(train_batch).tolist() == (batch.target_ids_K / 2).tolist()
+        assert {len(worker._batches) for worker in ranks.workers} == {2}
+    assert not any(worker._batches for worker in ranks.workers)
 
 
 def test_the_batch_has_to_divide_by_dp_and_sp() -> None:

@@ -11,43 +11,31 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rl_runtime_samples import sample
 from torch import Tensor
 
 from ds_engine import TokenOutputs
-from plinth_testing import random_model, tiny_config
-from plinth_testing.errors import raises
-from rl_core import mismatch_metrics, pack
-from rl_data import Prompt
-from rl_runtime.errors import InputError
-from rl_runtime.experience import Experience, ExperienceBatch
+from plinth_testing import raises, random_model, tiny_config
+from rl_core import broadcast_to_tokens, mismatch_metrics
+from rl_runtime import InputError
 from rl_runtime.job_config import JobConfig
 from rl_runtime.rollout.config import DynamicSamplingConfig, OversamplingConfig
+from rl_runtime.samples import batch_of
 from rl_runtime.training.metrics import mismatch
 from rl_runtime.training.off_policy import (
     RolloutCorrection,
     check_rollout_correction,
     compare_with_rollout,
     correction_weights,
-    rollout_columns,
 )
 from rl_runtime.training.policy import PolicyConfig
-from rl_runtime.training.policy_loss import policy_loss, with_loss_weights
-from rollout_vllm import RolloutConfig, SamplingConfig
+from rl_runtime.training.policy_loss import loss_weights, policy_loss
+from rollout_vllm import RolloutConfig, Sample, SamplingConfig
 
 
-def sample(rollout_log_probs: Any, *, group: int = 0, spans: Any = None, score: float = 0.0) -> Experience:
-    length = len(rollout_log_probs)
-    return Experience(
-        prompt=Prompt("p", "p", (1,), "1", "gsm8k"),
-        group_id=group,
-        sample_index=0,
-        response_ids=(1,) * length,
-        response_text="",
-        rollout_log_probs=np.asarray(rollout_log_probs, np.float32),
-        finish_reason="stop",
-        version_spans=spans or ((0, length),),
-        score=score,
-    )
+def sampled(rollout_log_probs: Any, *, spans: Any = ()) -> Sample:
+    log_probs = np.asarray(rollout_log_probs, np.float32)
+    return sample(len(log_probs), log_probs=log_probs, spans=spans)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +64,7 @@ def test_log_probs_of_another_distribution_are_not_corrected(key: str, value: An
     sampling = SamplingConfig(temperature=0.7, **{key: value})
     check_rollout_correction(RolloutCorrection(), sampling)
     check_rollout_correction(RolloutCorrection(mode="mask"), SamplingConfig(temperature=0.7))
-    with pytest.raises(ValueError, match=rf"sampling.{key} is {value}; allowed: .*rollout_correction.mode=truncate"):
+    with raises(InputError, field=f"sampling.{key}", value=value):
         check_rollout_correction(RolloutCorrection(mode="truncate"), sampling)
 
 
@@ -86,20 +74,18 @@ log_probs = st.lists(st.lists(st.floats(-4, 0, width=32), min_size=1, max_size=5
 @given(rollout=log_probs, shift=st.floats(-2, 2), level=st.sampled_from(["token", "sequence", "geometric"]))
 def test_weights_belong_to_their_samples(rollout: list[list[float]], shift: float, level: Any) -> None:
     """Sample i differs by shift * i at every token, so that each has a ratio of its own."""
-    batch = ExperienceBatch(items=tuple(map(sample, rollout)))
+    batch = batch_of(list(map(sampled, rollout)))
     old_K = torch.cat([torch.tensor(values) + shift * i for i, values in enumerate(rollout)])
     correction = RolloutCorrection(mode="mask", level=level, max_ratio=4.0, min_ratio=0.25)
-    metrics = compare_with_rollout(batch, old_K, correction)
-    columns = rollout_columns(batch)
-    assert columns["rollout_log_probs"].tolist() == [value for values in rollout for value in values]
-    micro_batch = pack([batch.sequence(i) for i in range(len(rollout))], column_names=())
-    micro_batch = micro_batch.with_columns(old_log_probs=old_K, **columns)
+    batch.add_columns(old_log_probs=old_K)
+    metrics = compare_with_rollout(batch, correction)
+    assert batch.columns["rollout_log_probs"].tolist() == [value for values in rollout for value in values]
     exponents = [shift * i * (len(values) if level == "sequence" else 1) for i, values in enumerate(rollout)]
     if any(abs(abs(exponent) - math.log(4)) < 1e-3 for exponent in exponents):
         return  # rounding decides
     weights = [math.exp(e) if abs(e) < math.log(4) else 0.0 for e in exponents]
     expected = np.repeat(weights, [len(values) for values in rollout])
-    assert correction_weights(micro_batch, correction).tolist() == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert correction_weights(batch, correction).tolist() == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert metrics["rollout/correction_weight_mean"] == pytest.approx(expected.mean(), rel=1e-4, abs=1e-6)
     assert metrics["rollout/correction_outside_share"] == pytest.approx(np.mean(expected == 0))
     if expected.any():
@@ -108,17 +94,20 @@ def test_weights_belong_to_their_samples(rollout: list[list[float]], shift: floa
 
 
 def test_without_a_correction_there_are_no_weights() -> None:
-    batch = ExperienceBatch(items=(sample([-1.0, -2.0]),))
-    assert compare_with_rollout(batch, torch.zeros(2), RolloutCorrection()) == mismatch(batch, torch.zeros(2))
-    assert correction_weights(pack([batch.sequence(0)], column_names=()), RolloutCorrection()) == 1
+    batch = batch_of([sampled([-1.0, -2.0])])
+    batch.add_columns(old_log_probs=torch.zeros(2))
+    assert compare_with_rollout(batch, RolloutCorrection()) == mismatch(batch)
+    assert correction_weights(batch, RolloutCorrection()) == 1
 
 
 def test_mismatch_metrics_are_those_of_rl_core_for_fresh_and_for_stale_tokens() -> None:
     """The first sample was begun by version 2 and finished by 3, the second is whole, the third stale throughout."""
     rollout = [[-1.0, -2.0, -0.5], [-1.5, -0.25], [-3.0]]
     spans = [((2, 1), (3, 2)), ((3, 2),), ((1, 1),)]
-    batch = ExperienceBatch(items=tuple(sample(r, spans=s) for r, s in zip(rollout, spans, strict=True)))
-    metrics = mismatch(batch, torch.tensor([-1.75, -2.25, -0.25, -1.5, -1.25, -2.5]))
+    batch = batch_of([sampled(row, spans=span) for row, span in zip(rollout, spans, strict=True)])
+    assert batch.columns["staleness"].tolist() == [1, 0, 0, 0, 0, 2]
+    batch.add_columns(old_log_probs=torch.tensor([-1.75, -2.25, -0.25, -1.5, -1.25, -2.5]))
+    metrics = mismatch(batch)
     fresh = mismatch_metrics(
         torch.tensor([-2.25, -0.25, -1.5, -1.25]),
         torch.tensor([-2.0, -0.5, -1.5, -0.25]),
@@ -129,8 +118,8 @@ def test_mismatch_metrics_are_those_of_rl_core_for_fresh_and_for_stale_tokens() 
     )
     assert metrics["rollout/stale_token_share"] == 2 / 6
     established = {"abs_mean": "log_prob_mismatch", "abs_max": "log_prob_mismatch_max", "kl_k3": "mismatch_kl"}
-    for found, suffix in ((fresh, ""), (stale, "_stale")):
-        for name, value in found.items():
+    for values, suffix in ((fresh, ""), (stale, "_stale")):
+        for name, value in values.items():
             if name != "num_tokens":
                 assert metrics[f"rollout/{established.get(name, f'mismatch_{name}')}{suffix}"] == value, name
     assert len(metrics) == 1 + 2 * (len(fresh) - 1)
@@ -155,37 +144,34 @@ def expected_gradient(model: Any, sampler_Y: Tensor, correction: RolloutCorrecti
     """Gradient of the loss over all responses, each as often as a policy with log-probs `sampler_Y` samples it."""
     log_probs, entropy = outputs_of(model)
     config = replace(PLAIN, rollout_correction=correction)
-    before = list(log_probs.detach().float().numpy())
-    batch = ExperienceBatch(items=tuple(map(sample, sampler_Y.numpy())))
-    batch = batch.with_per_sequence("advantages", SCORES_Y - 0.5).with_column("old_log_probs", before)
-    batch = batch.with_column("ref_log_probs", [np.full(LENGTH, -2.0, np.float32)] * len(RESPONSES))
-    batch = with_loss_weights(batch, config, max_tokens=LENGTH).with_per_sequence("weights", sampler_Y.sum(-1).exp())
-    columns = {name: batch.flat(name) for name in batch.columns} | rollout_columns(batch)
-    micro_batch = pack([batch.sequence(i) for i in range(len(RESPONSES))], column_names=()).with_columns(**columns)
+    batch = batch_of(list(map(sampled, sampler_Y.numpy())))
+    lens_N = batch.response_lens_S
+    weights = loss_weights(batch, config, max_tokens=LENGTH)
+    batch.add_columns(
+        old_log_probs=log_probs.detach().flatten(),
+        ref_log_probs=torch.full((batch.num_targets,), -2.0),
+        advantages=broadcast_to_tokens(SCORES_Y - 0.5, lens_N),
+        weights=broadcast_to_tokens(sampler_Y.sum(-1).exp(), lens_N),
+        mean_weights=weights["mean_weights"],
+    )
     outputs = TokenOutputs(log_probs_K=log_probs.flatten().float(), entropy_K=entropy.flatten().float())
-    loss = policy_loss(outputs, micro_batch, config=config, kl_coef=config.kl_coef).loss
+    loss = policy_loss(outputs, batch, config=config, kl_coef=config.kl_coef).loss
     return torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(model.parameters()))])
 
 
 def test_without_the_servers_log_probs_nothing_is_compared() -> None:
-    batch = ExperienceBatch(items=(replace(sample([-1.0, -2.0]), rollout_log_probs=None),))
-    assert batch.rollout_log_probs_K is None
-    assert rollout_columns(batch) == compare_with_rollout(batch, torch.zeros(2), RolloutCorrection()) == {}
-    mixed = ExperienceBatch(items=(*batch.items, sample([-1.0])))
-    assert mixed.rollout_log_probs_K is None
+    silent = replace(sampled([-1.0, -2.0]), log_probs=None)
+    for items in ([silent], [silent, sampled([-1.0])]):
+        batch = batch_of(items)
+        assert "rollout_log_probs" not in batch.columns
+        assert compare_with_rollout(batch, RolloutCorrection()) == {}
 
 
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [
-        ({"rollout_correction": RolloutCorrection(mode="truncate")}, r"rollout_correction\.mode=truncate"),
-        ({"loss": "my:loss"}, "algorithm.loss=my:loss"),
-    ],
-)
-def test_what_needs_the_servers_log_probs_is_refused_without_them(settings: dict[str, Any], key: str) -> None:
+@pytest.mark.parametrize("settings", [{"rollout_correction": RolloutCorrection(mode="truncate")}, {"loss": "my:loss"}])
+def test_settings_that_need_the_servers_log_probs_are_refused_without_them(settings: dict[str, Any]) -> None:
     config, given = PolicyConfig(**settings), (SamplingConfig(n=2), DynamicSamplingConfig())
     config.check_sampling(*given, log_probs=True)
-    with pytest.raises(ValueError, match=f"rollout.log_probs is False; allowed: true with .*{key}"):
+    with raises(InputError, field="rollout.log_probs", value=False):
         config.check_sampling(*given, log_probs=False)
     PolicyConfig().check_sampling(*given, log_probs=False)
 
@@ -215,8 +201,8 @@ def test_the_correction_repairs_a_stale_rollout() -> None:
     on_policy = expected_gradient(policy, policy_Y, RolloutCorrection())
 
     def error(**settings: Any) -> float:
-        found = expected_gradient(policy, older_Y, RolloutCorrection(**settings))
-        return float((found - on_policy).norm() / on_policy.norm())
+        gradient = expected_gradient(policy, older_Y, RolloutCorrection(**settings))
+        return float((gradient - on_policy).norm() / on_policy.norm())
 
     stale = error()
     assert stale > 1

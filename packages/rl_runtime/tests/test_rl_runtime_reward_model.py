@@ -11,48 +11,38 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from plinth_testing import make_classifier
 from plinth_testing.errors import raises
+from rl_core import ExtraRollout
 from rl_data import build_tiny_model
 from rl_runtime.app.reward_model import check_reward_model
 from rl_runtime.config import ModelConfig
 from rl_runtime.errors import InputError, RolloutFailed
-from rl_runtime.experience import Experience
 from rl_runtime.job_config import JobConfig
 from rl_runtime.rollout.config import DynamicSamplingConfig, EpisodeConfig
 from rl_runtime.rollout.scoring import Scorer, rewards_of_rows
 from rl_runtime.rollout.scoring_config import RewardTermConfig, ScoringConfig
 from rl_runtime.training.policy import PolicyConfig
-from rl_runtime.training.reward_model import to_be_scored, with_output
-from rollout_vllm import RolloutConfig, ServerGroup
+from rl_runtime.training.reward_model import scored_batch, with_output
+from rollout_vllm import RolloutConfig, Sample, ServerGroup
 
 sys.path.insert(0, str(Path(__file__).parent))  # where a user's own functions are
 
 from rl_runtime_reward_model_worker import SAMPLES, STAGES
 from rl_runtime_reward_service import reward_service
+from rl_runtime_samples import group, sample
 from rl_runtime_user_functions import Prompt
 
 BUILTIN = ModelConfig()
 TERM = {"brief": RewardTermConfig(function="length", weight=0.5, options={"limit": 9})}
 
 
-def sample(prompt_ids: tuple[int, ...], response_ids: tuple[int, ...], score: float = math.nan) -> Experience:
-    return Experience(
-        prompt=replace(Prompt("a"), token_ids=prompt_ids),
-        group_id=0,
-        sample_index=0,
-        response_ids=response_ids,
-        response_text="one two",
-        rollout_log_probs=np.zeros(len(response_ids), np.float32),
-        finish_reason="stop",
-        version_spans=((0, len(response_ids)),),
-        score=score,
-    )
+def scoreable(prompt_ids: tuple[int, ...], response_ids: tuple[int, ...], score: float | None = None) -> Sample:
+    return sample(response_ids, prompt=replace(Prompt("a"), token_ids=prompt_ids), text="one two", score=score)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +86,7 @@ def test_what_needs_scores_during_the_rollout_is_refused_on_the_ranks_and_allowe
 
     class Remax(JobConfig):
         algorithm = PolicyConfig(advantage="remax")
-        greedy_baseline = True
+        extra_rollout = ExtraRollout()
 
     with raises(InputError, field="reward.model"):
         Remax(reward=on_ranks)
@@ -179,29 +169,29 @@ def test_a_good_folder_passes_and_a_service_that_gives_no_score_does_not(reward_
 def test_the_output_is_a_term_and_its_share_is_added(
     score: float, output: float, weight: float, terms: dict[str, float]
 ) -> None:
-    item = replace(sample((1,), (2,), score), reward_terms=terms)
-    found = with_output(item, output, weight)
-    assert found.score == score + weight * output
-    assert found.reward_terms == terms | {"model": output}
-    assert replace(found, score=score, reward_terms=terms) == item
+    item = replace(scoreable((1,), (2,), score), reward_terms=terms)
+    scored = with_output(item, output, weight)
+    assert scored.score == score + weight * output
+    assert scored.reward_terms == terms | {"model": output}
     with pytest.raises(RolloutFailed, match=r"reward\.model gives nan to sample 0 of prompt a"):
         with_output(item, math.nan, weight)
 
 
 def test_the_value_is_read_after_the_last_token_of_prompt_and_response() -> None:
-    item = sample((5, 6), (7, 8, 1))
-    found = to_be_scored(item)
-    assert (list(found.prompt_ids), len(found.response_ids)) == ([5, 6, 7, 8, 1], 1)
+    item = scoreable((5, 6), (7, 8, 1))
+    batch = scored_batch([item])
+    assert (batch.input_ids_T.tolist()[:5], batch.target_index_K.tolist()) == ([5, 6, 7, 8, 1], [4])
 
 
 def test_functions_score_during_the_rollout_and_the_model_on_the_ranks_later() -> None:
-    drafts = [sample((1,), (2, 3)), sample((1,), (2, 3), score=4.0)]  # an episode has scored the second one
+    scored_itself = replace(scoreable((1,), (2, 3), score=4.0), sample_index=1)  # by its episode
+    drafts = group([scoreable((1,), (2, 3)), scored_itself])
     with Scorer(ScoringConfig(model="m")) as alone:
-        found = asyncio.run(alone.score(drafts))
-    assert [(one.score, dict(one.terms)) for one in found] == [(0.0, {}), (4.0, {"episode": 4.0})]
+        scored = asyncio.run(alone.score(drafts)).samples
+    assert [(one.score, dict(one.reward_terms)) for one in scored] == [(0.0, {}), (4.0, {"episode": 4.0})]
     with Scorer(ScoringConfig(model="m", terms=TERM)) as mixed:
-        found = asyncio.run(mixed.score(drafts))
-    assert [(one.score, dict(one.terms)) for one in found] == [
+        scored = asyncio.run(mixed.score(drafts)).samples
+    assert [(one.score, dict(one.reward_terms)) for one in scored] == [
         (0.5, {"brief": 1.0}),
         (4.5, {"episode": 4.0, "brief": 1.0}),
     ]
@@ -221,9 +211,9 @@ def test_a_served_model_gets_the_token_ids_and_scores_during_the_rollout(reward_
         )
         check_reward_model(BUILTIN, served, longest=68)
         with Scorer(served) as scorer:
-            [found] = asyncio.run(scorer.score([sample((5, 6), (7, 8, 1))]))
-    assert dict(found.terms) == {"brief": 1.0, "model": 0.005}
-    assert found.score == pytest.approx(0.5 - 100 * 0.005)
+            [scored] = asyncio.run(scorer.score(group([scoreable((5, 6), (7, 8, 1))]))).samples
+    assert dict(scored.reward_terms) == {"brief": 1.0, "model": 0.005}
+    assert scored.score == pytest.approx(0.5 - 100 * 0.005)
     path, body = service.asked[-1]
     assert (path, body["input"], body["use_activation"]) == ("/classify", [5, 6, 7, 8, 1], False)
 

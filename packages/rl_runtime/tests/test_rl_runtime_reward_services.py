@@ -63,10 +63,10 @@ def test_a_service_of_every_kind_scores(settings: dict[str, Any], path: str, bod
         assert "Grade {0 to 10}: 1 + 1 = \n[text " in body
         assert "]\n#### 22\n[text " in body
         assert " should be 2 in openai/gsm8k 3\n\nGrade what stands between" in body
-    texts = [item.response_text for item in collected.batch.items]
+    texts = [item.text for item in collected.samples]
     assert texts == ["#### 22", "#### 3", "#### 3", "#### 3"]
     expected = [quality(scored) - (text != "#### 22") / 1000 for text in texts]
-    assert collected.batch.scores_N.tolist() == pytest.approx(expected)
+    assert [item.score for item in collected.samples] == pytest.approx(expected)
     assert collected.num_failed == 0
     assert {asked for asked, _ in service.asked} == {path}
     assert body in [_read_by(path, asked) for _, asked in service.asked]
@@ -86,7 +86,7 @@ def test_samples_without_a_score_from_the_service_are_left_out() -> None:
             client = ScriptedClient([[2, 3], [3, 3]], n=2)
             unknown = replace(Prompt("b"), ground_truth="")
             collected = phase(client, scorer).collect([Prompt("a"), unknown], SamplingConfig(n=2), step=1)
-    assert [item.prompt.id for item in collected.batch.items] == ["a", "a"]
+    assert [item.prompt.id for item in collected.samples] == ["a", "a"]
     assert collected.num_failed == 2
     assert "no reward" in collected.reason
 

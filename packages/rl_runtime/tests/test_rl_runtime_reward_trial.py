@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from plinth_testing import raises
 from rl_data import DataConfig, Prompt, build_tiny_model
 from rl_runtime import InputError, ModelConfig, SupervisedConfig
 from rl_runtime.app.first_prompts import check_first_prompts
@@ -30,67 +31,45 @@ def tried(name: str, *, batched: bool = False, prompt: Prompt = PROMPT, **option
 
 
 @pytest.mark.parametrize(
-    ("name", "batched", "why"),
+    ("name", "batched", "problem"),
     [
-        ("trl", False, r"TypeError: 'Prompt' object is not iterable\. .* are TRL's: with reward.batched=true, name"),
-        ("trl", True, r"object of type 'Prompt' has no len\(\)\. .*prompts=\[p.text for p in prompts\], completions="),
-        ("verl_with_defaults", False, r"'Prompt' object has no attribute 'strip'\. .* are verl's: name a function"),
-        ("forgets_return", False, "the reward is NoneType None, not a number"),
-        ("text", False, "the reward is str '"),
-        ("one_in_a_list", False, r"the reward is list \[.* For lists of responses and prompts: reward.batched=true"),
-        ("raises", False, "ValueError: not written yet"),
-        ("raises_async", False, "ValueError: not written yet"),
-        ("lacks_a_column", False, r"KeyError: 'difficulty'\. .* with the columns: level"),
-        ("quits", False, "SystemExit: 3"),
-        ("ends_its_process", False, r"the worker process died \(exit code 3\)"),
-        ("not_a_number", False, "the reward is nan, not a finite number"),
-        ("too_few", True, "the batched reward has 1 values for 5 responses.*a list with a finite number for each"),
+        ("trl", False, "TypeError: 'Prompt' object is not iterable"),
+        ("trl", True, "object of type 'Prompt' has no len()"),
+        ("verl_with_defaults", False, "'Prompt' object has no attribute 'strip'"),
+        ("ends_its_process", False, "the worker process died (exit code 3)"),
     ],
 )
-def test_a_function_that_scores_no_response_is_refused(name: str, batched: bool, why: str) -> None:
-    where = f"^reward.function is {MODULE}:{name}, which gives no score for the first prompt of training .train:0.: "
-    with pytest.raises(InputError, match=where + ".*" + why) as refused:
+def test_a_function_that_scores_no_response_is_refused(name: str, batched: bool, problem: str) -> None:
+    with raises(InputError, field="reward.function", value=f"{MODULE}:{name}") as refused:
         tried(name, batched=batched)
-    call = f"{name}(response_texts, prompts)" if batched else f"{name}(response_text, prompt)"
-    assert f"It is called as {call} and returns a" in str(refused.value)
+    assert "the first prompt of training (train:0; columns in prompt.extra: level)" in refused.value.problem
+    assert problem in refused.value.problem
 
 
-@pytest.mark.parametrize("name", ["strict", "only_json", "whole_text", "later"])
-def test_a_function_that_scores_some_response_is_accepted(name: str) -> None:
-    assert tried(name) == []
+def test_a_function_that_scores_the_response_is_accepted() -> None:
+    assert tried("strict") == tried("later") == []
     assert tried("ranks", batched=True) == []
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "own_format",
-        "own_format_without_reason",
-        "own_json",
-        "own_word",
-        "own_type",
-        "own_format_async",
-        "own_format_batched",
-        "no_service_yet",
-    ],
+    ["forgets_return", "text", "raises_async", "lacks_a_column", "not_a_number", "only_json", "no_service_yet"],
 )
 def test_a_function_that_may_score_other_responses_gets_a_warning(name: str) -> None:
-    """It worked before there was a try: whatever it raises or returns, it has used the response, or lacks a service."""
-    (line,) = tried(name, batched=name.endswith("batched"))
-    assert line.startswith(f"warning: reward.function is {MODULE}:{name}, which gives no score to short responses with")
-    assert line.endswith("samples without a score are left out, and a step without any ends the run")
+    (line,) = tried(name)
+    assert line.startswith(f"warning: reward.function={MODULE}:{name}: it gives no score for the first prompt of train")
 
 
 def test_a_slow_function_costs_seconds_and_is_not_refused() -> None:
     begin = time.monotonic()
     (line,) = tried("slow")
     assert time.monotonic() - begin < 30
-    assert "which took longer than 5 s for the first prompt of training (train:0) and was not tried to its end" in line
+    assert line.startswith("warning: ")
 
 
 def test_parameters_of_another_library_are_named_even_if_the_call_works() -> None:
     (line,) = tried("trl_constant", batched=True)
-    assert f"{MODULE}:trl_constant, which is called as trl_constant(response_texts, prompts)" in line
+    assert "trl_constant(response_texts, prompts) returns a list" in line
     assert "Its parameters (prompts, completions) are TRL's" in line
     with pytest.raises(InputError, match=r"missing a required argument: 'ground_truth'\. Its parameters .* are verl's"):
         load_reward(f"{MODULE}:verl")
@@ -107,12 +86,12 @@ def test_terms_are_tried_one_by_one_and_services_and_the_registry_are_not() -> N
     }
     config = ScoringConfig(terms=terms, url="http://127.0.0.1:9", service="reward_model", model="nowhere")
     assert has_functions(config)
-    with pytest.raises(InputError, match=r"^reward.terms.bad.function is .* with reward.terms.bad.batched=true, name"):
+    with raises(InputError, field="reward.terms.bad.function"):
         try_rewards(config, {"training": PROMPT}, tokenizer=policy_tokenizer(ModelConfig()))
 
 
 def test_a_reward_of_an_episode_that_scores_itself_is_only_warned_of() -> None:
-    (line,) = tried("raises", refuses=False)
+    (line,) = tried("trl", refuses=False)
     assert line.startswith("warning: ")
 
 
@@ -128,10 +107,10 @@ def test_the_first_prompt_of_the_built_in_task_is_scored(with_episode: bool) -> 
 
     assert check("strict") == []
     if with_episode:
-        assert check("raises")[0].startswith("warning: ")
+        assert check("trl")[0].startswith("warning: ")
         return
-    with pytest.raises(InputError, match=r"for the first prompt of training \(train:0\): ValueError: not written yet"):
-        check("raises")
+    with raises(InputError, field="reward.function"):
+        check("trl")
 
 
 @pytest.mark.parametrize("differs", [False, True])
@@ -148,8 +127,7 @@ def test_the_prompt_of_validation_is_scored_if_its_data_source_differs(tmp_path:
     def check() -> list[str]:
         return check_first_prompts(inputs, model, data, TaskSize(), episode=episode, reward=reward, seed=1)
 
+    lines = check()
+    assert len(lines) == differs
     if differs:
-        with pytest.raises(InputError, match=r"for the first prompt of validation \(val:1\): KeyError: 'val'"):
-            check()
-    else:
-        assert check() == []
+        assert "the first prompt of validation (val:1;" in lines[0]

@@ -9,27 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from rl_runtime.errors import InputError, RolloutFailed
-from rl_runtime.experience import Experience
 from rl_runtime.rollout.config import EpisodeConfig, OversamplingConfig
 from rl_runtime.rollout.episodes import load_rollout
-from rl_runtime.rollout.groups import ScoredGroup, largest
+from rl_runtime.rollout.groups import largest
 from rl_runtime.rollout.hang_guard import HangGuard
 from rl_runtime.rollout.phase import RolloutPhase
 from rl_runtime.rollout.scoring import Scorer
 from rl_runtime.rollout.scoring_config import ScoringConfig
 from rl_runtime.training.metrics import mismatch
-from rollout_vllm import (
-    GroupResult,
-    Request,
-    RewardOutcome,
-    SamplingConfig,
-    VersionSpan,
-)
+from rollout_vllm import Group, Request, RewardOutcome, Sample, SamplingConfig, VersionSpan
 
 sys.path.insert(0, str(Path(__file__).parent))  # where a user's own functions are
 
@@ -50,11 +42,11 @@ def test_failed_samples_are_left_out_and_counted(scorer: Scorer) -> None:
     client = ScriptedClient([[2, 3], [2], [3, 2]], n=2)
     collected = phase(client, scorer).collect([Prompt("a"), Prompt("b"), Prompt("c")], SamplingConfig(n=2), step=1)
     # The second prompt kept one sample: alone it has no group to be compared with, so it goes as a whole.
-    assert [item.prompt.id for item in collected.batch.items] == ["a", "a", "c", "c"]
-    assert collected.batch.scores_N.tolist() == [1.0, 0.0, 0.0, 1.0]
+    assert [item.prompt.id for item in collected.samples] == ["a", "a", "c", "c"]
+    assert [item.score for item in collected.samples] == [1.0, 0.0, 0.0, 1.0]
     assert collected.num_failed == 2
     assert collected.reason == "server gone"
-    assert {item.policy_version for item in collected.batch.items} == {3}
+    assert {item.policy_version for item in collected.samples} == {3}
 
 
 def test_a_step_without_any_sample_is_an_error_with_the_reason(scorer: Scorer) -> None:
@@ -78,16 +70,15 @@ def test_an_episodes_context_is_masked_and_its_log_probs_are_left_out(scorer: Sc
     collected = phase(client, scorer, episode=episode).collect(
         [Prompt("a"), Prompt("b")], SamplingConfig(n=2, max_tokens=8), step=1
     )
-    assert len(collected.batch.items) == 4
-    for item in collected.batch.items:
-        assert item.response_ids == (2, 1, 2, 3)
-        assert item.response_mask is not None
+    assert len(collected.samples) == 4
+    for item in collected.samples:
+        assert item.response_ids.tolist() == [2, 1, 2, 3]
         assert item.response_mask.tolist() == [True, False, False, True]
-        assert item.rollout_log_probs.tolist() == [-1.0, -1.5]
+        assert item.generated_log_probs.tolist() == [-1.0, -1.5]
         assert item.num_turns == 2
-        assert item.num_tokens == 6
-    assert collected.batch.response_lens_N.tolist() == [2] * 4
-    assert sum(n for item in collected.batch.items for _, n in item.version_spans) == 8
+        assert item.token_ids.size == 6
+    assert [item.num_generated for item in collected.samples] == [2] * 4
+    assert [item.generated_versions.tolist() for item in collected.samples] == [[3, 3]] * 4
 
 
 class EpisodeTokenizer(Tokenizer):
@@ -106,8 +97,8 @@ def test_an_environments_rewards_are_the_score_and_its_failures_cost_their_own_s
     episode = EpisodeConfig(environment="rl_runtime_user_functions:Echo", max_turns=4)
     rollout = RolloutPhase(ScriptedClient([], n=2), EpisodeTokenizer(), scorer=scorer, seed=1, episode=episode)
     collected = rollout.collect([Prompt(name) for name in names], SamplingConfig(n=2, max_tokens=32), step=1)
-    items = {item.prompt.id: item for item in collected.batch.items}
-    assert len(collected.batch.items) == 6
+    items = {item.prompt.id: item for item in collected.samples}
+    assert len(collected.samples) == 6
     assert collected.num_failed == 2
     assert collected.reason == "environment rl_runtime_user_functions:Echo: RuntimeError: no board"
     fine = items["fine"]
@@ -118,7 +109,7 @@ def test_an_environments_rewards_are_the_score_and_its_failures_cost_their_own_s
     assert items["silent"].turn_rewards is None, "the configured reward scores it"
     assert items["silent"].score == 1.0
     assert bytes(items["other prompt"].prompt.token_ids) == b"ask"
-    assert items["other prompt"].num_tokens == 3 + 6
+    assert items["other prompt"].token_ids.size == 3 + 6
 
 
 def test_a_number_that_a_rollout_function_returns_is_the_score(scorer: Scorer) -> None:
@@ -126,19 +117,19 @@ def test_a_number_that_a_rollout_function_returns_is_the_score(scorer: Scorer) -
     collected = phase(ScriptedClient([], n=2), scorer, episode=episode).collect(
         [Prompt("a")], SamplingConfig(n=2, max_tokens=8), step=1
     )
-    assert collected.batch.scores_N.tolist() == [0.25, 0.25]
+    assert [item.score for item in collected.samples] == [0.25, 0.25]
 
 
 def test_episodes_that_a_step_does_not_wait_for_are_held_and_start_again_after_a_resume(scorer: Scorer) -> None:
     class HoldingClient(ScriptedClient):
         """Answers at once, but for the first turns of prompt "slow", which wait until the gate opens again."""
 
-        async def sample(self, request: Request, sampling: SamplingConfig, *, gate: Any = None) -> GroupResult:
+        async def sample(self, request: Request, sampling: SamplingConfig, *, gate: Any = None) -> Group:
             if "slow" in request.prompt_id and not self.version:
                 while not self.version:
                     await asyncio.sleep(0.001)
             self.requests.append(request)
-            return GroupResult(prompt_id=request.prompt_id, samples=(sample(request.prompt_id, 0, 2),))
+            return Group(request=request, samples=(sample(request, 0, 2),))
 
         async def hold(self, gate: Any) -> None:
             gate.is_open.clear()
@@ -151,19 +142,21 @@ def test_episodes_that_a_step_does_not_wait_for_are_held_and_start_again_after_a
     rollout = phase(client, scorer, **options)
     sampling = SamplingConfig(n=2, max_tokens=8)
     first = rollout.collect([Prompt("slow"), Prompt("a"), Prompt("b")], sampling, step=1)
-    assert {item.prompt.id for item in first.batch.items} == {"a", "b"}
+    assert {item.prompt.id for item in first.samples} == {"a", "b"}
     assert first.metrics["rollout/num_partial_groups"] == 1
     assert rollout.num_prompts(2) == 2
     state = json.loads(json.dumps(rollout.state_dict()))
     client.version, num_requests = 1, len(client.requests)
     second = rollout.collect([Prompt("c"), Prompt("d")], sampling, step=2)
-    assert "slow" in {item.prompt.id for item in second.batch.items} | {p.prompt.id for p in rollout._partial}
+    assert "slow" in {item.prompt.id for item in second.samples} | {
+        group.request.prompt.id for group in rollout._partial
+    }
     assert len(client.requests) - num_requests <= 6, "the held turns are not requested again"
 
     resumed = phase(HoldingClient([], n=2, version=1), scorer, **options)
     resumed.load_state_dict(state)
     again = resumed.collect([Prompt("c"), Prompt("d")], sampling, step=2)
-    assert len({item.prompt.id for item in again.batch.items}) == 2
+    assert len({item.prompt.id for item in again.samples}) == 2
     assert resumed.num_prompts(2) == 2
 
 
@@ -173,8 +166,8 @@ def test_a_users_reward_that_fails_leaves_the_sample_out() -> None:
     client = ScriptedClient([[2]] * len(names), n=1)
     with Scorer(config) as scorer:
         collected = phase(client, scorer).collect([Prompt(name) for name in names], SamplingConfig(n=1), step=1)
-    assert [item.prompt.id for item in collected.batch.items] == ["fine", "fine too"]
-    assert collected.batch.scores_N.tolist() == [1.0, 1.0]
+    assert [item.prompt.id for item in collected.samples] == ["fine", "fine too"]
+    assert [item.score for item in collected.samples] == [1.0, 1.0]
     assert collected.num_failed == 4
     assert "no idea" in collected.reason
 
@@ -200,7 +193,7 @@ def test_a_reward_that_hangs_is_named_at_once_and_ends_the_step_soon() -> None:
 def test_timeouts_between_answers_are_tolerated() -> None:
     lines: list[str] = []
 
-    async def no_call(drafts: Sequence[Experience]) -> Sequence[RewardOutcome]:
+    async def no_call(samples: Sequence[Sample]) -> Sequence[RewardOutcome]:
         return []
 
     guard = HangGuard(no_call, "f", whole_groups=False, at_once=2, timeout_s=1, report=lines.append)
@@ -220,7 +213,7 @@ def test_partial_rollouts_come_first_in_the_next_step(scorer: Scorer) -> None:
     sampling = SamplingConfig(n=2)
     assert rollout.num_prompts(2) == 3
     first = rollout.collect([Prompt("a"), Prompt("b"), Prompt("c")], sampling, step=1)
-    assert [item.prompt.id for item in first.batch.items] == ["a", "a", "b", "b"]
+    assert [item.prompt.id for item in first.samples] == ["a", "a", "b", "b"]
     assert first.num_failed == 0
     assert (first.metrics["rollout/num_partial_groups"], first.metrics["rollout/num_partial_tokens"]) == (1, 2)
 
@@ -232,9 +225,9 @@ def test_partial_rollouts_come_first_in_the_next_step(scorer: Scorer) -> None:
     assert resumed.state_dict() == rollout.state_dict()
     assert resumed.num_prompts(2) == 2
     second = resumed.collect([Prompt("d"), Prompt("e")], sampling, step=2)
-    assert [item.prompt.id for item in second.batch.items] == ["c", "c", "d", "d"]
+    assert [item.prompt.id for item in second.samples] == ["c", "c", "d", "d"]
     went_on = client.requests[0]
-    assert [sample.response_ids for sample in went_on.samples] == [[7], [7]]
+    assert [sample.response_ids.tolist() for sample in went_on.samples] == [[7], [7]]
     assert went_on.samples[0].version_spans == (VersionSpan(0, 1),)
 
     validated = resumed.num_prompts(2)
@@ -247,29 +240,27 @@ def test_without_partial_rollouts_unfinished_groups_are_dropped(scorer: Scorer) 
     oversampling = OversamplingConfig(extra_prompts=1, partial_rollouts=False)
     rollout = phase(ScriptedClient([], n=2), scorer, oversampling=oversampling)
     collected = rollout.collect([Prompt("a"), Prompt("b"), Prompt("c")], SamplingConfig(n=2), step=1)
-    assert [item.prompt.id for item in collected.batch.items] == ["a", "a", "b", "b"]
+    assert [item.prompt.id for item in collected.samples] == ["a", "a", "b", "b"]
     assert rollout.num_prompts(2) == 3
 
 
 def test_of_too_many_groups_the_fullest_are_kept_in_order() -> None:
     def kept(*sizes: int) -> list[str]:
-        groups = [ScoredGroup(key=str(i), num_samples=4, items=[i] * size) for i, size in enumerate(sizes)]  # type: ignore[list-item]
-        return [group.key for group in largest(groups, 2, at_most=2)]
+        requests = [Request(prompt_id=str(i), prompt_ids=[1]) for i in range(len(sizes))]
+        groups = [Group.fresh(request, size) for request, size in zip(requests, sizes, strict=True)]
+        return [group.prompt_id for group in largest(groups, 2, at_most=2)]
 
     assert kept(1, 3, 2, 4) == ["1", "3"]
     assert kept(2, 2, 2, 1) == ["0", "1"]
 
 
 def test_mismatch_of_tokens_of_older_versions_is_separate(scorer: Scorer) -> None:
-    batch = (
-        phase(ScriptedClient([[2], [3]], n=1), scorer)
-        .collect([Prompt("a"), Prompt("b")], SamplingConfig(n=1), step=1)
-        .batch
-    )
-    older = replace(batch.items[0], version_spans=((2, 1),))
-    batch = replace(batch, items=(older, batch.items[1]))
-    first, second = (item.rollout_log_probs for item in batch.items)
-    metrics = mismatch(batch, torch.from_numpy(np.concatenate([first + 0.5, second + 0.25])))
+    client = ScriptedClient([[2], [3]], n=1)
+    collected = phase(client, scorer).collect([Prompt("a"), Prompt("b")], SamplingConfig(n=1), step=1)
+    older = replace(collected.samples[0], version_spans=(VersionSpan(2, 1),))
+    batch = replace(collected, samples=(older, collected.samples[1])).batch()
+    batch.add_columns(old_log_probs=batch.columns["rollout_log_probs"] + torch.tensor([0.5, 0.25]))
+    metrics = mismatch(batch)
     assert (metrics["rollout/log_prob_mismatch"], metrics["rollout/log_prob_mismatch_max"]) == (0.25, 0.25)
     assert metrics["rollout/log_prob_mismatch_stale"] == metrics["rollout/stale_token_share"] == 0.5
     assert metrics["rollout/mismatch_kl"] == pytest.approx(math.exp(0.25) - 1 - 0.25)

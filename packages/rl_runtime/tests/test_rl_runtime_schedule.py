@@ -5,7 +5,7 @@ import random
 from collections import Counter
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,15 +25,12 @@ from plinth_testing.errors import raises
 from rl_data import Prompt, PromptSampler
 from rl_runtime.config import TrainerConfig
 from rl_runtime.errors import InputError, RolloutFailed
-from rl_runtime.experience import Experience
 from rl_runtime.job_config import JobConfig
 from rl_runtime.rollout import ahead as ahead_module
 from rl_runtime.rollout.ahead import RolloutsAhead
 from rl_runtime.rollout.config import DynamicSamplingConfig, OversamplingConfig
-from rl_runtime.rollout.groups import ScoredGroup
 from rl_runtime.rollout.schedule import Schedule
-from rollout_vllm import PartialGroup, Request, RolloutConfig, SamplingConfig, VersionSpan
-from rollout_vllm.samples import PartialSample
+from rollout_vllm import Group, Request, RolloutConfig, SamplingConfig, VersionSpan
 from weight_sync import SyncConfig
 
 NUM_SAMPLES = 2
@@ -82,9 +79,8 @@ def test_a_step_waits_for_groups_that_the_next_one_could_not_use() -> None:
 class Job:
     """A group that the stand-in for servers generates: the policy version of each of its tokens."""
 
-    future: Future[ScoredGroup]
-    key: str
-    prompt: Any
+    future: Future[Group]
+    request: Request
     versions: list[int] = field(default_factory=list)
     num_returned: int = 0
     """Tokens up to the last push, which the client has."""
@@ -106,10 +102,10 @@ class Servers:
 
     # the rollout phase
     def request(self, prompt: Any, *, step: int, number: int) -> Request:
-        return Request(prompt_id=f"{step}/{number}:{prompt.id}", prompt_ids=[1], seed=number)
+        return Request(prompt_id=f"{step}/{number}:{prompt.id}", prompt_ids=[1], seed=number, prompt=prompt)
 
-    def play(self, prompt: Any, start: Request | PartialGroup, sampling: SamplingConfig) -> Any:
-        return prompt, start
+    def play(self, start: Request | Group, sampling: SamplingConfig) -> Any:
+        return start
 
     def min_samples(self, sampling: SamplingConfig) -> int:
         return 2
@@ -117,35 +113,30 @@ class Servers:
     def check_scorer(self, step: int) -> None: ...
 
     # the client
-    def start(self, work: Any) -> Future[ScoredGroup]:
-        prompt, start = work
-        job = Job(Future(), start.prompt_id, prompt)
-        if isinstance(start, PartialGroup):
+    def start(self, work: Any) -> Future[Group]:
+        start: Request | Group = work
+        job = Job(Future(), start.request if isinstance(start, Group) else start)
+        if isinstance(start, Group):
             job.versions = [v for span in start.samples[0].version_spans for v in [span[0]] * span[1]]
             job.num_returned = len(job.versions)
-        self.jobs[job.key] = job
+        self.jobs[job.request.prompt_id] = job
         return job.future
 
     def run(self, coroutine: Any) -> dict[str, float]:
         coroutine.close()
         return {}
 
-    def partial_groups(self) -> list[PartialGroup]:
-        return [
-            PartialGroup(
-                request=Request(prompt_id=job.key, prompt_ids=[1], seed=0),
-                samples=tuple(
-                    PartialSample(
-                        sample_index=index,
-                        response_ids=[5] * job.num_returned,
-                        log_probs=[0.0] * job.num_returned,
-                        version_spans=spans(job.versions[: job.num_returned]),
-                    )
-                    for index in range(NUM_SAMPLES)
-                ),
-            )
-            for job in self.running
-        ]
+    def partial_groups(self) -> list[Group]:
+        groups = []
+        for job in self.running:
+            fresh, count = Group.fresh(job.request, NUM_SAMPLES), job.num_returned
+            grown = {
+                "response_ids": [5] * count,
+                "log_probs": [0.0] * count,
+                "version_spans": spans(job.versions[:count]),
+            }
+            groups.append(replace(fresh, samples=tuple(replace(sample, **grown) for sample in fresh.samples)))
+        return groups
 
     @property
     def running(self) -> list[Job]:
@@ -159,23 +150,20 @@ class Servers:
 
     def finish(self, job: Job, num_failed: int, *, scores_differ: bool = True) -> None:
         job.versions.append(self.version)
-        items = [
-            Experience(
-                prompt=job.prompt,
-                group_id=0,
-                group_key=job.key,
-                sample_index=index,
-                response_ids=(5,) * len(job.versions),
-                response_text="",
-                rollout_log_probs=None,
+        group = Group.fresh(job.request, NUM_SAMPLES)
+        samples = tuple(
+            replace(
+                sample,
+                response_ids=[5] * len(job.versions),
+                log_probs=None,
                 finish_reason="stop",
-                version_spans=tuple(map(tuple, spans(job.versions))),
-                score=float(index * scores_differ),
+                version_spans=spans(job.versions),
+                score=float(sample.sample_index * scores_differ),
             )
-            for index in range(NUM_SAMPLES - num_failed)
-        ]
-        reasons = ["it failed"] * num_failed
-        job.future.set_result(ScoredGroup(key=job.key, num_samples=NUM_SAMPLES, items=items, reasons=reasons))
+            for sample in group.samples
+        )
+        lost = samples[NUM_SAMPLES - num_failed :]
+        job.future.set_result(replace(group, samples=samples).without(lost, "server", "it failed"))
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -274,22 +262,20 @@ class AheadMachine(RuleBasedStateMachine):
             self.kill()
             return
         self.step = step
-        groups = {(item.group_id, item.group_key) for item in collected.batch.items}
-        assert len(groups) == len({key for _, key in groups}) == len({number for number, _ in groups})
-        for item in collected.batch.items:
+        for item in collected.samples:
             assert step - 1 - item.policy_version <= self.settings["max_staleness"], "a sample is too old"
-            sample = (item.group_key, item.sample_index)
+            sample = (item.prompt_id, item.sample_index)
             assert sample not in self.ledger, "a sample is trained on twice"
             self.ledger[sample] = step
         self.check_replacements(collected)
-        self.ended = {group.key for group in collected.ended}
+        self.ended = {group.prompt_id for group in collected.ended}
         for key in self.ended:
             for index in range(NUM_SAMPLES):
                 self.ledger.setdefault((key, index), -step)
         if saves:
             state = {"sampler": self.sampler.state_dict(), "rollout": self.ahead.state_dict()}
             self.saved = (step, json.dumps(state), dict(self.ledger))
-            saved = [group for group in state["rollout"]["groups"].values() if group["scored"] is None]
+            saved = [group for group in state["rollout"]["groups"].values() if not group["is_scored"]]
             num_tokens = sorted(len(group["samples"][0]["response_ids"]) for group in saved)
             assert num_tokens == sorted(job.num_returned for job in self.servers.running)
         self.publish()
@@ -300,11 +286,11 @@ class AheadMachine(RuleBasedStateMachine):
             return
         batch_size = self.settings["batch_size"]
         scores: dict[str, set[float]] = {}
-        for item in collected.batch.items:
-            scores.setdefault(item.group_key, set()).add(item.score)
+        for item in collected.samples:
+            scores.setdefault(item.prompt_id, set()).add(item.score)
         assert all(len(found) == NUM_SAMPLES for found in scores.values())
         assert len(scores) <= batch_size
-        useless = [group for group in collected.ended if len({item.score for item in group.items}) < NUM_SAMPLES]
+        useless = [group for group in collected.ended if len({item.score for item in group.samples}) < NUM_SAMPLES]
         assert len(collected.ended) == batch_size + min(len(useless), self.rounds * batch_size)
         if len(scores) < batch_size:
             assert len(collected.ended) == batch_size * (1 + self.rounds), "groups were missing, and rounds were left"

@@ -10,48 +10,46 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from plinth_testing.errors import raises
 from rl_data import make_reward
 from rl_runtime.app.first_prompts import check_functions
 from rl_runtime.errors import InputError
-from rl_runtime.experience import Experience, ExperienceBatch
 from rl_runtime.rollout.config import EpisodeConfig
-from rl_runtime.rollout.scoring import SampleScore, Scorer, load_reward, rewards_of_rows
+from rl_runtime.rollout.scoring import Scorer, load_reward, rewards_of_rows
 from rl_runtime.rollout.scoring_config import RewardTermConfig, ScoringConfig
 from rl_runtime.training.metrics import term_metrics
 from rl_runtime.training.record import rollout_record
+from rollout_vllm import Group, Sample
 
 sys.path.insert(0, str(Path(__file__).parent))  # where a user's own functions are
 
+from rl_runtime_samples import group, sample
 from rl_runtime_user_functions import Prompt
 
 MODULE = "rl_runtime_user_functions"
 
 
-def draft(text: str, prompt: Prompt | None = None, *, tokens: int = 3, score: float = math.nan) -> Experience:
-    return Experience(
-        prompt=prompt or Prompt("a"),
-        group_id=0,
-        sample_index=0,
-        response_ids=(1,) * tokens,
-        response_text=text,
-        rollout_log_probs=np.zeros(tokens, np.float32),
-        finish_reason="stop",
-        version_spans=((0, tokens),),
-        score=score,
-    )
+def draft(text: str, prompt: Prompt | None = None, *, tokens: int = 3, score: float | None = None) -> Sample:
+    return sample(tokens, prompt=prompt or Prompt("a"), text=text, score=score)
 
 
 def terms(**given: Mapping[str, Any]) -> dict[str, RewardTermConfig]:
     return {name: RewardTermConfig(**term) for name, term in given.items()}
 
 
-def scores(config: ScoringConfig, drafts: Sequence[Experience], **options: Any) -> list[SampleScore]:
+def scores(config: ScoringConfig, drafts: Sequence[Sample], **options: Any) -> Group:
     with Scorer(config, **{"report": lambda _: None, **options}) as scorer:
-        return asyncio.run(scorer.score(drafts))
+        return asyncio.run(scorer.score(numbered(drafts)))
+
+
+def numbered(drafts: Sequence[Sample]) -> Group:
+    return group([replace(one, sample_index=index) for index, one in enumerate(drafts)])
+
+
+def messages(scored: Group) -> list[str]:
+    return [failure.message for failure in scored.failures]
 
 
 SEVERAL = terms(
@@ -69,40 +67,36 @@ def test_the_score_is_the_weighted_sum_of_terms() -> None:
     drafts = [draft("2", prompt), draft("\\boxed{3}", prompt, tokens=2), draft("2", Prompt("b"))]
     config = ScoringConfig(terms=SEVERAL, timeout_s=20)
     with Scorer(config, report=lines.append) as scorer:
-        right, wrong, failed = asyncio.run(scorer.score(drafts))
-        assert right.terms == {"correct": 1.0, "brief": 0.5, "level": 4.0, "watched": 1.0, "later": 10.0}
+        scored = asyncio.run(scorer.score(numbered(drafts)))
+        right, wrong = scored.samples
+        assert right.reward_terms == {"correct": 1.0, "brief": 0.5, "level": 4.0, "watched": 1.0, "later": 10.0}
         assert right.score == pytest.approx(1 + 0.25 - 0.4 + 10)
-        assert wrong.terms["correct"] == 0
+        assert wrong.reward_terms["correct"] == 0
         assert wrong.score == pytest.approx(0.5 - 0.4 + 10)
-        assert (failed.score, failed.message) == (None, "reward.terms.level: KeyError: 'level'")
-        items = [
-            replace(one, score=found.score or 0.0, reward_terms=found.terms)
-            for one, found in zip(drafts[:2], (right, wrong), strict=True)
-        ]
-        assert [scorer.is_full(item) for item in items] == [True, False], "the first term decides"
-    metrics = term_metrics(ExperienceBatch(items=tuple(items)))
+        assert messages(scored) == ["no reward: reward.terms.level: KeyError: 'level'"]
+        assert [scorer.is_full(one) for one in scored.samples] == [True, False], "the first term decides"
+    metrics = term_metrics(scored.samples)
     assert metrics["reward/correct/mean"] == metrics["reward/correct/std"] == 0.5
     assert (metrics["reward/brief/mean"], metrics["reward/level/std"]) == (0.75, 0)
-    assert rollout_record(items[0])["reward_terms"] == right.terms
-    assert rollout_record(items[0])["baseline_score"] is None
-    assert rollout_record(replace(items[0], baseline_score=0.5))["baseline_score"] == 0.5
+    record = rollout_record(replace(right, baseline_score=0.5), 3)
+    assert (record["reward_terms"], record["baseline_score"], record["group"]) == (right.reward_terms, 0.5, 3)
     assert lines == []
 
 
 def test_an_episodes_own_score_is_kept_and_terms_are_added() -> None:
     drafts = [draft("1 2", score=0.25), draft("2")]
     alone = scores(ScoringConfig(function=f"{MODULE}:length_reward"), drafts)
-    assert [one.score for one in alone] == [0.25, 1.0]
-    assert alone[0].terms == {}
+    assert [one.score for one in alone.samples] == [0.25, 1.0]
+    assert alone.samples[0].reward_terms == {}
     both = scores(ScoringConfig(terms=terms(brief={"function": "length", "options": {"limit": 9}})), drafts)
-    assert [one.score for one in both] == [1.25, 1.0]
-    assert both[0].terms == {"episode": 0.25, "brief": 1.0}
+    assert [one.score for one in both.samples] == [1.25, 1.0]
+    assert both.samples[0].reward_terms == {"episode": 0.25, "brief": 1.0}
 
 
 def test_a_sum_that_is_not_finite_is_no_score() -> None:
     huge = {"function": f"{MODULE}:level_reward", "weight": 1e308}
-    (found,) = scores(ScoringConfig(terms=terms(a=huge)), [draft("x", Prompt("a", extra={"level": 1e308}))])
-    assert (found.score, found.message) == (None, "the weighted sum of reward.terms is inf")
+    scored = scores(ScoringConfig(terms=terms(a=huge)), [draft("x", Prompt("a", extra={"level": 1e308}))])
+    assert messages(scored) == ["no reward: the weighted sum of reward.terms is inf"]
 
 
 def test_coroutine_functions_wait_together() -> None:
@@ -110,19 +104,19 @@ def test_coroutine_functions_wait_together() -> None:
     config = ScoringConfig(function=f"{MODULE}:slow_reward", timeout_s=3.0)
     scores(config, drafts[:1])
     begin = time.monotonic()
-    found = scores(config, drafts)
+    scored = scores(config, drafts)
     assert time.monotonic() - begin < 50, "one after the other the 200 would take 60 seconds"
-    assert [one.score for one in found[:200]] == [1.0] * 200
-    assert [one.message for one in found[200:]] == ["no reward within 3 s", "RuntimeError: no idea"]
+    assert [one.score for one in scored.samples] == [1.0] * 200
+    assert messages(scored) == ["no reward: no reward within 3 s", "no reward: RuntimeError: no idea"]
 
 
 def test_a_batched_function_gets_its_group(tmp_path: Path) -> None:
     config = ScoringConfig(function=f"{MODULE}:rank_reward", batched=True, timeout_s=20)
     drafts = [draft("c"), draft("a"), draft("b")]
-    found = scores(config, drafts, printed_dir=tmp_path / "rewards")
-    assert [one.score for one in found] == [302.0, 300.0, 301.0]
+    scored = scores(config, drafts, printed_dir=tmp_path / "rewards")
+    assert [one.score for one in scored.samples] == [302.0, 300.0, 301.0]
     short = scores(config, [draft("a", Prompt("short")), draft("b", Prompt("short"))])
-    assert {one.message for one in short} == {"ValueError: the batched reward has 1 values for 2 responses"}
+    assert set(messages(short)) == {"no reward: ValueError: the batched reward has 1 values for 2 responses"}
     assert any("ranking" in log.read_text() for log in (tmp_path / "rewards").iterdir()), "by any of the processes"
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,20 +10,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rl_runtime_samples import prompt, sample
 
-from rl_runtime.experience import Experience, ExperienceBatch
+from rl_core import Batch
 from rl_runtime.ranks.train_batch import TrainBatch
-from rl_runtime.training.teacher import ServerTeacher, teacher_columns
-from rollout_vllm import ScoringError, ServerDiedError, TokenScores
-
-
-@dataclass(frozen=True)
-class Prompt:
-    id: str
-    token_ids: tuple[int, ...]
-    text: str = ""
-    ground_truth: str = "1"
-    data_source: str = "gsm8k"
+from rl_runtime.samples import batch_of
+from rl_runtime.training.teacher import ServerTeacher
+from rollout_vllm import Sample, ScoringError, ServerDiedError, TokenScores
 
 
 class Servers:
@@ -72,69 +65,44 @@ def teacher_of(scorer: Scorer, servers: Servers, top_k: int) -> ServerTeacher:
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> ExperienceBatch:
-    """Groups of several policy versions; some samples are episodes, with tokens that the policy did not sample."""
-    items = []
+def batches(draw: st.DrawFn) -> tuple[Batch, list[int]]:
+    """Groups of several policy versions, with the tokens that the policy sampled; some samples are episodes."""
+    items: list[Sample] = []
     for group in range(draw(st.integers(1, 3))):
-        prompt = Prompt(str(group), tuple(range(draw(st.integers(1, 4)))))
-        for index in range(draw(st.integers(1, 3))):
-            masks = st.lists(st.booleans(), min_size=1, max_size=7).filter(any)
-            mask = np.asarray(draw(masks))
-            sampled = int(mask.sum())
-            cut = draw(st.integers(0, sampled))
-            spans = tuple((version, num) for version, num in ((3, cut), (4, sampled - cut)) if num)
-            items.append(
-                Experience(
-                    prompt=prompt,
-                    group_id=group,
-                    sample_index=index,
-                    response_ids=tuple(100 * len(items) + t for t in range(len(mask))),
-                    response_text="",
-                    response_mask=None if mask.all() else mask,
-                    rollout_log_probs=None,
-                    finish_reason="stop",
-                    version_spans=spans,
-                    score=0.0,
-                )
-            )
-    return ExperienceBatch(items=tuple(items), policy_version=5)
-
-
-@given(batch=batches(), top_k=st.integers(0, 3))
-def test_each_sampled_token_gets_its_own_log_prob(batch: ExperienceBatch, top_k: int) -> None:
-    sampled = [
+        own_prompt = prompt(range(draw(st.integers(1, 4))), str(group))
+        for _ in range(draw(st.integers(1, 3))):
+            mask = np.asarray(draw(st.lists(st.booleans(), min_size=1, max_size=7).filter(any)))
+            cut = draw(st.integers(0, len(mask)))
+            spans = tuple((version, num) for version, num in ((3, cut), (4, len(mask) - cut)) if num)
+            ids = [100 * len(items) + t for t in range(len(mask))]
+            fields = {"prompt": own_prompt, "group": group, "spans": spans, "log_probs": None}
+            items.append(sample(ids, response_mask=None if mask.all() else mask, **fields))
+    tokens = [
         token
-        for item in batch.items
-        for place, token in enumerate(item.response_ids)
+        for item in items
+        for place, token in enumerate(item.response_ids.tolist())
         if item.response_mask is None or item.response_mask[place]
     ]
+    return batch_of(items, policy_version=5), tokens
+
+
+@given(drawn=batches(), top_k=st.integers(0, 3))
+def test_each_sampled_token_gets_its_own_log_prob(drawn: tuple[Batch, list[int]], top_k: int) -> None:
+    batch, tokens = drawn
     servers = Servers()
     teacher = teacher_of(Scorer(), servers, top_k)
-    mini_batches = batch.mini_batch_indices(1)
-    for _ in range(2):
-        with TrainBatch.of(batch, mini_batches=mini_batches) as train_batch:
-            found = teacher.start(batch)(train_batch)["teacher_log_probs"]
-            assert found.tolist() == [-float(token) for token in sampled]
+    for fresh in (batch, replace(batch, columns={})):
+        with TrainBatch(fresh) as train_batch:
+            teacher.start(fresh)(train_batch)
+        assert fresh.columns["teacher_log_probs"].tolist() == [-float(token) for token in tokens]
+        if top_k:
+            expected = torch.tensor(tokens)[:, None].repeat(1, top_k) + 1
+            assert torch.equal(fresh.columns["teacher_top_ids"], expected)
     assert servers.num_waits == 1
-    if top_k:
-        scores = Scorer().score([(item.prompt.token_ids, item.response_ids) for item in batch.items], top_k=top_k)
-        ids_KC = teacher_columns(batch, scores, top_k)["teacher_top_ids"]
-        assert torch.equal(ids_KC, torch.tensor(sampled)[:, None].repeat(1, top_k) + 1)
 
 
 def test_a_dead_teacher_is_the_reason_for_missing_scores() -> None:
-    item = Experience(
-        prompt=Prompt("0", (1,)),
-        group_id=0,
-        sample_index=0,
-        response_ids=(1,),
-        response_text="",
-        rollout_log_probs=None,
-        finish_reason="stop",
-        version_spans=((0, 1),),
-        score=0.0,
-    )
-    batch = ExperienceBatch(items=(item,))
+    batch = batch_of([sample(1, log_probs=None)])
     finish = teacher_of(Scorer(ScoringError("no server is left")), Servers(), 0).start(batch)
-    with TrainBatch.of(batch) as train_batch, pytest.raises(ServerDiedError, match="it was killed"):
+    with TrainBatch(batch) as train_batch, pytest.raises(ServerDiedError, match="it was killed"):
         finish(train_batch)

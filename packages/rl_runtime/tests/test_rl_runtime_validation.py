@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from rl_runtime import PromptResult, SampleResult, Validation, prompt_metrics, sample_counts
 from rl_runtime.errors import InputError
-from rl_runtime.experience import Experience
 from rl_runtime.rollout.config import EpisodeConfig
 from rl_runtime.rollout.scoring import Scorer
 from rl_runtime.rollout.scoring_config import ScoringConfig
-from rollout_vllm import SamplingConfig
+from rollout_vllm import Sample, SamplingConfig
 
 sys.path.insert(0, str(Path(__file__).parent))  # where a user's own functions are
 
@@ -132,9 +131,9 @@ def test_a_validation_completes_all_scores_at_once(scorer: Scorer) -> None:
     """As a reward model does; who is right, and the metrics, follow from the completed scores."""
     asked: list[int] = []
 
-    def finish(items: Sequence[Experience]) -> list[Experience]:
-        asked.append(len(items))
-        return [replace(item, score=item.response_ids[0] - 2.5, reward_terms={"model": 1.0}) for item in items]
+    def finish(samples: Sequence[Sample]) -> list[Sample]:
+        asked.append(len(samples))
+        return [replace(one, score=float(one.response_ids[0]) - 2.5, reward_terms={"model": 1.0}) for one in samples]
 
     result = phase(ScriptedClient([[2, 4], [], [3, 2]], n=2), scorer).validate(
         [Prompt("a"), Prompt("b"), Prompt("c")], SamplingConfig(n=2), step=0, finish=finish

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rl_runtime.errors import InputError
-from rl_runtime.ranks.loss_spec import LossSpec
+from rl_runtime.ranks.rank_function import RankFunction
 from rl_runtime.training.policy import PolicyConfig
 from rl_runtime.training.policy_loss import policy_loss
 
@@ -45,12 +45,12 @@ def test_mypy_refuses_calls_that_the_ranks_would(tmp_path: Path) -> None:
 
 def test_a_loss_travels_by_import_path_with_its_settings() -> None:
     config = PolicyConfig(clip_low=0.1)
-    spec = LossSpec.of(partial(policy_loss, config=config, kl_coef=0.5))
+    spec = RankFunction.of(partial(policy_loss, config=config, kl_coef=0.5))
     assert (spec.module, spec.name) == ("rl_runtime.training.policy_loss", "policy_loss")
     loaded: Any = pickle.loads(pickle.dumps(spec)).load()
     assert loaded.func is policy_loss
     assert loaded.keywords == {"config": config, "kl_coef": 0.5}
-    assert LossSpec.of(policy_loss).load() is policy_loss
+    assert RankFunction.of(policy_loss).load() is policy_loss
 
 
 @pytest.mark.skipif(not (REPO / "apps").is_dir(), reason="the package is tested alone, without the apps")
@@ -61,8 +61,8 @@ def test_a_loss_of_the_running_program_gets_the_programs_module_name() -> None:
         "import types, importlib.util\n"
         "main = sys.modules['__main__']; main.__spec__ = importlib.util.find_spec('apps.ppo.main')\n"
         "loss = names['critic_loss']; loss.__module__ = '__main__'\n"
-        "from rl_runtime.ranks.loss_spec import LossSpec\n"
-        "spec = LossSpec.of(loss); print(spec.module, spec.name, spec.load().__module__)\n"
+        "from rl_runtime.ranks.rank_function import RankFunction\n"
+        "spec = RankFunction.of(loss); print(spec.module, spec.name, spec.load().__module__)\n"
     )
     result = subprocess.run([sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True, check=False)
     assert result.stdout.split() == ["apps.ppo.main", "critic_loss", "apps.ppo.main"], result.stderr
@@ -93,4 +93,4 @@ def _of_a_script() -> Callable[..., Any]:
 def test_a_loss_that_ranks_cannot_import_is_refused(loss: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     with pytest.raises(InputError, match=message):
-        LossSpec.of(loss)
+        RankFunction.of(loss)

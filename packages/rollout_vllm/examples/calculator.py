@@ -39,7 +39,7 @@ def calculator(
     async def rollout(episode: Episode) -> None:
         for _ in range(max_turns):
             turn = await episode.generate(stop_token_ids=(end_of_call,))
-            if turn.response_ids[-1:] != [end_of_call]:
+            if turn.response_ids[-1:].tolist() != [end_of_call]:
                 return  # the model gave an answer or ran out of tokens
             result = answer_call(decode(turn.response_ids))
             context = encode(
@@ -107,7 +107,7 @@ def main() -> None:
         client = RolloutClient([Endpoint(args.url, os.environ.get("VLLM_API_KEY"))])
         sampling = SamplingConfig(n=args.n, max_tokens=args.max_tokens)
         for group in await run_episodes(client, requests, function, sampling):
-            for result in group.results:
+            for result in group.samples:
                 own = sum(result.response_mask)
                 print(f"\n{group.prompt_id} #{result.sample_index}: {result.num_turns} turns, {own} sampled tokens")
                 print(tokenizer.decode(result.response_ids))

@@ -10,7 +10,7 @@ import os
 import urllib.request
 from typing import Any
 
-from rollout_vllm import Endpoint, GroupResult, Request, RolloutClient, SamplingConfig
+from rollout_vllm import Endpoint, Group, Request, RolloutClient, SamplingConfig
 
 
 def ask(endpoint: Endpoint, path: str, body: dict[str, Any]) -> Any:
@@ -37,10 +37,10 @@ def main() -> None:
     ]
     sampling = SamplingConfig(n=args.n, max_tokens=args.max_tokens, temperature=args.temperature)
 
-    def show(group: GroupResult) -> None:
+    def show(group: Group) -> None:
         """Called as soon as a group ends, so scoring could start here."""
         for sample in group.samples:
-            text = ask(endpoint, "/detokenize", {"tokens": sample.response_ids})["prompt"]
+            text = ask(endpoint, "/detokenize", {"tokens": sample.response_ids.tolist()})["prompt"]
             log_probs = sample.log_probs or []
             mean = sum(log_probs) / max(1, len(log_probs))
             print(f"{group.prompt_id!r} #{sample.sample_index} ({sample.finish_reason}, {mean:.2f}): {text!r}")

@@ -12,8 +12,6 @@ from .episodes.environment_process import EnvironmentFailedError as EnvironmentF
 from .episodes.environment_process import EnvironmentSpec as EnvironmentSpec
 from .episodes.environments import EnvironmentRollout as EnvironmentRollout
 from .episodes.episodes import Episode as Episode
-from .episodes.episodes import EpisodeGroup as EpisodeGroup
-from .episodes.episodes import EpisodeResult as EpisodeResult
 from .episodes.episodes import EpisodeRuns as EpisodeRuns
 from .episodes.episodes import TurnFailedError as TurnFailedError
 from .episodes.episodes import run_episodes as run_episodes
@@ -41,14 +39,11 @@ from .errors import ServerLostError as ServerLostError
 from .errors import ServerStartError as ServerStartError
 from .errors import UnlabeledTokensError as UnlabeledTokensError
 from .samples import Failure as Failure
-from .samples import FirstGroups as FirstGroups
-from .samples import GroupResult as GroupResult
-from .samples import PartialGroup as PartialGroup
+from .samples import Group as Group
 from .samples import Request as Request
 from .samples import Sample as Sample
 from .samples import VersionSpan as VersionSpan
 from .samples import request_seed as request_seed
-from .samples import token_versions as token_versions
 from .servers.control import LoraAdapters as LoraAdapters
 from .servers.existing import check_running as check_running
 from .servers.group import ServerGroup as ServerGroup

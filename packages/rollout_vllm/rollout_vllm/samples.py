@@ -1,9 +1,16 @@
-"""Input and output of generation: plain, picklable data without dependencies."""
+"""Input and output of generation: plain, picklable data."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray: TypeAlias = NDArray[np.int32]
+FloatArray: TypeAlias = NDArray[np.float32]
+BoolArray: TypeAlias = NDArray[np.bool_]
 
 FinishReason = Literal["stop", "length", "abort"]
 FailureKind = Literal[
@@ -16,6 +23,8 @@ FailureKind = Literal[
     "aborted",  # the server aborted the request
     "deadline",  # the caller's deadline passed
     "rollout",  # the user's rollout function raised
+    "reward",  # generated, and not scored
+    "stale",  # given up, because its policy has become too old
 ]
 
 
@@ -23,13 +32,25 @@ FailureKind = Literal[
 class Request:
     """One prompt, to be sampled n times.
 
-    prompt_ids: token ids. seed: makes sampling reproducible; sample i uses seed + i, so every prompt of a step needs
-    its own seed (see `request_seed`). None: no seed.
+    prompt_ids: token ids, a sequence or an array. seed: makes sampling reproducible; sample i uses seed + i, so every
+    prompt of a step needs its own seed (see `request_seed`). None: no seed. prompt: an object of the caller, which the
+    samples carry.
     """
 
     prompt_id: str
-    prompt_ids: Sequence[int]
+    prompt_ids: Sequence[int] | IntArray
     seed: int | None = None
+    prompt: Any = None
+
+
+_ARRAYS = {
+    "response_ids": np.int32,
+    "log_probs": np.float32,
+    "prompt_ids": np.int32,
+    "response_mask": np.bool_,
+    "turn_rewards": np.float32,
+}
+"""The fields of a sample that are arrays, with their dtypes."""
 
 
 class VersionSpan(NamedTuple):
@@ -39,36 +60,110 @@ class VersionSpan(NamedTuple):
     num_tokens: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Sample:
-    """One response.
+    """One response, finished or so far, or one episode: all tokens after the prompt.
 
-    response_ids: token ids, including the end-of-sequence token if it was sampled. log_probs: log-probability (natural
-    logarithm) of each token under the distribution it was sampled from, i.e. after temperature and the other sampling
-    settings; same length as response_ids; None with `RolloutConfig(log_probs=False)`. policy_version: that of the
-    first token; last_policy_version: the client's version when the last response arrived, or that of a later token.
-    version_spans: the policy version of every token, in order; the num_tokens sum to the length of the response, and
-    neighboring spans have different versions. They are exact on servers that note versions
-    (`RolloutClient.fetch_policy_versions`), whenever weights are pushed. On other servers a span has the client's
-    version at the time its request was sent, which is exact when weights change between `RolloutClient.pause` and
-    `resume`.
+    Ids and log-probs are arrays from the server's answer on; lists are converted. The rollout makes a sample, scoring
+    adds `text` and the scores, and a training batch packs it.
     """
 
-    prompt_id: str
+    prompt_id: str = ""
+    """Name of its group."""
     sample_index: int
-    response_ids: list[int]
-    log_probs: list[float] | None
-    finish_reason: FinishReason
-    policy_version: int
-    last_policy_version: int
+    prompt: Any = field(default=None, repr=False)
+    """That of the request."""
+    prompt_ids: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
+    """int32, the tokens before the response: those of the request, unless an episode has replaced them."""
+    response_ids: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
+    """int32, with the end-of-sequence token if it was sampled."""
+    log_probs: FloatArray | None = field(default_factory=lambda: np.zeros(0, np.float32))
+    """float32, log-probability (natural logarithm) of each token under the distribution it was sampled from, after
+    temperature and the other sampling settings; 0 for context; None with `RolloutConfig(log_probs=False)`."""
+    finish_reason: FinishReason | None = None
+    """Of the last turn; None: unfinished, possibly without any token."""
+    version_spans: tuple[VersionSpan, ...] = ()
+    """The policy version of every token, in order: the num_tokens sum to the length of the response, and neighboring
+    spans differ; context has the version of the tokens before it. Empty: all tokens are of last_policy_version.
+
+    They are exact on servers that note versions (`RolloutClient.fetch_policy_versions`), whenever weights are pushed.
+    On other servers a span has the client's version at the time its request was sent, which is exact when weights
+    change between `RolloutClient.pause` and `resume`."""
+    last_policy_version: int = 0
+    """The client's version when the last response arrived, or that of a later token."""
+    response_mask: BoolArray | None = None
+    """False for context that the policy did not sample, such as the result of a tool; None: all True."""
+    num_turns: int = 1
+    turn_rewards: FloatArray | None = None
+    """float32, the rewards that a rollout function gave, one value per sampled token, 0 but for the last token of a
+    rewarded turn; None if it gave none."""
     server_url: str = ""
-    num_attempts: int = 1
-    duration_s: float = 0.0  # from the first attempt to the response
-    version_spans: tuple[VersionSpan, ...] = ()  # empty: all tokens are of policy_version
+    num_attempts: int = 0
+    duration_s: float = 0.0
+    """From the first attempt to the response."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """The contents of `episode.data`."""
+    text: str = ""
+    """The decoded response; set by scoring."""
+    score: float | None = None
+    """Set by scoring, and for an episode that scores itself: the sum of its turn rewards."""
+    reward_terms: Mapping[str, float] = field(default_factory=dict)
+    """Value of each of several rewards, before its weight; empty if there is one reward."""
+    baseline_score: float | None = None
+    """Mean score of further responses to the prompt that are not trained on, such as a greedy one."""
 
     def __post_init__(self) -> None:
-        if not self.version_spans and self.response_ids:
-            object.__setattr__(self, "version_spans", (VersionSpan(self.policy_version, len(self.response_ids)),))
+        for name, dtype in _ARRAYS.items():
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, np.asarray(value, dtype))
+        if not self.version_spans and self.response_ids.size:
+            spans = (VersionSpan(self.last_policy_version, self.response_ids.size),)
+            object.__setattr__(self, "version_spans", spans)
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the first token, which is the oldest."""
+        return self.version_spans[0].policy_version if self.version_spans else self.last_policy_version
+
+    @property
+    def token_ids(self) -> IntArray:
+        """int32, prompt and response."""
+        return np.concatenate([self.prompt_ids, self.response_ids])
+
+    @property
+    def num_generated(self) -> int:
+        """Response tokens that the policy sampled."""
+        return self.response_ids.size if self.response_mask is None else int(self.response_mask.sum())
+
+    @property
+    def generated_log_probs(self) -> FloatArray | None:
+        """The log-probs without those of context."""
+        if self.log_probs is None or self.response_mask is None:
+            return self.log_probs
+        return self.log_probs[self.response_mask]
+
+    @property
+    def versions(self) -> IntArray:
+        """int32, the policy version of each response token."""
+        spans = np.array(self.version_spans, np.int32).reshape(-1, 2)
+        return np.repeat(spans[:, 0], spans[:, 1])
+
+    @property
+    def generated_versions(self) -> IntArray:
+        """The versions without those of context."""
+        return self.versions if self.response_mask is None else self.versions[self.response_mask]
+
+    def to_state(self) -> dict[str, Any]:
+        """All fields but the prompt, JSON-able if `data` is."""
+        state = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "prompt"}
+        arrays = {name: state[name].tolist() for name in _ARRAYS if state[name] is not None}
+        return state | arrays | {"reward_terms": dict(self.reward_terms), "data": dict(self.data)}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], *, prompt: Any = None) -> "Sample":
+        """The inverse of `to_state`, also after JSON."""
+        spans = tuple(VersionSpan(*span) for span in state["version_spans"])
+        return cls(prompt=prompt, **{**state, "version_spans": spans})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,59 +177,78 @@ class Failure:
     num_attempts: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroupResult:
-    """All samples of one prompt. Every index 0..n-1 is either in samples or in failures."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Group:
+    """All samples of one prompt, requested, interrupted or ended.
 
-    prompt_id: str
-    samples: tuple[Sample, ...]
-    failures: tuple[Failure, ...] = ()
-
-    @property
-    def complete(self) -> bool:
-        return not self.failures
-
-
-@dataclass(frozen=True, kw_only=True)
-class PartialSample:
-    """The response so far. finish_reason None: unfinished, possibly without any token."""
-
-    sample_index: int
-    response_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] | None = field(default_factory=list)
-    version_spans: tuple[VersionSpan, ...] = ()
-    finish_reason: FinishReason | None = None
-    last_policy_version: int = 0
-    num_attempts: int = 0
-    server_url: str = ""
-    duration_s: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class PartialGroup:
-    """An interrupted group. Pass it to a later `generate` in place of a request to resume it.
-
-    samples: one for every index 0..n-1. Plain data, which can be pickled into a checkpoint.
+    Of an ended group every index 0..n-1 is either in samples or in failures. Pass an interrupted one, whose samples
+    are the responses so far, to a later `generate` in place of a request to resume it.
     """
 
     request: Request
-    samples: tuple[PartialSample, ...]
+    samples: tuple[Sample, ...] = ()
+    failures: tuple[Failure, ...] = ()
+
+    @classmethod
+    def fresh(cls, request: Request, n: int) -> "Group":
+        """A group without any tokens."""
+        first = Sample(
+            prompt_id=request.prompt_id,
+            sample_index=0,
+            prompt=request.prompt,
+            prompt_ids=np.asarray(request.prompt_ids, np.int32),
+        )
+        return cls(request=request, samples=tuple(replace(first, sample_index=i) for i in range(n)))
 
     @property
     def prompt_id(self) -> str:
         return self.request.prompt_id
 
+    @property
+    def complete(self) -> bool:
+        return not self.failures
 
-@dataclass(frozen=True, kw_only=True)
-class FirstGroups:
-    """Result of `RolloutClient.generate_first`.
+    @property
+    def size(self) -> int:
+        """Samples that were asked for."""
+        return len(self.samples) + len(self.failures)
 
-    groups: in request order; `num_groups` complete ones (fewer if too many groups failed) and the incomplete ones that
-    ended before them. rest: the interrupted groups, to be resumed; empty with keep_rest=False.
-    """
+    @property
+    def num_tokens(self) -> int:
+        """Response tokens of all samples."""
+        return sum(sample.response_ids.size for sample in self.samples)
 
-    groups: list[GroupResult]
-    rest: list[PartialGroup]
+    def without(self, samples: Iterable[Sample], kind: FailureKind, message: str) -> "Group":
+        """The group with these of its samples as failures."""
+        lost = {sample.sample_index: sample.num_attempts for sample in samples}
+        failures = [
+            Failure(prompt_id=self.prompt_id, sample_index=index, kind=kind, message=message, num_attempts=attempts)
+            for index, attempts in lost.items()
+        ]
+        kept = tuple(sample for sample in self.samples if sample.sample_index not in lost)
+        return replace(self, samples=kept, failures=(*self.failures, *failures))
+
+    def to_state(self) -> dict[str, Any]:
+        """Everything but the caller's prompt, JSON-able. Token ids of a prompt that is the request's stand there."""
+        prompt_ids = id_list(self.request.prompt_ids)
+        samples = [sample.to_state() for sample in self.samples]
+        for sample in samples:
+            if sample["prompt_ids"] == prompt_ids:
+                sample["prompt_ids"] = None
+        request = {"prompt_id": self.prompt_id, "prompt_ids": prompt_ids, "seed": self.request.seed}
+        return {"request": request, "samples": samples, "failures": list(map(asdict, self.failures))}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], *, prompt: Any = None) -> "Group":
+        """The inverse of `to_state`, also after JSON."""
+        request = Request(**state["request"], prompt=prompt)
+        ids = np.asarray(request.prompt_ids, np.int32)
+        own_ids = [ids if one["prompt_ids"] is None else one["prompt_ids"] for one in state["samples"]]
+        samples = tuple(
+            Sample.from_state({**one, "prompt_ids": own}, prompt=prompt)
+            for one, own in zip(state["samples"], own_ids, strict=True)
+        )
+        return cls(request=request, samples=samples, failures=tuple(Failure(**one) for one in state["failures"]))
 
 
 def request_seed(run_seed: int, step: int, prompt_id: str) -> int:
@@ -155,6 +269,7 @@ def merge_spans(spans: Iterable[tuple[int, int]]) -> tuple[VersionSpan, ...]:
     return tuple(merged)
 
 
-def token_versions(spans: Sequence[VersionSpan]) -> list[int]:
-    """The policy version of every token."""
-    return [span.policy_version for span in spans for _ in range(span.num_tokens)]
+def id_list(token_ids: Sequence[int] | IntArray) -> list[int]:
+    """Token ids as Python integers, for JSON and for user code."""
+    ids: list[int] = np.asarray(token_ids, np.int64).tolist()
+    return ids

@@ -18,7 +18,7 @@ import aiohttp
 from aiohttp import web
 
 import rollout_vllm
-from rollout_vllm import Endpoint, GroupResult, Request, RolloutConfig, Sample, request_seed
+from rollout_vllm import Endpoint, Group, Request, RolloutConfig, Sample, request_seed
 from rollout_vllm.client.transport import LoopThread
 
 EOS_ID = 1
@@ -106,7 +106,7 @@ def make_requests(count: int, *, length: int = 12, step: int = 0) -> list[Reques
     ]
 
 
-def group_of_one(request: Request, ids: list[int], *, log_prob: float = -1.0, version: int = 0) -> GroupResult:
+def group_of_one(request: Request, ids: list[int], *, log_prob: float = -1.0, version: int = 0) -> Group:
     """The answer of a client with one sample that ended."""
     sample = Sample(
         prompt_id=request.prompt_id,
@@ -114,13 +114,12 @@ def group_of_one(request: Request, ids: list[int], *, log_prob: float = -1.0, ve
         response_ids=ids,
         log_probs=[log_prob] * len(ids),
         finish_reason="stop",
-        policy_version=version,
         last_policy_version=version,
     )
-    return GroupResult(prompt_id=request.prompt_id, samples=(sample,))
+    return Group(request=request, samples=(sample,))
 
 
-def assert_complete(requests: list[Request], groups: list[GroupResult], n: int) -> None:
+def assert_complete(requests: list[Request], groups: list[Group], n: int) -> None:
     """Every sample index occurs exactly once."""
     assert [g.prompt_id for g in groups] == [r.prompt_id for r in requests]
     for group in groups:

@@ -7,18 +7,19 @@ import random
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plinth_testing.strategies import json_values
+from rollout_vllm import Sample
 from rollout_vllm.client.dispatch import Router
 from rollout_vllm.client.group_run import extend
 from rollout_vllm.client.metrics import combine, server_metrics
 from rollout_vllm.client.protocol import Choice, MalformedAnswerError, completion_body, error_message, parse_completion
 from rollout_vllm.client.retry import backoff_s, classify_status
 from rollout_vllm.config import SamplingConfig
-from rollout_vllm.samples import PartialSample
 from rollout_vllm.servers.fast.buffering import packed_choice
 
 QUICK = settings(deadline=None, derandomize=True)
@@ -52,7 +53,8 @@ def test_choices_are_in_index_order(
         for choice in body["choices"]:  # type: ignore[attr-defined]
             del choice["token_ids"]
     choices = parse_completion(json.loads(json.dumps(body)), len(groups))
-    assert [(c.response_ids, c.log_probs) for c in choices] == groups
+    assert [c.response_ids.tolist() for c in choices] == [ids for ids, _ in groups]
+    assert [c.log_probs.tolist() for c in choices] == [np.float32(values).tolist() for _, values in groups]
 
 
 @QUICK
@@ -62,7 +64,7 @@ def test_without_log_probs_none_are_asked_for_and_none_are_read(groups: list[tup
     for choice in body["choices"]:  # type: ignore[attr-defined]
         choice["logprobs"] = None
     choices = parse_completion(body, len(groups), log_probs=False)
-    assert [(c.response_ids, c.log_probs) for c in choices] == [(ids, None) for ids, _ in groups]
+    assert [(c.response_ids.tolist(), c.log_probs) for c in choices] == [(ids, None) for ids, _ in groups]
     sampling = SamplingConfig(n=2)
     assert completion_body([1], sampling, model=None, seed=None)["logprobs"] == 0
     assert "logprobs" not in completion_body([1], sampling, model=None, seed=None, log_probs=False)
@@ -73,9 +75,10 @@ def test_without_log_probs_none_are_asked_for_and_none_are_read(groups: list[tup
     [([-1.0], [-2.0], [-1.0, -2.0]), (None, [-2.0], None), ([-1.0], None, None), ([], None, None)],
 )
 def test_a_resumed_response_has_log_probs_if_all_its_parts_do(first: Any, second: Any, expected: Any) -> None:
-    part = PartialSample(sample_index=0, response_ids=[1] * len(first or [1]), log_probs=first)
+    part = Sample(sample_index=0, response_ids=[1] * len(first or [1]), log_probs=first)
     choice = Choice([2] * len(second or [2]), second, "stop")
-    assert extend(part, choice, SamplingConfig(n=1), version=0, last_version=0).log_probs == expected
+    log_probs = extend(part, choice, SamplingConfig(n=1), version=0, last_version=0).log_probs
+    assert (None if log_probs is None else log_probs.tolist()) == expected
 
 
 float32 = st.floats(-50, 0, width=32)
@@ -89,16 +92,19 @@ def test_packed_answers_have_the_numbers_of_lists(choices: list[list[tuple[int, 
     packed = answer(groups, token_ids=None, logprobs=None)
     for choice, (ids, values) in zip(packed["choices"], groups, strict=True):  # type: ignore[call-overload]
         choice["packed"] = packed_choice(ids, values if log_probs else [])
-    assert parse_completion(packed, len(groups), log_probs=log_probs) == parse_completion(
-        lists, len(groups), log_probs=log_probs
-    )
+    for one, other in zip(
+        *(parse_completion(body, len(groups), log_probs=log_probs) for body in (packed, lists)), strict=True
+    ):
+        assert (one.response_ids.dtype, one.response_ids.tolist()) == (np.int32, other.response_ids.tolist())
+        assert (one.log_probs is None) == (other.log_probs is None) == (not log_probs)
+        np.testing.assert_array_equal(one.log_probs, other.log_probs)
 
 
 def test_packed_log_probs_are_finite_as_in_lists() -> None:
     ids, values = [1, 2, 3], [float("-inf"), -20000.0, -1.5]
     body = answer([(ids, [])], token_ids=None, logprobs=None, packed=packed_choice(ids, values))
     [choice] = parse_completion(body, 1)
-    assert choice.log_probs == [-9999.0, -9999.0, -1.5]
+    assert choice.log_probs.tolist() == [-9999.0, -9999.0, -1.5]
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,7 @@ from rollout_vllm import (
     EnvironmentRollout,
     EnvironmentSpec,
     Episode,
-    EpisodeGroup,
-    GroupResult,
+    Group,
     Request,
     SamplingConfig,
     run_episodes,
@@ -57,7 +56,7 @@ class FakeClient:
         self.answer = [*answer.encode(), EOS]
         self.prompts: list[str] = []
 
-    async def sample(self, request: Request, sampling: SamplingConfig) -> GroupResult:
+    async def sample(self, request: Request, sampling: SamplingConfig) -> Group:
         await asyncio.sleep(0)
         self.prompts.append(bytes(token for token in request.prompt_ids if token != EOS).decode())
         ids = self.answer[: sampling.max_tokens]
@@ -71,20 +70,20 @@ def run(
     n: int = 1,
     max_tokens: int = 64,
     **options: Any,
-) -> list[EpisodeGroup]:
+) -> list[Group]:
     client: Any = options.pop("client", None) or FakeClient()
     requests = [Request(prompt_id=prompt, prompt_ids=list(prompt.encode())) for prompt in prompts]
     return asyncio.run(run_episodes(client, requests, function, SamplingConfig(n=n, max_tokens=max_tokens), **options))
 
 
-def play(name: str, prompts: Sequence[str] = ("p",), *, max_turns: int = 8, **options: Any) -> list[EpisodeGroup]:
+def play(name: str, prompts: Sequence[str] = ("p",), *, max_turns: int = 8, **options: Any) -> list[Group]:
     spec_keys = {"options", "start_timeout_s", "step_timeout_s"} & options.keys()
     spec = EnvironmentSpec(path=f"rollout_vllm_environments:{name}", **{key: options.pop(key) for key in spec_keys})
     rollout = EnvironmentRollout(spec=spec, chat=ChatFormat(ByteTokenizer()), max_turns=max_turns)
     return run(lambda episode: rollout(episode, episode.prompt_id), prompts, **options)
 
 
-def reasons(groups: Sequence[EpisodeGroup]) -> dict[str, str]:
+def reasons(groups: Sequence[Group]) -> dict[str, str]:
     return {group.prompt_id: failure.message for group in groups for failure in group.failures}
 
 
@@ -100,7 +99,7 @@ def test_rewards_are_at_the_last_token_of_their_turn(rewards: list[list[float]],
                 episode.reward(value)
         return returned
 
-    (result,) = run(function)[0].results
+    (result,) = run(function)[0].samples
     turns = [list(turn) for turn in rewards]
     if returned is not None:
         turns[-1].append(returned)
@@ -110,8 +109,8 @@ def test_rewards_are_at_the_last_token_of_their_turn(rewards: list[list[float]],
         return
     assert result.turn_rewards is not None
     assert result.score is not None
-    assert len(result.turn_rewards) == sum(result.response_mask) == 3 * len(rewards)
-    assert result.turn_rewards == pytest.approx([v for turn in turns for v in (0.0, 0.0, sum(turn))])
+    assert len(result.turn_rewards) == result.num_generated == 3 * len(rewards)
+    assert result.turn_rewards.tolist() == pytest.approx([v for turn in turns for v in (0.0, 0.0, sum(turn))])
     assert result.score == pytest.approx(sum(map(sum, turns)), abs=1e-9)
 
 
@@ -130,9 +129,9 @@ def test_a_wrong_reward_fails_its_own_sample(value: Any, why: str) -> None:
         return value if episode.prompt_id == "bad" else 1
 
     bad, good = run(function, ["bad", "good"], n=2)
-    assert len(bad.failures) == len(good.results) == 2
+    assert len(bad.failures) == len(good.samples) == 2
     assert why in bad.failures[0].message
-    assert good.results[0].score == 1.0
+    assert good.samples[0].score == 1.0
 
 
 def test_a_reward_needs_a_turn_and_a_prompt_is_not_replaced_in_the_middle() -> None:
@@ -159,7 +158,7 @@ def test_at_most_max_concurrent_episodes_run() -> None:
         running -= 1
 
     groups = run(function, ["a", "b", "c"], n=4, max_concurrent=5)
-    assert sum(len(group.results) for group in groups) == 12
+    assert sum(len(group.samples) for group in groups) == 12
     assert peak == 5
 
 
@@ -168,12 +167,12 @@ def test_an_environment_plays_and_scores(tmp_path: Path) -> None:
     log = tmp_path / "log"
     client = FakeClient()
     (group,) = play("Counter", ["p"], n=2, options={"log": str(log)}, client=client)
-    for result in group.results:
-        assert bytes(i for i in result.response_ids if i != EOS).decode() == "gogo!gogo!go"
-        assert result.turn_rewards == [0, 0, 1, 0, 0, 2, 0, 0, 3]
+    for result in group.samples:
+        assert bytes(i for i in result.response_ids.tolist() if i != EOS).decode() == "gogo!gogo!go"
+        assert result.turn_rewards.tolist() == [0, 0, 1, 0, 0, 2, 0, 0, 3]
         assert (result.score, result.num_turns, result.finish_reason) == (6.0, 3, "stop")
         assert result.data == {"count": 3}
-        assert bytes(result.prompt_ids).decode() == "p"
+        assert bytes(result.prompt_ids.tolist()).decode() == "p"
     assert log.read_text() == "closed p after 3\n" * 2
 
 
@@ -181,20 +180,20 @@ def test_coroutines_five_values_and_a_prompt_of_its_own() -> None:
     client = FakeClient()
     (group,) = play("AsyncCounter", client=client, options={"num_turns": 2})
     assert client.prompts == ["again", "againgogo!"]
-    assert bytes(group.results[0].prompt_ids).decode() == "again"
-    assert group.results[0].score == 3.0
+    assert bytes(group.samples[0].prompt_ids.tolist()).decode() == "again"
+    assert group.samples[0].score == 3.0
 
 
 def test_an_environment_without_rewards_leaves_scoring_to_others() -> None:
     (group,) = play("Silent")
-    assert group.results[0].score is None
-    assert group.results[0].num_turns == 3
+    assert group.samples[0].score is None
+    assert group.samples[0].num_turns == 3
 
 
 @pytest.mark.parametrize(("max_turns", "max_tokens", "num_turns"), [(2, 64, 2), (8, 13, 3)])
 def test_an_endless_environment_is_cut_by_turns_or_tokens(max_turns: int, max_tokens: int, num_turns: int) -> None:
     (group,) = play("Endless", max_turns=max_turns, max_tokens=max_tokens)
-    (result,) = group.results
+    (result,) = group.samples
     assert (result.num_turns, result.finish_reason) == (num_turns, "length")
     assert result.response_mask[-1], "nothing follows the last turn"
     assert result.score == sum(range(1, num_turns + 1))
@@ -202,7 +201,7 @@ def test_an_endless_environment_is_cut_by_turns_or_tokens(max_turns: int, max_to
 
 def test_an_environment_that_is_cut_may_give_a_last_reward() -> None:
     good, bad = play("CutCounter", ["good", "nan"], max_turns=3)
-    assert good.results[0].score == 1.0 + 2.0 + 3.0 + 10.0
+    assert good.samples[0].score == 1.0 + 2.0 + 3.0 + 10.0
     assert "cut() returned the reward 'nan' (float); allowed: a finite number or None" in bad.failures[0].message
 
 
@@ -239,7 +238,7 @@ def test_each_way_to_fail_is_named_and_costs_its_own_sample(tmp_path: Path) -> N
     for name, why in expected.items():
         assert failed[name].startswith("environment rollout_vllm_environments:Moody: "), failed[name]
         assert why in failed[name]
-    assert {group.results[0].score for group in groups if group.results} == {6.0}
+    assert {group.samples[0].score for group in groups if group.samples} == {6.0}
     closed = Path(log).read_text().splitlines()
     assert {"closed raises after 2", "closed nan after 2", "closed fine after 3"} <= set(closed)
     assert not any(line.startswith("closed hangs") for line in closed)

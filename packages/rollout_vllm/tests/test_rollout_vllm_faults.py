@@ -17,7 +17,7 @@ from rollout_vllm_helpers import FaultyProxy, assert_complete, config_for_tests,
 
 import rollout_vllm.client.transport
 from plinth_testing import wait_until
-from rollout_vllm import Endpoint, GroupResult, RolloutClient, RolloutConfig, SamplingConfig, ServerGroup, ServerWatch
+from rollout_vllm import Endpoint, Group, RolloutClient, RolloutConfig, SamplingConfig, ServerGroup, ServerWatch
 
 pytestmark = pytest.mark.slow
 SHORT = SamplingConfig(n=3, max_tokens=5)
@@ -129,7 +129,7 @@ def test_cancelling_generate_aborts_the_requests_on_the_servers(pair: ServerGrou
 
 
 def test_callback_that_raises_cancels_the_other_groups(client: RolloutClient) -> None:
-    def on_group(group: GroupResult) -> None:
+    def on_group(group: Group) -> None:
         raise RuntimeError("scoring broke")
 
     with pytest.raises(RuntimeError, match="scoring broke"):
@@ -178,7 +178,7 @@ def kill_tree_member(group: ServerGroup, index: int, how: signal.Signals) -> int
     return int(children[0])
 
 
-def run_with_fault(client: RolloutClient, fault: threading.Event, sampling: SamplingConfig) -> list[GroupResult]:
+def run_with_fault(client: RolloutClient, fault: threading.Event, sampling: SamplingConfig) -> list[Group]:
     """Generate; `fault` is set when the first group is complete."""
     requests = make_requests(48)
     groups = client.generate_blocking(requests, sampling, on_group=lambda _: fault.set())

@@ -9,6 +9,7 @@ import pickle
 import random
 import threading
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,10 +17,8 @@ from hypothesis import strategies as st
 from rollout_vllm import (
     Endpoint,
     Episode,
-    EpisodeGroup,
     EpisodeRuns,
-    GroupResult,
-    PartialGroup,
+    Group,
     Request,
     RolloutClient,
     RolloutConfig,
@@ -29,11 +28,11 @@ from rollout_vllm import (
     run_episodes,
 )
 from rollout_vllm.client.dispatch import Dispatcher
-from rollout_vllm.client.group_run import GroupRun, extend, fresh_group, remaining, seed_of
+from rollout_vllm.client.group_run import GroupRun, extend, remaining, seed_of
 from rollout_vllm.client.metrics import ClientCounters
 from rollout_vllm.client.protocol import Choice
 from rollout_vllm.client.request_runner import Completion, CompletionRequest, RequestFailure
-from rollout_vllm.samples import PartialSample, merge_spans, token_versions
+from rollout_vllm.samples import merge_spans
 
 QUICK = settings(deadline=None, derandomize=True)
 PROMPT = [7, 8, 9]
@@ -43,7 +42,8 @@ PROMPT = [7, 8, 9]
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4))))
 def test_merged_spans_cover_every_token_once(spans: list[tuple[int, int]]) -> None:
     merged = merge_spans(spans)
-    assert token_versions(merged) == [version for version, count in spans for _ in range(count)]
+    versions = [version for version, count in spans for _ in range(count)]
+    assert Sample(sample_index=0, response_ids=versions, version_spans=merged).versions.tolist() == versions
     assert all(span.num_tokens > 0 for span in merged)
     assert all(a.policy_version != b.policy_version for a, b in itertools.pairwise(merged))
     assert merge_spans(merged) == merged
@@ -56,11 +56,11 @@ def test_uninterrupted_sample_has_one_span() -> None:
         response_ids=[1, 2],
         log_probs=[-1.0, -2.0],
         finish_reason="stop",
-        policy_version=4,
-        last_policy_version=5,
+        last_policy_version=4,
     )
     assert sample.version_spans == (VersionSpan(4, 2),)
-    assert pickle.loads(pickle.dumps(sample)) == sample
+    assert (sample.response_ids.dtype, sample.log_probs.dtype) == (np.int32, np.float32)
+    assert pickle.loads(pickle.dumps(sample)).to_state() == sample.to_state()
 
 
 class FakeServers:
@@ -144,16 +144,16 @@ def test_no_token_is_lost_repeated_or_moved(
     rates = {"interrupt_rate": interrupt_rate, "fail_rate": fail_rate}
     servers = FakeServers(seed, lengths, **rates, notes_versions=notes_versions)
     request = Request(prompt_id="a", prompt_ids=PROMPT, seed=40)
-    run = GroupRun(fresh_group(request, n), sampling, servers, ["http://a"], None)  # type: ignore[arg-type]
+    run = GroupRun(Group.fresh(request, n), sampling, servers, ["http://a"], None)  # type: ignore[arg-type]
     asyncio.run(run.run())
     result = run.result()
     indices = [s.sample_index for s in result.samples] + [f.sample_index for f in result.failures]
     assert sorted(indices) == list(range(n))
     for sample in result.samples:
-        versions = token_versions(sample.version_spans)
+        versions = sample.versions.tolist()
         expected = [1000 * version + place for place, version in enumerate(versions)]
-        assert sample.response_ids == expected
-        assert sample.log_probs == [-(place + 1) / 8 - version for place, version in enumerate(versions)]
+        assert sample.response_ids.tolist() == expected
+        assert sample.log_probs.tolist() == [-(place + 1) / 8 - version for place, version in enumerate(versions)]
         assert 1 <= len(sample.response_ids) <= 10
         assert sample.policy_version <= sample.last_policy_version
         if versions:
@@ -172,7 +172,7 @@ def test_stopped_group_is_resumed(seed: int, n: int) -> None:
     """The group is stopped after any request, pickled, and passed to another run."""
     sampling = SamplingConfig(n=n, max_tokens=10)
     servers = FakeServers(seed, [9, 4], interrupt_rate=0.6, fail_rate=0.0)
-    start: PartialGroup = fresh_group(Request(prompt_id="a", prompt_ids=PROMPT), n)
+    start: Group = Group.fresh(Request(prompt_id="a", prompt_ids=PROMPT), n)
     for _ in range(100):
         run = GroupRun(start, sampling, servers, ["http://a"], None)  # type: ignore[arg-type]
 
@@ -190,13 +190,13 @@ def test_stopped_group_is_resumed(seed: int, n: int) -> None:
     result = run.result()
     assert result.complete
     for sample in result.samples:
-        assert [i % 1000 for i in sample.response_ids] == list(range(len(sample.response_ids)))
-        assert token_versions(sample.version_spans) == [i // 1000 for i in sample.response_ids]
+        assert [i % 1000 for i in sample.response_ids.tolist()] == list(range(len(sample.response_ids)))
+        assert sample.versions.tolist() == [i // 1000 for i in sample.response_ids.tolist()]
 
 
 def test_extend_and_remaining() -> None:
     sampling = SamplingConfig(n=4, max_tokens=5, min_tokens=3)
-    part = PartialSample(sample_index=2)
+    part = Sample(sample_index=2)
     request = Request(prompt_id="a", prompt_ids=PROMPT, seed=10)
     assert seed_of(request, part) == 12  # vLLM uses the same seed for the third choice of one request
     part = extend(part, Choice([5, 6], [-1.0, -2.0], "abort"), sampling, version=0, last_version=1)
@@ -287,7 +287,7 @@ def test_requests_after_a_pause_do_not_overtake_those_before_it(
 
 def test_wrong_group_sizes_are_rejected() -> None:
     client = RolloutClient([Endpoint("http://127.0.0.1:9", "k", "m")], RolloutConfig())
-    partial = fresh_group(Request(prompt_id="a", prompt_ids=PROMPT), 3)
+    partial = Group.fresh(Request(prompt_id="a", prompt_ids=PROMPT), 3)
     with pytest.raises(ValueError, match="n=2"):
         client.generate_blocking([partial], SamplingConfig(n=2))
     with pytest.raises(ValueError, match="num_groups=2"):
@@ -299,7 +299,7 @@ def test_version_spans_of_an_episode_include_context() -> None:
     client = RolloutClient([Endpoint("http://127.0.0.1:9", "k", "m")], RolloutConfig())
     versions = iter([(VersionSpan(0, 2),), (VersionSpan(0, 1), VersionSpan(1, 2)), (VersionSpan(1, 1),)])
 
-    async def sample(request: Request, sampling: SamplingConfig) -> GroupResult:
+    async def sample(request: Request, sampling: SamplingConfig) -> Group:
         spans = next(versions)
         count = sum(span.num_tokens for span in spans)
         one = Sample(
@@ -308,11 +308,10 @@ def test_version_spans_of_an_episode_include_context() -> None:
             response_ids=[5] * count,
             log_probs=[-1.0] * count,
             finish_reason="stop",
-            policy_version=spans[0].policy_version,
             last_policy_version=spans[-1].policy_version,
             version_spans=spans,
         )
-        return GroupResult(prompt_id=request.prompt_id, samples=(one,))
+        return Group(request=request, samples=(one,))
 
     client.sample = sample  # type: ignore[assignment,method-assign]
 
@@ -325,10 +324,9 @@ def test_version_spans_of_an_episode_include_context() -> None:
     [group] = asyncio.run(
         run_episodes(client, [Request(prompt_id="a", prompt_ids=PROMPT)], function, SamplingConfig(n=1))
     )
-    [result] = group.results
-    assert token_versions(result.version_spans) == [0] * 6 + [1] * 7
+    [result] = group.samples
+    assert result.versions.tolist() == [0] * 6 + [1] * 7
     assert sum(span.num_tokens for span in result.version_spans) == len(result.response_ids) == 13
-    assert result.policy_versions == (0, 0, 1)
 
 
 def test_blocking_call_from_the_clients_thread_is_rejected() -> None:
@@ -386,7 +384,7 @@ def test_held_episodes_go_on_with_their_tokens_and_their_time() -> None:
         await episode.generate()
         return 1.0
 
-    async def two_steps() -> tuple[list[EpisodeGroup], list[EpisodeGroup]]:
+    async def two_steps() -> tuple[list[Group], list[Group]]:
         runs = EpisodeRuns(client, function, episode_timeout_s=1.0)
         requests = {name: Request(prompt_id=name, prompt_ids=PROMPT) for name in ("long", "short", "next")}
         sampling = SamplingConfig(n=2, max_tokens=512)
@@ -400,11 +398,11 @@ def test_held_episodes_go_on_with_their_tokens_and_their_time() -> None:
     assert [group.prompt_id for group in first] == ["short"]
     assert [group.prompt_id for group in second] == ["long", "next"]
     assert sorted(began) == ["long", "long", "next", "next", "short", "short"], "nothing starts again"
-    for result in second[0].results:
+    for result in second[0].samples:
         assert [span.policy_version for span in result.version_spans] == [0, 1]
-        versions = token_versions(result.version_spans)
-        assert result.response_ids == [1000 * version + place for place, version in enumerate(versions)]
-        assert result.log_probs == [-float(place) for place in range(150)]
+        versions = result.versions.tolist()
+        assert result.response_ids.tolist() == [1000 * version + place for place, version in enumerate(versions)]
+        assert result.log_probs.tolist() == [-float(place) for place in range(150)]
         assert result.score == 1.0
 
 
@@ -419,7 +417,7 @@ def test_episodes_that_are_not_kept_are_cancelled() -> None:
         finally:
             ended.append(episode.prompt_id)
 
-    async def step() -> list[EpisodeGroup]:
+    async def step() -> list[Group]:
         runs = EpisodeRuns(client, function)
         requests = [Request(prompt_id=name, prompt_ids=PROMPT) for name in ("long", "short")]
         return await runs.first(requests, SamplingConfig(n=1, max_tokens=10**9), num_groups=1, keep_rest=False)

@@ -13,13 +13,12 @@ from rollout_vllm_helpers import FaultyProxy, assert_complete, config_for_tests,
 from plinth_testing import wait_until
 from rollout_vllm import (
     ControlError,
-    GroupResult,
+    Group,
     LoraAdapters,
     Request,
     RolloutClient,
     SamplingConfig,
     ServerGroup,
-    token_versions,
 )
 from rollout_vllm.client.protocol import Choice, completion_body, parse_completion
 from rollout_vllm.servers.blocking_http import call
@@ -29,7 +28,7 @@ pytestmark = pytest.mark.slow
 LONG = SamplingConfig(n=4, max_tokens=200, ignore_eos=True, temperature=0.8)
 
 
-def started(client: RolloutClient, requests: list[Request]) -> Future[list[GroupResult]]:
+def started(client: RolloutClient, requests: list[Request]) -> Future[list[Group]]:
     """Start generation in the background and wait until both servers have generated tokens."""
 
     def tokens() -> list[float]:
@@ -81,11 +80,11 @@ def test_pause_keeps_every_token_with_its_version_and_log_prob(
     assert {s.last_policy_version for s in mixed} == {1}
     prompts = {r.prompt_id: list(r.prompt_ids) for r in requests}
     chosen = samples[::8] + mixed[:4]
-    cases = [(prompts[s.prompt_id], s.response_ids) for s in chosen]
+    cases = [(prompts[s.prompt_id], s.response_ids.tolist()) for s in chosen]
     theirs = reference_log_probs(cases, temperature=LONG.temperature, model=model_folder, adapters=[adapter_folder])
     worst, other = 0.0, 0.0
     for sample, both in zip(chosen, theirs, strict=True):
-        for place, version in enumerate(token_versions(sample.version_spans)):
+        for place, version in enumerate(sample.versions.tolist()):
             worst = max(worst, abs(sample.log_probs[place] - both[version][place]))
             other = max(other, abs(sample.log_probs[place] - both[1 - version][place]))
     assert worst < 5e-3
@@ -96,25 +95,25 @@ def test_generate_first_returns_early_and_the_rest_is_resumed(client: RolloutCli
     sampling = SamplingConfig(n=2, max_tokens=200)  # responses end at random lengths
     requests = make_requests(24, step=22)
     reported: list[str] = []
-    first = client.run(
+    first, rest = client.run(
         client.generate_first(requests, sampling, num_groups=8, on_group=lambda g: reported.append(g.prompt_id))
     )
-    assert len(first.groups) == 8
-    assert all(group.complete for group in first.groups)
-    assert sorted(reported) == sorted(group.prompt_id for group in first.groups)
-    assert len(first.rest) == 16
-    kept = sum(len(part.response_ids) for group in first.rest for part in group.samples)
+    assert len(first) == 8
+    assert all(group.complete for group in first)
+    assert sorted(reported) == sorted(group.prompt_id for group in first)
+    assert len(rest) == 16
+    kept = sum(len(part.response_ids) for group in rest for part in group.samples)
     assert kept > 0
     before = client.counters.response_tokens
-    second = client.generate_blocking(first.rest, sampling)
-    assert_complete([group.request for group in first.rest], second, 2)
+    second = client.generate_blocking(rest, sampling)
+    assert_complete([group.request for group in rest], second, 2)
     assert all(group.complete for group in second)
     total = sum(len(s.response_ids) for group in second for s in group.samples)
     assert client.counters.response_tokens - before == total - kept  # no token was generated twice
-    assert sorted(r.prompt_id for r in requests) == sorted(g.prompt_id for g in [*first.groups, *second])
+    assert sorted(r.prompt_id for r in requests) == sorted(g.prompt_id for g in [*first, *second])
 
-    discarded = client.run(client.generate_first(requests, LONG, num_groups=2, keep_rest=False))
-    assert (len(discarded.groups), discarded.rest) == (2, [])
+    discarded, rest = client.run(client.generate_first(requests, LONG, num_groups=2, keep_rest=False))
+    assert (len(discarded), rest) == (2, [])
     assert_idle(client)
 
 

@@ -135,8 +135,9 @@ def test_answer_has_what_its_client_reads(tokenizer: Any, patched: None, mark: i
     assert ("packed" in raw, raw["token_ids"]) == (mark == 2, None if mark == 2 else ids)
     assert raw.get("policy_versions") == ([[3, 1]] * len(ids) if mark else None)
     [choice] = parse_completion(body, 1, log_probs=log_probs and mark is not None)
-    assert choice.response_ids == ids
-    assert choice.log_probs == ([-token / 128 for token in ids] if log_probs and mark else None)
+    assert choice.response_ids.tolist() == ids
+    values = None if choice.log_probs is None else choice.log_probs.tolist()
+    assert values == ([-token / 128 for token in ids] if log_probs and mark else None)
 
 
 def test_an_answer_that_has_its_prompt_is_not_packed() -> None:

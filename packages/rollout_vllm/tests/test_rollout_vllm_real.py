@@ -33,8 +33,7 @@ from rollout_vllm import (
     ControlError,
     Endpoint,
     Episode,
-    EpisodeGroup,
-    GroupResult,
+    Group,
     KVCacheTooSmallError,
     LoraAdapters,
     ModelFolderError,
@@ -114,17 +113,17 @@ def test_seeds_repeat_and_differ(client: RolloutClient) -> None:
     [request] = make_requests(1, step=5)
     sampling = SamplingConfig(n=4, max_tokens=16, ignore_eos=True)
     first, again = (client.generate_blocking([request], sampling)[0] for _ in range(2))
-    assert [s.response_ids for s in first.samples] == [s.response_ids for s in again.samples]
-    assert len({tuple(s.response_ids) for s in first.samples}) == 4
+    assert [s.response_ids.tolist() for s in first.samples] == [s.response_ids.tolist() for s in again.samples]
+    assert len({tuple(s.response_ids.tolist()) for s in first.samples}) == 4
     other = dataclasses.replace(request, seed=request_seed(7, 6, "p0"))
     [different] = client.generate_blocking([other], sampling)
-    assert [s.response_ids for s in first.samples] != [s.response_ids for s in different.samples]
+    assert [s.response_ids.tolist() for s in first.samples] != [s.response_ids.tolist() for s in different.samples]
 
 
 def test_log_probs_are_those_after_temperature(client: RolloutClient, model_folder: Path) -> None:
     requests = make_requests(6, step=8)
     groups = client.generate_blocking(requests, SamplingConfig(n=2, max_tokens=12, temperature=0.6))
-    cases = [(r.prompt_ids, s.response_ids) for r, g in zip(requests, groups, strict=True) for s in g.samples]
+    cases = [(r.prompt_ids, s.response_ids.tolist()) for r, g in zip(requests, groups, strict=True) for s in g.samples]
     ours = [s.log_probs for g in groups for s in g.samples]
     theirs = [values for [values] in reference_log_probs(cases, temperature=0.6, model=model_folder)]
     difference = max(abs(a - b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True))
@@ -135,7 +134,7 @@ def test_log_probs_are_those_after_temperature(client: RolloutClient, model_fold
 def test_stop_tokens_and_length(client: RolloutClient) -> None:
     [request] = make_requests(1, step=2)
     [free] = client.generate_blocking([request], SamplingConfig(n=1, max_tokens=30, ignore_eos=True))
-    ids = free.samples[0].response_ids
+    ids = free.samples[0].response_ids.tolist()
     assert len(ids) == 30
     assert free.samples[0].finish_reason == "length"
     stop = ids[9]
@@ -143,7 +142,7 @@ def test_stop_tokens_and_length(client: RolloutClient) -> None:
         [request], SamplingConfig(n=1, max_tokens=30, ignore_eos=True, stop_token_ids=(stop,))
     )
     assert stopped.samples[0].finish_reason == "stop"
-    assert stopped.samples[0].response_ids == ids[: ids.index(stop) + 1]
+    assert stopped.samples[0].response_ids.tolist() == ids[: ids.index(stop) + 1]
 
 
 @pytest.mark.parametrize("knows_limit", [True, False])
@@ -284,7 +283,7 @@ def test_generate_in_the_event_loop_of_the_caller(pair: ServerGroup) -> None:
         client = RolloutClient(pair.endpoints, dataclasses.replace(config_for_tests(), max_samples_in_flight=4))
         seen: list[str] = []
 
-        async def on_group(group: GroupResult) -> None:
+        async def on_group(group: Group) -> None:
             await asyncio.sleep(0)
             seen.append(group.prompt_id)
             if len(seen) == 1:
@@ -317,7 +316,7 @@ def test_episodes(client: RolloutClient) -> None:
     requests = make_requests(3, step=9)
     sampling = SamplingConfig(n=2, max_tokens=40, ignore_eos=True)
 
-    async def main() -> tuple[list[EpisodeGroup], list[EpisodeGroup]]:
+    async def main() -> tuple[list[Group], list[Group]]:
         both = await run_episodes(client, requests, function, sampling, episode_timeout_s=8.0)
         again = await run_episodes(client, requests[:1], function, sampling)
         await client.aclose()
@@ -325,18 +324,18 @@ def test_episodes(client: RolloutClient) -> None:
 
     first, again = asyncio.run(main())
     assert [g.prompt_id for g in first] == ["p0", "p1", "p2"]
-    assert [len(g.results) for g in first] == [2, 1, 0]
+    assert [len(g.samples) for g in first] == [2, 1, 0]
     assert first[1].failures[0].kind == "rollout"
     assert "tool broke" in first[1].failures[0].message
     assert {f.kind for f in first[2].failures} == {"deadline"}
-    one = first[0].results[0]
+    one = first[0].samples[0]
     assert one.response_mask == ([True] * 4 + [False] * 3) * 3
-    assert one.response_ids[4:7] == tool
-    assert one.log_probs[4:7] == [0.0] * 3
+    assert one.response_ids[4:7].tolist() == tool
+    assert one.log_probs[4:7].tolist() == [0.0] * 3
     assert all(v < 0 for v, m in zip(one.log_probs, one.response_mask, strict=True) if m)
     assert one.data == {"note": "kept"}
     assert one.policy_versions == (0, 0, 0)
-    assert again[0].results[0].response_ids == one.response_ids
+    assert again[0].samples[0].response_ids.tolist() == one.response_ids.tolist()
 
 
 # ---- sleep ---------------------------------------------------------------------------------------------------------
@@ -350,7 +349,7 @@ def test_sleep_and_wake(pair: ServerGroup, client: RolloutClient) -> None:
     control.wake(pair.endpoints, tags=["kv_cache"])
     assert not any(control.is_sleeping(e) for e in pair.endpoints)
     after = client.generate_blocking(requests, sampling)
-    assert [g.samples[0].response_ids for g in after] == [g.samples[0].response_ids for g in before]
+    assert [g.samples[0].response_ids.tolist() for g in after] == [g.samples[0].response_ids.tolist() for g in before]
     wrong_key = Endpoint(pair.endpoints[1].url, "wrong")
     with pytest.raises(ControlError) as caught:
         control.sleep([wrong_key])
@@ -364,7 +363,7 @@ def test_lora_adapters_are_loaded_on_all_servers_or_none(
     requests, sampling = make_requests(4), SamplingConfig(n=1, temperature=0.0, max_tokens=12, ignore_eos=True)
 
     def generated() -> list[list[int]]:
-        return [g.samples[0].response_ids for g in client.generate_blocking(requests, sampling)]
+        return [g.samples[0].response_ids.tolist() for g in client.generate_blocking(requests, sampling)]
 
     base = generated()
     adapters = LoraAdapters(pair.endpoints)
@@ -535,15 +534,15 @@ def test_example_calculator(client: RolloutClient) -> None:
         lambda text: context, lambda ids: call % "1 + 1", end_of_call=end_of_call, max_turns=3
     )
 
-    async def main() -> list[EpisodeGroup]:
+    async def main() -> list[Group]:
         sampling = SamplingConfig(n=6, max_tokens=60, ignore_eos=True)
         groups = await run_episodes(client, make_requests(3, step=31), function, sampling)
         await client.aclose()
         return groups
 
-    results = [result for group in asyncio.run(main()) for result in group.results]
+    results = [result for group in asyncio.run(main()) for result in group.samples]
     assert len(results) == 18
     assert max(result.num_turns for result in results) > 1
     for result in results:
-        masked = [i for i, own in zip(result.response_ids, result.response_mask, strict=True) if not own]
+        masked = [i for i, own in zip(result.response_ids.tolist(), result.response_mask, strict=True) if not own]
         assert masked == context * result.data.get("num_calls", 0)

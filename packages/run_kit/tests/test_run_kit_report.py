@@ -5,7 +5,6 @@ import math
 import re
 import shutil
 import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -92,64 +91,6 @@ def test_texts_of_the_model_cannot_break_the_page(page: str) -> None:
     assert rewards[0] is None
 
 
-class StrictParser(HTMLParser):
-    """Fails where a browser would quietly repair: tags left open or closed twice, ids given twice, unknown entities."""
-
-    VOID = frozenset({"meta", "input", "br", "hr", "img", "link", "wbr"})
-
-    def __init__(self) -> None:
-        super().__init__(convert_charrefs=False)
-        self.open: list[str] = []
-        self.ids: list[str] = []
-        self.targets: list[str] = []
-        self.inline: list[tuple[str, str]] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        names = [name for name, _ in attrs]
-        assert len(set(names)) == len(names), (tag, names)
-        assert not any(name.startswith("on") for name in names), "an inline event handler"
-        values = dict(attrs)
-        self.ids += [str(values["id"])] if "id" in values else []
-        self.targets += [str(value) for name, value in attrs if name in ("src", "href", "action", "data")]
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert self.open, tag
-        assert "svg" in self.open, f"<{tag}/> is self-closing only inside svg"
-        self.handle_starttag(tag, attrs)
-        self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open, f"</{tag}> closes nothing"
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] in ("script", "style"):
-            self.inline.append((self.open[-1], data))
-        else:
-            assert "<" not in data
-
-    def handle_entityref(self, name: str) -> None:
-        assert name in ("amp", "lt", "gt", "quot", "rarr")
-
-
-def check_strictly(page: str) -> None:
-    parser = StrictParser()
-    parser.feed(page)
-    parser.close()
-    assert parser.open == []
-    assert len(set(parser.ids)) == len(parser.ids)
-    assert {target.removeprefix("#") for target in parser.targets} <= set(parser.ids)
-    kinds = [kind for kind, _ in parser.inline]
-    assert kinds == ["style", "script", "script"]
-    style, records, script = (text for _, text in parser.inline)
-    assert style.count("{") == style.count("}")
-    assert isinstance(json.loads(records), list)
-    for pair in ("{}", "()", "[]"):
-        assert script.count(pair[0]) == script.count(pair[1])
-
-
 @pytest.fixture(scope="module")
 def comparison(run: RunFolder, tmp_path_factory: pytest.TempPathFactory) -> Path:
     other = tmp_path_factory.mktemp("other") / "slower"
@@ -159,11 +100,14 @@ def comparison(run: RunFolder, tmp_path_factory: pytest.TempPathFactory) -> Path
     return write_comparison({"first <run>": run.path, "second & last": other}, other.parent / "page" / "c.html")
 
 
-def test_pages_are_strict_html(page: str, comparison: Path) -> None:
-    check_strictly(page)
-    check_strictly(comparison.read_text(encoding="utf-8"))
-    with pytest.raises(AssertionError):
-        check_strictly(page.replace("</table>", "", 1))
+def test_ids_are_unique_and_links_lead_to_them(page: str, comparison: Path) -> None:
+    for text in (page, comparison.read_text(encoding="utf-8")):
+        markup = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
+        ids = re.findall(r' id="([^"]*)"', markup)
+        assert len(set(ids)) == len(ids)
+        assert set(re.findall(r'href="#([^"]*)"|url\(#([^)]*)\)', markup)) <= {(one, "") for one in ids} | {
+            ("", one) for one in ids
+        }
 
 
 def test_a_comparison_shows_the_runs_side_by_side(comparison: Path) -> None:

@@ -59,14 +59,14 @@ def rloo_advantages(scores_N: Tensor, group_ids_N: Tensor) -> Tensor:
     return (_centered(scores, index_N, counts_G) * factor_G[index_N]).to(upcast(scores_N)[0].dtype)
 
 
-def remax_advantages(scores_N: Tensor, greedy_scores_N: Tensor) -> Tensor:
+def remax_advantages(scores_N: Tensor, baseline_scores_N: Tensor) -> Tensor:
     """ReMax: A_i = s_i minus the score of the greedy response to the same prompt. [N], [N] -> [N].
 
     Source: Li et al. 2023, arXiv:2310.10505.
     """
-    require_same_shape(scores_N=scores_N, greedy_scores_N=greedy_scores_N)
-    scores, greedy_scores = upcast(scores_N.detach(), greedy_scores_N.detach())
-    return scores - greedy_scores
+    require_same_shape(scores_N=scores_N, baseline_scores_N=baseline_scores_N)
+    scores, baseline_scores = upcast(scores_N.detach(), baseline_scores_N.detach())
+    return scores - baseline_scores
 
 
 def _grouped(scores_N: Tensor, group_ids_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,7 +21,7 @@ DEFAULT_TOKEN_BUDGET = 16_384
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """How a train batch is split into optimizer steps and forward/backward passes."""
+    """Split of a train batch into optimizer steps and forward/backward passes."""
 
     train_batch_size: int = 32
     """Prompts per step (one rollout). At least 1, a multiple of `mini_batch_size`."""

@@ -8,11 +8,9 @@ Pure Python and deterministic.
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from ..errors import BatchError
 
-Item = TypeVar("Item")
 Bins = list[list[int]]
 
 
@@ -36,22 +34,6 @@ class MicroBatchPlan:
     def rank_samples(self, rank: int) -> tuple[int, ...]:
         """Sample indices of a rank, in the order in which it computes them."""
         return tuple(index for micro in self.assignment[rank] for index in micro)
-
-    def restore(self, results: Sequence[Sequence[Sequence[Item]]]) -> list[Item]:
-        """Put results, laid out as `[rank][micro batch][sample]`, back in the order of the samples.
-
-        Raises `BatchError` when the results do not have the layout of this plan.
-        """
-        ordered: dict[int, Item] = {}
-        if len(results) != self.num_ranks:
-            raise BatchError(f"got results of {len(results)} ranks for a plan of {self.num_ranks}")
-        for rank, (micros, rank_results) in enumerate(zip(self.assignment, results, strict=True)):
-            got = [len(micro_results) for micro_results in rank_results]
-            if got != [len(micro) for micro in micros]:
-                raise BatchError(f"rank {rank}: got {got} results per micro batch, expected {[len(m) for m in micros]}")
-            for micro, micro_results in zip(micros, rank_results, strict=True):
-                ordered.update(zip(micro, micro_results, strict=True))
-        return [ordered[index] for index in range(self.num_samples)]
 
 
 def plan_micro_batches(
@@ -99,17 +81,21 @@ def plan_micro_batches(
     return MicroBatchPlan(assignment=assignment, num_samples=len(lengths))
 
 
-def split_mini_batches(num_prompts: int, mini_batch_size: int) -> tuple[tuple[int, ...], ...]:
-    """Split the indices 0 … num_prompts - 1, in order, into mini batches of exactly `mini_batch_size`.
+def split_mini_batches(group_ids: Sequence[int], num_groups: int) -> tuple[tuple[int, ...], ...]:
+    """The samples of each mini batch: `num_groups` whole groups, in the order in which groups first appear.
 
-    Raises `BatchError`, naming sizes that work, when `mini_batch_size` does not divide `num_prompts`.
+    The last mini batch is smaller if the groups do not divide. Raises `BatchError` for `num_groups` below 1.
+
+    Args:
+        group_ids: the group of each sample; any integers, equal for samples of the same prompt.
     """
-    if num_prompts < 1 or mini_batch_size < 1 or num_prompts % mini_batch_size:
-        raise BatchError(
-            f"mini_batch_size={mini_batch_size} does not divide the {num_prompts} prompts of a step;"
-            f" sizes that work: {listed(nearest_divisors(num_prompts, mini_batch_size))}"
-        )
-    return tuple(tuple(range(start, start + mini_batch_size)) for start in range(0, num_prompts, mini_batch_size))
+    if num_groups < 1:
+        raise BatchError(f"num_groups={num_groups}: must be at least 1")
+    number = {group: place for place, group in enumerate(dict.fromkeys(group_ids))}
+    minis: Bins = [[] for _ in range(-(-len(number) // num_groups))]
+    for sample, group in enumerate(group_ids):
+        minis[number[group] // num_groups].append(sample)
+    return tuple(map(tuple, minis))
 
 
 def balanced_partition(sizes: Sequence[int], num_bins: int) -> Bins:

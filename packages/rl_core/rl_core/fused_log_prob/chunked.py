@@ -48,7 +48,7 @@ def _capped_logits(block: LogitInputs) -> Tensor:
 
 
 def _target_columns(block: LogitInputs) -> tuple[Tensor, Tensor]:
-    """Whether each target is in the block, and its column there: [N] and [N, 1]; any column if it is elsewhere."""
+    """True if each target is in the block, and its column there: [N] and [N, 1]; any column if it is elsewhere."""
     local_N, width = block.targets_N - block.first_column, block.weight_VH.shape[0]
     return (local_N >= 0) & (local_N < width), local_N.clamp(0, width - 1)[:, None]
 

@@ -31,7 +31,7 @@ def _gluon_usable() -> bool:
 
 
 def supports(inputs: LogitInputs) -> bool:
-    """Whether the Hopper kernels support these inputs; otherwise the portable kernels run."""
+    """True if the Hopper kernels support these inputs; otherwise the portable kernels run."""
     hidden_NH, weight_VH = inputs.hidden_NH, inputs.weight_VH
     return (
         hidden_NH.is_cuda

@@ -46,7 +46,7 @@ class LogitSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LogitInputs:
-    """What the logits are computed from, and the targets: row numbers of the weight, -1 where another rank holds them.
+    """Inputs of the logits, and the targets: row numbers of the weight, -1 where another rank holds them.
 
     ``first_column``: number of the first row of ``weight_VH`` in the weight that ``targets_N`` refer to.
     """
@@ -101,7 +101,7 @@ class Kept:
 
 @dataclass(frozen=True, kw_only=True)
 class ShareOutput:
-    """Where a forward kernel writes a part of `Kept.shares`, and the references of its rows."""
+    """Memory to which a forward kernel writes a part of `Kept.shares`, and the references of its rows."""
 
     out_NC: Tensor
     reference_N: Tensor

@@ -34,7 +34,7 @@ class TeacherTopK:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TeacherHead:
-    """What makes the teacher's whole distribution of each position. Rows of its head beyond the student's V are unused,
+    """Inputs of the teacher's whole distribution at each position. Rows of its head beyond the student's V are unused,
     because heads of one vocabulary are padded to different sizes."""
 
     hidden_KG: Tensor
@@ -45,7 +45,7 @@ class TeacherHead:
 
 @dataclass(frozen=True, kw_only=True)
 class _Spec(LogitSpec):
-    """What the student's logits and the divergence are computed with."""
+    """Settings of the student's logits and of the divergence."""
 
     kind: DivergenceKind
     beta: float

@@ -96,7 +96,7 @@ def _python_rows(file: str, batches: Iterable[Any], on_bad: OnBad) -> Rows:
             raise DataError(problem, "Copy it again.", file=file) from error
         if batch is None:
             return
-        places = (Place(file=file, number=num_read + index) for index in range(batch.num_rows))
+        places = (Place(file=file, number=num_read + index, is_padded=True) for index in range(batch.num_rows))
         try:
             rows = batch.to_pylist(maps_as_pydicts="strict")
         except Exception:  # pyarrow raises many kinds; `_readable` finds the row

@@ -16,6 +16,8 @@ class Place:
     file: str
     number: int
     is_line: bool = False
+    is_padded: bool = False
+    """Structs of the row have the fields of all rows, as in Arrow: a null may be a field that the row does not have."""
 
     def __str__(self) -> str:
         return self.error("", "").place

@@ -72,6 +72,8 @@ class HeldOut:
 
     def contained(self, words: Sequence[str]) -> tuple[int, float] | None:
         """The prompt that a text contains most of, and the share of its n-grams; None if it contains none."""
+        if not self._sizes:
+            return None
         counts = Counter(owner for ngram in ngrams(words, self._n) for owner in self._owners.get(ngram, ()))
         shares = [(count / self._sizes[owner], -owner) for owner, count in counts.items()]
         share, negative = max(shares, default=(0.0, 0))

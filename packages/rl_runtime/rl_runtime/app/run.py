@@ -181,7 +181,7 @@ def _rollouts(
             episode=config.episode,
             chat=chat_format(inputs.tokenizer, config.data) if config.episode.environment is not None else None,
             oversampling=config.oversampling,
-            greedy_baseline=config.greedy_baseline,
+            extra_rollout=config.extra_rollout,
         ),
         sampler=PromptSampler(len(inputs.train_prompts), seed=config.trainer.seed, shuffle=config.data.shuffle),
         train_prompts=inputs.train_prompts,

@@ -157,7 +157,7 @@ def protect_ray() -> None:
 
 
 def ray_has_token() -> bool:
-    """Whether the Ray that this process has started requires a token."""
+    """True if the Ray that this process has started requires a token."""
     return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
 
 

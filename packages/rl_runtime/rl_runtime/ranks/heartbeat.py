@@ -28,7 +28,7 @@ _WAITING = ("torch/distributed/", "deepspeed/comm/", "ds_engine/agreement.py", "
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """What a rank's main thread does."""
+    """Activity of a rank's main thread."""
 
     host: str
     pid: int
@@ -55,7 +55,7 @@ class Beat:
 
 @dataclass(frozen=True, kw_only=True)
 class Receiver:
-    """Where the ranks send their heartbeats."""
+    """Receiver of the ranks' heartbeats."""
 
     host: str
     port: int

@@ -5,32 +5,51 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from ds_engine import EngineConfig, Head, HeadTerm, LossFn, OptimConfig, StepStats, TokenOutputs
-from rl_core import BatchConfig
+from torch import Tensor
+
+from ds_engine import EngineConfig, Head, HeadTerm, LossFn, OptimConfig, StepStats, ZeroEngine
+from rl_core import Batch, BatchConfig
 from weight_sync import Endpoint, SyncConfig, SyncReport
 
 from ..errors import DivergedError
-from ..experience import ExperienceBatch, Float32Array, Phase
-from .loss_spec import LossSpec
-from .train_batch import MiniBatch, TrainBatch
+from ..samples import Phase
+from .rank_function import RankFunction
+from .train_batch import Layout, MiniBatch, TrainBatch
 from .trainer_worker import ModelDescription, TrainerWorker
 from .worker_group import WorkerGroup
 
 T = TypeVar("T")
+Compute = Callable[[ZeroEngine, Sequence[Batch]], list[Tensor]]
+"""(engine, micro batches of a rank) -> one value per target of each micro batch, [K]."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenColumns:
-    """Per-token results in the order of the batch: N float32 arrays, one value per generated token."""
+def log_probs(
+    engine: ZeroEngine, micro_batches: Sequence[Batch], *, temperature: float, adapters: bool
+) -> list[Tensor]:
+    """Log-prob of each target, on a rank."""
+    outputs = engine.log_probs(micro_batches, temperature=temperature, adapters=adapters)
+    return [output.log_probs_K for output in outputs]
 
-    log_probs: tuple[Float32Array, ...]
-    entropy: tuple[Float32Array, ...]
+
+def values(engine: ZeroEngine, micro_batches: Sequence[Batch]) -> list[Tensor]:
+    """Value of the state before each target, on a rank."""
+    return engine.values(micro_batches)
+
+
+def next_tokens(engine: ZeroEngine, micro_batches: Sequence[Batch]) -> list[Tensor]:
+    """The most likely token in the place of each target, on a rank; float32 holds every token id exactly."""
+    return [tokens_K.float() for tokens_K in engine.next_tokens(micro_batches)]
+
+
+def hidden_states(engine: ZeroEngine, micro_batches: Sequence[Batch]) -> list[Tensor]:
+    """The hidden states that predict the targets, on a rank."""
+    return engine.hidden_states(micro_batches)
 
 
 def is_skipped(stats: StepStats) -> bool:
-    """Whether an optimizer step changed nothing, because a gradient was not finite."""
+    """True if an optimizer step changed nothing, because a gradient was not finite."""
     return not (stats.step_applied and math.isfinite(stats.grad_norm))
 
 
@@ -55,8 +74,9 @@ class SkippedUpdates:
         if scaled not in self._reported:
             self._reported.add(scaled)
             why = f"loss {stats.loss:.4g}, gradient norm {stats.grad_norm:.4g}"
-            what = f"fp16 lowers its loss scale, {stats.loss_scale:g}, which is normal at the start" if scaled else why
-            self._report(f"warning: skipped an update of the {self._model}, because its gradient is not finite: {what}")
+            if scaled:
+                why = f"fp16 lowers its loss scale, {stats.loss_scale:g}, which is normal at the start"
+            self._report(f"warning: skipped an update of the {self._model}, because its gradient is not finite: {why}")
         self.in_a_row += not scaled
         if self._limit and self.in_a_row >= self._limit:
             raise self.error(f"allowed: fewer than trainer.max_skipped_updates ({self._limit}) in a row")
@@ -101,114 +121,93 @@ class ModelHandle:
         self._sp = config.sequence_parallel
         self.ranks.run(TrainerWorker.build, self.name, model_path, replace(config, optim=OptimConfig()), None, head)
 
-    def log_probs(
-        self,
-        batch: TrainBatch | ExperienceBatch,
-        *,
-        column: str | None = None,
-        adapters: bool = True,
-        leave_first: bool = False,
-    ) -> TokenColumns:
-        """Log-probs of the generated tokens at the rollout's temperature, and entropies, without gradients.
+    def compute(self, batch: TrainBatch, function: Compute, *, mini_batches: Sequence[int] | None = None) -> Tensor:
+        """One value per target, [K], computed by every rank for its micro batches, without gradients.
 
         Args:
-            batch: the ranks keep a `TrainBatch` for later calls, and an `ExperienceBatch` for this call only.
-            column: adds the log-probs to the train batch under this name, for the updates.
+            function: a function of a module, or a `functools.partial` of one; the ranks import it.
+            mini_batches: those to compute, NaN for the others; None: all.
+
+        Raises:
+            InputError: the ranks cannot import `function`.
+        """
+        chosen = range(len(batch.mini_batches)) if mini_batches is None else mini_batches
+        number = batch.send(self._layout)
+        outputs = self.ranks.run(TrainerWorker.compute, number, self.name, RankFunction.of(function), chosen)
+        return batch.gather(self._layout, outputs, chosen)
+
+    def log_probs(
+        self, batch: TrainBatch, *, mini_batches: Sequence[int] | None = None, adapters: bool = True
+    ) -> Tensor:
+        """Log-probs of the targets at the rollout's temperature, float32 [K]; see `compute`.
+
+        Args:
             adapters: False computes without the LoRA adapters: the base model, as a reference.
-            leave_first: the first mini batch of a `TrainBatch` is left to its update, `update(own_log_probs=column)`,
-                whose forward pass computes the same before it changes the weights; NaN here. A batch with one mini
-                batch costs nothing then.
 
         Raises:
             RankError: `adapters=False`, but the engine has none.
-            ValueError: `leave_first` without a column, or without a `TrainBatch` that an update could complete.
         """
-        if leave_first and (column is None or isinstance(batch, ExperienceBatch)):
-            raise ValueError(
-                "leave_first is True; allowed: false without a column of a TrainBatch for an update to fill"
-            )
-        if isinstance(batch, ExperienceBatch):
-            with TrainBatch.of(batch) as only:
-                return self.log_probs(only, adapters=adapters)
-        first, num = int(leave_first), len(batch.mini_batches)
-        outputs: list[TokenOutputs] = []
-        if first < num:
-            outputs = self._on_ranks(TrainerWorker.log_probs, batch, self._temperature, column, adapters, first)
-        collect = partial(batch.collect, *self._layout, mini_batches=range(first, num))
-        log_probs_K = collect([output.log_probs_K for output in outputs], column=column)
-        entropy_K = collect([output.entropy_K for output in outputs])
-        return TokenColumns(log_probs=batch.split(log_probs_K), entropy=batch.split(entropy_K))
+        function = partial(log_probs, temperature=self._temperature, adapters=adapters)
+        return self.compute(batch, function, mini_batches=mini_batches)
 
-    def values(self, batch: TrainBatch | ExperienceBatch, *, column: str | None = None) -> tuple[Float32Array, ...]:
-        """A critic's value of the state before each generated token, without gradients; arguments as in `log_probs`."""
-        if isinstance(batch, ExperienceBatch):
-            with TrainBatch.of(batch) as only:
-                return self.values(only)
-        outputs = self._on_ranks(TrainerWorker.values, batch, column)
-        return batch.split(batch.collect(*self._layout, outputs, column=column))
+    def values(self, batch: TrainBatch) -> Tensor:
+        """A critic's value of the state before each target, float32 [K]; see `compute`."""
+        return self.compute(batch, values)
 
     def next_tokens(self, batch: TrainBatch) -> list[int]:
         """The most likely token in the place of each target, in the batch's order; see `ZeroEngine.next_tokens`."""
-        outputs = self._on_ranks(TrainerWorker.next_tokens, batch)
-        # float32 holds every token id exactly.
-        return [int(token) for token in batch.collect(*self._layout, [output.float() for output in outputs])]
+        return [int(token) for token in self.compute(batch, next_tokens)]
 
     def keep_hidden_states(self, batch: TrainBatch, *, column: str) -> None:
         """Leaves the hidden states that predict the targets on the ranks, as `column` [K_r, H] of the train batch."""
-        self._on_ranks(TrainerWorker.keep_hidden_states, batch, column)
+        number, everything = batch.send(self._layout), range(len(batch.mini_batches))
+        function = RankFunction.of(hidden_states)
+        self.ranks.run(TrainerWorker.compute, number, self.name, function, everything, column)
 
     def update(
         self,
-        mini_batch: MiniBatch | ExperienceBatch,
+        mini_batch: MiniBatch,
         loss_fn: LossFn,
         *,
         head_term: HeadTerm | None = None,
         teacher: "ModelHandle | None" = None,
-        own_log_probs: str | None = None,
     ) -> StepStats:
         """One optimizer step; `loss_fn` returns each micro batch's share of the loss.
 
         Args:
-            mini_batch: a mini batch of a `TrainBatch`, or an `ExperienceBatch` that the ranks keep for this call only.
+            mini_batch: a mini batch of a `TrainBatch`, with the columns that the batch has now.
             loss_fn: a function of a module, or a `functools.partial` of one; the ranks import it.
             head_term: the same for a term that needs the LM head's weight; see `ds_engine.HeadTerm`.
             teacher: a frozen model of the same ranks, whose LM head the term gets as `teacher_head`.
-            own_log_probs: a column that `log_probs(leave_first=True)` left out of the first mini batch. Its loss gets
-                the log-probs of its own forward pass there, detached, and the train batch keeps them.
 
         Raises:
             InputError: the ranks cannot import `loss_fn`.
-            ValueError: another mini batch lacks `own_log_probs` and has to be updated first: later its log-probs are
-                those of changed weights.
             DivergedError: `max_skipped_updates` updates in a row had a gradient that is not finite.
         """
-        if isinstance(mini_batch, ExperienceBatch):
-            with TrainBatch.of(mini_batch) as only:
-                return self.update(only.mini_batches[0], loss_fn, head_term=head_term, teacher=teacher)
-        index = mini_batch.index
-        lacking = mini_batch.batch.lacking(own_log_probs) if own_log_probs else frozenset()
-        if lacking and index not in lacking:
-            raise ValueError(f"mini batch {index} is updated before {min(lacking)}, which lacks {own_log_probs!r}")
-        own = own_log_probs if lacking else None
-        loss, term = LossSpec.of(loss_fn), None if head_term is None else LossSpec.of(head_term)
-        deliveries = mini_batch.batch.deliveries(*self._layout, with_columns=True)
-        of_teacher = None if teacher is None else teacher.name
+        term = None if head_term is None else RankFunction.of(head_term)
+        return self._train(mini_batch, loss_fn, head_term=term, teacher=None if teacher is None else teacher.name)[0]
+
+    def update_with_own_log_probs(
+        self, mini_batch: MiniBatch, loss_fn: LossFn, *, column: str
+    ) -> tuple[StepStats, Tensor]:
+        """`update` whose loss gets the log-probs of its own forward pass as `column`; with these, [K], else NaN."""
+        stats, outputs = self._train(mini_batch, loss_fn, own_log_probs=column)
+        return stats, mini_batch.train_batch.gather(self._layout, outputs, [mini_batch.index])
+
+    def _train(self, mini_batch: MiniBatch, loss_fn: LossFn, **options: Any) -> tuple[StepStats, list[Tensor]]:
+        """`TrainerWorker.train` on every rank; the statistics of rank 0, and the own log-probs of each."""
+        batch, index = mini_batch.train_batch, mini_batch.index
+        loss, number = RankFunction.of(loss_fn), batch.send(self._layout)
+        columns = batch.missing_columns(self._layout, index)
         results = self.ranks.run_each(
-            TrainerWorker.train, deliveries, self.name, index, loss, self._temperature, term, of_teacher, own
+            TrainerWorker.train, columns, number, self.name, index, loss, self._temperature, **options
         )
-        if own is not None:
-            kept = [log_probs_Kr for _, log_probs_Kr in results if log_probs_Kr is not None]
-            mini_batch.batch.collect(*self._layout, kept, column=own, mini_batches=[index])
         stats = results[0][0]
         self.skipped.count(stats)
-        return stats
-
-    def _on_ranks(self, method: Callable[..., T], batch: TrainBatch, *args: object) -> list[T]:
-        """Calls `method` on every rank with its part of the batch, without the columns that updates alone need."""
-        return self.ranks.run_each(method, batch.deliveries(*self._layout, with_columns=False), self.name, *args)
+        return stats, [own_Kr for _, own_Kr in results]
 
     @property
-    def _layout(self) -> tuple[WorkerGroup, int, BatchConfig]:
+    def _layout(self) -> Layout:
         """Models with equal layouts share the ranks' copy of a train batch."""
         return self.ranks, self._sp, self._batch
 
@@ -258,9 +257,9 @@ class WithoutAdapters:
 
     model: ModelHandle
 
-    def log_probs(self, batch: TrainBatch | ExperienceBatch, *, column: str | None = None) -> TokenColumns:
+    def log_probs(self, batch: TrainBatch) -> Tensor:
         """See `ModelHandle.log_probs`."""
-        return self.model.log_probs(batch, column=column, adapters=False)
+        return self.model.log_probs(batch, adapters=False)
 
 
 Reference = ModelHandle | WithoutAdapters

@@ -1,174 +1,122 @@
 """A train batch on the trainer ranks: planned, packed and sent to a rank group once per step.
 
-Every later call refers to the batch by its number and brings only the per-token columns that the ranks lack. The plan
-of the micro batches is made per mini batch, and log-probs, values and updates all use it.
+Later calls refer to it by its number. An update brings the columns that its mini batch lacks on the ranks; the plan of
+the micro batches is made per mini batch, and log-probs, values and updates all use it.
 
-Shapes: `N` samples, `K` generated tokens of all samples in order; `K_r` generated tokens of one rank in the order in
-which it computes them (mini batch, micro batch, sample).
+Shapes: `K` targets of all sequences in order; `K_r` those of one rank in the order in which it computes them (mini
+batch, micro batch, sequence).
 """
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from rl_core import BatchConfig, PackedBatch, SequenceData, pack, plan_micro_batches
+from rl_core import Batch, BatchConfig, plan_micro_batches
 
-from ..experience import ExperienceBatch, Float32Array
-from .trainer_worker import Delivery, TrainerWorker
+from .trainer_worker import TrainerWorker
 from .worker_group import WorkerGroup
 
+Layout = tuple[WorkerGroup, int, BatchConfig]
+"""The ranks of a model, how many of them share a sequence (sp), and the limits of a micro batch."""
+Assignment = list[list[list[int]]]
+"""[replica][micro batch] -> sequences of a mini batch."""
+
+T = TypeVar("T")
 _numbers = itertools.count(1)
 
 
 class TrainBatch:
-    """The sequences of one step with their columns, divided into mini batches.
+    """The mini batches of a `Batch`, and its copies on the ranks.
 
-    A context manager: leaving it frees the copies on the ranks.
+    A context manager: leaving it frees the copies.
 
     ```
-    with TrainBatch.of(samples, mini_batches=samples.mini_batch_indices(32)) as batch:
-        old = actor.log_probs(batch, column="old_log_probs")
-        batch.add_columns({"advantages": advantages_K})
-        for mini_batch in batch.mini_batches:
+    with TrainBatch(batch, mini_batches=mini_batches) as train_batch:
+        batch.add_columns(old_log_probs=actor.log_probs(train_batch))
+        batch.add_columns(advantages=advantages_K)
+        for mini_batch in train_batch.mini_batches:
             actor.update(mini_batch, loss_fn)
     ```
     """
 
     def __init__(
-        self,
-        sequences: Sequence[SequenceData],
-        *,
-        mini_batches: Sequence[Sequence[int]] | None = None,
-        columns: Mapping[str, Tensor] | None = None,
-        group_size: int = 1,
+        self, batch: Batch, *, mini_batches: Sequence[Sequence[int]] | None = None, group_size: int = 1
     ) -> None:
         """Sends nothing; the first call of a model sends the batch to its ranks.
 
         Args:
-            sequences: token ids and masks of the N samples; their own columns are not used.
-            mini_batches: sample indices of each mini batch, each sample once; None for a single mini batch.
-            columns: float32 [K] by name.
-            group_size: so many consecutive samples of a mini batch (a chosen and a rejected response) are in one micro
-                batch, side by side and in order; a limit of samples per micro batch then counts groups.
+            batch: its columns may be added later, up to the first update of a mini batch that needs them.
+            mini_batches: the sequences of each mini batch, each once; None for a single mini batch.
+            group_size: so many consecutive sequences of a mini batch (a chosen and a rejected response) are in one
+                micro batch, side by side and in order; a limit of sequences per micro batch then counts groups.
 
         Raises:
             ValueError: a mini batch is not made of whole groups.
         """
-        self._sequences, self._group_size = sequences, group_size
-        self._lens = [_num_targets(sequence) for sequence in sequences]
-        self._minis = [list(mini) for mini in mini_batches] if mini_batches else [list(range(len(sequences)))]
+        self.batch, self._group_size = batch, group_size
+        self._minis = list(mini_batches) if mini_batches else [range(batch.num_sequences)]
         if broken := [len(mini) for mini in self._minis if len(mini) % group_size]:
-            raise ValueError(f"a mini batch has {broken[0]} samples; allowed: multiples of group_size={group_size}")
-        self._columns: dict[str, Tensor] = {}
-        self._lacking: dict[str, set[int]] = {}
-        self._on_ranks: dict[tuple[int, int, BatchConfig], _BatchOnRanks] = {}
-        self._number = next(_numbers)
-        self.add_columns(columns or {})
-
-    @classmethod
-    def of(cls, samples: ExperienceBatch, *, mini_batches: Sequence[Sequence[int]] | None = None) -> "TrainBatch":
-        """The samples with their columns; `mini_batches` as in the constructor."""
-        return cls(
-            [samples.sequence(index) for index in range(len(samples.items))],
-            mini_batches=mini_batches,
-            columns={name: samples.flat(name) for name in samples.columns},
-        )
+            raise ValueError(f"a mini batch has {broken[0]} sequences; allowed: multiples of group_size={group_size}")
+        self._assignments: dict[Layout, list[Assignment]] = {}
+        """Of each mini batch, for every layout that holds the batch."""
+        self._sent: dict[Layout, set[tuple[int, str]]] = {}
+        """(mini batch, column) pairs that the ranks have."""
+        self._numbers: dict[Layout, int] = {}
+        """The name of each copy on its ranks."""
 
     @property
     def mini_batches(self) -> tuple["MiniBatch", ...]:
         """The mini batches in order, for `ModelHandle.update`."""
-        return tuple(MiniBatch(batch=self, index=index) for index in range(len(self._minis)))
+        return tuple(MiniBatch(train_batch=self, index=index) for index in range(len(self._minis)))
 
-    def add_columns(self, columns: Mapping[str, Tensor]) -> None:
-        """Adds per-token columns, [K] or [K, ...]; the next update sends them to its ranks, int64 as it is and other
-        values as float32.
+    def send(self, layout: Layout) -> int:
+        """Packs the micro batches and sends each rank its own, unless the ranks have them; the number of the copy."""
+        if layout in self._numbers:
+            return self._numbers[layout]
+        ranks, sp, config = layout
+        dp = ranks.world_size // sp
+        lens = self.batch.seq_lens_S.tolist()
+        plans = [assignment(lens, mini, dp, config, sp, group_size=self._group_size) for mini in self._minis]
+        bare = self.batch.without_columns()
+        parts = [[[bare.select(micro) for micro in plan[replica]] for plan in plans] for replica in range(dp)]
+        number = next(_numbers)
+        ranks.run_each(TrainerWorker.hold_batch, _for_each_rank(parts, sp), number)
+        self._assignments[layout], self._sent[layout], self._numbers[layout] = plans, set(), number
+        return number
 
-        Raises:
-            ValueError: a column exists already or has another length.
-        """
-        for name, column_K in columns.items():
-            if name in self._columns:
-                raise ValueError(f"column {name!r} exists already")
-            if column_K.shape[:1] != (sum(self._lens),):
-                raise ValueError(
-                    f"column {name!r} has shape {tuple(column_K.shape)}; allowed: ({sum(self._lens)},), one value "
-                    "per generated token"
-                )
-            self._columns[name] = column_K if column_K.dtype == torch.int64 else column_K.to(torch.float32)
-
-    def deliveries(self, ranks: WorkerGroup, sp: int, config: BatchConfig, *, with_columns: bool) -> list[Delivery]:
-        """One delivery per rank of `ranks`: the batch in the first call, missing columns in later calls.
-
-        A column that a mini batch lacks is not sent to other ranks than those that compute it.
-        """
+    def missing_columns(self, layout: Layout, mini_batch: int) -> list[dict[str, Tensor]]:
+        """For each rank the columns that its part of a mini batch lacks, [K_r] each, which an update takes along."""
         # A copy first: models on other ranks may add columns meanwhile (`run_concurrently`).
-        columns = dict(self._columns) if with_columns else {}
-        whole = {name: column_K for name, column_K in columns.items() if not self._lacking.get(name)}
-        return self._placed(ranks, sp, config).deliveries(self._number, whole)
+        columns, sent = dict(self.batch.columns), self._sent[layout]
+        names = [name for name in columns if (mini_batch, name) not in sent]
+        sent |= {(mini_batch, name) for name in names}
+        places = [self._places(layout, replica, [mini_batch]) for replica in range(len(self._assignments[layout][0]))]
+        parts = [{name: columns[name][places_Kr] for name in names} for places_Kr in places]
+        return _for_each_rank(parts, layout[1])
 
-    def collect(
-        self,
-        ranks: WorkerGroup,
-        sp: int,
-        config: BatchConfig,
-        outputs: Sequence[Tensor],
-        *,
-        column: str | None = None,
-        mini_batches: Sequence[int] | None = None,
-    ) -> Tensor:
-        """The ranks' results of some mini batches (None: all), [K_r] each, as [K], NaN for the others.
-
-        Args:
-            column: the name under which the ranks kept them. The batch keeps them too; the other mini batches lack it.
-        """
-        placed, everything = self._placed(ranks, sp, config), range(len(self._minis))
-        chosen = everything if mini_batches is None else mini_batches
-        values_K = placed.in_order(outputs, sum(self._lens), chosen)
-        if column is None:
-            return values_K
-        if self._lacking.get(column):
-            placed.in_order(outputs, sum(self._lens), chosen, into=self._columns[column])
-            self._lacking[column] -= set(chosen)
-        else:
-            self.add_columns({column: values_K.clone()})
-            placed.columns.add(column)
-            self._lacking[column] = set(everything) - set(chosen)
+    def gather(self, layout: Layout, outputs: Sequence[Tensor], mini_batches: Sequence[int]) -> Tensor:
+        """The ranks' results of some mini batches, [K_r] each, in the order of the batch: [K], NaN for the others."""
+        values_K = torch.full((self.batch.num_targets,), math.nan)
+        for replica, output_Kr in enumerate(outputs[:: layout[1]]):
+            values_K[self._places(layout, replica, mini_batches)] = output_Kr
         return values_K
 
-    def column(self, name: str) -> Tensor:
-        """A column, [K], in the order of the samples.
-
-        Raises:
-            ValueError: there is no such column, or a mini batch lacks it (`ModelHandle.log_probs(leave_first=True)`).
-        """
-        if name not in self._columns or self._lacking.get(name):
-            raise ValueError(f"column {name!r} does not exist, or mini batches {sorted(self.lacking(name))} lack it")
-        return self._columns[name]
-
-    def lacking(self, name: str) -> frozenset[int]:
-        """The mini batches that lack a column which others have."""
-        return frozenset(self._lacking.get(name, ()))
-
-    def _placed(self, ranks: WorkerGroup, sp: int, config: BatchConfig) -> "_BatchOnRanks":
-        key = (id(ranks), sp, config)
-        if key not in self._on_ranks:
-            self._on_ranks[key] = _BatchOnRanks(self, ranks, sp, config)
-        return self._on_ranks[key]
-
-    def split(self, values_K: Tensor) -> tuple[Float32Array, ...]:
-        """A float32 [K] tensor as one array per sample."""
-        return tuple(part.numpy() for part in values_K.split(self._lens))
+    def _places(self, layout: Layout, replica: int, mini_batches: Sequence[int]) -> Tensor:
+        """Places among the K of what a replica computes for these mini batches, in its order."""
+        plans = self._assignments[layout]
+        return self.batch.target_places([i for mini in mini_batches for micro in plans[mini][replica] for i in micro])
 
     def close(self) -> None:
         """Frees the ranks' copies."""
-        for placed in self._on_ranks.values():
-            placed.ranks.run(TrainerWorker.drop_batch, self._number)
-        self._on_ranks = {}
+        for (ranks, _, _), number in self._numbers.items():
+            ranks.run(TrainerWorker.drop_batch, number)
+        self._numbers = {}
 
     def __enter__(self) -> "TrainBatch":
         return self
@@ -184,78 +132,31 @@ class TrainBatch:
 class MiniBatch:
     """One mini batch of a train batch."""
 
-    batch: TrainBatch
+    train_batch: TrainBatch
     index: int
 
 
-class _BatchOnRanks:
-    """A train batch on one rank group; sp consecutive ranks hold the same part."""
-
-    def __init__(self, batch: TrainBatch, ranks: WorkerGroup, sp: int, config: BatchConfig) -> None:
-        self.ranks, self._sp = ranks, sp
-        self.columns: set[str] = set()
-        sequences, dp, size = batch._sequences, ranks.world_size // sp, batch._group_size
-        plans = [assignment(sequences, mini, dp, config, sp, group_size=size) for mini in batch._minis]
-        replicas = [[plan[replica] for plan in plans] for replica in range(dp)]
-        positions = torch.arange(sum(batch._lens)).split(batch._lens)
-        nothing = torch.zeros(0, dtype=torch.int64)
-        # [replica][mini batch]: places of the tokens among the K.
-        self._order = [
-            [torch.cat([nothing, *(positions[index] for micro in mini for index in micro)]) for mini in replica]
-            for replica in replicas
-        ]
-        # None once sent.
-        self._packed: list[list[list[PackedBatch]]] | None = [
-            [[pack([sequences[i] for i in micro], column_names=()) for micro in mini] for mini in replica]
-            for replica in replicas
-        ]
-
-    def deliveries(self, number: int, columns: Mapping[str, Tensor]) -> list[Delivery]:
-        missing = {name: column_K for name, column_K in columns.items() if name not in self.columns}
-        packed, self._packed = self._packed, None
-        self.columns |= set(missing)
-        per_replica = [
-            Delivery(
-                batch=number,
-                mini_batches=None if packed is None else packed[replica],
-                columns={name: column_K[torch.cat(order)] for name, column_K in missing.items()},
-            )
-            for replica, order in enumerate(self._order)
-        ]
-        return [delivery for delivery in per_replica for _ in range(self._sp)]
-
-    def in_order(
-        self, outputs: Sequence[Tensor], num_tokens: int, mini_batches: Sequence[int], *, into: Tensor | None = None
-    ) -> Tensor:
-        """Results of all ranks for these mini batches, [K_r] each, in the order of the samples: [K], else NaN.
-
-        `into`: writes them there.
-        """
-        values_K = torch.full((num_tokens,), math.nan) if into is None else into
-        if mini_batches:
-            for order, output_Kr in zip(self._order, outputs[:: self._sp], strict=True):
-                values_K[torch.cat([order[mini] for mini in mini_batches])] = output_Kr
-        return values_K
-
-
 def assignment(
-    sequences: Sequence[SequenceData],
+    lens: Sequence[int],
     mini_batch: Sequence[int],
     num_replicas: int,
     config: BatchConfig,
     sp: int,
     *,
     group_size: int = 1,
-) -> list[list[list[int]]]:
-    """[replica][micro batch] -> samples of a mini batch, the same number of micro batches on every replica.
+) -> Assignment:
+    """The sequences of a mini batch by replica and micro batch, the same number of micro batches on every replica.
 
     The limits per micro batch are multiplied by sp, because each of the sp ranks holds 1/sp of the tokens. Groups of
-    `group_size` consecutive samples stay together, in order.
+    `group_size` consecutive sequences stay together, in order.
+
+    Args:
+        lens: tokens of every sequence of the train batch.
     """
     size, budget = config.micro_batch_size, config.max_packed_tokens
     groups = [mini_batch[start : start + group_size] for start in range(0, len(mini_batch), group_size)]
     plan = plan_micro_batches(
-        [sum(len(sequences[i].prompt_ids) + len(sequences[i].response_ids) for i in group) for group in groups],
+        [sum(lens[i] for i in group) for group in groups],
         num_ranks=num_replicas,
         token_budget=None if size else budget * sp,
         micro_batch_size=size * sp if size else None,
@@ -263,7 +164,6 @@ def assignment(
     return [[[i for group in micro for i in groups[group]] for micro in replica] for replica in plan.assignment]
 
 
-def _num_targets(sequence: SequenceData) -> int:
-    """Generated tokens of the response."""
-    mask = sequence.response_mask
-    return len(sequence.response_ids) if mask is None else int(torch.as_tensor(mask).sum())
+def _for_each_rank(parts: Sequence[T], sp: int) -> list[T]:
+    """The part of every replica, once for each of its sp ranks."""
+    return [part for part in parts for _ in range(sp)]

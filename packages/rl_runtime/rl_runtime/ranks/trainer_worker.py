@@ -7,9 +7,7 @@ import gc
 import logging
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +31,11 @@ from ckpt import (
     save_hf_folder,
 )
 from ds_engine import EngineConfig, Head, LossFn, LossOutput, StepStats, TokenOutputs, ZeroEngine, init_distributed
-from rl_core import PackedBatch, linear_log_prob
+from rl_core import Batch, linear_log_prob
 from weight_sync import Adapter, Endpoint, SyncConfig, SyncReport, WeightPusher, ZeroSource
 
 from .heartbeat import Heartbeat, Receiver
-from .loss_spec import LossSpec
+from .rank_function import RankFunction
 
 _RNG = "rng"
 
@@ -45,24 +43,14 @@ ModelDescription = dict[str, dict[str, Any]]
 """Shape and dtype by parameter name, JSON-able; see `ckpt.describe_model`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Delivery:
-    """A reference to a train batch, with the parts of it that the rank does not have yet."""
-
-    batch: int
-    """The batch's number."""
-    mini_batches: list[list[PackedBatch]] | None = None
-    """[mini batch][micro batch] of this rank; None once the rank has them."""
-    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Per-token columns by name, float32 [K_r] in the order of the rank's micro batches."""
-
-
 def _with_own_log_probs(
-    outputs: TokenOutputs, batch: PackedBatch, *, loss_fn: LossFn, column: str, kept: list[torch.Tensor]
+    outputs: TokenOutputs, batch: Batch, *, loss_fn: LossFn, column: str, kept: list[torch.Tensor]
 ) -> LossOutput:
     """The loss of a micro batch whose `column` is its own log-probs, which are added to `kept`."""
-    kept.append(outputs.log_probs_K.detach())
-    return loss_fn(outputs, batch.with_columns(**{column: kept[-1]}))
+    own_K = outputs.log_probs_K.detach()
+    kept.append(own_K)
+    batch.add_columns(**{column: own_K})
+    return loss_fn(outputs, batch)
 
 
 class RankProfiler:
@@ -92,7 +80,7 @@ class TrainerWorker(RankProfiler):
         # CUDA_VISIBLE_DEVICES shows a rank only its own GPU.
         self.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
         self._engines: dict[str, ZeroEngine] = {}
-        self._batches: dict[int, list[list[PackedBatch]]] = {}
+        self._batches: dict[int, list[list[Batch]]] = {}
         self._saver: AsyncSaver | None = None
         self._captures: dict[str, DeepSpeedState] = {}
         self._pusher: WeightPusher | None = None
@@ -146,72 +134,60 @@ class TrainerWorker(RankProfiler):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def log_probs(
-        self,
-        delivery: Delivery,
-        role: str,
-        temperature: float,
-        column: str | None = None,
-        adapters: bool = True,
-        first: int = 0,
-    ) -> TokenOutputs:
-        """Log-probs and entropies of this rank's part of a train batch, [K_r] each, without gradients.
+    def hold_batch(self, mini_batches: list[list[Batch]], number: int) -> None:
+        """Keeps this rank's part of a train batch, [mini batch][micro batch], until `drop_batch`."""
+        self._batches[number] = mini_batches
+
+    def drop_batch(self, number: int) -> None:
+        """Frees a train batch."""
+        self._batches.pop(number, None)
+
+    def compute(
+        self, number: int, role: str, function: RankFunction, mini_batches: Sequence[int], keep_as: str | None = None
+    ) -> torch.Tensor:
+        """`function(engine, micro batches)` without gradients: this rank's values for some mini batches, [K_r].
 
         Args:
-            column: the name under which this rank keeps the log-probs with the batch, for the updates.
-            adapters: False computes without the LoRA adapters.
-            first: the mini batch to begin with.
+            function: returns [K] or [K, ...] for each micro batch.
+            keep_as: the column under which the values stay on this rank; nothing is returned then.
         """
-        micro_batches = list(chain.from_iterable(self._receive(delivery)[first:]))
-        with record_function(f"{role}: log_probs" if adapters else f"{role}: log_probs without adapters"):
-            outputs = self._engines[role].log_probs(micro_batches, temperature=temperature, adapters=adapters)
-        log_probs_Kr = torch.cat([output.log_probs_K for output in outputs])
-        if column is not None:
-            mini_batches = range(first, len(self._batches[delivery.batch]))
-            self._add_columns(delivery.batch, {column: log_probs_Kr}, mini_batches)
-        return TokenOutputs(log_probs_K=log_probs_Kr, entropy_K=torch.cat([output.entropy_K for output in outputs]))
-
-    def values(self, delivery: Delivery, role: str, column: str | None = None) -> torch.Tensor:
-        """A critic's values of this rank's part of a train batch, float32 [K_r], without gradients."""
-        micro_batches = list(chain.from_iterable(self._receive(delivery)))
-        with record_function(f"{role}: values"):
-            values_Kr = torch.cat(self._engines[role].values(micro_batches))
-        if column is not None:
-            self._add_columns(delivery.batch, {column: values_Kr})
-        return values_Kr
-
-    def next_tokens(self, delivery: Delivery, role: str) -> torch.Tensor:
-        """The most likely token in the place of each target of this rank's part of a train batch, int64 [K_r]."""
-        micro_batches = list(chain.from_iterable(self._receive(delivery)))
-        with record_function(f"{role}: next_tokens"):
-            return torch.cat(self._engines[role].next_tokens(micro_batches))
-
-    def keep_hidden_states(self, delivery: Delivery, role: str, column: str) -> None:
-        """Keeps the hidden states that predict this rank's targets with the train batch, as `column` [K_r, H]."""
-        micro_batches = list(chain.from_iterable(self._receive(delivery)))
-        with record_function(f"{role}: hidden_states"):
-            self._add_columns(delivery.batch, {column: torch.cat(self._engines[role].hidden_states(micro_batches))})
+        micro_batches = [micro for mini in mini_batches for micro in self._batches[number][mini]]
+        with record_function(f"{role}: {function.name}"):
+            values: list[torch.Tensor] = function.load()(self._engines[role], micro_batches)
+        if keep_as is None:
+            return torch.cat(values)
+        for micro, values_K in zip(micro_batches, values, strict=True):
+            micro.add_columns(**{keep_as: values_K})
+        return torch.zeros(0)
 
     def train(
         self,
-        delivery: Delivery,
+        columns: Mapping[str, torch.Tensor],
+        number: int,
         role: str,
         mini_batch: int,
-        loss: LossSpec,
+        loss: RankFunction,
         temperature: float,
-        head_term: LossSpec | None = None,
+        head_term: RankFunction | None = None,
         teacher: str | None = None,
         own_log_probs: str | None = None,
-    ) -> tuple[StepStats, torch.Tensor | None]:
-        """One optimizer step on this rank's part of a mini batch; returns its statistics and the kept log-probs, [K_r].
+    ) -> tuple[StepStats, torch.Tensor]:
+        """One optimizer step on this rank's part of a mini batch.
 
         Args:
+            columns: the columns that this rank lacks, [K_r] each of the mini batch.
             head_term: a term of the loss that needs the LM head's weight (`ds_engine.HeadTerm`).
             teacher: role of a frozen engine whose LM head the term gets as `teacher_head`.
-            own_log_probs: the column under which the loss gets the log-probs of its own forward pass, detached, and
-                this rank keeps them with the batch; None: nothing is kept.
+            own_log_probs: the column under which the loss gets the log-probs of its own forward pass, detached.
+
+        Returns:
+            Statistics, and with `own_log_probs` these log-probs, [K_r].
         """
-        micro_batches = self._receive(delivery)[mini_batch]
+        micro_batches = self._batches[number][mini_batch]
+        lens = [micro.num_targets for micro in micro_batches]
+        parts = {name: column_Kr.split(lens) for name, column_Kr in columns.items()}
+        for index, micro in enumerate(micro_batches):
+            micro.add_columns(**{name: part[index] for name, part in parts.items()})
         term: Any = None if head_term is None else head_term.load()
         if teacher is not None:
             term = partial(term, teacher_head=self._engines[teacher].lm_head())
@@ -224,37 +200,7 @@ class TrainerWorker(RankProfiler):
             stats = self._engines[role].train_mini_batch(
                 micro_batches, loss_fn, temperature=temperature, head_term=term
             )
-        if own_log_probs is None:
-            return stats, None
-        log_probs_Kr = torch.cat([part_K.cpu() for part_K in kept])
-        self._add_columns(delivery.batch, {own_log_probs: log_probs_Kr}, [mini_batch])
-        return stats, log_probs_Kr
-
-    def drop_batch(self, batch: int) -> None:
-        """Frees a train batch."""
-        self._batches.pop(batch, None)
-
-    def _receive(self, delivery: Delivery) -> list[list[PackedBatch]]:
-        """The train batch of a delivery, [mini batch][micro batch], after adding what the delivery contains."""
-        if delivery.mini_batches is not None:
-            self._batches[delivery.batch] = delivery.mini_batches
-        self._add_columns(delivery.batch, delivery.columns)
-        return self._batches[delivery.batch]
-
-    def _add_columns(
-        self, batch: int, columns: Mapping[str, torch.Tensor], mini_batches: Sequence[int] | None = None
-    ) -> None:
-        """Adds columns, [K_r] each, to the micro batches of some mini batches (None: all) of a train batch."""
-        if not columns:
-            return
-        minis = self._batches[batch]
-        chosen = range(len(minis)) if mini_batches is None else mini_batches
-        lens = [micro.num_targets for index in chosen for micro in minis[index]]
-        parts = {name: iter(column_Kr.split(lens)) for name, column_Kr in columns.items()}
-        for index in chosen:
-            minis[index] = [
-                micro.with_columns(**{name: next(part) for name, part in parts.items()}) for micro in minis[index]
-            ]
+        return stats, torch.cat([part_K.cpu() for part_K in kept])
 
     def connect_servers(
         self,

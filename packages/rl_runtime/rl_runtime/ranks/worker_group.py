@@ -35,7 +35,7 @@ _DEATH_NOTICE_S = 45.0
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """Where a rank runs; the defaults are the CPU of this host."""
+    """Place of a rank; the defaults are the CPU of this host."""
 
     node: str = ""
     """Ray's id of its node; empty: this process's."""
@@ -200,7 +200,7 @@ class WorkerGroup:
         return f"{self._name}rank {rank} of {self.world_size}"
 
     def _described(self, find: Callable[..., Mapping[int, Beat]], ranks: Sequence[int], limit_s: float) -> str:
-        """What those of `ranks` do that `find` (`find_frozen`, `find_stalled`) finds; empty if there are none."""
+        """Activity of the ranks that `find` (`find_frozen`, `find_stalled`) selects; empty if it selects none."""
         now = time.monotonic()
-        found = find({rank: self._heartbeats.read(rank) for rank in ranks}, now, limit_s=limit_s)
-        return "; ".join(f"{self._name}rank {rank} {beat.describe(now)}" for rank, beat in found.items())
+        beats = find({rank: self._heartbeats.read(rank) for rank in ranks}, now, limit_s=limit_s)
+        return "; ".join(f"{self._name}rank {rank} {beat.describe(now)}" for rank, beat in beats.items())

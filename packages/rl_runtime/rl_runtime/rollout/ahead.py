@@ -12,15 +12,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rollout_vllm import PartialGroup, Request, RolloutClient
-from rollout_vllm.client.group_run import fresh_group
+from rollout_vllm import Group, Request, RolloutClient
 
 from ..errors import InputError, RolloutFailed
-from ..experience import Experience, ExperienceBatch, Phase, PromptLike
+from ..samples import Phase
 from .dynamic_sampling import is_informative, select_informative
-from .groups import Collected, Finish, ScoredGroup, largest
+from .group_state import from_state, to_state
+from .groups import Collected, Finish, largest
 from .meter import RolloutMeter
-from .partial_rollouts import PartialRollout
 from .schedule import Schedule
 from .step_rollouts import StepRollouts
 from .validation import Validation
@@ -30,15 +29,14 @@ _CHECK_S = 0.5
 
 
 @dataclass(kw_only=True)
-class _Group:
+class _Held:
     """A group between drawing and training."""
 
-    prompt: PromptLike
-    start: Request | PartialGroup
-    """How its generation starts."""
-    task: Future[ScoredGroup] | None = None
+    start: Request | Group
+    """The request, or the samples of a checkpoint to resume."""
+    task: Future[Group] | None = None
     """Generates and scores it; None before it starts."""
-    scored: ScoredGroup | None = None
+    scored: Group | None = None
     """Its result."""
 
 
@@ -56,7 +54,7 @@ class RolloutsAhead:
     ) -> None:
         self._rollouts, self._client, self._schedule, self._check = rollouts, client, schedule, check
         self._phase = rollouts.phase
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, _Held] = {}
         self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._meter, self._busy_s = RolloutMeter(client), client.busy_s
         self._collected_at = time.perf_counter()
@@ -79,7 +77,7 @@ class RolloutsAhead:
         for number, group in self._groups.items():  # of a checkpoint
             if group.task is None and group.scored is None:
                 start = group.start
-                if not (isinstance(start, PartialGroup) and any(sample.response_ids for sample in start.samples)):
+                if isinstance(start, Request) or not start.num_tokens:
                     self._schedule.renew(number)
                 self._start(number, group)
         for step, num_groups in self._schedule.due():
@@ -106,7 +104,7 @@ class RolloutsAhead:
         if dynamic.max_rounds:
             num_rounds = -(-len(taken) // size)
             collected = select_informative(collected, dynamic, num_groups=size, num_rounds=num_rounds, step=step)
-        staleness = [step - 1 - item.policy_version for item in collected.batch.items]
+        staleness = [step - 1 - sample.policy_version for sample in collected.samples]
         busy_before, self._busy_s = self._busy_s, self._client.busy_s
         before, self._collected_at = self._collected_at, time.perf_counter()
         busy_s = self._busy_s - busy_before
@@ -123,14 +121,15 @@ class RolloutsAhead:
             metrics["rollout/num_stale_dropped"] = float(len(given_up))
         return replace(collected, metrics=metrics, ended=(*given_up, *collected.ended))
 
-    def _give_up(self, step: int) -> list[ScoredGroup]:
+    def _give_up(self, step: int) -> list[Group]:
         """Cancels the groups that are too old, and draws others in their place; returns them without samples."""
         gone = []
         for ticket in self._schedule.give_up(step):
             group = self._groups.pop(ticket.number)
             _cancel(group)
-            key, num_samples = group.start.prompt_id, self._rollouts.sampling.n
-            gone.append(ScoredGroup(key=key, num_samples=num_samples, items=[], is_stale=True))
+            request = group.start if isinstance(group.start, Request) else group.start.request
+            fresh = Group.fresh(request, self._rollouts.sampling.n)
+            gone.append(fresh.without(fresh.samples, "stale", "its policy has become too old"))
         if gone:
             self._draw(step, len(gone))
         return gone
@@ -141,7 +140,7 @@ class RolloutsAhead:
         if not dynamic.max_rounds:
             return
         scored = [(number, group.scored) for number, group in self._groups.items() if group.scored is not None]
-        useless = [number for number, group in scored if not is_informative(group.items, dynamic)]
+        useless = [number for number, group in scored if not is_informative(group.samples, dynamic)]
         at_most = dynamic.max_rounds * self._schedule.batch_size
         for step, num_groups in self._schedule.replacements(useless, at_most=at_most):
             self._draw(step, num_groups)
@@ -150,11 +149,11 @@ class RolloutsAhead:
         prompts = self._rollouts.draw(num_groups)
         for ticket, prompt in zip(self._schedule.draw(step, num_groups), prompts, strict=True):
             request = self._phase.request(prompt, step=step, number=ticket.number)
-            group = self._groups[ticket.number] = _Group(prompt=prompt, start=request)
+            group = self._groups[ticket.number] = _Held(start=request)
             self._start(ticket.number, group)
 
-    def _start(self, number: int, group: _Group) -> None:
-        group.task = self._client.start(self._phase.play(group.prompt, group.start, self._rollouts.sampling))
+    def _start(self, number: int, group: _Held) -> None:
+        group.task = self._client.start(self._phase.play(group.start, self._rollouts.sampling))
         group.task.add_done_callback(lambda _: self._ended.put(number))
 
     def _wait(self, step: int) -> None:
@@ -184,22 +183,19 @@ class RolloutsAhead:
             return  # given up
         group.scored = group.task.result()
         group.task = None
-        versions = [item.policy_version for item in group.scored.items]
+        versions = [sample.policy_version for sample in group.scored.samples]
         self._schedule.end(number, min(versions, default=None))
 
-    def _collected(self, step: int, ended: Sequence[ScoredGroup]) -> Collected:
+    def _collected(self, step: int, ended: Sequence[Group]) -> Collected:
         kept = largest(ended, self._phase.min_samples(self._rollouts.sampling), at_most=len(ended))
-        items = [replace(item, group_id=place) for place, group in enumerate(kept) for item in group.items]
-        num_failed = sum(group.num_samples for group in ended) - len(items)
-        reasons = [reason for group in ended for reason in group.reasons]
-        if not items:
-            why = reasons[0] if reasons else "no group has two samples to compare"
+        samples = tuple(sample for group in kept for sample in group.samples)
+        num_failed = sum(group.size for group in ended) - len(samples)
+        reason = next((failure.message for group in ended for failure in group.failures), "")
+        if not samples:
+            why = reason or "no group has two samples to compare"
             raise RolloutFailed(f"step {step}: none of {num_failed} samples was generated and scored: {why}")
         return Collected(
-            batch=ExperienceBatch(items=tuple(items), policy_version=step - 1),
-            num_failed=num_failed,
-            reason=reasons[0] if reasons else "",
-            ended=tuple(ended),
+            samples=samples, policy_version=step - 1, num_failed=num_failed, reason=reason, ended=tuple(ended)
         )
 
     def validate(self, step: int, finish: Finish | None = None) -> Validation | None:
@@ -212,7 +208,7 @@ class RolloutsAhead:
         A response in flight has its tokens up to the last push of weights; an episode starts again.
         """
         self._note_ended()
-        # The turns of an episode, and a greedy baseline, have their groups' names.
+        # The turns of an episode, and extra responses, have their groups' names.
         unfinished = self._client.partial_groups() if self._phase.is_resumable else ()
         partial = {group.prompt_id: group for group in unfinished}
         return {
@@ -221,16 +217,12 @@ class RolloutsAhead:
             "groups": {str(number): self._group_state(group, partial) for number, group in self._groups.items()},
         }
 
-    def _group_state(self, group: _Group, partial: Mapping[str, PartialGroup]) -> dict[str, Any]:
+    def _group_state(self, group: _Held, partial: Mapping[str, Group]) -> dict[str, Any]:
         start = partial.get(group.start.prompt_id, group.start)
         if isinstance(start, Request):
-            start = fresh_group(start, self._rollouts.sampling.n)
-        scored = group.scored
-        return PartialRollout(prompt=group.prompt, group=start).to_state() | {
-            "scored": None
-            if scored is None
-            else {"items": [item.to_state() for item in scored.items], "reasons": scored.reasons}
-        }
+            start = Group.fresh(start, self._rollouts.sampling.n)
+        state = to_state(start if group.scored is None else group.scored)
+        return state | {"is_scored": group.scored is not None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the result of `state_dict`; `published` starts the groups.
@@ -260,20 +252,16 @@ class RolloutsAhead:
             raise InputError(
                 "dynamic_sampling.max_rounds is 0, but the checkpoint has groups that replace others; allowed: above 0"
             )
-        self._groups = {int(number): self._group_of(saved) for number, saved in state["groups"].items()}
+        self._groups = {int(number): _held(saved) for number, saved in state["groups"].items()}
         ended = [number for number, group in self._groups.items() if group.scored is not None]
         self._schedule.load_state_dict(state["schedule"], has_ended=ended)
 
-    def _group_of(self, state: Mapping[str, Any]) -> _Group:
-        rollout = PartialRollout.from_state(state)
-        group = _Group(prompt=rollout.prompt, start=rollout.group)
-        if (scored := state["scored"]) is not None:
-            items = [Experience.from_state(item, prompt=rollout.prompt) for item in scored["items"]]
-            key, num_samples = rollout.group.prompt_id, self._rollouts.sampling.n
-            group.scored = ScoredGroup(key=key, num_samples=num_samples, items=items, reasons=list(scored["reasons"]))
-        return group
+
+def _held(state: Mapping[str, Any]) -> _Held:
+    group = from_state({name: value for name, value in state.items() if name != "is_scored"})
+    return _Held(start=group, scored=group if state["is_scored"] else None)
 
 
-def _cancel(group: _Group) -> None:
+def _cancel(group: _Held) -> None:
     if group.task is not None:
         group.task.cancel()

@@ -99,7 +99,7 @@ DYNAMIC_SAMPLING = Feature(
 )
 GREEDY_BASELINE = Feature(
     key="algorithm.advantage",
-    is_on=lambda c: c.greedy_baseline,
+    is_on=lambda c: c.extra_rollout is not None,
     rules=(
         only("oversampling.extra_prompts", 0, why="and a partial rollout of an earlier policy version would lack it"),
         only("dynamic_sampling.max_rounds", 0, why="and no scores are compared within a group"),

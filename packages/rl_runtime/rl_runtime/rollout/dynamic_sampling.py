@@ -6,12 +6,15 @@ Source: Yu et al. 2025, DAPO, arXiv:2503.14476, section 3.2.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
+
 from rl_core import DynamicSelection, select_groups
+from rollout_vllm import Sample
 
 from ..errors import RolloutFailed
-from ..experience import Experience, ExperienceBatch, PromptLike
+from ..samples import PromptLike, group_numbers
 from .config import DynamicSamplingConfig
-from .groups import Collected
+from .groups import Collected, mean_score
 
 DrawPrompts = Callable[[int], Sequence[PromptLike]]
 """Number of groups that a round shall complete -> the next prompts of the step."""
@@ -29,9 +32,9 @@ class DynamicSampling:
         self._config, self._num_groups, self._draw = config, num_groups, draw
         self._num_rounds = 1
 
-    def more(self, items: Sequence[Experience]) -> Sequence[PromptLike]:
+    def more(self, samples: Sequence[Sample]) -> Sequence[PromptLike]:
         """The prompts of the next round; none if enough groups are informative or no round is left."""
-        selection = _selection(items, self._config, self._num_groups)
+        selection = _selection(samples, self._config, self._num_groups)
         if not selection.num_missing or self._num_rounds > self._config.max_rounds:
             return ()
         self._num_rounds += 1
@@ -52,43 +55,44 @@ def select_informative(
     Raises:
         RolloutFailed: no group is informative.
     """
-    items = collected.batch.items
-    selection, score_mean = _selection(items, config, num_groups), float(collected.batch.scores_N.mean())
-    what = (
+    samples = collected.samples
+    selection, score_mean = _selection(samples, config, num_groups), mean_score(samples)
+    outcome = (
         f"{selection.num_groups} of {num_groups} groups have scores that differ: {selection.num_dropped} "
         f"groups were dropped in {num_rounds} rounds (mean score of all samples {score_mean:.4g})"
     )
     if not selection.num_groups:
         raise RolloutFailed(
-            f"step {step}: {what}; nothing is left to train on. Use prompts of other difficulty, a larger "
+            f"step {step}: {outcome}; nothing is left to train on. Use prompts of other difficulty, a larger "
             "sampling.n, or dynamic_sampling.max_rounds=0 to train on such groups"
         )
     chosen = set(selection.index.tolist())
-    train = replace(collected.batch, items=tuple(item for i, item in enumerate(items) if i in chosen))
+    train = tuple(sample for i, sample in enumerate(samples) if i in chosen)
     metrics = {
         "rollout/num_sampling_rounds": float(num_rounds),
         "rollout/num_dropped_groups": float(selection.num_dropped),
         "rollout/num_surplus_groups": float(selection.num_surplus),
-        "rollout/num_generated_samples": float(len(items)),
-        "rollout/trained_score_mean": float(train.scores_N.mean()),
+        "rollout/num_generated_samples": float(len(samples)),
+        "rollout/trained_score_mean": mean_score(train),
     }
     return replace(
         collected,
-        batch=train,
-        dropped=replace(collected.batch, items=tuple(item for i, item in enumerate(items) if i not in chosen)),
+        samples=train,
+        dropped=tuple(sample for i, sample in enumerate(samples) if i not in chosen),
         metrics=collected.metrics | metrics,
-        note=what if selection.num_missing else "",
+        note=outcome if selection.num_missing else "",
     )
 
 
-def is_informative(group: Sequence[Experience], config: DynamicSamplingConfig) -> bool:
-    """Whether the scores of the samples of one group differ."""
+def is_informative(group: Sequence[Sample], config: DynamicSamplingConfig) -> bool:
+    """True if the scores of the samples of one group differ."""
     return bool(group) and _selection(group, config, 1).num_groups == 1
 
 
-def _selection(items: Sequence[Experience], config: DynamicSamplingConfig, num_groups: int) -> DynamicSelection:
-    batch = ExperienceBatch(items=tuple(items))
-    return select_groups(batch.scores_N, batch.group_ids_N, num_groups, min_spread=config.min_spread)
+def _selection(samples: Sequence[Sample], config: DynamicSamplingConfig, num_groups: int) -> DynamicSelection:
+    scores_N = torch.tensor([sample.score for sample in samples], dtype=torch.float64)
+    group_ids_N = torch.tensor(group_numbers(samples), dtype=torch.int64)
+    return select_groups(scores_N, group_ids_N, num_groups, min_spread=config.min_spread)
 
 
 def num_replacements(selection: DynamicSelection) -> int:

@@ -1,4 +1,4 @@
-"""How a sample becomes a multi-turn episode: a rollout function or an environment of the user."""
+"""A sample as a multi-turn episode, from a rollout function or an environment of the user."""
 
 import inspect
 from collections.abc import Awaitable, Callable
@@ -8,7 +8,7 @@ from rollout_vllm import ChatFormat, EnvironmentRollout, EnvironmentSpec, Episod
 from rollout_vllm.episodes.environment_process import EnvironmentProcess
 
 from ..errors import InputError
-from ..experience import PromptLike
+from ..samples import PromptLike
 from .config import EpisodeConfig
 from .user_functions import load_attribute, load_function
 
@@ -36,7 +36,7 @@ def episode_player(config: EpisodeConfig, tokenizer: Any, chat: ChatFormat | Non
 
 
 def environment_spec(config: EpisodeConfig) -> EnvironmentSpec:
-    """What `episode` says about its environment."""
+    """The environment that `episode` names."""
     return EnvironmentSpec(
         path=config.environment or "",
         options=config.options,
@@ -71,16 +71,16 @@ def load_environment(config: EpisodeConfig) -> Callable[..., Any]:
         InputError: it cannot be imported, or lacks something; says what.
     """
     name = config.environment or ""
-    found = load_attribute(name, key="episode.environment", what="package.module:Class")
+    environment = load_attribute(name, key="episode.environment", what="package.module:Class")
     for method, arguments in (("reset", ("prompt",)), ("step", ("action",))):
         try:
-            inspect.signature(getattr(found, method)).bind(found, *arguments)
+            inspect.signature(getattr(environment, method)).bind(environment, *arguments)
         except (AttributeError, TypeError) as error:
             raise InputError(
                 f"episode.environment is {name!r}, which has no method {method}({', '.join(arguments)}): {error}"
             ) from error
     try:
-        inspect.signature(found).bind(**config.options)
+        inspect.signature(environment).bind(**config.options)
     except TypeError as error:
         raise InputError(f"episode.options is {dict(config.options)}, which {name} does not take: {error}") from error
-    return found
+    return environment

@@ -3,16 +3,14 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from rollout_vllm import RewardOutcome
-
-from ..experience import Experience
+from rollout_vllm import RewardOutcome, Sample
 
 _CALLS_WITHOUT_ANSWER, _ROUNDS_WITHOUT_ANSWER = 4, 2
 _CALLS_AFTER_AN_ANSWER, _ROUNDS_AFTER_AN_ANSWER = 16, 4
 """Timeouts in a row after which scoring is given up: so many, and so many for each call that is made at a time."""
 
 
-Call = Callable[[Sequence[Experience]], Awaitable[Sequence[RewardOutcome]]]
+Call = Callable[[Sequence[Sample]], Awaitable[Sequence[RewardOutcome]]]
 """Scores some samples of a group: one outcome for each."""
 
 
@@ -43,16 +41,16 @@ class HangGuard:
         self.gave_up = ""
         """Why no call is made any more; empty while calls are made."""
 
-    async def score(self, drafts: Sequence[Experience]) -> Sequence[RewardOutcome]:
+    async def score(self, samples: Sequence[Sample]) -> Sequence[RewardOutcome]:
         """One outcome for each sample of a group."""
-        calls = [drafts] if self._whole_groups and drafts else [[draft] for draft in drafts]
+        calls = [samples] if self._whole_groups and samples else [[sample] for sample in samples]
         parts = await asyncio.gather(*map(self._guarded, calls))
         return [outcome for part in parts for outcome in part]
 
-    async def _guarded(self, drafts: Sequence[Experience]) -> Sequence[RewardOutcome]:
+    async def _guarded(self, samples: Sequence[Sample]) -> Sequence[RewardOutcome]:
         if self.gave_up:
-            return self._refusals(drafts)
-        call = asyncio.ensure_future(self._call(drafts))
+            return self._refusals(samples)
+        call = asyncio.ensure_future(self._call(samples))
         self._calls.add(call)
         try:
             outcomes = await call
@@ -60,14 +58,14 @@ class HangGuard:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            return self._refusals(drafts)
+            return self._refusals(samples)
         finally:
             self._calls.discard(call)
         self.count(outcomes[0])
         return outcomes
 
-    def _refusals(self, drafts: Sequence[Experience]) -> Sequence[RewardOutcome]:
-        return [RewardOutcome(None, "timeout", self.gave_up)] * len(drafts)
+    def _refusals(self, samples: Sequence[Sample]) -> Sequence[RewardOutcome]:
+        return [RewardOutcome(None, "timeout", self.gave_up)] * len(samples)
 
     def count(self, outcome: RewardOutcome) -> None:
         """Counts a call; reports timeouts in a row, and gives up where they do not end."""

@@ -25,9 +25,9 @@ from rollout_vllm import ControlError, Endpoint, RolloutClient, RolloutConfig, S
 from rollout_vllm.servers import control
 
 from ..errors import RlRuntimeError
-from ..experience import Phase
 from ..ranks.trainer_worker import TrainerWorker
 from ..ranks.worker_group import WorkerGroup
+from ..samples import Phase
 
 SleepLevel = Literal[1, 2]
 
@@ -36,7 +36,7 @@ TURN_TIMEOUT_S = 120.0
 
 
 class Turn(Enum):
-    """Who has the GPUs' memory."""
+    """The present owner of the GPUs' memory."""
 
     GENERATION = "the servers generate"
     TRAINING = "the trainer works"

@@ -7,58 +7,42 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, SupportsFloat
 
+from rl_core import ExtraRollout
 from rollout_vllm import (
     ChatFormat,
     Episode,
-    EpisodeGroup,
     EpisodeRuns,
-    GroupResult,
-    PartialGroup,
+    Group,
     Request,
     RolloutClient,
+    Sample,
     SamplingConfig,
     request_seed,
 )
-from rollout_vllm.client.group_run import fresh_group
 from rollout_vllm.client.transport import gather_or_cancel
 
 from ..errors import InputError, RolloutFailed
-from ..experience import Experience, ExperienceBatch, Phase, PromptLike
+from ..samples import Phase, PromptLike
 from .config import EpisodeConfig, OversamplingConfig
 from .episodes import episode_player
-from .groups import Collected, Finish, GroupScorer, ScoredGroup, largest, with_baseline, with_final_scores
+from .group_state import from_state, to_state
+from .groups import Collected, Finish, decoded, largest, with_baseline, with_final_scores
 from .meter import RolloutMeter
-from .partial_rollouts import PartialRollout
 from .scoring import Scorer
 from .validation import PromptResult, Validation, prompt_result
 
-MorePrompts = Callable[[Sequence[Experience]], Sequence[PromptLike]]
+MorePrompts = Callable[[Sequence[Sample]], Sequence[PromptLike]]
 """All scored samples of a step so far -> the prompts of its next round of generation, none to end."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Round:
-    """A round of generation: its scored samples, its requested groups, and the seconds of generation."""
-
-    items: list[Experience]
-    ended: list[ScoredGroup]
-    num_groups: int
-    gen_s: float
-
-    @property
-    def num_failed(self) -> int:
-        """Samples of the ended groups that are not in the batch."""
-        return sum(group.num_samples for group in self.ended) - len(self.items)
 
 
 class RolloutPhase:
     """Generates and scores the samples of a step. The seed of a request depends on `seed`, the step and the prompt.
 
-    With `greedy_baseline`, each prompt of a step gets one more response at temperature 0. It is generated and scored at
-    the same time as the others, and its score is their `baseline_score` (ReMax).
+    With an `extra_rollout`, each prompt of a step gets further responses, such as a greedy one (ReMax). They are
+    generated and scored at the same time as the others, and their mean score is the others' `baseline_score`.
 
     Raises:
         InputError: `episode.function` or `episode.environment` cannot be imported or called.
@@ -74,16 +58,14 @@ class RolloutPhase:
         episode: EpisodeConfig | None = None,
         chat: ChatFormat | None = None,
         oversampling: OversamplingConfig | None = None,
-        greedy_baseline: bool = False,
+        extra_rollout: ExtraRollout | None = None,
     ) -> None:
-        self._client, self._scorer, self._seed = client, scorer, seed
-        self._group_scorer = GroupScorer(scorer, tokenizer)
+        self._client, self._scorer, self._seed, self._tokenizer = client, scorer, seed, tokenizer
         self._episode, self._oversampling = episode or EpisodeConfig(), oversampling or OversamplingConfig()
         self._play = episode_player(self._episode, tokenizer, chat)
-        self._greedy_baseline = greedy_baseline
+        self._extra_rollout = extra_rollout
         self._meter = RolloutMeter(client)
-        self._partial: list[PartialRollout] = []
-        self._prompts: dict[str, PromptLike] = {}  # of episodes that run or are held
+        self._partial: list[Group] = []
         self._training_episodes = self._episode_runs()
 
     def num_prompts(self, train_batch_size: int) -> int:
@@ -102,8 +84,8 @@ class RolloutPhase:
         """Generates and scores `sampling.n` samples of every prompt, and of the prompts that `more` adds.
 
         A sample that cannot be generated or scored is left out, never scored as zero. A group left with fewer than two
-        samples (if `sampling.n` is larger) is left out as well, because it has nothing to compare; with a greedy
-        baseline, so is a group whose greedy response failed.
+        samples (if `sampling.n` is larger) is left out as well, because it has nothing to compare; with an extra
+        rollout, so is a group whose extra responses failed.
 
         With over-sampling, the partial rollouts of earlier steps are requested before `prompts`, and the step does not
         wait for the last `extra_prompts` groups.
@@ -116,56 +98,48 @@ class RolloutPhase:
             RolloutFailed: no sample is left to train on (gives the first reason), or the reward hangs.
         """
         phase = phase or (lambda _: nullcontext())
-        rounds: list[_Round] = []
-        items: list[Experience] = []
+        samples: list[Sample] = []
+        ended: list[Group] = []
+        num_requested, gen_s = 0, 0.0
         while prompts:
-            rounds.append(self._round(prompts, sampling, step, phase, place=sum(r.num_groups for r in rounds)))
-            items += rounds[-1].items
-            prompts = more(items) if more is not None else ()
-        ended = tuple(group for r in rounds for group in r.ended)
-        reasons = [reason for group in ended for reason in group.reasons]
-        num_failed = sum(r.num_failed for r in rounds)
-        if not items:
-            raise RolloutFailed(f"step {step}: none of {num_failed} samples was generated and scored: {reasons[0]}")
+            new = [self.request(prompt, step=step, number=n) for n, prompt in enumerate(prompts, num_requested)]
+            # Partial rollouts first, so that none of them waits indefinitely.
+            # Partial rollouts first, so that none of them waits indefinitely.
+            requests: list[Request | Group] = [*self._partial, *new]
+            num_requested += len(requests)
+            num_groups = max(1, len(requests) - self._oversampling.extra_prompts)
+            with phase("gen"):
+                started = time.perf_counter()
+                scoring = self._client.run(self._generate(requests, sampling, num_groups))
+                gen_s += time.perf_counter() - started
+            with phase("reward"):  # scoring that did not overlap with generation
+                groups = self._client.run(_all(scoring))
+            self.check_scorer(step)
+            ended += groups
+            chosen = largest(groups, self.min_samples(sampling), at_most=num_groups)
+            samples += [sample for group in chosen for sample in group.samples]
+            prompts = more(samples) if more is not None else ()
+        reason = next((failure.message for group in ended for failure in group.failures), "")
+        num_failed = sum(group.size for group in ended) - len(samples)
+        if not samples:
+            raise RolloutFailed(f"step {step}: none of {num_failed} samples was generated and scored: {reason}")
         with phase("gen"):
-            metrics = self._client.run(self._meter.read(sum(r.gen_s for r in rounds)))
+            metrics = self._client.run(self._meter.read(gen_s))
         if self._oversampling.extra_prompts:
             metrics["rollout/num_partial_groups"] = float(len(self._partial))
-            metrics["rollout/num_partial_tokens"] = float(sum(partial.num_tokens for partial in self._partial))
+            metrics["rollout/num_partial_tokens"] = float(sum(group.num_tokens for group in self._partial))
         return Collected(
-            batch=ExperienceBatch(items=tuple(items)),
-            num_failed=num_failed,
-            reason=reasons[0] if reasons else "",
-            metrics=metrics,
-            ended=ended,
+            samples=tuple(samples), num_failed=num_failed, reason=reason, metrics=metrics, ended=tuple(ended)
         )
-
-    def _round(
-        self, prompts: Sequence[PromptLike], sampling: SamplingConfig, step: int, phase: Phase, *, place: int
-    ) -> _Round:
-        """Scored samples of `prompts` and of the partial rollouts; `place` is the number of the first group."""
-        num_requested = len(prompts) + len(self._partial)
-        num_groups = max(1, num_requested - self._oversampling.extra_prompts)
-        with phase("gen"):
-            started = time.perf_counter()
-            scoring = self._client.run(self._generate(prompts, sampling, step, num_groups, place=place))
-            gen_s = time.perf_counter() - started
-        with phase("reward"):  # scoring that did not overlap with generation
-            ended = self._client.run(_all(scoring))
-        self.check_scorer(step)
-        items = [
-            item for group in largest(ended, self.min_samples(sampling), at_most=num_groups) for item in group.items
-        ]
-        return _Round(items=items, ended=ended, num_groups=num_requested, gen_s=gen_s)
 
     @property
     def is_resumable(self) -> bool:
-        """Whether an unfinished group can be continued from its tokens alone."""
-        return self._play is None and not self._greedy_baseline
+        """True if an unfinished group can be continued from its tokens alone."""
+        return self._play is None and self._extra_rollout is None
 
     def min_samples(self, sampling: SamplingConfig) -> int:
         """Scored samples that a group needs so that they can be compared."""
-        return 1 if self._greedy_baseline else min(2, sampling.n)
+        return 1 if self._extra_rollout is not None else min(2, sampling.n)
 
     def validate(
         self,
@@ -185,7 +159,8 @@ class RolloutPhase:
         Raises:
             RolloutFailed: no sample could be generated and scored (gives the first reason), or the reward hangs.
         """
-        scoring = self._client.run(self._generate(prompts, sampling, -1 - step, None, on_scored=on_scored))
+        requests = [self.request(prompt, step=-1 - step, number=n) for n, prompt in enumerate(prompts)]
+        scoring = self._client.run(self._generate(requests, sampling, None, on_scored=on_scored))
         groups = self._client.run(_all(scoring))
         if finish is not None:
             groups = with_final_scores(groups, finish)
@@ -200,15 +175,16 @@ class RolloutPhase:
         return validation
 
     async def _results(
-        self, prompts: Sequence[PromptLike], groups: Sequence[ScoredGroup], *, vote: bool
+        self, prompts: Sequence[PromptLike], groups: Sequence[Group], *, vote: bool
     ) -> list[PromptResult]:
-        async def one(prompt: PromptLike, scored: ScoredGroup) -> PromptResult:
+        async def one(prompt: PromptLike, group: Group) -> PromptResult:
+            scores_itself = any(sample.turn_rewards is not None for sample in group.samples)
             return prompt_result(
                 prompt,
-                scored.items,
-                is_right=[self._scorer.is_full(item) for item in scored.items],
-                votes=await self._scorer.votes(scored.items, by_episode=scored.by_episode) if vote else None,
-                failures=scored.reasons,
+                group.samples,
+                is_right=[self._scorer.is_full(sample) for sample in group.samples],
+                votes=await self._scorer.votes(group.samples, by_episode=scores_itself) if vote else None,
+                failures=[failure.message for failure in group.failures],
             )
 
         return await asyncio.gather(*(one(prompt, group) for prompt, group in zip(prompts, groups, strict=True)))
@@ -220,7 +196,7 @@ class RolloutPhase:
 
     def state_dict(self) -> dict[str, Any]:
         """The partial rollouts; JSON-able."""
-        return {"partial_rollouts": [partial.to_state() for partial in self._partial]}
+        return {"partial_rollouts": list(map(to_state, self._partial))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the result of `state_dict`."""
@@ -229,64 +205,50 @@ class RolloutPhase:
                 f"the checkpoint has {len(state['groups'])} groups that were drawn ahead of the trainer; resume it "
                 "with trainer.max_staleness of 1 or more, or they would be lost"
             )
-        groups = (
-            [] if "schedule" in state else state["partial_rollouts" if "partial_rollouts" in state else "carried"]
-        )  # "carried" in 0.1
-        self._partial = [PartialRollout.from_state(group) for group in groups]
+        self._partial = [] if "schedule" in state else list(map(from_state, state["partial_rollouts"]))
 
     async def _generate(
         self,
-        prompts: Sequence[PromptLike],
+        requests: Sequence[Request | Group],
         sampling: SamplingConfig,
-        step: int,
         num_groups: int | None,
         *,
-        place: int = 0,
         on_scored: Callable[[], None] = lambda: None,
-    ) -> list[asyncio.Task[ScoredGroup]]:
+    ) -> list[asyncio.Task[Group]]:
         """Generates all groups; returns the scoring tasks of complete groups.
 
         Args:
             num_groups: number of complete groups that a training step waits for; None for held-out prompts.
-            place: number of the first group, so that the groups of all rounds of a step have numbers of their own.
             on_scored: called when the samples of a group are scored.
         """
-        requested: list[tuple[PromptLike, Request | PartialGroup]] = []
-        if num_groups is not None:  # first, so that none of them waits indefinitely
-            requested += [(rest.prompt, rest.group) for rest in self._partial]
-        requested += [(prompt, self.request(prompt, step=step, number=n)) for n, prompt in enumerate(prompts, place)]
-        prompt_of = {group.prompt_id: (number, prompt) for number, (prompt, group) in enumerate(requested, place)}
-        scoring: dict[str, asyncio.Task[ScoredGroup]] = {}
-        greedy: dict[str, asyncio.Task[ScoredGroup]] = {}
+        scoring: dict[str, asyncio.Task[Group]] = {}
+        extra: dict[str, asyncio.Task[Group]] = {}
 
-        def score_into(tasks: dict[str, asyncio.Task[ScoredGroup]]) -> Callable[[GroupResult | EpisodeGroup], None]:
-            def on_group(group: GroupResult | EpisodeGroup) -> None:
-                place, prompt = prompt_of[group.prompt_id]
-                task = tasks[group.prompt_id] = asyncio.create_task(self._group_scorer.score(place, prompt, group))
+        def score_into(tasks: dict[str, asyncio.Task[Group]]) -> Callable[[Group], None]:
+            def on_group(group: Group) -> None:
+                task = tasks[group.prompt_id] = asyncio.create_task(self._scored(group))
                 task.add_done_callback(lambda _: on_scored())
 
             return on_group
 
-        requests = [group for _, group in requested]
-        generation = [self._generate_groups(requests, sampling, num_groups, prompt_of, score_into(scoring))]
-        if self._greedy_baseline and num_groups is not None:
-            single = replace(sampling, n=1, temperature=0.0)
-            generation.append(self._generate_groups(requests, single, None, prompt_of, score_into(greedy)))
+        generation = [self._generate_groups(requests, sampling, num_groups, score_into(scoring))]
+        if self._extra_rollout is not None and num_groups is not None:
+            extra_sampling = self._extra_sampling(sampling, self._extra_rollout)
+            generation.append(self._generate_groups(requests, extra_sampling, None, score_into(extra)))
         await gather_or_cancel(generation)
-        held = {rest.group.prompt_id for rest in self._partial}
-        for prompt_id in prompt_of.keys() - held:
-            self._prompts.pop(prompt_id, None)
-        for prompt_id, baseline in greedy.items():
+        for prompt_id, baseline in extra.items():
             scoring[prompt_id] = asyncio.create_task(with_baseline(scoring[prompt_id], baseline))
-        return [scoring[prompt_id] for prompt_id in prompt_of if prompt_id in scoring]
+        return [scoring[request.prompt_id] for request in requests if request.prompt_id in scoring]
+
+    async def _scored(self, group: Group) -> Group:
+        return await self._scorer.score(decoded(group, self._tokenizer))
 
     async def _generate_groups(
         self,
-        requests: Sequence[Request | PartialGroup],
+        requests: Sequence[Request | Group],
         sampling: SamplingConfig,
         num_groups: int | None,
-        prompt_of: Mapping[str, tuple[int, PromptLike]],
-        on_group: Callable[[GroupResult | EpisodeGroup], None],
+        on_group: Callable[[Group], None],
     ) -> None:
         """Generates the groups of `requests`; those that a step does not wait for become partial rollouts.
 
@@ -295,24 +257,18 @@ class RolloutPhase:
         """
         keep = num_groups is not None and self._oversampling.extra_prompts > 0 and self._oversampling.partial_rollouts
         if self._play is not None:
-            whole = [request if isinstance(request, Request) else request.request for request in requests]
-            self._prompts |= {prompt_id: prompt for prompt_id, (_, prompt) in prompt_of.items()}
+            whole = list(map(_request_of, requests))
             runs, wanted = self._training_episodes, num_groups
             if wanted is None:
                 runs, wanted = self._episode_runs(), len(whole)
             groups = await runs.first(whole, sampling, num_groups=wanted, keep_rest=keep, on_group=on_group)
             ended = {group.prompt_id for group in groups}
             if keep:
-                self._partial = [
-                    PartialRollout(prompt=self._prompts[request.prompt_id], group=fresh_group(request, sampling.n))
-                    for request in whole
-                    if request.prompt_id not in ended
-                ]
+                self._partial = [Group.fresh(one, sampling.n) for one in whole if one.prompt_id not in ended]
         elif num_groups is not None and num_groups < len(requests):
-            first = await self._client.generate_first(
+            _, self._partial = await self._client.generate_first(
                 requests, sampling, num_groups=num_groups, keep_rest=keep, on_group=on_group
             )
-            self._partial = [PartialRollout(prompt=prompt_of[rest.prompt_id][1], group=rest) for rest in first.rest]
         else:
             await self._client.generate(requests, sampling, on_group=on_group)
 
@@ -320,42 +276,40 @@ class RolloutPhase:
         """The request for group `number` of those that were drawn for `step`."""
         return Request(
             prompt_id=f"{step}/{number}:{prompt.id}",
-            prompt_ids=list(prompt.token_ids),
+            prompt_ids=prompt.token_ids,
             seed=request_seed(self._seed, step, f"{number}:{prompt.id}"),
+            prompt=prompt,
         )
 
-    async def play(self, prompt: PromptLike, start: Request | PartialGroup, sampling: SamplingConfig) -> ScoredGroup:
-        """Generates and scores one group, independently of steps; its samples have `group_id` 0."""
+    async def play(self, start: Request | Group, sampling: SamplingConfig) -> Group:
+        """Generates and scores one group, independently of steps."""
 
-        async def one(sampling: SamplingConfig) -> ScoredGroup:
-            ended: list[GroupResult | EpisodeGroup] = []
+        async def one(start: Request | Group, sampling: SamplingConfig) -> Group:
+            ended: list[Group] = []
             if self._play is None:
                 await self._client.generate([start], sampling, on_group=ended.append)
             else:
-                self._prompts[start.prompt_id] = prompt
                 await self._training_episodes.first(
-                    [start if isinstance(start, Request) else start.request],
-                    sampling,
-                    num_groups=1,
-                    keep_rest=False,
-                    on_group=ended.append,
+                    [_request_of(start)], sampling, num_groups=1, keep_rest=False, on_group=ended.append
                 )
-            return await self._group_scorer.score(0, prompt, ended[0])
+            return await self._scored(ended[0])
 
-        try:
-            if not self._greedy_baseline:
-                return await one(sampling)
-            single = replace(sampling, n=1, temperature=0.0)
-            async with asyncio.TaskGroup() as both:
-                scoring, greedy = both.create_task(one(sampling)), both.create_task(one(single))
-            return await with_baseline(scoring, greedy)
-        finally:
-            self._prompts.pop(start.prompt_id, None)
+        if self._extra_rollout is None:
+            return await one(start, sampling)
+        extra_sampling = self._extra_sampling(sampling, self._extra_rollout)
+        async with asyncio.TaskGroup() as both:
+            scoring = both.create_task(one(start, sampling))
+            extra = both.create_task(one(_request_of(start), extra_sampling))
+        return await with_baseline(scoring, extra)
+
+    @staticmethod
+    def _extra_sampling(sampling: SamplingConfig, extra: ExtraRollout) -> SamplingConfig:
+        return replace(sampling, n=extra.num_samples, temperature=extra.temperature)
 
     def _episode_runs(self) -> EpisodeRuns:
         async def play(episode: Episode) -> SupportsFloat | None:
             assert self._play is not None
-            return await self._play(episode, self._prompts[episode.prompt_id])
+            return await self._play(episode, episode.prompt)
 
         return EpisodeRuns(
             self._client,
@@ -365,5 +319,9 @@ class RolloutPhase:
         )
 
 
-async def _all(scoring: Sequence[Awaitable[ScoredGroup]]) -> list[ScoredGroup]:
+def _request_of(start: Request | Group) -> Request:
+    return start if isinstance(start, Request) else start.request
+
+
+async def _all(scoring: Sequence[Awaitable[Group]]) -> list[Group]:
     return await asyncio.gather(*scoring)

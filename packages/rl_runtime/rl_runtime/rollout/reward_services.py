@@ -15,9 +15,8 @@ from ..errors import InputError
 from ..rules import check_value
 
 if TYPE_CHECKING:
-    from rollout_vllm import RemoteReward
+    from rollout_vllm import RemoteReward, Sample
 
-    from ..experience import Experience
     from .scoring_config import ScoringConfig
 
 JUDGE_FIELDS_OF_DATA = ("prompt", "ground_truth", "data_source", "extra")
@@ -26,17 +25,17 @@ JUDGE_FIELDS = ("response", *JUDGE_FIELDS_OF_DATA)
 """Fields that a judge prompt can use."""
 
 
-def _text_of(draft: "Experience") -> str:
-    return draft.prompt.text + draft.response_text
+def _text_of(sample: "Sample") -> str:
+    return f"{sample.prompt.text}{sample.text}"
 
 
-def _fields_of(draft: "Experience") -> dict[str, Any]:
+def _fields_of(sample: "Sample") -> dict[str, Any]:
     return {
-        "prompt": draft.prompt.text,
-        "response": draft.response_text,
-        "ground_truth": draft.prompt.ground_truth,
-        "data_source": draft.prompt.data_source,
-        "extra": dict(draft.prompt.extra),
+        "prompt": sample.prompt.text,
+        "response": sample.text,
+        "ground_truth": sample.prompt.ground_truth,
+        "data_source": sample.prompt.data_source,
+        "extra": dict(sample.prompt.extra),
     }
 
 
@@ -51,7 +50,7 @@ class RewardService:
     """
 
     connect: Callable[["ScoringConfig", Endpoint, float], "RemoteReward"]
-    reads: Callable[["Experience"], Any] = _text_of
+    reads: Callable[["Sample"], Any] = _text_of
     settings: tuple[str, ...] = ()
     check: Callable[["ScoringConfig"], None] = lambda config: None
     serves_model: bool = False
@@ -98,7 +97,7 @@ SERVICES: Mapping[str, RewardService] = {
     ),
     "reward_model": RewardService(
         connect=lambda config, endpoint, timeout_s: rollout_vllm.scalar_reward(endpoint, timeout_s=timeout_s),
-        reads=lambda draft: draft.token_ids,
+        reads=lambda sample: sample.token_ids.tolist(),
         serves_model=True,
     ),
     "judge": RewardService(

@@ -24,7 +24,7 @@ class Ticket:
     version: int
     """No token of it is of an older policy version; once it has ended, exactly its oldest version."""
     has_ended: bool = False
-    """Whether all its samples are generated and scored, or have failed."""
+    """True if all its samples are generated and scored, or have failed."""
 
 
 class Schedule:
@@ -118,7 +118,7 @@ class Schedule:
         return gone
 
     def is_ready(self, step: int) -> bool:
-        """Whether the groups of `step` have ended."""
+        """True if the groups of `step` have ended."""
         window = self._window(step)
         ended = sum(ticket.has_ended for ticket in window)
         if self._replaces:

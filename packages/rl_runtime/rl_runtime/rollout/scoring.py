@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,16 @@ from rl_data import Reward, UnknownDataSourceError, reward_for
 from rl_data.rewards.base import AnswerReward, equal_answers
 from rollout_vllm import (
     AsyncRewardPool,
+    Group,
     RemoteReward,
     RewardOutcome,
     RewardPool,
+    Sample,
 )
 
 from ..errors import InputError
-from ..experience import Experience
 from .config import EpisodeConfig
+from .groups import score_of
 from .hang_guard import Call, HangGuard
 from .reward_services import SERVICES, connect_service
 from .scoring_config import EPISODE_TERM, MODEL_TERM, RewardTermConfig, ScoringConfig
@@ -28,20 +30,11 @@ from .user_functions import load_function
 
 _AT_ONCE = 64
 """Calls that a service, or the event loop of coroutine functions, gets at the same time."""
-_FACTS: Mapping[str, Callable[[Experience], Any]] = {
-    "num_tokens": lambda draft: draft.num_generated,
-    "finish_reason": lambda draft: draft.finish_reason,
+_FACTS: Mapping[str, Callable[[Sample], Any]] = {
+    "num_tokens": lambda sample: sample.num_generated,
+    "finish_reason": lambda sample: sample.finish_reason,
 }
-"""What a function gets by keyword if it has a parameter of that name."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleScore:
-    """The score of a sample, the value of each term, and why there is no score (else "")."""
-
-    score: float | None
-    terms: Mapping[str, float] = field(default_factory=dict)
-    message: str = ""
+"""Facts about a sample that a function gets by keyword if it has a parameter of that name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,15 +127,15 @@ class Scorer:
         """Why no call is made any more; empty while calls are made."""
         return next((source.gave_up for source in self._sources.values() if source.gave_up), "")
 
-    def is_full(self, item: Experience) -> bool:
-        """Whether a sample counts as right in validation: its first term is full, or its score if there is one reward.
+    def is_full(self, sample: Sample) -> bool:
+        """True if a sample counts as right in validation: its first term is full, or its score if there is one reward.
 
         Full is the reward's own full score for rewards of the registry, `reward.score` for functions and services.
         """
         first = next(iter(self._config.terms), "")
-        return item.reward_terms.get(first, item.score) >= self._full_score
+        return sample.reward_terms.get(first, score_of(sample)) >= self._full_score
 
-    async def votes(self, items: Sequence[Experience], *, by_episode: bool = False) -> list[int] | None:
+    async def votes(self, samples: Sequence[Sample], *, by_episode: bool = False) -> list[int] | None:
         """For each sample of one prompt a number that is equal for equal answers (`AnswerReward.votes`).
 
         None: nothing extracts answers (`reward.answer`, or the reward), or it failed to.
@@ -150,18 +143,18 @@ class Scorer:
         Args:
             by_episode: the episodes scored themselves, so that no reward knows their answers.
         """
-        reward = self._answer_reward(items[0]) if items and not by_episode else None
+        reward = self._answer_reward(samples[0]) if samples and not by_episode else None
         vote = None if reward is None else reward.votes
         if self._answer is not None:
             vote = partial(_votes_by, self._answer)
-        if not items or vote is None:
+        if not samples or vote is None:
             return None
-        texts = [item.response_text for item in items]
+        texts = [sample.text for sample in samples]
         call = self._pool(False).submit_batch(vote, texts, num_scores=len(texts))
-        found = [outcome.score for outcome in await asyncio.wrap_future(call)]
-        return None if None in found else [int(vote) for vote in found if vote is not None]
+        numbers = [outcome.score for outcome in await asyncio.wrap_future(call)]
+        return None if None in numbers else [int(vote) for vote in numbers if vote is not None]
 
-    def _answer_reward(self, item: Experience) -> AnswerReward | None:
+    def _answer_reward(self, sample: Sample) -> AnswerReward | None:
         """The reward that `is_full` asks, if it extracts answers."""
         first = next(iter(self._config.terms.values()), None)
         if first is not None:
@@ -170,36 +163,41 @@ class Scorer:
             reward = None
         else:
             try:
-                reward = reward_for(item.prompt.data_source, self._config)
+                reward = reward_for(sample.prompt.data_source, self._config)
             except UnknownDataSourceError:  # its episode scored it
                 reward = None
         return reward if isinstance(reward, AnswerReward) else None
 
-    async def score(self, drafts: Sequence[Experience]) -> list[SampleScore]:
-        """The scores of the samples of a group.
+    async def score(self, group: Group) -> Group:
+        """The group with the scores of its samples; a sample without a score becomes a failure, with the reason.
 
         A sample whose `score` is set, by its episode, keeps it; configured terms are added to it. A reward model on the
         ranks adds to it later (`training.reward_model`).
         """
-        is_asked = [self._config.adds_up or math.isnan(draft.score) for draft in drafts]
-        asked = [draft for draft, yes in zip(drafts, is_asked, strict=True) if yes]
+        asked = [sample for sample in group.samples if self._config.adds_up or sample.score is None]
         columns = await asyncio.gather(*(source.score(asked) for source in self._sources.values()))
-        scores = iter([self._sum(draft, outcomes) for draft, *outcomes in zip(asked, *columns, strict=True)])
-        pairs = zip(drafts, is_asked, strict=True)
-        return [next(scores) if yes else SampleScore(score=draft.score) for draft, yes in pairs]
+        scored = {sample.sample_index: sample for sample in group.samples}
+        for sample, *outcomes in zip(asked, *columns, strict=True):
+            result = self._sum(sample, outcomes)
+            if isinstance(result, str):
+                group = group.without([sample], "reward", f"no reward: {result}")
+            else:
+                scored[sample.sample_index] = result
+        return replace(group, samples=tuple(scored[sample.sample_index] for sample in group.samples))
 
-    def _sum(self, draft: Experience, outcomes: Sequence[RewardOutcome]) -> SampleScore:
-        terms = {} if math.isnan(draft.score) else {EPISODE_TERM: draft.score}
+    def _sum(self, sample: Sample, outcomes: Sequence[RewardOutcome]) -> Sample | str:
+        """The sample with its score and the terms of it, or why it has none."""
+        terms = {} if sample.score is None else {EPISODE_TERM: sample.score}
         total = sum(terms.values())
         for name, outcome in zip(self._sources, outcomes, strict=True):
             if outcome.score is None:
                 key = self._config.key_of(name)
-                return SampleScore(score=None, message=f"{key}: {outcome.message}" if key else outcome.message)
+                return f"{key}: {outcome.message}" if key else outcome.message
             total += outcome.score * self._config.weight_of(name)
             terms |= {name: outcome.score} if name else {}
         if not math.isfinite(total):
-            return SampleScore(score=None, message=f"the weighted sum of reward.terms is {total}")
-        return SampleScore(score=total, terms=terms)
+            return f"the weighted sum of reward.terms is {total}"
+        return replace(sample, score=float(total), reward_terms=terms)
 
     def close(self) -> None:
         """Ends the processes and connections."""
@@ -221,32 +219,32 @@ def _votes_by(answer: Callable[[str], Any], response_texts: Sequence[str]) -> li
 
 
 async def call_function(
-    pool: RewardPool, function: RewardFunction, drafts: Sequence[Experience]
+    pool: RewardPool, function: RewardFunction, samples: Sequence[Sample]
 ) -> Sequence[RewardOutcome]:
     """One outcome for each sample: of a group, if the function is batched, else of a single one."""
     if not function.batched:
-        (draft,) = drafts
-        of_draft = {name: _FACTS[name](draft) for name in function.facts}
-        return [await pool.score(function.call, draft.response_text, draft.prompt, **of_draft)]
-    texts, prompts = [draft.response_text for draft in drafts], [draft.prompt for draft in drafts]
-    facts = {name: [_FACTS[name](draft) for draft in drafts] for name in function.facts}
-    call = pool.submit_batch(function.call, texts, prompts, num_scores=len(drafts), **facts)
+        (sample,) = samples
+        own_facts = {name: _FACTS[name](sample) for name in function.facts}
+        return [await pool.score(function.call, sample.text, sample.prompt, **own_facts)]
+    texts, prompts = [sample.text for sample in samples], [sample.prompt for sample in samples]
+    facts = {name: [_FACTS[name](sample) for sample in samples] for name in function.facts}
+    call = pool.submit_batch(function.call, texts, prompts, num_scores=len(samples), **facts)
     return await asyncio.wrap_future(call)
 
 
 async def _call_by_data_source(
-    pool: RewardPool, config: ScoringConfig, drafts: Sequence[Experience]
+    pool: RewardPool, config: ScoringConfig, samples: Sequence[Sample]
 ) -> Sequence[RewardOutcome]:
-    (draft,) = drafts
-    reward = reward_for(draft.prompt.data_source, config)
-    return [await pool.score(reward, draft.response_text, draft.prompt)]
+    (sample,) = samples
+    reward = reward_for(sample.prompt.data_source, config)
+    return [await pool.score(reward, sample.text, sample.prompt)]
 
 
 async def _ask_service(
-    service: RemoteReward, config: ScoringConfig, drafts: Sequence[Experience]
+    service: RemoteReward, config: ScoringConfig, samples: Sequence[Sample]
 ) -> Sequence[RewardOutcome]:
-    (draft,) = drafts
-    return [await asyncio.wrap_future(service.submit(SERVICES[config.service].reads(draft)))]
+    (sample,) = samples
+    return [await asyncio.wrap_future(service.submit(SERVICES[config.service].reads(sample)))]
 
 
 def load_functions(config: ScoringConfig) -> dict[str, RewardFunction]:
@@ -296,7 +294,7 @@ def load_reward(
 
 
 def foreign_hint(call: Callable[..., Any], key: str) -> str:
-    """How to call a function that has the parameters of TRL or verl; empty for others. `key`: that names it."""
+    """A sentence on how to call a function with the parameters of TRL or verl; empty for others. `key`: its key."""
     try:
         names = list(inspect.signature(call).parameters)
     except (TypeError, ValueError):

@@ -57,7 +57,7 @@ class RewardTermConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoringConfig(RewardConfig):
-    """How responses are scored, in processes of their own during the rollout."""
+    """Scores of responses, computed in processes of their own during the rollout."""
 
     terms: Mapping[str, RewardTermConfig] = field(default_factory=dict)
     """Several rewards with weights, by a name of yours, as in `reward.terms.brief.function=length`. Validation accuracy
@@ -129,7 +129,7 @@ class ScoringConfig(RewardConfig):
 
     @property
     def model_on_ranks(self) -> bool:
-        """Whether the reward model is on the trainer's ranks; its scores then come after the rollout."""
+        """True if the reward model is on the trainer's ranks; its scores then come after the rollout."""
         return self.model is not None and self.url is None
 
     @property
@@ -141,7 +141,7 @@ class ScoringConfig(RewardConfig):
 
     @property
     def adds_up(self) -> bool:
-        """Whether the score is a sum of named values, to which rewards of episodes belong."""
+        """True if the score is a sum of named values, to which rewards of episodes belong."""
         return bool(self.terms) or self.model is not None
 
     def key_of(self, term: str) -> str:

@@ -17,8 +17,8 @@ from rollout_vllm import ControlError, Endpoint, RolloutClient, ServerGroup, Unl
 from weight_sync import ReceiverError, SyncConfig, SyncReport, WeightSyncError
 
 from ..errors import RankError, RankLost, RlRuntimeError
-from ..experience import Phase
 from ..ranks.model_handle import ModelHandle
+from ..samples import Phase
 from .memory_turns import MemoryTurns, Turn
 from .watched_servers import WatchedServers
 
@@ -140,7 +140,7 @@ class RolloutServers:
             return report
 
     def _check_labels(self, version: int) -> None:
-        """Where requests run through a push, the servers have to say which weights sampled a token.
+        """Requires servers that label tokens with their weights, if requests run through a push.
 
         Servers that die meanwhile are left out.
         """
@@ -148,13 +148,13 @@ class RolloutServers:
             return
         while serving := self._serving():
             try:
-                found = self._client.run(self._client.fetch_policy_versions(serving))
+                versions = self._client.run(self._client.fetch_policy_versions(serving))
             except ControlError as error:
                 unlabeled = isinstance(error, UnlabeledTokensError)  # no sign that a server has died
                 if unlabeled or self._watch is None or not self._has_died(serving):
                     raise RlRuntimeError(f"{error}; {self._cut_instead}") from error
                 continue
-            labels = zip(self._endpoints(serving), found, strict=True)
+            labels = zip(self._endpoints(serving), versions, strict=True)
             if wrong := {endpoint.url: label for endpoint, label in labels if label != version}:
                 wrong_labels = f"the servers {wrong} do not label tokens with policy version {version}"
                 raise RlRuntimeError(f"{wrong_labels}: requests cannot run through a push; {self._cut_instead}")
@@ -294,14 +294,14 @@ class RolloutServers:
         ]
 
     def _num_failures(self) -> list[int]:
-        """How many times each server died or hung."""
+        """Number of deaths and hangs of each server."""
         failures = [0] * len(self._servers.servers)
         for event in list(self._watch.events) if self._watch is not None else ():
             failures[event.server] += event.kind in ("died", "hung")
         return failures
 
     def _has_died(self, serving: list[int]) -> bool:
-        """Whether one of these servers has died; waits until its supervisor would have noticed."""
+        """True if one of these servers has died; waits until its supervisor would have noticed."""
         deadline = time.monotonic() + _NOTICE_S
         while self._serving() == serving:
             if time.monotonic() > deadline:
@@ -311,6 +311,6 @@ class RolloutServers:
 
 
 def _restart_may_help(error: RankError) -> bool:
-    """Whether the sync failed in transit. A plan that a server rejected would be rejected again."""
+    """True if the sync failed in transit. A plan that a server rejected would be rejected again."""
     cause = error.cause
     return isinstance(cause, WeightSyncError) and (not isinstance(cause, ReceiverError) or cause.retryable)

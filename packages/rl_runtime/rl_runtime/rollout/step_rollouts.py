@@ -7,7 +7,7 @@ from typing import Any
 from rl_data import PromptSampler
 from rollout_vllm import SamplingConfig
 
-from ..experience import Phase, PromptLike
+from ..samples import Phase, PromptLike
 from .config import DynamicSamplingConfig
 from .dynamic_sampling import DrawPrompts, DynamicSampling
 from .groups import Collected, Finish

@@ -10,8 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_core import majority_vote, pass_at_k
+from rollout_vllm import Sample
 
-from ..experience import Experience, PromptLike
+from ..samples import PromptLike
+from .groups import score_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +25,7 @@ class SampleResult:
     response: str
     score: float
     is_right: bool
-    """Whether it has the full score (`Scorer.is_full`)."""
+    """True if it has the full score (`Scorer.is_full`)."""
     finish_reason: str
     num_tokens: int
     """Response tokens that the model sampled."""
@@ -57,7 +59,7 @@ class PromptResult:
 
     @property
     def majority(self) -> float:
-        """Whether the most frequent answer is right (`rl_core.majority_vote`); NaN without samples or votes."""
+        """True if the most frequent answer is right (`rl_core.majority_vote`); NaN without samples or votes."""
         if self.votes is None or not self.samples:
             return float("nan")
         return majority_vote(self.votes, [sample.is_right for sample in self.samples])
@@ -65,7 +67,7 @@ class PromptResult:
 
 def prompt_result(
     prompt: PromptLike,
-    items: Iterable[Experience],
+    samples: Iterable[Sample],
     *,
     is_right: Sequence[bool],
     votes: Sequence[int] | None,
@@ -79,16 +81,16 @@ def prompt_result(
         data_source=prompt.data_source,
         samples=tuple(
             SampleResult(
-                index=item.sample_index,
-                response=item.response_text,
-                score=item.score,
+                index=sample.sample_index,
+                response=sample.text,
+                score=score_of(sample),
                 is_right=right,
-                finish_reason=item.finish_reason,
-                num_tokens=item.num_generated,
-                num_turns=item.num_turns,
-                terms=item.reward_terms,
+                finish_reason=sample.finish_reason or "",
+                num_tokens=sample.num_generated,
+                num_turns=sample.num_turns,
+                terms=sample.reward_terms,
             )
-            for item, right in zip(items, is_right, strict=True)
+            for sample, right in zip(samples, is_right, strict=True)
         ),
         votes=None if votes is None else tuple(votes),
         failures=tuple(failures),
@@ -157,14 +159,14 @@ class Validation:
     def metrics(self) -> dict[str, float]:
         """Names and values for the metrics of a run; `pass@k` and `maj@n` with several samples per prompt."""
         n = self.num_samples_per_prompt
-        found: dict[str, float] = {
+        metrics: dict[str, float] = {
             "val/accuracy": self.accuracy,
             "val/score/mean": self.score_mean,
             "val/num_samples": self.num_samples,
             "val/num_failed": self.num_failed,
         }
         if n == 1:
-            return found
+            return metrics
         columns = prompt_metrics(self.prompts, num_samples=n, pass_at=sample_counts(n)[1:])
         del columns[f"mean@{n}"]  # val/score/mean, but for the weight of prompts with failed samples
-        return found | {f"val/{name}": float(np.nanmean(v)) for name, v in columns.items() if np.isfinite(v).any()}
+        return metrics | {f"val/{name}": float(np.nanmean(v)) for name, v in columns.items() if np.isfinite(v).any()}

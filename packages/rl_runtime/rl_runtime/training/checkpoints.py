@@ -94,7 +94,7 @@ class RunCheckpoints:
         return self._groups[0].world_size
 
     def is_due(self, step: int) -> bool:
-        """Whether `trainer.save_freq` wants a checkpoint after this step."""
+        """True if `trainer.save_freq` wants a checkpoint after this step."""
         return self._trainer.save_freq > 0 and step % self._trainer.save_freq == 0
 
     def why_not(self) -> str:

@@ -10,13 +10,15 @@ from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import Any
 
-from rl_core import SequenceData
+import torch
+from torch import Tensor
+
+from rl_core import pack
 from rl_data import Demonstration
 
-from ..experience import Float32Array
 from ..ranks.model_handle import ModelHandle
 from ..ranks.train_batch import TrainBatch
-from .supervised import sequences
+from .supervised import packed
 from .supervised_config import FineTuningConfig
 
 
@@ -29,9 +31,9 @@ class HeldOut:
 
     def metrics(self, model: ModelHandle) -> dict[str, float]:
         """`val/loss`, the mean negative log-likelihood over all held-out response tokens, and its exponential."""
-        columns = list(log_probs_of(model, self._demonstrations, batch_size=self._config.batch_size))
-        count = sum(map(len, columns))
-        loss = -sum(float(column.sum(dtype="float64")) for column in columns) / count
+        rows = list(log_probs_of(model, self._demonstrations, batch_size=self._config.batch_size))
+        count = sum(map(len, rows))
+        loss = -sum(float(row.sum(dtype=torch.float64)) for row in rows) / count
         perplexity = math.exp(min(loss, 700.0))  # exp overflows from 710 on
         return {"val/loss": loss, "val/perplexity": perplexity, "val/num_tokens": float(count)}
 
@@ -39,7 +41,7 @@ class HeldOut:
         """Greedy responses to the first prompts, as lines of `rollouts/`; the reward is 1 for the demonstrated one."""
         chosen, decode = self._demonstrations[: self._config.num_samples], self._tokenizer.decode
         prompts, end = [item.prompt_ids for item in chosen], int(self._tokenizer.eos_token_id)
-        found = greedy_responses(model, prompts, max_tokens=self._config.sample_tokens, end=end)
+        responses = greedy_responses(model, prompts, max_tokens=self._config.sample_tokens, end=end)
         return [
             {
                 "prompt": str(decode(list(item.prompt_ids))),
@@ -47,18 +49,17 @@ class HeldOut:
                 "reward": float(response == _first_turn(item)),
                 "demonstrated": str(decode(_first_turn(item))),
             }
-            for item, response in zip(chosen, found, strict=True)
+            for item, response in zip(chosen, responses, strict=True)
         ]
 
 
-def log_probs_of(
-    model: ModelHandle, demonstrations: Sequence[Demonstration], *, batch_size: int
-) -> Iterator[Float32Array]:
+def log_probs_of(model: ModelHandle, demonstrations: Sequence[Demonstration], *, batch_size: int) -> Iterator[Tensor]:
     """The log-probs of each response's tokens, without gradients; the ranks get `batch_size` of them at once."""
     for start in range(0, len(demonstrations), batch_size):
-        with TrainBatch(sequences(demonstrations[start : start + batch_size])) as batch:
-            columns = model.log_probs(batch).log_probs
-        yield from columns
+        batch = packed(demonstrations[start : start + batch_size])
+        with TrainBatch(batch) as train_batch:
+            log_probs_K = model.log_probs(train_batch)
+        yield from batch.split(log_probs_K)
 
 
 def greedy_responses(
@@ -71,8 +72,7 @@ def greedy_responses(
         if not growing:
             break
         # The target is a placeholder: the engine returns the token it finds most likely there.
-        rows = [SequenceData(prompt_ids=[*prompts[i], *responses[i]], response_ids=[end]) for i in growing]
-        with TrainBatch(rows) as batch:
+        with TrainBatch(pack([[*prompts[i], *responses[i]] for i in growing], [[end]] * len(growing))) as batch:
             tokens = model.next_tokens(batch)
         for index, token in zip(growing, tokens, strict=True):
             responses[index].append(token)

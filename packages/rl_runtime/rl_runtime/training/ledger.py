@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpt import Checkpoint
+from rollout_vllm import Group
 from run_kit.tracking.metrics_table import atomic_write, naming_full_disk
 
-from ..experience import Experience
-from ..rollout.groups import Collected, ScoredGroup
+from ..rollout.groups import Collected
 
 FILE_NAME = "samples.tsv"
 _HEADER = "step\tgroup\tsample\toutcome\toldest_version\tnewest_version\n"
@@ -61,7 +61,7 @@ class SampleLedger:
         Raises:
             run_kit.DiskFullError: there is no room.
         """
-        trained = {(item.group_key, item.sample_index) for item in collected.batch.items}
+        trained = {(sample.prompt_id, sample.sample_index) for sample in collected.samples}
         rows = [row for group in collected.ended for row in _rows_of(step, group, trained)]
         with naming_full_disk(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write("".join(row.text() for row in rows))
@@ -77,13 +77,16 @@ def read_samples(folder: Path) -> list[SampleRow]:
     return [SampleRow(int(step), group, int(sample), *rest) for step, group, sample, *rest in cells]
 
 
-def _rows_of(step: int, group: ScoredGroup, trained: set[tuple[str, int]]) -> Iterator[SampleRow]:
-    scored: dict[int, Experience] = {item.sample_index: item for item in group.items}
-    for index in range(group.num_samples):
-        item = scored.get(index)
-        if item is None:
-            yield SampleRow(step, group.key, index, "stale" if group.is_stale else "failed", "", "")
-        else:
-            outcome = "trained" if (group.key, index) in trained else "left_out"
-            versions = [version for version, _ in item.version_spans]
-            yield SampleRow(step, group.key, index, outcome, str(min(versions)), str(max(versions)))
+def _rows_of(step: int, group: Group, trained: set[tuple[str, int]]) -> Iterator[SampleRow]:
+    rows = {
+        failure.sample_index: SampleRow(
+            step, group.prompt_id, failure.sample_index, "stale" if failure.kind == "stale" else "failed", "", ""
+        )
+        for failure in group.failures
+    }
+    for sample in group.samples:
+        outcome = "trained" if (group.prompt_id, sample.sample_index) in trained else "left_out"
+        versions = [span.policy_version for span in sample.version_spans]
+        oldest, newest = str(min(versions)), str(max(versions))
+        rows[sample.sample_index] = SampleRow(step, group.prompt_id, sample.sample_index, outcome, oldest, newest)
+    return (rows[index] for index in sorted(rows))

@@ -10,20 +10,22 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from ckpt import Checkpoint
+from rl_core import Batch
+from rollout_vllm import Sample
 from run_kit import StopRequest
 
 from ..config import TrainerConfig
 from ..errors import RankError, RolloutFailed
-from ..experience import Experience, ExperienceBatch, Phase
 from ..rollout.ahead import RolloutsAhead
 from ..rollout.servers import RolloutServers
 from ..rollout.step_rollouts import StepRollouts
+from ..samples import Phase
 from .checkpoints import RunCheckpoints, load_and_say, save_or_say
 from .metrics import disagreement, rollout_metrics
 from .record import RunRecord
 from .reward_model import RewardModel
 
-Learn = Callable[[int, ExperienceBatch, Phase], dict[str, float]]
+Learn = Callable[[int, Batch, Phase], dict[str, float]]
 """(step, scored samples, phase timer) -> metrics."""
 
 
@@ -40,7 +42,7 @@ class LoopResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Restart:
-    """What a run repeats after it has lost its ranks."""
+    """The steps that a run repeats after it has lost its ranks."""
 
     lost_at: float
     """Time of the loss, in seconds of the monotonic clock."""
@@ -50,7 +52,7 @@ class Restart:
     """The last step that was taken before."""
 
     def describe(self) -> str:
-        """What the loss has cost, in one line."""
+        """Cost of the loss, in one line."""
         seconds = time.monotonic() - self.lost_at
         steps = f"steps {self.done + 1} to {self.last} are" if self.last > self.done + 1 else f"step {self.last} is"
         repeated = f"{steps} taken again" if self.last > self.done else "no whole step is taken again"
@@ -74,7 +76,7 @@ class TrainingLoop:
         self._trainer, self._rollouts, self._servers = trainer, rollouts, servers
         self._checkpoints, self._record, self._reward_model = checkpoints, record, reward_model
         self._policies_differ = False
-        """Whether servers and ranks did in the last step."""
+        """True if servers and ranks computed different policies in the last step."""
 
     def run(
         self,
@@ -157,9 +159,9 @@ class TrainingLoop:
                 if self._reward_model is not None:
                     with timer.phase("reward_model"):
                         collected = self._reward_model.complete(collected)
-                metrics = rollout_metrics(collected) | learn(step, collected.batch, timer.phase)
+                metrics = rollout_metrics(collected) | learn(step, collected.batch(), timer.phase)
                 self._record.log_samples(step, collected)
-                self._say_if_policies_differ(step, metrics)
+                self._warn_on_policy_mismatch(step, metrics)
                 # Before the sync, after which the engines' memory may belong to the servers.
                 if self._checkpoints.is_due(step):
                     with timer.phase("checkpoint"):
@@ -170,7 +172,7 @@ class TrainingLoop:
         self._record.log_step(step, collected, metrics, timer)
         return metrics
 
-    def _say_if_policies_differ(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _warn_on_policy_mismatch(self, step: int, metrics: Mapping[str, float]) -> None:
         """Once for all consecutive steps in which they do. Steps whose tokens are all of older policies say nothing."""
         if "rollout/log_prob_mismatch" not in metrics:
             return
@@ -195,11 +197,11 @@ class TrainingLoop:
         self._record.log_validation(step, result)
         return result.accuracy
 
-    def _finish(self, items: Sequence[Experience]) -> list[Experience]:
+    def _finish(self, samples: Sequence[Sample]) -> list[Sample]:
         """Held-out samples with the scores of the reward model."""
         assert self._reward_model is not None
         with self._servers.lending_memory():
-            return self._reward_model.score(items)
+            return self._reward_model.score(samples)
 
 
 @contextmanager

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from ds_engine import StepStats
-from rl_core import mismatch_metrics, segment_sum
+from rl_core import Batch, mismatch_metrics, segment_sum
+from rollout_vllm import Sample
 
-from ..experience import ExperienceBatch
 from ..ranks.model_handle import is_skipped
 from ..rollout.groups import Collected
 
@@ -21,10 +21,11 @@ _NO_ROUNDING = 0.5
 
 def rollout_metrics(collected: Collected) -> dict[str, float]:
     """Scores and lengths of the scored samples of a step, number of failures, and the metrics of the servers."""
-    batch = collected.scored
-    scores, response_lens = batch.scores_N.numpy(), batch.response_lens_N.numpy()
-    prompt_lens = np.array([len(item.prompt.token_ids) for item in batch.items])
-    baselines = {item.group_id: item.baseline_score for item in batch.items if item.baseline_score is not None}
+    samples = collected.scored
+    scores = np.array([sample.score for sample in samples], np.float64)
+    response_lens = np.array([sample.num_generated for sample in samples])
+    prompt_lens = np.array([sample.prompt_ids.size for sample in samples])
+    baselines = {sample.prompt_id: sample.baseline_score for sample in samples if sample.baseline_score is not None}
     return {
         "critic/score/mean": float(scores.mean()),
         "critic/score/max": float(scores.max()),
@@ -33,48 +34,50 @@ def rollout_metrics(collected: Collected) -> dict[str, float]:
         "response_length/mean": float(response_lens.mean()),
         "response_length/max": float(response_lens.max()),
         "response_length/min": float(response_lens.min()),
-        "response_length/clip_ratio": float(np.mean([item.finish_reason == "length" for item in batch.items])),
+        "response_length/clip_ratio": float(np.mean([sample.finish_reason == "length" for sample in samples])),
         "prompt_length/mean": float(prompt_lens.mean()),
         "prompt_length/max": float(prompt_lens.max()),
-        "rollout/num_samples": float(len(collected.batch.items)),
+        "rollout/num_samples": float(len(collected.samples)),
         "rollout/num_failed": float(collected.num_failed),
-        "rollout/num_turns": float(np.mean([item.num_turns for item in batch.items])),
+        "rollout/num_turns": float(np.mean([sample.num_turns for sample in samples])),
         **({"rollout/baseline_score_mean": float(np.mean(list(baselines.values())))} if baselines else {}),
-        **term_metrics(batch),
+        **term_metrics(samples),
         **collected.metrics,
     }
 
 
-def term_metrics(batch: ExperienceBatch) -> dict[str, float]:
+def term_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Mean and standard deviation of each term of the reward, before its weight; empty if there is one reward."""
-    terms = [item.reward_terms for item in batch.items]
+    terms = [sample.reward_terms for sample in samples]
     columns = {name: np.array([values[name] for values in terms]) for name in (terms[0] if terms else ())}
     return {
-        f"reward/{name}/{what}": float(compute(values))
+        f"reward/{name}/{statistic}": float(compute(values))
         for name, values in columns.items()
-        for what, compute in (("mean", np.mean), ("std", np.std))
+        for statistic, compute in (("mean", np.mean), ("std", np.std))
     }
 
 
-def mismatch(batch: ExperienceBatch, log_probs_K: torch.Tensor) -> dict[str, float]:
+def mismatch(batch: Batch) -> dict[str, float]:
     """Difference between the trainer's and the servers' log-probs of the same generated tokens (`rl_core`'s metrics).
 
     Tokens that an older policy version sampled differ by the updates in between, and are reported separately, with
     `_stale` at the end of the names. The ratios of a sequence are those of its fresh, or of its stale, tokens.
+
+    Args:
+        batch: with columns `old_log_probs`, `rollout_log_probs` and `staleness`.
     """
-    spans = np.array([span for item in batch.items for span in item.version_spans], np.int64).reshape(-1, 2)
-    versions_K = torch.from_numpy(np.repeat(spans[:, 0], spans[:, 1]))
-    rollout_log_probs_K = batch.rollout_log_probs_K
-    assert rollout_log_probs_K is not None, "the servers' log-probs were not requested"
-    stale_K = versions_K < (int(versions_K.max()) if batch.policy_version is None else batch.policy_version)
+    columns = batch.columns
+    stale_K = columns["staleness"] > 0
 
     def of_tokens(chosen_K: torch.Tensor, suffix: str) -> dict[str, float]:
         if not chosen_K.any():
             return {}
-        lens_N = segment_sum(chosen_K.double(), batch.response_lens_N).long()
-        found = mismatch_metrics(log_probs_K[chosen_K], rollout_log_probs_K[chosen_K], response_lens_S=lens_N)
-        del found["num_tokens"]  # `stale_token_share` and the response lengths say it
-        return {f"rollout/{_MISMATCH.get(name, f'mismatch_{name}')}{suffix}": value for name, value in found.items()}
+        lens_N = segment_sum(chosen_K.double(), batch.response_lens_S).long()
+        values = mismatch_metrics(
+            columns["old_log_probs"][chosen_K], columns["rollout_log_probs"][chosen_K], response_lens_S=lens_N
+        )
+        del values["num_tokens"]  # `stale_token_share` and the response lengths say it
+        return {f"rollout/{_MISMATCH.get(name, f'mismatch_{name}')}{suffix}": value for name, value in values.items()}
 
     metrics = of_tokens(~stale_K, "") | of_tokens(stale_K, "_stale")
     return metrics | {"rollout/stale_token_share": float(stale_K.double().mean())}
@@ -85,12 +88,12 @@ def disagreement(metrics: Mapping[str, float]) -> str:
 
     Without a mismatch, or with one that is nan, nothing is compared: a loss that is nan has a warning of its own.
     """
-    found = metrics.get("rollout/log_prob_mismatch", 0.0)
-    if not found >= _NO_ROUNDING:
+    difference = metrics.get("rollout/log_prob_mismatch", 0.0)
+    if not difference >= _NO_ROUNDING:
         return ""
     return (
         f"warning: servers and ranks compute different policies: their log-probs of the newest tokens differ by "
-        f"{found:.2g} on average (rollout/log_prob_mismatch; rounding makes less than {_NO_ROUNDING}), and the "
+        f"{difference:.2g} on average (rollout/log_prob_mismatch; rounding makes less than {_NO_ROUNDING}), and the "
         f"effective sample size is {metrics['rollout/mismatch_ess']:.2g}. "
         "See docs/troubleshooting.md#updates-nan-and-mismatch"
     )

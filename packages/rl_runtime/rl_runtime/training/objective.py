@@ -1,4 +1,4 @@
-"""What a supervised run learns: the update of a step, the measurements on held-out examples, and its state."""
+"""The objective of a supervised run: the update of a step, the measurements on held-out examples, and its state."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ Learn = Callable[[ModelHandle, Sequence[Any]], StepStats]
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """What a supervised run learns."""
+    """The objective of a supervised run."""
 
     name: str
     """Prefix of the metrics of its steps."""

@@ -15,10 +15,8 @@ from ..rules import check_value
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rl_core import PackedBatch
+    from rl_core import Batch
     from rollout_vllm import SamplingConfig
-
-    from ..experience import ExperienceBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +59,7 @@ class RolloutCorrection:
 
     @property
     def enabled(self) -> bool:
-        """Whether token losses are weighted."""
+        """True if token losses are weighted."""
         return self.mode not in ("none", None)
 
 
@@ -69,7 +67,7 @@ def check_rollout_correction(correction: RolloutCorrection, sampling: "SamplingC
     """Refuses a correction where the servers' log-probs are those of a truncated or reshaped distribution.
 
     Raises:
-        ValueError: names the sampling key.
+        InputError: names the sampling key.
     """
     if not correction.enabled:
         return
@@ -77,49 +75,38 @@ def check_rollout_correction(correction: RolloutCorrection, sampling: "SamplingC
     for name in ("top_p", "top_k", "min_p", "min_tokens", "repetition_penalty"):
         value, allowed = getattr(sampling, name), getattr(neutral, name)
         if value != allowed:
-            raise ValueError(
-                f"sampling.{name} is {value}; allowed: {allowed} with algorithm.rollout_correction.mode="
-                f"{correction.mode}, because otherwise the servers' log-probs belong to another distribution than the "
-                "trainer's, and their ratio says nothing about the policies"
+            raise InputError(
+                f"algorithm.rollout_correction.mode={correction.mode} compares the servers' log-probs with the "
+                "trainer's, and these would belong to another distribution",
+                field=f"sampling.{name}",
+                value=value,
+                allowed=str(allowed),
             )
 
 
-def rollout_columns(batch: "ExperienceBatch") -> "dict[str, Tensor]":
-    """The column `rollout_log_probs` for the loss, float32 [K]; empty if they were not requested
-    (`rollout.log_probs=false`)."""
-    log_probs_K = batch.rollout_log_probs_K
-    return {} if log_probs_K is None else {"rollout_log_probs": log_probs_K}
+def correction_weights(batch: "Batch", correction: RolloutCorrection) -> "Tensor | float":
+    """Factors of the token losses of a micro batch, [K]: 1 without a correction, else the weights of `old_log_probs`
+    and `rollout_log_probs`."""
+    return _weights(batch, correction)[0] if correction.enabled else 1.0
 
 
-def correction_weights(batch: "PackedBatch", correction: RolloutCorrection) -> "Tensor | float":
-    """What multiplies the token losses of a micro batch, [K]: 1 without a correction, else the weights of
-    `old_log_probs` and `rollout_log_probs`."""
-    if not correction.enabled:
-        return 1.0
-    old_K, rollout_K = batch.columns["old_log_probs"], batch.columns["rollout_log_probs"]
-    return _weights(old_K, rollout_K, batch.response_lens_S, correction)[0]
-
-
-def compare_with_rollout(
-    batch: "ExperienceBatch", old_log_probs_K: "Tensor", correction: RolloutCorrection
-) -> "dict[str, float]":
+def compare_with_rollout(batch: "Batch", correction: RolloutCorrection) -> "dict[str, float]":
     """The metrics of `mismatch` and of the weights; empty if the servers' log-probs were not requested.
 
     Args:
-        old_log_probs_K: the trainer's log-probs before the update, in the order of the samples.
+        batch: with the trainer's `old_log_probs`.
     """
     from rl_core import effective_sample_size
 
     from .metrics import mismatch
 
-    rollout_log_probs_K = batch.rollout_log_probs_K
-    if rollout_log_probs_K is None:
+    if "rollout_log_probs" not in batch.columns:
         assert not correction.enabled, "refused by the configuration"
         return {}
-    metrics = mismatch(batch, old_log_probs_K)
+    metrics = mismatch(batch)
     if not correction.enabled:
         return metrics
-    weights_K, inside_K = _weights(old_log_probs_K, rollout_log_probs_K, batch.response_lens_N, correction)
+    weights_K, inside_K = _weights(batch, correction)
     return metrics | {
         "rollout/correction_weight_mean": float(weights_K.mean()),
         "rollout/correction_ess": effective_sample_size(weights_K),
@@ -127,20 +114,18 @@ def compare_with_rollout(
     }
 
 
-def _weights(
-    old_log_probs_K: "Tensor", rollout_log_probs_K: "Tensor", lens_N: "Tensor", correction: RolloutCorrection
-) -> "tuple[Tensor, Tensor]":
+def _weights(batch: "Batch", correction: RolloutCorrection) -> "tuple[Tensor, Tensor]":
     """`rl_core.rollout_weights` with the settings of `correction`."""
     from rl_core import rollout_weights
 
     assert correction.mode is not None
     assert correction.mode != "none"
     return rollout_weights(
-        old_log_probs_K,
-        rollout_log_probs_K,
+        batch.columns["old_log_probs"],
+        batch.columns["rollout_log_probs"],
         mode=correction.mode,
         level=correction.level,
         max_ratio=correction.max_ratio,
         min_ratio=correction.min_ratio,
-        response_lens_S=lens_N,
+        response_lens_S=batch.response_lens_S,
     )

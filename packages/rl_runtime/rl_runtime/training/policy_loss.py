@@ -15,20 +15,19 @@ import rl_core
 from ds_engine import LossOutput, TokenOutputs
 
 from ..errors import InputError
-from ..experience import ExperienceBatch
 from ..rollout.user_functions import load_function
 from .off_policy import correction_weights
 from .policy import PolicyConfig
 
 
-def with_loss_weights(
-    batch: ExperienceBatch,
+def loss_weights(
+    batch: rl_core.Batch,
     config: PolicyConfig,
     *,
     max_tokens: int,
     mini_batches: Sequence[Sequence[int]] | None = None,
-) -> ExperienceBatch:
-    """Adds the columns that turn token losses into the mini-batch loss: `weights`, and `mean_weights` for metrics.
+) -> dict[str, Tensor]:
+    """The columns that turn token losses into the mini-batch loss: `weights`, and `mean_weights` for metrics.
 
     With `overlong_filter`, truncated responses have weight 0 and are not counted in the means.
 
@@ -38,20 +37,20 @@ def with_loss_weights(
     """
     mode = config.loss_aggregation
     fixed_length = max_tokens if mode == "fixed_length" else None
-    lens_N = batch.response_lens_N
+    lens_N = batch.response_lens_S
     if config.overlong_filter:
-        lens_N = lens_N * rl_core.overlong_keep(batch.truncated_N)
+        lens_N = lens_N * rl_core.overlong_keep(batch.per_sequence["is_truncated"])
     weights_N, mean_N = torch.zeros(len(lens_N), dtype=torch.float64), torch.zeros(len(lens_N), dtype=torch.float64)
     for indices in mini_batches or [range(len(lens_N))]:
         chosen = torch.tensor(indices)
         weights_N[chosen] = rl_core.token_weights(mode, lens_N[chosen], fixed_length=fixed_length).double()
         mean_N[chosen] = rl_core.token_weights("token_mean", lens_N[chosen]).double()
-    return batch.with_per_sequence("weights", weights_N).with_per_sequence("mean_weights", mean_N)
+    per_token = rl_core.broadcast_to_tokens
+    lens_N = batch.response_lens_S
+    return {"weights": per_token(weights_N, lens_N), "mean_weights": per_token(mean_N, lens_N)}
 
 
-def policy_loss(
-    outputs: TokenOutputs, batch: rl_core.PackedBatch, *, config: PolicyConfig, kl_coef: float
-) -> LossOutput:
+def policy_loss(outputs: TokenOutputs, batch: rl_core.Batch, *, config: PolicyConfig, kl_coef: float) -> LossOutput:
     """This micro batch's share of the loss: sum_k w_k (policy loss + kl_coef KL - entropy_coef H)_k.
 
     Columns: `old_log_probs`, `advantages`, `weights`, `mean_weights`, `ref_log_probs` for a KL term in the loss, and
@@ -79,50 +78,49 @@ def policy_loss(
 
 
 def check_loss(config: PolicyConfig) -> None:
-    """Imports a loss function of the user and tries it on two made-up sequences, in this process.
+    """Tries the loss with its options on two made-up sequences, in this process.
 
     Raises:
-        InputError: it cannot be imported or called, or does not return one differentiable loss per token.
+        InputError: a loss function of the user cannot be imported or called, or the loss does not return one
+            differentiable value per token.
     """
-    if not config.has_own_loss:
-        return
-    _load_loss(config.loss, tuple(config.loss_options))
-    batch = rl_core.pack([rl_core.SequenceData(prompt_ids=[0], response_ids=[1] * length) for length in (2, 3)])
+    if config.has_own_loss:
+        _load_loss(config.loss, tuple(config.loss_options))
     columns = {name: torch.full((5,), -0.5) for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs")}
-    batch = batch.with_columns(**columns, advantages=torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0]))
+    columns |= {
+        "staleness": torch.zeros(5, dtype=torch.int32),
+        "advantages": torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0]),
+    }
+    batch = rl_core.pack([[0], [0]], [[1] * 2, [1] * 3], columns=columns)
     log_probs_K = torch.tensor([-0.4, -0.6, -0.5, -0.7, -0.3], requires_grad=True)
     try:
-        loss_K = _own_loss(log_probs_K, batch, config)
+        loss_K, _ = _token_loss(log_probs_K, batch, config)
         if not (loss_K.requires_grad and loss_K.isfinite().all()):
             raise InputError(f"{loss_K} is not finite, or has no gradient with respect to log_probs_K")
     except Exception as error:
-        what = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
-        raise InputError(f"algorithm.loss is {config.loss!r}, which fails on a trial batch: {what}") from error
+        problem = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+        raise InputError(f"fails on a trial batch: {problem}", field="algorithm.loss", value=config.loss) from error
 
 
 def _token_loss(
-    log_probs_K: Tensor, batch: rl_core.PackedBatch, config: PolicyConfig
+    log_probs_K: Tensor, batch: rl_core.Batch, config: PolicyConfig
 ) -> tuple[Tensor, rl_core.PolicyLossStats]:
     """The loss `config.loss` of each token, [K], and its ratios and clip flags."""
-    columns, bounds = batch.columns, config.clip_bounds
-    old_K, advantages_K = columns["old_log_probs"], columns["advantages"]
-    if config.loss == "ppo_clip":
-        return rl_core.ppo_clip_loss(log_probs_K, old_K, advantages_K, dual_clip=config.dual_clip, **bounds)
-    if config.loss == "gspo":
-        return rl_core.gspo_loss(log_probs_K, old_K, advantages_K, batch.response_lens_S, **bounds)
-    if config.loss == "cispo":
-        return rl_core.cispo_loss(log_probs_K, old_K, advantages_K, **bounds)
+    if not config.has_own_loss:
+        return rl_core.POLICY_LOSSES[config.loss](log_probs_K, batch, **config.loss_settings)
     # Without bounds nothing is clipped: the ratios of a loss that has its own way to bound them.
-    _, stats = rl_core.ppo_clip_loss(log_probs_K, old_K, advantages_K, clip_low=1.0, clip_high=math.inf)
+    _, stats = rl_core.POLICY_LOSSES["ppo_clip"](log_probs_K, batch, clip_low=1.0, clip_high=math.inf)
     return _own_loss(log_probs_K, batch, config), stats
 
 
-def _own_loss(log_probs_K: Tensor, batch: rl_core.PackedBatch, config: PolicyConfig) -> Tensor:
+def _own_loss(log_probs_K: Tensor, batch: rl_core.Batch, config: PolicyConfig) -> Tensor:
     loss_K = _load_loss(config.loss, tuple(config.loss_options))(log_probs_K, batch, **config.loss_options)
     if not isinstance(loss_K, Tensor) or loss_K.shape != log_probs_K.shape:
-        got = f"shape {tuple(loss_K.shape)}" if isinstance(loss_K, Tensor) else type(loss_K).__name__
         raise InputError(
-            f"algorithm.loss {config.loss} returned {got}; allowed: one loss per token, {tuple(log_probs_K.shape)}"
+            "the function returned something else than one loss per token",
+            field="algorithm.loss",
+            value=tuple(loss_K.shape) if isinstance(loss_K, Tensor) else type(loss_K).__name__,
+            allowed=f"a tensor of shape {tuple(log_probs_K.shape)}",
         )
     return loss_K
 

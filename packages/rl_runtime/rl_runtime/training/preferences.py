@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_core import PackedBatch, SequenceData, broadcast_to_tokens, segment_sum
+from rl_core import Batch, pack, segment_sum
 from rl_data import Demonstration, LabeledResponse, PreferencePair
 
 from ..errors import InputError
 from ..ranks.model_handle import ModelHandle
 from ..ranks.train_batch import TrainBatch
 from .held_out import HeldOut, log_probs_of
-from .supervised import response_lens, sequences, sequences_in
+from .supervised import sequences_in
 from .supervised_config import FineTuningConfig
 
 
@@ -29,57 +29,35 @@ def responses_of(pairs: Sequence[PreferencePair]) -> list[Demonstration]:
 
 
 def margins_of(pairs: Sequence[PreferencePair]) -> Tensor:
-    """How much better the chosen response of each pair is, for both of its responses: float32 [S]."""
+    """The margin of each pair (how much better its chosen response is), for both responses: float32 [S]."""
     return torch.tensor([pair.margin for pair in pairs for _ in range(2)], dtype=torch.float32)
 
 
 def with_labels(preferences: Sequence[PreferencePair | LabeledResponse]) -> tuple[list[Demonstration], Tensor]:
     """The responses of pairs or of labeled responses, and float32 [S]: 1 for chosen and desirable ones, else 0."""
-    found: list[tuple[Demonstration, float]] = []
+    labeled: list[tuple[Demonstration, float]] = []
     for one in preferences:
         if isinstance(one, LabeledResponse):
-            found.append((one.response, float(one.is_desirable)))
+            labeled.append((one.response, float(one.is_desirable)))
         else:
-            found += [(one.chosen, 1.0), (one.rejected, 0.0)]
-    return [response for response, _ in found], torch.tensor([label for _, label in found], dtype=torch.float32)
+            labeled += [(one.chosen, 1.0), (one.rejected, 0.0)]
+    return [response for response, _ in labeled], torch.tensor([label for _, label in labeled], dtype=torch.float32)
 
 
-def response_batch(
-    responses: Sequence[Demonstration], columns: Mapping[str, Tensor], *, group_size: int = 1
-) -> TrainBatch:
-    """A train batch of responses whose tokens are the targets; `of_responses` reads the columns in a loss.
+def score_batch(responses: Sequence[Demonstration], values: Mapping[str, Tensor] | None = None) -> Batch:
+    """A batch with one target per response, so that a value head scores it at its last token: K = S.
 
     Args:
-        columns: float32 [S] by name, one value per response.
-        group_size: 2 for pairs, which stay together in one micro batch.
-    """
-    lens_S = response_lens(responses)
-    per_token = {name: broadcast_to_tokens(values_S, lens_S) for name, values_S in columns.items()}
-    return TrainBatch(sequences(responses), columns=per_token, group_size=group_size)
-
-
-def score_batch(
-    responses: Sequence[Demonstration], columns: Mapping[str, Tensor] | None = None, *, group_size: int = 1
-) -> TrainBatch:
-    """A train batch with one target per response, so that a value head scores it at its last token: K = S.
-
-    Args:
-        columns: float32 [S] by name.
+        values: float32 [S] by name, per sequence.
     """
     # A target is predicted by the token before it, so a placeholder follows the last token.
-    rows = [SequenceData(prompt_ids=[*one.prompt_ids, *one.response_ids], response_ids=[0]) for one in responses]
-    return TrainBatch(rows, columns=columns, group_size=group_size)
+    whole = [[*one.prompt_ids, *one.response_ids] for one in responses]
+    return pack(whole, [[0]] * len(whole), per_sequence=values)
 
 
-def of_responses(batch: PackedBatch, name: str) -> Tensor:
-    """The column `name` of a micro batch of `response_batch` as one value per response, [S]."""
-    first_S = batch.response_lens_S.cumsum(0) - batch.response_lens_S
-    return batch.columns[name][first_S]
-
-
-def log_ratios(log_probs_K: Tensor, batch: PackedBatch) -> Tensor:
-    """log p(y | x) - log p_ref(y | x) of each response of a micro batch, [S]; its column `ref` has the latter."""
-    return segment_sum(log_probs_K, batch.response_lens_S) - of_responses(batch, "ref")
+def log_ratios(log_probs_K: Tensor, batch: Batch) -> Tensor:
+    """log p(y | x) - log p_ref(y | x) of each response of a micro batch, [S]; its values `ref` are the latter."""
+    return segment_sum(log_probs_K, batch.response_lens_S) - batch.per_sequence["ref"]
 
 
 def of_pairs(values_S: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,8 +71,8 @@ def sequence_log_probs(model: ModelHandle, responses: Sequence[Demonstration], *
     Args:
         batch_size: responses that are sent to the ranks at once.
     """
-    found = [float(column.sum(dtype="float64")) for column in log_probs_of(model, responses, batch_size=batch_size)]
-    return torch.tensor(found, dtype=torch.float32)
+    rows = log_probs_of(model, responses, batch_size=batch_size)
+    return torch.tensor([float(row.sum(dtype=torch.float64)) for row in rows], dtype=torch.float32)
 
 
 def scores(model: ModelHandle, responses: Sequence[Demonstration], *, batch_size: int) -> Tensor:
@@ -103,11 +81,11 @@ def scores(model: ModelHandle, responses: Sequence[Demonstration], *, batch_size
     Args:
         batch_size: responses that are sent to the ranks at once.
     """
-    found: list[float] = []
+    parts = [torch.zeros(0)]
     for start in range(0, len(responses), batch_size):
-        with score_batch(responses[start : start + batch_size]) as batch:
-            found += [float(value) for (value,) in model.values(batch)]
-    return torch.tensor(found, dtype=torch.float32)
+        with TrainBatch(score_batch(responses[start : start + batch_size])) as batch:
+            parts.append(model.values(batch))
+    return torch.cat(parts)
 
 
 class ReferenceLogProbs:

@@ -5,16 +5,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from rollout_vllm import Sample
 from run_kit import Tracker
 from run_kit.memory import MemorySampler
 from run_kit.profiling import StepProfiler
 from run_kit.timing import PhaseTimer
 
-from ..experience import Experience
 from ..launch.session import RankSession
 from ..ranks.trainer_worker import TrainerWorker
 from ..rollout.groups import Collected
 from ..rollout.validation import Validation
+from ..samples import group_numbers
 from .ledger import SampleLedger
 from .metrics import throughput
 
@@ -48,8 +49,8 @@ class RunRecord:
 
     def first_values(self, *metrics: str) -> dict[str, float]:
         """The run's first value of each of these metrics that it has logged."""
-        found = {name: self._tracker.table.series(name)[1] for name in metrics}
-        return {name: values[0] for name, values in found.items() if values}
+        series = {name: self._tracker.table.series(name)[1] for name in metrics}
+        return {name: values[0] for name, values in series.items() if values}
 
     @contextmanager
     def step(self, step: int) -> Iterator[PhaseTimer]:
@@ -66,8 +67,9 @@ class RunRecord:
     def log_step(self, step: int, collected: Collected, metrics: dict[str, float], timer: PhaseTimer) -> None:
         """Writes the step's metrics, with times, throughput and memory, and some of its rollouts."""
         started = time.perf_counter()
-        self.log(step, metrics, timer, num_tokens=collected.batch.num_tokens)
-        self._tracker.log_rollouts(step, [rollout_record(item) for item in collected.batch.items])
+        self.log(step, metrics, timer, num_tokens=sum(sample.token_ids.size for sample in collected.samples))
+        groups = group_numbers(collected.samples)
+        self._tracker.log_rollouts(step, list(map(rollout_record, collected.samples, groups)))
         self._log_s = time.perf_counter() - started
 
     def log(self, step: int, metrics: dict[str, float], timer: PhaseTimer, *, num_tokens: int) -> None:
@@ -95,20 +97,20 @@ class RunRecord:
         self._tracker.log_validation(step, result.metrics())
 
 
-def rollout_record(item: Experience) -> dict[str, Any]:
-    """A sample as a line of `rollouts/step_*.jsonl`."""
+def rollout_record(sample: Sample, group: int) -> dict[str, Any]:
+    """A sample as a line of `rollouts/step_*.jsonl`; `group` is the number of its group in the step."""
     return {
-        "prompt": item.prompt.text,
-        "response": item.response_text,
-        "reward": item.score,
-        "reward_terms": dict(item.reward_terms),
-        "baseline_score": item.baseline_score,
-        "ground_truth": item.prompt.ground_truth,
-        "group": item.group_id,
-        "finish_reason": item.finish_reason,
-        "policy_version": item.policy_version,
-        "version_spans": item.version_spans,
-        "num_turns": item.num_turns,
-        "num_response_tokens": item.num_generated,
-        "num_context_tokens": len(item.response_ids) - item.num_generated,
+        "prompt": sample.prompt.text,
+        "response": sample.text,
+        "reward": sample.score,
+        "reward_terms": dict(sample.reward_terms),
+        "baseline_score": sample.baseline_score,
+        "ground_truth": sample.prompt.ground_truth,
+        "group": group,
+        "finish_reason": sample.finish_reason,
+        "policy_version": sample.policy_version,
+        "version_spans": sample.version_spans,
+        "num_turns": sample.num_turns,
+        "num_response_tokens": sample.num_generated,
+        "num_context_tokens": sample.response_ids.size - sample.num_generated,
     }

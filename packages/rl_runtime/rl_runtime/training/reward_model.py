@@ -4,13 +4,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rl_core import SequenceData
+from rl_core import Batch, pack
+from rollout_vllm import Sample
 
 from ..errors import RolloutFailed
-from ..experience import Experience
 from ..ranks.model_handle import ModelHandle
 from ..ranks.train_batch import TrainBatch
-from ..rollout.groups import Collected
+from ..rollout.groups import Collected, score_of
 from ..rollout.scoring_config import MODEL_TERM
 
 
@@ -21,42 +21,42 @@ class RewardModel:
         """`weight`: factor of its output (`reward.model_weight`)."""
         self._model, self._weight = model, weight
 
-    def score(self, items: Sequence[Experience]) -> list[Experience]:
+    def score(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with their final scores; see `with_output`.
 
         Raises:
             RolloutFailed: an output is not finite.
         """
-        if not items:
+        if not samples:
             return []
-        with TrainBatch([to_be_scored(item) for item in items]) as batch:
-            outputs = [float(value_1[0]) for value_1 in self._model.values(batch)]
-        return [with_output(item, output, self._weight) for item, output in zip(items, outputs, strict=True)]
+        with TrainBatch(scored_batch(samples)) as batch:
+            outputs = self._model.values(batch).tolist()
+        return [with_output(sample, output, self._weight) for sample, output in zip(samples, outputs, strict=True)]
 
     def complete(self, collected: Collected) -> Collected:
         """The train batch of a step with its final scores; raises as `score` does."""
-        return replace(collected, batch=replace(collected.batch, items=tuple(self.score(collected.batch.items))))
+        return replace(collected, samples=tuple(self.score(collected.samples)))
 
 
-def to_be_scored(item: Experience) -> SequenceData:
-    """The tokens of a sample and one more, before which the engine reads the value: that of the last token.
+def scored_batch(samples: Sequence[Sample]) -> Batch:
+    """The tokens of each sample and one more, before which the engine reads the value: that of the last token.
 
     Attention is causal, so what that token is does not matter.
     """
-    ids = item.token_ids
-    return SequenceData(prompt_ids=ids, response_ids=ids[-1:])
+    rows = [sample.token_ids for sample in samples]
+    return pack(rows, [row[-1:] for row in rows])
 
 
-def with_output(item: Experience, output: float, weight: float) -> Experience:
+def with_output(sample: Sample, output: float, weight: float) -> Sample:
     """The sample with `weight` times the model's output added to its score; the output itself is a term.
 
     Raises:
         RolloutFailed: the output, or the score, is not finite.
     """
-    score = item.score + weight * output
+    score = score_of(sample) + weight * output
     if not math.isfinite(score):
         raise RolloutFailed(
-            f"reward.model gives {output} to sample {item.sample_index} of prompt {item.prompt.id}, "
-            f"and {item.score:g} + {weight:g} times that is no finite score"
+            f"reward.model gives {output} to sample {sample.sample_index} of prompt {sample.prompt.id}, "
+            f"and {score_of(sample):g} + {weight:g} times that is no finite score"
         )
-    return replace(item, score=score, reward_terms={**item.reward_terms, MODEL_TERM: output})
+    return replace(sample, score=score, reward_terms={**sample.reward_terms, MODEL_TERM: output})

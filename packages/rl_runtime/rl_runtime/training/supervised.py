@@ -1,12 +1,12 @@
 """Supervised fine-tuning with the same engine, packing and train batch as reinforcement learning."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from ds_engine import LossOutput, StepStats, TokenBatch, TokenOutputs
-from rl_core import SequenceData, token_weights
+from rl_core import Batch, pack, token_weights
 from rl_data import Demonstration, LabeledResponse, PreferencePair
 
 from ..ranks.model_handle import ModelHandle
@@ -45,7 +45,7 @@ def supervised_step(model: ModelHandle, batch: Sequence[Demonstration]) -> StepS
     The mean is over the whole batch, whatever its split into micro batches and ranks.
     """
     weights_K = token_weights("token_mean", response_lens(batch)).repeat_interleave(response_lens(batch))
-    with TrainBatch(sequences(batch), columns={"weights": weights_K}) as train_batch:
+    with TrainBatch(packed(batch, columns={"weights": weights_K})) as train_batch:
         return model.update(train_batch.mini_batches[0], nll_loss)
 
 
@@ -55,15 +55,23 @@ def response_lens(batch: Sequence[Demonstration]) -> torch.Tensor:
 
 
 def sequences_in(example: Demonstration | PreferencePair | LabeledResponse) -> tuple[Demonstration, ...]:
-    """What is tokenized of an example: itself, or both of its responses."""
+    """The tokenized sequences of an example: itself, or both of its responses."""
     if isinstance(example, PreferencePair):
         return example.chosen, example.rejected
     return (example.response, example.unrelated) if isinstance(example, LabeledResponse) else (example,)
 
 
-def sequences(batch: Sequence[Demonstration]) -> list[SequenceData]:
-    """The demonstrations as the engine's sequences."""
-    return [
-        SequenceData(prompt_ids=item.prompt_ids, response_ids=item.response_ids, response_mask=item.response_mask)
-        for item in batch
-    ]
+def packed(
+    batch: Sequence[Demonstration],
+    *,
+    columns: Mapping[str, torch.Tensor] | None = None,
+    per_sequence: Mapping[str, torch.Tensor] | None = None,
+) -> Batch:
+    """The demonstrations as a batch whose targets are the response tokens that are not masked out."""
+    return pack(
+        [item.prompt_ids for item in batch],
+        [item.response_ids for item in batch],
+        masks=[item.response_mask for item in batch],
+        columns=columns,
+        per_sequence=per_sequence,
+    )

@@ -50,18 +50,18 @@ class SupervisedConfig:
 
     @property
     def trains(self) -> bool:
-        """Whether there is anything to train."""
+        """True if there is anything to train."""
         return self.steps > 0
 
     @property
     def learning_rates(self) -> LearningRates:
-        """What `optim.lr=null` becomes."""
+        """The value of `optim.lr=null`."""
         return LearningRates(full=1e-5, lora=1e-4, builtin=2e-3)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FineTuningConfig(SupervisedConfig):
-    """What an SFT run trains on, and how it is validated."""
+    """Examples of an SFT run, and its validation."""
 
     steps: int = 0
     """Number of optimizer steps; 0: as many as `epochs` have."""
@@ -102,7 +102,7 @@ class FineTuningConfig(SupervisedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceTrainingConfig(FineTuningConfig):
-    """What a reward model or a preference run trains on, and how it is validated."""
+    """Examples of a reward model or a preference run, and its validation."""
 
     batch_size: int = 64
     """Pairs, or labeled responses, per step, over all ranks and micro batches."""

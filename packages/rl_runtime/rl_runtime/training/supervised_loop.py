@@ -107,7 +107,7 @@ class SupervisedLoop:
 
     def _step(self, step: int, stop: StopRequest) -> dict[str, float]:
         """One step, with the validation and the checkpoint that follow it; returns its metrics."""
-        objective, found = self._objective, dict[str, float]()
+        objective, held_out_metrics = self._objective, dict[str, float]()
         with self._record.step(step) as timer:
             size = self._num_drawn(step) - self._num_drawn(step - 1)
             batch = [self._examples[index] for index in self._sampler.next(size)]
@@ -117,15 +117,15 @@ class SupervisedLoop:
             metrics[f"{objective.name}/epoch"] = self._num_drawn(step) / len(self._examples)
             if objective.held_out is not None and self._validates(step, stop):
                 with timer.phase("validation", outside=True):
-                    found = objective.held_out.metrics(self._model)
+                    held_out_metrics = objective.held_out.metrics(self._model)
             if self._checkpoints.is_due(step):
                 with timer.phase("checkpoint"):
-                    save_or_say(self._checkpoints, step, metrics | found, self._record.info)
+                    save_or_say(self._checkpoints, step, metrics | held_out_metrics, self._record.info)
         metrics |= self._checkpoints.take_metrics()
         self._record.log(step, metrics, timer, num_tokens=sum(item.num_tokens for item in batch))
-        if objective.held_out is not None and found:
-            self._record.log_held_out(step, found, objective.held_out.samples(self._model))
-        return metrics | found
+        if objective.held_out is not None and held_out_metrics:
+            self._record.log_held_out(step, held_out_metrics, objective.held_out.samples(self._model))
+        return metrics | held_out_metrics
 
     def _num_drawn(self, step: int) -> int:
         """Examples of the first `step` steps; the last step has what is left."""

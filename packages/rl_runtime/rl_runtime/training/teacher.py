@@ -13,11 +13,10 @@ from torch import Tensor
 
 import rl_core
 from ds_engine import LmHead, LossOutput, TokenOutputs
-from rl_core import DivergenceKind
+from rl_core import Batch, DivergenceKind
 from rollout_vllm import ScoringError, ServerGroup, TokenScorer, TokenScores
 
 from ..errors import InputError
-from ..experience import ExperienceBatch
 from ..ranks.model_handle import ModelHandle
 from ..ranks.train_batch import TrainBatch
 from ..rollout.watched_servers import WatchedServers
@@ -28,8 +27,9 @@ from .policy_loss import policy_loss
 TEACHER_LOG_PROBS = "teacher_log_probs"
 _TOP_IDS, _TOP_LOG_PROBS, _HIDDEN = "teacher_top_ids", "teacher_top_log_probs", "teacher_hidden"
 
-Finish = Callable[[TrainBatch], Mapping[str, Tensor]]
-"""Waits for the teacher and adds its columns to the train batch; returns `teacher_log_probs` [K] if it has them."""
+Finish = Callable[[TrainBatch], None]
+"""Waits for the teacher and adds its columns to the batch: `teacher_log_probs`, except where its whole distributions
+stay on the ranks."""
 
 
 class ServerTeacher:
@@ -54,24 +54,21 @@ class ServerTeacher:
         self._watched = watched
         self._is_ready = False
 
-    def start(self, batch: ExperienceBatch) -> Finish:
+    def start(self, batch: Batch) -> Finish:
         """Sends the samples to the servers."""
         if not self._is_ready:
             self._servers.wait_ready()
             self._is_ready = True
             if self._watched is not None:
                 self._watched.start()
-        sequences = [(item.prompt.token_ids, item.response_ids) for item in batch.items]
-        future = self._scorer.start(self._scorer.score(sequences, top_k=self._top_k))
-        return lambda train_batch: self._finish(future, batch, train_batch)
+        future = self._scorer.start(self._scorer.score(sequences_of(batch), top_k=self._top_k))
+        return lambda train_batch: self._finish(future, train_batch.batch)
 
     def update_arguments(self) -> dict[str, Any]:
         """Further arguments of `ModelHandle.update`."""
         return {}
 
-    def _finish(
-        self, future: Future[list[TokenScores]], batch: ExperienceBatch, train_batch: TrainBatch
-    ) -> Mapping[str, Tensor]:
+    def _finish(self, future: Future[list[TokenScores]], batch: Batch) -> None:
         try:
             scores = future.result()
         except ScoringError:
@@ -81,11 +78,11 @@ class ServerTeacher:
         columns = teacher_columns(batch, scores, self._top_k)
         if self._top_k and (largest := int(columns[_TOP_IDS].max())) >= self._vocab_size:
             raise InputError(
-                f"teacher.model proposes token {largest}, which the student's head of {self._vocab_size} rows lacks; "
-                "use teacher.signal=sampled"
+                f"the teacher proposes token {largest}, which the student's head of {self._vocab_size} rows lacks",
+                field="teacher.model",
+                remedy="use teacher.signal=sampled",
             )
-        train_batch.add_columns(columns)
-        return {TEACHER_LOG_PROBS: columns[TEACHER_LOG_PROBS]}
+        batch.add_columns(**columns)
 
 
 class RankTeacher:
@@ -95,7 +92,7 @@ class RankTeacher:
         """`full`: for the whole vocabulary; False: for the sampled tokens alone."""
         self._model, self._full = model, full
 
-    def start(self, batch: ExperienceBatch) -> Finish:
+    def start(self, batch: Batch) -> Finish:
         """Computes nothing yet: the ranks are busy."""
         del batch
         return self._finish
@@ -104,22 +101,35 @@ class RankTeacher:
         """Further arguments of `ModelHandle.update`."""
         return {"teacher": self._model} if self._full else {}
 
-    def _finish(self, train_batch: TrainBatch) -> Mapping[str, Tensor]:
+    def _finish(self, train_batch: TrainBatch) -> None:
         if self._full:
             self._model.keep_hidden_states(train_batch, column=_HIDDEN)
-            return {}
-        rows = self._model.log_probs(train_batch, column=TEACHER_LOG_PROBS).log_probs
-        return {TEACHER_LOG_PROBS: torch.from_numpy(np.concatenate(rows))}
+        else:
+            train_batch.batch.add_columns(**{TEACHER_LOG_PROBS: self._model.log_probs(train_batch)})
 
 
-def teacher_columns(batch: ExperienceBatch, scores: list[TokenScores], top_k: int) -> dict[str, Tensor]:
-    """The columns of generated tokens: `teacher_log_probs` [K], and ids and log-probs [K, C] of a top-k."""
-    masks = [slice(None) if item.response_mask is None else item.response_mask for item in batch.items]
+def sequences_of(batch: Batch) -> list[tuple[list[int], list[int]]]:
+    """(the tokens before the first target, the others) of each sequence, as a `TokenScorer` gets them."""
+    borders, ids = batch.cu_seqlens_S1.tolist(), batch.input_ids_T.tolist()
+    firsts = [int(part[0]) + 1 if len(part) else None for part in batch.split(batch.target_index_K)]
+    return [
+        (ids[start:end], []) if first is None else (ids[start:first], ids[first:end])
+        for start, end, first in zip(borders, borders[1:], firsts, strict=False)
+    ]
+
+
+def teacher_columns(batch: Batch, scores: list[TokenScores], top_k: int) -> dict[str, Tensor]:
+    """The columns of targets: `teacher_log_probs` [K], and ids and log-probs [K, C] of a top-k.
+
+    Args:
+        scores: those of `sequences_of(batch)`.
+    """
+    targets = batch.split(batch.target_index_K)
+    places = [(index_K - index_K[:1]).numpy() for index_K in targets]
 
     def joined(name: str) -> Tensor:
-        return torch.from_numpy(
-            np.concatenate([getattr(score, name)[mask] for score, mask in zip(scores, masks, strict=True)])
-        )
+        rows = [getattr(score, name)[place] for score, place in zip(scores, places, strict=True)]
+        return torch.from_numpy(np.concatenate(rows))
 
     columns = {TEACHER_LOG_PROBS: joined("log_probs")}
     return columns | ({_TOP_IDS: joined("top_ids"), _TOP_LOG_PROBS: joined("top_log_probs")} if top_k else {})
@@ -156,9 +166,7 @@ def teacher_term(
     )
 
 
-def distillation_loss(
-    outputs: TokenOutputs, batch: rl_core.PackedBatch, *, config: PolicyConfig, weight: float
-) -> LossOutput:
+def distillation_loss(outputs: TokenOutputs, batch: Batch, *, config: PolicyConfig, weight: float) -> LossOutput:
     """The micro batch's share of the policy loss plus `weight` times the divergence to the teacher, if there is a term.
 
     Columns: those of `policy_loss`.

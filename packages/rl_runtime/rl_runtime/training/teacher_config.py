@@ -19,10 +19,10 @@ class TeacherConfig:
     model: str | None = None
     """Hugging Face folder or downloaded OWNER/NAME of the teacher; with `server.urls` only its tokenizer is read."""
     on: Literal["server", "ranks"] = "server"
-    """Where the teacher runs: on vLLM servers, which this run starts unless `server.urls` names some, or on the
+    """Place of the teacher: on vLLM servers, which this run starts unless `server.urls` names some, or on the
     trainer's ranks as a frozen model, sharded at ZeRO stage 3."""
     signal: Signal = "sampled"
-    """What the student learns from. `sampled`: the teacher's log-prob of each sampled token, as advantage of a policy
+    """Signal of the teacher. `sampled`: the teacher's log-prob of each sampled token, as advantage of a policy
     gradient. `top_k`: a divergence over the teacher's `top_k` most likely tokens and the rest as one outcome (servers).
     `full`: a divergence over the whole vocabulary (ranks). The last two learn more from each sample."""
     top_k: int = 16

@@ -13,15 +13,15 @@ from plinth_base import Endpoint
 
 from ..config import RolloutConfig, SamplingConfig
 from ..errors import ControlError, NoServerError, UnlabeledTokensError
-from ..samples import FirstGroups, GroupResult, PartialGroup, Request
+from ..samples import Group, Request
 from .balanced import BalancedClient
-from .group_run import GroupRun, fresh_group
+from .group_run import GroupRun
 from .metrics import ClientCounters, Rates, combine, server_metrics
 from .protocol import error_message
 from .request_runner import RequestRunner
 from .transport import call_back, cancel, first_complete, gather_or_cancel
 
-OnGroup = Callable[[GroupResult], Awaitable[None] | None]
+OnGroup = Callable[[Group], Awaitable[None] | None]
 
 _METRICS_TIMEOUT_S = 10.0
 _POLICY_VERSION_ROUTE = "/plinth/policy_version"
@@ -59,13 +59,13 @@ class RolloutClient(BalancedClient):
     # ---- generating ----------------------------------------------------------------------------------------------
     async def generate(
         self,
-        requests: Sequence[Request | PartialGroup],
+        requests: Sequence[Request | Group],
         sampling: SamplingConfig,
         *,
         on_group: OnGroup | None = None,
         deadline_s: float | None = None,
-    ) -> list[GroupResult]:
-        """Generate `sampling.n` samples for each request. Results are in request order. A PartialGroup is resumed.
+    ) -> list[Group]:
+        """Generate `sampling.n` samples for each request. Results are in request order. A Group is resumed.
 
         on_group: called (and awaited) with each group as soon as it ends, in order of completion. If it raises, the
         other groups are cancelled and the exception propagates.
@@ -77,7 +77,7 @@ class RolloutClient(BalancedClient):
         end = None if deadline_s is None else time.monotonic() + deadline_s
         runs = [self._run_of(request, sampling) for request in requests]
 
-        async def one(run: GroupRun) -> GroupResult:
+        async def one(run: GroupRun) -> Group:
             with self._runner.lock:
                 self._listed[run] = None
             try:
@@ -93,14 +93,14 @@ class RolloutClient(BalancedClient):
 
     async def generate_first(
         self,
-        requests: Sequence[Request | PartialGroup],
+        requests: Sequence[Request | Group],
         sampling: SamplingConfig,
         *,
         num_groups: int,
         keep_rest: bool = True,
         on_group: OnGroup | None = None,
         deadline_s: float | None = None,
-    ) -> FirstGroups:
+    ) -> tuple[list[Group], list[Group]]:
         """Generate, and return as soon as `num_groups` groups are complete. The longest responses do not delay it.
 
         keep_rest: interrupt the other groups and return them with all tokens so far, so that a later call can resume
@@ -123,7 +123,7 @@ class RolloutClient(BalancedClient):
             finally:
                 await cancel(tasks)
         rest = [run.partial() for run in others] if keep_rest else []
-        return FirstGroups(groups=[first[index] for index in sorted(first)], rest=rest)
+        return [first[index] for index in sorted(first)], rest
 
     async def sample(
         self,
@@ -132,11 +132,11 @@ class RolloutClient(BalancedClient):
         *,
         deadline_s: float | None = None,
         gate: Gate | None = None,
-    ) -> GroupResult:
+    ) -> Group:
         """Generate one group. Multi-turn rollouts are built on this. gate: see `hold`; then there is no deadline."""
         if gate is None:
             return (await self.generate([request], sampling, deadline_s=deadline_s))[0]
-        start: Request | PartialGroup = request
+        start: Request | Group = request
         while True:
             await gate.is_open.wait()
             run = self._run_of(start, sampling)
@@ -159,7 +159,7 @@ class RolloutClient(BalancedClient):
         gate.is_open.clear()
         await self._interrupt(list(gate.runs))
 
-    def partial_groups(self) -> list[PartialGroup]:
+    def partial_groups(self) -> list[Group]:
         """The groups that `generate` works on now, with the tokens that the servers have returned so far.
 
         Those are the tokens up to the last `pause`, and whole responses of resumed samples. Callable from any thread.
@@ -169,22 +169,22 @@ class RolloutClient(BalancedClient):
 
     def generate_blocking(
         self,
-        requests: Sequence[Request | PartialGroup],
+        requests: Sequence[Request | Group],
         sampling: SamplingConfig,
         *,
         on_group: OnGroup | None = None,
         deadline_s: float | None = None,
-    ) -> list[GroupResult]:
+    ) -> list[Group]:
         """`generate` for callers without an event loop. on_group runs in the client's thread."""
         return self.run(self.generate(requests, sampling, on_group=on_group, deadline_s=deadline_s))
 
-    def _run_of(self, request: Request | PartialGroup, sampling: SamplingConfig) -> GroupRun:
-        start = fresh_group(request, sampling.n) if isinstance(request, Request) else request
+    def _run_of(self, request: Request | Group, sampling: SamplingConfig) -> GroupRun:
+        start = Group.fresh(request, sampling.n) if isinstance(request, Request) else request
         if len(start.samples) != sampling.n:
-            raise ValueError(f"n={sampling.n}: the partial group {start.prompt_id} has {len(start.samples)} samples")
+            raise ValueError(f"n={sampling.n}: the group {start.prompt_id} has {len(start.samples)} samples")
         return GroupRun(start, sampling, self._runner, self._urls, self.config.max_model_len)
 
-    async def _group(self, run: GroupRun, end: float | None) -> GroupResult:
+    async def _group(self, run: GroupRun, end: float | None) -> Group:
         try:
             async with asyncio.timeout(None if end is None else max(0.0, end - time.monotonic())):
                 await run.run()
@@ -192,7 +192,7 @@ class RolloutClient(BalancedClient):
             run.fail_unfinished("deadline", "not finished before the deadline")
         return run.result()
 
-    async def _deliver(self, result: GroupResult, on_group: OnGroup | None) -> None:
+    async def _deliver(self, result: Group, on_group: OnGroup | None) -> None:
         with self._runner.lock:
             self.counters.count_group(result)
         await call_back(on_group, result)

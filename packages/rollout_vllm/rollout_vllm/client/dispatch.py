@@ -210,5 +210,5 @@ class Dispatcher:
         self._wake_one()
 
     def _is_queued(self) -> bool:
-        """Whether a new request has others before it."""
+        """True if a new request has others before it."""
         return bool(self._called) or any(not waiter.done() for _, waiter, _ in self._waiters)

@@ -9,35 +9,15 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
+import numpy as np
+
 from ..config import SamplingConfig
-from ..samples import (
-    Failure,
-    FailureKind,
-    GroupResult,
-    PartialGroup,
-    PartialSample,
-    Request,
-    Sample,
-    merge_spans,
-    request_seed,
-)
+from ..samples import Failure, FailureKind, Group, Request, Sample, id_list, merge_spans, request_seed
 from .protocol import Choice
 from .request_runner import CompletionRequest, RequestFailure, RequestRunner
 
 
-def fresh_group(request: Request, n: int) -> PartialGroup:
-    """A partial group without any tokens."""
-    return PartialGroup(request=request, samples=tuple(PartialSample(sample_index=i) for i in range(n)))
-
-
-def joined(first: list[float] | None, second: list[float] | None) -> list[float] | None:
-    """The log-probs of two parts of a response; None if those of either were not requested."""
-    return None if first is None or second is None else first + second
-
-
-def extend(
-    part: PartialSample, choice: Choice, sampling: SamplingConfig, *, version: int, last_version: int
-) -> PartialSample:
+def extend(part: Sample, choice: Choice, sampling: SamplingConfig, *, version: int, last_version: int) -> Sample:
     """Append a choice's tokens to `part`. The result is finished unless the choice was interrupted.
 
     version: the client's policy version when the request was sent; last_version: when the response arrived. The
@@ -45,28 +25,31 @@ def extend(
     """
     spans = choice.spans or ((version, len(choice.response_ids)),)
     noted = [(version if own is None else own, count) for own, count in spans]
-    ids = part.response_ids + choice.response_ids
+    ids = np.concatenate([part.response_ids, choice.response_ids])
+    log_probs = None
+    if part.log_probs is not None and choice.log_probs is not None:
+        log_probs = np.concatenate([part.log_probs, choice.log_probs])
     reason = None if choice.finish_reason == "abort" else choice.finish_reason
     if reason is None and len(ids) >= sampling.max_tokens:
         reason = "length"  # interrupted after its last token
     return dataclasses.replace(
         part,
         response_ids=ids,
-        log_probs=joined(part.log_probs, choice.log_probs),
+        log_probs=log_probs,
         version_spans=merge_spans([*part.version_spans, *noted]),
         finish_reason=reason,
         last_policy_version=max([last_version, *(version for version, _ in noted)]),
     )
 
 
-def remaining(part: PartialSample, sampling: SamplingConfig) -> SamplingConfig:
+def remaining(part: Sample, sampling: SamplingConfig) -> SamplingConfig:
     """The sampling settings of the request that resumes `part`."""
     done = len(part.response_ids)
     max_tokens = sampling.max_tokens - done
     return dataclasses.replace(sampling, n=1, max_tokens=max_tokens, min_tokens=max(0, sampling.min_tokens - done))
 
 
-def seed_of(request: Request, part: PartialSample) -> int | None:
+def seed_of(request: Request, part: Sample) -> int | None:
     """The seed of the request that resumes `part`; it differs after every interruption.
 
     With the same seed, later tokens would be sampled with the random numbers of the first ones.
@@ -74,13 +57,7 @@ def seed_of(request: Request, part: PartialSample) -> int | None:
     if request.seed is None:
         return None
     own = request.seed + part.sample_index
-    return own if not part.response_ids else request_seed(own, len(part.response_ids), "go on")
-
-
-def _finished_sample(request: Request, part: PartialSample) -> Sample:
-    """The sample has all fields of its last part."""
-    first = part.version_spans[0].policy_version if part.version_spans else part.last_policy_version
-    return Sample(prompt_id=request.prompt_id, policy_version=first, **vars(part))
+    return own if not part.response_ids.size else request_seed(own, len(part.response_ids), "go on")
 
 
 class GroupRun:
@@ -92,7 +69,7 @@ class GroupRun:
 
     def __init__(
         self,
-        start: PartialGroup,
+        start: Group,
         sampling: SamplingConfig,
         runner: RequestRunner,
         urls: Sequence[str],
@@ -116,7 +93,7 @@ class GroupRun:
     async def _generate(self, indices: list[int]) -> None:
         """Finish or fail all of `indices`: one request for a fresh group, else one request per sample."""
         while indices and not self.stopping:
-            whole = len(indices) == len(self.parts) and not any(self.parts[i].response_ids for i in indices)
+            whole = len(indices) == len(self.parts) and not any(self.parts[i].response_ids.size for i in indices)
             if not whole and len(indices) > 1:
                 await asyncio.gather(*(self._generate([index]) for index in indices))
                 return
@@ -147,10 +124,11 @@ class GroupRun:
     def _completion_request(self, index: int | None) -> CompletionRequest:
         """The request for the rest of sample `index`; None: for the whole fresh group."""
         request, part = self.request, None if index is None else self.parts[index]
+        prompt_ids = id_list(request.prompt_ids)
         return CompletionRequest(
             group=request.prompt_id,
             owner=self,
-            prompt_ids=request.prompt_ids if part is None else [*request.prompt_ids, *part.response_ids],
+            prompt_ids=prompt_ids if part is None else prompt_ids + part.response_ids.tolist(),
             sampling=self._sampling if part is None else remaining(part, self._sampling),
             seed=request.seed if part is None else seed_of(request, part),
         )
@@ -170,22 +148,21 @@ class GroupRun:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every sample is complete or has failed."""
+        """True if every sample is complete or has failed."""
         return not self._unfinished(range(len(self.parts)))
 
     def fail_unfinished(self, kind: FailureKind, message: str) -> None:
         for index in self._unfinished(range(len(self.parts))):
             self._fail([index], kind, message, max(1, self.parts[index].num_attempts))
 
-    def result(self) -> GroupResult:
+    def result(self) -> Group:
         """The result, once `run` or `fail_unfinished` has returned."""
-        samples = tuple(_finished_sample(self.request, p) for p in self.parts if p.sample_index not in self._failures)
-        return GroupResult(
-            prompt_id=self.request.prompt_id,
-            samples=samples,
+        return Group(
+            request=self.request,
+            samples=tuple(part for part in self.parts if part.sample_index not in self._failures),
             failures=tuple(self._failures[index] for index in sorted(self._failures)),
         )
 
-    def partial(self) -> PartialGroup:
+    def partial(self) -> Group:
         """The samples so far. Failed samples are unfinished in it, so a later call retries them."""
-        return PartialGroup(request=self.request, samples=tuple(self.parts))
+        return Group(request=self.request, samples=tuple(self.parts))

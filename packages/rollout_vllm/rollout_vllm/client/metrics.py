@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from ..samples import GroupResult
+from ..samples import Group
 
 # our name -> vLLM's names, newest first (in the text format, counters end in _total)
 _SERVER_METRICS: Mapping[str, Sequence[str]] = {
@@ -97,7 +97,7 @@ class ClientCounters:
         self.num_retries += 1
         self.retries_by_server[server] += 1
 
-    def count_group(self, group: GroupResult) -> None:
+    def count_group(self, group: Group) -> None:
         self.num_groups += 1
         self.num_samples += len(group.samples)
         self.num_failures += len(group.failures)

@@ -18,7 +18,7 @@ from typing import Any, cast
 import numpy
 
 from ..config import SamplingConfig
-from ..samples import FinishReason
+from ..samples import FinishReason, FloatArray, IntArray, id_list
 
 _FINISH_REASONS = ("stop", "length", "abort")
 
@@ -27,12 +27,12 @@ class MalformedAnswerError(ValueError):
     """The server's JSON is not a complete response to the request."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Choice:
     """One response, as parsed from JSON."""
 
-    response_ids: list[int]
-    log_probs: list[float] | None
+    response_ids: IntArray
+    log_probs: FloatArray | None
     finish_reason: FinishReason
     spans: tuple[tuple[int | None, int], ...] = ()
     """(policy version, number of tokens) of all tokens in order, from this package's servers; () from others. None: the
@@ -53,7 +53,7 @@ def completion_body(
     """
     optional = {"model": model, "seed": seed, "logprobs": 0 if log_probs else None}
     return {
-        "prompt": list(prompt_ids),
+        "prompt": id_list(prompt_ids),
         **vars(sampling),  # its fields have the names of vLLM's parameters
         "stop_token_ids": list(sampling.stop_token_ids),
         "presence_penalty": 0.0,
@@ -107,7 +107,7 @@ def _parse_choice(raw: Mapping[str, Any], index: int, asked: bool) -> Choice:
     return Choice(ids, values, cast(FinishReason, reason), spans)
 
 
-def _packed_numbers(raw: Mapping[str, Any], index: int, asked: bool) -> tuple[list[int], list[float] | None]:
+def _packed_numbers(raw: Mapping[str, Any], index: int, asked: bool) -> tuple[IntArray, FloatArray | None]:
     """Ids and log-probs of this package's servers. asked: whether log-probs were."""
     try:
         ids, values = (
@@ -118,10 +118,10 @@ def _packed_numbers(raw: Mapping[str, Any], index: int, asked: bool) -> tuple[li
         raise MalformedAnswerError(f"choice {index}: packed ids and log-probs: {error!r}") from None
     if not numpy.isfinite(values).all():
         raise MalformedAnswerError(f"choice {index}: a log-prob is not finite")
-    return ids.tolist(), values.tolist() if asked else None
+    return ids, values if asked else None
 
 
-def _listed_numbers(raw: Mapping[str, Any], index: int, asked: bool) -> tuple[list[int], list[float] | None]:
+def _listed_numbers(raw: Mapping[str, Any], index: int, asked: bool) -> tuple[IntArray, FloatArray | None]:
     """Ids and log-probs of other servers. asked: whether log-probs were."""
     logprobs = raw.get("logprobs")
     values = logprobs.get("token_logprobs") if isinstance(logprobs, Mapping) else None
@@ -136,12 +136,12 @@ def _listed_numbers(raw: Mapping[str, Any], index: int, asked: bool) -> tuple[li
             f"choice {index}: no token ids (does the server support return_token_ids, or does a proxy drop `packed`?)"
         )
     if not asked:
-        return ids, None
+        return numpy.array(ids, numpy.int32), None
     if not isinstance(values, list):
         raise MalformedAnswerError(f"choice {index}: no log-probs")
     if not set(map(type, values)) <= {int, float} or not all(map(math.isfinite, values)):
         raise MalformedAnswerError(f"choice {index}: a log-prob is missing or is not finite")
-    return ids, list(map(float, values))
+    return numpy.array(ids, numpy.int32), numpy.array(values, numpy.float32)
 
 
 def _parse_spans(raw: Any, index: int, num_tokens: int) -> tuple[tuple[int | None, int], ...]:

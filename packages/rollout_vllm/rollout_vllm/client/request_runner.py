@@ -128,7 +128,7 @@ class RequestRunner:
                 completion = Completion(choices=outcome, server=server, version=version, num_attempts=attempt)
                 if in_flight.interrupted or all(choice.finish_reason != "abort" for choice in outcome):
                     return completion
-                if any(choice.response_ids for choice in outcome):
+                if any(choice.response_ids.size for choice in outcome):
                     # Aborted by another client: the generated tokens are kept, and the caller resumes the response.
                     await self.back_off(server, AttemptFailure(ABORTED, ""), 1)
                     return completion

@@ -23,6 +23,7 @@ from plinth_base import Endpoint
 
 from ..config import RolloutConfig
 from ..errors import NoServerError, ScoringError
+from ..samples import id_list
 from .balanced import BalancedClient
 from .protocol import MalformedAnswerError
 from .request_runner import RequestRunner
@@ -71,7 +72,7 @@ class TokenScorer(BalancedClient):
         return await gather_or_cancel(self._score(prompt, response, top_k) for prompt, response in sequences)
 
     async def _score(self, prompt: Sequence[int], response: Sequence[int], top_k: int) -> TokenScores:
-        body = partial(scoring_body, [*prompt, *response], top_k)
+        body = partial(scoring_body, [*id_list(prompt), *id_list(response)], top_k)
         read = partial(parse_scores, response=response, top_k=top_k)
         avoid = set[int]()
         for attempt in count(1):
@@ -86,8 +87,8 @@ class TokenScorer(BalancedClient):
                 self._dispatcher.succeeded(server)
                 return outcome
             if not outcome.decision.retry or attempt > self.config.max_retries:
-                what = f"did not score {len(prompt) + len(response)} tokens: {outcome.message}"
-                raise ScoringError(f"{self._urls[server]} {what}")
+                num_tokens = len(prompt) + len(response)
+                raise ScoringError(f"{self._urls[server]} did not score {num_tokens} tokens: {outcome.message}")
             avoid = await self._runner.back_off(server, outcome, attempt)
         raise AssertionError("unreachable")
 
@@ -96,7 +97,7 @@ def scoring_body(token_ids: Sequence[int], top_k: int, model: str) -> dict[str, 
     """The JSON of a request. vLLM generates at least one token, which nobody reads."""
     return {
         "model": model,
-        "prompt": list(token_ids),
+        "prompt": id_list(token_ids),
         "prompt_logprobs": top_k,
         "max_tokens": 1,
         "temperature": 0.0,

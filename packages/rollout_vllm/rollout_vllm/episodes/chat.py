@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import RolloutConfigError
+from ..samples import IntArray, id_list
 from .environment_process import Message
 
 _MARK = "plinth-mark-of-a-turn"
@@ -43,15 +44,15 @@ class ChatFormat:
             return self._encode(_plain(prompt), add_special_tokens=True)
         return self._encode(self._render(_as_messages(prompt), tools))
 
-    def text(self, turn_ids: Sequence[int]) -> str:
+    def text(self, turn_ids: Sequence[int] | IntArray) -> str:
         """The text of a turn, without the special token that ends it."""
-        ids = list(turn_ids)
+        ids = id_list(turn_ids)
         while ids and ids[-1] in self._end_ids:
             ids.pop()
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def context_ids(
-        self, turn_ids: Sequence[int], new: str | Sequence[Message], tools: Sequence[Message] = ()
+        self, turn_ids: Sequence[int] | IntArray, new: str | Sequence[Message], tools: Sequence[Message] = ()
     ) -> list[int]:
         """Token ids from the end of a turn to the start of the policy's next one, with the messages `new` in between.
 
@@ -71,7 +72,7 @@ class ChatFormat:
                 "continued token by token"
             )
         ids = self._encode(after.partition(_MARK)[2])
-        ends_alike = ids and turn_ids and ids[0] == turn_ids[-1] and ids[0] in self._end_ids
+        ends_alike = ids and len(turn_ids) and ids[0] == turn_ids[-1] and ids[0] in self._end_ids
         return ids[1:] if ends_alike else ids
 
     def _render(

@@ -20,16 +20,16 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, SupportsFloat
 
+import numpy as np
+
 from ..client.client import Gate, RolloutClient
-from ..client.group_run import joined
 from ..client.transport import call_back, cancel, first_complete, gather_or_cancel
 from ..config import SamplingConfig
 from ..errors import RolloutError
-from ..samples import Failure, FailureKind, FinishReason, Request, Sample, VersionSpan, merge_spans, request_seed
+from ..samples import Failure, FailureKind, Group, Request, Sample, VersionSpan, id_list, merge_spans, request_seed
 
 
 class TurnFailedError(RolloutError):
@@ -38,49 +38,6 @@ class TurnFailedError(RolloutError):
     def __init__(self, failure: Failure) -> None:
         super().__init__(f"{failure.kind}: {failure.message}")
         self.failure = failure
-
-
-@dataclass(frozen=True, kw_only=True)
-class EpisodeResult:
-    """One finished episode: a training sequence.
-
-    response_ids: everything after the prompt, turns and context, in order. log_probs (0.0 for context; None with
-    `RolloutConfig(log_probs=False)`) and
-    response_mask (True: sampled by the policy, False: context, e.g. the result of a tool) have the same length.
-    policy_versions: the version of the first token of every turn. version_spans: the policy version of every token, as
-    in `Sample`; context has the version of the tokens before it, so that num_tokens sum to the length of the response.
-    data: the contents of `episode.data`.
-    turn_rewards: the rewards that the rollout function gave, one value per sampled token (0.0 but for the last token of
-    a rewarded turn); None if it gave none. finish_reason is "length" if `episode.is_cut`.
-    """
-
-    prompt_id: str
-    sample_index: int
-    prompt_ids: list[int]
-    response_ids: list[int]
-    log_probs: list[float] | None
-    response_mask: list[bool]
-    finish_reason: FinishReason  # of the last turn
-    policy_versions: tuple[int, ...]
-    version_spans: tuple[VersionSpan, ...]
-    num_turns: int
-    duration_s: float
-    data: dict[str, Any] = field(default_factory=dict)
-    turn_rewards: list[float] | None = None
-
-    @property
-    def score(self) -> float | None:
-        """The sum of the rewards; None if the rollout function gave none."""
-        return None if self.turn_rewards is None else math.fsum(self.turn_rewards)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EpisodeGroup:
-    """All episodes of one prompt. Every index is either in results or in failures."""
-
-    prompt_id: str
-    results: tuple[EpisodeResult, ...]
-    failures: tuple[Failure, ...] = ()
 
 
 class Episode:
@@ -95,8 +52,9 @@ class Episode:
         gate: Gate | None = None,
     ) -> None:
         self.prompt_id = request.prompt_id
+        self.prompt = request.prompt
         self.sample_index = sample_index
-        self.prompt_ids = list(request.prompt_ids)
+        self.prompt_ids = id_list(request.prompt_ids)
         self.response_ids: list[int] = []
         self.log_probs: list[float] | None = []
         self.response_mask: list[bool] = []
@@ -149,7 +107,7 @@ class Episode:
         if not self._version_spans and self.response_ids:  # context before the first turn
             self._version_spans.append(VersionSpan(turn.policy_version, len(self.response_ids)))
         self._version_spans += turn.version_spans
-        self._append(turn.response_ids, turn.log_probs, True)
+        self._append(turn.response_ids.tolist(), None if turn.log_probs is None else turn.log_probs.tolist(), True)
         return turn
 
     def add_context(self, token_ids: Sequence[int]) -> None:
@@ -181,32 +139,35 @@ class Episode:
 
     def _append(self, ids: list[int], log_probs: list[float] | None, sampled: bool) -> None:
         self.response_ids += ids
-        self.log_probs = joined(self.log_probs, log_probs)
+        self.log_probs = None if self.log_probs is None or log_probs is None else self.log_probs + log_probs
         self.response_mask += [sampled] * len(ids)
 
-    def result(self, duration_s: float) -> EpisodeResult:
+    def result(self, duration_s: float) -> Sample:
+        """The finished episode as one training sequence, with the sum of its rewards as its score."""
         if not self.turns:
             raise ValueError("the rollout function generated nothing")
         rewards = [self._rewards.get(index, 0.0) for index in range(sum(self.response_mask))]
-        return EpisodeResult(
+        return Sample(
             prompt_id=self.prompt_id,
             sample_index=self.sample_index,
-            prompt_ids=self.prompt_ids,
-            response_ids=self.response_ids,
-            log_probs=self.log_probs,
-            response_mask=self.response_mask,
+            prompt=self.prompt,
+            prompt_ids=np.array(self.prompt_ids, np.int32),
+            response_ids=np.array(self.response_ids, np.int32),
+            log_probs=None if self.log_probs is None else np.array(self.log_probs, np.float32),
+            response_mask=np.array(self.response_mask),
             finish_reason="length" if self.is_cut else self.turns[-1].finish_reason,
-            policy_versions=tuple(turn.policy_version for turn in self.turns),
             version_spans=merge_spans(self._version_spans),
+            last_policy_version=self.turns[-1].last_policy_version,
             num_turns=len(self.turns),
             duration_s=duration_s,
             data=self.data,
-            turn_rewards=rewards if self._rewards else None,
+            turn_rewards=np.array(rewards, np.float32) if self._rewards else None,
+            score=math.fsum(rewards) if self._rewards else None,
         )
 
 
 RolloutFunction = Callable[[Episode], Awaitable[SupportsFloat | None]]
-OnEpisodes = Callable[[EpisodeGroup], Awaitable[None] | None]
+OnEpisodes = Callable[[Group], Awaitable[None] | None]
 
 
 async def run_episodes(
@@ -218,7 +179,7 @@ async def run_episodes(
     on_group: OnEpisodes | None = None,
     episode_timeout_s: float | None = None,
     max_concurrent: int | None = None,
-) -> list[EpisodeGroup]:
+) -> list[Group]:
     """Run `function` on `sampling.n` episodes of every request concurrently. Groups are in request order.
 
     on_group: called (and awaited) with each group as soon as it ends. An episode whose function raises, returns
@@ -247,7 +208,7 @@ class EpisodeRuns:
         self._client, self._function, self._timeout_s = client, function, episode_timeout_s
         self._free = nullcontext() if max_concurrent is None else asyncio.Semaphore(max_concurrent)
         self._clock, self._gate = _Clock(), Gate()
-        self._held: dict[str, asyncio.Task[EpisodeGroup]] = {}
+        self._held: dict[str, asyncio.Task[Group]] = {}
 
     async def first(
         self,
@@ -257,7 +218,7 @@ class EpisodeRuns:
         num_groups: int,
         keep_rest: bool = True,
         on_group: OnEpisodes | None = None,
-    ) -> list[EpisodeGroup]:
+    ) -> list[Group]:
         """Run the episodes of every request, and return as soon as `num_groups` groups are complete.
 
         The other groups are held if keep_rest (requires `RolloutConfig(control_routes=True)`, else ControlError), else
@@ -290,16 +251,16 @@ class EpisodeRuns:
             raise
         return [ended[index] for index in sorted(ended)]
 
-    async def _group(self, request: Request, sampling: SamplingConfig, gate: Gate | None) -> EpisodeGroup:
+    async def _group(self, request: Request, sampling: SamplingConfig, gate: Gate | None) -> Group:
         episodes = [Episode(self._client, request, index, sampling, gate) for index in range(sampling.n)]
         outcomes = await gather_or_cancel(map(self._one, episodes))
-        return EpisodeGroup(
-            prompt_id=request.prompt_id,
-            results=tuple(o for o in outcomes if isinstance(o, EpisodeResult)),
+        return Group(
+            request=request,
+            samples=tuple(o for o in outcomes if isinstance(o, Sample)),
             failures=tuple(o for o in outcomes if isinstance(o, Failure)),
         )
 
-    async def _one(self, episode: Episode) -> EpisodeResult | Failure:
+    async def _one(self, episode: Episode) -> Sample | Failure:
         async with self._free:
             begin = time.monotonic()
             try:

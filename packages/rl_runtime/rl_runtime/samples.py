@@ -1,0 +1,77 @@
+"""The scored samples of a step as the batch of its update.
+
+A sample of a run carries its `Prompt`, with the token ids that an environment gave its episode in place of the data's.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl_core import Batch, pack
+from rl_data import Prompt
+from rollout_vllm import Sample
+
+Phase = Callable[[str], AbstractContextManager[Any]]
+"""Times a named phase of a step: `with phase("reward"): ...`."""
+PromptLike = Prompt
+"""A prompt as the runtime reads it."""
+
+
+def with_token_ids(prompt: PromptLike, token_ids: Sequence[int]) -> PromptLike:
+    """The prompt with the token ids that an environment gave an episode in place of those of the data."""
+    if tuple(token_ids) == tuple(prompt.token_ids):
+        return prompt
+    return replace(prompt, token_ids=tuple(token_ids))
+
+
+def group_numbers(samples: Sequence[Sample]) -> list[int]:
+    """The number of each sample's group, in the order in which groups first appear."""
+    number = {key: place for place, key in enumerate(dict.fromkeys(sample.prompt_id for sample in samples))}
+    return [number[sample.prompt_id] for sample in samples]
+
+
+def batch_of(samples: Sequence[Sample], *, policy_version: int | None = None) -> Batch:
+    """The scored samples as one batch.
+
+    Columns: `rollout_log_probs`, unless they were not requested; `staleness`, int32, versions between the token and the
+    weights that train; `turn_rewards` if a sample has some. Per sequence: `scores` (float64), `group_ids`,
+    `total_lens` (response tokens including context, which `sampling.max_tokens` limits), `is_truncated`, and
+    `baseline_scores` (float64) if there are extra responses.
+
+    Args:
+        policy_version: of the weights that train on the samples; None: the newest one that sampled a token.
+    """
+    versions = np.concatenate([np.zeros(0, np.int32), *(sample.generated_versions for sample in samples)])
+    newest = int(versions.max(initial=0)) if policy_version is None else policy_version
+    columns = {"staleness": newest - versions}
+    log_probs = [sample.generated_log_probs for sample in samples]
+    known = [row for row in log_probs if row is not None]
+    if len(known) == len(samples):
+        columns["rollout_log_probs"] = np.concatenate([np.zeros(0, np.float32), *known])
+    if any(sample.turn_rewards is not None for sample in samples):
+        columns["turn_rewards"] = np.concatenate(
+            [
+                np.zeros(sample.num_generated, np.float32) if sample.turn_rewards is None else sample.turn_rewards
+                for sample in samples
+            ]
+        )
+    facts = {
+        "scores": torch.tensor([sample.score for sample in samples], dtype=torch.float64),
+        "group_ids": torch.tensor(group_numbers(samples), dtype=torch.int64),
+        "total_lens": torch.tensor([sample.response_ids.size for sample in samples], dtype=torch.int64),
+        "is_truncated": torch.tensor([sample.finish_reason == "length" for sample in samples], dtype=torch.bool),
+    }
+    baselines = [sample.baseline_score for sample in samples if sample.baseline_score is not None]
+    if baselines and len(baselines) == len(samples):
+        facts["baseline_scores"] = torch.tensor(baselines, dtype=torch.float64)
+    return pack(
+        [sample.prompt_ids for sample in samples],
+        [sample.response_ids for sample in samples],
+        masks=[sample.response_mask for sample in samples],
+        columns={name: torch.from_numpy(column) for name, column in columns.items()},
+        per_sequence=facts,
+    )

@@ -1,0 +1,74 @@
+"""Groups in a checkpoint: prompts, tokens, scores and failures survive JSON."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_data import Prompt
+from rl_runtime.rollout.group_state import from_state, to_state
+from rollout_vllm import Failure, Group, Request, Sample, VersionSpan
+
+JSON: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+OBJECTS = st.lists(st.dictionaries(st.text(), JSON, max_size=3), max_size=3).map(tuple)
+PROMPTS = st.builds(
+    Prompt,
+    id=st.text(),
+    text=st.text(),
+    token_ids=st.lists(st.integers(0, 9), max_size=4).map(tuple),
+    ground_truth=st.text(),
+    data_source=st.text(),
+    extra=st.dictionaries(st.text(), JSON, max_size=4),
+    messages=OBJECTS,
+    tools=OBJECTS,
+)
+
+
+@st.composite
+def samples(draw: st.DrawFn, request: Request, index: int) -> Sample:
+    length = draw(st.integers(0, 5))
+    mask = draw(st.none() | st.lists(st.booleans(), min_size=length, max_size=length))
+    own_prompt = draw(st.none() | st.lists(st.integers(0, 9), min_size=1, max_size=3))
+    return Sample(
+        prompt_id=request.prompt_id,
+        sample_index=index,
+        prompt=request.prompt,
+        prompt_ids=np.array(request.prompt_ids if own_prompt is None else own_prompt, np.int32),
+        response_ids=np.arange(length, dtype=np.int32),
+        log_probs=draw(st.none() | st.just(-np.arange(length, dtype=np.float32) / 7)),
+        response_mask=None if mask is None else np.array(mask, np.bool_),
+        version_spans=(VersionSpan(2, length),) if length else (),
+        finish_reason=draw(st.sampled_from([None, "stop", "length"])),
+        score=draw(st.none() | st.floats(-1, 1)),
+        reward_terms={"a": 0.5},
+        text=draw(st.text()),
+    )
+
+
+@given(prompt=PROMPTS, data=st.data())
+def test_a_group_goes_through_json(prompt: Prompt, data: st.DataObject) -> None:
+    request = Request(prompt_id="1/0:a", prompt_ids=prompt.token_ids, seed=3, prompt=prompt)
+    failure = Failure(prompt_id="1/0:a", sample_index=2, kind="timeout", message="late", num_attempts=3)
+    group = Group(
+        request=request, samples=tuple(data.draw(samples(request, index)) for index in range(2)), failures=(failure,)
+    )
+    state = json.loads(json.dumps(to_state(group)))
+    restored = from_state(state)
+    assert repr(restored.request.prompt) == repr(prompt), "types too"
+    assert restored.request.prompt == prompt
+    assert restored.failures == group.failures
+    assert json.loads(json.dumps(to_state(restored))) == state
+    for before, after in zip(group.samples, restored.samples, strict=True):
+        own = replace(prompt, token_ids=tuple(before.prompt_ids.tolist()))
+        assert after.prompt == own
+        for name in ("response_ids", "log_probs", "prompt_ids", "response_mask"):
+            np.testing.assert_array_equal(getattr(after, name), getattr(before, name))
+            assert getattr(getattr(after, name), "dtype", None) == getattr(getattr(before, name), "dtype", None)
+        assert (after.score, after.text, after.finish_reason) == (before.score, before.text, before.finish_reason)
