@@ -127,7 +127,7 @@ FILES = {
         ("data.train=no_answer.jsonl", "line 2.*answer"),
         ("data.train=numbers.jsonl", "data.train.*question"),
         ("data.train=lines.csv data.columns.prompt=text reward.method=flexible", "text.*question, answer"),
-        ("data.train=saved", "data.train.*saved"),
+        ("data.train=saved", "saved:train"),
         ("trainer.seed=1", "data.train"),
         ("data.train=good.jsonl model.path=bert", "BertLMHeadModel cannot be trained"),
         ("data.train=good.jsonl model.path=empty", "tokenizer"),
@@ -204,7 +204,8 @@ def test_samples_of_older_policies_are_corrected_unless_that_means_nothing() -> 
     ahead = chosen("trainer.max_staleness=1")
     assert ahead.config.algorithm.rollout_correction.mode == "truncate"
     assert "algorithm.rollout_correction.mode=truncate" in ahead.lines()[0]
-    with pytest.raises(InputError, match=r"sampling\.top_p.*was chosen: samples are up to 1 policy versions old"):
+    why = r"sampling.top_p.*was chosen: samples are up to 1 policy versions old"
+    with pytest.raises(InputError, match=why):
         chosen("trainer.max_staleness=1", "sampling.top_p=0.9")
     without = chosen("trainer.max_staleness=1", "sampling.top_p=0.9", "algorithm.rollout_correction.mode=none")
     assert not without.config.algorithm.rollout_correction.enabled

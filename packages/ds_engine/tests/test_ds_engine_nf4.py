@@ -158,19 +158,6 @@ def test_bits_equal_recorded_bitsandbytes(dtype: torch.dtype) -> None:
     assert (digest(packed), digest(back)) == BITSANDBYTES[dtype]
 
 
-@pytest.mark.parametrize("dtype", list(BITSANDBYTES))
-def test_bits_equal_the_installed_bitsandbytes(dtype: torch.dtype) -> None:
-    functional = pytest.importorskip("bitsandbytes.functional")
-    weight = ramp(dtype)
-    packed = packing(weight).pack(weight)
-    back = packing(weight).unpack(packed)
-    theirs, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
-    ours = packed.view(torch.uint8)
-    assert torch.equal(ours[: weight.numel() // 2], theirs.view(-1))
-    assert torch.equal(ours[weight.numel() // 2 :].view(torch.float32), state.absmax)
-    assert torch.equal(back, functional.dequantize_4bit(theirs, state))
-
-
 # ------------------------------------------------------------ layers and models
 
 

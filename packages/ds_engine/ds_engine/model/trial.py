@@ -106,7 +106,7 @@ def _try(config: Any, head: Head, device: torch.device) -> Trial:
         expected = _outputs_and_gradients(model, [_alone(model, ids, head) for ids in sequences])
         reasons = {}
         for way in ("packed", "rows"):
-            reasons[way] = _why_not(way, small, model, sequences, head, expected)
+            reasons[way] = _inexactness(way, small, model, sequences, head, expected)
             if not reasons[way]:
                 return Trial(
                     architecture=architecture,
@@ -121,7 +121,7 @@ Result = tuple[Tensor, Mapping[str, Tensor]]
 """Outputs of all sequences, and the gradients of a weighted sum of them."""
 
 
-def _why_not(way: str, small: Any, reference: Any, sequences: list[Tensor], head: Head, expected: Result) -> str:
+def _inexactness(way: str, small: Any, reference: Any, sequences: list[Tensor], head: Head, expected: Result) -> str:
     """Why sequences computed in this way do not equal each one alone; empty if they do."""
     try:
         register_packed_attention()

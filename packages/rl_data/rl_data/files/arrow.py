@@ -1,5 +1,6 @@
 """Parquet files, and data sets that `datasets` saved, read one batch at a time; nothing is downloaded or executed."""
 
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -45,27 +46,34 @@ def open_saved(folder: Path, file: str, split: str | None, on_bad: OnBad = refus
 
     Raises DataError if the split is missing, unnecessary or unknown, if the data set cannot be read, or if it is empty.
     """
+    try:
+        text = (folder / _SPLITS).read_text(encoding="utf-8") if (folder / _SPLITS).is_file() else '{"splits": []}'
+        splits = json.loads(text)["splits"]
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise _unreadable(file, error) from error
+    if split is not None and not splits:
+        raise DataError(f"the data set in {folder} has no splits", f"Give {folder}.", file=file)
+    if splits and split not in splits:
+        problem = "has splits" if split is None else f"has no split {split!r}"
+        raise DataError(problem, f"Give {' or '.join(f'{folder}:{name}' for name in splits)}.", file=file)
     data: Any
     try:
         from datasets import load_from_disk
 
-        data = load_from_disk(str(folder), keep_in_memory=False).with_format("arrow")
+        data = load_from_disk(str(folder / (split or "")), keep_in_memory=False).with_format("arrow")
+        schema = data.features.arrow_schema
     except Exception as error:  # datasets raises many kinds for damaged and missing files
-        problem = f"cannot be read as a saved data set ({type(error).__name__}: {first_line(error)})"
-        raise DataError(problem, "Save it again.", file=file) from error
-    if isinstance(data, dict):
-        if split not in data:
-            problem = "has splits" if split is None else f"has no split {split!r}"
-            raise DataError(problem, f"Give {' or '.join(f'{folder}:{name}' for name in data)}.", file=file)
-        data = data[split]
-    elif split is not None:
-        raise DataError(f"the data set in {folder} has no splits", f"Give {folder}.", file=file)
+        raise _unreadable(file, error) from error
     if len(data) == 0:
         raise no_rows(file)
-    schema = data.features.arrow_schema
     return _arrow_table(
         file, schema, lambda columns: data.select_columns(list(columns)).iter(batch_size=_BATCH_SIZE), on_bad
     )
+
+
+def _unreadable(file: str, error: Exception) -> DataError:
+    problem = f"cannot be read as a saved data set ({type(error).__name__}: {first_line(error)})"
+    return DataError(problem, "Save it again.", file=file)
 
 
 def _arrow_table(file: str, schema: Any, batches: Batches, on_bad: OnBad) -> Table:
