@@ -154,23 +154,24 @@ def test_a_choice_that_the_configuration_refuses_is_an_input_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("staleness", "urls", "untested", "given_value", "chosen"),
+    ("staleness", "servers", "untested", "given_value", "chosen"),
     [
-        (0, (), None, "auto", "auto"),
-        (1, (), None, "auto", "keep"),
-        (1, (), None, "wait", "wait"),
-        (1, (), None, "recompute", "recompute"),
-        (1, ("http://host:1",), None, "auto", "wait"),
-        (1, (), "vllm 0.40 is not tested", "auto", "wait"),
-        (1, (), "vllm 0.40 is not tested", "keep", "keep"),
+        (0, {}, None, "auto", "auto"),
+        (1, {}, None, "auto", "keep"),
+        (1, {}, None, "wait", "wait"),
+        (1, {}, None, "recompute", "recompute"),
+        (1, {"urls": ("http://host:1",)}, None, "auto", "wait"),
+        (1, {"fast_paths": False}, None, "auto", "wait"),
+        (1, {}, "vllm 0.40 is not tested", "auto", "wait"),
+        (1, {}, "vllm 0.40 is not tested", "keep", "keep"),
     ],
 )
 def test_pushes_interrupt_no_response_of_servers_that_label_tokens(
-    staleness: int, urls: tuple[str, ...], untested: str | None, given_value: Any, chosen: str
+    staleness: int, servers: dict[str, Any], untested: str | None, given_value: Any, chosen: str
 ) -> None:
     sections = {
         "trainer": TrainerConfig(max_staleness=staleness),
-        "rollout": RolloutConfig(urls=urls),
+        "rollout": RolloutConfig(**servers),
         "sync": SyncConfig(running_requests=given_value),
     }
     for devices in ((), gpus(2)):

@@ -43,7 +43,8 @@ def compare(heads, key_heads, together, heads_first, lengths, shared):
     q = torch.randn(len(lengths), heads, WIDTH)
     out = torch.full_like(q, 7.0)
     lengths_tensor = torch.tensor(lengths, dtype=torch.int32)
-    attention.decode(out, q, keys, values, table, lengths_tensor, SCALE, together=together, tile=32)
+    tile = 32 if max(lengths) < 1000 else 128  # the interpreter takes as long for a small tile as for a large one
+    attention.decode(out, q, keys, values, table, lengths_tensor, SCALE, together=together, tile=tile)
     torch.testing.assert_close(out, plain(q, keys, values, table, lengths, SCALE), rtol=1e-5, atol=1e-5)
 
 

@@ -36,7 +36,7 @@ def _post(endpoint: Endpoint, path: str, body: object | None, timeout_s: float) 
     return None if status == 200 else f"HTTP {status}: {' '.join(text.split())[:300]}"
 
 
-def _raise(action: str, problems: dict[str, str]) -> None:
+def _raise_if_any(action: str, problems: dict[str, str]) -> None:
     if problems:
         text = "; ".join(f"{url}: {problem}" for url, problem in problems.items())
         raise ControlError(f"{action} failed: {text}", problems)
@@ -48,7 +48,7 @@ def sleep(endpoints: Sequence[Endpoint], *, level: Literal[1, 2] = 1, timeout_s:
     Level 1 keeps the weights in CPU memory. Level 2 discards them, so weights must be pushed after `wake`.
     Raises ControlError, whose `problems` name the servers that failed; the others stay asleep (call `wake`).
     """
-    _raise("sleep", on_all(endpoints, lambda e: _post(e, f"/sleep?level={level}", None, timeout_s)))
+    _raise_if_any("sleep", on_all(endpoints, lambda e: _post(e, f"/sleep?level={level}", None, timeout_s)))
 
 
 def wake(endpoints: Sequence[Endpoint], *, tags: Sequence[WakeTag] = (), timeout_s: float = 120.0) -> None:
@@ -59,7 +59,9 @@ def wake(endpoints: Sequence[Endpoint], *, tags: Sequence[WakeTag] = (), timeout
     To limit peak memory: wake tags=["weights"], push the weights, then wake tags=["kv_cache"].
     """
     query = "&".join(f"tags={quote(tag)}" for tag in tags)
-    _raise("wake", on_all(endpoints, lambda e: _post(e, "/wake_up" + (f"?{query}" if query else ""), None, timeout_s)))
+    _raise_if_any(
+        "wake", on_all(endpoints, lambda e: _post(e, "/wake_up" + (f"?{query}" if query else ""), None, timeout_s))
+    )
 
 
 def is_sleeping(endpoint: Endpoint, *, timeout_s: float = 30.0) -> bool:
@@ -76,12 +78,12 @@ def is_sleeping(endpoint: Endpoint, *, timeout_s: float = 30.0) -> bool:
 
 def start_profile(endpoints: Sequence[Endpoint], *, timeout_s: float = 120.0) -> None:
     """Trace the servers' processes, which need `RolloutConfig(profile_dir=...)`. Raises ControlError."""
-    _raise("start_profile", on_all(endpoints, lambda e: _post(e, "/start_profile", None, timeout_s)))
+    _raise_if_any("start_profile", on_all(endpoints, lambda e: _post(e, "/start_profile", None, timeout_s)))
 
 
 def stop_profile(endpoints: Sequence[Endpoint], *, timeout_s: float = 600.0) -> None:
     """Stop, and write a Chrome trace of each process into `profile_dir`. Raises ControlError."""
-    _raise("stop_profile", on_all(endpoints, lambda e: _post(e, "/stop_profile", None, timeout_s)))
+    _raise_if_any("stop_profile", on_all(endpoints, lambda e: _post(e, "/stop_profile", None, timeout_s)))
 
 
 class LoraAdapters:
@@ -109,17 +111,17 @@ class LoraAdapters:
         problems = on_all(self._endpoints, lambda e: _post(e, "/v1/load_lora_adapter", body, self._timeout_s))
         if problems:
             self._unload(model, [e for e in self._endpoints if e.url not in problems])
-            _raise(f"loading the adapter {folder}", problems)
+            _raise_if_any(f"loading the adapter {folder}", problems)
         old, self.current = self.current, model
         if old is not None:
-            _raise(f"unloading the adapter {old}", self._unload(old, self._endpoints))
+            _raise_if_any(f"unloading the adapter {old}", self._unload(old, self._endpoints))
         return model
 
     def unload(self) -> None:
         """Unload the adapter and return to the base model."""
         old, self.current = self.current, None
         if old is not None:
-            _raise(f"unloading the adapter {old}", self._unload(old, self._endpoints))
+            _raise_if_any(f"unloading the adapter {old}", self._unload(old, self._endpoints))
 
     def _unload(self, model: str, endpoints: Sequence[Endpoint]) -> dict[str, str]:
         body = {"lora_name": model}
