@@ -174,7 +174,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def go(folder: Path, *, retries: int = 1, timeout_s: float = 60.0, **given: object) -> Row:
     case = replace(CASE, arguments=tuple(f"{key}={value}" for key, value in given.items()))
-    return runner.run_case(case, folder, retries=retries, timeout_s=timeout_s)
+    return runner.run_case(case, folder, SixCaseConfig(retries=retries, case_timeout_s=timeout_s))
 
 
 def test_a_failed_case_is_retried_and_a_completed_one_is_skipped(stand_in: Path) -> None:

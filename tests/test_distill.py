@@ -1,7 +1,7 @@
 """The distillation app: configuration, the check of the vocabulary, and short runs on the real stack."""
 
 import csv
-import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -40,49 +40,39 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("overrides", "key"),
     [
-        ("teacher.signal=full", "teacher.on: got 'server'; allowed: ranks with signal=full"),
-        ("teacher.top_k=0", "teacher.top_k: got 0; allowed: 1 or more"),
-        ("teacher.divergence=forward", "teacher.divergence: got 'forward'; allowed: reverse with signal=sampled"),
-        ("teacher.beta=1", "teacher.beta: got 1.0; allowed: above 0 and below 1"),
-        ("teacher.discount=2", "teacher.discount: got 2.0; allowed: 0 to 1"),
-        ("teacher.weight=0", "teacher.weight: got 0.0; allowed: above 0"),
-        ("teacher.server.max_lora_rank=8", "teacher.server.max_lora_rank: got 8; .*; allowed: null"),
-        ("algorithm.kl_coef=0.1", "algorithm.kl_coef: got 0.1; allowed: 0, because the teacher is the reference"),
-        ("algorithm.reward_weight=-1", "algorithm.reward_weight: got -1.0; allowed: 0 or more"),
+        ("teacher.signal=full", "teacher.on"),
+        ("teacher.top_k=0", "teacher.top_k"),
+        ("teacher.divergence=forward", "teacher.divergence"),
+        ("teacher.beta=1", "teacher.beta"),
+        ("teacher.discount=2", "teacher.discount"),
+        ("teacher.weight=0", "teacher.weight"),
+        ("teacher.server.max_lora_rank=8", "teacher.server.max_lora_rank"),
+        ("algorithm.kl_coef=0.1", "algorithm.kl_coef"),
+        ("algorithm.reward_weight=-1", "algorithm.reward_weight"),
+        ("sampling.n=1 algorithm.reward_weight=1", "sampling.n"),
     ],
 )
-def test_bad_settings_are_named(override: str, message: str) -> None:
-    with pytest.raises((ConfigError, ValueError), match=message):
-        demo(override)
-
-
-def test_one_sample_of_a_prompt_is_enough_without_a_reward() -> None:
-    assert demo("sampling.n=1").sampling.n == 1
-    with pytest.raises((ConfigError, ValueError), match=r"sampling\.n: is 1; allowed: 2 or more"):
-        demo("sampling.n=1", "algorithm.reward_weight=1")
+def test_bad_settings_are_refused_by_key(overrides: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(key)):
+        demo(*overrides.split())
 
 
 def test_a_teacher_that_cannot_teach_is_refused_before_any_process_starts(tmp_path: Path, teacher: Path) -> None:
     other = build_tiny_model(tmp_path / "other")
     text = (other / "tokenizer.json").read_text()
-    ids = json.loads(text)["model"]["vocab"]
-    (other / "tokenizer.json").write_text(text.replace('"apples"', '"planets"') if "apples" in ids else text)
-    for override, message in (
-        ("trainer.seed=1", "teacher.model is null"),
-        (f"teacher.model={tmp_path}", "has no config.json"),
-        (
-            f"teacher.model={other}",
-            "cannot score the token ids of model.path.*differ in 1 of 64 ids: id .*planets",
-        ),
+    (other / "tokenizer.json").write_text(text.replace('"apples"', '"planets"'))
+    assert demo("sampling.n=1").sampling.n == 1, "one sample of a prompt is enough without a reward"
+    for overrides, message in (
+        ("trainer.seed=1", r"teacher\.model"),
+        (f"teacher.model={tmp_path}", r"config\.json"),
+        (f"teacher.model={other}", "differ in 1 of 64 ids: id .*planets"),
+        (f"teacher.model={teacher} sampling.temperature=0.7", r"sampling\.temperature"),
+        (f"teacher.model={teacher} teacher.gpus=[0]", r"teacher\.gpus"),
     ):
         with pytest.raises(InputError, match=message):
-            distill.check(demo(override))
-    with pytest.raises(InputError, match=r"sampling\.temperature is 0\.7; allowed: 1 with teacher\.on=server"):
-        distill.check(demo(f"teacher.model={teacher}", "sampling.temperature=0.7"))
-    with pytest.raises(InputError, match=r"teacher\.gpus is \[0\]; allowed: none on the CPU"):
-        distill.check(demo(f"teacher.model={teacher}", "teacher.gpus=[0]"))
+            distill.check(demo(*overrides.split()))
     distill.check(demo(f"teacher.model={teacher}", "teacher.on=ranks", "sampling.temperature=0.7"))
 
 

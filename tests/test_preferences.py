@@ -173,37 +173,25 @@ def test_reference_log_probs_survive_a_checkpoint_bit_for_bit_and_belong_to_thei
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "key"),
     [
-        (lambda: AlgorithmConfig(beta=0.0), "beta is 0.0; allowed: above 0"),
-        (lambda: AlgorithmConfig(label_smoothing=0.5), "label_smoothing is 0.5; allowed: 0 to below 0.5"),
-        (lambda: AlgorithmConfig(loss="ipo", label_smoothing=0.1), "label_smoothing is 0.1; allowed: 0 with loss=ipo"),
-        (lambda: AlgorithmConfig(desirable_weight=2.0), "desirable_weight is 2.0; allowed: 1 with loss=dpo"),
-        (
-            lambda: AlgorithmConfig(loss="kto", undesirable_weight=-1.0),
-            "undesirable_weight is -1.0; allowed",
-        ),
-        (
-            lambda: AlgorithmConfig(loss="kto", desirable_weight=0.0, undesirable_weight=0.0),
-            "undesirable_weight is 0; allowed: above 0",
-        ),
-        (lambda: RewardAlgorithm(center_coef=-0.1), "center_coef is -0.1; allowed: 0 or more"),
-        (
-            lambda: RewardConfig(supervised=PreferenceTrainingConfig(num_samples=1)),
-            "supervised.num_samples is 1; allowed: 0, because a reward model",
-        ),
-        (
-            lambda: DpoConfig(supervised=PreferenceTrainingConfig(val_size=5)),
-            "supervised.val_size is 5; allowed: 0 with the built-in model",
-        ),
-        (lambda: PreferenceTrainingConfig(turns="each"), "turns is each; allowed: all"),
-        (lambda: PreferenceTaskSize(kind="stones"), "kind is stones; allowed: arithmetic"),
-        (lambda: PreferenceTaskSize(slip_share=1.5), "slip_share is 1.5; allowed: 0 to 1"),
-        (lambda: PreferenceTaskSize(num_val_pairs=0), "num_val_pairs is 0; allowed: 1 or more"),
+        (lambda: AlgorithmConfig(beta=0.0), "beta"),
+        (lambda: AlgorithmConfig(label_smoothing=0.5), "label_smoothing"),
+        (lambda: AlgorithmConfig(loss="ipo", label_smoothing=0.1), "label_smoothing"),
+        (lambda: AlgorithmConfig(desirable_weight=2.0), "desirable_weight"),
+        (lambda: AlgorithmConfig(loss="kto", undesirable_weight=-1.0), "undesirable_weight"),
+        (lambda: AlgorithmConfig(loss="kto", desirable_weight=0.0, undesirable_weight=0.0), "undesirable_weight"),
+        (lambda: RewardAlgorithm(center_coef=-0.1), "center_coef"),
+        (lambda: RewardConfig(supervised=PreferenceTrainingConfig(num_samples=1)), "num_samples"),
+        (lambda: DpoConfig(supervised=PreferenceTrainingConfig(val_size=5)), "val_size"),
+        (lambda: PreferenceTrainingConfig(turns="each"), "turns"),
+        (lambda: PreferenceTaskSize(kind="stones"), "kind"),
+        (lambda: PreferenceTaskSize(slip_share=1.5), "slip_share"),
+        (lambda: PreferenceTaskSize(num_val_pairs=0), "num_val_pairs"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_settings_that_cannot_work_are_refused_by_key(make: Callable[[], object], key: str) -> None:
+    with pytest.raises(ValueError, match=key):
         make()
 
 
@@ -212,12 +200,12 @@ def test_files_are_checked_before_anything_starts(tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text('{"question": "1 + 1", "chosen": "2", "rejected": "3"}\n{"question": "1", "chosen": "2"}\n')
     config = DpoConfig(model=model, supervised=PreferenceTrainingConfig(files=(str(data),)))
-    with pytest.raises(InputError, match=r"supervised.files: .*line 2, column 'rejected'"):
+    with pytest.raises(InputError, match=r"line 2, column 'rejected'"):
         rl_runtime.check_run(config)
-    with pytest.raises(InputError, match=r"supervised\.files is empty: the built-in preferences belong to"):
+    with pytest.raises(InputError, match=r"supervised\.files"):
         rl_runtime.check_run(replace(config, supervised=PreferenceTrainingConfig()))
     data.write_text('{"question": "1 + 1", "chosen": "2", "rejected": "3"}\n')
-    with pytest.raises(InputError, match=r"warm_start\.files is empty: the built-in demonstrations belong to"):
+    with pytest.raises(InputError, match=r"warm_start\.files"):
         rl_runtime.check_run(replace(config, warm_start=SupervisedConfig(steps=2)))
 
 

@@ -1,6 +1,7 @@
 """Tools, rewards, existing servers and server failures in training, on the real stack."""
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,7 +53,7 @@ REQUIRED_COLUMNS = {
 def test_tools_and_a_users_reward_survive_a_killed_server_and_the_run_folder_is_whole(
     tmp_path: Path, start_app: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(REPO / "packages" / "rl_runtime" / "tests"))
+    monkeypatch.setenv("PYTHONPATH", str(REPO / "packages" / "rl_runtime" / "tests"), prepend=os.pathsep)
     for name, value in planted_secrets.ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     app = start_app(

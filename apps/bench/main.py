@@ -40,8 +40,7 @@ def run(config: BenchConfig, *, plan: Callable[[Any], list[Case]], command: str)
     overall: list[Row] = []
     for number, case in enumerate(cases, 1):
         print(f"{number} of {len(cases)}: {case.name}, output below {folder / 'attempts'}", flush=True)
-        row = completed_row(case, folder)
-        row = row or run_case(case, folder, retries=config.retries, timeout_s=config.case_timeout_s)
+        row = completed_row(case, folder) or run_case(case, folder, config)
         print(", ".join(f"{key}={cell_text(row[key], digits=4)}" for key in SHOWN if cell_text(row[key])), flush=True)
         summary.append(row)
         atomic_write(folder / "summary.tsv", tsv_text(summary))

@@ -26,8 +26,7 @@ def summary_row(case: Case, folder: Path, *, exit_code: int, attempts: int, wall
     def values(name: str) -> list[float]:
         return table.series(name)[1]
 
-    facts = asdict(case)
-    del facts["arguments"]
+    facts = {key: value for key, value in asdict(case).items() if key != "arguments"}
     last_step = max(table.series("timing_s/step")[0], default=0)
     reserved = [value for value in values("perf/max_memory_reserved_gb") if value > 0]  # 0 on the CPU
     return {

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from apps.bench.config import BenchConfig
 from apps.bench.plan import Case
 from apps.bench.results import Row, summary_row
 from rl_runtime import InputError
@@ -38,20 +39,20 @@ def completed_row(case: Case, folder: Path) -> Row | None:
     return summary_row(case, folder / case.name, **record)
 
 
-def run_case(case: Case, folder: Path, *, retries: int, timeout_s: float) -> Row:
-    """Run a case up to `1 + retries` times; the last run folder is kept as `<folder>/<case>` even if it failed.
+def run_case(case: Case, folder: Path, config: BenchConfig) -> Row:
+    """Run a case up to `1 + config.retries` times; the last run folder is kept as `<folder>/<case>` even if it failed.
 
     Raises:
         rl_runtime.InputError: the app refused its arguments; this is not retried.
     """
     started = time.monotonic()
     exit_code, attempts = -1, 0
-    while exit_code != 0 and attempts <= retries:
+    while exit_code != 0 and attempts <= config.retries:
         attempts += 1
         work = _new_attempt(folder, case.name)
         place = (f"trainer.output_dir={work}", f"trainer.experiment={case.name}")
         command = [*app_command(case.app), *case.arguments, *place]
-        exit_code = _run(command, work / "output.log", timeout_s=timeout_s)
+        exit_code = _run(command, work / "output.log", timeout_s=config.case_timeout_s)
         if exit_code == USER_MISTAKE:
             lines = (work / "output.log").read_text(errors="replace").splitlines()
             raise InputError(f"case {case.name} was refused: " + "\n".join(lines[-5:]).removeprefix("error: "))

@@ -172,7 +172,7 @@ class RanksConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(RanksConfig):
-    """What every training run has: validation, checkpoints, restarts."""
+    """Settings of every training run: validation, checkpoints, restarts."""
 
     val_before_train: bool = True
     """Validate once before the first step."""
@@ -293,7 +293,7 @@ class TrainerConfig(TrainingConfig):
     colocate: bool = True
     """Rollout servers share the trainer's GPUs (true) or use the GPUs after them (false). Ignored on the CPU."""
     take_turns: Literal["never", "servers", "both"] | None = None
-    """How ranks and servers on the same GPUs divide their memory. `never`: side by side. `servers`: servers sleep while
+    """Division of a GPU's memory between ranks and servers. `never`: side by side. `servers`: servers sleep while
     the trainer works. `both`: besides, optimizer states wait in host memory while the servers generate.
     null: side by side if that fits, else in turns."""
     max_server_restarts: int = 3

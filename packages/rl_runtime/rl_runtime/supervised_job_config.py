@@ -13,7 +13,7 @@ from .rules import check_value
 from .training.supervised_config import FineTuningConfig, LearningRates, PreferenceTrainingConfig, SupervisedConfig
 
 ExampleKind = Literal["demonstrations", "pairs", "labeled"]
-"""What a supervised run learns from."""
+"""Kind of the examples of a supervised run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class SupervisedJobConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    """How prompts are rendered; the files are those of `supervised`."""
+    """The rendering of prompts; the files are those of `supervised`."""
     task: TaskSize = field(default_factory=TaskSize)
     supervised: FineTuningConfig = field(default_factory=FineTuningConfig)
     token_budget: int | None = None
@@ -70,7 +70,7 @@ class SupervisedJobConfig:
 
     @property
     def examples(self) -> ExampleKind:
-        """What the run learns from."""
+        """Kind of the examples."""
         return "demonstrations"
 
     @property
@@ -90,7 +90,7 @@ class SupervisedJobConfig:
 
     @property
     def learning_rates(self) -> LearningRates:
-        """What `supervised.optim.lr=null` becomes."""
+        """The choices for `supervised.optim.lr=null`."""
         return self.supervised.learning_rates
 
     @property
@@ -135,7 +135,7 @@ class PreferenceJobConfig(SupervisedJobConfig):
 
     @property
     def examples(self) -> ExampleKind:
-        """What the run learns from."""
+        """Kind of the examples."""
         return "pairs"
 
     @property

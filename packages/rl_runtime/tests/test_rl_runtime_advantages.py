@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -148,15 +147,6 @@ def test_advantages_do_not_depend_on_the_order_of_the_samples(name: str, batch: 
     shuffled, _ = estimate(batch.select(order), config_of(name))
     rows = batch.split(torch.tensor(estimate(batch, config_of(name))[0]))
     assert shuffled == pytest.approx(torch.cat([rows[i] for i in order]).tolist(), rel=1e-3, abs=1e-3)
-
-
-@pytest.mark.parametrize("name", [name for name, one in ADVANTAGES.items() if one.compares_group])
-@settings(max_examples=20)
-@given(batch=batches, shift=st.integers(-3, 3))
-def test_what_compares_samples_of_a_prompt_ignores_how_hard_the_prompt_is(name: str, batch: Batch, shift: int) -> None:
-    shifted = {**batch.per_sequence, "scores": batch.per_sequence["scores"] + shift}
-    easier = replace(batch, per_sequence=shifted)
-    assert estimate(easier, config_of(name))[0] == pytest.approx(estimate(batch, config_of(name))[0], abs=1e-3)
 
 
 def test_rewards_of_turns_are_at_their_tokens_and_the_rest_of_the_score_at_the_last_one() -> None:

@@ -32,7 +32,9 @@ from rl_runtime import (
 from rl_runtime.launch.gpus import Gpu, known_gpus
 from rl_runtime.resolve.job import resolve_job_for
 from rl_runtime.resolve.supervised import resolve_supervised, resolve_supervised_for
+from rl_runtime.rollout.config import OversamplingConfig
 from rl_runtime.rollout.scoring_config import ScoringConfig
+from rl_runtime.rules import value_of
 from rollout_vllm import RolloutConfig, SamplingConfig
 from run_kit.machine import gpus as machine_gpus
 from weight_sync import SyncConfig
@@ -216,6 +218,43 @@ def test_a_smaller_gpu_recomputes() -> None:
     chosen = resolve_job_for(config(), gpus=gpus(1, gib=24), shape=QWEN3_06B).config
     assert chosen.actor.gradient_checkpointing is True
     assert chosen.actor.compile is True
+
+
+OPEN_SETTINGS = (
+    "trainer.num_ranks",
+    "trainer.take_turns",
+    "rollout.num_servers",
+    "rollout.max_num_seqs",
+    "rollout.enforce_eager",
+    "rollout.chunked_prefill",
+    "actor.compile",
+    "actor.gradient_checkpointing",
+    "batch.token_budget",
+)
+
+
+@pytest.mark.parametrize("num_gpus", [0, 1, 2])
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"trainer": TrainerConfig(take_turns="both")},
+        {"trainer": TrainerConfig(max_staleness=1)},
+        {"oversampling": OversamplingConfig(extra_prompts=2)},
+    ],
+)
+def test_no_setting_stays_open_and_servers_have_the_modes_that_others_need(
+    num_gpus: int, sections: dict[str, Any]
+) -> None:
+    shape = QWEN3_06B if num_gpus else None
+    resolved = resolve_job_for(config(**sections), gpus=gpus(num_gpus), shape=shape, host_bytes=10**12).config
+    assert [key for key in OPEN_SETTINGS if value_of(resolved, key) is None] == []
+    assert resolved.rollout.sleep_mode == resolved.trainer.takes_turns
+    assert resolved.rollout.control_routes == bool(
+        resolved.trainer.max_staleness or resolved.oversampling.extra_prompts
+    )
+    if not num_gpus:
+        assert (resolved.rollout.max_num_seqs, resolved.rollout.kv_cache_gib) == (256, 1.0)
 
 
 def test_states_that_cannot_fit_are_refused() -> None:

@@ -23,7 +23,7 @@ from rl_runtime.training.off_policy import RolloutCorrection
 
 sys.path.insert(0, str(Path(__file__).parent))  # where a user's own functions are
 
-NAMES = ("ppo_clip", "gspo", "cispo", "rl_runtime_own_losses:reinforce")
+NAMES = ("gspo", "rl_runtime_own_losses:reinforce")  # rl_core tests each of its losses by itself
 COLUMNS = ("log_probs", "old_log_probs", "ref_log_probs", "advantages", "entropy", "rollout_log_probs")
 
 

@@ -70,7 +70,7 @@ CONFIGS: Mapping[AppName, type[JobConfig] | type[SupervisedJobConfig]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What became of one key of the file."""
+    """The fate of one key of the file."""
 
     theirs: str
     """Dotted key."""
@@ -90,7 +90,7 @@ class Entry:
 
 
 Fate = dict[str, Any]
-"""What becomes of a key: the fields of its `Entry` but for the key and its value."""
+"""The fate of a key: the fields of its `Entry` but for the key and its value."""
 
 
 def _mapped(ours: str, our_value: Any, why: str = "") -> Fate:
@@ -198,20 +198,20 @@ class _Converter:
         return _mapped(f"{self._zero}.reduce_bucket_bytes", max(1024, size), f"elements of {self._dtype} as bytes")
 
     def _offload(self, key: str, value: Any, name: str, stage: int) -> Iterator[Entry]:
-        what = "optimizer" if key.startswith("offload_optimizer") else "param"
+        part_name = "optimizer" if key.startswith("offload_optimizer") else "param"
         ours = f"{self._zero}.offload"
         if isinstance(value, Mapping):  # DeepSpeed's section; accelerate has flat keys
             for inner, part in value.items():
                 if inner in ("device", "nvme_path"):
-                    yield from self._offload(f"offload_{what}_{inner}", part, f"{name}.{inner}", stage)
+                    yield from self._offload(f"offload_{part_name}_{inner}", part, f"{name}.{inner}", stage)
                 else:
                     yield Entry(theirs=f"{name}.{inner}", value=part, **_not_needed("the engine chooses it"))
             return
-        fate = _mapped(f"{ours}.{what}", value or "none")
+        fate = _mapped(f"{ours}.{part_name}", value or "none")
         if key.endswith("nvme_path"):
             is_none = value in (None, "none", "None")
             fate = _not_needed("nothing is on NVMe") if is_none else _mapped(f"{ours}.nvme_path", value)
-        elif what == "param" and stage < 3 and value not in (None, "none"):
+        elif part_name == "param" and stage < 3 and value not in (None, "none"):
             fate = _not_needed(f"DeepSpeed ignores it at stage {stage}")
         yield Entry(theirs=name, value=value, **fate)
 
@@ -248,7 +248,7 @@ def _switch(ours: str, our_value: Any, off: str, *, is_on: Callable[[Any], bool]
 
 
 def convert(file: Path, *, app: AppName = "grpo") -> list[Entry]:
-    """What becomes of every key of an accelerate config.
+    """The fate of every key of an accelerate config.
 
     Raises:
         InputError: the file cannot be read, or does not use DeepSpeed.

@@ -53,7 +53,7 @@ class Inputs:
     task: TaskFiles | None = None
     """The files of the built-in task, if the model is the built-in one."""
     lines: Sequence[str] = ()
-    """What the user should know of his files: how messages became text, what was left out."""
+    """Lines for the user about the files: how messages became text, what was left out."""
 
 
 @contextmanager
@@ -198,7 +198,7 @@ def describe_repeats(num: int, batch_size: int, *, noun: str, key: str, num_draw
 
 
 def chat_format(tokenizer: Any, data: DataConfig) -> ChatFormat:
-    """How the turns of a conversation become tokens, as in the prompts of `load_prompts`."""
+    """The format in which turns of a conversation become tokens, as in the prompts of `load_prompts`."""
     with_template = uses_chat_template(tokenizer, data)
     return ChatFormat(tokenizer, with_template=with_template, template_kwargs=data.chat_template_kwargs)
 

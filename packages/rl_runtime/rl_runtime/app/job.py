@@ -89,7 +89,7 @@ class Job(TrainingRun):
 def job_layout(
     config: JobConfig, *, section: str = "actor", engine: EngineConfig | None = None, num_ranks: int | None = None
 ) -> BatchLayout:
-    """How a train batch divides into mini batches and over the dp x sp ranks of `engine` (default: the actor's).
+    """The division of a train batch into mini batches and over the dp x sp ranks of `engine` (default: the actor's).
 
     Args:
         section: the configuration section of `engine`.

@@ -28,7 +28,7 @@ class Restarts(Generic[RunT]):
         self.run = run
         """The run of the next attempt."""
         self.restart: Restart | None = None
-        """What the next attempt repeats; None for the first attempt."""
+        """The steps that the next attempt repeats; None for the first attempt."""
         self._started_from, self._rng = run.resumed, capture_rng()
         self._most, self._count = run.trainer.max_restarts, 0
         self._are_running = True

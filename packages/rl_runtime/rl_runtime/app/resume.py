@@ -74,15 +74,15 @@ class _Run:
         if not is_here:
             print(f"downloading step {step} of {self.remote.url}", file=sys.stderr, flush=True)
         with naming_storage(self.remote.url):
-            found, num_bytes = fetch_checkpoint(self.remote, step, self.download_to)
+            checkpoint, num_bytes = fetch_checkpoint(self.remote, step, self.download_to)
             model = self.download_to / WARM_START_MODEL
             if self.with_model and not model.is_dir() and self.remote.has_folder(WARM_START_MODEL):
                 self.remote.download_folder(WARM_START_MODEL, model)
         if is_here and not num_bytes:
-            say(f"step {step} of {self.remote.url} was downloaded before to {found.path}")
+            say(f"step {step} of {self.remote.url} was downloaded before to {checkpoint.path}")
         else:
-            say(f"step {step} was downloaded from {self.remote.url} to {found.path}")
-        return found
+            say(f"step {step} was downloaded from {self.remote.url} to {checkpoint.path}")
+        return checkpoint
 
 
 def find_checkpoint(trainer: TrainingConfig, on_skip: Callable[[str], None] = lambda _: None) -> Checkpoint | None:
@@ -105,13 +105,13 @@ def find_checkpoint(trainer: TrainingConfig, on_skip: Callable[[str], None] = la
     said: list[str] = []
     with naming_key("trainer.output_dir" if trainer.resume_from is None else "trainer.resume_from"):
         runs = _runs_of_experiment(trainer) if trainer.resume_from is None else [_given_run(trainer)]
-        found = run = None
+        newest = run = None
         for run in runs:
-            if (found := run.newest_good(said.append, damaged.append)) is not None:
+            if (newest := run.newest_good(said.append, damaged.append)) is not None:
                 break
     for line in (*damaged, *said):
         on_skip(line)
-    if found is None or run is None:
+    if newest is None or run is None:
         if damaged and not trainer.start_over_if_damaged:
             more = f", and {len(damaged) - 1} more" if len(damaged) > 1 else ""
             raise InputError(
@@ -126,8 +126,8 @@ def find_checkpoint(trainer: TrainingConfig, on_skip: Callable[[str], None] = la
     if runs[0] != run:
         on_skip(f"{runs[0]} has no good checkpoint: the run resumes from the older {run}")
     if trainer.last_step is not None:
-        check_steps_left(found, trainer.last_step, key="trainer.total_training_steps", run=str(run))
-    seed = found.state.get("seed")
+        check_steps_left(newest, trainer.last_step, key="trainer.total_training_steps", run=str(run))
+    seed = newest.state.get("seed")
     if seed != trainer.seed:
         raise InputError(
             f"data order and samples of the run in {run} cannot be continued",
@@ -135,7 +135,7 @@ def find_checkpoint(trainer: TrainingConfig, on_skip: Callable[[str], None] = la
             value=trainer.seed,
             allowed=f"{seed}, as in that run",
         )
-    return found
+    return newest
 
 
 def earlier_folder(config: Any, name: str, *, noun: str) -> Path | None:
@@ -224,9 +224,9 @@ def newest_published(
     Newer ones that are damaged are deleted there: the run will save the same steps again.
     """
     run = _Run(name=name, remote=remote, download_to=_downloads(trainer) / name, with_model=False)
-    found = run.newest_good(say, say)
+    newest = run.newest_good(say, say)
     with naming_storage(remote.url):
         for step in remote.steps():
-            if step > (0 if found is None else found.step):
+            if step > (0 if newest is None else newest.step):
                 remote.delete(step)
-    return found
+    return newest

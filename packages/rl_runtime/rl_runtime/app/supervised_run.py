@@ -52,12 +52,12 @@ class Examples:
     train: Sequence[Any]
     held_out: Sequence[Any]
     lines: Sequence[str]
-    """What the user should know of the files."""
+    """Lines for the user about the files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedPlan(JobPlan):
-    """What the checks of a supervised app find out."""
+    """The result of the checks of a supervised app."""
 
     examples: Examples | None
     """None: those of the built-in model, which the run writes into its folder."""

@@ -144,11 +144,11 @@ class TrainingRun:
 
     @property
     def warm_start_folder(self) -> Path:
-        """Where the result of the warm start is, once it is done."""
+        """The folder of the model after the warm start."""
         return self.folder / WARM_START_MODEL
 
     def checkpoints(self, roles: Mapping[str, ModelHandle], parts: Mapping[str, Stateful]) -> RunCheckpoints:
-        """What saves and loads the engines of `roles` and the `parts` of the run."""
+        """Saves and loads the engines of `roles` and the `parts` of the run."""
         sections = [m.section for m in self.config.models if m.engine.zero.offload.optimizer == "nvme"]
         nvme = f"{sections[0]}.zero.offload.optimizer is nvme, whose files no checkpoint holds" if sections else ""
         return RunCheckpoints(
@@ -163,7 +163,7 @@ class TrainingRun:
         )
 
     def record(self, ledger: SampleLedger | None = None) -> RunRecord:
-        """What writes down the steps; `ledger`: of a run that samples."""
+        """Writes down the steps; `ledger`: of a run that samples."""
         profiler = StepProfiler(self.session.recorders, self.folder / "profile", self.trainer.profile_steps)
         return RunRecord(self.tracker, self.memory, profiler, self.session, ledger)
 
@@ -199,7 +199,7 @@ def open_run(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """What this process computes is small, and further threads of torch wait for cores that ranks and servers use."""
+    """Limits torch to one thread: this process computes little, and ranks and servers need the cores."""
     import torch
 
     before = torch.get_num_threads()

@@ -132,7 +132,7 @@ class NodeReport:
     model_files: Mapping[str, str]
     """Name -> size, or digest of config.json; empty without the folder."""
     sees_mark: bool
-    """Whether the file that the driver has written into the shared folder is there."""
+    """The file that the driver has written into the shared folder exists here."""
 
 
 def report_node(model_folder: str | None, mark: str | None) -> NodeReport:
@@ -195,7 +195,7 @@ def read_nodes(
 
 
 def call_on_nodes(function: Callable[..., T], nodes: Sequence[str], *args: object, timeout_s: float) -> list[T]:
-    """What `function` returns in a process on each node (by Ray's ids), all at the same time.
+    """The results of `function` in a process on each node (by Ray's ids), all at the same time.
 
     Raises:
         RankLost: a node was lost, or does not answer in time.

@@ -31,8 +31,8 @@ def read_gpus(gpu_ids: Sequence[GpuId]) -> tuple[Gpu, ...]:
     nvidia-smi does not tell the memory of MIG instances, and CUDA shows only the first one to a process: all are taken
     to be as large as that one.
     """
-    found = known_gpus(gpus.read_gpus()[0])
-    known = [found[gpu] for gpu in gpu_ids if isinstance(gpu, int) and gpu in found]
+    listed = known_gpus(gpus.read_gpus()[0])
+    known = [listed[gpu] for gpu in gpu_ids if isinstance(gpu, int) and gpu in listed]
     if len(known) == len(gpu_ids):
         return tuple(known)
     import torch

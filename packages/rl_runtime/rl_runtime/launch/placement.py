@@ -139,7 +139,7 @@ def plan_placement(
 
 
 class _Room:
-    """What is free on a node while a placement is made."""
+    """The free devices of a node while a placement is made."""
 
     def __init__(self, node: Node, on_gpu: bool, ranks_per_node: int | None) -> None:
         self.node, self.on_gpu = node, on_gpu
@@ -148,7 +148,7 @@ class _Room:
 
     @property
     def ranks_left(self) -> int:
-        """How many more ranks the node can have."""
+        """Number of further ranks that the node can have."""
         room = len(self.node.gpu_ids) - self.num_ranks if self.on_gpu else self.cpus_left
         return room if self._most is None else min(room, self._most - self.num_ranks)
 

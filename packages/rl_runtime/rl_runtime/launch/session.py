@@ -347,12 +347,12 @@ def _ranks(trainer: RanksConfig, seats: Sequence[Seat], *, name: str = "") -> It
 
 @dataclass(kw_only=True)
 class _Devices:
-    """Where Ray puts the processes of a placement."""
+    """The seats that Ray gives the processes of a placement."""
 
     ranks: Sequence[Seat]
     own_ranks: Mapping[str, Sequence[Seat]]
     reservation: Reservation | None = None
-    """What a cluster has reserved; None: everything is on this host."""
+    """The reservation in a cluster; None: everything is on this host."""
     watch: Callable[[], None] = lambda: None
     """`LocalRay.watch`; does nothing for a cluster that others have started."""
 

@@ -74,22 +74,22 @@ def longest_sequence(config: JobConfig) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rank:
-    """Bytes of the rank with the most, in each turn."""
+    """Planned bytes of the largest rank, per turn."""
 
     peak: int
     """At the peak of a training step."""
     states: int
-    """Those of weights, gradients and optimizer alone."""
+    """Weights, gradients and optimizer states alone."""
     beside: int
     """While the servers generate, if everything stays on the GPU."""
     kept: int
     """While the servers generate, if the states are moved."""
-    moved: int
-    """What is moved."""
-    moves_gradients: bool
-    """Whether gradients are among it."""
-    moved_on_host: int
-    """What all ranks move; they are on one host."""
+    offloaded: int
+    """States that are offloaded while the servers generate."""
+    offloads_gradients: bool
+    """`offloaded` includes gradients."""
+    offloaded_on_host: int
+    """Offloaded states of all ranks, which are on one host."""
     saved_on_host: int
     """Copies of all ranks for a checkpoint in the background."""
 
@@ -124,15 +124,15 @@ class _Plan:
         if self.turns == "never" or self.server is None:
             return 0
         weights = self.server.weights * self.servers_on_host if self.level_1 else 0
-        moved = self.rank.moved_on_host if self.turns == "both" else 0
-        return moved + weights + self.rank.saved_on_host
+        offloaded = self.rank.offloaded_on_host if self.turns == "both" else 0
+        return offloaded + weights + self.rank.saved_on_host
 
     @property
     def moved_bytes(self) -> int:
         """Bytes that one GPU and the host exchange in a step, in both directions."""
         if self.server is None or self.turns == "never":
             return 0
-        return 2 * ((self.rank.moved if self.turns == "both" else 0) + (self.server.weights if self.level_1 else 0))
+        return 2 * ((self.rank.offloaded if self.turns == "both" else 0) + (self.server.weights if self.level_1 else 0))
 
 
 def resolve_memory(
@@ -221,13 +221,13 @@ def _memory_line(plan: _Plan, free: int) -> str:
     )
     if not plan.moved_bytes:
         return f"{line}; nothing is moved, servers discard their weights"
-    what = [
-        *(["optimizer states" + " and gradients" * rank.moves_gradients] if plan.turns == "both" else []),
+    waiting = [
+        *(["optimizer states" + " and gradients" * rank.offloads_gradients] if plan.turns == "both" else []),
         *(["the servers' weights"] if plan.level_1 else []),
     ]
     seconds = plan.moved_bytes / _MOVED_PER_S
     return (
-        f"{line}; {' and '.join(what)} wait in host memory ({gib(plan.host_bytes)}): {seconds:.0f} s a step, "
+        f"{line}; {' and '.join(waiting)} wait in host memory ({gib(plan.host_bytes)}): {seconds:.0f} s a step, "
         f"estimated at {_MOVED_PER_S / 1e9:.0f} GB/s"
     )
 
@@ -290,7 +290,7 @@ def _plans(
 
 
 def size_plans(recompute: Sequence[bool], budgets: Sequence[BudgetT]) -> list[tuple[bool, BudgetT]]:
-    """Whether to recompute and the size of micro batches, in the order of preference."""
+    """Pairs of recomputation and the size of micro batches, in the order of preference."""
     sizes = list(itertools.product(recompute, budgets))
     # Small micro batches without recomputation are no better than larger ones with it.
     return [size for size in sizes if size != (False, TOKEN_BUDGETS[-1])] if len(recompute) > 1 else sizes
@@ -338,15 +338,15 @@ def _rank_memory(
     # The weights of the actor stay for the push; the other states that exist between steps move.
     kept = [sum(e.buffers.device for e in group) + (group is shared) * shared[0].weights.device for group in groups]
     freed = [sum(e.gradients.device - e.lasting_gradients for e in group) for group in groups]
-    moved = [n - k - f for n, k, f in zip(beside, kept, freed, strict=True)]
+    offloaded = [n - k - f for n, k, f in zip(beside, kept, freed, strict=True)]
     return _Rank(
         peak=max(reserved_bytes(n, max(e.activations.device for e in g)) for n, g in zip(beside, groups, strict=True)),
         states=max(states),
         beside=max(beside) + _TRAINER_BYTES,
         kept=max(kept) + _TRAINER_BYTES,
-        moved=max(moved),
-        moves_gradients=any(e.lasting_gradients for group in groups for e in group),
-        moved_on_host=sum(n * group[0].num_ranks for n, group in zip(moved, groups, strict=True)),
+        offloaded=max(offloaded),
+        offloads_gradients=any(e.lasting_gradients for group in groups for e in group),
+        offloaded_on_host=sum(n * group[0].num_ranks for n, group in zip(offloaded, groups, strict=True)),
         saved_on_host=sum(e.num_ranks * (e.weights.device + e.optimizer.device) for group in groups for e in group)
         if config.trainer.save_freq
         else 0,
@@ -362,11 +362,11 @@ def _frozen_bytes(config: JobConfig, model: FrozenModel, shape: ModelShape, toke
     engine = config.frozen_engine
     dp = max(1, config.trainer.rank_count // engine.sequence_parallel)
     with naming_engine("actor", key=model.key, path=model.path):
-        found = estimate_memory(shape, engine, dp=dp, tokens_per_micro_batch=1, head=model.head).weights.device
+        weights = estimate_memory(shape, engine, dp=dp, tokens_per_micro_batch=1, head=model.head).weights.device
     if not model.keeps_distributions:
-        return found
+        return weights
     size = 4 if engine.model_dtype == "float32" else 2
-    return found + size * shape.hidden * (tokens + (shape.vocab if engine.zero.stage == 3 else 0))
+    return weights + size * shape.hidden * (tokens + (shape.vocab if engine.zero.stage == 3 else 0))
 
 
 def state_bytes(estimate: MemoryEstimate) -> int:

@@ -68,10 +68,11 @@ class ResolvedConfig(Generic[ConfigT]):
 
     def _with_value(self, key: str, value: Any, why: str, remedy: str = "") -> ConfigT:
         try:
-            return with_value(self.config, key, value)
+            config: ConfigT = with_value(self.config, key, value)
         except ValueError as error:
             origin = f"{key}={_text(value)} was chosen: {why}"
             raise InputError.of(error, remedy="; ".join(filter(None, (origin, remedy)))) from error
+        return config
 
     def lines(self) -> list[str]:
         """The choices in at most three lines for the user."""

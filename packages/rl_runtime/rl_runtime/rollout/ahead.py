@@ -234,8 +234,10 @@ class RolloutsAhead:
         if "schedule" not in state:
             if groups := state.get("partial_rollouts"):
                 raise InputError(
-                    f"the checkpoint has {len(groups)} unfinished groups of a run with trainer.max_staleness=0; resume "
-                    "it with that"
+                    f"the checkpoint has {len(groups)} unfinished groups of a run without staleness",
+                    field="trainer.max_staleness",
+                    value=self._schedule.max_staleness,
+                    allowed="0",
                 )
             return
         own = {"batch.train_batch_size": self._schedule.batch_size, "sampling.n": self._rollouts.sampling.n}
@@ -243,14 +245,19 @@ class RolloutsAhead:
         for key, value in saved.items():
             if own[key] != value:
                 raise InputError(
-                    f"{key} is {own[key]}, but the checkpoint has groups that were drawn ahead with {value}; allowed: "
-                    f"{value}"
+                    "the checkpoint has groups that were drawn ahead with another value",
+                    field=key,
+                    value=own[key],
+                    allowed=str(value),
                 )
         largest_step = max(Counter(ticket["step"] for ticket in state["schedule"]["tickets"]).values(), default=0)
         replaces = self._rollouts.dynamic_sampling.max_rounds > 0
         if largest_step > self._schedule.batch_size and not replaces:
             raise InputError(
-                "dynamic_sampling.max_rounds is 0, but the checkpoint has groups that replace others; allowed: above 0"
+                "the checkpoint has groups that replace others",
+                field="dynamic_sampling.max_rounds",
+                value=0,
+                allowed="above 0",
             )
         self._groups = {int(number): _held(saved) for number, saved in state["groups"].items()}
         ended = [number for number, group in self._groups.items() if group.scored is not None]

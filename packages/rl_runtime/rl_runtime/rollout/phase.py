@@ -202,8 +202,10 @@ class RolloutPhase:
         """Restores the result of `state_dict`."""
         if "schedule" in state and state["groups"]:
             raise InputError(
-                f"the checkpoint has {len(state['groups'])} groups that were drawn ahead of the trainer; resume it "
-                "with trainer.max_staleness of 1 or more, or they would be lost"
+                f"the checkpoint has {len(state['groups'])} groups that were drawn ahead, which would be lost",
+                field="trainer.max_staleness",
+                value=0,
+                allowed="1 or more",
             )
         self._partial = [] if "schedule" in state else list(map(from_state, state["partial_rollouts"]))
 
