@@ -110,7 +110,7 @@ class RemoteCheckpoints(Storage):
         with closing(CheckpointManager(root)) as manager:
             with suppress(CheckpointNotFoundError, CheckpointDamagedError, UnsupportedFormatError):
                 here = manager.load(step)
-                if here.verified == manifest.sha256:
+                if here.verified == manifest.checksum:
                     return here
             partial = manager.prepare(step, overwrite=overwrite, expected_bytes=0)
             try:
