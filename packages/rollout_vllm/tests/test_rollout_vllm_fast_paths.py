@@ -44,9 +44,12 @@ def test_tokens_and_log_probs_equal_those_of_stock_vllm(
     pair: ServerGroup, stock: ServerGroup, sampling: SamplingConfig
 ) -> None:
     fast, plain = one_by_one(pair, sampling), one_by_one(stock, sampling)
-    assert [sample.response_ids for sample in fast] == [sample.response_ids for sample in plain]
-    assert [sample.log_probs for sample in fast] == [sample.log_probs for sample in plain]
-    assert [sample.finish_reason for sample in fast] == [sample.finish_reason for sample in plain]
+    for ours, theirs in zip(fast, plain, strict=True):
+        assert ours.response_ids.tolist() == theirs.response_ids.tolist()
+        assert ours.log_probs is not None
+        assert theirs.log_probs is not None
+        assert ours.log_probs.tolist() == theirs.log_probs.tolist()
+        assert ours.finish_reason == theirs.finish_reason
 
 
 def test_scores_of_given_tokens_equal_those_of_stock_vllm(pair: ServerGroup, stock: ServerGroup) -> None:
