@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from ..digest import FileEntry
-from ..errors import CheckpointExistsError, CheckpointUsageError
+from ..errors import CheckpointUsageError
 from ..files import check_space
 from ..manager import state_to_json, write_state
 from ..manifest import CheckpointManifest, describe_files
 from ..reader import STATE_NAME, Checkpoint
 from ..retention import Retention
 from .messages import Messages
-from .remote import PART_PREFIX, RemoteCheckpoints, new_upload, upload_time
+from .remote import PART_PREFIX, RemoteCheckpoints, upload_time
 from .storage import Retry
 from .uploader import Upload
 
@@ -85,11 +85,7 @@ class HostCheckpoints:
         """
         self._opened = time.perf_counter()
         self._remote.clean_up()
-        if not overwrite and step in self._remote.steps():
-            raise CheckpointExistsError(
-                f"exists in {self._remote.url}", field="step", value=step, remedy="pass overwrite=True"
-            )
-        return new_upload(step)
+        return self._remote.begin(step, overwrite=overwrite)
 
     def folder(self, name: str, num_bytes: int) -> Path:
         """The folder for this host's files of a checkpoint. Raises CheckpointSpaceError if its disk is full."""
@@ -151,7 +147,7 @@ class HostCheckpoints:
 
     def cancel(self) -> None:
         """Repeat no more requests: this process ends with an error."""
-        self._retry.limit(0.0)
+        self._retry.stop()
 
     def take_finished(self) -> list[Upload]:
         """The checkpoints that this process published since the last call; seconds from `open` to the manifest."""
