@@ -25,6 +25,7 @@ from ckpt import (
     load_state_dict,
     rank_file,
 )
+from ckpt.savers.coordination import COORDINATION_PREFIX
 from ckpt.store.remote import PART_PREFIX
 from plinth_testing import raises
 
@@ -153,9 +154,11 @@ def die_and_continue(instant: int, victims: frozenset[str], after: bool) -> None
 def test_hosts_meet_in_any_storage(tmp_path: Path, url: str) -> None:
     (tmp_path / "hosts").mkdir()
     assert Job(tmp_path / "hosts", url, "first").run([1, 2]) == [1, 2]
-    dead = HostCheckpoints(tmp_path / "dead", RemoteCheckpoints(url)).messages("dead")
-    dead.write("00000001.open", "{}")
-    assert (dead.read("00000001.open"), dead.read("00000002.open"), dead.names()) == ("{}", None, ["00000001.open"])
+    dead = RemoteCheckpoints(url)
+    dead.put_text(f"{COORDINATION_PREFIX}dead/00000001.open", "{}")
+    assert dead.read_text(f"{COORDINATION_PREFIX}dead/00000001.open") == "{}"
+    assert dead.read_text(f"{COORDINATION_PREFIX}dead/00000002.open") is None
+    assert dead.names(f"{COORDINATION_PREFIX}dead") == ["00000001.open"]
     assert Job(tmp_path / "hosts", url, "second").run([3]) == [3]
     actual = check_newest(url, tmp_path / "new host")
     assert actual is not None

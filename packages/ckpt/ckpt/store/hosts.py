@@ -25,9 +25,8 @@ from ..manager import state_to_json, write_state
 from ..manifest import CheckpointManifest, describe_files
 from ..reader import STATE_NAME, Checkpoint
 from ..retention import Retention
-from .messages import Messages
 from .remote import PART_PREFIX, RemoteCheckpoints, upload_time
-from .storage import Retry
+from .storage import Retry, Storage
 from .uploader import Upload
 
 _log = logging.getLogger("ckpt")
@@ -70,13 +69,10 @@ class HostCheckpoints:
         """
         self._retry = Retry(report, retry_s=retry_s, pause_s=pause_s)
         self._root, self._remote = Path(root), remote.with_retry(self._retry)
-        self._retention, self._longest_poll_s = retention, longest_poll_s
+        self.storage: Storage = self._remote
+        self._retention, self.longest_poll_s = retention, longest_poll_s
         self._opened = 0.0
         self._finished: deque[Upload] = deque()
-
-    def messages(self, run_id: str) -> Messages:
-        """Messages between the processes of a run, below the URL."""
-        return Messages(self._remote, run_id, longest_poll_s=self._longest_poll_s)
 
     def open(self, step: int, *, overwrite: bool, expected_bytes: int | None) -> str:
         """Begin the checkpoint of `step` and return its name. Deletes what killed saves have left below the URL.
