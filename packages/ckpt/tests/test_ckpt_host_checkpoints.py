@@ -208,7 +208,7 @@ def test_retention_holds_below_the_url_and_a_host_keeps_its_newest_part(tmp_path
 def test_a_storage_that_fails_for_a_while_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     remote = RemoteCheckpoints(f"file://{tmp_path}/storage/run")
     said: list[str] = []
-    store = HostCheckpoints(tmp_path / "host", remote, report=said.append, pause_s=0.001)
+    store = HostCheckpoints(tmp_path / "host", remote, report=said.append)
     put, failures = remote.fs.put_file, iter(range(3))
 
     def fails_three_times(*arguments: Any) -> None:
@@ -230,7 +230,7 @@ def test_a_storage_that_stays_away_ends_the_save_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remote = RemoteCheckpoints(f"file://{tmp_path}/storage/run")
-    store = HostCheckpoints(tmp_path / "host", remote, report=lambda _: None, pause_s=0.001, retry_s=0.02)
+    store = HostCheckpoints(tmp_path / "host", remote, report=lambda _: None, retry_s=0.02)
 
     def fail(*_: Any) -> None:
         raise ConnectionError("no route")

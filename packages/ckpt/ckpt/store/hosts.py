@@ -54,7 +54,6 @@ class HostCheckpoints:
         retention: Retention | None = None,
         report: Callable[[str], None] = _log.warning,
         retry_s: float = 900.0,
-        pause_s: float = 1.0,
         longest_poll_s: float = 1.0,
     ) -> None:
         """Connects to nothing yet.
@@ -64,10 +63,9 @@ class HostCheckpoints:
             retention: which checkpoints the publishing process keeps below the URL; None keeps all.
             report: gets a line for each failure of the storage, from the thread.
             retry_s: seconds for which a failing request is repeated before the save fails.
-            pause_s: seconds before the second try; doubled before each further one, at most a minute.
             longest_poll_s: the longest pause in seconds before a process looks again for a message of another.
         """
-        self._retry = Retry(report, retry_s=retry_s, pause_s=pause_s)
+        self._retry = Retry(report, retry_s=retry_s)
         self._root, self._remote = Path(root), remote.with_retry(self._retry)
         self.storage: Storage = self._remote
         self._retention, self.longest_poll_s = retention, longest_poll_s
