@@ -41,8 +41,7 @@ def main() -> None:
         """Called as soon as a group ends, so scoring could start here."""
         for sample in group.samples:
             text = ask(endpoint, "/detokenize", {"tokens": sample.response_ids.tolist()})["prompt"]
-            log_probs = sample.log_probs or []
-            mean = sum(log_probs) / max(1, len(log_probs))
+            mean = 0.0 if sample.log_probs is None else float(sample.log_probs.mean())
             print(f"{group.prompt_id!r} #{sample.sample_index} ({sample.finish_reason}, {mean:.2f}): {text!r}")
         for failure in group.failures:
             print(f"{group.prompt_id!r} #{failure.sample_index} failed: {failure.kind}: {failure.message}")

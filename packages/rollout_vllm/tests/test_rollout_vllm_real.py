@@ -329,12 +329,12 @@ def test_episodes(client: RolloutClient) -> None:
     assert "tool broke" in first[1].failures[0].message
     assert {f.kind for f in first[2].failures} == {"deadline"}
     one = first[0].samples[0]
-    assert one.response_mask == ([True] * 4 + [False] * 3) * 3
+    assert one.response_mask.tolist() == ([True] * 4 + [False] * 3) * 3
     assert one.response_ids[4:7].tolist() == tool
     assert one.log_probs[4:7].tolist() == [0.0] * 3
     assert all(v < 0 for v, m in zip(one.log_probs, one.response_mask, strict=True) if m)
     assert one.data == {"note": "kept"}
-    assert one.policy_versions == (0, 0, 0)
+    assert one.versions.tolist() == [0] * 21
     assert again[0].samples[0].response_ids.tolist() == one.response_ids.tolist()
 
 
