@@ -217,7 +217,7 @@ def test_folders_without_checkpoints_are_refused(tmp_path: Path) -> None:
         (EvaluateConfig(rollout=RolloutConfig(urls=("http://127.0.0.1:9",))), "model.path"),
         (EvaluateConfig(compare=("nowhere",), only_compare=True), "compare"),
         (EvaluateConfig(reward=ScoringConfig(function="nowhere:f")), "reward.function"),
-        (EvaluateConfig(sampling=SamplingConfig(n=1), rollout=RolloutConfig(max_model_len=100)), "max_prompt_length"),
+        (EvaluateConfig(sampling=SamplingConfig(n=1), rollout=RolloutConfig(max_model_len=100)), "max_model_len"),
         (EvaluateConfig(rollout=RolloutConfig(api_key_file="~nobody-here/key")), "rollout.api_key_file"),
     ],
 )
