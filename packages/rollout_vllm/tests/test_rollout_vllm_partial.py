@@ -313,6 +313,8 @@ def test_version_spans_of_an_episode_include_context() -> None:
     [result] = group.samples
     assert result.versions.tolist() == [0] * 6 + [1] * 7
     assert sum(span.num_tokens for span in result.version_spans) == len(result.response_ids) == 13
+    assert [span.policy_version for span in result.generated_spans] == list(dict.fromkeys(result.generated_versions))
+    assert sum(span.num_tokens for span in result.generated_spans) == result.num_generated < 13
 
 
 def test_blocking_call_from_the_clients_thread_is_rejected() -> None:
