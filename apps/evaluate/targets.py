@@ -53,7 +53,7 @@ class Target:
         if self.path is None:
             return None
         if self.kind == "checkpoint":
-            return CheckpointReader(self.path.parent).manifest(self.step or 0).sha256
+            return CheckpointReader(self.path.parent).manifest(self.step or 0).checksum
         files = {path.name: path for pattern in _DIGESTED for path in sorted(self.path.glob(pattern)) if path.is_file()}
         lines = [f"{name} {entry.checksum}" for name, entry in sorted(describe_files(files).items())]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -189,7 +189,7 @@ class CheckpointManager(CheckpointReader):
             self._withdraw(step)
         publish_folder(partial, final)
         self._point_latest()
-        return replace(self.read(step), verified=manifest.sha256)
+        return replace(self.read(step), verified=manifest.checksum)
 
     def abandon(self, step: int) -> None:
         """Delete the folder of a prepared step that will not be published."""

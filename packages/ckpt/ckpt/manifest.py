@@ -1,9 +1,8 @@
 """The manifest of a checkpoint: name, size and checksum of every file, and a checksum of the manifest itself.
 
-Only format 3 is written and read. Files have BLAKE3 checksums; the manifest's own checksum is SHA-256.
+Only format 4 is written and read. All checksums are BLAKE3.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,13 +11,15 @@ from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Self
 
+from blake3 import blake3
+
 from .digest import FileEntry, hash_files
 from .errors import CheckpointUsageError, UnsupportedFormatError
 from .files import fsync_file, partial_name, walk_files
 from .packages import package_versions
 from .threads import Pool
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MANIFEST_NAME = "manifest.json"
 #: Files fsynced at a time.
 _NUM_FSYNCS = 8
@@ -69,8 +70,8 @@ class CheckpointManifest:
     """The metrics passed to `publish`; retention of the best checkpoints uses them."""
     packages: Mapping[str, str] = field(default_factory=package_versions)
     """Package versions of the process that published the checkpoint, by name."""
-    sha256: str = ""
-    """SHA-256 of the manifest itself, as read from its file; empty for a manifest that was not read."""
+    checksum: str = ""
+    """BLAKE3 checksum of the manifest itself, as read from its file; empty for a manifest that was not read."""
 
     @property
     def num_bytes(self) -> int:
@@ -118,7 +119,7 @@ class CheckpointManifest:
         )
 
     def to_json(self) -> str:
-        """The manifest as JSON text; the last field is the SHA-256 of the others."""
+        """The manifest as JSON text; the last field is the BLAKE3 checksum of the others."""
         body: dict[str, Any] = {
             "format_version": FORMAT_VERSION,
             "step": self.step,
@@ -129,7 +130,7 @@ class CheckpointManifest:
             body["metrics"] = dict(self.metrics)
         if self.packages:
             body["packages"] = dict(self.packages)
-        return json.dumps({**body, "manifest_sha256": _body_checksum(body)}, indent=1) + "\n"
+        return json.dumps({**body, "manifest_blake3": _body_checksum(body)}, indent=1) + "\n"
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -155,17 +156,19 @@ class CheckpointManifest:
         """The manifest with this text, which was read from the folder `source`. Raises as `read`."""
         try:
             body = json.loads(text)
-            checksum = body.pop("manifest_sha256")
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            version = body.get("format_version")
+        except (ValueError, AttributeError) as error:
             raise ManifestError("is not a complete manifest") from error
-        version = body.get("format_version")
         # Before the checksum: another format may compute it differently.
         if isinstance(version, int) and version != FORMAT_VERSION:
-            advice = "Install a newer plinth-ckpt" if version > FORMAT_VERSION else "Load it with plinth-ckpt 0.3"
+            older = "load the checkpoint with plinth-ckpt 0.3, which reads formats 1 to 3"
             raise UnsupportedFormatError(
-                f"{source}: has checkpoint format {version}; this version of plinth-ckpt reads format "
-                f"{FORMAT_VERSION}. {advice}."
+                field=f"{source}.format_version",
+                value=version,
+                allowed=str(FORMAT_VERSION),
+                remedy="install a newer plinth-ckpt" if version > FORMAT_VERSION else older,
             )
+        checksum = body.pop("manifest_blake3", None)
         if checksum != _body_checksum(body):
             raise ManifestError("does not match its own checksum")
         files = {
@@ -180,13 +183,13 @@ class CheckpointManifest:
             files=files,
             metrics=body.get("metrics", {}),
             packages=body.get("packages", {}),
-            sha256=checksum,
+            checksum=checksum,
         )
 
 
 def _body_checksum(body: Mapping[str, Any]) -> str:
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
+    return blake3(canonical.encode()).hexdigest()
 
 
 def fsync_files(paths: Sequence[Path]) -> None:

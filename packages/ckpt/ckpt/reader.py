@@ -29,7 +29,7 @@ class Checkpoint:
     step: int
     state: Mapping[str, Any] = field(repr=False)  # the states of random generators alone print as 20,000 characters
     verified: str | None = field(default=None, compare=False)
-    """SHA-256 of the manifest with which all files were compared (by `load` or `newest_good`); None if they were not.
+    """Checksum of the manifest with which all files were compared (by `load` or `newest_good`); None if they were not.
 
     Pass the checkpoint to `load` or `newest_good` as `verified`, and its files are not hashed again.
     """
@@ -77,10 +77,10 @@ class CheckpointReader:
         the newest good step) or UnsupportedFormatError.
         """
         self._check_exists(step)
-        problems, manifest_sha256 = self._check(step, verified)
+        problems, manifest_checksum = self._check(step, verified)
         if problems:
             self._raise_damaged(step, problems)
-        return replace(self.read(step), verified=manifest_sha256)
+        return replace(self.read(step), verified=manifest_checksum)
 
     def verify(self, step: int) -> tuple[Problem, ...]:
         """Read all files of a published checkpoint; return the differences from its manifest.
@@ -99,9 +99,9 @@ class CheckpointReader:
         """
         for step in reversed(self.steps()):
             try:
-                problems, manifest_sha256 = self._check(step, verified)
+                problems, manifest_checksum = self._check(step, verified)
                 if not problems:
-                    return replace(self.read(step), verified=manifest_sha256)
+                    return replace(self.read(step), verified=manifest_checksum)
                 reason = _listed(problems)
             except (UnsupportedFormatError, CheckpointDamagedError) as error:
                 reason = str(error)
@@ -137,7 +137,7 @@ class CheckpointReader:
             raise CheckpointNotFoundError(f"no such checkpoint in {self.root}", field="step", value=step, allowed=known)
 
     def _check(self, step: int, verified: Checkpoint | None) -> tuple[tuple[Problem, ...], str | None]:
-        """The differences of a checkpoint from its manifest, and the manifest's SHA-256."""
+        """The differences of a checkpoint from its manifest, and the manifest's checksum."""
         folder = self._final(step)
         try:
             manifest = CheckpointManifest.read(folder)
@@ -145,10 +145,10 @@ class CheckpointReader:
             return verify_folder(folder), None
         is_known = (
             verified is not None
-            and verified.verified == manifest.sha256
+            and verified.verified == manifest.checksum
             and verified.path.absolute() == folder.absolute()
         )
-        return tuple(check_files(folder, manifest, manifest.files, sizes_only=is_known)), manifest.sha256
+        return tuple(check_files(folder, manifest, manifest.files, sizes_only=is_known)), manifest.checksum
 
     def _newest_good_step(self, *, skip: int) -> int | None:
         for step in reversed(self.steps()):

@@ -153,6 +153,13 @@ class Sample:
         """The versions without those of context."""
         return self.versions if self.response_mask is None else self.versions[self.response_mask]
 
+    @property
+    def generated_spans(self) -> tuple[VersionSpan, ...]:
+        """`version_spans` without context: their num_tokens sum to `num_generated`."""
+        if self.response_mask is None:
+            return self.version_spans
+        return merge_spans((version, 1) for version in self.generated_versions.tolist())
+
     def to_state(self) -> dict[str, Any]:
         """All fields but the prompt, JSON-able if `data` is."""
         state = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "prompt"}

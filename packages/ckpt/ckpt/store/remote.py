@@ -49,6 +49,32 @@ class RemoteCheckpoints(Storage):
         """The published steps, oldest first."""
         return sorted(self._published())
 
+    def begin(self, step: int, *, overwrite: bool) -> str:
+        """A new name for an upload of `step`; names sort by time. Deletes unfinished uploads of the step.
+
+        Raises CheckpointExistsError when the step is published, unless `overwrite`.
+        """
+        earlier = self._published().get(step)
+        if earlier is not None and not overwrite:
+            problem = f"{self.root}/{earlier} exists"
+            raise CheckpointExistsError(problem, field="step", value=step, remedy="pass overwrite=True to replace it")
+        self.delete(step, keep=earlier)
+        return f"{folder_name(step)}.{datetime.now(UTC).strftime('%Y%m%dT%H%M%S%fZ')}-{secrets.token_hex(2)}"
+
+    def publish(self, name: str, manifest: CheckpointManifest, retention: Retention | None = None) -> None:
+        """Make an upload visible that `begin` named, after all files of its manifest were put.
+
+        Then deletes other uploads of its step, and the steps that `retention` drops; a failure to do so is logged.
+        """
+        self.put_text(f"{name}/{MANIFEST_NAME}", manifest.to_json())
+        once = self.with_retry(None)  # what stays is deleted after the next upload
+        try:
+            once.delete(manifest.step, keep=name)
+            once.prune(retention or Retention(), keep=manifest.step)
+        except Exception as error:  # every storage has classes of its own
+            report = _log.warning if self.retry is None else self.retry.report
+            report(f"{self.url}: old uploads could not be deleted: {storage_error(error)}")
+
     def upload(
         self,
         checkpoint: Checkpoint,
@@ -65,15 +91,9 @@ class RemoteCheckpoints(Storage):
 
         Raises CheckpointExistsError, CheckpointDamagedError, or errors of the storage.
         """
-        step = checkpoint.step
-        earlier = self._published().get(step)
-        if earlier is not None and not overwrite:
-            raise CheckpointExistsError(
-                f"{self.root}/{earlier} exists", field="step", value=step, remedy="pass overwrite=True to replace it"
-            )
-        _require_good(checkpoint.path, f"{checkpoint.path}: is damaged and is not uploaded", step=step)
-        self.delete(step, keep=earlier)
-        name = new_upload(step)
+        name = self.begin(checkpoint.step, overwrite=overwrite)
+        problem = f"{checkpoint.path}: is damaged and is not uploaded"
+        _require_good(checkpoint.path, problem, step=checkpoint.step)
         try:
             manifest = CheckpointManifest.read(checkpoint.path)
             self._put_files(checkpoint.path, manifest, name, on_file)
@@ -110,7 +130,7 @@ class RemoteCheckpoints(Storage):
         with closing(CheckpointManager(root)) as manager:
             with suppress(CheckpointNotFoundError, CheckpointDamagedError, UnsupportedFormatError):
                 here = manager.load(step)
-                if here.verified == manifest.sha256:
+                if here.verified == manifest.checksum:
                     return here
             partial = manager.prepare(step, overwrite=overwrite, expected_bytes=0)
             try:
@@ -148,29 +168,15 @@ class RemoteCheckpoints(Storage):
         with new_folder(out) as partial:
             self._get_files(name, self._manifest_of(name), partial)
 
-    def publish(self, name: str, manifest: CheckpointManifest, retention: Retention | None = None) -> None:
-        """Make an upload visible that `new_upload` named, after all files of its manifest were put.
-
-        Then deletes other uploads of its step, and the steps that `retention` drops; a failure to do so is logged.
-        """
-        self.put_text(f"{name}/{MANIFEST_NAME}", manifest.to_json())
-        once = self.with_retry(None)  # what stays is deleted after the next upload
-        try:
-            once.delete(manifest.step, keep=name)
-            once.prune(retention or Retention(), keep=manifest.step)
-        except Exception as error:  # every storage has classes of its own
-            report = _log.warning if self.retry is None else self.retry.report
-            report(f"{self.url}: old uploads could not be deleted: {storage_error(error)}")
-
     def prune(self, retention: Retention, *, keep: int) -> list[int]:
         """Delete the steps that `retention` does not keep, except `keep`. Returns the deleted steps, oldest first."""
-        uploads = self._published()
+        published = self._published()
         metrics: dict[int, Mapping[str, float]] = {}
         if retention.keep_best is not None:
-            for step, name in uploads.items():
+            for step, name in published.items():
                 with suppress(CheckpointDamagedError, UnsupportedFormatError):  # without metrics it is never best
                     metrics[step] = self._manifest_of(name).metrics
-        deleted = steps_to_delete(uploads, metrics, retention, keep=keep)
+        deleted = steps_to_delete(published, metrics, retention, keep=keep)
         for step in deleted:
             self.delete(step)
         return deleted
@@ -181,13 +187,10 @@ class RemoteCheckpoints(Storage):
             if _step_of(name) == step and name != keep:
                 self.delete_path(name)
 
-    def clean_up(self) -> list[str]:
-        """Delete all unfinished uploads and return their names. Do not call it while another process uploads."""
-        published = set(self._published().values())
-        unfinished = [name for name in self._uploads() if name not in published]
-        for name in unfinished:
+    def clean_up(self) -> None:
+        """Delete all unfinished uploads. Do not call it while another process uploads."""
+        for name in set(self._uploads()) - set(self._published().values()):
             self.delete_path(name)
-        return unfinished
 
     def _uploads(self) -> list[str]:
         """The uploads, finished or not. Names sort by time."""
@@ -229,11 +232,6 @@ class RemoteCheckpoints(Storage):
                     on_file(entry.num_bytes, manifest.num_bytes)
         write_text(target / MANIFEST_NAME, manifest.to_json())
         _require_good(target, f"{self.root}/{name}: the download is damaged", step=manifest.step)
-
-
-def new_upload(step: int) -> str:
-    """A new name for an upload of a step; names sort by time."""
-    return f"{folder_name(step)}.{datetime.now(UTC).strftime('%Y%m%dT%H%M%S%fZ')}-{secrets.token_hex(2)}"
 
 
 def _step_of(name: str) -> int:

@@ -16,47 +16,41 @@ from fsspec.implementations.local import LocalFileSystem
 from ..errors import CheckpointStateError, CheckpointUsageError, UploadError
 from ..manifest import MANIFEST_NAME
 
-_LONGEST_PAUSE_S = 60.0
+FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _Result = TypeVar("_Result")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class Retry:
-    """Repeats failing requests to a storage after 1, 2, 4, ... seconds, at most a minute.
+    """Repeats a failing request after 1, 2, 4, ... seconds, at most a minute.
 
     Args:
         report: gets a line for each failure.
         retry_s: seconds of failed tries after which a request raises UploadError.
-        pause_s: seconds before the second try; doubled before each further one.
     """
 
-    def __init__(self, report: Callable[[str], None], *, retry_s: float, pause_s: float) -> None:
-        self.report = report
-        self._retry_s, self._pause_s = retry_s, pause_s
-        self._limited, self._limited_at = threading.Event(), 0.0
+    def __init__(self, report: Callable[[str], None], *, retry_s: float) -> None:
+        self.report, self._retry_s = report, retry_s
+        self._stopped = threading.Event()
 
-    def limit(self, retry_s: float) -> None:
-        """Give up after `retry_s` seconds from now on; ends the present pause."""
-        self._retry_s, self._limited_at = retry_s, time.monotonic()
-        self._limited.set()
+    def stop(self) -> None:
+        """Try once more at most; ends the present pause."""
+        self._stopped.set()
 
     def __call__(self, action: str, request: Callable[[], _Result]) -> _Result:
         """The result of the request. Raises UploadError, with the storage's last error, when it gives up."""
-        started, pause = time.monotonic(), self._pause_s
+        deadline, pause = time.monotonic() + self._retry_s, FIRST_PAUSE_S
         while True:
             try:
                 return request()
             except Exception as error:  # every storage has classes of its own
                 problem = f"{action}: {storage_error(error)}"
-                tried_s = time.monotonic() - max(started, self._limited_at)
-                if tried_s + pause > self._retry_s or not threading.main_thread().is_alive():
-                    raise UploadError(f"{problem}, in {tried_s:.0f} s of tries") from error
+                is_late = time.monotonic() + pause > deadline
+                if is_late or self._stopped.is_set() or not threading.main_thread().is_alive():
+                    raise UploadError(problem) from error
                 self.report(f"{problem}; next try in {pause:.0f} s")
-                if self._limited.wait(pause):
-                    self._limited.clear()
-                    pause = self._pause_s
-                else:
-                    pause = min(2 * pause, _LONGEST_PAUSE_S)
+                self._stopped.wait(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
 def _request(method: _Method) -> _Method:
@@ -104,17 +98,13 @@ class Storage:
 
         Creates folders, but no bucket.
         """
-        top, probe = self.root.partition("/")[0] or "/", f"{self.root}/.writable_{secrets.token_hex(4)}"
+        top, probe = self.root.partition("/")[0] or "/", f".writable_{secrets.token_hex(4)}"
         try:
-            try:
-                self.fs.info(top)  # `makedirs` would create a bucket; `exists` hides errors of the network
-            except FileNotFoundError:
-                raise FileNotFoundError(f"{top} does not exist, or these credentials cannot see it") from None
-            self.fs.makedirs(self.root, exist_ok=True)
-            self.fs.pipe_file(probe, b"plinth")
-            self.fs.rm_file(probe)
+            self.fs.info(top)  # `makedirs` would create a bucket, and `exists` hides errors of the network
+            self.put_text(probe, "plinth")
+            self.delete_path(probe)
         except Exception as error:  # every storage has classes of its own
-            problem = f"cannot be written: {storage_error(error)}"
+            problem = f"cannot be written, or these credentials do not see {top}: {storage_error(error)}"
             raise CheckpointUsageError(problem, field="url", value=self.url) from error
 
     @_request
@@ -159,21 +149,12 @@ class Storage:
     @_request
     def folders(self) -> list[str]:
         """The names of the folders below the URL, in alphabetical order."""
-        self.fs.invalidate_cache()
-        try:
-            entries = self.fs.ls(self.root, detail=True)
-        except FileNotFoundError:
-            return []
-        return sorted(_name(entry["name"]) for entry in entries if entry["type"] == "directory")
+        return [name for name, kind in self._entries("") if kind == "directory"]
 
     @_request
     def names(self, path: str) -> list[str]:
-        """The names directly in a folder; empty if there is no such folder."""
-        self.fs.invalidate_cache()
-        try:
-            return [_name(entry) for entry in self.fs.ls(f"{self.root}/{path}", detail=False)]
-        except FileNotFoundError:
-            return []
+        """The names directly in a folder, in alphabetical order; empty if there is no such folder."""
+        return [name for name, _ in self._entries(path)]
 
     @_request
     def delete_path(self, path: str) -> None:
@@ -183,11 +164,16 @@ class Storage:
                 self.fs.rm_file(f"{self.root}/{path}/{MANIFEST_NAME}")
             self.fs.rm(f"{self.root}/{path}", recursive=True)
 
+    def _entries(self, path: str) -> list[tuple[str, str]]:
+        """(name, fsspec's type) of what is directly in a folder."""
+        self.fs.invalidate_cache()
+        try:
+            entries = self.fs.ls(f"{self.root}/{path}".rstrip("/"), detail=True)
+        except FileNotFoundError:
+            return []
+        return sorted((entry["name"].rstrip("/").rpartition("/")[2], entry["type"]) for entry in entries)
+
 
 def storage_error(error: Exception) -> str:
     """The class and the first lines of an error of a storage."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
-def _name(path: str) -> str:
-    return path.rstrip("/").rsplit("/", 1)[-1]

@@ -1,14 +1,12 @@
 """Uploads published checkpoints from a background thread; training never waits for the storage."""
 
 import logging
-import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Self, TypeAlias
 
 from ..errors import UploadError
@@ -23,6 +21,7 @@ _log = logging.getLogger("ckpt")
 
 _Item: TypeAlias = Checkpoint | Path
 """A checkpoint, or a folder that does not change."""
+_NEXT_ROUND_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +46,10 @@ class AsyncUploader:
     The retention does not delete a checkpoint while it is uploaded. It may delete one that still waits, which is then
     left out. The retention is applied to the uploads, too, after each upload.
 
-    A failed request is repeated after 1, 2, 4, ... seconds, at most a minute, before anything newer is uploaded. The
-    end of the block waits for all uploads; after `retry_s` seconds of failed tries it raises UploadError with the steps
-    that the storage lacks. KeyboardInterrupt and SystemExit end the block at once. An upload that is cut off
-    leaves nothing that counts as a checkpoint.
+    A failed request is repeated for `retry_s` seconds. If the storage still fails, the thread begins again a minute
+    later, with the oldest checkpoint that waits. The end of the block waits for a last round and raises UploadError
+    with the steps that the storage lacks. KeyboardInterrupt and SystemExit end the block at once. An upload that is
+    cut off leaves nothing that counts as a checkpoint.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class AsyncUploader:
         retention: Retention | None = None,
         report: Callable[[str], None] = _log.warning,
         retry_s: float = 30.0,
-        pause_s: float = 1.0,
     ) -> None:
         """Starts the thread.
 
@@ -69,18 +67,16 @@ class AsyncUploader:
             root: the checkpoint folder.
             retention: the one of the folder's manager; None keeps all.
             report: gets a line for each failure and each checkpoint that is left out, from the thread.
-            retry_s: seconds of failed tries after which the end of the block gives up.
-            pause_s: seconds before the second try; doubled before each further one.
+            retry_s: seconds for which a failing request is repeated.
         """
-        self._retry = Retry(report, retry_s=math.inf, pause_s=pause_s)
-        self._remote, self._report, self._retry_s = remote.with_retry(self._retry), report, retry_s
-        self._retention = retention
+        self._retry = Retry(report, retry_s=retry_s)
+        self._remote, self._report, self._retention = remote.with_retry(self._retry), report, retention
         self._manager = CheckpointManager(root, retention=retention)
-        self._interrupted = threading.Event()
-        self._queue: SimpleQueue[_Item | None] = SimpleQueue()
-        self._lacking: list[_Item] = []
+        self._waiting: list[_Item] = []
+        self._failed: list[_Item] = []
         self._finished: deque[Upload] = deque()
         self._reason = ""
+        self._wake, self._closing, self._interrupted = threading.Event(), threading.Event(), threading.Event()
         # A daemon: a program that was interrupted does not wait for the storage.
         self._thread = threading.Thread(target=self._run, name="ckpt-upload", daemon=True)
         self._thread.start()
@@ -90,8 +86,8 @@ class AsyncUploader:
 
         Returns at once. A folder is uploaded under its own name.
         """
-        self._lacking.append(item)
-        self._queue.put(item)
+        self._waiting.append(item)
+        self._wake.set()
 
     def take_finished(self) -> list[Upload]:
         """The uploads that finished since the last call."""
@@ -99,8 +95,8 @@ class AsyncUploader:
 
     def close(self) -> None:
         """Wait for all uploads. Raises UploadError with the steps that the storage lacks."""
-        if self._lacking:
-            self._report(f"waiting for uploads to {self._remote.url}: {', '.join(map(_name, self._lacking))}")
+        if waiting := ", ".join(map(_name, self._waiting)):
+            self._report(f"waiting for uploads to {self._remote.url}: {waiting}")
         self._end()
         self._thread.join()
         self._manager.prune()  # what was kept for its upload
@@ -113,6 +109,7 @@ class AsyncUploader:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and not isinstance(error, Exception):
             self._interrupted.set()
+            self._retry.stop()
             self._end()
             return
         try:
@@ -123,25 +120,36 @@ class AsyncUploader:
             error.add_note(str(failed))
 
     def _end(self) -> None:
-        """Let the thread end after the items that wait."""
-        self._retry.limit(self._retry_s)
-        self._queue.put(None)
+        """Let the thread end after one more round."""
+        self._closing.set()
+        self._wake.set()
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None and not self._interrupted.is_set():
-            started = time.perf_counter()
+        is_last = False
+        while not is_last and not self._interrupted.is_set():
+            self._wake.wait(_NEXT_ROUND_S if self._waiting else None)
+            self._wake.clear()
+            is_last = self._closing.is_set()
+            self._upload_waiting()
+
+    def _upload_waiting(self) -> None:
+        """Upload all that waits, in order, until the storage fails."""
+        while self._waiting and not self._interrupted.is_set():
+            item, started = self._waiting[0], time.perf_counter()
             try:
                 num_bytes = self._upload(item)
-            except Exception as error:
+            except UploadError as error:
                 self._reason = str(error)
-                if isinstance(error, UploadError):  # the storage does not answer, and the block ends
-                    return
-                self._report(self._reason)  # damaged on the disk, for example; no later try can succeed
-                continue
-            self._lacking.remove(item)
-            if num_bytes is not None:
-                duration_s = time.perf_counter() - started
-                self._finished.append(Upload(name=_name(item), num_bytes=num_bytes, duration_s=duration_s))
+                return
+            except Exception as error:  # damaged on the disk, for example; no later try can succeed
+                self._reason = str(error)
+                self._report(self._reason)
+                self._failed.append(item)
+            else:
+                if num_bytes is not None:
+                    duration_s = time.perf_counter() - started
+                    self._finished.append(Upload(name=_name(item), num_bytes=num_bytes, duration_s=duration_s))
+            self._waiting.pop(0)
 
     def _upload(self, item: _Item) -> int | None:
         """Upload the item and return its bytes; None if the retention has deleted it."""
@@ -156,7 +164,7 @@ class AsyncUploader:
 
     def _raise_missing(self) -> None:
         steps = self._manager.steps()
-        missing = [item for item in self._lacking if isinstance(item, Path) or item.step in steps]
+        missing = [item for item in (*self._failed, *self._waiting) if isinstance(item, Path) or item.step in steps]
         if missing:
             raise UploadError(
                 f"{self._remote.url} lacks {', '.join(map(_name, missing))} of {self._manager.root} ({self._reason}). "

@@ -109,7 +109,7 @@ def rollout_record(sample: Sample, group: int) -> dict[str, Any]:
         "group": group,
         "finish_reason": sample.finish_reason,
         "policy_version": sample.policy_version,
-        "version_spans": sample.version_spans,
+        "version_spans": sample.generated_spans,
         "num_turns": sample.num_turns,
         "num_response_tokens": sample.num_generated,
         "num_context_tokens": sample.response_ids.size - sample.num_generated,
