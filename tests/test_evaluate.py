@@ -22,6 +22,7 @@ from apps.evaluate.main import cli
 from apps.evaluate.report import results_tsv, write_results
 from apps.evaluate.results import Evaluation, check_same_settings, in_order, load_compared, load_evaluations
 from apps.evaluate.targets import Target, find_targets, is_missing
+from plinth_base import PlinthError
 from plinth_testing import raises
 from rl_data import DataConfig, build_tiny_model, write_task
 from rl_runtime import InputError, ModelConfig, PlacementError, PromptResult, SampleResult
@@ -194,8 +195,10 @@ def test_folders_of_checkpoints_are_found_in_the_order_of_their_steps(tmp_path: 
     (tmp_path / "checkpoint-20" / "tokenizer.json").write_text("{}")
     assert refused_field(sweep(tmp_path)) == "checkpoints.folder"
     (tmp_path / "checkpoint-20" / "model.safetensors").unlink()
-    with pytest.raises(InputError, match="checkpoint-20"):
+    with pytest.raises(ValueError) as no_weights:
         find_targets(sweep(tmp_path))
+    assert isinstance(no_weights.value, PlinthError)
+    assert (no_weights.value.field, Path(no_weights.value.value).name) == ("checkpoints.folder", "checkpoint-20")
 
 
 def test_an_adapter_needs_its_base_model(tmp_path: Path) -> None:

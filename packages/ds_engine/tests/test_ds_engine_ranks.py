@@ -11,6 +11,7 @@ from ds_engine_testkit import make_batch, make_samples, used
 
 from ds_engine import (
     BatchError,
+    CheckpointError,
     EngineConfig,
     EngineError,
     OffloadConfig,
@@ -194,7 +195,8 @@ def test_missing_checkpoint(two_ranks: RankPool, tiny_model: Path, tmp_path: Pat
     for error in two_ranks.run(
         "train", steps=[], load_from=str(tmp_path), model_path=str(tiny_model), config=config(2)
     ):
-        assert "no checkpoint 'tag'" in str(error)
+        assert isinstance(error, CheckpointError)
+        assert (error.field, error.value) == ("tag", "tag")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -97,6 +97,6 @@ def prefix_fields(section: str) -> Iterator[None]:
 
 
 def shown(value: Any) -> str:
-    """The value for a message, as in YAML or Python, in at most 80 characters."""
+    """The value for a message, as in YAML or Python, in at most 80 characters: of a path, the end tells most."""
     text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
-    return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE - 3]}..."
+    return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE // 2 - 3]}...{text[-_MAX_VALUE // 2 :]}"

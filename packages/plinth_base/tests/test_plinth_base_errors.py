@@ -30,7 +30,7 @@ class ServerError(PlinthError):
         ({"field": "kl_target", "value": -1, "allowed": "above 0"}, "kl_target: got -1; allowed: above 0"),
         ({"field": "dp", "value": None, "remedy": "set dp"}, "dp: got null; set dp"),
         ({"field": "dp", "problem": "is missing"}, "dp: is missing"),
-        ({"field": "name", "value": "x" * 1000, "problem": "is long"}, f"name: got '{'x' * 76}...; is long"),
+        ({"field": "name", "value": "x" * 1000, "problem": "is long"}, f"name: got '{'x' * 36}...{'x' * 39}'; is long"),
     ],
 )
 def test_the_sentence_names_field_value_problem_allowed_and_remedy(fields: dict[str, Any], sentence: str) -> None:
