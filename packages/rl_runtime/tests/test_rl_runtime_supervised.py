@@ -185,9 +185,11 @@ class CountingModel:
     def __init__(self) -> None:
         self.num_rows: list[int] = []
 
-    def next_tokens(self, batch: Any) -> list[int]:
-        self.num_rows.append(len(batch._sequences))
-        return [row.prompt_ids[-1] + 1 for row in batch._sequences]
+    def next_tokens(self, train_batch: Any) -> list[int]:
+        batch = train_batch.batch
+        self.num_rows.append(batch.num_sequences)
+        last_ids: list[int] = batch.input_ids_T[batch.target_index_K].tolist()
+        return [token + 1 for token in last_ids]
 
 
 def test_greedy_responses_end_with_the_end_token_or_at_the_limit() -> None:
