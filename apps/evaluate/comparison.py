@@ -1,4 +1,4 @@
-"""Differences of two evaluated models: paired bootstrap of the metrics, and the prompts that flip. Pure."""
+"""Differences of two evaluated models: paired bootstrap of the metrics. Pure."""
 
 from dataclasses import dataclass
 
@@ -11,15 +11,6 @@ from rl_runtime import PromptResult
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pair:
-    """The results of two models on the same prompt, and the change of the share of right samples."""
-
-    baseline: PromptResult
-    other: PromptResult
-    change: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Comparison:
     """A model against the baseline, on the prompts that both have."""
 
@@ -27,15 +18,13 @@ class Comparison:
     other: str
     differences: dict[str, BootstrapMean]
     """Metric -> paired difference, other less baseline, over the prompts where both have a value."""
-    gains: tuple[Pair, ...]
-    """Prompts with a larger share of right samples, the largest change first."""
-    losses: tuple[Pair, ...]
     counts: dict[str, int]
-    """`num_prompts` of both models; `num_unmatched`, of one only; `num_other_text`: of both, with another text, as
-    another chat template makes it; `num_unscored`: of both, in no difference, since one has no scored sample."""
+    """`num_gains` and `num_losses`: prompts with a larger and with a smaller share of right samples. `num_prompts`: of
+    both models; `num_unmatched`: of one only; `num_other_text`: of both, with another text, as another chat template
+    makes it; `num_unscored`: of both, in no difference, since one has no scored sample."""
 
 
-def share_right(result: PromptResult) -> float:
+def _share_right(result: PromptResult) -> float:
     """Share of right samples; NaN without samples."""
     return result.num_right / len(result.samples) if result.samples else float("nan")
 
@@ -52,20 +41,18 @@ def _compare(first: str, baseline: Evaluation, name: str, other: Evaluation, con
     left = [rows_of[key] for key in keys if key in rows_of]
     right = [row for row, key in enumerate(keys) if key in rows_of]
     prompts = [(baseline.prompts[i], other.prompts[j]) for i, j in zip(left, right, strict=True)]
-    pairs = [Pair(baseline=a, other=b, change=share_right(b) - share_right(a)) for a, b in prompts]
+    changes = np.array([_share_right(b) - _share_right(a) for a, b in prompts])
     before, after = baseline.columns(config.pass_at), other.columns(config.pass_at)
-    scored = [pair for pair in pairs if np.isfinite(pair.change)]
-    scored.sort(key=lambda pair: (-abs(pair.change), pair.other.prompt_id))
     return Comparison(
         baseline=first,
         other=name,
         differences=intervals({key: after[key][right] - before[key][left] for key in before if key in after}, config),
-        gains=tuple(pair for pair in scored if pair.change > 0),
-        losses=tuple(pair for pair in scored if pair.change < 0),
         counts={
-            "num_prompts": len(pairs),
-            "num_unmatched": len(baseline.prompts) + len(other.prompts) - 2 * len(pairs),
-            "num_other_text": sum(pair.baseline.prompt != pair.other.prompt for pair in pairs),
-            "num_unscored": len(pairs) - len(scored),
+            "num_gains": int((changes > 0).sum()),
+            "num_losses": int((changes < 0).sum()),
+            "num_prompts": len(prompts),
+            "num_unmatched": len(baseline.prompts) + len(other.prompts) - 2 * len(prompts),
+            "num_other_text": sum(a.prompt != b.prompt for a, b in prompts),
+            "num_unscored": int(np.isnan(changes).sum()),
         },
     )

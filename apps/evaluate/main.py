@@ -2,7 +2,7 @@
 
 `--help` lists every key. It samples `sampling.n` responses to each prompt, scores them as training scores them, and
 reports pass@k, mean@n and maj@n with bootstrap intervals over the prompts. `checkpoints.folder` evaluates all
-checkpoints of a run on the same servers, `rollout.urls` existing servers; `compare` shows where models disagree.
+checkpoints of a run on the same servers, `rollout.urls` existing servers; `compare` shows how much models differ.
 """
 
 import time

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from apps.evaluate.comparison import Comparison, Pair, compare_all, share_right
+from apps.evaluate.comparison import Comparison, compare_all
 from apps.evaluate.config import EvaluateConfig
 from apps.evaluate.results import Evaluation, intervals
 from ckpt import package_versions
@@ -19,7 +19,7 @@ from rl_runtime import PromptResult
 from run_kit.cli import INVOKED_AS
 from run_kit.config.redaction import tree_without_secrets, yaml_without_secrets
 from run_kit.report.data import MAX_ROLLOUTS, fitting, spread
-from run_kit.report.page import Color, Figure, Section, Sides, Table, render
+from run_kit.report.page import Figure, Section, Table, render
 from run_kit.tracking.curves import Line, line_svg
 from run_kit.tracking.metrics_table import atomic_write
 
@@ -28,10 +28,6 @@ _COLUMNS = (
     *("model", "step", "prompt_id", "data_source", "k", "pass_at_k"),
     *("num_samples", "num_right", "num_failed", "score_mean", "majority"),
 )
-_MOST_FLIPS = 100
-"""Prompts of a comparison that the page shows side by side."""
-_MOST_RESPONSES = 3
-"""Responses of a model that the page shows for a prompt."""
 
 
 def write_results(
@@ -61,8 +57,6 @@ def write_results(
                 "baseline": one.baseline,
                 "other": one.other,
                 **one.counts,
-                "num_gains": len(one.gains),
-                "num_losses": len(one.losses),
                 "differences": _plain(one.differences),
             }
             for one in comparisons
@@ -140,7 +134,7 @@ def _sections(
     metrics: Mapping[str, Intervals],
     comparisons: Sequence[Comparison],
 ) -> list[Section]:
-    """The report: tables, curves over the steps, prompts on which models disagree, samples, settings."""
+    """The report: tables, curves over the steps, samples, settings."""
     baseline = comparisons[0].baseline if comparisons else ""
     facts = ("num_prompts", "samples_per_prompt", "num_failed", "mean_tokens", "truncated")
     steps = {model["label"]: model["step"] for model in models if model["is_own"] and model["step"] is not None}
@@ -160,13 +154,12 @@ def _sections(
             "without 0 is a difference.",
             table=_table(
                 {one.other: one.differences for one in comparisons},
-                {one.other: {"better": len(one.gains), "worse": len(one.losses), **one.counts} for one in comparisons},
+                {one.other: one.counts for one in comparisons},
                 form="+.3f",
             )
             if comparisons
             else None,
         ),
-        Section(key="flips", title="Where they disagree", folded=dict(_flips(comparisons))),
         Section(key="samples", title="Samples", has_records=True),
         Section(key="settings", title="Settings", folded={"config.yaml": yaml_without_secrets(config)}),
     ]
@@ -191,30 +184,6 @@ def _curves(steps: Mapping[str, int], metrics: Mapping[str, Intervals]) -> list[
         lines = [Line(part, xs, [getattr(one, part) for _, one in points]) for part in ("mean", "low", "high")]
         figures.append(Figure(title=name, svg=line_svg(lines, title=name)))
     return figures
-
-
-def _flips(comparisons: Sequence[Comparison]) -> Iterator[tuple[str, list[Sides]]]:
-    for one in comparisons:
-        for word, pairs in (("better", one.gains), ("worse", one.losses)):
-            if pairs:
-                head = f"{one.other} is {word} than {one.baseline} on {len(pairs)} prompts"
-                yield head, [_sides(pair, one) for pair in pairs[:_MOST_FLIPS]]
-
-
-def _sides(pair: Pair, comparison: Comparison) -> Sides:
-    prompt = pair.baseline
-    sides = dict([_side(comparison.baseline, pair.baseline), _side(comparison.other, pair.other)])
-    note = f"ground truth {fitting(prompt.ground_truth)}"
-    return Sides(title=prompt.prompt_id, note=note, prompt=fitting(prompt.prompt), sides=sides)
-
-
-def _side(label: str, result: PromptResult) -> tuple[str, list[tuple[str, Color, str]]]:
-    title = f"{label}: {result.num_right} of {len(result.samples)} right ({share_right(result):.0%})"
-    responses: list[tuple[str, Color, str]] = []
-    for sample in result.samples[:_MOST_RESPONSES]:
-        word, color = ("right", "up") if sample.is_right else ("wrong", "down")
-        responses.append((f"{word}, {sample.score:g}", color, fitting(sample.response)))  # type: ignore[arg-type]
-    return title, responses
 
 
 def _texts(prompt: PromptResult) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Time and memory of `python -m rl_data prepare`: `python -m benchmarks.prepare.run FOLDER [--gib 4] [--limit-gib 1]`.
 
 Writes a JSON-lines file in GSM8K's layout, with rows of 2 KB of which one in twenty repeats a question, and prepares it
-in a process whose address space is limited (RLIMIT_AS), which counts all memory a process maps, used or not.
+in a process whose data is limited (RLIMIT_DATA), which does not count the files that it maps.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path, help="has room for twice the file")
     parser.add_argument("--gib", type=float, default=4.0, help="size of the file")
-    parser.add_argument("--limit-gib", type=float, default=1.0, help="address space of the process")
+    parser.add_argument("--limit-gib", type=float, default=1.0, help="data of the process")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     file, limit = options.folder / "rows.jsonl", int(options.limit_gib * _GIB)
@@ -56,13 +56,11 @@ def main() -> None:
         check=False,
         # Each thread of Arrow reserves address space of its own.
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)),
     ).returncode
     wall_s, used = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s, mib = used.ru_utime + used.ru_stime, file.stat().st_size / (1 << 20)
-    print(
-        f"exit code {code}; peak RSS {used.ru_maxrss / 1024:.0f} MiB, address space at most {limit / (1 << 20):.0f} MiB"
-    )
+    print(f"exit code {code}; peak RSS {used.ru_maxrss / 1024:.0f} MiB, data at most {limit / (1 << 20):.0f} MiB")
     print(f"{wall_s:.0f} s with a load of {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     print(f"{cpu_s:.0f} s of CPU time, {mib / cpu_s:.1f} MiB per second of it")
     sys.exit(code)

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from ckpt.store import storage
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 
@@ -23,6 +25,12 @@ def no_fsync() -> Iterator[None]:
         for name in ("fsync", "fdatasync"):
             patched.setattr(os, name, lambda descriptor: None)
         yield
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repeats a failing request of a storage soon."""
+    monkeypatch.setattr(storage, "FIRST_PAUSE_S", 0.001)
 
 
 @pytest.fixture(scope="session")

@@ -89,7 +89,7 @@ def test_uploads_are_in_order_and_end_as_the_folder(
     rule = Retention(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, metric=metric)
     with TemporaryDirectory() as folder:
         root, remote = Path(folder), Gate(memory_url(), [fails for *_, fails in events])
-        with AsyncUploader(root, remote, retention=rule, report=lambda _: None, pause_s=0.001) as uploader:
+        with AsyncUploader(root, remote, retention=rule, report=lambda _: None) as uploader:
             manager = CheckpointManager(root, retention=rule, on_publish=uploader.add)
             for step, (score, num_uploads, _) in enumerate(events, start=1):
                 publish(manager, step, score)
@@ -133,7 +133,7 @@ def test_a_storage_that_fails_is_tried_again_then_named_with_what_it_lacks(tmp_p
     remote = Gate(memory_url(), [False, True, True] + [True] * 99)
     remote.allow(50)
     manager = CheckpointManager(tmp_path)
-    uploader = AsyncUploader(tmp_path, remote, report=said.append, pause_s=0.001, retry_s=0.02)
+    uploader = AsyncUploader(tmp_path, remote, report=said.append, retry_s=0.02)
     for step in (1, 2, 3):
         uploader.add(publish(manager, step))
     with raises(UploadError, steps=(2, 3)):
@@ -149,7 +149,7 @@ def test_a_storage_that_fails_is_tried_again_then_named_with_what_it_lacks(tmp_p
 def test_an_error_of_the_block_is_raised_with_what_the_storage_lacks(tmp_path: Path) -> None:
     remote = Gate(memory_url(), [True] * 99)
     remote.allow(9)
-    uploader = AsyncUploader(tmp_path, remote, report=lambda _: None, pause_s=0.001, retry_s=0.001)
+    uploader = AsyncUploader(tmp_path, remote, report=lambda _: None, retry_s=0.001)
 
     def train() -> None:
         with uploader:

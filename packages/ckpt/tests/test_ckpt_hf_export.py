@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from ckpt import CheckpointSpaceError, ExportError, save_hf_folder
 from ckpt import hf_export as module
-from ckpt.tools.deepspeed_export import ModelFolder
+from ckpt.tools.model_folder import ModelFolder
 from plinth_testing import raises, random_model, tiny_config
 from plinth_testing.strategies import shapes
 

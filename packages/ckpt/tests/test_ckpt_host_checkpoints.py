@@ -25,6 +25,7 @@ from ckpt import (
     load_state_dict,
     rank_file,
 )
+from ckpt.savers.coordination import COORDINATION_PREFIX
 from ckpt.store.remote import PART_PREFIX
 from plinth_testing import raises
 
@@ -153,9 +154,11 @@ def die_and_continue(instant: int, victims: frozenset[str], after: bool) -> None
 def test_hosts_meet_in_any_storage(tmp_path: Path, url: str) -> None:
     (tmp_path / "hosts").mkdir()
     assert Job(tmp_path / "hosts", url, "first").run([1, 2]) == [1, 2]
-    dead = HostCheckpoints(tmp_path / "dead", RemoteCheckpoints(url)).messages("dead")
-    dead.write("00000001.open", "{}")
-    assert (dead.read("00000001.open"), dead.read("00000002.open"), dead.names()) == ("{}", None, ["00000001.open"])
+    dead = RemoteCheckpoints(url)
+    dead.put_text(f"{COORDINATION_PREFIX}dead/00000001.open", "{}")
+    assert dead.read_text(f"{COORDINATION_PREFIX}dead/00000001.open") == "{}"
+    assert dead.read_text(f"{COORDINATION_PREFIX}dead/00000002.open") is None
+    assert dead.names(f"{COORDINATION_PREFIX}dead") == ["00000001.open"]
     assert Job(tmp_path / "hosts", url, "second").run([3]) == [3]
     actual = check_newest(url, tmp_path / "new host")
     assert actual is not None
@@ -205,7 +208,7 @@ def test_retention_holds_below_the_url_and_a_host_keeps_its_newest_part(tmp_path
 def test_a_storage_that_fails_for_a_while_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     remote = RemoteCheckpoints(f"file://{tmp_path}/storage/run")
     said: list[str] = []
-    store = HostCheckpoints(tmp_path / "host", remote, report=said.append, pause_s=0.001)
+    store = HostCheckpoints(tmp_path / "host", remote, report=said.append)
     put, failures = remote.fs.put_file, iter(range(3))
 
     def fails_three_times(*arguments: Any) -> None:
@@ -227,7 +230,7 @@ def test_a_storage_that_stays_away_ends_the_save_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remote = RemoteCheckpoints(f"file://{tmp_path}/storage/run")
-    store = HostCheckpoints(tmp_path / "host", remote, report=lambda _: None, pause_s=0.001, retry_s=0.02)
+    store = HostCheckpoints(tmp_path / "host", remote, report=lambda _: None, retry_s=0.02)
 
     def fail(*_: Any) -> None:
         raise ConnectionError("no route")

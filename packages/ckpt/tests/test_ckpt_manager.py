@@ -238,15 +238,6 @@ def test_manifest_cannot_name_files_outside(tmp_path: Path) -> None:
         assert "outside" in problem.detail
 
 
-def test_not_found(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path)
-    with raises(CheckpointNotFoundError, field="step", value=3):
-        manager.load(3)
-    save(manager, 1)
-    with raises(CheckpointNotFoundError, field="step", value=3, allowed="1"):
-        manager.load(3)
-
-
 def test_keep_last(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keep_last=2)
     for step in (1, 2, 3, 4):
@@ -279,6 +270,8 @@ def test_a_step_that_is_already_published(tmp_path: Path) -> None:
     save(manager, 1, {"a": b"old"})
     with raises(CheckpointExistsError, field="step", value=1):
         manager.prepare(1)
+    with raises(CheckpointNotFoundError, field="step", value=3, allowed="1"):
+        manager.load(3)
     folder = save(manager, 1, {"a": b"new"}, overwrite=True)
     assert (folder / "a").read_bytes() == b"new"
     assert manager.load(1).step == 1
@@ -324,6 +317,8 @@ def test_state_that_json_cannot_hold(tmp_path: Path, state: Any, field: str) -> 
 
 def test_wrong_use(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
+    with raises(CheckpointNotFoundError, field="step", value=3, allowed="no step is published"):
+        manager.load(3)
     with raises(CheckpointUsageError, field="step", value=1):
         manager.publish(1, state={})
     with raises(CheckpointUsageError, field="step", value=-1):

@@ -26,8 +26,7 @@ from ckpt import (
     load_state_dict,
     rank_file,
 )
-from ckpt.savers.coordination import SaveCoordinator
-from ckpt.store.messages import COORDINATION_PREFIX
+from ckpt.savers.coordination import COORDINATION_PREFIX, SaveCoordinator
 from ckpt.store.shared_folder import SharedFolder
 from plinth_testing import raises
 
@@ -202,7 +201,7 @@ def test_wrong_use(tmp_path: Path) -> None:
 def test_files_of_earlier_saves_are_deleted_when_all_have_begun_the_next(tmp_path: Path) -> None:
     first, second = (
         SaveCoordinator(
-            SharedFolder(CheckpointManager(tmp_path)).messages("run"),
+            SharedFolder(CheckpointManager(tmp_path)),
             SaverRanks(num_ranks=2, rank=rank, run_id="run"),
             timeout_s=1,
         )

@@ -1,26 +1,23 @@
 """A rank on a GPU: checks on CUDA and NCCL what the CPU tests cannot. Started by test_ds_engine_gpu.py, one per GPU.
 
-Prints one line of JSON per check; `--guard` plays document 5's hang over NCCL instead.
+Prints one line of JSON per check.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-import torch.distributed as dist
 from ds_engine_reshape_check import hand_over
 from ds_engine_testkit import make_batch, make_samples, token_loss
 
 import ds_engine
 from ds_engine import (
-    CollectiveGuard,
     EngineConfig,
     LossOutput,
     OffloadConfig,
@@ -28,7 +25,6 @@ from ds_engine import (
     ZeroConfig,
     ZeroEngine,
     dense_log_prob,
-    mark,
 )
 
 
@@ -184,37 +180,6 @@ def check_reshape(folder: str, device: torch.device, rank: int) -> None:
         say(rank, check="reshape", first=first["stage"], second=second["stage"], **result)
 
 
-def guard_overhead_and_hang(device: torch.device, rank: int) -> None:
-    tensor = torch.ones(1 << 20, device=device)
-
-    def burst() -> float:
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(2000):
-            dist.all_reduce(tensor)
-        issued = time.perf_counter() - began
-        torch.cuda.synchronize()
-        return issued / 2000 * 1e6
-
-    burst()
-    plain = burst()
-    with CollectiveGuard(mode="watch"):
-        guarded = burst()
-    say(rank, check="guard_us_per_call", plain=plain, guarded=guarded)
-    guard = CollectiveGuard(stall_timeout_s=20)
-    guard.start()
-    mark("step 3")
-    began = time.monotonic()
-    try:
-        if rank == 0:
-            dist.all_reduce(torch.ones(1, device=device))
-        for _ in range(3):
-            dist.all_reduce(torch.ones(44_046_746, device=device))
-            torch.cuda.synchronize()
-    except Exception as error:
-        say(rank, check="hang", error=type(error).__name__, text=str(error), seconds=time.monotonic() - began)
-
-
 def say(rank: int, **values: Any) -> None:
     print(json.dumps({"rank": rank} | values), flush=True)
 
@@ -223,12 +188,6 @@ def main() -> None:
     folder, rank, size, port = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     device = torch.device("cuda", rank)
     ds_engine.init_distributed(rank, size, "127.0.0.1", port, device, timeout_s=120)
-    if "--guard" in sys.argv:
-        guard_overhead_and_hang(device, rank)
-        sys.stdout.flush()
-        import os
-
-        os._exit(0)
     check_stages(folder, device, rank)
     check_attention(folder, device, rank)
     check_compiled(folder, device, rank)

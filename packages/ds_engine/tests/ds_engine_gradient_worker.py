@@ -26,23 +26,6 @@ def backward(engine: ZeroEngine, samples: list[Sample]) -> None:
     passes.backward(passes.to_device(make_batch(samples)), weighted_loss, 1.0, {})
 
 
-def gradient_distance(model_path: str, config: EngineConfig, micro_batches: list[list[Sample]]) -> dict[str, float]:
-    """By parameter: the relative distance between the engine's gradient and that of plain autograd in one process."""
-    truth = _true_gradient(model_path, config.dtype, micro_batches)
-    engine = build(model_path, config)
-    for index, samples in enumerate(micro_batches):
-        engine._micro_batches.mark_boundary(index == len(micro_batches) - 1)
-        backward(engine, samples)
-    distance = {}
-    for name, parameter in engine.module.named_parameters():
-        expected = truth[name]
-        dist.all_reduce(expected)
-        expected = expected / config.sequence_parallel  # ranks that share a micro batch counted it once each
-        distance[name] = float((deepspeed.utils.safe_get_full_grad(parameter) - expected).norm() / expected.norm())
-    engine.close()
-    return distance
-
-
 def gradient_error(model_path: str, micro_batches: list[list[Sample]], stage: int, fp32_reduce: bool) -> float:
     """Relative distance of the engine's bf16 gradient from the fp32 sum of all micro batches' own gradients."""
     truth = _true_gradient(model_path, "bfloat16", micro_batches)

@@ -116,15 +116,6 @@ def test_ranks_that_hold_padding_only(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "sp"), [(2, 2), (3, 2)])
-def test_every_parameters_gradient_on_four_ranks(four_ranks: RankPool, tiny_model: Path, stage: int, sp: int) -> None:
-    per_rank = [{"micro_batches": steps_of(rank, 4, sp, 3)[0]} for rank in range(4)]
-    settings_ = config(stage, sp, zero=ZeroConfig(stage=stage, param_persistence_elements=0))
-    for distance in four_ranks.run("gradient_distance", per_rank, model_path=str(tiny_model), config=settings_):
-        assert max(distance.values()) < 1e-5
-
-
-@pytest.mark.slow
 def test_log_probs_equal_those_of_one_rank_each(two_ranks: RankPool, tiny_model: Path) -> None:
     micro = [STEPS[0], STEPS[1][:1], [], [Sample(ids=[5, 6], num_prompt=1, weight=1.0)]]
     shared = two_ranks.run(

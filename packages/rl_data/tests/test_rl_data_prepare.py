@@ -1,9 +1,7 @@
 """`prepare_data`: published data sets in, files that the apps read out; refusals."""
 
-import fcntl
 import hashlib
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -227,14 +225,11 @@ def test_lengths_are_limited_in_characters_or_in_tokens(model_folder: Path, toke
     rows = [*GSM8K, {"question": "one two three four", "answer": "five six\n#### 4"}]
     file = write_lines(tmp_path / "a.jsonl", rows)
     longest = len(GSM8K[0]["question"])
-    report = run(tmp_path / "characters", file, min_prompt_length=19, max_prompt_length=longest - 1)
-    counts = sizes(report)
-    assert counts["prompt too short"] == 1
-    assert counts["prompt too long"] == sum(len(row["question"]) > longest - 1 for row in GSM8K)
+    report = run(tmp_path / "characters", file, max_prompt_length=longest - 1)
+    assert sizes(report)["prompt too long"] == sum(len(row["question"]) > longest - 1 for row in GSM8K)
     prompts = load_prompts([file], tokenizer, DataConfig(max_prompt_length=1000))
     limit = max(len(prompt.token_ids) for prompt in prompts) - 1
     report = run(tmp_path / "tokens", file, tokenizer=str(model_folder), max_prompt_length=limit)
-    assert report.unit == "tokens"
     assert sizes(report)["prompt too long"] == sum(len(prompt.token_ids) > limit for prompt in prompts)
     load_prompts(
         [tmp_path / "tokens" / "train.parquet"], tokenizer, DataConfig(max_prompt_length=limit, overlong="refuse")
@@ -254,7 +249,7 @@ def test_rows_that_the_chat_template_refuses_are_unusable(model_folder: Path, to
     assert (report.num_read, report.num_kept, sizes(report)) == (20, 18, {"unusable": 2})
 
 
-def test_held_out_prompts_are_dropped_refused_or_reported(tmp_path: Path) -> None:
+def test_rows_that_contain_held_out_prompts_are_dropped(tmp_path: Path) -> None:
     question = "Natalia sold clips to 48 of her friends in April, and then half as many in May. How many in all?"
     leak = {"question": f"Solve this: {question} Think well.", "answer": "#### 72"}
     file = write_lines(tmp_path / "a.jsonl", [*GSM8K, leak])
@@ -262,12 +257,6 @@ def test_held_out_prompts_are_dropped_refused_or_reported(tmp_path: Path) -> Non
     report = run(tmp_path / "drop", file, held_out=(str(test),))
     assert sizes(report) == {"contains a held-out prompt": 1}
     assert leak["question"] not in {row["question"] for row in read(tmp_path / "drop")}
-    kept = run(tmp_path / "keep", file, held_out=(str(test),), contaminated="keep")
-    assert sizes(kept) == {"contains a held-out prompt and is kept": 1}
-    assert kept.num_kept == len(GSM8K) + 1
-    with raises(BadRowsError, file=str(file), row=21):
-        run(tmp_path / "refuse", file, held_out=(str(test),), contaminated="refuse")
-    assert not (tmp_path / "refuse").exists()
 
 
 BAD = 'oops\n{"question": "a", "answer": "b"}\n{"question": null, "answer": "#### 1"}\n["x"]\n'
@@ -316,7 +305,6 @@ def test_bad_rows_of_parquet_and_csv_are_skipped_too(tmp_path: Path) -> None:
         (GSM8K, {"response_column": "solution"}, "solution", None),
         (GSM8K, {"max_prompt_length": 3}, None, None),
         ([{"problem": "p", "solution": "no box"}], {}, "solution", 1),
-        ([GSM8K[0] | {"x": 1}, GSM8K[1] | {"x": "1"}], {}, "x", None),
         ([{"problem": "p", "solution": "\\boxed{1}", "question": "?"}], {}, None, 1),
         ([CHAT[0] | {"question": "b"}], {"layout": "chat", "extra_columns": ("question",)}, "question", None),
         (CHAT, {"prompt_column": "messages", "response_column": "nope"}, "nope", None),
@@ -335,6 +323,12 @@ def test_files_that_cannot_be_prepared_are_refused(
     assert caught.value.column == column or (rows[0].get("question") == "?" and caught.value.column)
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".out*"))
+
+
+def test_a_column_of_different_types_is_refused(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "a.jsonl", [GSM8K[0] | {"x": 1}, GSM8K[2] | {"x": "1"}])
+    with raises(DataError, column="x"):
+        run(tmp_path / "out", file, validation=0)
 
 
 @pytest.mark.parametrize(("validation", "remedy"), [(0.05, "larger"), (0.3, "smaller")])
@@ -425,18 +419,3 @@ def test_an_existing_folder_is_kept_unless_it_is_ours_and_may_be_replaced(tmp_pa
         run(out, file, overwrite=True)
     with raises(DataError, file=str(file)):
         run(file, file, overwrite=True)
-
-
-def test_a_killed_process_is_cleared_up_and_a_running_one_respected(tmp_path: Path) -> None:
-    file, partial = write_lines(tmp_path / "a.jsonl", GSM8K), tmp_path / ".out.partial"
-    (partial / "spool").mkdir(parents=True)
-    (partial / "train.parquet").write_text("half")
-    lock = os.open(partial, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    with raises(DataError, file=str(tmp_path / "out")):
-        run(tmp_path / "out", file)
-    assert (partial / "train.parquet").exists()
-    os.close(lock)
-    run(tmp_path / "out", file)
-    assert not partial.exists()
-    assert sorted(path.name for path in (tmp_path / "out").iterdir())[-1] == "val.parquet"

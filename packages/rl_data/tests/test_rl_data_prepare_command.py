@@ -32,7 +32,7 @@ def test_the_card_has_counts_hashes_and_the_command_and_escapes(tmp_path: Path) 
 
 def test_the_command_reports_and_fails_as_commands_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_lines(tmp_path / "a.jsonl", GSM8K)
-    assert main([str(file), "--out", str(tmp_path / "out"), "--held-out", str(file), "--contaminated", "keep"]) == 0
+    assert main([str(file), "--out", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().out
     assert "20 rows read" in shown
     assert re.search(r"train\.parquet: \d+ rows", shown)
@@ -60,15 +60,11 @@ def test_the_command_reports_and_fails_as_commands_do(tmp_path: Path, capsys: py
         {"out": ""},
         {"validation": -0.1},
         {"seed": -1},
-        {"min_prompt_length": 0},
-        {"max_prompt_length": 4, "min_prompt_length": 5},
+        {"max_prompt_length": 0},
         {"max_response_length": 0},
         {"similarity": 0.0},
-        {"overlap": 1.5},
-        {"ngram": 0},
         {"layout": "alpaca"},
         {"duplicates": "all"},
-        {"contaminated": "x"},
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any]) -> None:
@@ -100,13 +96,13 @@ def test_the_module_runs_as_a_command(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_memory_is_bounded(tmp_path: Path) -> None:
-    """1 GiB of rows of 10 KB in an address space of 900 MiB; `benchmarks/prepare` measures 4 GiB."""
+    """1 GiB of rows of 10 KB with 700 MiB of data; files that are mapped do not count."""
     line = json.dumps({"question": "How many apples has {} of the class?", "answer": f"{'word ' * 2000}\n#### 1"})
     with (tmp_path / "a.jsonl").open("w") as stream:
         for number in range((1 << 30) // len(line)):
             stream.write(line.replace("{}", str(number)) + "\n")
     command = [sys.executable, "-m", "rl_data", "prepare", "a.jsonl", "--out", "out"]
-    limit = 900 << 20
+    limit = 700 << 20
     done = subprocess.run(
         command,
         cwd=tmp_path,
@@ -115,6 +111,6 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
         timeout=1800,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},  # each thread of Arrow reserves address space of its own
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)),
     )
     assert done.returncode == 0, done.stderr

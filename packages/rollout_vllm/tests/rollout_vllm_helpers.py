@@ -84,6 +84,14 @@ def reference_log_probs(
     return json.loads(text.splitlines()[-1])  # type: ignore[no-any-return]
 
 
+def is_running(pid: int | str) -> bool:
+    """Whether a process exists and is no zombie that nobody reaps."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def run_script(script: str, *arguments: object, stdin: str = "") -> str:
     command = [sys.executable, "-c", script, *map(str, arguments)]
     return subprocess.run(command, input=stdin, check=True, timeout=400, capture_output=True, text=True).stdout

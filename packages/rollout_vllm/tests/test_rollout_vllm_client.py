@@ -123,7 +123,7 @@ def test_packed_log_probs_are_finite_as_in_lists() -> None:
     ],
 )
 def test_incomplete_packed_answers_are_rejected(packed: object) -> None:
-    with pytest.raises(MalformedAnswerError, match="choice 0"):
+    with pytest.raises(MalformedAnswerError):
         parse_completion(answer([([1], [-1.0])], packed=packed), 1)
 
 

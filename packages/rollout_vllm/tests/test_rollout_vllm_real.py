@@ -10,7 +10,6 @@ import json
 import os
 import pickle
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -437,27 +436,6 @@ print(group.servers[0].pid, flush=True)
 group.wait_ready()
 time.sleep(600)
 """
-
-
-@pytest.mark.thorough
-def test_an_engine_core_does_not_survive_its_killed_supervisor_and_launcher(model_folder: Path, tmp_path: Path) -> None:
-    """As where a job ends with SIGKILL for the leaders of its process groups alone."""
-    command = [sys.executable, "-c", LAUNCHER, str(model_folder), str(tmp_path)]
-    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert launcher.stdout is not None
-    supervisor = int(launcher.stdout.readline())
-    log_path = tmp_path / "server_0.log"
-    try:
-        wait_until(lambda: "(EngineCore pid=" in log_path.read_text() or launcher.poll() is not None)
-        assert launcher.poll() is None
-        [engine] = set(re.findall(r"\(EngineCore pid=(\d+)\)", log_path.read_text()))
-        assert Path(f"/proc/{engine}").exists()
-    finally:
-        launcher.kill()
-        os.kill(supervisor, signal.SIGKILL)
-        launcher.wait()
-    wait_until(lambda: not process_group_alive(supervisor), 20)
-    wait_until(lambda: not Path(f"/proc/{engine}").exists(), 20)
 
 
 @pytest.mark.long

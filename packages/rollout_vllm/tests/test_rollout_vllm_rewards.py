@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rollout_vllm_helpers import is_running
 
-from plinth_testing import raises
+from plinth_testing import raises, wait_until
 from rollout_vllm import AsyncRewardPool, RewardOutcome, RewardPool, RolloutConfigError
 from rollout_vllm.episodes.processes import MAX_PRINTED_BYTES
 
@@ -250,8 +251,6 @@ def test_a_coroutine_function_that_cannot_be_loaded_is_reported_once(module: Cal
         outcomes = [pool.submit(functions.quick, 1.0) for _ in range(3)]
         assert {future.result(60).kind for future in outcomes} == {"start"}
         assert "RuntimeError: no license" in outcomes[0].result().message
-    with raises(RolloutConfigError, field="max_in_flight", value=0):
-        AsyncRewardPool(max_in_flight=0)
 
 
 def test_close_ends_the_workers(functions: Any) -> None:
@@ -279,6 +278,15 @@ if __name__ == "__main__":
 """
 
 
+def launched(program: str, functions: Any, folder: Path) -> int:
+    """Exit status of a program that imports the functions, in a session of its own."""
+    (folder / "launcher.py").write_text(program)
+    path = os.pathsep.join(map(str, [Path(functions.__file__).parent, *sys.path]))
+    command = [sys.executable, str(folder / "launcher.py")]
+    environment = {**os.environ, "PYTHONPATH": path}
+    return subprocess.run(command, env=environment, timeout=60, check=False, start_new_session=True).returncode
+
+
 def test_processes_that_a_function_started_end_with_its_worker(
     functions: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,20 +295,10 @@ def test_processes_that_a_function_started_end_with_its_worker(
     with RewardPool(num_workers=1, timeout_s=1.0) as pool:
         kinds = [pool.submit(functions.start_processes, then).result(60).kind for then in ("exit", "hang", "return")]
     assert kinds == ["crash", "timeout", "ok"]
-    (tmp_path / "launcher.py").write_text(KILLED_LAUNCHER)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [Path(functions.__file__).parent, *sys.path]))}
-    launcher = subprocess.run([sys.executable, str(tmp_path / "launcher.py")], env=environment, timeout=60, check=False)
-    assert launcher.returncode == -signal.SIGKILL
+    assert launched(KILLED_LAUNCHER, functions, tmp_path) == -signal.SIGKILL
     started = (tmp_path / "started").read_text().split()
     assert len(started) == 8
-
-    def alive() -> list[str]:
-        return [pid for pid in started if Path(f"/proc/{pid}").exists() and is_running(pid)]
-
-    deadline = time.monotonic() + 10
-    while alive() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert alive() == []
+    wait_until(lambda: not any(map(is_running, started)), 10)
 
 
 SIGNALED_GROUP = """
@@ -323,18 +321,7 @@ if __name__ == "__main__":
 
 def test_a_signal_to_the_process_group_of_the_run_ends_no_worker(functions: Any, tmp_path: Path) -> None:
     """A run that SIGTERM (timeout, scancel) or Ctrl-C stops still scores the samples of its last step."""
-    (tmp_path / "launcher.py").write_text(SIGNALED_GROUP)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [Path(functions.__file__).parent, *sys.path]))}
-    command = [sys.executable, str(tmp_path / "launcher.py")]
-    subprocess.run(command, env=environment, timeout=60, check=True, start_new_session=True)
-
-
-def is_running(pid: str) -> bool:
-    """Not a zombie that nobody reaps."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    assert launched(SIGNALED_GROUP, functions, tmp_path) == 0
 
 
 SLOW_MODULE = """
@@ -407,8 +394,10 @@ def test_module_that_cannot_be_imported_is_reported(module: Callable[[str, str],
         assert pool.submit(math.sqrt, 4.0).result(60).score == 2.0
 
 
-@pytest.mark.parametrize("settings", [{"num_workers": 0}, {"timeout_s": 0.0}, {"start_timeout_s": 0.0}])
-def test_arguments_are_validated(settings: dict[str, float]) -> None:
-    ((field, value),) = settings.items()
-    with raises(RolloutConfigError, field=field, value=value):
-        RewardPool(**settings)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [*((RewardPool, f) for f in ("num_workers", "timeout_s", "start_timeout_s")), (AsyncRewardPool, "max_in_flight")],
+)
+def test_arguments_are_validated(kind: Any, field: str) -> None:
+    with raises(RolloutConfigError, field=field, value=0):
+        kind(**{field: 0})

@@ -9,9 +9,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rollout_vllm_helpers import is_running
 
 import rollout_vllm
 from plinth_testing import raises, wait_until
@@ -42,13 +44,6 @@ time.sleep(600)
 """  # noqa: E501
 
 
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def with_sockets(folder: Path) -> dict[str, str]:
     """The environment of a supervisor that removes FOLDER/sockets at the end."""
     (folder / "sockets").mkdir()
@@ -57,45 +52,28 @@ def with_sockets(folder: Path) -> dict[str, str]:
     return os.environ | {"PLINTH_SERVER_SOCKETS": str(folder / "sockets")}
 
 
-def start(folder: Path, *flags: str, grace_s: float = 0.3) -> tuple[subprocess.Popen[bytes], list[int]]:
-    command = [
-        sys.executable,
-        SUPERVISE,
-        str(os.getpid()),
-        str(grace_s),
-        sys.executable,
-        "-c",
-        TREE,
-        str(folder),
-        *flags,
-    ]
+def start(folder: Path, *flags: str) -> tuple[subprocess.Popen[bytes], list[int]]:
+    command = [sys.executable, SUPERVISE, str(os.getpid()), "0.3", sys.executable, "-c", TREE, str(folder), *flags]
     supervisor = subprocess.Popen(command, start_new_session=True, env=with_sockets(folder))
     wait_until((folder / "pids").exists)
     return supervisor, [int(p) for p in (folder / "pids").read_text().split()]
 
 
-@pytest.mark.parametrize("flags", [(), ("stubborn",)])
-def test_sigterm_ends_the_tree(tmp_path: Path, flags: tuple[str, ...]) -> None:
-    supervisor, pids = start(tmp_path, *flags)
-    assert all(running(p) for p in pids)
-    supervisor.terminate()
-    assert supervisor.wait(20) == 128 + (signal.SIGKILL if flags else signal.SIGTERM)
-    assert not any(running(p) for p in pids)
-    assert not (tmp_path / "sockets").exists()
-
-
-def test_exit_of_the_command_ends_its_descendants(tmp_path: Path) -> None:
-    supervisor, pids = start(tmp_path, "exit")
-    assert supervisor.wait(20) == 7
-    assert not any(running(p) for p in pids)
-    assert not (tmp_path / "sockets").exists()
-
-
-def test_killed_command_ends_its_descendants(tmp_path: Path) -> None:
-    supervisor, pids = start(tmp_path)
-    os.kill(pids[0], signal.SIGKILL)
-    assert supervisor.wait(20) == 128 + signal.SIGKILL
-    assert not any(running(p) for p in pids)
+@pytest.mark.parametrize(
+    ("flag", "end", "code"),
+    [
+        ("", lambda supervisor, _: supervisor.terminate(), 128 + signal.SIGTERM),
+        ("stubborn", lambda supervisor, _: supervisor.terminate(), 128 + signal.SIGKILL),
+        ("exit", lambda *_: None, 7),
+        ("", lambda _, pids: os.kill(pids[0], signal.SIGKILL), 128 + signal.SIGKILL),
+    ],
+    ids=["SIGTERM", "SIGTERM, ignored", "exit of the command", "killed command"],
+)
+def test_every_end_of_the_command_ends_the_tree(tmp_path: Path, flag: str, end: Callable[..., None], code: int) -> None:
+    supervisor, pids = start(tmp_path, flag)
+    end(supervisor, pids)
+    assert supervisor.wait(20) == code
+    assert not any(is_running(p) for p in pids)
     assert not (tmp_path / "sockets").exists()
 
 
@@ -113,7 +91,7 @@ def test_killed_launcher_ends_the_tree(tmp_path: Path) -> None:
     finally:
         launcher.kill()
         launcher.wait()
-    wait_until(lambda: not any(running(p) for p in pids))
+    wait_until(lambda: not any(is_running(p) for p in pids))
     wait_until(lambda: not (tmp_path / "sockets").exists())
 
 
@@ -128,9 +106,9 @@ def test_killed_supervisor_ends_the_command(tmp_path: Path) -> None:
     supervisor, pids = start(tmp_path)
     supervisor.kill()
     supervisor.wait()
-    wait_until(lambda: not running(pids[0]))
+    wait_until(lambda: not is_running(pids[0]))
     os.killpg(supervisor.pid, signal.SIGKILL)  # as ServerProcess.stop does
-    wait_until(lambda: not running(pids[1]))
+    wait_until(lambda: not is_running(pids[1]))
     for pid in pids[2:]:  # in their own sessions, outside the process group
         os.kill(pid, signal.SIGKILL)
 
@@ -174,11 +152,11 @@ def test_killed_front_end_ends_the_engine_core_and_its_worker(tmp_path: Path, me
     try:
         wait_until(lambda: all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in names))
         pids = [int((tmp_path / name).read_text()) for name in names]
-        assert all(map(running, pids))
+        assert all(map(is_running, pids))
     finally:
         front_end.kill()
         front_end.wait()
-    wait_until(lambda: not any(map(running, pids)), 20)
+    wait_until(lambda: not any(map(is_running, pids)), 20)
 
 
 def test_each_server_has_a_folder_of_sockets_that_goes_with_it(tmp_path: Path) -> None:
@@ -245,4 +223,4 @@ def test_a_server_that_hangs_after_its_engine_core_failed_is_stopped(
         group.wait_ready()
     assert caught.value.reason.startswith(cause)
     assert 2 <= time.monotonic() - begin < 30
-    assert not running(int(pid.read_text()))
+    assert not is_running(int(pid.read_text()))

@@ -73,8 +73,7 @@ class AsyncSaver:
         is_alone = ranks is None or ranks.num_processes == 1
         self._coordinator: SaveCoordinator | None = None
         if not is_alone:
-            messages = self._store.messages(self._ranks.run_id)
-            self._coordinator = SaveCoordinator(messages, self._ranks, timeout_s=timeout_s)
+            self._coordinator = SaveCoordinator(self._store, self._ranks, timeout_s=timeout_s)
         self._snapshots: dict[str, HostSnapshot] = {}
         self._num_saves = 0
         self._thread: threading.Thread | None = None

@@ -20,8 +20,9 @@ from typing import Any
 from .. import errors
 from ..digest import FileEntry
 from ..errors import CheckpointError, CheckpointUsageError
-from ..store.messages import Messages
+from ..store.shared_folder import CheckpointStore
 
+COORDINATION_PREFIX = ".async_"
 _SHORTEST_POLL_S = 0.005
 #: A process whose main thread has ended waits at most this long for the others.
 _TIMEOUT_AT_EXIT_S = 60.0
@@ -76,9 +77,10 @@ class SaverRanks:
 class SaveCoordinator:
     """Writes the messages of this process and waits for those of the others."""
 
-    def __init__(self, messages: Messages, ranks: SaverRanks, *, timeout_s: float) -> None:
+    def __init__(self, store: CheckpointStore, ranks: SaverRanks, *, timeout_s: float) -> None:
         """`timeout_s`: how long to wait for another process in one save before raising."""
-        self._messages = messages
+        self._storage, self._longest_poll_s = store.storage, store.longest_poll_s
+        self._folder = f"{COORDINATION_PREFIX}{ranks.run_id}"
         self._ranks = ranks
         self._timeout_s = timeout_s
         self._cancelled = threading.Event()
@@ -91,7 +93,9 @@ class SaveCoordinator:
 
     def open(self, save: int, name: str) -> None:
         """Announce that the ranks may write their parts of `name`. Deletes the messages of dead runs."""
-        self._messages.delete_other_runs()
+        for folder in self._storage.folders():
+            if folder.startswith(COORDINATION_PREFIX) and folder != self._folder:
+                self._storage.delete_path(folder)
         self._write(f"{save:08d}.open", {"name": name})
 
     def collect(self, save: int) -> dict[str, FileEntry]:
@@ -109,10 +113,10 @@ class SaveCoordinator:
         """Announce the outcome to all processes."""
         self._write(f"{save:08d}.outcome", {} if error is None else _describe(error))
         if error is None:  # all processes have begun this save, so none needs the files of earlier ones
-            for name in self._messages.names():
+            for name in self._storage.names(self._folder):
                 number = name.partition(".")[0]
                 if number.isdigit() and int(number) < save:
-                    self._messages.delete(name)
+                    self._storage.delete_path(f"{self._folder}/{name}")
 
     # The other ranks
 
@@ -139,21 +143,22 @@ class SaveCoordinator:
 
     def close(self) -> None:
         """Announce that this process makes no more saves."""
-        if not self._messages.names():
+        if not self._storage.names(self._folder):
             return
         self._write(f"closed.{self._ranks.name}", {})
-        if sum(name.startswith("closed.") for name in self._messages.names()) >= self._ranks.num_processes:
-            self._messages.delete_all()
+        closed = [name for name in self._storage.names(self._folder) if name.startswith("closed.")]
+        if len(closed) >= self._ranks.num_processes:
+            self._storage.delete_path(self._folder)
 
     def _write(self, name: str, report: Mapping[str, Any]) -> None:
-        self._messages.write(name, json.dumps(report))
+        self._storage.put_text(f"{self._folder}/{name}", json.dumps(report))
 
     def _await(self, names: list[str], whom: str) -> dict[str, Any]:
         started = time.monotonic()
         pause, deadline = _SHORTEST_POLL_S, started + self._timeout_s
         while True:
             for name in names:
-                if (text := self._messages.read(name)) is not None:
+                if (text := self._storage.read_text(f"{self._folder}/{name}")) is not None:
                     report: dict[str, Any] = json.loads(text)
                     return report
             now = time.monotonic()
@@ -162,13 +167,14 @@ class SaveCoordinator:
             if now > deadline:
                 raise CheckpointError(
                     f"{self._ranks.name} waited {now - started:.0f} s for {whom}: there is no {names[0]} in "
-                    f"{self._messages}. That process is dead, hangs, or does not see it. Nothing was published."
+                    f"{self._storage.url}/{self._folder}. That process is dead, hangs, or does not see it. Nothing "
+                    "was published."
                 )
             if self._cancelled.wait(pause):
                 raise CheckpointError(
                     f"{self._ranks.name} stopped waiting for {whom}: this process ended with an error"
                 )
-            pause = min(2 * pause, self._messages.longest_poll_s)
+            pause = min(2 * pause, self._longest_poll_s)
 
 
 def _describe(error: BaseException) -> dict[str, Any]:

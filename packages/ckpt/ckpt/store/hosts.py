@@ -25,9 +25,8 @@ from ..manager import state_to_json, write_state
 from ..manifest import CheckpointManifest, describe_files
 from ..reader import STATE_NAME, Checkpoint
 from ..retention import Retention
-from .messages import Messages
 from .remote import PART_PREFIX, RemoteCheckpoints, upload_time
-from .storage import Retry
+from .storage import Retry, Storage
 from .uploader import Upload
 
 _log = logging.getLogger("ckpt")
@@ -55,7 +54,6 @@ class HostCheckpoints:
         retention: Retention | None = None,
         report: Callable[[str], None] = _log.warning,
         retry_s: float = 900.0,
-        pause_s: float = 1.0,
         longest_poll_s: float = 1.0,
     ) -> None:
         """Connects to nothing yet.
@@ -65,18 +63,14 @@ class HostCheckpoints:
             retention: which checkpoints the publishing process keeps below the URL; None keeps all.
             report: gets a line for each failure of the storage, from the thread.
             retry_s: seconds for which a failing request is repeated before the save fails.
-            pause_s: seconds before the second try; doubled before each further one, at most a minute.
             longest_poll_s: the longest pause in seconds before a process looks again for a message of another.
         """
-        self._retry = Retry(report, retry_s=retry_s, pause_s=pause_s)
+        self._retry = Retry(report, retry_s=retry_s)
         self._root, self._remote = Path(root), remote.with_retry(self._retry)
-        self._retention, self._longest_poll_s = retention, longest_poll_s
+        self.storage: Storage = self._remote
+        self._retention, self.longest_poll_s = retention, longest_poll_s
         self._opened = 0.0
         self._finished: deque[Upload] = deque()
-
-    def messages(self, run_id: str) -> Messages:
-        """Messages between the processes of a run, below the URL."""
-        return Messages(self._remote, run_id, longest_poll_s=self._longest_poll_s)
 
     def open(self, step: int, *, overwrite: bool, expected_bytes: int | None) -> str:
         """Begin the checkpoint of `step` and return its name. Deletes what killed saves have left below the URL.

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 from ..digest import FileEntry
 from ..manager import CheckpointManager
 from ..reader import Checkpoint
-from .messages import Messages
 from .storage import Storage
 
 
@@ -18,8 +17,10 @@ class CheckpointStore(Protocol):
     its files on the disk, `deliver`; all but the publishing process end with `finish`.
     """
 
-    def messages(self, run_id: str) -> Messages:
-        """Messages between the processes of a run."""
+    storage: Storage
+    """Files that all processes see; in it they exchange messages."""
+    longest_poll_s: float
+    """The longest pause in seconds before a process looks again for a message of another."""
 
     def open(self, step: int, *, overwrite: bool, expected_bytes: int | None) -> str:
         """Begin the checkpoint of `step`; returns its name, by which the other processes know it."""
@@ -63,9 +64,7 @@ class SharedFolder(CheckpointStore):
 
     def __init__(self, manager: CheckpointManager) -> None:
         self._manager = manager
-
-    def messages(self, run_id: str) -> Messages:
-        return Messages(Storage(self._manager.root), run_id, longest_poll_s=0.2)
+        self.storage, self.longest_poll_s = Storage(manager.root), 0.2
 
     def open(self, step: int, *, overwrite: bool, expected_bytes: int | None) -> str:
         return self._manager.prepare(step, overwrite=overwrite, expected_bytes=expected_bytes).name

@@ -16,7 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 from ..errors import CheckpointStateError, CheckpointUsageError, UploadError
 from ..manifest import MANIFEST_NAME
 
-_LONGEST_PAUSE_S = 60.0
+FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _Result = TypeVar("_Result")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -27,12 +27,10 @@ class Retry:
     Args:
         report: gets a line for each failure.
         retry_s: seconds of failed tries after which a request raises UploadError.
-        pause_s: seconds before the second try.
     """
 
-    def __init__(self, report: Callable[[str], None], *, retry_s: float, pause_s: float) -> None:
-        self.report = report
-        self._retry_s, self._pause_s = retry_s, pause_s
+    def __init__(self, report: Callable[[str], None], *, retry_s: float) -> None:
+        self.report, self._retry_s = report, retry_s
         self._stopped = threading.Event()
 
     def stop(self) -> None:
@@ -41,7 +39,7 @@ class Retry:
 
     def __call__(self, action: str, request: Callable[[], _Result]) -> _Result:
         """The result of the request. Raises UploadError, with the storage's last error, when it gives up."""
-        deadline, pause = time.monotonic() + self._retry_s, self._pause_s
+        deadline, pause = time.monotonic() + self._retry_s, FIRST_PAUSE_S
         while True:
             try:
                 return request()

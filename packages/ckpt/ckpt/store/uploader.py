@@ -60,7 +60,6 @@ class AsyncUploader:
         retention: Retention | None = None,
         report: Callable[[str], None] = _log.warning,
         retry_s: float = 30.0,
-        pause_s: float = 1.0,
     ) -> None:
         """Starts the thread.
 
@@ -69,9 +68,8 @@ class AsyncUploader:
             retention: the one of the folder's manager; None keeps all.
             report: gets a line for each failure and each checkpoint that is left out, from the thread.
             retry_s: seconds for which a failing request is repeated.
-            pause_s: seconds before the second try; doubled before each further one, at most a minute.
         """
-        self._retry = Retry(report, retry_s=retry_s, pause_s=pause_s)
+        self._retry = Retry(report, retry_s=retry_s)
         self._remote, self._report, self._retention = remote.with_retry(self._retry), report, retention
         self._manager = CheckpointManager(root, retention=retention)
         self._waiting: list[_Item] = []

@@ -1,23 +1,20 @@
 """Exports a DeepSpeed checkpoint to a Hugging Face folder, without DeepSpeed and without a process group.
 
-Names, shapes and dtypes are those of the model folder. transformers fuses some tensors while it loads a folder (the
-experts of a mixture); its own conversion, the one of `save_pretrained`, cuts them apart again.
+Names, shapes and dtypes are those of the model folder.
 """
 
 from __future__ import annotations
 
-import json
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ExportError
-from ..hf_export import DTYPE_NAMES, HfExport, save_hf_folder
+from ..hf_export import HfExport, save_hf_folder
 from ..zero.zero_checkpoint import ZeroCheckpoint
-from .lora_export import merge_lora, read_folder
+from .lora_export import merge_lora
+from .model_folder import ModelFolder
 
 if TYPE_CHECKING:
     import torch
@@ -70,8 +67,7 @@ def export_deepspeed(
         stored = iterate_deepspeed_weights(shards)
         if lora is not None:  # a checkpoint holds the adapters; its base model is the folder
             adapters = ((name, tensor) for name, tensor in stored if ".lora_" in name)
-            folder = read_folder(Path(model_files_from))
-            used = folder if base is None else ((name, base(name, tensor)) for name, tensor in folder)
+            used = ((name, tensor if base is None else base(name, tensor)) for name, tensor in model.tensors())
             stored = merge_lora(chain(adapters, used), lora)
         for name, tensor in stored:
             if ".lora_" in name:
@@ -94,71 +90,3 @@ def export_deepspeed(
         max_shard_bytes=max_shard_bytes,
         overwrite=overwrite,
     )
-
-
-class ModelFolder:
-    """Names and dtypes of the tensors in a model folder, which may lack weights."""
-
-    def __init__(self, folder: Path) -> None:
-        from safetensors import SafetensorError, safe_open
-
-        self._folder = folder
-        self._dtypes: dict[str, str] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            try:
-                file = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise ExportError(f"cannot be read: {error}", field="model_files_from", value=str(path)) from error
-            with file:
-                self._dtypes |= {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
-
-    def parts(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of the folder that the model's tensor `name` holds."""
-        if name in self._dtypes or (model := self._meta_model) is None:
-            yield name, tensor
-            return
-        from transformers.core_model_loading import revert_weight_conversion
-
-        yield from revert_weight_conversion(model, {name: tensor}).items()
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor of the folder, or else of config.json."""
-        import torch
-
-        codes = {code: getattr(torch, dtype) for dtype, code in DTYPE_NAMES.items()}
-        if name in self._dtypes:
-            dtype: torch.dtype = codes[self._dtypes[name]]
-            return dtype
-        return self._config_dtype
-
-    @cached_property
-    def _config_dtype(self) -> torch.dtype:
-        import torch
-
-        config = json.loads((self._folder / "config.json").read_text(encoding="utf-8"))
-        stated = config.get("dtype") or config.get("torch_dtype")
-        if stated not in DTYPE_NAMES:
-            raise ExportError(
-                f"{self._folder} has no weights and states no dtype in config.json",
-                field="dtype",
-                value=None,
-                remedy="pass a dtype (--dtype)",
-            )
-        dtype: torch.dtype = getattr(torch, stated)
-        return dtype
-
-    @cached_property
-    def _meta_model(self) -> Any | None:
-        """The model without memory; None, with a warning, where transformers cannot build it."""
-        try:
-            import torch
-            import transformers
-            from transformers.core_model_loading import revert_weight_conversion  # noqa: F401
-
-            config = transformers.AutoConfig.from_pretrained(self._folder, trust_remote_code=False)
-            with torch.device("meta"):
-                return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        except (ImportError, OSError, ValueError, KeyError, TypeError) as error:
-            first = str(error).splitlines()[0]
-            warnings.warn(f"{self._folder}: tensors keep the checkpoint's names: {first}", stacklevel=2)
-            return None

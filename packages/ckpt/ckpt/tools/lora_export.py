@@ -23,6 +23,7 @@ from plinth_base.adapters import PEFT_PREFIX, lora_scale, missing_settings
 from ..errors import ExportError
 from ..files import fsync_file, new_folder
 from ..hf_export import HfExport, save_hf_folder
+from .model_folder import ModelFolder
 
 if TYPE_CHECKING:
     import torch
@@ -153,33 +154,13 @@ def export_merged(
     dtypes, also for merged weights. Raises ExportError as `merge_lora` and `save_hf_folder` do.
     """
     adapters, config = read_adapter(adapter_folder)
-    dtypes: dict[str, torch.dtype] = {}
-
-    def base_tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in read_folder(Path(base)):
-            dtypes[name] = tensor.dtype
-            yield name, tensor
-
-    merged = (
-        (name, tensor if dtype is not None else tensor.to(dtypes.get(name, tensor.dtype)))
-        for name, tensor in merge_lora(chain(adapters, base_tensors()), config)
-    )
+    model = ModelFolder(Path(base))
+    merged = merge_lora(chain(adapters, model.tensors()), config)
+    if dtype is None:
+        merged = ((name, tensor.to(model.dtype(name))) for name, tensor in merged)
     return save_hf_folder(
         out, merged, model_files_from=base, dtype=dtype, max_shard_bytes=max_shard_bytes, overwrite=overwrite
     )
-
-
-def read_folder(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of a model folder, one tensor at a time. Raises ExportError without safetensors files."""
-    from safetensors import safe_open
-
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ExportError("has no safetensors file", field="base", value=str(folder))
-    for path in files:
-        with safe_open(path, "pt") as file:
-            for name in list(file.keys()):
-                yield name, file.get_tensor(name)
 
 
 def _tensor_error(name: str, problem: str, *, remedy: str | None = None) -> ExportError:

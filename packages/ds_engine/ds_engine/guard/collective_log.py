@@ -46,7 +46,7 @@ _PLUMBING = (
     "deepspeed/utils/nvtx",
     "typing_extensions",
     "ds_engine/guard/collective_",
-    "ds_engine/upstream",
+    "plinth_base/fence",
 )
 
 

@@ -2,16 +2,16 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 UNUSABLE, CONTAMINATED = "unusable", "contains a held-out prompt"
-SHORT_PROMPT, LONG_PROMPT, LONG_RESPONSE = "prompt too short", "prompt too long", "response too long"
+LONG_PROMPT, LONG_RESPONSE = "prompt too long", "response too long"
 EXACT, NEAR = "duplicate of a prompt", "near duplicate of a prompt"
-REASONS = (UNUSABLE, SHORT_PROMPT, LONG_PROMPT, LONG_RESPONSE, CONTAMINATED, EXACT, NEAR)
+REASONS = (UNUSABLE, LONG_PROMPT, LONG_RESPONSE, CONTAMINATED, EXACT, NEAR)
 """Reasons to drop rows; each dropped row is counted once."""
-REPORTED = (CONFLICT, CONTAMINATED_KEPT) = ("duplicate with another ground truth", f"{CONTAMINATED} and is kept")
-"""Kinds of rows that are counted and shown, but not dropped for it."""
+CONFLICT = "duplicate with another ground truth"
+"""Counted and shown among the duplicates; another ground truth is no reason to keep or drop a row."""
 MAX_EXAMPLES, _MAX_TEXT = 5, 400
 
 
@@ -32,8 +32,6 @@ class Report:
     """The result of `prepare_data`."""
 
     command: str
-    unit: str
-    """Of lengths: tokens or characters."""
     files: list[File] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """Lines about columns and layouts that were chosen or left out."""
@@ -41,8 +39,6 @@ class Report:
     """Rows by reason."""
     examples: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     """The first rows of each reason: place, text, and the row or limit that it was compared with."""
-    lengths: dict[str, Mapping[str, int]] = field(default_factory=dict)
-    """Quantiles of the lengths of prompts and, if there are any, of responses."""
     num_responses: int = 0
     num_ground_truths: int = 0
     data_sources: Counter[str] = field(default_factory=Counter)
@@ -75,9 +71,8 @@ def card(report: Report) -> str:
         ("read", report.num_read),
         *((f"dropped: {reason}", report.counts[reason]) for reason in REASONS),
     ]
-    rows += [("kept", report.num_kept), *((f"reported: {kind}", report.counts[kind]) for kind in REPORTED)]
+    rows += [("kept", report.num_kept), (f"reported: {CONFLICT}", report.counts[CONFLICT])]
     files = [(one.use, one.name, one.layout, one.num_rows, one.num_bytes, one.sha256) for one in report.files]
-    lengths: list[list[str | int]] = [[part, *quantiles.values()] for part, quantiles in report.lengths.items()]
     blocks = [
         "# Data card",
         f"{report.num_kept:,} of {report.num_read:,} rows are kept. {report.num_ground_truths:,} of them have a ground "
@@ -86,7 +81,6 @@ def card(report: Report) -> str:
         *("## Files", _table(("", "file", "layout", "rows", "bytes", "SHA-256"), files)),
         *("## Rows", _table(("rows", "number"), rows), *report.notes),
         *("## Data sources", _table(("data source", "rows"), sorted(report.data_sources.items()))),
-        *(f"## Lengths in {report.unit}", _table(("", *report.lengths["prompt"]), lengths)),
     ]
     for reason, examples in report.examples.items():
         blocks += [f"## Examples: {reason}", *map(_code, examples)]

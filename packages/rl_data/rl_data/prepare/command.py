@@ -19,7 +19,7 @@ from typing import Any
 from plinth_base.errors import PlinthError
 
 from ..errors import DataConfigError, DataError
-from .card import REASONS, REPORTED, Report
+from .card import CONFLICT, REASONS, Report
 from .config import PrepareConfig
 from .pipeline import prepare_data, with_option
 
@@ -39,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if prints_config:
             print(json.dumps(asdict(config), indent=2))
             return 0
+        if not sys.stderr.isatty():
+            _disable_progress_bars()
         report = prepare_data(config, command=shlex.join(["python", "-m", "rl_data", "prepare", *arguments]))
     except PlinthError as error:
         print(f"error: {_for_command_line(error)}", file=sys.stderr)
@@ -51,6 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     print("\n".join(_summary(report, config)))
     return 0
+
+
+def _disable_progress_bars() -> None:
+    from datasets import disable_progress_bars
+
+    disable_progress_bars()
 
 
 def _for_command_line(error: PlinthError) -> str:
@@ -88,7 +96,7 @@ def _summary(report: Report, config: PrepareConfig) -> list[str]:
     counts = report.counts
     lines = [*report.notes, f"{report.num_read:,} rows read"]
     lines += [f"{counts[reason]:,} dropped: {reason}" for reason in REASONS if counts[reason]]
-    lines += [f"{counts[reason]:,} rows: {reason}" for reason in REPORTED if counts[reason]]
+    lines += [f"{counts[CONFLICT]:,} rows: {CONFLICT}"] if counts[CONFLICT] else []
     if missing := report.num_kept - report.num_ground_truths:
         lines.append(f"{missing:,} rows have no ground truth: rewards of answers refuse them (plinth grpo, plinth ppo)")
     written = [file for file in report.files if file.use == "written"]

@@ -55,7 +55,6 @@ class PrepareConfig:
     tokenizer: str | None = _option(
         "model folder; lengths are then in tokens, with its chat template, else in characters", None, metavar="FOLDER"
     )
-    min_prompt_length: int = _option("drop rows with shorter prompts", 1, **_COUNT)
     max_prompt_length: int | None = _option("drop rows with longer prompts", None, **_COUNT)
     max_response_length: int | None = _option("drop rows with longer responses", None, **_COUNT)
     duplicates: Literal["near", "exact", "keep"] = _option(
@@ -68,32 +67,21 @@ class PrepareConfig:
         "Jaccard similarity of 5-token shingles above which prompts are near duplicates", 0.8, **_SHARE
     )
     held_out: tuple[str, ...] = _option(
-        "files of evaluation prompts, which must not be trained on", (), metavar="FILE", nargs="*"
+        "files of evaluation prompts; rows that contain one are dropped", (), metavar="FILE", nargs="*"
     )
-    contaminated: Literal["drop", "refuse", "keep"] = _option(
-        "rows that contain a held-out prompt; keep only reports them", "drop", choices=("drop", "refuse", "keep")
-    )
-    overlap: float = _option(
-        "share of a held-out prompt's n-grams in a row from which it counts as contained", 0.7, **_SHARE
-    )
-    ngram: int = _option("tokens per n-gram of the contamination check", 8, **_COUNT)
     skip_bad: bool = _option("drop and count unusable rows instead of refusing the file", False, action="store_true")
 
     def __post_init__(self) -> None:
         for name, empty in (("files", ()), ("out", "")):
             if getattr(self, name) == empty:
                 raise DataConfigError(field=name, value=empty, allowed="at least one name")
-        for name in ("min_prompt_length", "max_prompt_length", "max_response_length", "ngram"):
+        for name in ("max_prompt_length", "max_response_length"):
             require_at_least(1, name, getattr(self, name))
         require_at_least(0, "seed", self.seed)
-        if self.max_prompt_length is not None and self.max_prompt_length < self.min_prompt_length:
-            allowed = f"at least min_prompt_length={self.min_prompt_length}"
-            raise DataConfigError(field="max_prompt_length", value=self.max_prompt_length, allowed=allowed)
         if not 0 <= self.validation < 1:
             raise DataConfigError(field="validation", value=self.validation, allowed="at least 0 and below 1")
-        for name in ("similarity", "overlap"):
-            if not 0 < getattr(self, name) <= 1:
-                raise DataConfigError(field=name, value=getattr(self, name), allowed="above 0 and at most 1")
+        if not 0 < self.similarity <= 1:
+            raise DataConfigError(field="similarity", value=self.similarity, allowed="above 0 and at most 1")
         for option in fields(self):
             if choices := option.metadata.get("choices"):
                 require_choice(option.name, getattr(self, option.name), *choices)

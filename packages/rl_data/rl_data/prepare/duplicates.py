@@ -3,13 +3,14 @@
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
 
-U64 = NDArray[np.uint64]
+Keys = NDArray[np.int64]
+_U64 = NDArray[np.uint64]
 NUM_PERMUTATIONS, SHINGLE = 128, 5
 _MAX_THRESHOLD = 0.98
 """Above it, 128 permutations cannot be divided into two bands, which datasketch needs."""
@@ -41,13 +42,9 @@ def ngrams(words: Sequence[str], n: int) -> list[str]:
 
 
 def digest(data: str | bytes) -> int:
-    """64-bit hash, the same in every process."""
-    return int.from_bytes(blake2b(data.encode() if isinstance(data, str) else data, digest_size=8).digest(), "little")
-
-
-def digests(texts: Iterable[str]) -> U64:
-    """`digest` of each text."""
-    return np.array(list(map(digest, texts)), np.uint64)
+    """64-bit hash, the same in every process; signed, as Arrow's columns of integers."""
+    data = data.encode() if isinstance(data, str) else data
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little", signed=True)
 
 
 class HeldOut:
@@ -58,7 +55,7 @@ class HeldOut:
     (arXiv:2204.02311, section 8) uses 70% of 8-grams.
     """
 
-    def __init__(self, *, n: int, share: float) -> None:
+    def __init__(self, *, n: int = 8, share: float = 0.7) -> None:
         self._n, self._share = n, share
         self._sizes: list[int] = []
         self._owners: defaultdict[str, list[int]] = defaultdict(list)
@@ -81,71 +78,52 @@ class HeldOut:
 
 
 class NearDuplicates:
-    """Finds near duplicates without comparing all pairs: datasketch's MinHash, and bands of its values.
+    """Keys of near duplicates: datasketch's MinHash of a text, cut into bands of values.
 
     Texts that agree in all values of a band are near duplicates, which happens with probability 1 - (1 - s^r)^b for
-    texts of Jaccard similarity s, b bands and r values in each. The bands become hashes in a column each, not an index
-    of datasketch in memory, which takes kilobytes per row.
+    texts of Jaccard similarity s, b bands and r values in each. The bands become hashes on the disk, because an index
+    of datasketch keeps kilobytes per row in memory.
     """
 
     def __init__(self, similarity: float) -> None:
-        from datasketch import MinHashLSH
+        from datasketch import MinHash, MinHashLSH
 
         index = MinHashLSH(threshold=min(similarity, _MAX_THRESHOLD), num_perm=NUM_PERMUTATIONS)
         self.num_bands, self.num_values = int(index.b), int(index.r)
+        self._empty = MinHash(num_perm=NUM_PERMUTATIONS)
 
-    def probability(self, similarity: float) -> float:
-        """The probability that two texts of this Jaccard similarity are near duplicates."""
-        return float(1 - (1 - similarity**self.num_values) ** self.num_bands)
-
-    def keys(self, texts: Sequence[Sequence[str]], must_agree: Sequence[str]) -> U64:
-        """Keys [texts, bands]: near duplicates share a key, for which their `must_agree` has to be equal."""
-        from datasketch import MinHash
-
-        shingles = ([ngram.encode() for ngram in ngrams(words, SHINGLE)] for words in texts)
-        signatures = MinHash.generator(shingles, num_perm=NUM_PERMUTATIONS)
-        keys = np.empty((len(texts), self.num_bands), np.uint64)
-        for row, (signature, agree) in enumerate(zip(signatures, must_agree, strict=True)):
-            bands = signature.hashvalues[: self.num_bands * self.num_values].reshape(self.num_bands, -1)
-            keys[row] = [digest(band.tobytes() + agree.encode()) for band in bands]
-        return keys
+    def keys(self, words: Sequence[str], must_agree: str) -> list[int]:
+        """A key per band: near duplicates share one, for which their `must_agree` has to be equal."""
+        signature = self._empty.copy()
+        signature.update_batch([ngram.encode() for ngram in ngrams(words, SHINGLE)])
+        bands = signature.hashvalues[: self.num_bands * self.num_values].reshape(self.num_bands, -1)
+        return [digest(band.tobytes() + must_agree.encode()) for band in bands]
 
 
-def groups(keys: U64) -> NDArray[np.int32]:
-    """The group of each row of keys: rows share the key of a column, or are connected by a chain of such rows."""
-    from scipy.sparse import coo_array
-    from scipy.sparse.csgraph import connected_components
+def firsts(keys: Keys, contents: Keys) -> NDArray[np.int64]:
+    """For each row of keys [rows, columns], the row with the smallest hash of its content that shares a key with it.
 
-    edges = [np.empty((2, 0), np.int64)]
-    for column in keys.T:
-        order = np.argsort(column, kind="stable")
-        same = np.flatnonzero(column[order[1:]] == column[order[:-1]])
-        edges.append(np.stack([order[same], order[same + 1]]))
-    pairs = np.concatenate(edges, axis=1)
-    graph = coo_array((np.ones(pairs.shape[1], np.int8), (pairs[0], pairs[1])), shape=(len(keys), len(keys)))
-    labels: NDArray[np.int32] = connected_components(graph, directed=False)[1]
-    return labels
-
-
-def keepers(labels: NDArray[np.int32], contents: U64) -> NDArray[np.int64]:
-    """For each row the row of its group that is kept: the one whose content has the smallest hash.
-
-    So the rows kept do not depend on the order of rows, and another pass over them drops nothing.
+    The rows that are their own first are kept. They do not depend on the order of rows, at least one of them is in
+    each group of duplicates, and no two of them share a key, so another pass over them drops nothing.
     """
     order = np.argsort(contents, kind="stable")
-    _, firsts = np.unique(labels[order], return_index=True)
-    kept: NDArray[np.int64] = order[firsts][labels]
-    return kept
+    ranks = np.arange(len(keys))
+    for column in keys[order].T:
+        _, first, inverse = np.unique(column, return_index=True, return_inverse=True)
+        ranks = np.minimum(ranks, first[inverse])
+    rows = np.empty_like(order)
+    rows[order] = order[ranks]
+    return rows
 
 
-def is_validation(prompts: U64, seed: int, share: float) -> NDArray[np.bool_]:
+def is_validation(prompts: Keys, seed: int, share: float) -> NDArray[np.bool_]:
     """A mask of the prompts, given as hashes, for validation; it depends on nothing but the prompt and the seed."""
-    mixed = _mixed(prompts ^ _mixed(np.array([seed % 2**64], np.uint64)))
+    mixed = _mixed(prompts.view(np.uint64) ^ _mixed(np.array([seed % 2**64], np.uint64)))
     mask: NDArray[np.bool_] = (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53 < share
     return mask
 
 
-def _mixed(values: U64) -> U64:
+def _mixed(values: _U64) -> _U64:
     """A bijection of 64-bit integers that changes half of the bits (the finalizer of splitmix64)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,35 +1,30 @@
-"""The passes of `prepare_data`: rows are read into a spool with their keys, selected, and written.
+"""The passes of `prepare_data`: rows and their keys go into one `datasets.Dataset` on the disk, are selected, written.
 
-`datasets` serves for its own folders only: its readers of text files convert texts that look like dates, and their
-errors name no row.
+A row is JSON text there, so that the columns have the same types whatever the values. The files are read by our own
+readers, because those of `datasets` convert texts that look like dates, and their errors name no row.
 """
 
 import copy
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from ..config import DataConfig
 from ..errors import BadRowsError, DataConfigError, DataError
 from ..files.opening import open_table
 from ..files.table import Place, Table
-from ..prompts import batches
 from ..rendering import Renderer, encode
 from ..rows import left_out
 from ..tokenizer import load_tokenizer
 from . import card
 from .card import File, Report
 from .config import PrepareConfig, option
-from .duplicates import HeldOut, NearDuplicates, digests, normalized, numbers_and_operators, tokens
+from .duplicates import HeldOut, NearDuplicates, digest, normalized, numbers_and_operators, tokens
 from .layouts import Layout, Record, find_layout, json_text, prompt_of, read_records, response_of, text_of
-from .output import output_folder
-from .writing import Spool, fingerprint, write_selection
+from .writing import fingerprint, output_folder, write_selection
 
 _MAX_SHOWN = 20
 
@@ -50,13 +45,26 @@ def prepare_data(config: PrepareConfig, *, command: str = "") -> Report:
     """
     if importlib.util.find_spec("datasketch") is None:
         raise DataConfigError("datasketch is not installed", remedy="pip install plinth-rl-data[prepare]")
-    with output_folder(Path(config.out), overwrite=config.overwrite) as folder:
-        report = Report(command=command, unit="tokens" if config.tokenizer else "characters")
-        reader = _Reader(config, report, Spool(folder / "spool.jsonl"))
-        reader.read()
-        write_selection(reader.spool, config, report, folder)
+    with output_folder(Path(config.out), overwrite=config.overwrite) as (folder, temporary):
+        report = Report(command=command)
+        rows = _stored_rows(_Reader(config, report), temporary)
+        write_selection(rows, config, report, folder)
         (folder / "card.md").write_text(card.card(report), encoding="utf-8")
     return report
+
+
+def _stored_rows(reader: "_Reader", folder: str) -> Any:
+    """A `datasets.Dataset` of all rows and their keys, in a folder. Raises what `reader.rows` raises."""
+    from datasets import Dataset, Features, List, Value
+    from datasets.exceptions import DatasetGenerationError
+
+    texts, hashes = ("place", "record"), ("content", "text", "prompt", "ground_truth")
+    types = dict.fromkeys(texts, Value("large_string")) | dict.fromkeys(hashes, Value("int64"))
+    features = Features(types | {"bands": List(Value("int64"))})
+    try:
+        return Dataset.from_generator(reader.rows, features=features, cache_dir=folder, fingerprint="rows")
+    except DatasetGenerationError as error:
+        raise (error.__cause__ or error) from None
 
 
 def with_option(error: DataError) -> DataError:
@@ -67,26 +75,24 @@ def with_option(error: DataError) -> DataError:
 
 
 class _Reader:
-    """Reads files into a spool. All of them have questions, or all have conversations."""
+    """Reads the rows of all files. All files have questions, or all have conversations."""
 
-    def __init__(self, config: PrepareConfig, report: Report, spool: Spool) -> None:
+    def __init__(self, config: PrepareConfig, report: Report) -> None:
         """Reads the held-out files. Raises DataError, and ModelFolderError for the tokenizer."""
-        self._config, self._report, self.spool = config, report, spool
+        self._config, self._report = config, report
         self._errors: list[DataError] = []
         self._renderer = Renderer(load_tokenizer(config.tokenizer), DataConfig()) if config.tokenizer else None
         self._near = NearDuplicates(config.similarity) if config.duplicates == "near" else None
-        self._held_out, self._held_out_places = HeldOut(n=config.ngram, share=config.overlap), list[Place]()
+        self._held_out, self._held_out_places = HeldOut(), list[Place]()
         for file in config.held_out:
             self._read_held_out(open_table(file))
 
-    def read(self) -> None:
-        """Reads all files. Raises DataError for one that cannot be used, for bad rows, and if no row is left."""
-        if self._near:
-            shares = ", ".join(
-                f"{self._near.probability(share):.3f} at {share}" for share in (0.5, 0.7, 0.8, 0.9, 0.95)
-            )
-            self._report.notes.append(f"Probability of a near duplicate by the similarity of two prompts: {shares}.")
-        layouts = []
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The rows to select from, with their keys.
+
+        Raises DataError for a file that cannot be used, for bad rows, and if no row is left.
+        """
+        layouts, num_left = [], 0
         for file in self._config.files:
             table = open_table(file, self._on_bad)
             layouts.append(layout := find_layout(table, self._config))
@@ -94,30 +100,51 @@ class _Reader:
                 problem = "has conversations and other files have questions, or the reverse, and a file has one schema"
                 raise DataError(problem, "Prepare them apart; data.train takes several files.", file=file)
             self._note(table, layout)
-            num_rows = sum(map(self._add, batches(read_records(table, layout))))
-            self._report.files.append(_file("read", file, layout, num_rows))
+            num_usable = 0
+            for place, record in read_records(table, layout):
+                try:
+                    lengths = self._lengths(place, record)
+                except DataError as error:
+                    self._on_bad(error)
+                    continue
+                num_usable += 1
+                text = _compared_text(record)
+                words = tokens(text)
+                if not self._is_outside(place, record, *lengths) and not self._is_contaminated(place, record, words):
+                    num_left += 1
+                    yield self._stored(place, record, text, words)
+            self._report.files.append(_file("read", file, layout, num_usable))
         if self._errors:
             raise self._refusal(f"{len(self._errors)} rows cannot be used")
-        if not self.spool.num_rows:
+        if not num_left:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self._report.counts.items())
             raise DataError(f"no row is left ({reasons})", "Relax the limits.", file=", ".join(self._config.files))
+
+    def _stored(self, place: Place, record: Record, text: str, words: Sequence[str]) -> dict[str, Any]:
+        """A row with the keys that select it."""
+        context = _context(record)
+        must_agree = f"{numbers_and_operators(text)}\n{context}"
+        return {
+            "place": str(place),
+            "record": json.dumps(record),
+            "content": digest(json_text(record)),
+            "text": digest(text),
+            "prompt": digest(f"{text}\n{context}"),
+            "ground_truth": digest(record["ground_truth"] or ""),
+            "bands": self._near.keys(words, must_agree) if self._near else [],
+        }
 
     def _on_bad(self, error: DataError) -> None:
         """Counts an unusable row, or refuses it."""
         if self._config.skip_bad:
             self._report.count(card.UNUSABLE, with_option(error))
-        else:
-            self._refuse(error)
-
-    def _refuse(self, error: DataError) -> None:
-        """Adds the error of a row. Raises BadRowsError if there are enough to show."""
+            return
         self._errors.append(with_option(error))
         if len(self._errors) == _MAX_SHOWN:
             raise self._refusal(f"the first {_MAX_SHOWN} rows that cannot be used")
 
     def _refusal(self, problem: str) -> BadRowsError:
-        remedy = "Drop such rows: --skip-bad, and --contaminated drop for those that contain a held-out prompt."
-        return BadRowsError(problem, remedy, self._errors)
+        return BadRowsError(problem, "Drop such rows: --skip-bad.", self._errors)
 
     def _note(self, table: Table, layout: Layout) -> None:
         notes = [f"layout {layout.name}"]
@@ -141,43 +168,6 @@ class _Reader:
         num_rows = len(self._held_out_places) - num_before
         self._report.files.append(_file("held out", table.file, layout, num_rows))
 
-    def _add(self, rows: Sequence[tuple[Place, Record]]) -> int:
-        """Spools the rows of a batch that are kept; returns the number of its usable rows."""
-        num_usable, kept, texts, words = 0, [], [], []
-        for place, record in rows:
-            try:
-                lengths = self._lengths(place, record)
-            except DataError as error:
-                self._on_bad(error)
-                continue
-            num_usable += 1
-            text = _compared_text(record)
-            split = tokens(text)
-            if not self._is_outside(place, record, *lengths) and not self._is_contaminated(place, record, split):
-                kept.append((place, record, *lengths))
-                texts.append(text)
-                words.append(split)
-        if kept:
-            self._spool(kept, texts, words)
-        return num_usable
-
-    def _spool(self, rows: Sequence[tuple[Place, Record, int, int]], texts: list[str], words: list[list[str]]) -> None:
-        """Adds rows, their normalized prompts and the tokens of these."""
-        records = [record for _, record, *_ in rows]
-        contexts = [_context(record) for record in records]
-        keys: dict[str, NDArray[Any]] = {
-            "content": digests(map(json_text, records)),
-            "text": digests(texts),
-            "prompt": digests(map("\n".join, zip(texts, contexts, strict=True))),
-            "ground_truth": digests(record["ground_truth"] or "" for record in records),
-            "prompt_length": np.array([length for *_, length, _ in rows], np.uint32),
-            "response_length": np.array([length for *_, length in rows], np.uint32),
-        }
-        if self._near:
-            must_agree = map("\n".join, zip(map(numbers_and_operators, texts), contexts, strict=True))
-            keys["bands"] = self._near.keys(words, list(must_agree))
-        self.spool.add(records, [place for place, *_ in rows], keys)
-
     def _lengths(self, place: Place, record: Record) -> tuple[int, int]:
         """Lengths of prompt and response, as the apps count them. Raises DataError for what the template refuses."""
         messages, response = prompt_of(record), response_of(record)
@@ -188,30 +178,25 @@ class _Reader:
         return len(self._renderer.encode([prompt])[0]), len(response_ids)
 
     def _is_outside(self, place: Place, record: Record, prompt_length: int, response_length: int) -> bool:
-        """Counts a row that is too short or too long; False for others."""
-        config = self._config
-        for reason, length, shortest, longest in (
-            (card.SHORT_PROMPT, prompt_length, config.min_prompt_length, None),
-            (card.LONG_PROMPT, prompt_length, 0, config.max_prompt_length),
-            (card.LONG_RESPONSE, response_length, 0, config.max_response_length),
+        """Counts a row that is too long; False for others."""
+        unit = "tokens" if self._renderer else "characters"
+        for reason, length, longest in (
+            (card.LONG_PROMPT, prompt_length, self._config.max_prompt_length),
+            (card.LONG_RESPONSE, response_length, self._config.max_response_length),
         ):
-            if length < shortest or (longest is not None and length > longest):
-                self._report.count(reason, place, text_of(prompt_of(record)), f"{length} {self._report.unit}")
+            if longest is not None and length > longest:
+                self._report.count(reason, place, text_of(prompt_of(record)), f"{length} {unit}")
                 return True
         return False
 
     def _is_contaminated(self, place: Place, record: Record, words: Sequence[str]) -> bool:
-        """Counts a row that contains a held-out prompt; True if it is dropped for it."""
+        """Counts a row that contains a held-out prompt; False for others."""
         contained = self._held_out.contained(words)
         if contained is None:
             return False
         other = f"{contained[1]:.0%} of {self._held_out_places[contained[0]]}"
-        if self._config.contaminated == "refuse":
-            self._refuse(place.error(f"contains a held-out prompt: {other}", "Drop the row."))
-        is_kept = self._config.contaminated == "keep"
-        reason = card.CONTAMINATED_KEPT if is_kept else card.CONTAMINATED
-        self._report.count(reason, place, text_of(prompt_of(record)), other)
-        return not is_kept
+        self._report.count(card.CONTAMINATED, place, text_of(prompt_of(record)), other)
+        return True
 
 
 def _compared_text(record: Record) -> str:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import yaml
 
-from ds_engine.deepspeed_keys import OWNED
+from ds_engine.deepspeed_keys import OWNED, needs_stage_3
 from run_kit import ConfigError, load_config
 
 from ..errors import InputError
@@ -27,45 +27,44 @@ AppName = Literal["grpo", "ppo", "distill", "sft", "dpo", "reward"]
 Kind = Literal["mapped", "not needed", "refused"]
 
 _DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}
-_NODES = "Ray starts the ranks of all nodes (trainer.ray_address; plinth slurm --nodes=N APP)"
-_BATCH = "computed from batch sizes and ranks; give batch.mini_batch_size (prompts), in SFT supervised.batch_size"
-_NOT_NEEDED = {
-    "distributed_type": "DeepSpeed is the only backend",
-    "compute_environment": "the same command runs everywhere",
-    "main_training_function": "an app is its own script",
-    "zero3_init_flag": "stage 3 always loads sharded weights",
-    "gradient_accumulation_steps": _BATCH,
-    "downcast_bf16": "for TPUs",
-    "gpu_ids": "set CUDA_VISIBLE_DEVICES",
-    "enable_cpu_affinity": "set it with numactl or the scheduler",
-    "steps_per_print": "every step is in metrics.tsv",
-    "wall_clock_breakdown": "every phase of a step is in metrics.tsv",
-    "zero_allow_untested_optimizer": "the engine sets it",
-    "zero_force_ds_cpu_optimizer": "offloaded states are stepped by torch's AdamW",
-    **dict.fromkeys(("machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "same_network"), _NODES),
-    **dict.fromkeys(("deepspeed_multinode_launcher", "deepspeed_hostfile"), _NODES),
-    **dict.fromkeys(("deepspeed_inclusion_filter", "deepspeed_exclusion_filter"), _NODES),
-    **dict.fromkeys(("tpu_env", "tpu_use_cluster", "tpu_use_sudo", "tpu_name", "tpu_zone", "tpu_vm"), "for TPUs"),
-    **dict.fromkeys(("commands", "command_file"), "for TPUs"),
-}
-_REFUSED = {
-    "deepspeed_moe_layer_cls_names": "experts are sharded as any other layer; there are no MoE leaf modules to name",
-    "enable_msamp": "FP8 optimizers are not supported",
-    "msamp_opt_level": "FP8 optimizers are not supported",
-    "activation_checkpointing": "set gradient_checkpointing, checkpoint_every or checkpoint_to_cpu of the engine",
-    "fsdp_config": "DeepSpeed is the only backend",
-    "megatron_lm_config": "DeepSpeed is the only backend",
-    "parallelism_config": "set sequence_parallel of the engine",
-    "fp8_config": "FP8 training is not supported",
-    "mpirun_config": "Ray starts the ranks",
-}
-_OPTIMIZER = ("lr", "betas", "eps", "weight_decay")
 CONFIGS: Mapping[AppName, type[JobConfig] | type[SupervisedJobConfig]] = {
     **dict.fromkeys(("grpo", "ppo", "distill"), JobConfig),
     "sft": SupervisedJobConfig,
     **dict.fromkeys(("dpo", "reward"), PreferenceJobConfig),
 }
 """The configuration whose keys an app's preset may have."""
+_NODES = "Ray starts the ranks of all nodes (trainer.ray_address; plinth slurm --nodes=N APP)"
+_BATCH = "computed from batch sizes and ranks; give batch.mini_batch_size (prompts), in SFT supervised.batch_size"
+_UNNEEDED = {
+    "DeepSpeed is the only backend": "distributed_type",
+    "the same command runs everywhere": "compute_environment",
+    "an app is its own script": "main_training_function",
+    "stage 3 always loads sharded weights": "zero3_init_flag",
+    _BATCH: "gradient_accumulation_steps",
+    "set CUDA_VISIBLE_DEVICES": "gpu_ids",
+    "set it with numactl or the scheduler": "enable_cpu_affinity",
+    "metrics.tsv has every step and phase": "steps_per_print wall_clock_breakdown",
+    "the engine sets it": "zero_allow_untested_optimizer",
+    "offloaded states are stepped by torch's AdamW": "zero_force_ds_cpu_optimizer",
+    "the engine's optimizer is AdamW": "optimizer.type",
+    "its keys are below": "deepspeed_config_file",
+    _NODES: "machine_rank main_process_ip main_process_port rdzv_backend same_network deepspeed_multinode_launcher "
+    "deepspeed_hostfile deepspeed_inclusion_filter deepspeed_exclusion_filter",
+    "for TPUs": "downcast_bf16 tpu_env tpu_use_cluster tpu_use_sudo tpu_name tpu_zone tpu_vm commands command_file",
+}
+"""Reason -> keys that a preset does not need."""
+_REFUSED = {
+    "experts are sharded as any other layer; there are no MoE leaf modules to name": "deepspeed_moe_layer_cls_names",
+    "FP8 training is not supported": "enable_msamp msamp_opt_level fp8_config",
+    "set gradient_checkpointing, checkpoint_every or checkpoint_to_cpu of the engine": "activation_checkpointing",
+    "DeepSpeed is the only backend": "fsdp_config megatron_lm_config",
+    "set sequence_parallel of the engine": "parallelism_config",
+    "Ray starts the ranks": "mpirun_config",
+    "the engine's optimizer is AdamW": "optimizer",
+    "set schedule and warmup_steps of the optimizer": "scheduler",
+    "batch.mini_batch_size counts prompts: divide by sampling.n": "train_batch_size",
+}
+"""Reason -> keys that have no counterpart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,167 +83,137 @@ class Entry:
     def comment(self) -> str:
         """The key and its fate, on one line."""
         text = json.dumps(self.value)
-        return f"{self.theirs}: {text if len(text) <= 60 else text[:57] + '...'}" + (
-            f": {self.why}" if self.why else ""
+        shown = f"{self.theirs}: {text if len(text) <= 60 else text[:57] + '...'}"
+        return f"{shown}: {self.why}" if self.why else shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rule:
+    """A key's counterpart; a key without one is refused, or not needed."""
+
+    ours: str
+    convert: Callable[[Any], Any] = lambda value: value
+    """Our value; a LookupError refuses theirs."""
+    is_on: Callable[[Any], bool] = lambda _: True
+    """False for a value that a preset does not need."""
+    off: str = ""
+    """Why it does not."""
+    allowed: str = ""
+    why: str = ""
+
+
+def _rules(app: AppName, dtype: str, stage: int) -> dict[str, _Rule]:
+    """Accelerate's keys and DeepSpeed's -> ours, for an engine of this dtype and stage."""
+    is_supervised = issubclass(CONFIGS[app], SupervisedJobConfig)
+    engine, optim = ("engine", "supervised.optim") if is_supervised else ("actor", "actor.optim")
+    zero, element_bytes = f"{engine}.zero", 4 if dtype == "float32" else 2
+    stages = _Rule(ours=f"{zero}.stage", convert=lambda v: {1: 1, 2: 2, 3: 3}[int(v)], allowed="1 to 3")
+    rules = {
+        "num_processes": _Rule(ours="trainer.num_ranks"),
+        "num_machines": _switch("trainer.ray_address", "auto", "one host is the default", lambda v: int(v or 1) > 1),
+        "mixed_precision": _Rule(ours=f"{engine}.dtype", convert=_dtype, allowed=", ".join(_DTYPES)),
+        "fp16.enabled": _switch(f"{engine}.dtype", "float16", "mixed_precision decides"),
+        "bf16.enabled": _switch(f"{engine}.dtype", "bfloat16", "mixed_precision decides"),
+        "use_cpu": _switch("trainer.device", "cpu", "GPUs are used if there are any"),
+        "debug": _switch(f"{engine}.collective_guard", "auto", "off is the default"),
+        "dynamo_config": _switch(f"{engine}.compile", True, "not compiled", _has_dynamo),
+        "gradient_clipping": _Rule(ours=f"{optim}.grad_clip", convert=lambda v: float(v) or None),
+        **{f"optimizer.params.{key}": _Rule(ours=f"{optim}.{key}") for key in ("lr", "betas", "eps", "weight_decay")},
+        "zero3_save_16bit_model": _switch("trainer.export_model", True, "the model is not exported"),
+        "train_micro_batch_size_per_gpu": _Rule(ours=f"{'' if is_supervised else 'batch.'}micro_batch_size"),
+        "communication_data_type": _switch(f"{zero}.fp32_reduce", True, "the default", lambda v: v == "fp32"),
+        "data_types.grad_accum_dtype": _Rule(ours=f"{zero}.fp32_grad_accum", convert=lambda v: v == "fp32"),
+        "stage": stages,
+        "zero_stage": stages,
+        "overlap_comm": _Rule(ours=f"{zero}.overlap_comm"),
+        "reduce_bucket_size": _Rule(
+            ours=f"{zero}.reduce_bucket_bytes",
+            convert=lambda v: max(1024, int(float(v)) * element_bytes),
+            why=f"elements of {dtype} as bytes",
+        ),
+        "stage3_param_persistence_threshold": _Rule(
+            ours=f"{zero}.param_persistence_elements", convert=lambda v: int(float(v))
+        ),
+        "offload_optimizer_device": _Rule(ours=f"{zero}.offload.optimizer", convert=lambda v: v or "none"),
+        "offload_param_device": _Rule(
+            ours=f"{zero}.offload.param",
+            convert=lambda v: v or "none",
+            is_on=lambda v: stage == 3 or v in (None, "none"),
+            off=f"DeepSpeed ignores it at stage {stage}",
+        ),
+    }
+    for key in ("offload_optimizer_nvme_path", "offload_param_nvme_path"):
+        rules[key] = _Rule(
+            ours=f"{zero}.offload.nvme_path", is_on=lambda v: v not in (None, "none", "None"), off="nothing is on NVMe"
         )
+    if is_supervised:
+        rules["train_batch_size"] = _Rule(ours="supervised.batch_size")
+    return rules
 
 
-Fate = dict[str, Any]
-"""The fate of a key: the fields of its `Entry` but for the key and its value."""
+def _switch(ours: str, our_value: Any, off: str, is_on: Callable[[Any], bool] = bool) -> _Rule:
+    """A key that is mapped to one value if it is on."""
+    return _Rule(ours=ours, convert=lambda _: our_value, is_on=is_on, off=off)
 
 
-def _mapped(ours: str, our_value: Any, why: str = "") -> Fate:
-    return {"kind": "mapped", "ours": ours, "our_value": our_value, "why": why}
+def _dtype(value: Any) -> str:
+    return _DTYPES["no" if value is False else str(value)]  # YAML reads a bare no as false
 
 
-def _not_needed(why: str) -> Fate:
-    return {"kind": "not needed", "why": why}
+def _has_dynamo(value: Any) -> bool:
+    return bool(value) and str(value.get("dynamo_backend", "NO")).upper() != "NO"
 
 
-def _refused(why: str) -> Fate:
-    return {"kind": "refused", "why": why}
+def _flattened(
+    tree: Mapping[str, Any], folder: Path, prefix: str = "", path: str = ""
+) -> Iterator[tuple[str, str, Any]]:
+    """The keys of the file and of the JSON file that it names: dotted name, key of the rules, value."""
+    for key, value in tree.items():
+        name, rule = prefix + key, path + key
+        if key == "deepspeed_config_file":
+            yield name, rule, value
+            yield from _flattened(_read_json(folder, str(value)), folder, f"{Path(str(value)).name}:")
+        elif key in ("deepspeed_config", "zero_optimization"):
+            yield from _flattened(value or {}, folder, f"{name}.")
+        elif key in ("fp16", "bf16", "data_types", "params"):
+            yield from _flattened(value or {}, folder, f"{name}.", f"{rule}.")
+        elif key in ("offload_optimizer", "offload_param") and isinstance(value, Mapping):
+            yield from _flattened(value, folder, f"{name}.", f"{rule}_")  # accelerate has flat keys for them
+        elif key == "optimizer" and value.get("type") in ("Adam", "AdamW"):
+            yield from _flattened(value, folder, f"{name}.", f"{rule}.")
+        else:
+            yield name, rule, value
 
 
-class _Converter:
-    def __init__(self, app: AppName, folder: Path, dtype: str) -> None:
-        self._folder, self._dtype = folder, dtype
-        is_supervised = issubclass(CONFIGS[app], SupervisedJobConfig)
-        self._engine = engine = "engine" if is_supervised else "actor"
-        self._optim = optim = "supervised.optim" if is_supervised else "actor.optim"
-        self._zero = zero = f"{engine}.zero"
-        self._rules: dict[str, Callable[[Any], Fate]] = {
-            # accelerate's YAML
-            "num_processes": lambda v: _mapped("trainer.num_ranks", v),
-            "num_machines": lambda v: (
-                _mapped("trainer.ray_address", "auto", _NODES)
-                if v and int(v) > 1
-                else _not_needed("one host is the default")
-            ),
-            "mixed_precision": self._precision,
-            "use_cpu": _switch("trainer.device", "cpu", "GPUs are used if there are any"),
-            "debug": _switch(f"{engine}.collective_guard", "auto", "off is the default"),
-            "dynamo_config": _switch(
-                f"{engine}.compile",
-                True,
-                "not compiled",
-                is_on=lambda v: bool(v) and str(v.get("dynamo_backend", "NO")).upper() != "NO",
-            ),
-            # its section deepspeed_config, and DeepSpeed's JSON
-            "gradient_clipping": lambda v: _mapped(f"{optim}.grad_clip", float(v) or None),
-            "zero3_save_16bit_model": _switch("trainer.export_model", True, "the model is not exported"),
-            "train_micro_batch_size_per_gpu": lambda v: _mapped(
-                f"{'' if is_supervised else 'batch.'}micro_batch_size", v
-            ),
-            "train_batch_size": lambda v: (
-                _mapped("supervised.batch_size", v)
-                if is_supervised
-                else _refused("batch.mini_batch_size counts prompts: divide by sampling.n")
-            ),
-            "scheduler": lambda _: _refused(f"set {optim}.schedule and {optim}.warmup_steps"),
-            "communication_data_type": _switch(f"{zero}.fp32_reduce", True, "the default", is_on=lambda v: v == "fp32"),
-            "data_types": lambda v: _mapped(f"{zero}.fp32_grad_accum", v.get("grad_accum_dtype") == "fp32"),
-            # the section zero_optimization, and accelerate's keys that stand for it
-            **dict.fromkeys(("stage", "zero_stage"), self._stage_fate),
-            "overlap_comm": lambda v: _mapped(f"{zero}.overlap_comm", v),
-            "reduce_bucket_size": self._bucket,
-            "stage3_param_persistence_threshold": lambda v: _mapped(
-                f"{zero}.param_persistence_elements", int(float(v))
-            ),
-        }
-
-    def entries(self, tree: Mapping[str, Any], prefix: str = "", stage: int = 2) -> Iterator[Entry]:
-        """The keys of accelerate's YAML (no prefix), of its `deepspeed_config`, of DeepSpeed's JSON or a section."""
-        stage = int(tree.get("stage", tree.get("zero_stage", stage)))
-        for key, value in tree.items():
-            name = prefix + key
-            if value == "auto" and prefix:
-                yield Entry(theirs=name, value=value, **_not_needed("chosen by the engine"))
-            elif key == "deepspeed_config":
-                yield from self.entries(value or {}, f"{name}.", stage)
-            elif key == "deepspeed_config_file":
-                yield Entry(theirs=name, value=value, **_not_needed("its keys are below"))
-                yield from self.entries(_read_json(self._folder, str(value)), f"{Path(str(value)).name}:", stage)
-            elif key == "zero_optimization":
-                yield from self.entries(value, f"{name}.", stage)
-            elif key in ("fp16", "bf16"):
-                yield from self._section_precision(key, value, name)
-            elif key == "optimizer":
-                yield from self._optimizer(value, f"{name}.")
-            elif key.startswith(("offload_optimizer", "offload_param")):
-                yield from self._offload(key, value, name, stage)
-            else:
-                yield Entry(theirs=name, value=value, **self._fate(key, value, stage, is_top=not prefix))
-
-    def _fate(self, key: str, value: Any, stage: int, *, is_top: bool) -> Fate:
-        if (rule := self._rules.get(key)) is not None:
-            return rule(value)
-        if why := OWNED.get(key) or _NOT_NEEDED.get(key):
-            return _not_needed(why)
-        if not value and (is_top or key in _REFUSED):
-            return _not_needed("it is empty")
-        if not key.startswith("stage3_") and key not in ("sub_group_size", "ignore_unused_parameters"):
-            return _refused(_REFUSED.get(key, "unknown to this command; see docs/from-verl.md"))
-        if stage < 3 and key != "ignore_unused_parameters":
-            return _not_needed(f"read at stage 3 only, and this is {stage}")
-        return _mapped(f"{self._zero}.deepspeed.{key}", value if isinstance(value, bool) else int(float(value)))
-
-    def _stage_fate(self, value: Any) -> Fate:
-        if int(value) not in (1, 2, 3):
-            return _refused("stages 1 to 3 are supported; 1 shards the optimizer states alone")
-        return _mapped(f"{self._zero}.stage", int(value))
-
-    def _bucket(self, value: Any) -> Fate:
-        size = int(float(value)) * (4 if self._dtype == "float32" else 2)
-        return _mapped(f"{self._zero}.reduce_bucket_bytes", max(1024, size), f"elements of {self._dtype} as bytes")
-
-    def _offload(self, key: str, value: Any, name: str, stage: int) -> Iterator[Entry]:
-        part_name = "optimizer" if key.startswith("offload_optimizer") else "param"
-        ours = f"{self._zero}.offload"
-        if isinstance(value, Mapping):  # DeepSpeed's section; accelerate has flat keys
-            for inner, part in value.items():
-                if inner in ("device", "nvme_path"):
-                    yield from self._offload(f"offload_{part_name}_{inner}", part, f"{name}.{inner}", stage)
-                else:
-                    yield Entry(theirs=f"{name}.{inner}", value=part, **_not_needed("the engine chooses it"))
-            return
-        fate = _mapped(f"{ours}.{part_name}", value or "none")
-        if key.endswith("nvme_path"):
-            is_none = value in (None, "none", "None")
-            fate = _not_needed("nothing is on NVMe") if is_none else _mapped(f"{ours}.nvme_path", value)
-        elif part_name == "param" and stage < 3 and value not in (None, "none"):
-            fate = _not_needed(f"DeepSpeed ignores it at stage {stage}")
-        yield Entry(theirs=name, value=value, **fate)
-
-    def _optimizer(self, section: Mapping[str, Any], prefix: str) -> Iterator[Entry]:
-        kind = section.get("type")
-        if kind not in ("Adam", "AdamW"):
-            yield Entry(theirs=prefix[:-1], value=section, **_refused("the engine's optimizer is AdamW"))
-            return
-        yield Entry(theirs=f"{prefix}type", value=kind, **_not_needed("the engine's optimizer is AdamW"))
-        for key, value in (section.get("params") or {}).items():
-            fate = _refused(f"no key of {self._optim}")
-            if value == "auto":
-                fate = _not_needed("our default applies")
-            elif key in _OPTIMIZER:
-                fate = _mapped(f"{self._optim}.{key}", value)
-            yield Entry(theirs=f"{prefix}params.{key}", value=value, **fate)
-
-    def _precision(self, value: Any) -> Fate:
-        word = "no" if value is False else str(value)  # YAML reads a bare no as false
-        known = _mapped(f"{self._engine}.dtype", _DTYPES.get(word))
-        return known if word in _DTYPES else _refused("allowed: no, fp16, bf16")
-
-    def _section_precision(self, key: str, value: Mapping[str, Any], name: str) -> Iterator[Entry]:
-        for inner, part in value.items():
-            fate = _not_needed("the engine scales the loss" if inner != "enabled" else "mixed_precision decides")
-            if inner == "enabled" and part is True:
-                fate = _mapped(f"{self._engine}.dtype", _DTYPES[key])
-            yield Entry(theirs=f"{name}.{inner}", value=part, **fate)
+def _entry(name: str, key: str, value: Any, rule: _Rule | None, engine: str, stage: int) -> Entry:
+    """The fate of a key; rules come first, then the keys that the engine owns, then DeepSpeed's own of ZeRO."""
+    if value == "auto" and name != key:
+        return Entry(theirs=name, value=value, kind="not needed", why="chosen by the engine")
+    if rule is not None and not rule.is_on(value):
+        return Entry(theirs=name, value=value, kind="not needed", why=rule.off)
+    if rule is not None:
+        try:
+            our_value = rule.convert(value)
+        except LookupError:
+            return Entry(theirs=name, value=value, kind="refused", why=f"allowed: {rule.allowed}")
+        return Entry(theirs=name, value=value, kind="mapped", ours=rule.ours, our_value=our_value, why=rule.why)
+    if why := OWNED.get(key) or _reason(_UNNEEDED, key):
+        return Entry(theirs=name, value=value, kind="not needed", why=why)
+    refusal = _reason(_REFUSED, key)
+    if not value and (refusal or name == key):
+        return Entry(theirs=name, value=value, kind="not needed", why="it is empty")
+    if key.startswith(("fp16.", "bf16.", "offload_")):
+        return Entry(theirs=name, value=value, kind="not needed", why="the engine chooses it")
+    if not needs_stage_3(key) and key != "ignore_unused_parameters":
+        return Entry(theirs=name, value=value, kind="refused", why=refusal or "unknown; see docs/from-verl.md")
+    if stage < 3 and needs_stage_3(key):
+        return Entry(theirs=name, value=value, kind="not needed", why=f"read at stage 3 only, and this is {stage}")
+    our_value = value if isinstance(value, bool) else int(float(value))
+    return Entry(theirs=name, value=value, kind="mapped", ours=f"{engine}.zero.deepspeed.{key}", our_value=our_value)
 
 
-def _switch(ours: str, our_value: Any, off: str, *, is_on: Callable[[Any], bool] = bool) -> Callable[[Any], Fate]:
-    """The rule of a key that is mapped if it is on, and not needed if it is `off`."""
-    return lambda value: _mapped(ours, our_value) if is_on(value) else _not_needed(off)
+def _reason(keys: Mapping[str, str], key: str) -> str:
+    return next((reason for reason, names in keys.items() if key in names.split()), "")
 
 
 def convert(file: Path, *, app: AppName = "grpo") -> list[Entry]:
@@ -263,10 +232,15 @@ def convert(file: Path, *, app: AppName = "grpo") -> list[Entry]:
         raise InputError(f"{file} is no accelerate config: it has neither distributed_type nor deepspeed_config")
     if tree.get("distributed_type", "DEEPSPEED") != "DEEPSPEED":
         raise InputError(f"{file}: distributed_type is {tree['distributed_type']}; allowed: DEEPSPEED")
-    word = "no" if tree.get("mixed_precision", "bf16") is False else str(tree.get("mixed_precision", "bf16"))
-    converter = _Converter(app, file.parent, _DTYPES.get(word, "bfloat16"))
     try:
-        return list(converter.entries(tree))
+        keys = list(_flattened(tree, file.parent))
+        values = {key: value for _, key, value in keys}
+        stage = int(values.get("stage", values.get("zero_stage", 2)))
+        precision = values.get("mixed_precision", "bf16")
+        dtype = _DTYPES.get("no" if precision is False else str(precision), "bfloat16")
+        rules = _rules(app, dtype, stage)
+        engine = "engine" if issubclass(CONFIGS[app], SupervisedJobConfig) else "actor"
+        return [_entry(name, key, value, rules.get(key), engine, stage) for name, key, value in keys]
     except (TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{file}: a value has another type than accelerate's: {error}") from None
 

@@ -5,20 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
-
-Color = Literal["up", "down", "soft"]
-"""Green, red or gray."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tile:
-    """One large number at the top of a page."""
-
-    value: str
-    words: str
-    change: str = ""
-    color: Color = "soft"
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,17 +27,6 @@ class Table:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sides:
-    """A prompt with the responses of several runs or models in columns; on a phone they follow each other."""
-
-    title: str
-    note: str
-    prompt: str
-    sides: Mapping[str, Sequence[tuple[str, Color, str]]]
-    """Title of a column -> its responses: verdict, color of the verdict, text."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Section:
     """A part of a page. Whatever is empty is left out."""
 
@@ -60,16 +36,15 @@ class Section:
     note: str = ""
     figures: Sequence[Figure] = ()
     table: Table | None = None
-    sides: Sequence[Sides] = ()
-    folded: Mapping[str, str | Sequence[Sides]] = field(default_factory=dict)
-    """Title -> a text or prompts that are shown when the reader opens them."""
+    folded: Mapping[str, str] = field(default_factory=dict)
+    """Title -> a text that is shown when the reader opens it."""
     has_records: bool = False
     """The section searches the records of the page."""
 
     @property
     def is_empty(self) -> bool:
         """True if there is nothing to show but a title."""
-        return not (any(one.svg for one in self.figures) or self.table or self.sides or self.folded or self.has_records)
+        return not (any(one.svg for one in self.figures) or self.table or self.folded or self.has_records)
 
 
 def render(
@@ -77,7 +52,6 @@ def render(
     sections: Sequence[Section],
     *,
     note: str = "",
-    tiles: Sequence[Tile] = (),
     records: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """The page as text.
@@ -86,7 +60,7 @@ def render(
         records: rollouts that the reader can search: `step`, `prompt`, `response`, `reward` and more, without nan.
     """
     shown = [section for section in sections if not section.is_empty]
-    values = {"title": title, "sections": shown, "note": note, "tiles": tiles, "records": list(records)}
+    values = {"title": title, "sections": shown, "note": note, "records": list(records)}
     return f"{_template().render(values)}\n"
 
 

@@ -10,13 +10,11 @@ from ..errors import ReportError
 from ..tracking.curves import Line, draw_stack, label_of, line_svg, lines_of, lines_of_runs, to_svg
 from ..tracking.metrics_table import MetricsTable, atomic_write, columns_of
 from ..tracking.panels import Panel, choose_panels, measured_columns, single_panels
-from ..tracking.progress import duration_text
 from ..tracking.summary import overview, summarize, tail_mean
 from .data import MAX_ROLLOUTS, RunData, read_run, spread
-from .page import Color, Figure, Section, Table, Tile, render
+from .page import Figure, Section, Table, render
 
 Record = Mapping[str, Any]
-_TILES = ("perf/throughput", "timing_s/step", "rollout/log_prob_mismatch", "memory/host_peak_gib")
 
 
 def write_report(run_folder: Path | str, path: Path | str | None = None) -> Path:
@@ -37,7 +35,7 @@ def write_report(run_folder: Path | str, path: Path | str | None = None) -> Path
         Section(key="config", title="Configuration and log", folded={key: text for key, text in texts.items() if text}),
     ]
     path = Path(run_folder) / "report.html" if path is None else Path(path)
-    atomic_write(path, render(data.name, sections, tiles=list(_tiles(data)), records=data.rollouts))
+    atomic_write(path, render(data.name, sections, records=data.rollouts))
     return path
 
 
@@ -73,24 +71,6 @@ def write_comparison(runs: Mapping[str, Path | str], path: Path | str, *, title:
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, render(title, sections, note=f"{len(data)} runs", records=records))
     return path
-
-
-def _tiles(data: RunData) -> Iterator[Tile]:
-    def changed(before: float, after: float, words: str) -> Tile:
-        color: Color = "up" if after > before else "down" if after < before else "soft"
-        return Tile(value=f"{before:.3f} → {after:.3f}", change=f"{after - before:+.3f}", color=color, words=words)
-
-    wall_s = data.summary.get("wall_s")
-    took = f"in {duration_text(wall_s)}" if isinstance(wall_s, (int, float)) else "logged"
-    yield Tile(value=str(sum(step > 0 for step in data.table.steps)), words=f"steps {took}")
-    before, after = data.summary.get("accuracy_before"), data.summary.get("accuracy_after")
-    if isinstance(before, (int, float)) and isinstance(after, (int, float)):
-        yield changed(before, after, "held-out accuracy, before and after")
-    scores = summarize(data.table.series("critic/score/mean")[1])
-    if scores.num_values:
-        yield changed(scores.first_mean, scores.last_mean, "mean score, first and last five steps")
-    measures = {measure.metric: measure for measure in overview([data.table])}
-    yield from (Tile(value=measures[name].texts[0], words=measures[name].title) for name in _TILES if name in measures)
 
 
 def _plots(runs: Mapping[str, RunData]) -> Iterator[Section]:
