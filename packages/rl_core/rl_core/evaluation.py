@@ -63,7 +63,7 @@ def majority_vote(votes: Sequence[int], is_right: Sequence[bool]) -> float:
         if vote >= 0:
             marks.setdefault(vote, []).append(right)
     most = max(map(len, marks.values()), default=0)
-    winners = [sum(found) / most for found in marks.values() if len(found) == most]
+    winners = [sum(votes_right) / most for votes_right in marks.values() if len(votes_right) == most]
     return sum(winners) / len(winners) if winners else 0.0
 
 

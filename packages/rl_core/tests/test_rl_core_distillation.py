@@ -49,12 +49,12 @@ def test_with_every_token_it_is_the_textbook_divergence_and_has_its_gradient(
 ) -> None:
     student, teacher = draw(seed, num, size).requires_grad_(), draw(seed + 1, num, size).log_softmax(-1)
     weights = draw(seed + 2, num)
-    found = divergence(student.log_softmax(-1), teacher, kind=kind, beta=beta)
+    actual = divergence(student.log_softmax(-1), teacher, kind=kind, beta=beta)
     expected = textbook(student.log_softmax(-1), teacher, kind, beta)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-    (of_found,) = torch.autograd.grad((weights * found).sum(), student)
-    (of_expected,) = torch.autograd.grad((weights * expected).sum(), student)
-    torch.testing.assert_close(of_found, of_expected, rtol=1e-8, atol=1e-11)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
+    (actual_gradient,) = torch.autograd.grad((weights * actual).sum(), student)
+    (expected_gradient,) = torch.autograd.grad((weights * expected).sum(), student)
+    torch.testing.assert_close(actual_gradient, expected_gradient, rtol=1e-8, atol=1e-11)
 
 
 @PROPERTY
@@ -83,9 +83,9 @@ def test_equal_distributions_have_none_and_no_gradient(
     logits = draw(seed, num, size).requires_grad_()
     known = data.draw(st.integers(1, size))
     student = logits.log_softmax(-1)[:, :known]
-    found = divergence(student, student.detach(), kind=kind, beta=beta)
-    (gradient,) = torch.autograd.grad(found.sum(), logits)
-    torch.testing.assert_close(found, torch.zeros_like(found), rtol=0, atol=1e-12)
+    actual = divergence(student, student.detach(), kind=kind, beta=beta)
+    (gradient,) = torch.autograd.grad(actual.sum(), logits)
+    torch.testing.assert_close(actual, torch.zeros_like(actual), rtol=0, atol=1e-12)
     torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-12)
 
 
@@ -93,10 +93,10 @@ def test_equal_distributions_have_none_and_no_gradient(
 def test_impossible_tokens_make_no_nan(kind: DivergenceKind) -> None:
     logits = torch.tensor([[0.0, 1.0, -math.inf]], requires_grad=True)
     teacher = torch.tensor([[math.log(0.25), math.log(0.75), -math.inf]])
-    found = divergence(logits.log_softmax(-1), teacher, kind=kind)
-    found.sum().backward()
+    actual = divergence(logits.log_softmax(-1), teacher, kind=kind)
+    actual.sum().backward()
     assert logits.grad is not None
-    assert found.isfinite().all()
+    assert actual.isfinite().all()
     assert logits.grad.isfinite().all()
 
 
@@ -127,7 +127,7 @@ def test_from_hidden_states_in_chunks_it_has_the_values_and_gradients_of_plain_a
     head = TeacherHead(hidden_KG=draw(seed + 3, num, 3), weight_VG=draw(seed + 4, size + 2, 3), soft_cap=cap)
     weights = draw(seed + 5, num)
     inputs = [x for x in (hidden, weight, bias) if x is not None]
-    found = linear_divergence(
+    actual = linear_divergence(
         hidden,
         weight,
         head,
@@ -143,8 +143,8 @@ def test_from_hidden_states_in_chunks_it_has_the_values_and_gradients_of_plain_a
     if cap is not None:
         logits, of_teacher = cap * (logits / cap).tanh(), cap * (of_teacher / cap).tanh()
     expected = textbook((logits / temperature).log_softmax(-1), (of_teacher / temperature).log_softmax(-1), kind, 0.3)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-    gradients = [torch.autograd.grad((weights * x).sum(), inputs) for x in (found, expected)]
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
+    gradients = [torch.autograd.grad((weights * x).sum(), inputs) for x in (actual, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-11)
 
 
@@ -155,24 +155,24 @@ def test_from_hidden_states_a_top_k_is_the_divergence_of_its_log_probs(
 ) -> None:
     hidden, weight = draw(seed, num, 4).requires_grad_(), draw(seed + 1, size, 4).requires_grad_()
     log_probs, ids = draw(seed + 2, num, size).log_softmax(-1).topk(3)
-    found = linear_divergence(
+    actual = linear_divergence(
         hidden, weight, TeacherTopK(ids_KC=ids, log_probs_KC=log_probs), kind=kind, chunk_bytes=2 * size * 8
     )
     expected = divergence((hidden @ weight.T).log_softmax(-1).gather(1, ids), log_probs, kind=kind)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(
-        *[torch.autograd.grad(x.sum(), (hidden, weight)) for x in (found, expected)], rtol=1e-9, atol=1e-12
+        *[torch.autograd.grad(x.sum(), (hidden, weight)) for x in (actual, expected)], rtol=1e-9, atol=1e-12
     )
 
 
 def test_bfloat16_inputs_are_computed_in_float32() -> None:
     hidden, weight = draw(0, 6, 8).bfloat16().requires_grad_(), draw(1, 11, 8).bfloat16().requires_grad_()
     head = TeacherHead(hidden_KG=draw(2, 6, 8).bfloat16(), weight_VG=draw(3, 11, 8).bfloat16())
-    found = linear_divergence(hidden, weight, head, chunk_bytes=2 * 11 * 4)
+    actual = linear_divergence(hidden, weight, head, chunk_bytes=2 * 11 * 4)
     student, teacher = ((h.double() @ w.double().T).log_softmax(-1) for h, w in ((hidden, weight), vars_of(head)))
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), textbook(student, teacher, "reverse", 0.5), rtol=1e-4, atol=1e-5)
-    found.sum().backward()
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual.double(), textbook(student, teacher, "reverse", 0.5), rtol=1e-4, atol=1e-5)
+    actual.sum().backward()
     assert hidden.grad is not None
     assert (hidden.grad.dtype, weight.grad.dtype if weight.grad is not None else None) == (torch.bfloat16,) * 2
 
@@ -196,8 +196,8 @@ def test_the_expected_policy_gradient_of_the_advantages_is_that_of_the_reverse_k
         loss = torch.zeros((), dtype=torch.float64)
         for tokens in itertools.product(range(size), repeat=length):
             student = log_probs(first.log_softmax(-1), second.log_softmax(-1), tokens)
-            found = distillation_advantages(student, log_probs(*teacher, tokens), torch.tensor([length]), gamma=gamma)
-            loss = loss - student.sum().exp().detach() * (found * student).sum()
+            actual = distillation_advantages(student, log_probs(*teacher, tokens), torch.tensor([length]), gamma=gamma)
+            loss = loss - student.sum().exp().detach() * (actual * student).sum()
         return torch.autograd.grad(loss, parameters)
 
     s, t = (first.log_softmax(-1), second.log_softmax(-1)), teacher
@@ -241,5 +241,5 @@ def test_its_temperature_is_that_of_linear_log_prob() -> None:
     """A teacher that gives one token nearly all probability: forward KL is minus the token's log-prob."""
     hidden, weight, targets = draw(0, 4, 5), draw(1, 7, 5), torch.tensor([0, 3, 6, 2])
     certain = TeacherTopK(ids_KC=targets[:, None], log_probs_KC=torch.zeros(4, 1, dtype=torch.float64))
-    found = linear_divergence(hidden, weight, certain, 0.6, kind="forward")
-    torch.testing.assert_close(found, -linear_log_prob(hidden, weight, targets, 0.6)[0])
+    actual = linear_divergence(hidden, weight, certain, 0.6, kind="forward")
+    torch.testing.assert_close(actual, -linear_log_prob(hidden, weight, targets, 0.6)[0])

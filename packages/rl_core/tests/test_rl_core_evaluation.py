@@ -115,12 +115,12 @@ VALUES = st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=12)
 def test_an_interval_repeats_lies_in_the_range_and_follows_scale_and_shift(
     values: list[float], scale: float, shift: float, seed: int
 ) -> None:
-    found = bootstrap_mean(values, num_resamples=FEW, seed=seed)
-    assert found == bootstrap_mean(values, num_resamples=FEW, seed=seed)
-    assert min(values) - 1e-9 <= found.low <= found.high <= max(values) + 1e-9
-    assert found.num_values == len(values)
+    interval = bootstrap_mean(values, num_resamples=FEW, seed=seed)
+    assert interval == bootstrap_mean(values, num_resamples=FEW, seed=seed)
+    assert min(values) - 1e-9 <= interval.low <= interval.high <= max(values) + 1e-9
+    assert interval.num_values == len(values)
     moved = bootstrap_mean(np.array(values, np.float64) * scale + shift, num_resamples=FEW, seed=seed)
-    expected = [found.mean * scale + shift, found.low * scale + shift, found.high * scale + shift]
+    expected = [interval.mean * scale + shift, interval.low * scale + shift, interval.high * scale + shift]
     np.testing.assert_allclose([moved.mean, moved.low, moved.high], expected, atol=1e-6)
 
 
@@ -135,10 +135,10 @@ def test_resamples_in_parts_are_all_used(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("confidence", [0.8, 0.95])
 def test_an_interval_covers_the_true_mean_as_often_as_it_says(confidence: float) -> None:
     rng = np.random.default_rng(1)
-    found = [
+    intervals = [
         bootstrap_mean(rng.random(80) < 0.3, num_resamples=FEW, confidence=confidence, seed=seed) for seed in range(400)
     ]
-    covered = np.mean([one.low <= 0.3 <= one.high for one in found])
+    covered = np.mean([one.low <= 0.3 <= one.high for one in intervals])
     # 400 trials: three standard errors are 0.06 and 0.033.
     assert covered == pytest.approx(confidence, abs=0.06 if confidence < 0.9 else 0.033)
 

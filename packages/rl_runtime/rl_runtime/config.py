@@ -18,7 +18,7 @@ MAX_RANKS = 65_536
 
 
 def is_url(text: str) -> bool:
-    """Whether the text is a URL of a storage, with something after `scheme://`."""
+    """True for the URL of a storage, with something after `scheme://`."""
     return re.fullmatch(r"[a-z][a-z0-9+.-]*://.+", text) is not None
 
 
@@ -314,7 +314,7 @@ class TrainerConfig(TrainingConfig):
 
     @property
     def takes_turns(self) -> bool:
-        """Whether servers sleep while the trainer works."""
+        """True if servers sleep while the trainer works."""
         return self.take_turns in ("servers", "both")
 
 

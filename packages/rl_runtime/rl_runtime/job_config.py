@@ -83,7 +83,7 @@ class JobConfig:
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether the ranks keep a frozen copy of the first policy (`Job.reference`)."""
+        """True if the ranks keep a frozen copy of the first policy (`Job.reference`)."""
         return False
 
     @property

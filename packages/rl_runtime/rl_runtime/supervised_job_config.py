@@ -80,7 +80,7 @@ class SupervisedJobConfig:
 
     @property
     def holds_out(self) -> bool:
-        """Whether there are held-out examples."""
+        """True if there are held-out examples."""
         return bool(self.supervised.val_files or self.supervised.val_size)
 
     @property
@@ -125,12 +125,12 @@ class PreferenceJobConfig(SupervisedJobConfig):
 
     @property
     def is_builtin(self) -> bool:
-        """Whether the run trains the built-in model on the built-in task."""
+        """True if the run trains the built-in model on the built-in task."""
         return self.model.path == BUILTIN_MODEL
 
     @property
     def holds_out(self) -> bool:
-        """Whether there are held-out examples."""
+        """True if there are held-out examples."""
         return self.is_builtin or super().holds_out
 
     @property

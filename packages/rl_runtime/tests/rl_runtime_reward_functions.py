@@ -56,10 +56,10 @@ def not_a_number(response_text: str, prompt: Any) -> float:
 
 
 def strict(response_text: str, prompt: Any) -> float:
-    found = re.search(r"#### (-?\d+)", response_text)
-    if found is None:
+    match = re.search(r"#### (-?\d+)", response_text)
+    if match is None:
         raise ValueError("no ####")
-    return float(found[1] == prompt.ground_truth)
+    return float(match[1] == prompt.ground_truth)
 
 
 def only_json(response_text: str, prompt: Any) -> float:
@@ -81,10 +81,10 @@ def ranks(response_texts: Sequence[str], prompts: Sequence[Any]) -> list[float]:
 
 
 def own_format(response_text: str, prompt: Any) -> float:
-    found = re.search(r"RESULT=(\d+)", response_text)
-    if found is None:
+    match = re.search(r"RESULT=(\d+)", response_text)
+    if match is None:
         raise ValueError("no RESULT")
-    return float(found[1] == prompt.ground_truth)
+    return float(match[1] == prompt.ground_truth)
 
 
 def no_service_yet(response_text: str, prompt: Any) -> float:

@@ -79,7 +79,7 @@ class SleepingServer:
 
     @property
     def gpu_tags(self) -> set[str]:
-        """What is on the GPU."""
+        """Tags of the memory on the GPU."""
         return set(TAGS - self.sleeping) if self.alive else set()
 
     def sleep(self, level: int) -> None:

@@ -114,7 +114,7 @@ def estimate(batch: Batch, config: PolicyConfig, kl_coef: float = 0.0) -> tuple[
 
 
 def has_spread(rows: list[np.ndarray]) -> bool:
-    """Whether whitening is well conditioned: it divides by the spread, which rounding alone must not determine."""
+    """True if whitening is well conditioned: it divides by the spread, which rounding alone must not determine."""
     return float(np.ptp(np.concatenate(rows))) > 1e-2
 
 
@@ -126,14 +126,14 @@ def test_an_advantage_is_what_a_loop_over_samples_and_tokens_computes(
     name: str, kl_in: Any, batch: Batch, penalty: float
 ) -> None:
     config = config_of(name, kl_coef=0.3, kl_in=kl_in, overlong_penalty=penalty, overlong_buffer=4 if penalty else None)
-    found, metrics = estimate(batch, config, kl_coef=0.3)
+    advantages, metrics = estimate(batch, config, kl_coef=0.3)
     lens, scores = batch.response_lens_S.tolist(), batch.per_sequence["scores"].tolist()
     shaped = [score - penalty * max(0, length - 2) / 4 for score, length in zip(scores, lens, strict=True)]
     penalties = [0.3 * row * (kl_in == "reward") for row in kl_rows(batch)]
     turns = [np.zeros(length) for length in lens]
     expected = by_loops(batch, name, shaped, penalties, turns)
     if name not in ("grpo", "reinforce_pp", "reinforce_pp_baseline") or has_spread(expected):
-        assert found == pytest.approx(np.concatenate(expected).tolist(), rel=2e-3, abs=2e-3)
+        assert advantages == pytest.approx(np.concatenate(expected).tolist(), rel=2e-3, abs=2e-3)
     assert metrics["actor/ref_kl"] == pytest.approx(np.concatenate(kl_rows(batch)).mean(), abs=1e-5)
     if penalty:
         assert metrics["overlong/num_penalized"] == sum(length > 2 for length in lens)

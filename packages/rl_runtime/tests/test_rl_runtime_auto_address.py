@@ -92,12 +92,12 @@ def started_cluster(environment: dict[str, str]) -> Iterator[Path]:
 
 
 def of_folder(folder: str | Path) -> list[psutil.Process]:
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if f"{folder}/" in " ".join(process.cmdline()):
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 JOIN = """
@@ -119,12 +119,12 @@ except InputError as error:
 
 
 def join(environment: dict[str, str], *raylets: LocalRaylet) -> str:
-    """What the driver of a run prints that sees these processes."""
+    """Output of a driver that sees these processes."""
     command = [sys.executable, "-c", JOIN, *(str(raylet.pid) for raylet in raylets)]
-    found = subprocess.run(
+    ended = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200, check=False
     )
-    return found.stdout
+    return ended.stdout
 
 
 @pytest.mark.slow
@@ -155,12 +155,12 @@ def test_a_ray_is_private_if_its_parent_has_started_the_session(is_private: bool
     try:
         # The kernel shows a program's arguments a moment after it has replaced the one before.
         wait_until(lambda: bool(psutil.Process(raylet.pid).cmdline()))
-        [found] = read_raylets([psutil.Process(raylet.pid), psutil.Process(other.pid)])
+        [raylet_seen] = read_raylets([psutil.Process(raylet.pid), psutil.Process(other.pid)])
     finally:
         for process in (*psutil.Process(raylet.pid).children(), raylet, other):
             process.kill()
         raylet.wait()
         other.wait()
-    assert (found.address, found.pid) == ("10.0.0.1:6379", raylet.pid)
-    assert found.driver.startswith(f"process {os.getpid()} (") if is_private else found.driver == ""
+    assert (raylet_seen.address, raylet_seen.pid) == ("10.0.0.1:6379", raylet.pid)
+    assert raylet_seen.driver.startswith(f"process {os.getpid()} (") if is_private else raylet_seen.driver == ""
     assert list(read_raylets([psutil.Process()])) == []

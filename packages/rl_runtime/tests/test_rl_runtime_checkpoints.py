@@ -143,8 +143,8 @@ def run_with(root: Path, name: str, *steps: int) -> CheckpointManager:
 def find(root: Path, **settings: Any) -> tuple[int | None, list[str]]:
     skipped: list[str] = []
     trainer = TrainerConfig(output_dir=str(root), experiment="run", resume="auto", seed=1, **settings)
-    found = find_checkpoint(trainer, skipped.append)
-    return found and found.step, skipped
+    checkpoint = find_checkpoint(trainer, skipped.append)
+    return checkpoint and checkpoint.step, skipped
 
 
 def test_resume_says_which_checkpoints_and_runs_it_skips_and_why(tmp_path: Path) -> None:
@@ -232,8 +232,8 @@ def test_the_run_uploads_what_it_publishes_and_reports_seconds_and_bytes(tmp_pat
     trainer = TrainerConfig(
         save_freq=1, background_save=False, keep_checkpoints=1, checkpoint_url=f"file://{tmp_path}/s"
     )
-    run, said = tmp_path / "run_20260101_000000", []
-    with open_run_files(trainer, run, said.append) as files:
+    run, lines = tmp_path / "run_20260101_000000", []
+    with open_run_files(trainer, run, lines.append) as files:
         group: Any = RankOfThisProcess(1)
         folder = run / "checkpoints"
         with RunCheckpoints(folder, trainer, [group], roles={}, parts={}, config="", files=files) as checkpoints:
@@ -245,10 +245,10 @@ def test_the_run_uploads_what_it_publishes_and_reports_seconds_and_bytes(tmp_pat
     assert remote.steps() == CheckpointManager(folder).steps() == [2]
     assert metrics["checkpoint/upload_bytes"] >= CheckpointManager(folder).manifest(2).num_bytes
     assert 0 < metrics["checkpoint/upload_s"] < 60
-    assert said[-1] == f"checkpoints in {remote.url}: step 2"
-    with open_run_files(TrainerConfig(checkpoint_url=f"file://{tmp_path}/unused"), run, said.append):
+    assert lines[-1] == f"checkpoints in {remote.url}: step 2"
+    with open_run_files(TrainerConfig(checkpoint_url=f"file://{tmp_path}/unused"), run, lines.append):
         pass
-    assert said[-2:] == [
+    assert lines[-2:] == [
         "trainer.save_freq is 0: a checkpoint is written and uploaded only when a signal stops the run",
         f"checkpoints in file://{tmp_path}/unused/{run.name}: none",
     ]
@@ -284,20 +284,20 @@ class DisksOfThisProcess(LocalDisks):
         return [function(*args) for _ in nodes]
 
 
-def local_run(tmp_path: Path, said: list[str]) -> tuple[TrainerConfig, Path, LocalDisks]:
+def local_run(tmp_path: Path, lines: list[str]) -> tuple[TrainerConfig, Path, LocalDisks]:
     """A run folder named after the experiment, on a host with a disk of its own."""
     settings = LOCAL_DISKS | {"checkpoint_url": f"file://{tmp_path}/storage", "output_dir": str(tmp_path / "here")}
     trainer = TrainerConfig(save_freq=1, background_save=False, keep_checkpoints=2, resume="auto", **settings)
     run = tmp_path / "here" / "run_20260101_000000"
-    return trainer, run, DisksOfThisProcess(trainer, run, said.append)
+    return trainer, run, DisksOfThisProcess(trainer, run, lines.append)
 
 
 def test_with_local_disks_checkpoints_are_published_in_the_storage_and_fetched_from_it(tmp_path: Path) -> None:
-    said: list[str] = []
-    trainer, run, disks = local_run(tmp_path, said)
+    lines: list[str] = []
+    trainer, run, disks = local_run(tmp_path, lines)
     before, after = RankOfThisProcess(1), RankOfThisProcess(2)
     groups: dict[int, Any] = {1: before, 2: after}
-    with open_run_files(trainer, run, said.append) as files:
+    with open_run_files(trainer, run, lines.append) as files:
         assert isinstance(files, LocalDisks)
         with RunCheckpoints(
             run / "checkpoints", trainer, [groups[1]], roles={}, parts={}, config="", files=disks
@@ -308,35 +308,35 @@ def test_with_local_disks_checkpoints_are_published_in_the_storage_and_fetched_f
     assert metrics["checkpoint/upload_bytes"] > 0
     assert run.stat().st_mode & 0o777 == 0o700
     assert disks.remote.steps() == [2, 3]
-    assert said[-1] == f"checkpoints in {disks.remote.url}: step 2, step 3"
+    assert lines[-1] == f"checkpoints in {disks.remote.url}: step 2, step 3"
     assert CheckpointManager(run / "checkpoints").steps() == [], "this host has only the files of its ranks"
 
-    found = find_checkpoint(trainer, said.append)
-    assert found is not None
+    checkpoint = find_checkpoint(trainer, lines.append)
+    assert checkpoint is not None
     downloaded = tmp_path / "here" / ".downloads" / run.name
-    assert found.path == downloaded / "checkpoints" / "step_00000003"
-    assert said[-1] == f"step 3 was downloaded from {disks.remote.url} to {found.path}"
+    assert checkpoint.path == downloaded / "checkpoints" / "step_00000003"
+    assert lines[-1] == f"step 3 was downloaded from {disks.remote.url} to {checkpoint.path}"
     shutil.rmtree(downloaded)  # on another host
     resumed = RunCheckpoints(run, trainer, [groups[2]], roles={}, parts={}, config="", files=disks)
-    resumed.load(found)
+    resumed.load(checkpoint)
     assert after.drawn == {"load_rng": before.drawn["save"]}
-    assert "step 3 of" in said[-1]
-    assert "is on all 1 hosts of ranks; downloaded now: 0 GB" in said[-1]
+    assert "step 3 of" in lines[-1]
+    assert "is on all 1 hosts of ranks; downloaded now: 0 GB" in lines[-1]
 
 
 def test_with_local_disks_a_damaged_upload_makes_room_and_the_url_is_what_resumes(tmp_path: Path) -> None:
-    said: list[str] = []
-    trainer, run, disks = local_run(tmp_path, said)
+    lines: list[str] = []
+    trainer, run, disks = local_run(tmp_path, lines)
     remote = uploaded(tmp_path / "storage", run_with(tmp_path / "elsewhere", run.name, 1, 2))
     folder = SimpleNamespace(path=run, config_file=run / "config.yaml")
     assert f"trainer.resume_from={remote.url}" in resume_command(folder, trainer)  # type: ignore[arg-type]
     (tmp_path / "storage" / run.name / remote._uploads()[1] / "state.json").write_text("{")
     remote = published_run(trainer, run.name)
     assert remote is not None
-    newest = newest_published(remote, trainer, run.name, said.append)
+    newest = newest_published(remote, trainer, run.name, lines.append)
     assert newest is not None
     assert newest.step == 1
-    assert said[0].startswith(f"step 2 of {run.name} is skipped: ")
+    assert lines[0].startswith(f"step 2 of {run.name} is skipped: ")
     assert disks.remote.steps() == [1], "step 2 will be saved again"
 
 
@@ -347,9 +347,9 @@ def test_with_local_disks_a_checkpoint_of_this_host_alone_is_no_reason_to_start_
         find_checkpoint(trainer)
     assert "step 4 of" in caught.value.problem
     uploaded(tmp_path / "storage", manager)
-    found = find_checkpoint(trainer)
-    assert found is not None
-    assert found.path.is_relative_to(tmp_path / "here" / ".downloads")
+    checkpoint = find_checkpoint(trainer)
+    assert checkpoint is not None
+    assert checkpoint.path.is_relative_to(tmp_path / "here" / ".downloads")
 
 
 def test_a_folder_of_the_run_is_brought_to_the_other_hosts_and_one_elsewhere_is_not(tmp_path: Path) -> None:

@@ -540,8 +540,8 @@ def test_gpus_whose_memory_is_unknown_are_left_to_torch() -> None:
 1, GPU-b, 9.0, [N/A], 17, [N/A], 580.65, NVIDIA GB10
 2, GPU-c, 9.0, 143771, [N/A], [N/A], 580.65, NVIDIA H200
 """
-    found = known_gpus(machine_gpus.parse_gpus(text))
-    assert {index: (gpu.name, gpu.free_bytes // 2**20) for index, gpu in found.items()} == {0: ("NVIDIA H200", 143151)}
+    gpus = known_gpus(machine_gpus.parse_gpus(text))
+    assert {index: (gpu.name, gpu.free_bytes // 2**20) for index, gpu in gpus.items()} == {0: ("NVIDIA H200", 143151)}
 
 
 def test_memory_that_the_driver_reserves_is_not_free_for_the_plan() -> None:
@@ -549,10 +549,10 @@ def test_memory_that_the_driver_reserves_is_not_free_for_the_plan() -> None:
     text = """0, GPU-a, 9.0, 143771, 131893, 11264, 580.159.04, NVIDIA H200
 1, GPU-b, 9.0, 143771, 131893, [N/A], 580.159.04, NVIDIA H200
 """
-    found = known_gpus(machine_gpus.parse_gpus(text))
-    assert {index: gpu.free_bytes // 2**20 for index, gpu in found.items()} == {0: 11264, 1: 11878}
-    assert {gpu.total_bytes // 2**20 for gpu in found.values()} == {143771}
-    choice = resolve_job_for(config(model=ModelConfig()), gpus=(found[0],), shape=None)
+    gpus = known_gpus(machine_gpus.parse_gpus(text))
+    assert {index: gpu.free_bytes // 2**20 for index, gpu in gpus.items()} == {0: 11264, 1: 11878}
+    assert {gpu.total_bytes // 2**20 for gpu in gpus.values()} == {143771}
+    choice = resolve_job_for(config(model=ModelConfig()), gpus=(gpus[0],), shape=None)
     assert choice.devices == "1 x NVIDIA H200 (11 GiB free)"
 
 

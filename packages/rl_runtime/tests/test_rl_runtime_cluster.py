@@ -1,4 +1,4 @@
-"""What the driver compares before it uses the nodes of a Ray cluster."""
+"""Checks that the driver makes before it uses the nodes of a Ray cluster."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -42,10 +42,10 @@ def test_equal_nodes_pass(node: NodeReport, model: str) -> None:
     assert "missing" not in [node.versions[name] for name in ("torch", "ray", "plinth-rl-runtime", "plinth-ckpt")]
 
 
-@pytest.mark.parametrize(("name", "found"), [("torch", "1.0"), ("plinth-rl-runtime", "missing"), ("python", "3.9.1")])
-def test_other_packages_are_refused(node: NodeReport, model: str, name: str, found: str) -> None:
-    error = refusal(replace(node, versions={**node.versions, name: found}), model)
-    assert error.startswith(f"Ray node 10.0.0.2 has {name} {found} instead of {node.versions[name]}")
+@pytest.mark.parametrize(("name", "version"), [("torch", "1.0"), ("plinth-rl-runtime", "missing"), ("python", "3.9.1")])
+def test_other_packages_are_refused(node: NodeReport, model: str, name: str, version: str) -> None:
+    error = refusal(replace(node, versions={**node.versions, name: version}), model)
+    assert error.startswith(f"Ray node 10.0.0.2 has {name} {version} instead of {node.versions[name]}")
 
 
 def test_a_local_output_folder_is_refused(node: NodeReport, model: str) -> None:
@@ -70,7 +70,9 @@ def test_a_changed_configuration_of_the_same_size_is_noticed(model: str, tmp_pat
 
 
 def test_the_interface_of_an_address_is_found() -> None:
-    loopback = {name for name, found in psutil.net_if_addrs().items() if any(a.address == "127.0.0.1" for a in found)}
+    loopback = {
+        name for name, addresses in psutil.net_if_addrs().items() if any(a.address == "127.0.0.1" for a in addresses)
+    }
     assert _interface_of("127.0.0.1") in loopback
     with pytest.raises(InputError, match=r"no network interface of this node has the address 198\.51\.100\.7"):
         _interface_of("198.51.100.7")

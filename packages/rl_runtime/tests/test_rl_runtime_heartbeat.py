@@ -93,18 +93,18 @@ def test_a_process_reports_where_it_is_and_a_stopped_one_is_silent(heartbeats: H
         try:
 
             def sleeps() -> bool:
-                if (found := heartbeats.read(1)) is None:
+                if (heartbeat := heartbeats.read(1)) is None:
                     return False
-                return found.still_s(time.monotonic()) > 0.6 and "in <module>" in found.where
+                return heartbeat.still_s(time.monotonic()) > 0.6 and "in <module>" in heartbeat.where
 
-            wait_until(lambda: (found := heartbeats.read(1)) is not None and "in compute" in found.where)
+            wait_until(lambda: (heartbeat := heartbeats.read(1)) is not None and "in compute" in heartbeat.where)
             process.stdin.close()
             wait_until(sleeps)
             assert heartbeats.read(0) is None, "rank 0 has not started"
             os.kill(process.pid, signal.SIGSTOP)
 
             def is_silent() -> bool:
-                """What it had sent before has arrived."""
+                """True once everything sent before has arrived."""
                 last = heartbeats.read(1)
                 time.sleep(0.5)
                 return heartbeats.read(1) == last

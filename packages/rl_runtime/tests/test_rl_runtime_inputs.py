@@ -1,4 +1,4 @@
-"""What the user is told of his files, and when they are loaded."""
+"""Lines for the user about files, and the time of their loading."""
 
 import json
 import logging

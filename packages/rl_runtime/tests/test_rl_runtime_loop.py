@@ -42,9 +42,9 @@ class Journal:
         self.learned: dict[int, dict[str, float]] = {}
         """Metrics of the update of a step."""
 
-    def note(self, what: str, step: int) -> None:
-        self.done.append((what, step))
-        if (what, step) == self._stop_in:
+    def note(self, event: str, step: int) -> None:
+        self.done.append((event, step))
+        if (event, step) == self._stop_in:
             self.stop.signal = SIGTERM
 
     def collect(self, step: int, _phase: Any) -> Any:
@@ -101,8 +101,8 @@ class Journal:
 
     def __exit__(self, *_: object) -> None: ...
 
-    def steps(self, what: str) -> list[int]:
-        return [step for done, step in self.done if done == what]
+    def steps(self, event: str) -> list[int]:
+        return [step for done, step in self.done if done == event]
 
 
 def run(journal: Journal) -> LoopResult:
@@ -122,12 +122,12 @@ def run(journal: Journal) -> LoopResult:
     save_freq=st.integers(0, 4),
     test_freq=st.sampled_from([-1, 1, 2]),
     steps=st.integers(1, 6),
-    what=st.sampled_from(["collect", "learn", "push", "save", "log", "validate"]),
+    event=st.sampled_from(["collect", "learn", "push", "save", "log", "validate"]),
     at=st.integers(1, 7),
 )
-def test_the_step_is_finished_and_saved_once(save_freq: int, test_freq: int, steps: int, what: str, at: int) -> None:
+def test_the_step_is_finished_and_saved_once(save_freq: int, test_freq: int, steps: int, event: str, at: int) -> None:
     trainer = TrainerConfig(total_training_steps=steps, save_freq=save_freq, test_freq=test_freq)
-    journal = Journal(trainer, (what, at))
+    journal = Journal(trainer, (event, at))
     result = run(journal)
     asked = journal.stop.signal is not None
     last = min(at, steps) if asked else steps
@@ -138,7 +138,7 @@ def test_the_step_is_finished_and_saved_once(save_freq: int, test_freq: int, ste
     assert journal.steps("save") == (sorted({*due, last}) if stopped else due)
     assert result.stopped_after == (last if stopped else None)
     assert result.num_steps == last
-    if stopped and what != "validate":
+    if stopped and event != "validate":
         assert last not in journal.steps("validate"), "nobody waits for a validation"
 
 
@@ -195,7 +195,8 @@ def test_servers_of_another_policy_are_named_once_for_steps_in_a_row() -> None:
         8: float("inf"),
     }  # step 3: stale tokens alone
     journal.learned = {
-        step: {"rollout/log_prob_mismatch": found, "rollout/mismatch_ess": 0.07} for step, found in mismatches.items()
+        step: {"rollout/log_prob_mismatch": mismatch, "rollout/mismatch_ess": 0.07}
+        for step, mismatch in mismatches.items()
     }
     run(journal)
     assert [line[:8] for line in journal.said] == ["step 1: ", "step 7: "]

@@ -234,7 +234,7 @@ def test_the_gpus_of_cuda_visible_devices(
 def test_a_torch_without_cuda_finds_no_gpu_but_a_gpu_that_is_named_twice(
     monkeypatch: pytest.MonkeyPatch, listed: str, expected: list[GpuId] | str
 ) -> None:
-    """What is named and not used is told by `why_cpu`."""
+    """`why_cpu` reports names that are not used."""
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)

@@ -87,10 +87,10 @@ def test_each_loss_has_the_bounds_that_are_given_or_those_of_its_paper(bounds: s
         "cispo": cispo_loss(*inputs, **expected),  # type: ignore[arg-type]
     }
     for name, (loss_K, stats) in losses.items():
-        found = shares(batch, PolicyConfig(loss=name, **given_bounds), kl_coef=0.0)  # type: ignore[arg-type]
-        assert found["pg_loss"] == found["loss"] == pytest.approx(float(loss_K.mean()), rel=1e-5)
-        assert found["clip_fraction"] == pytest.approx(float(stats.clipped_K.float().mean()))
-        assert found["ratio"] == pytest.approx(float(stats.ratio_K.mean()), rel=1e-5)
+        metrics = shares(batch, PolicyConfig(loss=name, **given_bounds), kl_coef=0.0)  # type: ignore[arg-type]
+        assert metrics["pg_loss"] == metrics["loss"] == pytest.approx(float(loss_K.mean()), rel=1e-5)
+        assert metrics["clip_fraction"] == pytest.approx(float(stats.clipped_K.float().mean()))
+        assert metrics["ratio"] == pytest.approx(float(stats.ratio_K.mean()), rel=1e-5)
 
 
 def test_a_loss_of_the_user_gets_its_options_and_the_common_terms() -> None:
@@ -99,11 +99,13 @@ def test_a_loss_of_the_user_gets_its_options_and_the_common_terms() -> None:
     ratio_K = (log_probs_K - batch.columns["old_log_probs"]).exp()
     config = PolicyConfig(loss="rl_runtime_own_losses:reinforce", loss_options={"scale": 3.0}, entropy_coef=0.5)
     check_loss(config)
-    found = shares(batch, config)
-    assert found["pg_loss"] == pytest.approx(float((-3 * advantages_K * log_probs_K).mean()), rel=1e-5)
-    assert found["loss"] == pytest.approx(found["pg_loss"] + 0.2 * found["kl"] - 0.5 * found["entropy"], rel=1e-4)
-    assert found["ratio"] == pytest.approx(float(ratio_K.mean()), rel=1e-5)
-    assert found["clip_fraction"] == 0
+    metrics = shares(batch, config)
+    assert metrics["pg_loss"] == pytest.approx(float((-3 * advantages_K * log_probs_K).mean()), rel=1e-5)
+    assert metrics["loss"] == pytest.approx(
+        metrics["pg_loss"] + 0.2 * metrics["kl"] - 0.5 * metrics["entropy"], rel=1e-4
+    )
+    assert metrics["ratio"] == pytest.approx(float(ratio_K.mean()), rel=1e-5)
+    assert metrics["clip_fraction"] == 0
 
 
 @pytest.mark.parametrize(

@@ -228,8 +228,8 @@ def on_ranks(folder: Path, output: Path) -> dict[str, list[float]]:
     command = [sys.executable, str(script), str(folder), str(headless), str(output)]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert ran.returncode == 0, (ran.stdout + ran.stderr)[-4000:]
-    found: dict[str, list[float]] = json.loads(output.read_text())
-    return found
+    scores: dict[str, list[float]] = json.loads(output.read_text())
+    return scores
 
 
 def by_transformers(folder: Path) -> list[float]:
@@ -247,9 +247,9 @@ def test_two_ranks_compute_the_scores_of_transformers(reward_folder: Path, tmp_p
     """Packed, at ZeRO stages 2 and 3, without and with sequence parallelism, in float32: within 1e-4."""
     expected = by_transformers(reward_folder)
     assert max(expected) - min(expected) > 1
-    found = on_ranks(reward_folder, tmp_path / "scores.json")
-    assert found.keys() == {str(case) for case in STAGES}
-    for case, scores in found.items():
+    by_stage = on_ranks(reward_folder, tmp_path / "scores.json")
+    assert by_stage.keys() == {str(case) for case in STAGES}
+    for case, scores in by_stage.items():
         assert scores == pytest.approx(expected, abs=1e-4), case
 
 
@@ -270,7 +270,7 @@ def wait_until_it_scores(group: ServerGroup, reward: ScoringConfig) -> None:
 @pytest.mark.thorough
 def test_a_server_gives_the_scores_that_the_ranks_compute(reward_folder: Path, tmp_path: Path) -> None:
     """The same folder behind a real `vllm serve --runner pooling`, float32: within 1e-3."""
-    found = on_ranks(reward_folder, tmp_path / "scores.json")
+    by_stage = on_ranks(reward_folder, tmp_path / "scores.json")
     config = RolloutConfig(
         dtype="float32", max_model_len=128, max_num_seqs=16, kv_cache_gib=0.1, cpu_threads=1, device="cpu"
     )
@@ -291,7 +291,7 @@ def test_a_server_gives_the_scores_that_the_ranks_compute(reward_folder: Path, t
             scores = asyncio.run(scorer.score([sample(tuple(ids), tuple(rest)) for ids, rest in SAMPLES]))
     print(f"{len(scores)} scores in {time.monotonic() - began:.2f} s")
     assert [score.message for score in scores] == [""] * len(SAMPLES)
-    for computed in found.values():
+    for computed in by_stage.values():
         assert [score.terms["model"] for score in scores] == pytest.approx(computed, abs=1e-3)
     for score in scores:
         assert score.score == pytest.approx(2 * score.terms["model"] + 0.5 * score.terms["brief"])

@@ -73,7 +73,7 @@ def test_a_service_of_every_kind_scores(settings: dict[str, Any], path: str, bod
 
 
 def _read_by(path: str, body: dict[str, Any]) -> Any:
-    """What of a request says which text is to be scored."""
+    """The text to score, as a request gives it."""
     if path == "/v1/chat/completions":
         return body["messages"][0]["content"]
     return body if path == "/score" else body["input"]

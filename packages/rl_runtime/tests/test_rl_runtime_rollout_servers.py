@@ -106,8 +106,8 @@ class Setting:
     client: Client
     lines: list[str]
 
-    def note(self, server: int, what: Any) -> None:
-        self.watch.events.append(WatchEvent(server, what, "it was killed", 0.0))
+    def note(self, server: int, event: Any) -> None:
+        self.watch.events.append(WatchEvent(server, event, "it was killed", 0.0))
 
 
 @pytest.fixture

@@ -288,7 +288,7 @@ class AheadMachine(RuleBasedStateMachine):
         scores: dict[str, set[float]] = {}
         for item in collected.samples:
             scores.setdefault(item.prompt_id, set()).add(item.score)
-        assert all(len(found) == NUM_SAMPLES for found in scores.values())
+        assert all(len(values) == NUM_SAMPLES for values in scores.values())
         assert len(scores) <= batch_size
         useless = [group for group in collected.ended if len({item.score for item in group.samples}) < NUM_SAMPLES]
         assert len(collected.ended) == batch_size + min(len(useless), self.rounds * batch_size)

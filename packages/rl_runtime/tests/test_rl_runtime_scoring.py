@@ -150,8 +150,8 @@ def test_only_rewards_of_the_registry_look_at_rows() -> None:
     assert rewards_of_rows(ScoringConfig(), EpisodeConfig()) is None
     assert rewards_of_rows(ScoringConfig(function="a:b"), EpisodeConfig()) == ()
     assert rewards_of_rows(ScoringConfig(url="http://a/b"), EpisodeConfig()) == ()
-    found = rewards_of_rows(ScoringConfig(terms=terms(a={"function": "math"}, b={"function": "a:b"})), EpisodeConfig())
-    assert found == (make_reward("math"),)
+    named = terms(a={"function": "math"}, b={"function": "a:b"})
+    assert rewards_of_rows(ScoringConfig(terms=named), EpisodeConfig()) == (make_reward("math"),)
 
 
 @pytest.mark.parametrize(

@@ -150,8 +150,8 @@ def test_validation_and_checkpoints_come_when_they_are_due() -> None:
     journal = Journal(trainer, FineTuningConfig(steps=5, batch_size=2), 7)
     result = journal.run()
     assert (result.loss_before, result.loss_after) == (1.0, 1 / 6)
-    assert [step for what, step in journal.done if what == "validate"] == [0, 2, 4, 5]
-    assert [step for what, step in journal.done if what == "save"] == [3]
+    assert [step for event, step in journal.done if event == "validate"] == [0, 2, 4, 5]
+    assert [step for event, step in journal.done if event == "save"] == [3]
     assert "held-out loss      1.0000 before, 0.1667 after" in result.describe()
     # What a step measured is in its checkpoint, for `keep_best`.
     both = Journal(TrainingConfig(test_freq=2, save_freq=2), FineTuningConfig(steps=4, batch_size=2), 7)
@@ -164,7 +164,7 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint_of_it(stop_in: i
     journal = Journal(TrainingConfig(save_freq=save_freq), FineTuningConfig(steps=6, batch_size=2), 7, stop_in)
     result = journal.run()
     assert (result.last_step, len(journal.drawn)) == (stop_in, stop_in)
-    saved = [step for what, step in journal.done if what == "save"]
+    saved = [step for event, step in journal.done if event == "save"]
     expected = [step for step in range(1, stop_in + 1) if save_freq and step % save_freq == 0]
     if stop_in < 6 and stop_in not in expected:
         expected.append(stop_in)
@@ -185,9 +185,11 @@ class CountingModel:
     def __init__(self) -> None:
         self.num_rows: list[int] = []
 
-    def next_tokens(self, batch: Any) -> list[int]:
-        self.num_rows.append(len(batch._sequences))
-        return [row.prompt_ids[-1] + 1 for row in batch._sequences]
+    def next_tokens(self, train_batch: Any) -> list[int]:
+        batch = train_batch.batch
+        self.num_rows.append(batch.num_sequences)
+        last_ids: list[int] = batch.input_ids_T[batch.target_index_K].tolist()
+        return [token + 1 for token in last_ids]
 
 
 def test_greedy_responses_end_with_the_end_token_or_at_the_limit() -> None:

@@ -1,4 +1,4 @@
-"""What a rank pushes to servers."""
+"""Tensors that a rank pushes to servers."""
 
 from typing import Any
 

@@ -68,9 +68,9 @@ def test_failed_samples_neither_lower_nor_raise_a_metric(marks: list[list[bool]]
 
 def test_a_prompt_without_votes_has_no_majority() -> None:
     results = [result([True, False, True], votes=[0, 1, 0]), result([True]), result([], num_failed=3, votes=[])]
-    found = prompt_metrics(results, num_samples=3, pass_at=[1])
-    assert found["maj@3"][0] == 1.0
-    assert np.isnan(found["maj@3"][1:]).all()
+    metrics = prompt_metrics(results, num_samples=3, pass_at=[1])
+    assert metrics["maj@3"][0] == 1.0
+    assert np.isnan(metrics["maj@3"][1:]).all()
     assert "maj@3" not in prompt_metrics(results[1:], num_samples=3, pass_at=[1])
     assert "maj@1" not in prompt_metrics([result([True], votes=[0])], num_samples=1, pass_at=[1])
 
@@ -86,9 +86,9 @@ def test_a_validation_counts_samples_that_nobody_reported() -> None:
 
 
 def test_results_are_json() -> None:
-    found = json.loads(json.dumps(asdict(result([True], num_failed=1, votes=[0]))))
-    assert found["samples"][0]["is_right"] is True
-    assert found["failures"] == ["server gone"]
+    record = json.loads(json.dumps(asdict(result([True], num_failed=1, votes=[0]))))
+    assert record["samples"][0]["is_right"] is True
+    assert record["failures"] == ["server gone"]
 
 
 @pytest.fixture(scope="module")
@@ -116,8 +116,8 @@ def test_a_validation_with_several_samples_has_pass_at_k_and_the_majority(scorer
         on_scored=lambda: done.append(None),
     )
     assert len(done) == 3
-    assert [found.prompt_id for found in result.prompts] == ["a", "b", "c"]
-    assert [found.votes for found in result.prompts] == [(0, 1, 0, 1), (0, 0, 2, 3), (0,)]
+    assert [one.prompt_id for one in result.prompts] == ["a", "b", "c"]
+    assert [one.votes for one in result.prompts] == [(0, 1, 0, 1), (0, 0, 2, 3), (0,)]
     assert (result.num_samples, result.num_failed, result.failure) == (9, 3, "server gone")
     assert result.prompts[2].failures == ("server gone",) * 3
     metrics = result.metrics()

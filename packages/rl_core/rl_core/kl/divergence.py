@@ -69,9 +69,9 @@ def full_divergence(student_KV: Tensor, teacher_KV: Tensor, kind: DivergenceKind
     return beta * _kl(teacher, mixture) + (1.0 - beta) * _kl(student, mixture)
 
 
-def _kl(of: Tensor, to: Tensor) -> Tensor:
-    """KL(of || to) over the last dimension; rounding can make it slightly negative."""
-    return (of.exp() * (of - to)).sum(dim=-1)
+def _kl(source: Tensor, target: Tensor) -> Tensor:
+    """KL(source || target) over the last dimension; rounding can make it slightly negative."""
+    return (source.exp() * (source - target)).sum(dim=-1)
 
 
 def _with_tail(log_probs_KC: Tensor) -> Tensor:

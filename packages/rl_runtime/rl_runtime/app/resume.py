@@ -102,14 +102,14 @@ def find_checkpoint(trainer: TrainingConfig, on_skip: Callable[[str], None] = la
     if trainer.resume == "never":
         return None
     damaged: list[str] = []
-    said: list[str] = []
+    messages: list[str] = []
     with naming_key("trainer.output_dir" if trainer.resume_from is None else "trainer.resume_from"):
         runs = _runs_of_experiment(trainer) if trainer.resume_from is None else [_given_run(trainer)]
         newest = run = None
         for run in runs:
-            if (newest := run.newest_good(said.append, damaged.append)) is not None:
+            if (newest := run.newest_good(messages.append, damaged.append)) is not None:
                 break
-    for line in (*damaged, *said):
+    for line in (*damaged, *messages):
         on_skip(line)
     if newest is None or run is None:
         if damaged and not trainer.start_over_if_damaged:

@@ -223,8 +223,8 @@ def _load(config: SupervisedJobConfig, folder: Path) -> Examples:
         if val_files:
             held_out = load(val_files, key="val_files")
     check_lengths(inputs.model_path, [one for example in (*train, *held_out) for one in sequences_in(example)])
-    said = () if inputs.task is not None else tuple(dict.fromkeys((*inputs.lines, *lines)))
-    return Examples(inputs=inputs, train=train, held_out=held_out, lines=said)
+    lines_once = () if inputs.task is not None else tuple(dict.fromkeys((*inputs.lines, *lines)))
+    return Examples(inputs=inputs, train=train, held_out=held_out, lines=lines_once)
 
 
 def check_lengths(model_path: Path, demonstrations: Sequence[Demonstration]) -> None:

@@ -363,7 +363,7 @@ class Reservation:
             seats.append(self._seat(slot.node, gpus, self._strategy(slot.node, of_slot[0])))
         rank_seats = iter(seats[: placement.num_ranks])
         self.ranks: tuple[Seat, ...] = tuple(next(rank_seats) for _ in placement.ranks)
-        self.own_ranks = {role: tuple(next(rank_seats) for _ in of) for role, of in placement.own_ranks.items()}
+        self.own_ranks = {role: tuple(next(rank_seats) for _ in slots) for role, slots in placement.own_ranks.items()}
         on_node = [slot.node for slot in placement.servers]
         self.servers = tuple(
             ServerSeat(strategy=seat.strategy, gpu_ids=seat.gpus, num_on_node=on_node.count(slot.node))

@@ -55,7 +55,7 @@ class Placement:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the ranks train on CUDA."""
+        """True if the ranks train on CUDA."""
         return bool(self.ranks[0].gpus)
 
     @property

@@ -136,8 +136,8 @@ def gpu_ids(entries: Sequence[str], gpus: Sequence[Gpu]) -> list[GpuId]:
     """
     ids: list[GpuId] = []
     for entry in entries:
-        found = None if entry.isdigit() else find_gpu(gpus, entry)
-        gpu = int(entry) if entry.isdigit() else entry if found is None else found.index
+        match = None if entry.isdigit() else find_gpu(gpus, entry)
+        gpu = int(entry) if entry.isdigit() else entry if match is None else match.index
         if gpu in ids:
             raise PlacementError(
                 f"CUDA_VISIBLE_DEVICES is {','.join(entries)}: {entries[ids.index(gpu)]} and {entry} are the same GPU, "

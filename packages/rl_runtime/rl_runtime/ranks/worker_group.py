@@ -172,9 +172,9 @@ class WorkerGroup:
                     lost_peer = classify_torch_error(error) == "lost peer"
                     self._raise_if_dead(rank_of, method, _DEATH_NOTICE_S if lost_peer else _LATE_S)
                     cause = error.cause
-                    what = f"{type(cause).__name__}: {cause}" if cause is not None else str(error)
+                    problem = f"{type(cause).__name__}: {cause}" if cause is not None else str(error)
                     kind = RankLost if lost_peer else RankError
-                    raise kind(f"{self._where(rank_of[ref])} failed in {method!r}: {what}", cause) from error
+                    raise kind(f"{self._where(rank_of[ref])} failed in {method!r}: {problem}", cause) from error
                 except RayActorError as error:
                     raise self._lost(rank_of[ref], method, error) from error
         return results

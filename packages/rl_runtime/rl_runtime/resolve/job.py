@@ -136,7 +136,7 @@ def _resolve_processes(resolved: ResolvedConfig[JobConfigT], num_gpus: int) -> R
 
 
 def divides(config: JobConfig, num_ranks: int) -> bool:
-    """Whether mini batches divide over this number of ranks for every model on them."""
+    """True if mini batches divide over this number of ranks for every model on them."""
     for model in config.models:
         sp, ranks = model.engine.sequence_parallel, model.own_ranks or num_ranks
         if ranks % sp:

@@ -297,7 +297,7 @@ def size_plans(recompute: Sequence[bool], budgets: Sequence[BudgetT]) -> list[tu
 
 
 def _shares_gpus(config: JobConfig) -> bool:
-    """Whether servers are on the ranks' GPUs."""
+    """True if servers are on the ranks' GPUs."""
     return not config.rollout.urls and config.trainer.colocate
 
 

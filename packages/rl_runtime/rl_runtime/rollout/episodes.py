@@ -71,7 +71,7 @@ def load_environment(config: EpisodeConfig) -> Callable[..., Any]:
         InputError: it cannot be imported, or lacks something; says what.
     """
     name = config.environment or ""
-    environment = load_attribute(name, key="episode.environment", what="package.module:Class")
+    environment = load_attribute(name, key="episode.environment", form="package.module:Class")
     for method, arguments in (("reset", ("prompt",)), ("step", ("action",))):
         try:
             inspect.signature(getattr(environment, method)).bind(environment, *arguments)

@@ -20,7 +20,7 @@ class HangGuard:
     def __init__(
         self,
         call: Call,
-        what: str,
+        source: str,
         *,
         whole_groups: bool,
         at_once: int,
@@ -29,12 +29,12 @@ class HangGuard:
     ) -> None:
         """
         Args:
-            what: the configuration key and its value, for messages.
+            source: the configuration key and its value, for messages.
             whole_groups: call it once with all samples of a group; else once for each sample.
             at_once: number of calls that are made at the same time. After so many timeouts in a row `report` gets a
                 line.
         """
-        self._call, self._what, self._whole_groups = call, what, whole_groups
+        self._call, self._source, self._whole_groups = call, source, whole_groups
         self._at_once, self._timeout_s, self._report = at_once, timeout_s, report
         self._num_timeouts, self._has_answered = 0, False
         self._calls: set[asyncio.Future[Sequence[RewardOutcome]]] = set()
@@ -77,7 +77,7 @@ class HangGuard:
         if self._has_answered:
             limit = max(_CALLS_AFTER_AN_ANSWER, _ROUNDS_AFTER_AN_ANSWER * self._at_once)
         hangs = (
-            f"{self._what} hangs: its last {self._num_timeouts} calls took longer than "
+            f"{self._source} hangs: its last {self._num_timeouts} calls took longer than "
             f"reward.timeout_s={self._timeout_s:g}"
         )
         if self._num_timeouts == self._at_once:

@@ -21,7 +21,7 @@ _TIMEOUT_S = 5.0  # time limit of a call
 
 
 def has_functions(config: ScoringConfig) -> bool:
-    """Whether there is a function to try: one of the user's."""
+    """True if there is a function to try: one of the user's."""
     return config.function is not None or any(not term.is_registered for term in config.terms.values())
 
 

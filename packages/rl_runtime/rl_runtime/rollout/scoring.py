@@ -105,17 +105,17 @@ class Scorer:
         at_once = _AT_ONCE if function.is_coroutine else self._config.num_workers
         return self._guard(call, f"{function.key}={function.name}", at_once, whole_groups=function.batched)
 
-    def _guard(self, call: Call, what: str, at_once: int, *, whole_groups: bool = False) -> HangGuard:
+    def _guard(self, call: Call, source: str, at_once: int, *, whole_groups: bool = False) -> HangGuard:
         timeout_s = self._config.timeout_s
         return HangGuard(
-            call, what, whole_groups=whole_groups, at_once=at_once, timeout_s=timeout_s, report=self._report
+            call, source, whole_groups=whole_groups, at_once=at_once, timeout_s=timeout_s, report=self._report
         )
 
     def _pool(self, is_coroutine: bool) -> RewardPool:
         """The pool for coroutine functions or that for others, started when it is first asked for."""
         kind = AsyncRewardPool if is_coroutine else RewardPool
-        if (found := next((pool for pool in self._pools if type(pool) is kind), None)) is not None:
-            return found
+        if (pool := next((pool for pool in self._pools if type(pool) is kind), None)) is not None:
+            return pool
         if is_coroutine:
             self._pools.append(AsyncRewardPool(max_in_flight=_AT_ONCE, **self._settings))
         else:

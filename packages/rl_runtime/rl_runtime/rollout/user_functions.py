@@ -27,7 +27,7 @@ def _no_exit() -> Iterator[None]:
         os._exit = exit_process
 
 
-def load_attribute(name: str, *, key: str, what: str = "package.module:function") -> Callable[..., Any]:
+def load_attribute(name: str, *, key: str, form: str = "package.module:function") -> Callable[..., Any]:
     """Imports the function or class of the configuration key `key`.
 
     Raises:
@@ -35,7 +35,7 @@ def load_attribute(name: str, *, key: str, what: str = "package.module:function"
     """
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
-        raise InputError(f"{key} is {name!r}; allowed: {what}")
+        raise InputError(f"{key} is {name!r}; allowed: {form}")
     try:
         with _no_exit():
             module = importlib.import_module(module_name)
@@ -43,10 +43,10 @@ def load_attribute(name: str, *, key: str, what: str = "package.module:function"
         hint = "; run in the folder of the module, or add it to PYTHONPATH" * isinstance(error, ImportError)
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise InputError(f"{key} is {name!r}, but {module_name} cannot be imported ({reason}){hint}") from error
-    found = getattr(module, attribute, None)
-    if not callable(found):
-        raise InputError(f"{key} is {name!r}, but {module_name} has no {what.partition(':')[2].lower()} {attribute!r}")
-    loaded: Callable[..., Any] = found
+    target = getattr(module, attribute, None)
+    if not callable(target):
+        raise InputError(f"{key} is {name!r}, but {module_name} has no {form.partition(':')[2].lower()} {attribute!r}")
+    loaded: Callable[..., Any] = target
     return loaded
 
 
