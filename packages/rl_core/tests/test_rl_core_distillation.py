@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -100,6 +100,7 @@ def test_impossible_tokens_make_no_nan(kind: DivergenceKind) -> None:
     assert logits.grad.isfinite().all()
 
 
+@example(0, 0, 3, "reverse", 1.0, None, True, 1)  # a rank without positions
 @PROPERTY
 @given(
     seeds(),

@@ -136,9 +136,11 @@ class _LinearDivergence(torch.autograd.Function):
                 d_hidden_KH[rows] = matmul_accumulate(factor_NV, weight_VH).to(hidden_KH.dtype)
             if d_weight_VH is not None:
                 d_weight_VH += matmul_accumulate(factor_NV.T, hidden_KH[rows])
-        d_bias_V = bias.grad if bias is not None and needs_bias else None
+        d_bias_V = None
+        if bias is not None and needs_bias:  # without positions no chunk has set the gradient
+            d_bias_V = torch.zeros_like(bias_V) if bias.grad is None else bias.grad.to(bias_V.dtype)
         d_weight = None if d_weight_VH is None else d_weight_VH.to(weight_VH.dtype)
-        return d_hidden_KH, d_weight, None if d_bias_V is None else d_bias_V.to(bias_V.dtype), None, None
+        return d_hidden_KH, d_weight, d_bias_V, None, None
 
 
 def _of_chunk(
