@@ -41,9 +41,9 @@ class ConfigError(RunKitError, ValueError):
 
     Args:
         problem: what is wrong, if `allowed` does not say it.
-        field: dotted path of the key; None for the configuration as a whole.
         source: origin of the value: a file, `command line`; empty for a default.
         problems: the errors that this one reports.
+        **fields: those of PlinthError; `field` is the dotted path of the key, None for the configuration as a whole.
     """
 
     def __init__(
