@@ -1,4 +1,4 @@
-"""What packages must agree on although none imports the other.
+"""Rules on which packages agree although none imports the other.
 
 PEFT's names and scale (ds_engine, ckpt, weight_sync; PEFT itself is the reference), the names and sizes of dtypes
 (torch is the reference), and the tensors that ds_engine names and weight_sync sends.

@@ -141,7 +141,7 @@ def test_an_announced_replacement_says_so_once_and_is_then_called_directly(monke
     ],
 )
 def test_a_missing_name_and_another_signature_are_found(part: str, problem: str | None) -> None:
-    """Where upstream's own path computes the same, it runs, which is said once."""
+    """Upstream's own path, which computes the same, runs, and one line says so."""
     lines: list[str] = []
     patch = patch_of(fence_of(lines), part)
     assert [patch.check(), patch.check()] == [problem is None] * 2

@@ -74,7 +74,7 @@ class FrozenModel:
     path: str
     head: Head = "lm"
     keeps_distributions: bool = False
-    """Whether an update reads its distributions over the whole vocabulary: its hidden states and its whole LM head."""
+    """True if an update reads its distributions over the whole vocabulary: its hidden states and its whole LM head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +199,7 @@ class TrainingConfig(RanksConfig):
     best_metric: str = "critic/score/mean"
     """Metric of the step that `keep_best` compares."""
     best_mode: Literal["max", "min"] = "max"
-    """Whether the highest (max) or the lowest (min) `best_metric` is the best."""
+    """The best checkpoint has the highest (max) or the lowest (min) `best_metric`."""
     checkpoint_url: str | None = None
     """Storage for copies of the checkpoints that outlives this host: any URL of fsspec (`s3://bucket/runs`,
     `gs://bucket/runs`, `file:///shared/runs`). Every checkpoint is uploaded in the background to

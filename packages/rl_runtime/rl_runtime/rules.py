@@ -39,7 +39,7 @@ class Rule:
     allowed: str
     """Values that fit the feature, in words."""
     holds: Callable[[Any], bool]
-    """Whether a configuration fits."""
+    """True for a configuration that fits."""
     why: str = ""
     remedy: str | None = None
 
@@ -71,7 +71,7 @@ class Feature:
     """Dotted key of the setting that turns it on."""
     rules: tuple[Rule, ...]
     is_on: Callable[[Any], bool] | None = None
-    """Whether a configuration uses the feature; None: the value of `key` is truthy."""
+    """True for a configuration that uses the feature; None: `key` has a truthy value."""
 
     def check(self, config: Any) -> None:
         """Raises InputError for the first rule that a configuration with this feature breaks."""

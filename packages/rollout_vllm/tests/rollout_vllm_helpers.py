@@ -85,7 +85,7 @@ def reference_log_probs(
 
 
 def is_running(pid: int | str) -> bool:
-    """Whether a process exists and is no zombie that nobody reaps."""
+    """True if a process exists and is no zombie that nobody reaps."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
