@@ -7,8 +7,8 @@ and links to those third-party distributions of the running environment that its
 reach. What `pyproject.toml` does not declare is therefore not importable, even if another package brings it. The tests
 are those of `make test-fast`, which start no DeepSpeed, Ray or vLLM. They run in the unpacked sdist, outside the
 repository: the first one of each file (`--per-file`, `--files`), its first case, and three examples of a property; no
-state machines. Every test file is imported. `make test` runs all tests, and tests/test_build.py compares every import of
-the source, in functions too, with `pyproject.toml`.
+state machines. Every test file is imported. `make test` runs all tests; tests/test_build.py compares the imports of the
+source, in functions too, with `pyproject.toml`.
 """
 
 import argparse
