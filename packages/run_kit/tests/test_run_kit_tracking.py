@@ -31,11 +31,10 @@ from run_kit import (
 )
 from run_kit.config.loader import load_config
 from run_kit.errors import ConfigError, TrackingError
-from run_kit.tracking.panels import choose_panels, single_panels
+from run_kit.tracking.panels import choose_panels
 from run_kit.tracking.progress import duration_text
 from run_kit.tracking.rollouts import choose_sample
 from run_kit.tracking.run_folder import visible_line
-from run_kit.tracking.summary import smooth
 from run_kit.tracking.writers import TensorBoardWriter
 
 
@@ -231,37 +230,6 @@ def test_panels_come_in_order_and_only_when_there_is_data() -> None:
     assert choose_panels([]) == []
 
 
-def test_preferences_have_panels_of_their_own() -> None:
-    columns = ["val/margin", "dpo/loss", "dpo/margin", "dpo/chosen_reward", "dpo/rejected_reward"]
-    shown = {panel.title: panel.metrics for panel in choose_panels(columns)}
-    assert list(shown) == ["Loss", "Margin", "Implicit rewards"]
-    assert shown["Margin"] == ("dpo/margin", "val/margin")
-    assert shown["Implicit rewards"] == ("dpo/chosen_reward", "dpo/rejected_reward")
-
-
-@pytest.mark.parametrize(
-    ("columns", "unit"),
-    [
-        (["memory/host_gib"], "GiB"),
-        (["perf/max_memory_reserved_gb"], "GB"),
-        (["memory/host_gib", "perf/max_memory_reserved_gb"], "GiB (host), GB (GPU)"),
-    ],
-)
-def test_the_unit_of_memory_is_that_of_what_is_shown(columns: list[str], unit: str) -> None:
-    assert [panel.unit for panel in choose_panels(columns)] == [unit]
-    assert all(panel.unit == ("GB" if panel.title.endswith("_gb") else "GiB") for panel in single_panels(columns))
-
-
-def test_a_panel_and_its_plots_in_comparisons_belong_to_one_section() -> None:
-    columns = ["critic/score/mean", "timing_s/step", "timing_s/gen", "rollout/mismatch_ess", "memory/host_peak_gib"]
-    sections = {name: panel.section for panel in choose_panels(columns) for name in panel.metrics}
-    singles = {panel.title: panel.section for panel in single_panels(columns)}
-    assert sections.pop("timing_s/gen") == "time"
-    assert singles.pop("timing_s/step") == "curves", "a whole step is a curve"
-    assert singles == sections
-    assert set(sections.values()) == {"curves", "mismatch", "memory"}
-
-
 @pytest.mark.parametrize("num_steps", [1, 40])
 def test_curves_are_a_picture(table: MetricsTable, tmp_path: Path, num_steps: int) -> None:
     rest = {"timing_s/gen": 1.0, "timing_s/other": 0.5, "val/accuracy": math.nan}
@@ -277,13 +245,6 @@ def test_no_curves_of_nothing(table: MetricsTable, tmp_path: Path) -> None:
     table.log(1, {"a": math.inf})
     assert write_curves(table, tmp_path / "curves.png") is None
     assert not (tmp_path / "curves.png").exists()
-
-
-def test_smoothing_keeps_ends_and_straight_lines() -> None:
-    line = [float(i) for i in range(10)]
-    assert smooth(line) == pytest.approx(line)
-    assert smooth([5.0, 1.0]) == [5.0, 1.0]
-    assert smooth([1.0, math.nan, 3.0, 5.0]) == pytest.approx([1.0, math.nan, 4.0, 5.0], nan_ok=True)
 
 
 def test_values_that_are_not_finite_are_gaps(table: MetricsTable, tmp_path: Path) -> None:
