@@ -1,5 +1,4 @@
 import asyncio
-import os
 import subprocess
 import sys
 import threading
@@ -47,7 +46,6 @@ def test_phases_nest_and_sum(clock: Clock, timer: PhaseTimer) -> None:
         "timing_s/validate": 10,
         "timing_s/other": 1,
     }
-    assert timer.coverage == pytest.approx(20 / 21)
     assert dict(timer.walk())["update/backward"].count == 2
 
 
@@ -117,7 +115,7 @@ def test_inner_phases_never_exceed_their_parent(work: list[tuple[list[str], floa
             run(path, seconds)
     metrics = timer.metrics()
     for path, node in timer.walk():
-        assert node.accounted_s <= node.seconds + 1e-9
+        assert sum(inner.seconds for inner in node.children.values()) <= node.seconds + 1e-9
         assert metrics[f"timing_s/{path}"] == node.seconds
     tops = sum(node.seconds for path, node in timer.walk() if "/" not in path)
     assert metrics["timing_s/step"] == pytest.approx(tops + metrics["timing_s/other"])
@@ -148,8 +146,7 @@ def test_child_processes_are_counted() -> None:
         both = process_tree_memory()
         assert both.num_processes == alone.num_processes + 1
         assert both.pss_bytes - alone.pss_bytes > 0.9 * block
-        assert process_tree_memory(child.pid, exact=False).rss_bytes > block
-        assert process_tree_memory(child.pid, extra_pids=[os.getpid()]).num_processes == both.num_processes
+        assert process_tree_memory(child.pid).num_processes == 1
     finally:
         child.communicate("\n", timeout=30)
     assert process_tree_memory(child.pid).num_processes == 0

@@ -45,8 +45,7 @@ def lines_of(table: MetricsTable, panel: Panel) -> list[Line]:
 def write_curves(table: MetricsTable, path: Path, *, title: str = "") -> Path | None:
     """Draw the main metrics of a table as a grid of small plots and replace `path` by the picture.
 
-    Returns None, and writes nothing, for a table without finite values. Uses matplotlib without its global state, so
-    it can run in any thread.
+    Returns None, and writes nothing, for a table without finite values.
     """
 
     def draw(axes: Any, panel: Panel) -> None:
