@@ -15,11 +15,11 @@ from .model_folder import (
 
 __all__ = [
     "DTYPE_BYTES",
+    "SAFETENSORS_DTYPES",
     "Dtype",
     "Endpoint",
     "ModelFolderError",
     "PlinthError",
-    "SAFETENSORS_DTYPES",
     "StoredTensor",
     "check_model_folder",
     "dtype_bytes",
