@@ -154,7 +154,7 @@ def test_common_keys_come_in_place_of_all(capsys: pytest.CaptureFixture[str]) ->
     common = ("seed", "actor.zero.stage", "not.here")
     for arguments, listed in (
         (["--help"], ["seed", "actor.zero.stage"]),
-        (["--help", "all"], ["experiment", "seed", "actor.zero.stage", "actor.zero.offload"]),
+        (["--help", "all"], ["experiment", "seed", "actor.enabled", "actor.zero.stage"]),
         (["help", "zero.off"], ["actor.zero.offload", "critic.zero.offload", "slow.zero.offload"]),
     ):
         run(*arguments, common_keys=common)
