@@ -299,7 +299,7 @@ def evaluated(folder: Path, *settings: str) -> tuple[object, Path]:
 def adapters_of(trained: Path, start_app: Callable[..., Any], *keys: str, app: str, section: str) -> Path:
     """The folder of a run of two steps, with a checkpoint of each, that trains adapters."""
     adapters = (f"{section}.lora.rank=4", f"{section}.lora.alpha=16")
-    run = start_app(trained, "trainer.save_freq=1", *adapters, *keys, app=app)
+    run = start_app(trained, "trainer.save_freq=1", "trainer.keep_checkpoints=3", *adapters, *keys, app=app)
     assert run.finish() == 0, run.output
     return next(trained.iterdir())
 
@@ -333,6 +333,7 @@ def test_a_sweep_pushes_every_checkpoint_to_one_server(
     # The same seeds and weights: only rounding could differ between a started server and a pushed model.
     assert len(last) == 36
     assert np.mean([one == other for one, other in zip(last, responses(exported, "model"), strict=True)]) > 0.9
+    assert len(first) == 36
     assert first != last
     summary = json.loads((exported / "summary.json").read_text())
     labels = [f"{sweep_of_run.name}/step_00000001", f"{sweep_of_run.name}/step_00000003", "model"]
