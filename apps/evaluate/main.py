@@ -6,10 +6,10 @@ checkpoints of a run on the same servers, `rollout.urls` existing servers; `comp
 """
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import rl_runtime
 import run_kit
@@ -81,9 +81,8 @@ def evaluate(target: "Target", evaluator: "Evaluator", config: EvaluateConfig, f
         evaluator.load(model)
     began = time.monotonic()
     validation = evaluator.evaluate()
-    if validation.num_failed:
-        share = f"{validation.num_failed} of {validation.num_failed + validation.num_samples}"
-        print(f"warning: {target.name}: {share} samples failed and are in no metric: {validation.failure}", flush=True)
+    if num := validation.num_failed:
+        print(f"warning: {target.name}: {num} samples failed and are in no metric: {validation.failure}", flush=True)
     return Evaluation(
         name=target.name,
         step=target.step,
@@ -93,16 +92,17 @@ def evaluate(target: "Target", evaluator: "Evaluator", config: EvaluateConfig, f
     )
 
 
-cli = partial(
-    run_kit.run_cli,
-    EvaluateConfig,
-    main,
-    app_name="apps.evaluate.main",
-    preset_dir=Path(__file__).with_name("presets"),
-    default_preset="demo",
-    default_preset_unless=("model.path", "checkpoints.folder", "data.val", "rollout.urls"),
-)
-"""Runs the app from its command line."""
+def cli(argv: Sequence[str] | None = None) -> NoReturn:
+    """Runs the app from its command line."""
+    run_kit.run_cli(
+        EvaluateConfig,
+        main,
+        app_name="apps.evaluate.main",
+        preset_dir=Path(__file__).with_name("presets"),
+        argv=argv,
+        default_preset="demo",
+        default_preset_unless=("model.path", "checkpoints.folder", "data.val", "rollout.urls"),
+    )
 
 
 if __name__ == "__main__":
