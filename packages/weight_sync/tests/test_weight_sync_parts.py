@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import struct
 import tempfile
@@ -42,7 +43,7 @@ from weight_sync import (
 )
 from weight_sync.channel import Channel, Listener, connect
 from weight_sync.errors import ChannelError
-from weight_sync.push.session import Link, PushSession
+from weight_sync.push.session import Link, PushSession, Timings
 from weight_sync.tensors import checksum, slot_view
 from weight_sync.transports.group import SenderGroup
 from weight_sync.transports.nccl import NcclSender, await_workers, create_store, join_rendezvous
@@ -331,6 +332,59 @@ def test_error_of_a_worker_before_the_rendezvous_is_reported(rendezvous: Any, de
     with pytest.raises(WeightSyncError, match=detail or r"worker 0\.1: the other side closed") as caught:
         session._announce(push, bucket, None)
     assert WHERE[1] in str(caught.value)
+
+
+# ---- a push ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("reply", [{"type": "taken", "value": 2}, {"type": "done", "value": 3}, {"type": "taken"}])
+def test_a_reply_about_another_bucket_ends_the_push(rendezvous: Any, reply: dict[str, Any]) -> None:
+    """A late reply would free a buffer that a worker still reads."""
+    _, pushers, workers = rendezvous
+    session = PushSession.__new__(PushSession)
+    session._config = SyncConfig(timeout_s=5.0)
+    push: Any = SimpleNamespace(links=[Link(*each) for each in zip(pushers, [{"server": 0}] * 2, WHERE, strict=True)])
+    for worker in workers:
+        worker.send({"type": "taken", "value": 3})
+    session._await_replies(push, "taken", 3)
+    workers[0].send({"type": "taken", "value": 3})
+    workers[1].send(reply)
+    with pytest.raises(ChannelError, match=re.escape(WHERE[1])):
+        session._await_replies(push, "taken", 3)
+
+
+class Control:
+    """A server that writes down what it is asked; its cache takes a while to drop, or cannot be dropped."""
+
+    def __init__(self, done: list[str], error: Exception | None = None) -> None:
+        self.done, self._error = done, error
+
+    def drop_caches(self, _: str) -> None:
+        time.sleep(0.1)
+        if self._error is not None:
+            raise self._error
+        self.done.append("dropped")
+
+    def finish(self, version: int) -> None:
+        self.done.append(f"finished {version}")
+
+    def resume(self) -> None:
+        self.done.append("resumed")
+
+
+def test_requests_resume_when_every_servers_cache_is_dropped() -> None:
+    """Else a new request finds keys and values of the old policy."""
+    done: list[str] = []
+    session = PushSession.__new__(PushSession)
+    session._config, session._adapter, session.timings = SyncConfig(), None, Timings()
+    session._controls = [Control(done), Control(done)]  # type: ignore[list-item]
+    session._publish(4)
+    assert sorted(done[:4]) == ["dropped", "dropped", "finished 4", "finished 4"]
+    assert done[4:] == ["resumed"] * 2
+    done.clear()
+    failing = Control(done, ServerError("http://s", "POST /reset_prefix_cache", 500, "no"))
+    session._controls = [Control(done), failing]  # type: ignore[list-item]
+    with raises(ServerError, status=500):
+        session._publish(5)
+    assert "resumed" not in done
 
 
 # ---- check_server ----------------------------------------------------------------------------------------------------
