@@ -3,7 +3,6 @@ from .cli import run_cli as run_cli
 from .config.help import help_text as help_text
 from .config.loader import load_config as load_config
 from .config.loader import to_yaml as to_yaml
-from .config.reference import reference_text as reference_text
 from .errors import ConfigError as ConfigError
 from .errors import DiskFullError as DiskFullError
 from .errors import ReportError as ReportError

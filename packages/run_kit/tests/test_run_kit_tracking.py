@@ -5,9 +5,7 @@ import math
 import re
 import subprocess
 import sys
-import threading
-import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
@@ -33,11 +31,10 @@ from run_kit import (
 )
 from run_kit.config.loader import load_config
 from run_kit.errors import ConfigError, TrackingError
-from run_kit.tracking.panels import choose_panels, single_panels
+from run_kit.tracking.panels import choose_panels
 from run_kit.tracking.progress import duration_text
 from run_kit.tracking.rollouts import choose_sample
 from run_kit.tracking.run_folder import visible_line
-from run_kit.tracking.summary import smooth
 from run_kit.tracking.writers import TensorBoardWriter
 
 
@@ -58,11 +55,6 @@ class Stats:
 class Result:
     accuracy_before: float | None = 0.25
     accuracy_after: float | None = 0.75
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 QUIET = TrackingConfig(tensorboard=False, report=False, curves=False)
@@ -238,37 +230,6 @@ def test_panels_come_in_order_and_only_when_there_is_data() -> None:
     assert choose_panels([]) == []
 
 
-def test_preferences_have_panels_of_their_own() -> None:
-    columns = ["val/margin", "dpo/loss", "dpo/margin", "dpo/chosen_reward", "dpo/rejected_reward"]
-    shown = {panel.title: panel.metrics for panel in choose_panels(columns)}
-    assert list(shown) == ["Loss", "Margin", "Implicit rewards"]
-    assert shown["Margin"] == ("dpo/margin", "val/margin")
-    assert shown["Implicit rewards"] == ("dpo/chosen_reward", "dpo/rejected_reward")
-
-
-@pytest.mark.parametrize(
-    ("columns", "unit"),
-    [
-        (["memory/host_gib"], "GiB"),
-        (["perf/max_memory_reserved_gb"], "GB"),
-        (["memory/host_gib", "perf/max_memory_reserved_gb"], "GiB (host), GB (GPU)"),
-    ],
-)
-def test_the_unit_of_memory_is_that_of_what_is_shown(columns: list[str], unit: str) -> None:
-    assert [panel.unit for panel in choose_panels(columns)] == [unit]
-    assert all(panel.unit == ("GB" if panel.title.endswith("_gb") else "GiB") for panel in single_panels(columns))
-
-
-def test_a_panel_and_its_plots_in_comparisons_belong_to_one_section() -> None:
-    columns = ["critic/score/mean", "timing_s/step", "timing_s/gen", "rollout/mismatch_ess", "memory/host_peak_gib"]
-    sections = {name: panel.section for panel in choose_panels(columns) for name in panel.metrics}
-    singles = {panel.title: panel.section for panel in single_panels(columns)}
-    assert sections.pop("timing_s/gen") == "time"
-    assert singles.pop("timing_s/step") == "curves", "a whole step is a curve"
-    assert singles == sections
-    assert set(sections.values()) == {"curves", "mismatch", "memory"}
-
-
 @pytest.mark.parametrize("num_steps", [1, 40])
 def test_curves_are_a_picture(table: MetricsTable, tmp_path: Path, num_steps: int) -> None:
     rest = {"timing_s/gen": 1.0, "timing_s/other": 0.5, "val/accuracy": math.nan}
@@ -284,13 +245,6 @@ def test_no_curves_of_nothing(table: MetricsTable, tmp_path: Path) -> None:
     table.log(1, {"a": math.inf})
     assert write_curves(table, tmp_path / "curves.png") is None
     assert not (tmp_path / "curves.png").exists()
-
-
-def test_smoothing_keeps_ends_and_straight_lines() -> None:
-    line = [float(i) for i in range(10)]
-    assert smooth(line) == pytest.approx(line)
-    assert smooth([5.0, 1.0]) == [5.0, 1.0]
-    assert smooth([1.0, math.nan, 3.0, 5.0]) == pytest.approx([1.0, math.nan, 4.0, 5.0], nan_ok=True)
 
 
 def test_values_that_are_not_finite_are_gaps(table: MetricsTable, tmp_path: Path) -> None:
@@ -347,7 +301,6 @@ def test_samples_have_no_repeats(num: int, count: int, seed: int) -> None:
 def test_progress_lines() -> None:
     clock, out = Clock(), io.StringIO()
     progress = Progress(30, stream=out, clock=clock)
-    progress.status("rollout", 1, 2)
     clock.now += 4 + 110
     progress.step(1, score=0.5, throughput=1234.4, step_s=3.9)
     clock.now += 6
@@ -359,19 +312,6 @@ def test_progress_lines() -> None:
         "step  2/30  score -0.250    6.0 s/step  kl 0.0123   2m19s left\n"
         "step 30/30  score  1.000    4.0 s/step    done\n"
     )
-
-
-def test_status_lines_only_on_terminals() -> None:
-    clock, out = Clock(), Terminal()
-    progress = Progress(3, stream=out, clock=clock)
-    progress.status("rollout", 64, 256)
-    progress.status("rollout", 65, 256)  # too soon
-    progress.step(1, score=0.5)
-    progress.close()
-    shown = out.getvalue()
-    assert shown.startswith("\r\x1b[2Kstep 1/3  rollout  [#####---------------] 64/256\r\x1b[2Kstep 1/3  score")
-    assert "65/256" not in shown
-    assert shown.endswith("left\n")
 
 
 def test_a_resumed_run_estimates_from_its_own_steps() -> None:
@@ -457,45 +397,6 @@ def test_a_resumed_run_drops_the_steps_it_repeats(run: RunFolder) -> None:
     assert run.metrics_file.read_text() == "step\ta\tb\n1\t1\t1\n2\t2\t2\n3\t30\t\n"
 
 
-def test_curves_are_redrawn_after_the_interval(run: RunFolder) -> None:
-    clock = Clock()
-    tracker = Tracker(run, replace(QUIET, curves=True, curves_interval_s=30), num_steps=4, clock=clock)
-    tracker.log(1, {"a": 1})
-    assert not run.curves_file.exists()
-    clock.now += 31
-    tracker.log(2, {"a": 1})
-    deadline = time.monotonic() + 60
-    while not run.curves_file.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert run.curves_file.exists(), "before close(), which draws as well"
-    tracker.close()
-
-
-def test_a_step_does_not_wait_for_the_curves(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[tuple[tuple[int, ...], float]] = []
-    finish, failure = threading.Event(), OSError("no room for a picture")
-
-    def draw(table: MetricsTable, path: Path, *, title: str = "") -> None:
-        if threading.current_thread() is not threading.main_thread():
-            assert finish.wait(60)
-        drawn.append((table.steps, table.row(1)["a"]))
-        if len(drawn) == 1:
-            raise failure
-
-    monkeypatch.setattr("run_kit.tracking.curves.write_curves", draw)
-    with Tracker(run, replace(QUIET, curves=True, curves_interval_s=0), num_steps=5) as tracker:
-        for step in (1, 2, 3):  # all while the first drawing lasts
-            tracker.log(step, {"a": step})
-        tracker.rewind(2, {})
-        assert drawn == []
-        finish.set()
-        tracker.draw_curves()
-        assert drawn == [((1,), 1), ((1, 2), 1)], "of the steps at its beginning, and not at the same time"
-        with pytest.raises(OSError, match="no room for a picture"):
-            tracker.log(3, {"a": 30})
-    assert [steps for steps, _ in drawn[2:]] == [(1, 2, 3)], "at the end, whatever failed before"
-
-
 def test_a_missing_tensorboard_is_reported(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.record_writer", None)
     with raises(TrackingError, field="tracking.tensorboard"):
@@ -503,7 +404,7 @@ def test_a_missing_tensorboard_is_reported(run: RunFolder, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("rollouts_per_step", -1), ("curves_interval_s", -1.0), ("mlflow_uri", "http://host:5000")]
+    ("field", "value"), [("rollouts_per_step", -1), ("memory_interval_s", 0.0), ("mlflow_uri", "http://host:5000")]
 )
 def test_tracking_config_checks(field: str, value: object) -> None:
     with raises(ConfigError, field=field, value=value):
@@ -524,10 +425,10 @@ def test_tracking_a_run_needs_no_torch(tmp_path: Path) -> None:
 def test_an_error_is_not_hidden_by_a_failure_to_close_the_tracker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: Tracker) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise ImportError("partially initialized module")
 
-    monkeypatch.setattr(Tracker, "draw_curves", broken)
+    monkeypatch.setattr("run_kit.tracking.curves.write_curves", broken)
 
     def run(error: BaseException | None) -> None:
         with Tracker(RunFolder.create(tmp_path, "run"), TrackingConfig(tensorboard=False), num_steps=2) as tracker:
