@@ -44,7 +44,7 @@ def prepare_data(config: PrepareConfig, *, command: str = "") -> Report:
         DataConfigError: datasketch is not installed.
     """
     if importlib.util.find_spec("datasketch") is None:
-        raise DataConfigError("datasketch is not installed", remedy="pip install plinth-rl-data[prepare]")
+        raise DataConfigError("datasketch is not installed", remedy="pip install 'datasketch>=2'")
     with output_folder(Path(config.out), overwrite=config.overwrite) as (folder, temporary):
         report = Report(command=command)
         rows = _stored_rows(_Reader(config, report), temporary)
