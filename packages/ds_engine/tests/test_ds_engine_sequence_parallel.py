@@ -25,7 +25,6 @@ from ds_engine import (
 )
 from ds_engine.model.packed_model import packed_inputs
 from ds_engine.model.sequence_parallel import SequenceGroup, check_model_heads, kv_copies, share_targets
-from ds_engine.planning.collective_plan import planned_step
 from plinth_testing import RankPool, raises, write_tiny_model
 
 LR, EPS = 3e-3, 1e-4
@@ -185,11 +184,6 @@ def test_plans_refuse_the_head_counts_that_runs_refuse() -> None:
     for check in checks(8):
         with raises(EngineConfigError, field="sequence_parallel", value=8, allowed="one of [1, 2, 3, 4, 6, 12]"):
             check()
-
-
-def test_collective_plans_refuse_sequence_parallelism() -> None:
-    with raises(EngineConfigError, field="sequence_parallel", value=2):
-        planned_step(config(2, 2), parameter_sizes=[4], ready_order=[0], world_size=2, num_micro_batches=1)
 
 
 @settings(deadline=None, derandomize=True)

@@ -19,9 +19,7 @@ from typing import Any
 
 from ..errors import ExportError
 from ..files import check_space, fsync_file, new_folder, write_text
-from ..zero.zero_checkpoint import KINDS, ZeroCheckpoint
-
-_FILES = {"weight": "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "exp_avg_sq.pt"}
+from ..zero.zero_checkpoint import ZeroCheckpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +30,7 @@ class UniversalCheckpoint:
     tag: str
     num_parameters: int
     num_bytes: int
-    adam_steps: int
+    optimizer_steps: int
 
 
 def write_universal(
@@ -57,19 +55,24 @@ def write_universal(
     if not source.shapes:
         raise ExportError("no parameter was trained", field="checkpoint", value=str(source.folder))
     out, tag = Path(out), source.folder.name
-    num_bytes = _num_bytes(*source.shapes.values())
+    num_copies = 1 + len(source.states)
+    num_bytes = _num_bytes(num_copies, *source.shapes.values())
     with new_folder(out, overwrite=overwrite) as partial:
-        check_space(partial, num_bytes, estimate="fp32 weights and two moments")
+        check_space(partial, num_bytes, estimate="fp32 weights and optimizer states")
         for name in _write_parameters(source, partial / tag / "zero"):
             if on_tensor is not None:
-                on_tensor(name, _num_bytes(source.shapes[name]), num_bytes)
+                on_tensor(name, _num_bytes(num_copies, source.shapes[name]), num_bytes)
         model = partial / tag / "mp_rank_00_model_states.pt"
         _save({**source.metadata, "module": {**dict(source.frozen()), **source.buffers}}, model)
         shutil.copyfile(model, sharded := model.with_name(f"zero_pp_rank_0_{model.name}"))
         fsync_file(sharded)
         write_text(partial / "latest_universal", tag)
     return UniversalCheckpoint(
-        path=out, tag=tag, num_parameters=len(source.shapes), num_bytes=num_bytes, adam_steps=source.adam_steps
+        path=out,
+        tag=tag,
+        num_parameters=len(source.shapes),
+        num_bytes=num_bytes,
+        optimizer_steps=source.optimizer_steps,
     )
 
 
@@ -77,18 +80,19 @@ def _write_parameters(source: ZeroCheckpoint, folder: Path) -> Iterator[str]:
     """Write all parameters into `folder`; yield the name of each one written."""
     import torch
 
-    step = torch.tensor(float(source.adam_steps))
+    step = torch.tensor(float(source.optimizer_steps))
     for name in source.shapes:
-        for kind in KINDS:
+        for kind in ("weight", *source.states):
             # Clone: torch.save of a view would write the whole mapped file.
-            _save({"param": source.whole(name, kind).clone()}, folder / name / _FILES[kind])
+            file = folder / name / ("fp32.pt" if kind == "weight" else f"{kind}.pt")
+            _save({"param": source.whole(name, kind).clone()}, file)
         _save(step, folder / name / "step.pt")
         yield name
     _save(_optimizer_state(source, step), folder / "optimizer_state.pt")
 
 
-def _num_bytes(*shapes: tuple[int, ...]) -> int:
-    return sum(4 * len(KINDS) * math.prod(shape) for shape in shapes)
+def _num_bytes(num_copies: int, *shapes: tuple[int, ...]) -> int:
+    return sum(4 * num_copies * math.prod(shape) for shape in shapes)
 
 
 def _optimizer_state(source: ZeroCheckpoint, step: Any) -> dict[str, Any]:

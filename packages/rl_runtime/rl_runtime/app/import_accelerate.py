@@ -46,7 +46,7 @@ _UNNEEDED = {
     "metrics.tsv has every step and phase": "steps_per_print wall_clock_breakdown",
     "the engine sets it": "zero_allow_untested_optimizer",
     "offloaded states are stepped by torch's AdamW": "zero_force_ds_cpu_optimizer",
-    "the engine's optimizer is AdamW": "optimizer.type",
+    "optim.name=adamw is the default": "optimizer.type",
     "its keys are below": "deepspeed_config_file",
     _NODES: "machine_rank main_process_ip main_process_port rdzv_backend same_network deepspeed_multinode_launcher "
     "deepspeed_hostfile deepspeed_inclusion_filter deepspeed_exclusion_filter",
@@ -60,7 +60,7 @@ _REFUSED = {
     "DeepSpeed is the only backend": "fsdp_config megatron_lm_config",
     "set sequence_parallel of the engine": "parallelism_config",
     "Ray starts the ranks": "mpirun_config",
-    "the engine's optimizer is AdamW": "optimizer",
+    "optim.name names one of the engine's": "optimizer",
     "set schedule and warmup_steps of the optimizer": "scheduler",
     "batch.mini_batch_size counts prompts: divide by sampling.n": "train_batch_size",
 }
