@@ -69,7 +69,7 @@ def check_training(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "num_micro"), [(1, 2), (2, 4), (3, 4)])
+@pytest.mark.parametrize(("stage", "num_micro"), [(1, 2), (3, 4)])
 def test_two_ranks_share_every_micro_batch(
     two_ranks: RankPool, tiny_model: Path, reference: Reference, stage: int, num_micro: int
 ) -> None:
@@ -85,9 +85,7 @@ def test_recomputation_and_the_guard_see_the_same_collectives(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "sp"), [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (3, 2), (2, 4)], ids=lambda value: str(value)
-)
+@pytest.mark.parametrize(("stage", "sp"), [(3, 1), (1, 2), (2, 2), (3, 2), (2, 4)], ids=lambda value: str(value))
 def test_four_ranks_equal_one_process(
     four_ranks: RankPool, tiny_model: Path, reference: Reference, stage: int, sp: int
 ) -> None:
@@ -98,7 +96,7 @@ def test_four_ranks_equal_one_process(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "dtype", "grad_clip"),
-    [(1, "float32", 0.1), (2, "float32", None), (2, "bfloat16", 0.1), (3, "float32", 0.1)],
+    [(1, "float32", 0.1), (2, "bfloat16", None), (3, "float32", 0.1)],
 )
 def test_ranks_that_hold_padding_only(
     four_ranks: RankPool, tmp_path: Path, stage: int, dtype: str, grad_clip: float | None
