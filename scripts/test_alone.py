@@ -1,13 +1,14 @@
 """Tests each package alone: its wheel, only the distributions that it declares, and its fast tests from its sdist.
 
-    python scripts/test_alone.py [--jobs N] [--per-file N] [FOLDER ...]    packages/rl_core, ...; none: all packages
+    python scripts/test_alone.py [--jobs N] [--per-file N] [--files N] [FOLDER ...]    FOLDER: packages/rl_core, ...
 
 For each package it makes a virtual environment with the package's wheel, the wheels of the siblings that it requires,
 and links to those third-party distributions of the running environment that its requirements with the extra `test`
 reach. What `pyproject.toml` does not declare is therefore not importable, even if another package brings it. The tests
 are those of `make test-fast`, which start no DeepSpeed, Ray or vLLM. They run in the unpacked sdist, outside the
-repository: the first one of each file (`--per-file`), its first case, and three examples of a property; no state
-machines. Every test file is imported. `make test` runs all tests.
+repository: the first one of each file (`--per-file`, `--files`), its first case, and three examples of a property; no
+state machines. Every test file is imported. `make test` runs all tests; tests/test_build.py compares the imports of the
+source, in functions too, with `pyproject.toml`.
 """
 
 import argparse
@@ -52,6 +53,8 @@ def pytest_collection_modifyitems(config, items):
     functions = {}
     chosen = []
     for item in items:
+        if item.path not in functions and len(functions) == FILES:
+            continue
         seen = functions.setdefault(item.path, set())
         name = (item.parent.name, getattr(item, "originalname", item.name))
         if name[1] != "runTest" and name not in seen and len(seen) < PER_FILE:
@@ -179,9 +182,11 @@ def _run(command: list[str], folder: Path) -> str:
 
 
 def test_alone(
-    folder: Path, dist: Path, own: dict[str, Path], available: dict[str, Distribution], per_file: int
+    folder: Path, dist: Path, own: dict[str, Path], available: dict[str, Distribution], per_file: int, files: int
 ) -> str:
-    """Run fast tests of the package in `folder`, the first case of `per_file` of each file, and return pytest's output.
+    """Run fast tests of the package in `folder`, the first case of `per_file` of each of `files` files.
+
+    Returns pytest's output.
 
     Raises:
         UndeclaredError, RuntimeError: what the package requires is missing; a test failed.
@@ -197,7 +202,8 @@ def test_alone(
         unpacked = Path(temporary) / f"{name.replace('-', '_')}-{version}"
         shutil.rmtree(unpacked / folder.name)  # the wheel's is the one to test
         shutil.copy(REPO / "conftest.py", unpacked)
-        (unpacked / "first_tests.py").write_text(_FIRST_TESTS.replace("PER_FILE", str(per_file)), encoding="utf-8")
+        plugin = _FIRST_TESTS.replace("PER_FILE", str(per_file)).replace("FILES", str(files))
+        (unpacked / "first_tests.py").write_text(plugin, encoding="utf-8")
         settings = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
         lines = ["[pytest]", "markers =", *(f"    {marker}" for marker in settings["markers"])]
         (unpacked / "pytest.ini").write_text("\n".join([*lines, ""]), encoding="utf-8")
@@ -210,6 +216,7 @@ def main() -> None:
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER")
     parser.add_argument("--jobs", type=int, default=2, help="packages at a time")
     parser.add_argument("--per-file", type=int, default=1, help="tests of each file, from its top")
+    parser.add_argument("--files", type=int, default=1000, help="files of each package whose tests run")
     given = parser.parse_args()
     packages = [folder for folder in projects() if folder.parent.name == "packages"]
     wanted = [path.resolve() for path in given.folders] or packages
@@ -227,7 +234,7 @@ def main() -> None:
         def tested(folder: Path) -> tuple[float, str, bool]:
             started = time.monotonic()
             try:
-                output, passed = test_alone(folder, dist, own, available, given.per_file), True
+                output, passed = test_alone(folder, dist, own, available, given.per_file, given.files), True
             except (UndeclaredError, RuntimeError) as error:
                 output, passed = str(error), False
             return time.monotonic() - started, output, passed

@@ -50,20 +50,6 @@ def check_that_strangers_are_kept_out(app: Any) -> None:
     call(b"", timeout=20, metadata=[("authorization", f"Bearer {gcs.environ()['RAY_AUTH_TOKEN']}")])
 
 
-@pytest.mark.thorough
-def test_ctrl_c_finishes_the_step_saves_it_and_leaves_no_process(tmp_path: Path, start_app: StartApp) -> None:
-    app = start_app(tmp_path, *SHORT, "trainer.total_training_steps=500")
-    app.wait_for("s/step")
-    (found,) = list_runs(tmp_path)
-    assert (found.state, found.pid, found.num_steps) == ("running", app.process.pid, 500)
-    app.press_ctrl_c()
-    assert app.finish() == 130, app.output
-    assert not app.survivors()
-    assert "SIGINT: stopping after this step, with a checkpoint; again: stop now, without" in app.output
-    assert "Traceback" not in app.output
-    check_stopped(app, "SIGINT")
-
-
 def check_stopped(app: Any, number: str) -> None:
     """The last step was finished and saved, whatever save_freq says; the run says how to resume."""
     (found,) = list_runs(app.output_dir)

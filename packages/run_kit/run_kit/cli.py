@@ -55,7 +55,6 @@ def run_cli(
     examples: Sequence[str] = (),
     default_preset: str | None = None,
     default_preset_unless: Sequence[str] = (),
-    user_errors: tuple[type[BaseException], ...] = (),
 ) -> NoReturn:
     """Run an app from its command line; always raises SystemExit with the exit code.
 
@@ -69,7 +68,6 @@ def run_cli(
         examples: argument lists for the help.
         default_preset: preset below all others, unless a preset, a config file or an override gives one of the keys
             `default_preset_unless`. Overlays do not count: they change a preset.
-        user_errors: further exception classes to report as user errors.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     app_name = INVOKED_AS.get() or (app_name if " " in app_name else f"python -m {app_name}")
@@ -91,7 +89,7 @@ def run_cli(
             f"take it from the environment, or {key}_file=FILE where there is such a key",
             file=sys.stderr,
         )
-    _run(main, config, app_name, user_errors)
+    _run(main, config, app_name)
 
 
 def _load(cls: type[ConfigT], files: Sequence[Path], overrides: Sequence[str]) -> ConfigT:
@@ -107,9 +105,7 @@ def _load(cls: type[ConfigT], files: Sequence[Path], overrides: Sequence[str]) -
     return config
 
 
-def _run(
-    main: Callable[[ConfigT], int | None], config: ConfigT, app_name: str, user_errors: tuple[type[BaseException], ...]
-) -> NoReturn:
+def _run(main: Callable[[ConfigT], int | None], config: ConfigT, app_name: str) -> NoReturn:
     token = INVOKED_AS.set(app_name)
     try:
         with signals_as_exceptions():
@@ -121,7 +117,7 @@ def _run(
         # Ray wraps errors of its workers; the wrapper's text is a remote traceback.
         cause = getattr(error, "cause", None)
         shown = cause if isinstance(cause, Exception) else error
-        if is_user_error(shown) or isinstance(shown, user_errors):
+        if is_user_error(shown):
             _fail(shown, app_name)
         if not (_is_own(error) or (isinstance(error, OSError) and is_disk_full(error))):
             sys.excepthook = _print_redacted

@@ -8,8 +8,6 @@ from types import FrameType
 from typing import Any
 
 Handler = Callable[[int, FrameType | None], None]
-STOPPED_BY_USR1 = 128 + signal.SIGUSR1
-"""Exit code of a program that SIGUSR1 stopped, which a batch system can send before its time limit."""
 _GRACEFUL = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _raised: signal.Signals | None = None
 """The signal whose SystemExit ends the program: `ray.get` and `ray.wait` replace that exception with SystemExit(1)."""
