@@ -22,7 +22,7 @@ from ..errors import InputError
 from ..job_config import JobConfig
 from ..launch.placement import Placement
 from ..rollout.watched_servers import WatchedServers
-from ..training.engines import check_architectures
+from ..training.engines import check_architectures, check_model_weights
 from ..training.teacher import RankTeacher, ServerTeacher
 from ..training.teacher_config import TeacherConfig
 from .inputs import read_model_config
@@ -101,6 +101,7 @@ def _check_servers(teacher: TeacherConfig, folder: Path, placement: Placement) -
     if server.urls:
         _try_servers(server, teacher)
         return
+    check_model_weights(ModelConfig(path=str(folder)), key="teacher.model")
     needed = server.server_count * server.tensor_parallel_size
     if len(teacher.gpus) != (needed if placement.on_gpu else 0):
         allowed = f"{needed} numbers of GPUs" if placement.on_gpu else "none on the CPU"
