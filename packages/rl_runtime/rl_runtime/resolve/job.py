@@ -25,7 +25,7 @@ from ..launch.session import read_memory
 from ..ranks.environment import prepare_driver
 from .engines import resolve_compile, resolve_kernels, resolve_learning_rate
 from .memory import longest_sequence, read_model_shape, resolve_memory, resolve_sizes, samples_per_server
-from .resolved import ResolvedConfig, device_warning
+from .resolved import ResolvedConfig, device_warning, with_fetched_files
 
 _MOST_SEQUENCES = 512
 """Sequences for which vLLM captures CUDA graphs."""
@@ -42,6 +42,7 @@ def resolve_job(config: JobConfigT) -> ResolvedConfig[JobConfigT]:
             at `trainer.ray_address`.
         PlacementError: CUDA_VISIBLE_DEVICES names no usable GPU.
     """
+    config = with_fetched_files(config)
     prepare_driver(config.trainer.device)
     gpus, host_bytes = read_memory(config.trainer)
     frozen = config.frozen_models if gpus else ()
