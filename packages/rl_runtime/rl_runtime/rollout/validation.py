@@ -162,8 +162,8 @@ class Validation:
         """A line each for the first samples of the first prompts: end of the prompt, response, answer and score."""
         first = ((result, result.samples[0]) for result in self.prompts if result.samples)
         return [
-            f"  {shown(one.prompt[-70:])} -> {shown(sample.response)}, answer {one.ground_truth}, score {sample.score:g}"
-            for one, sample in itertools.islice(first, count)
+            f" {shown(row.prompt[-70:])} -> {shown(sample.response)}; answer {row.ground_truth}, score {sample.score:g}"
+            for row, sample in itertools.islice(first, count)
         ]
 
     def metrics(self) -> dict[str, float]:
