@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from plinth_base.model_folder import ModelFolderError, read_safetensors_header, stored_tensors, weight_files
 
 from ..errors import ExportError
-from ..hf_export import DTYPE_NAMES
+from ..tensor_file import DTYPE_NAMES
 
 if TYPE_CHECKING:
     import torch

@@ -199,7 +199,7 @@ def _runs_of_experiment(trainer: TrainingConfig) -> list[_Run]:
     there: set[str] = set()
     if (url := trainer.checkpoint_url) is not None:
         with naming_storage(url):
-            there = {name for name in RemoteCheckpoints(url).folders() if pattern.fullmatch(name)}
+            there = {name for name in RemoteCheckpoints(url).names() if pattern.fullmatch(name)}
     return [
         _Run(
             name=name,
