@@ -20,6 +20,7 @@ from ckpt import (
     save_adapter,
     save_hf_folder,
 )
+from ckpt.tools import lora_export
 from ckpt.tools.lora_export import read_adapter
 from plinth_testing import raises, write_tiny_model
 
@@ -48,10 +49,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def adapted(base: Path, options: dict[str, Any]) -> Any:
+def adapted(base: Path, options: dict[str, Any], config_class: Any = peft.LoraConfig) -> Any:
     """A PEFT model with random adapter weights."""
     torch.manual_seed(1)
-    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(**options))
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config_class(**options))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -96,6 +97,73 @@ def test_peft_reads_adapters_and_merges_equal_its_own(base: Path, tmp_path: Path
         for key, tensor in merged.state_dict().items():
             torch.testing.assert_close(actual.state_dict()[key], tensor, rtol=0, atol=1e-6)
     assert not torch.allclose(target, AutoModelForCausalLM.from_pretrained(base)(IDS).logits, atol=1e-3)
+
+
+Q = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+KINDS: dict[str, tuple[Any, dict[str, Any], str | None]] = {
+    "untied_modules": (peft.LoraConfig, Q | {"modules_to_save": ["embed_tokens", "lm_head"]}, None),
+    "tied_head": (peft.LoraConfig, Q | {"modules_to_save": ["lm_head"]}, None),
+    "tied_embeddings": (peft.LoraConfig, Q | {"modules_to_save": ["embed_tokens"]}, None),
+    "tied_both": (peft.LoraConfig, Q | {"modules_to_save": ["embed_tokens", "lm_head"]}, None),
+    "tied_adapted_head": (peft.LoraConfig, Q | {"target_modules": ["q_proj", "lm_head"]}, None),
+    "biases": (peft.LoraConfig, Q | {"bias": "all"}, None),
+    "tokens": (peft.LoraConfig, Q | {"trainable_token_indices": [3, 4]}, "config.trainable_token_indices"),
+    "parameters": (
+        peft.LoraConfig,
+        Q | {"target_modules": [], "target_parameters": ["self_attn.q_proj.weight"]},
+        "config.target_parameters",
+    ),
+    "dora": (peft.LoraConfig, Q | {"use_dora": True}, "config.use_dora"),
+    "lora_bias": (peft.LoraConfig, Q | {"lora_bias": True}, "config.lora_bias"),
+    "pissa": (peft.LoraConfig, Q | {"init_lora_weights": "pissa"}, "config.init_lora_weights"),
+    "olora": (peft.LoraConfig, Q | {"init_lora_weights": "olora"}, "config.init_lora_weights"),
+    "lokr": (peft.LoKrConfig, {"r": 2, "target_modules": ["q_proj"]}, "config.peft_type"),
+    "ia3": (
+        peft.IA3Config,
+        {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+        "config.peft_type",
+    ),
+    "vera": (peft.VeraConfig, {"r": 2, "target_modules": ["q_proj"]}, "config.peft_type"),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_merged_adapter_is_the_model_of_peft_or_refused_by_name(tmp_path: Path, kind: str) -> None:
+    config_class, options, refused = KINDS[kind]
+    sizes = {"vocab_size": 32, "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 2}
+    tied = not kind.startswith("untied")
+    base = write_tiny_model(
+        tmp_path / "base", num_key_value_heads=2, attention_bias=True, tie_word_embeddings=tied, **sizes
+    )
+    model = adapted(base, options, config_class)
+    with torch.no_grad():
+        expected = model(IDS).logits
+    model.save_pretrained(tmp_path / "adapter")
+    if refused is not None:
+        with raises(ExportError, field=refused):
+            export_merged(tmp_path / "adapter", tmp_path / "merged", base=base)
+        return
+    export_merged(tmp_path / "adapter", tmp_path / "merged", base=base)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(merged(IDS).logits, expected, rtol=0, atol=1e-5)
+    assert load_file(tmp_path / "merged" / "model.safetensors").keys() <= merged.state_dict().keys()
+
+
+def test_an_export_that_is_not_the_model_of_peft_does_not_appear(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = adapted(base, CASES["plain"])
+    save_adapter(tmp_path / "adapter", trained(model), model.peft_config["default"].to_dict())
+    monkeypatch.setattr(lora_export, "lora_scale", lambda *_: 2.1)
+    with raises(ExportError, field="adapter_folder"):
+        export_merged(tmp_path / "adapter", tmp_path / "merged", base=base)
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+    export_merged(tmp_path / "adapter", tmp_path / "merged", base=base, prove=False)
+    monkeypatch.undo()
+    other = write_tiny_model(tmp_path / "other", num_hidden_layers=1)
+    with raises(ExportError, field="tensors", value="model.layers.1.self_attn.q_proj.weight"):
+        export_merged(tmp_path / "adapter", tmp_path / "again", base=other)
 
 
 def test_a_merge_is_computed_in_fp32_and_cast_once(base: Path, tmp_path: Path) -> None:

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plinth_base.adapters import PEFT_PREFIX, lora_scale, missing_settings
+from plinth_base.model_folder import stored_tensors
 
 from ..errors import ExportError
 from ..files import fsync_file, new_folder
@@ -29,10 +31,18 @@ if TYPE_CHECKING:
     import torch
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_REFUSED = ("lora_magnitude_vector", "lora_embedding", "lora_variant")
-_MATRIX = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])(?:\.(?P<adapter>[^.]+))?\.(?P<kind>weight|bias)")
+_MATRIX = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])(?:\.(?P<adapter>[^.]+))?\.weight")
 _COPY = re.compile(r"(?P<layer>.+)\.modules_to_save\.(?:[^.]+)\.(?P<rest>.+)")
-_MERGE_WITH_PEFT = "merge with PEFT"
+_MERGE_WITH_PEFT = "merge it with PEFT (merge_and_unload), and save the model with save_pretrained"
+#: Settings of PEFT with which merging is W + s B A; any other that is set is refused.
+_PLAIN = {
+    *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "exclude_modules"),
+    *("fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha"),
+    *("lora_dropout", "megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r"),
+    *("rank_pattern", "revision", "target_modules", "task_type", "use_rslora"),
+}
+#: Other initializations change the base weights; what they change is in no file.
+_KEEPS_BASE = (None, True, False, "gaussian", "orthogonal")
 
 
 def save_adapter(
@@ -56,10 +66,9 @@ def save_adapter(
 
     if missing := missing_settings(config):
         raise ExportError(f"lacks {', '.join(missing)}", field="config", remedy="pass PEFT's adapter configuration")
-    copied = tuple(config.get("modules_to_save") or ())
     named: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:
-        written = PEFT_PREFIX + _adapter_name(name.removeprefix(PEFT_PREFIX), adapter, copied)
+        written = PEFT_PREFIX + _adapter_name(name.removeprefix(PEFT_PREFIX), adapter, config)
         if written in named:
             raise _tensor_error(name, "the stream holds this tensor twice")
         # Adapters are small, so all are held at once.
@@ -105,18 +114,16 @@ def merge_lora(
     file followed by those of the base model. Merged tensors are fp32, the others keep their dtypes; cast them when they
     are stored (`save_hf_folder(dtype=...)`). Holds the adapters, and base weights that precede their adapters.
 
-    Raises ExportError for DoRA, adapted embeddings and convolutions, trained biases of B, shapes that do not fit, and
-    adapters without a base weight.
+    Raises ExportError for settings and tensors of anything but LoRA matrices and whole trained modules, for shapes that
+    do not fit, and for adapters without a base weight.
     """
-    if config.get("use_dora"):
-        raise ExportError(field="config.use_dora", value=True, allowed="plain LoRA", remedy=_MERGE_WITH_PEFT)
-    copied = tuple(config.get("modules_to_save") or ())
+    _check_settings(config)
     parts: dict[str, dict[str, torch.Tensor]] = {}  # by adapted layer: A, B and the base weight
     originals: dict[str, torch.Tensor] = {}  # of modules that a live PEFT model has trained whole
     replaced: set[str] = set()
     for name, tensor in tensors:
         bare = name.removeprefix(PEFT_PREFIX)
-        match, trained = _matrix(bare, adapter), _trained_copy(bare, adapter, copied)
+        match, trained = _matrix(bare, adapter), _trained_copy(bare, config)
         final = bare.replace(".base_layer.", ".").replace(".original_module.", ".")
         layer, is_weight = final.removesuffix(".weight"), final.endswith(".weight")
         if match is not None:
@@ -126,6 +133,8 @@ def merge_lora(
             if trained not in replaced:  # the base model holds the same name
                 replaced.add(trained)
                 yield trained, tensor
+        elif f".{adapter}." in f"{bare}.":
+            raise _tensor_error(name, "belongs to an adapter that is not plain LoRA", remedy=_MERGE_WITH_PEFT)
         elif is_weight and (".base_layer." in bare or layer in parts):
             parts.setdefault(layer, {})["weight"] = tensor
         elif ".original_module." in bare:
@@ -133,6 +142,7 @@ def merge_lora(
         elif final not in replaced:
             yield final, tensor
         if len(parts.get(layer, ())) == 3:
+            replaced.add(f"{layer}.weight")  # PEFT stores the base weight of an adapted head in the adapter's file
             yield f"{layer}.weight", _merge(layer, config, **parts.pop(layer))
     if parts:
         raise _tensor_error(", ".join(sorted(parts)[:3]), f"the base weight, A or B is missing in {len(parts)} layers")
@@ -147,20 +157,100 @@ def export_merged(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
+    prove: bool = True,
 ) -> HfExport:
     """Write the Hugging Face folder `out`: the model in the folder `base` with an adapter merged in.
 
-    Holds the adapter and one base tensor at a time. `dtype` as for `save_hf_folder`; None keeps the base model's
-    dtypes, also for merged weights. Raises ExportError as `merge_lora` and `save_hf_folder` do.
+    Holds the adapter, one base tensor and one shard at a time. `dtype` as for `save_hf_folder`; None keeps the base
+    model's dtypes, also for merged weights. Embeddings that are tied in the base model and trained apart are no longer
+    tied in `out`. `prove`: load the result and, with PEFT, base and adapter, one after the other, and compare the
+    logits of a few tokens before `out` appears; without PEFT a warning says that this was not done.
+
+    Raises ExportError as `merge_lora` and `save_hf_folder` do, for a tensor that the base model lacks, and for logits
+    that differ.
     """
     adapters, config = read_adapter(adapter_folder)
     model = ModelFolder(Path(base))
-    merged = merge_lora(chain(adapters, read_folder(base)), config)
+    if config.get("init_lora_weights") not in _KEEPS_BASE:
+        value = config["init_lora_weights"]
+        raise ExportError(
+            "this initialization changes the base weights, and the adapter does not hold the change",
+            field="config.init_lora_weights",
+            value=value,
+            remedy=_MERGE_WITH_PEFT,
+        )
+    _check_settings(config)
+    trained = {_base_name(name.removeprefix(PEFT_PREFIX), config) for name, _ in adapters}
+    untied = {tied: source for tied, source in model.tied.items() if trained & {tied, source}}
+    if model.names and (missing := sorted(trained - model.names - untied.keys())):
+        raise _tensor_error(
+            missing[0], f"the model in {base} has no such tensor", remedy="give the adapter's base model"
+        )
+    merged = merge_lora(chain(adapters, _with_copies(read_folder(base), untied)), config)
     if dtype is None:
-        merged = ((name, tensor.to(model.dtype(name))) for name, tensor in merged)
+        merged = ((name, tensor.to(model.dtype(untied.get(name, name)))) for name, tensor in merged)
     return save_hf_folder(
-        out, merged, model_files_from=base, dtype=dtype, max_shard_bytes=max_shard_bytes, overwrite=overwrite
+        out,
+        merged,
+        model_files_from=base,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        overwrite=overwrite,
+        config_changes={"tie_word_embeddings": False} if untied else None,
+        check=(lambda folder: prove_merge(Path(adapter_folder), Path(base), folder)) if prove else None,
     )
+
+
+def _with_copies(
+    tensors: Iterable[tuple[str, torch.Tensor]], copies: Mapping[str, str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors, and those that `copies` names again under a second name."""
+    for name, tensor in tensors:
+        yield name, tensor
+        yield from ((copy, tensor) for copy, source in copies.items() if source == name)
+
+
+def prove_merge(adapter_folder: Path, base: Path, merged: Path) -> None:
+    """Raise ExportError unless the logits of a few tokens are PEFT's, up to the rounding of the dtype."""
+    import torch
+    import transformers
+
+    try:
+        import peft
+    except ImportError:
+        warnings.warn(f"{adapter_folder}: the merge is not compared with PEFT's, which is not installed", stacklevel=2)
+        return
+    config = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
+    model_class = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0])
+    ids = torch.arange(1, 9)[None] % config.get_text_config().vocab_size
+
+    def logits(folder: Path, adapter: Path | None = None) -> torch.Tensor:
+        model = model_class.from_pretrained(folder, dtype="auto", trust_remote_code=False)
+        if adapter is not None:
+            model = peft.PeftModel.from_pretrained(model, str(adapter))
+        with torch.no_grad():
+            return model.eval()(input_ids=ids).logits.float()
+
+    expected, actual = logits(base, adapter_folder), logits(merged)
+    largest, difference = float(expected.abs().max()), float((actual - expected).abs().max())
+    is_fp32 = all(stored.dtype == "float32" for folder in (base, merged) for stored in stored_tensors(folder).values())
+    if not difference <= (3e-5 if is_fp32 else 0.05) * max(largest, 1.0):
+        raise ExportError(
+            f"the merged model's logits differ from PEFT's by {difference:.3g} (largest: {largest:.3g})",
+            field="adapter_folder",
+            value=str(adapter_folder),
+            remedy=_MERGE_WITH_PEFT,
+        )
+
+
+def _check_settings(config: Mapping[str, Any]) -> None:
+    """Raise ExportError, by name, for settings of anything but plain LoRA."""
+    kind = getattr(config.get("peft_type"), "value", config.get("peft_type"))
+    if kind not in (None, "LORA"):
+        raise ExportError(field="config.peft_type", value=kind, allowed="LORA", remedy=_MERGE_WITH_PEFT)
+    for key, value in config.items():
+        if value and key not in _PLAIN and not (key == "loftq_config" and not any(value.values())):
+            raise ExportError("not plain LoRA", field=f"config.{key}", value=value, remedy=_MERGE_WITH_PEFT)
 
 
 def _tensor_error(name: str, problem: str, *, remedy: str | None = None) -> ExportError:
@@ -168,34 +258,42 @@ def _tensor_error(name: str, problem: str, *, remedy: str | None = None) -> Expo
 
 
 def _matrix(name: str, adapter: str) -> re.Match[str] | None:
-    if refused := next((part for part in _REFUSED if part in name), None):
-        raise _tensor_error(name, f"{refused} is not supported", remedy=_MERGE_WITH_PEFT)
     match = _MATRIX.fullmatch(name)
-    if match is None:
-        return None
-    if match["adapter"] not in (None, adapter):
+    if match is not None and match["adapter"] not in (None, adapter):
         raise _tensor_error(name, f"belongs to another adapter than {adapter!r}", remedy="pass those of one adapter")
-    if match["kind"] == "bias":
-        raise _tensor_error(name, "a bias of B is not supported", remedy=_MERGE_WITH_PEFT)
     return match
 
 
-def _trained_copy(name: str, adapter: str, copied: tuple[str, ...]) -> str | None:
-    """The base model's name of a tensor in a fully trained module (`modules_to_save`), None for other tensors."""
+def _trained_copy(name: str, config: Mapping[str, Any]) -> str | None:
+    """The base model's name of a tensor that was trained whole (`modules_to_save`, `bias`), None for other tensors."""
     if match := _COPY.fullmatch(name):
         return f"{match['layer']}.{match['rest']}"
+    if name.endswith(".bias") and config.get("bias", "none") != "none":
+        return name.replace(".base_layer.", ".")
     # PEFT matches the end of the name: "norm" matches "input_layernorm" too.
+    copied = tuple(config.get("modules_to_save") or ())
     if name.rpartition(".")[0].endswith(copied) and ".original_module." not in name:
         return name
     return None
 
 
-def _adapter_name(name: str, adapter: str, copied: tuple[str, ...]) -> str:
+def _base_name(name: str, config: Mapping[str, Any]) -> str:
+    """The base model's name of the tensor that a tensor of an adapter file changes. Raises ExportError."""
+    match = _matrix(name, "default")
+    changed = f"{match['layer']}.weight" if match else _trained_copy(name, config)
+    if ".base_layer." in name:
+        changed = name.replace(".base_layer.", ".")
+    if changed is None:
+        raise _tensor_error(name, "is not plain LoRA", remedy=_MERGE_WITH_PEFT)
+    return changed
+
+
+def _adapter_name(name: str, adapter: str, config: Mapping[str, Any]) -> str:
     if match := _matrix(name, adapter):
         return f"{match['layer']}.lora_{match['side']}.weight"
-    trained = _trained_copy(name, adapter, copied)
+    trained = _trained_copy(name, config)
     if trained is None:
-        raise _tensor_error(name, "belongs to no adapter", remedy="pass only trained tensors")
+        raise _tensor_error(name, "belongs to no adapter of plain LoRA", remedy="pass only trained tensors")
     return trained
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +48,17 @@ class ModelFolder:
             self._dtypes = {name: stored.dtype for name, stored in stored_tensors(folder).items()}
         except ModelFolderError as error:
             raise _export_error(error) from error
+
+    @property
+    def names(self) -> Set[str]:
+        """Names of the folder's tensors; empty for one without weights."""
+        return self._dtypes.keys()
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Tensors that the folder lacks, and the one that the model uses in their place."""
+        tied: dict[str, str] = getattr(self._meta_model, "all_tied_weights_keys", {})
+        return {name: source for name, source in tied.items() if name not in self._dtypes}
 
     def parts(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of the folder that the model's tensor `name` holds."""
