@@ -6,7 +6,6 @@ Names, shapes and dtypes are those of the model folder.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +67,7 @@ def export_deepspeed(
             used = (
                 (name, tensor if base is None else base(name, tensor)) for name, tensor in read_folder(model_files_from)
             )
-            stored = merge_lora(chain(adapters, used), lora)
+            stored = merge_lora(adapters, used, lora)
         for name, tensor in stored:
             if ".lora_" in name:
                 raise ExportError(

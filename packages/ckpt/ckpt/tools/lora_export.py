@@ -5,34 +5,31 @@
 computed in fp32 and cast once, at the end. W is [out, in], A [r, in], B [out, r]; for layers that store W as [in, out]
 (`fan_in_fan_out`) the product is transposed.
 
-PEFT's names: an adapted layer `q_proj` holds `q_proj.base_layer.weight`, `q_proj.lora_A.default.weight` and
-`q_proj.lora_B.default.weight`. The adapter file omits `.default` and prefixes every name with `base_model.model.`.
+PEFT's names: an adapted layer `q_proj` holds `q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`. The
+adapter file omits `.default` and prefixes every name with `base_model.model.`.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plinth_base.adapters import PEFT_PREFIX, lora_scale, missing_settings
+from plinth_base.adapters import PEFT_PREFIX, lora_scale, missing_settings, without_adapter
 from plinth_base.model_folder import stored_tensors
 
 from ..errors import ExportError
-from ..files import fsync_file, new_folder
+from ..files import new_folder, write_text
 from ..hf_export import HfExport, save_hf_folder
+from ..tensor_file import write_tensors
 from .model_folder import ModelFolder, read_folder
 
 if TYPE_CHECKING:
     import torch
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_MATRIX = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])(?:\.(?P<adapter>[^.]+))?\.weight")
-_COPY = re.compile(r"(?P<layer>.+)\.modules_to_save\.(?:[^.]+)\.(?P<rest>.+)")
 _MERGE_WITH_PEFT = "merge it with PEFT (merge_and_unload), and save the model with save_pretrained"
 #: Settings of PEFT with which merging is W + s B A; any other that is set is refused.
 _PLAIN = {
@@ -62,25 +59,18 @@ def save_adapter(
     Raises ExportError if `out` exists and is not empty (unless `overwrite`), `config` lacks `r`, `lora_alpha` or
     `target_modules`, A or B of a layer is missing, or a tensor belongs to no adapter.
     """
-    from safetensors.torch import save_file
-
     if missing := missing_settings(config):
         raise ExportError(f"lacks {', '.join(missing)}", field="config", remedy="pass PEFT's adapter configuration")
-    named: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors:
-        written = PEFT_PREFIX + _adapter_name(name.removeprefix(PEFT_PREFIX), adapter, config)
-        if written in named:
-            raise _tensor_error(name, "the stream holds this tensor twice")
-        # Adapters are small, so all are held at once.
-        named[written] = tensor.detach().cpu().contiguous().clone()
-    _check_pairs(named)
+    named = {
+        f"{PEFT_PREFIX}{name if part == 'whole' else f'{_layer(name)}.{part}.weight'}": tensor
+        for name, parts in _changes(tensors, config, adapter).items()
+        for part, tensor in parts.items()
+    }
     with new_folder(Path(out), overwrite=overwrite) as partial:
-        save_file(named, partial / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        write_tensors(partial / ADAPTER_WEIGHTS, named, {})
         settings = {"peft_type": "LORA", **config, "inference_mode": True}
         text = json.dumps(settings, indent=2, sort_keys=True, default=_plain)
-        (partial / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
-        for name in (ADAPTER_WEIGHTS, ADAPTER_CONFIG):
-            fsync_file(partial / name)
+        write_text(partial / ADAPTER_CONFIG, text + "\n")
     num_bytes = sum(tensor.nbytes for tensor in named.values())
     return HfExport(path=Path(out), num_tensors=len(named), num_bytes=num_bytes, num_shards=1)
 
@@ -106,47 +96,32 @@ def read_adapter(folder: Path) -> tuple[list[tuple[str, torch.Tensor]], dict[str
 
 
 def merge_lora(
-    tensors: Iterable[tuple[str, torch.Tensor]], config: Mapping[str, Any], *, adapter: str = "default"
+    adapters: Iterable[tuple[str, torch.Tensor]],
+    base: Iterable[tuple[str, torch.Tensor]],
+    config: Mapping[str, Any],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, tensor) of the whole model with merged adapters, as a stream.
+    """The tensors of the base model as a stream, with the adapters merged in.
 
-    `tensors` are the model's and the adapter's tensors: those of a live PEFT model in any order, or those of an adapter
-    file followed by those of the base model. Merged tensors are fp32, the others keep their dtypes; cast them when they
-    are stored (`save_hf_folder(dtype=...)`). Holds the adapters, and base weights that precede their adapters.
+    `adapters` have the names of an adapter file or of a PEFT model's parameters, and are held in memory; `base` has
+    Hugging Face names. Merged tensors are fp32, the others keep their dtypes; cast them when they are stored
+    (`save_hf_folder(dtype=...)`).
 
     Raises ExportError for settings and tensors of anything but LoRA matrices and whole trained modules, for shapes that
-    do not fit, and for adapters without a base weight.
+    do not fit, and for a tensor that the base model lacks.
     """
     _check_settings(config)
-    parts: dict[str, dict[str, torch.Tensor]] = {}  # by adapted layer: A, B and the base weight
-    originals: dict[str, torch.Tensor] = {}  # of modules that a live PEFT model has trained whole
-    replaced: set[str] = set()
-    for name, tensor in tensors:
-        bare = name.removeprefix(PEFT_PREFIX)
-        match, trained = _matrix(bare, adapter), _trained_copy(bare, config)
-        final = bare.replace(".base_layer.", ".").replace(".original_module.", ".")
-        layer, is_weight = final.removesuffix(".weight"), final.endswith(".weight")
-        if match is not None:
-            layer = match["layer"]
-            parts.setdefault(layer, {})[match["side"]] = tensor
-        elif trained is not None:
-            if trained not in replaced:  # the base model holds the same name
-                replaced.add(trained)
-                yield trained, tensor
-        elif f".{adapter}." in f"{bare}.":
-            raise _tensor_error(name, "belongs to an adapter that is not plain LoRA", remedy=_MERGE_WITH_PEFT)
-        elif is_weight and (".base_layer." in bare or layer in parts):
-            parts.setdefault(layer, {})["weight"] = tensor
-        elif ".original_module." in bare:
-            originals[final] = tensor
-        elif final not in replaced:
-            yield final, tensor
-        if len(parts.get(layer, ())) == 3:
-            replaced.add(f"{layer}.weight")  # PEFT stores the base weight of an adapted head in the adapter's file
-            yield f"{layer}.weight", _merge(layer, config, **parts.pop(layer))
-    if parts:
-        raise _tensor_error(", ".join(sorted(parts)[:3]), f"the base weight, A or B is missing in {len(parts)} layers")
-    yield from (item for item in originals.items() if item[0] not in replaced)
+    changes = _changes(adapters, config)
+    for name, tensor in base:
+        change = changes.pop(name, {})
+        if "lora_A" in change:
+            yield (
+                name,
+                _merge(_layer(name), config, change.get("base_layer", tensor), change["lora_A"], change["lora_B"]),
+            )
+        else:
+            yield name, change.get("whole", tensor)
+    if changes:
+        raise _tensor_error(min(changes), "the base model has no such tensor", remedy="give the adapter's base model")
 
 
 def export_merged(
@@ -180,13 +155,9 @@ def export_merged(
             remedy=_MERGE_WITH_PEFT,
         )
     _check_settings(config)
-    trained = {_base_name(name.removeprefix(PEFT_PREFIX), config) for name, _ in adapters}
+    trained = _changes(adapters, config).keys()
     untied = {tied: source for tied, source in model.tied.items() if trained & {tied, source}}
-    if model.names and (missing := sorted(trained - model.names - untied.keys())):
-        raise _tensor_error(
-            missing[0], f"the model in {base} has no such tensor", remedy="give the adapter's base model"
-        )
-    merged = merge_lora(chain(adapters, _with_copies(read_folder(base), untied)), config)
+    merged = merge_lora(adapters, _with_copies(read_folder(base), untied), config)
     if dtype is None:
         merged = ((name, tensor.to(model.dtype(untied.get(name, name)))) for name, tensor in merged)
     return save_hf_folder(
@@ -257,57 +228,47 @@ def _tensor_error(name: str, problem: str, *, remedy: str | None = None) -> Expo
     return ExportError(problem, field="tensors", value=name, remedy=remedy)
 
 
-def _matrix(name: str, adapter: str) -> re.Match[str] | None:
-    match = _MATRIX.fullmatch(name)
-    if match is not None and match["adapter"] not in (None, adapter):
-        raise _tensor_error(name, f"belongs to another adapter than {adapter!r}", remedy="pass those of one adapter")
-    return match
+def _changes(
+    tensors: Iterable[tuple[str, torch.Tensor]], config: Mapping[str, Any], adapter: str = "default"
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Copies of an adapter's tensors, by the base model's name of the tensor that they change and by part.
 
-
-def _trained_copy(name: str, config: Mapping[str, Any]) -> str | None:
-    """The base model's name of a tensor that was trained whole (`modules_to_save`, `bias`), None for other tensors."""
-    if match := _COPY.fullmatch(name):
-        return f"{match['layer']}.{match['rest']}"
-    if name.endswith(".bias") and config.get("bias", "none") != "none":
-        return name.replace(".base_layer.", ".")
-    # PEFT matches the end of the name: "norm" matches "input_layernorm" too.
-    copied = tuple(config.get("modules_to_save") or ())
-    if name.rpartition(".")[0].endswith(copied) and ".original_module." not in name:
-        return name
-    return None
-
-
-def _base_name(name: str, config: Mapping[str, Any]) -> str:
-    """The base model's name of the tensor that a tensor of an adapter file changes. Raises ExportError."""
-    match = _matrix(name, "default")
-    changed = f"{match['layer']}.weight" if match else _trained_copy(name, config)
-    if ".base_layer." in name:
-        changed = name.replace(".base_layer.", ".")
-    if changed is None:
-        raise _tensor_error(name, "is not plain LoRA", remedy=_MERGE_WITH_PEFT)
-    return changed
-
-
-def _adapter_name(name: str, adapter: str, config: Mapping[str, Any]) -> str:
-    if match := _matrix(name, adapter):
-        return f"{match['layer']}.lora_{match['side']}.weight"
-    trained = _trained_copy(name, config)
-    if trained is None:
-        raise _tensor_error(name, "belongs to no adapter of plain LoRA", remedy="pass only trained tensors")
-    return trained
-
-
-def _check_pairs(tensors: Mapping[str, torch.Tensor]) -> None:
-    if not any(".lora_A." in name for name in tensors):
+    The parts are lora_A, lora_B and, of an adapted head, base_layer; or whole.
+    """
+    changes: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors:
+        changed, part = _changed(name, config, adapter)
+        if part in changes.setdefault(changed, {}):
+            raise _tensor_error(name, "the stream holds this tensor twice")
+        changes[changed][part] = tensor.detach().cpu().clone()  # adapters are small
+    if not any("lora_A" in change for change in changes.values()):
         raise ExportError("the stream holds no adapter", field="tensors")
-    for name in tensors:
-        for side, other in (("A", "B"), ("B", "A")):
-            if f".lora_{side}." in name and name.replace(f".lora_{side}.", f".lora_{other}.") not in tensors:
-                raise _tensor_error(name, f"lora_{other} of this layer is missing")
+    for changed, change in changes.items():
+        if "whole" not in change and len(change.keys() & {"lora_A", "lora_B"}) < 2:
+            raise _tensor_error(changed, f"its adapter has only {', '.join(change)}")
+    return changes
+
+
+def _changed(name: str, config: Mapping[str, Any], adapter: str) -> tuple[str, str]:
+    """The base model's name of the tensor that a tensor of an adapter changes, and the part."""
+    bare = without_adapter(name.removeprefix(PEFT_PREFIX), adapter)
+    layer, _, part = bare.removesuffix(".weight").rpartition(".")
+    if bare.endswith(".weight") and part in ("lora_A", "lora_B", "base_layer"):
+        return f"{layer}.weight", part
+    final = bare.replace(".modules_to_save.", ".").replace(".base_layer.", ".")
+    is_trained_bias = final.endswith(".bias") and config.get("bias", "none") != "none"
+    # PEFT matches the end of the name: "norm" matches "input_layernorm" too.
+    if is_trained_bias or final.rpartition(".")[0].endswith(tuple(config.get("modules_to_save") or ())):
+        return final, "whole"
+    raise _tensor_error(name, f"not plain LoRA of the adapter {adapter!r}", remedy=_MERGE_WITH_PEFT)
+
+
+def _layer(name: str) -> str:
+    return name.removesuffix(".weight")
 
 
 def _merge(
-    layer: str, config: Mapping[str, Any], *, weight: torch.Tensor, A: torch.Tensor, B: torch.Tensor
+    layer: str, config: Mapping[str, Any], weight: torch.Tensor, A: torch.Tensor, B: torch.Tensor
 ) -> torch.Tensor:
     if weight.dim() != 2 or A.dim() != 2 or B.dim() != 2:
         raise _tensor_error(layer, f"only matrices are supported, not {list(weight.shape)}", remedy=_MERGE_WITH_PEFT)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,11 +48,6 @@ class ModelFolder:
             self._dtypes = {name: stored.dtype for name, stored in stored_tensors(folder).items()}
         except ModelFolderError as error:
             raise _export_error(error) from error
-
-    @property
-    def names(self) -> Set[str]:
-        """Names of the folder's tensors; empty for one without weights."""
-        return self._dtypes.keys()
 
     @property
     def tied(self) -> dict[str, str]:
