@@ -5,8 +5,9 @@ import math
 import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from run_kit import (
     TrackingConfig,
     first_mean,
     read_rollouts,
+    runs_of_experiment,
     summarize,
     tail_mean,
     write_curves,
@@ -74,9 +76,54 @@ def table(tmp_path: Path) -> MetricsTable:
 
 
 def test_run_folders_of_the_same_second_differ(tmp_path: Path) -> None:
-    now = datetime(2026, 1, 2, 3, 4, 5)
-    names = [RunFolder.create(tmp_path / "outputs", "grpo", now=lambda: now).name for _ in range(3)]
-    assert names == ["grpo_20260102_030405", "grpo_20260102_030405_2", "grpo_20260102_030405_3"]
+    names = [RunFolder.create(tmp_path / "outputs", "grpo", now=lambda: 1767323045.9).name for _ in range(3)]
+    assert names == ["grpo_20260102_030405", "grpo_20260102_030406", "grpo_20260102_030407"]
+
+
+@pytest.fixture
+def zone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    def move(name: str) -> None:
+        monkeypatch.setenv("TZ", name)
+        time.tzset()
+
+    yield move
+    monkeypatch.undo()
+    time.tzset()
+
+
+def test_runs_are_ordered_by_utc_whatever_zone_each_was_in(tmp_path: Path, zone: Callable[[str], None]) -> None:
+    names = []
+    for hour, place in enumerate(("Asia/Tokyo", "America/New_York", "UTC")):
+        zone(place)
+        run = RunFolder.create(tmp_path, "x", now=lambda hour=hour: 1767323045.0 + 600 * hour)
+        names.append(run.name)
+    assert names == ["x_20260102_030405", "x_20260102_031405", "x_20260102_032405"]
+    assert runs_of_experiment("x", tmp_path) == names[::-1]
+
+
+def test_a_run_is_newer_than_all_before_it_also_if_the_clock_was_set_back(tmp_path: Path) -> None:
+    later = time.time() + 7200
+    first = RunFolder.create(tmp_path, "x", now=lambda: later)
+    second = RunFolder.create(tmp_path, "x")
+    for run in (first, second):
+        with Tracker(run, QUIET, num_steps=1):
+            pass
+    third = RunFolder.create(tmp_path, "x")
+    assert runs_of_experiment("x", tmp_path) == [third.name, second.name, first.name]
+
+
+def test_the_state_of_a_run_says_when_it_began_and_names_are_those_of_the_experiment(tmp_path: Path) -> None:
+    state = {"state": "failed", "app": "a", "num_steps": 1, "host": "h", "pid": 1, "namespace": "n", "started": "1"}
+    for name, begun in (("x_20260102_120000", 1767312000.0), ("x_20260102_030000", 1767322000.0)):  # Tokyo, then UTC
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(json.dumps({**state, "begun": begun}))
+    for name in ("x_y_20260102_120000", "xx_20260102_120000", "x_99999999_999999", "x"):
+        (tmp_path / name).mkdir()
+    uploads = ["x_20260102_130000", "x_20260102_130000_2", "y_20260102_140000"]
+    assert runs_of_experiment("x", tmp_path, uploads) == [
+        *("x_20260102_130000_2", "x_20260102_130000", "x_20260102_030000", "x_20260102_120000", "x_99999999_999999")
+    ]
+    assert runs_of_experiment("x", tmp_path / "none") == []
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "a b", "-x"])
