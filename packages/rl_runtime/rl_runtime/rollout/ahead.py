@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rollout_vllm import Group, Request, RolloutClient
 
@@ -24,9 +24,6 @@ from .meter import RolloutMeter
 from .schedule import Schedule
 from .step_rollouts import StepRollouts
 from .validation import Validation
-
-if TYPE_CHECKING:
-    from ..job_config import JobConfig
 
 _CHECK_S = 0.5
 """Seconds between two looks at the servers while a step waits for its groups."""
@@ -237,8 +234,8 @@ class RolloutsAhead:
         self._schedule.load_state_dict(state["schedule"], has_ended=ended)
 
 
-def check_groups(state: Mapping[str, Any], config: "JobConfig") -> None:
-    """Refuses groups of a checkpoint's `rollout` that a run with this configuration cannot train on.
+def check_groups(state: Mapping[str, Any], config: Any) -> None:
+    """Refuses groups of a checkpoint's `rollout` that a run with this job configuration cannot train on.
 
     Raises:
         InputError: they are of another batch size or number of samples, unfinished or drawn ahead by a run with or
