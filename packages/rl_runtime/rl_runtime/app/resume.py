@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ckpt import Checkpoint, CheckpointDamagedError, CheckpointManager, RemoteCheckpoints, UnsupportedFormatError
 from ckpt.reader import CheckpointReader
@@ -142,22 +141,6 @@ def find_checkpoint(trainer: TrainingConfig, on_skip: Callable[[str], None] = la
             allowed=f"{seed}, as in that run",
         )
     return newest
-
-
-def earlier_folder(config: Any, name: str, *, noun: str) -> Path | None:
-    """The folder of an evaluation or benchmark that `resume=auto` continues; None to start a new one.
-
-    Raises InputError if `resume_from` is no folder of a run.
-    """
-    if config.resume == "never":
-        return None
-    if config.resume_from is None:
-        earlier = sorted(Path(config.output_dir).glob(f"{name}_[0-9]*/config.yaml"))
-        return earlier[-1].parent.resolve() if earlier else None
-    folder = Path(config.resume_from)
-    if not (folder / "config.yaml").is_file():
-        raise InputError(field="resume_from", value=str(folder), allowed=f"the folder of {noun}, with its config.yaml")
-    return folder.resolve()
 
 
 def check_steps_left(checkpoint: Checkpoint, last_step: int, *, key: str, run: str) -> None:
