@@ -64,7 +64,7 @@ NEIGHBORS: dict[str, dict[str, str]] = {
         "config": "",
         "machine": "",
         "report": "config tracking",
-        "tracking": "config signals.py",
+        "tracking": "config signals.py terminal.py",
     },
     "rl_runtime": {
         "app": "config.py job_config.py launch ranks resolve rollout supervised_job_config.py training",

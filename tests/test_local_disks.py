@@ -107,7 +107,7 @@ def test_hosts_without_a_common_storage_are_refused(
 
     error = refused()
     assert "error: trainer.output_dir: got" in error
-    assert f"Ray node {there} does not share it with this host" in error
+    assert f"Ray node {there}" in error
     assert "error: trainer.checkpoint_url: got null" in refused("trainer.local_disks=true")
     error = refused("trainer.local_disks=true", f"trainer.checkpoint_url=file://{local}/storage")
     assert "trainer.checkpoint_url: got" in error

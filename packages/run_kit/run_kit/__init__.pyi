@@ -27,6 +27,7 @@ from .tracking.rollouts import read_rollouts as read_rollouts
 from .tracking.rollouts import write_rollouts as write_rollouts
 from .tracking.run_folder import EXPERIMENT_PATTERN as EXPERIMENT_PATTERN
 from .tracking.run_folder import RunFolder as RunFolder
+from .tracking.run_folder import runs_of_experiment as runs_of_experiment
 from .tracking.services import check_tracking as check_tracking
 from .tracking.summary import MetricSummary as MetricSummary
 from .tracking.summary import first_mean as first_mean

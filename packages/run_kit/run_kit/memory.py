@@ -15,10 +15,9 @@ class TreeMemory:
     """Host memory of a process tree.
 
     `pss_bytes` counts a page shared by n processes as 1/n in each, so the sum over the tree is the memory actually in
-    use. Where the kernel does not report it, it equals `rss_bytes`, which counts shared pages once per process.
+    use. Where the kernel does not report it, it is the resident size, which counts shared pages once per process.
     """
 
-    rss_bytes: int
     pss_bytes: int
     num_processes: int
 
@@ -35,7 +34,7 @@ def process_tree_memory(pid: int | None = None) -> TreeMemory:
     with suppress(psutil.Error):
         root = psutil.Process(pid)
         processes = [root, *root.children(recursive=True)]
-    rss = pss = count = 0
+    pss = count = 0
     for process in processes:
         try:
             info = process.memory_full_info()
@@ -43,10 +42,9 @@ def process_tree_memory(pid: int | None = None) -> TreeMemory:
             info = process.memory_info()
         except psutil.Error:
             continue
-        rss += info.rss
         pss += getattr(info, "pss", 0) or info.rss
         count += 1
-    return TreeMemory(rss_bytes=rss, pss_bytes=pss, num_processes=count)
+    return TreeMemory(pss_bytes=pss, num_processes=count)
 
 
 class MemorySampler:
@@ -73,7 +71,7 @@ class MemorySampler:
         self._interval_s = interval_s
         self._read = read
         self._lock = threading.Lock()
-        self._peak = TreeMemory(rss_bytes=0, pss_bytes=0, num_processes=0)
+        self._peak = TreeMemory(pss_bytes=0, num_processes=0)
         self._newest: TreeMemory | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None

@@ -13,7 +13,7 @@ from .tracking.config import TrackingConfig
 from .tracking.metrics_table import MetricsTable, atomic_write
 from .tracking.progress import Progress, duration_text
 from .tracking.rollouts import write_rollouts
-from .tracking.run_folder import RunFolder
+from .tracking.run_folder import RunFolder, name_s
 from .tracking.run_state import StateFile
 from .tracking.services import SentOnce, check_tracking, open_services
 from .tracking.summary import summarize, tail_mean
@@ -226,7 +226,12 @@ class Tracker:
             writer.write(step, {name: row[name] for name in metrics})
 
     def __enter__(self) -> "Tracker":
-        self._state = StateFile(self.run.state_file, app=INVOKED_AS.get(), num_steps=self.progress.total_steps)
+        self._state = StateFile(
+            self.run.state_file,
+            app=INVOKED_AS.get(),
+            num_steps=self.progress.total_steps,
+            not_before=name_s(self.run.name),
+        )
         self.run.__enter__()
         for service in self._services:
             self.info(service.describe())

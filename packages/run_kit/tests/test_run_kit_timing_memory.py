@@ -153,7 +153,7 @@ def test_child_processes_are_counted() -> None:
 
 
 def test_metrics_do_not_wait_for_a_sample() -> None:
-    read = Mock(return_value=TreeMemory(rss_bytes=2 * GIB, pss_bytes=GIB, num_processes=4))
+    read = Mock(return_value=TreeMemory(pss_bytes=GIB, num_processes=4))
     expected = {"memory/host_gib": 1.0, "memory/host_peak_gib": 1.0, "memory/num_processes": 4.0}
     with MemorySampler(interval_s=60, read=read) as sampler:
         assert sampler.metrics() == sampler.metrics() == expected
@@ -171,7 +171,7 @@ def test_metrics_have_the_newest_sample() -> None:
         if not size:
             taken.set()
             time.sleep(60)
-        return TreeMemory(rss_bytes=size, pss_bytes=size, num_processes=4)
+        return TreeMemory(pss_bytes=size, num_processes=4)
 
     sampler = MemorySampler(interval_s=0.001, read=read).start()
     assert taken.wait(10)  # the third sample is being taken
@@ -184,7 +184,7 @@ def test_sampler_keeps_the_peak() -> None:
 
     def read() -> TreeMemory:
         size = next(sizes, 3) * GIB
-        return TreeMemory(rss_bytes=size, pss_bytes=size, num_processes=4)
+        return TreeMemory(pss_bytes=size, num_processes=4)
 
     with MemorySampler(interval_s=0.01, read=read) as sampler:
         deadline = time.monotonic() + 10

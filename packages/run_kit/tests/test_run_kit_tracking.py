@@ -5,8 +5,9 @@ import math
 import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from run_kit import (
     TrackingConfig,
     first_mean,
     read_rollouts,
+    runs_of_experiment,
     summarize,
     tail_mean,
     write_curves,
@@ -31,11 +33,10 @@ from run_kit import (
 )
 from run_kit.config.loader import load_config
 from run_kit.errors import ConfigError, TrackingError
-from run_kit.tracking.panels import choose_panels, single_panels
+from run_kit.tracking.panels import choose_panels
 from run_kit.tracking.progress import duration_text
 from run_kit.tracking.rollouts import choose_sample
 from run_kit.tracking.run_folder import visible_line
-from run_kit.tracking.summary import smooth
 from run_kit.tracking.writers import TensorBoardWriter
 
 
@@ -75,9 +76,54 @@ def table(tmp_path: Path) -> MetricsTable:
 
 
 def test_run_folders_of_the_same_second_differ(tmp_path: Path) -> None:
-    now = datetime(2026, 1, 2, 3, 4, 5)
-    names = [RunFolder.create(tmp_path / "outputs", "grpo", now=lambda: now).name for _ in range(3)]
-    assert names == ["grpo_20260102_030405", "grpo_20260102_030405_2", "grpo_20260102_030405_3"]
+    names = [RunFolder.create(tmp_path / "outputs", "grpo", now=lambda: 1767323045.9).name for _ in range(3)]
+    assert names == ["grpo_20260102_030405", "grpo_20260102_030406", "grpo_20260102_030407"]
+
+
+@pytest.fixture
+def zone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    def move(name: str) -> None:
+        monkeypatch.setenv("TZ", name)
+        time.tzset()
+
+    yield move
+    monkeypatch.undo()
+    time.tzset()
+
+
+def test_runs_are_ordered_by_utc_whatever_zone_each_was_in(tmp_path: Path, zone: Callable[[str], None]) -> None:
+    names = []
+    for hour, place in enumerate(("Asia/Tokyo", "America/New_York", "UTC")):
+        zone(place)
+        run = RunFolder.create(tmp_path, "x", now=lambda hour=hour: 1767323045.0 + 600 * hour)
+        names.append(run.name)
+    assert names == ["x_20260102_030405", "x_20260102_031405", "x_20260102_032405"]
+    assert runs_of_experiment("x", tmp_path) == names[::-1]
+
+
+def test_a_run_is_newer_than_all_before_it_also_if_the_clock_was_set_back(tmp_path: Path) -> None:
+    later = time.time() + 7200
+    first = RunFolder.create(tmp_path, "x", now=lambda: later)
+    second = RunFolder.create(tmp_path, "x")
+    for run in (first, second):
+        with Tracker(run, QUIET, num_steps=1):
+            pass
+    third = RunFolder.create(tmp_path, "x")
+    assert runs_of_experiment("x", tmp_path) == [third.name, second.name, first.name]
+
+
+def test_the_state_of_a_run_says_when_it_began_and_names_are_those_of_the_experiment(tmp_path: Path) -> None:
+    state = {"state": "failed", "app": "a", "num_steps": 1, "host": "h", "pid": 1, "namespace": "n", "started": "1"}
+    for name, begun in (("x_20260102_120000", 1767312000.0), ("x_20260102_030000", 1767322000.0)):  # Tokyo, then UTC
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(json.dumps({**state, "begun": begun}))
+    for name in ("x_y_20260102_120000", "xx_20260102_120000", "x_99999999_999999", "x"):
+        (tmp_path / name).mkdir()
+    uploads = ["x_20260102_130000", "x_20260102_130000_2", "y_20260102_140000"]
+    assert runs_of_experiment("x", tmp_path, uploads) == [
+        *("x_20260102_130000_2", "x_20260102_130000", "x_20260102_030000", "x_20260102_120000", "x_99999999_999999")
+    ]
+    assert runs_of_experiment("x", tmp_path / "none") == []
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "a b", "-x"])
@@ -231,37 +277,6 @@ def test_panels_come_in_order_and_only_when_there_is_data() -> None:
     assert choose_panels([]) == []
 
 
-def test_preferences_have_panels_of_their_own() -> None:
-    columns = ["val/margin", "dpo/loss", "dpo/margin", "dpo/chosen_reward", "dpo/rejected_reward"]
-    shown = {panel.title: panel.metrics for panel in choose_panels(columns)}
-    assert list(shown) == ["Loss", "Margin", "Implicit rewards"]
-    assert shown["Margin"] == ("dpo/margin", "val/margin")
-    assert shown["Implicit rewards"] == ("dpo/chosen_reward", "dpo/rejected_reward")
-
-
-@pytest.mark.parametrize(
-    ("columns", "unit"),
-    [
-        (["memory/host_gib"], "GiB"),
-        (["perf/max_memory_reserved_gb"], "GB"),
-        (["memory/host_gib", "perf/max_memory_reserved_gb"], "GiB (host), GB (GPU)"),
-    ],
-)
-def test_the_unit_of_memory_is_that_of_what_is_shown(columns: list[str], unit: str) -> None:
-    assert [panel.unit for panel in choose_panels(columns)] == [unit]
-    assert all(panel.unit == ("GB" if panel.title.endswith("_gb") else "GiB") for panel in single_panels(columns))
-
-
-def test_a_panel_and_its_plots_in_comparisons_belong_to_one_section() -> None:
-    columns = ["critic/score/mean", "timing_s/step", "timing_s/gen", "rollout/mismatch_ess", "memory/host_peak_gib"]
-    sections = {name: panel.section for panel in choose_panels(columns) for name in panel.metrics}
-    singles = {panel.title: panel.section for panel in single_panels(columns)}
-    assert sections.pop("timing_s/gen") == "time"
-    assert singles.pop("timing_s/step") == "curves", "a whole step is a curve"
-    assert singles == sections
-    assert set(sections.values()) == {"curves", "mismatch", "memory"}
-
-
 @pytest.mark.parametrize("num_steps", [1, 40])
 def test_curves_are_a_picture(table: MetricsTable, tmp_path: Path, num_steps: int) -> None:
     rest = {"timing_s/gen": 1.0, "timing_s/other": 0.5, "val/accuracy": math.nan}
@@ -277,13 +292,6 @@ def test_no_curves_of_nothing(table: MetricsTable, tmp_path: Path) -> None:
     table.log(1, {"a": math.inf})
     assert write_curves(table, tmp_path / "curves.png") is None
     assert not (tmp_path / "curves.png").exists()
-
-
-def test_smoothing_keeps_ends_and_straight_lines() -> None:
-    line = [float(i) for i in range(10)]
-    assert smooth(line) == pytest.approx(line)
-    assert smooth([5.0, 1.0]) == [5.0, 1.0]
-    assert smooth([1.0, math.nan, 3.0, 5.0]) == pytest.approx([1.0, math.nan, 4.0, 5.0], nan_ok=True)
 
 
 def test_values_that_are_not_finite_are_gaps(table: MetricsTable, tmp_path: Path) -> None:
