@@ -23,6 +23,7 @@ from .config.redaction import redact, secrets_in, yaml_without_secrets
 from .config.schema import all_paths, nearest_paths
 from .errors import OWN_PACKAGES, ConfigError
 from .signals import signals_as_exceptions
+from .terminal import Terminal, encodable, lasting_streams
 from .tracking.metrics_table import is_disk_full
 
 ConfigT = TypeVar("ConfigT")
@@ -108,10 +109,10 @@ def _load(cls: type[ConfigT], files: Sequence[Path], overrides: Sequence[str]) -
 def _run(main: Callable[[ConfigT], int | None], config: ConfigT, app_name: str) -> NoReturn:
     token = INVOKED_AS.set(app_name)
     try:
-        with signals_as_exceptions():
+        with lasting_streams(), signals_as_exceptions():
             code = main(config)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
+        _say("interrupted")
         raise SystemExit(130) from None
     except Exception as error:
         # Ray wraps errors of its workers; the wrapper's text is a remote traceback.
@@ -122,7 +123,7 @@ def _run(main: Callable[[ConfigT], int | None], config: ConfigT, app_name: str) 
         if not (_is_own(error) or (isinstance(error, OSError) and is_disk_full(error))):
             sys.excepthook = _print_redacted
             raise
-        print(redact("\n".join([f"error: {error}", *getattr(error, "__notes__", ())])), file=sys.stderr, flush=True)
+        _say("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]))
         raise SystemExit(1) from None
     finally:
         INVOKED_AS.reset(token)
@@ -131,7 +132,12 @@ def _run(main: Callable[[ConfigT], int | None], config: ConfigT, app_name: str) 
 
 def _print_redacted(_kind: object, error: BaseException, _trace: object) -> None:
     """Print the traceback that ends the process, as Python would."""
-    print(redact("".join(traceback.format_exception(error))), end="", file=sys.stderr, flush=True)
+    _say("".join(traceback.format_exception(error)).rstrip("\n"))
+
+
+def _say(text: str) -> None:
+    """Print to stderr without secrets, if there is still one."""
+    print(redact(text), file=Terminal(sys.stderr), flush=True)
 
 
 def _parse(
@@ -197,7 +203,7 @@ def _named_file(kind: str, name: str, preset_dir: Path | None, problems: list[Co
 
 def _print_and_exit(text: str) -> NoReturn:
     try:
-        sys.stdout.write(text)
+        sys.stdout.write(encodable(text, sys.stdout))
         sys.stdout.flush()
     except BrokenPipeError:
         # `--help | head` closed the pipe: redirect stdout so that the interpreter's final flush stays quiet.
@@ -207,5 +213,5 @@ def _print_and_exit(text: str) -> NoReturn:
 
 def _fail(error: BaseException, app_name: str) -> NoReturn:
     hint = f"\nSee {app_name} --help" if isinstance(error, ConfigError) else ""
-    print(redact(f"error: {error}{hint}"), file=sys.stderr, flush=True)
+    _say(f"error: {error}{hint}")
     raise SystemExit(2) from None

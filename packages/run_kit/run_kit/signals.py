@@ -47,7 +47,7 @@ class StopRequest:
         def note(signum: int, _frame: FrameType | None) -> None:
             self.signal = signal.Signals(signum)
             _restore(previous)
-            os.write(2, f"\n{self.signal.name}: {notice}\n".encode())
+            _notify(f"{self.signal.name}: {notice}")
 
         with _handled(_GRACEFUL if self.signal is None else (), note, previous):
             yield
@@ -68,7 +68,7 @@ def signals_as_exceptions() -> Iterator[None]:
         nonlocal count
         count += 1
         if count == 2:
-            os.write(2, b"\nstill cleaning up; one more signal stops at once and may leave processes behind\n")
+            _notify("still cleaning up; one more signal stops at once and may leave processes behind")
         elif signum == signal.SIGINT:
             raise KeyboardInterrupt
         else:
@@ -101,6 +101,12 @@ def _handled(
         yield
     finally:
         _restore(previous)
+
+
+def _notify(text: str) -> None:
+    """Writes to stderr from a signal handler, where `print` may be interrupted in itself."""
+    with suppress(OSError):  # a terminal that is gone
+        os.write(2, f"\n{text}\n".encode(errors="backslashreplace"))
 
 
 def _restore(previous: dict[signal.Signals, Any]) -> None:

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from ..config.redaction import redact, yaml_without_secrets
 from ..errors import OWN_PACKAGES, TrackingError
 from ..signals import RunStopped
+from ..terminal import Terminal
 from .metrics_table import atomic_write, is_disk_full
 from .run_state import read_state
 
@@ -219,8 +220,7 @@ class LogFile:
             # No error from a print: the run ends where it next saves what it computed, with that file's name.
             with contextlib.suppress(OSError):
                 self._file.close()
-            if sys.__stderr__ is not None:
-                sys.__stderr__.write(f"warning: {self._file.name} ends here: {error.strerror}\n")
+            Terminal(sys.__stderr__).write(f"warning: {self._file.name} ends here: {error.strerror}\n")
 
 
 def visible_line(line: str) -> str:
@@ -229,25 +229,20 @@ def visible_line(line: str) -> str:
     return _CONTROL.sub("", _ANSI.sub("", visible)).rstrip()
 
 
-class _Tee:
-    """A stream without secrets that also writes to the log; other attributes come from the original stream."""
+class _Tee(Terminal):
+    """A terminal without secrets. The log comes first: what happens to the terminal does not change it."""
 
     def __init__(self, original: TextIO, log: LogFile, name: str) -> None:
-        self._original = original
-        self._log = log
-        self._name = name
+        super().__init__(original)
+        self._log, self._name = log, name
+        self.log()
+        if isinstance(original, Terminal):
+            original.log()
 
     def write(self, text: str) -> int:
-        self._original.write(redact(text))
         self._log.feed(self._name, text)
+        super().write(redact(text))
         return len(text)
-
-    def writelines(self, lines: list[str]) -> None:
-        for line in lines:
-            self.write(line)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
 
 
 @contextlib.contextmanager
