@@ -48,9 +48,9 @@ NEIGHBORS: dict[str, dict[str, str]] = {
         "vllm_plugin": "adapter.py channel.py config.py plan.py tensors.py transports",
     },
     "ckpt": {
-        "savers": "digest.py files.py hf_export.py manager.py reader.py store upstream.py",
+        "savers": "digest.py files.py manager.py reader.py store tensor_file.py upstream.py",
         "store": "digest.py files.py manager.py manifest.py pins.py reader.py retention.py",
-        "tools": "files.py hf_export.py manager.py manifest.py retention.py store upstream.py zero",
+        "tools": "files.py hf_export.py manager.py manifest.py store tensor_file.py zero",
         "zero": "upstream.py",
     },
     "rl_data": {
