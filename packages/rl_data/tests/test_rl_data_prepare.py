@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -247,12 +246,7 @@ def test_bad_rows_are_refused_or_counted(tmp_path: Path) -> None:
     assert "line 22, column 'answer': no answer" in (tmp_path / "out" / "card.md").read_text()
 
 
-def test_bad_rows_of_parquet_and_csv_are_skipped_too(tmp_path: Path) -> None:
-    texts = pa.array([b"a good question", b"\xff\xfe", b"another one"], pa.binary()).cast(pa.string(), safe=False)
-    table = pa.table({"question": texts, "answer": ["#### 1"] * 3})
-    pq.write_table(table, tmp_path / "a.parquet")
-    report = run(tmp_path / "parquet", tmp_path / "a.parquet", skip_bad=True, validation=0)
-    assert sizes(report) == {"unusable": 1}
+def test_bad_rows_of_csv_are_skipped_too(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("question,answer\nq,#### 1\none,two,three\nother,#### 2\n")
     report = run(tmp_path / "csv", tmp_path / "a.csv", skip_bad=True, validation=0)
     assert (num_rows(report), sizes(report)) == ((2, 2), {"unusable": 1})

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from plinth_base.errors import shown
+
 from ..config import require_choice
 from ..errors import DataConfigError
 from .base import PromptFields, Reward, require_number
@@ -52,7 +54,7 @@ def read_tests(value: Any) -> list[Test]:
         pairs = zip(value["inputs"], value["outputs"], strict=True)
         value = [{"input": given, "output": expected} for given, expected in pairs]
     if not isinstance(value, list) or not value:
-        raise ValueError(f"no tests: {_shorten(value)}")
+        raise ValueError(f"no tests: {shown(value)}")
     return [_read_test(item) for item in value]
 
 
@@ -70,16 +72,11 @@ def _read_test(item: Any) -> Test:
         return Test(code=item)
     if isinstance(item, Mapping) and "input" in item and "output" in item:
         return Test(stdin=_lines(item["input"]), stdout=_lines(item["output"]))
-    raise ValueError(f"neither Python code nor an input with its output: {_shorten(item)}")
+    raise ValueError(f"neither Python code nor an input with its output: {shown(item)}")
 
 
 def _lines(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _shorten(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def last_code_block(text: str) -> str | None:
