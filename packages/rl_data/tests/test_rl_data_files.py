@@ -150,7 +150,7 @@ def tables(draw: st.DrawFn) -> Rows:
     return rows
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(rows=tables())
 def test_the_same_table_in_all_formats_gives_the_same_rows(rows: Rows) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -416,7 +416,7 @@ def data_error(call: Callable[[], int]) -> DataError | None:
     return None
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 @given(
     content=st.binary(max_size=60)
     | st.text('[]{}":,\n\r\\u0dn1 e-.', max_size=60).map(str.encode)

@@ -135,7 +135,7 @@ _SENTENCE = st.lists(
 )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     sentences=st.lists(st.tuples(_SENTENCE, st.integers(0, 3)), min_size=3, max_size=25),
     rng=st.randoms(use_true_random=False),

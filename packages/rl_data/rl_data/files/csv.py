@@ -14,8 +14,7 @@ from .table import OnBad, Open, Place, Rows, Table, no_rows, parse_json
 
 _VALUE = re.compile(r"-?[0-9]|[\[{]")
 _WORDS = {"true": True, "True": True, "false": False, "False": False}
-_BLOCK_BYTES = 1 << 23
-"""Bytes that pyarrow parses at a time; no row may be longer."""
+_BLOCK_BYTES = 1 << 23  # no row may be longer
 
 
 def open_csv(open_file: Open, file: str) -> Table:

@@ -5,8 +5,7 @@ into dates, and their errors name no line.
 """
 
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ..errors import DataError
@@ -40,28 +39,30 @@ def _lines(open_file: Open, file: str, on_bad: OnBad) -> Rows:
     with open_file() as stream:
         for number, line in enumerate(stream, start=1):
             place = Place(file=file, number=number, is_line=True)
-            if not line.isspace():
-                yield from _objects(place, lambda line=line, place=place: _parsed(line, place), on_bad)
+            try:
+                row = None if line.isspace() else _object(place, _parsed(line, place))
+            except DataError as error:
+                on_bad(error)
+                continue
+            if row is not None:
+                yield place, row
 
 
 def _array(open_file: Open, file: str, on_bad: OnBad) -> Rows:
     with open_file() as stream:
         values = _parsed(stream.read(), Place(file=file, number=1, is_line=True))
     for number, value in enumerate(values):
-        yield from _objects(Place(file=file, number=number), lambda value=value: value, on_bad)
+        place = Place(file=file, number=number)
+        try:
+            yield place, _object(place, value)
+        except DataError as error:
+            on_bad(error)
 
 
-def _objects(place: Place, parse: Callable[[], Any], on_bad: OnBad) -> Iterator[tuple[Place, dict[str, Any]]]:
-    """The value if it is a JSON object; `on_bad` takes the error of another one."""
-    try:
-        value = parse()
-        if not isinstance(value, dict):
-            problem = f"no JSON object but {type(value).__name__}"
-            raise place.error(problem, "Write one object with the columns as keys.")
-    except DataError as error:
-        on_bad(error)
-    else:
-        yield place, value
+def _object(place: Place, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise place.error(f"no JSON object but {type(value).__name__}", "Write one object with the columns as keys.")
+    return value
 
 
 def _parsed(data: bytes, place: Place) -> Any:
@@ -72,7 +73,7 @@ def _parsed(data: bytes, place: Place) -> Any:
     except UnicodeDecodeError as error:
         raise place.error("text that is not UTF-8", "Save the file as UTF-8.") from error
     except json.JSONDecodeError as error:
-        place = replace(place, number=place.number + error.lineno - 1)
+        place = Place(file=place.file, number=place.number + error.lineno - 1, is_line=True)
         raise place.error(f"no JSON ({error.msg} at character {error.colno})", _FIX) from error
     except ValueError as error:
         raise place.error(f"no JSON ({first_line(error)})", _FIX) from error

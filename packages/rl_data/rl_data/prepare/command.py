@@ -13,6 +13,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, fields
+from typing import Any
 
 from ..errors import DataError, RlDataError
 from .config import PrepareConfig
@@ -20,16 +21,14 @@ from .pipeline import prepare_data
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with `argv`, default `sys.argv[1:]`; return the exit code.
-
-    0: success; 1: files cannot be written; 2: bad arguments or data; 130: Ctrl-C.
-    """
+    """Run the command; return its exit code: 1 if files cannot be written, 2 for bad arguments or data, 130: Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    options = vars(make_parser().parse_args(arguments))
+    options: dict[str, Any] = vars(make_parser().parse_args(arguments))
     prints_config = options.pop("print_config")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        config = PrepareConfig(**{name: tuple(it) if isinstance(it, list) else it for name, it in options.items()})
+        lists = {name: tuple(value) for name, value in options.items() if isinstance(value, list)}
+        config = PrepareConfig(**{**options, **lists})
         if prints_config:
             print(json.dumps(asdict(config), indent=2))
             return 0

@@ -130,7 +130,7 @@ def _record(place: Place, raw: dict[str, Any], layout: Layout) -> Record:
 
 def _split_chat(place: Place, raw: dict[str, Any], column: str) -> tuple[dict[str, Any], Message | None]:
     """The row with the conversation up to the response, and the response if there is one."""
-    messages = raw.get(column)
+    messages: Any = raw.get(column)
     if messages is None and column == "messages":  # as written here for rows without a response
         messages = raw.get("prompt")
     last = messages[-1] if isinstance(messages, list) and messages else None
