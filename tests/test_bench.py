@@ -22,10 +22,11 @@ import apps.bench.main as bench
 from apps.bench import runner
 from apps.bench.config import SIX_CASES, SixCaseConfig, StageGateConfig
 from apps.bench.plan import Case, gate_name, plan_gate, plan_six
-from apps.bench.results import Row, compare_rows, mean_interval, overall_rows, tsv_text, verdict
+from apps.bench.results import compare_rows, mean_interval, overall_rows, verdict
 from apps.bench.runner import completed_row
 from apps.grpo.config import GrpoConfig
 from apps.ppo.config import PpoConfig
+from apps.tables import Row, tsv_text
 from rl_runtime import InputError
 from run_kit import load_config
 

@@ -22,12 +22,13 @@ from hypothesis.stateful import (
 )
 
 from plinth_testing.errors import raises
+from rl_core import BatchConfig
 from rl_data import Prompt, PromptSampler
 from rl_runtime.config import TrainerConfig
 from rl_runtime.errors import InputError, RolloutFailed
 from rl_runtime.job_config import JobConfig
 from rl_runtime.rollout import ahead as ahead_module
-from rl_runtime.rollout.ahead import RolloutsAhead
+from rl_runtime.rollout.ahead import RolloutsAhead, check_groups
 from rl_runtime.rollout.config import DynamicSamplingConfig, OversamplingConfig
 from rl_runtime.rollout.schedule import Schedule
 from rollout_vllm import Group, Request, RolloutConfig, SamplingConfig, VersionSpan
@@ -330,7 +331,7 @@ class AheadMachine(RuleBasedStateMachine):
 
 
 TestAhead = AheadMachine.TestCase
-TestAhead.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAhead.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.thorough
@@ -391,20 +392,31 @@ def test_groups_of_another_batch_are_not_resumed() -> None:
         schedule = Schedule(batch_size=batch_size, max_staleness=1, last_step=3, replaces=max_rounds > 0)
         return RolloutsAhead(rollouts, servers, schedule, check=lambda: None)
 
+    def check(state: Any, batch_size: int, max_staleness: int = 1, max_rounds: int = 0) -> None:
+        job = JobConfig(
+            trainer=TrainerConfig(max_staleness=max_staleness),
+            batch=BatchConfig(train_batch_size=batch_size, mini_batch_size=batch_size),
+            sampling=SamplingConfig(n=NUM_SAMPLES),
+            dynamic_sampling=DynamicSamplingConfig(max_rounds=max_rounds),
+        )
+        check_groups(state, job)
+
     first = ahead(2)
     first.published(0)
     state = json.loads(json.dumps(first.state_dict()))
+    check(state, 2)
     ahead(2).load_state_dict(state)
     with raises(InputError, field="batch.train_batch_size", value=3, allowed="2"):
-        ahead(3).load_state_dict(state)
-    ahead(3).load_state_dict({"partial_rollouts": []})
-    with raises(InputError, field="trainer.max_staleness"):
-        ahead(2).load_state_dict({"partial_rollouts": [{}]})
+        check(state, 3)
+    check({"partial_rollouts": []}, 3)
+    for saved, staleness in (({"partial_rollouts": [{}]}, 1), (state, 0)):
+        with raises(InputError, field="trainer.max_staleness", value=staleness):
+            check(saved, 2, staleness)
     replacing = ahead(2, max_rounds=1)
     replacing.published(0)
     servers.finish(servers.running[0], 0, scores_differ=False)
     replacing.published(0)
     state = json.loads(json.dumps(replacing.state_dict()))
-    ahead(2, max_rounds=2).load_state_dict(state)
+    check(state, 2, max_rounds=2)
     with raises(InputError, field="dynamic_sampling.max_rounds", value=0):
-        ahead(2).load_state_dict(state)
+        check(state, 2)

@@ -43,11 +43,11 @@ def run_job(resolved: ResolvedConfig[JobConfigT], plan: JobPlan, compose: Callab
         run_kit.RunStopped: a signal ended the run before its last step; the exit code is 128 + the signal.
     """
     start, stop = Laps(), StopRequest()
-    run = create_run_folder(resolved.config.trainer)
+    run = create_run_folder(resolved.config.trainer, plan.resume_from)
     resolved = resolve_traces(resolved, run.path)
     config, trainer = resolved.config, resolved.config.trainer
     num_steps = trainer.total_training_steps
-    with open_run(run, resolved, num_steps=num_steps, resumed=plan.resume_from) as (tracker, memory):
+    with open_run(run, resolved, plan, num_steps=num_steps) as (tracker, memory):
         tracker.info(f"run folder {run.path}; starting {config.trainer.rank_count} ranks and the servers")
         for line in (*resolved.lines(), *plan.lines):
             tracker.info(line)
@@ -76,6 +76,7 @@ def run_job(resolved: ResolvedConfig[JobConfigT], plan: JobPlan, compose: Callab
                     inputs=inputs,
                     folder=run.path,
                     resumed=plan.resume_from,
+                    digests=plan.digests,
                     memory=memory,
                     stop=stop,
                     start=start,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from plinth_base.errors import prefix_fields
+from rl_data import DataConfigError
+from rl_data.tasks.fetched import fetch, is_fetched
 
 from ..config import RanksConfig
 from ..errors import InputError
@@ -50,13 +52,25 @@ class ResolvedConfig(Generic[ConfigT]):
         least = min(gpu.free_bytes for gpu in gpus)
         return cls(config=config, devices=f"{len(gpus)} x {gpus[0].name} ({least / 2**30:.0f} GiB free)")
 
-    def with_default(self, key: str, value: Any, why: str, *, remedy: str = "") -> ResolvedConfig[ConfigT]:
+    def on_trainer_device(self, *, on_gpu: bool) -> ResolvedConfig[ConfigT]:
+        """`trainer.device=auto` decided."""
+        device, why = ("cuda", "there are GPUs") if on_gpu else ("cpu", "there is no GPU")
+        return self.with_default("trainer.device", device, why, listed=False)
+
+    def with_default(
+        self, key: str, value: Any, why: str, *, listed: bool = True, remedy: str = ""
+    ) -> ResolvedConfig[ConfigT]:
         """Sets a setting that is open: null or `auto`.
 
         Raises InputError if the configuration does not take the value; `remedy`: what the user can do then.
+
+        Args:
+            listed: False for a choice that tells the user nothing, as in `with_consequence`.
         """
         if value_of(self.config, key) not in (None, "auto"):
             return self
+        if not listed:
+            return self.with_consequence(key, value, why)
         return replace(self, config=self._with_value(key, value, why, remedy), reasons={**self.reasons, key: why})
 
     def with_consequence(self, key: str, value: Any, why: str) -> ResolvedConfig[ConfigT]:
@@ -102,6 +116,28 @@ def with_value(config: Any, key: str, value: Any) -> Any:
         with prefix_fields(name):
             value = with_value(getattr(config, name), rest, value)
     return replace(config, **{name: value})
+
+
+def with_fetched_files(config: ConfigT) -> ConfigT:
+    """The configuration with a path in place of every `fetched:NAME`, fetched from the package index if necessary.
+
+    Raises rl_data.DataConfigError, with the dotted key, for an unknown name or without the index.
+    """
+    changes: dict[str, Any] = {}
+    for item in fields(config):  # type: ignore[arg-type]
+        value: Any = getattr(config, item.name)
+        try:
+            if is_dataclass(value):
+                made: Any = with_fetched_files(value)
+            elif isinstance(value, tuple):
+                made = tuple(str(fetch(entry)) if is_fetched(entry) else entry for entry in value)
+            else:
+                made = str(fetch(value)) if is_fetched(value) else value
+        except DataConfigError as error:
+            raise error.under(item.name) from error
+        if made != value:
+            changes[item.name] = made
+    return replace(config, **changes) if changes else config  # type: ignore[type-var]
 
 
 def _text(value: Any) -> str:
