@@ -48,14 +48,14 @@ NEIGHBORS: dict[str, dict[str, str]] = {
         "vllm_plugin": "adapter.py channel.py config.py plan.py tensors.py transports",
     },
     "ckpt": {
-        "savers": "digest.py files.py hf_export.py manager.py reader.py store upstream.py",
+        "savers": "digest.py files.py manager.py reader.py store tensor_file.py upstream.py",
         "store": "digest.py files.py manager.py manifest.py pins.py reader.py retention.py",
-        "tools": "files.py hf_export.py manager.py manifest.py retention.py store upstream.py zero",
+        "tools": "files.py hf_export.py manager.py manifest.py store tensor_file.py zero",
         "zero": "upstream.py",
     },
     "rl_data": {
         "files": "",
-        "prepare": "config.py files rendering.py rewards rows.py tokenizer.py",
+        "prepare": "config.py files rewards rows.py",
         "rewards": "config.py",
         "tasks": "",
     },

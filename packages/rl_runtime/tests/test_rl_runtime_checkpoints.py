@@ -370,4 +370,4 @@ def test_a_folder_of_the_run_is_brought_to_the_other_hosts_and_one_elsewhere_is_
     shutil.rmtree(run)  # as on a new host
     disks.bring(run / WARM_START_MODEL, ["b"])
     assert (run / WARM_START_MODEL / "weights").read_text() == "w"
-    assert disks.remote.folders() == [WARM_START_MODEL]
+    assert disks.remote.names() == [WARM_START_MODEL]

@@ -185,7 +185,7 @@ def _runs_of_experiment(trainer: TrainingConfig) -> list[_Run]:
     output, there = Path(trainer.output_dir), set[str]()
     if (url := trainer.checkpoint_url) is not None:
         with naming_storage(url):
-            there = set(RemoteCheckpoints(url).folders())
+            there = set(RemoteCheckpoints(url).names())
     return [
         _Run(
             name=name,

@@ -125,7 +125,7 @@ class TrainingLoop:
         before = None
         if trainer.val_before_train:
             before = self._record.first_values("val/accuracy").get("val/accuracy") if restart is not None else None
-            before = self._validate(done) if before is None else before
+            before = self._validate(done, shows=True) if before is None else before
         with stop.listen("stopping after this step, with a checkpoint; again: stop now, without"), _frozen_objects():
             last, after = self._steps(done + 1, learn, stop)
         return LoopResult(
@@ -145,7 +145,7 @@ class TrainingLoop:
             if (last and trainer.val_after_train) or (
                 not stop.signal and trainer.test_freq > 0 and step % trainer.test_freq == 0
             ):
-                after = self._validate(step)
+                after = self._validate(step, shows=last)
             if stop.signal and not last:
                 if not self._checkpoints.is_due(step):
                     with self._servers.changing_weights():
@@ -198,12 +198,14 @@ class TrainingLoop:
             return {"sync/total_s": 0.0, "sync/num_bytes": 0.0}
         return {"sync/total_s": report.total_s, "sync/num_bytes": float(report.num_bytes)}
 
-    def _validate(self, step: int) -> float | None:
-        """Held-out accuracy of the weights on the servers; None without held-out prompts."""
+    def _validate(self, step: int, *, shows: bool) -> float | None:
+        """Held-out accuracy of the weights on the servers; None without held-out prompts. `shows` prints samples."""
         result = self._rollouts.validate(step, self._finish if self._reward_model is not None else None)
         if result is None:
             return None
         self._record.log_validation(step, result)
+        for line in result.examples() if shows else ():
+            self._record.info(line)
         return result.accuracy
 
     def _finish(self, samples: Sequence[Sample]) -> list[Sample]:
