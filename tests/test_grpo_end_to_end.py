@@ -19,16 +19,8 @@ from run_kit.runs import list_runs
 from tests.run_folders import metrics_rows
 
 StartApp = Callable[..., Any]
-SHORT = (
-    "trainer.total_training_steps=2",
-    "warm_start.steps=20",
-    "task.num_val=32",
-    "batch.train_batch_size=8",
-    "batch.mini_batch_size=4",
-    "sampling.n=4",
-)
 
-pytestmark = [pytest.mark.slow, pytest.mark.e2e]
+pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.thorough]
 
 
 def whole_rows(path: Path) -> list[dict[str, str]]:
@@ -75,7 +67,6 @@ def write_verl_rows(path: Path, num_rows: int, words: int) -> None:
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
-@pytest.mark.long
 def test_a_dead_rank_is_replaced_a_second_ends_the_run_by_name_and_it_resumes(
     tmp_path: Path, start_app: StartApp
 ) -> None:

@@ -98,9 +98,9 @@ def _has_lost_its_reader() -> bool:
 
 
 def versions() -> list[str]:
-    """NAME VERSION of the distribution `plinth` and of each installed package, sorted by name."""
+    """NAME VERSION of each installed distribution of this repository, sorted by name."""
     installed = {distribution.name: distribution.version for distribution in distributions()}
-    return [f"{name} {installed[name]}" for name in sorted(installed) if name == "plinth" or name.startswith("plinth-")]
+    return [f"{name} {installed[name]}" for name in sorted(installed) if name.startswith("plinth-")]
 
 
 def _find_modules_of_working_folder() -> None:

@@ -36,20 +36,24 @@ def run_job_cli(
     app_name: str | None = None,
     preset_dir: Path | None = None,
 ) -> NoReturn:
-    """`run_kit.run_cli` for an app that runs its preset `demo` unless the user gives a model or data.
+    """`run_kit.run_cli` for an app that runs a preset of its own unless the user gives a model or data.
+
+    That is `smollm2`, a pretrained model, for an app that has it on a host with an NVIDIA GPU; else `demo`.
 
     Args:
         app_name: default: the module `main` beside that of the configuration.
         preset_dir: default: the folder `presets` beside that module.
     """
+    preset_dir = preset_dir or Path(inspect.getfile(config_cls)).with_name("presets")
+    has_gpu = next(Path("/dev").glob("nvidia[0-9]*"), None) is not None
     data = "supervised.files" if issubclass(config_cls, SupervisedJobConfig) else "data.train"
     run_cli(
         config_cls,
         main,
         app_name=app_name or f"{config_cls.__module__.rpartition('.')[0]}.main",
-        preset_dir=preset_dir or Path(inspect.getfile(config_cls)).with_name("presets"),
+        preset_dir=preset_dir,
         argv=argv,
         common_keys=COMMON_KEYS,
-        default_preset="demo",
+        default_preset="smollm2" if has_gpu and (preset_dir / "smollm2.yaml").is_file() else "demo",
         default_preset_unless=("model.path", data),
     )
