@@ -49,7 +49,7 @@ def test_a_function_in_the_working_folder_can_be_named(tmp_path: Path) -> None:
     command = [Path(sys.executable).with_name("plinth"), "grpo", "reward.function=my_reward:scores"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr == "error: reward.function is 'my_reward:scores', but my_reward has no function 'scores'\n"
+    assert done.stderr == "error: reward.function: got 'my_reward:scores'; my_reward has no function 'scores'\n"
 
 
 def test_the_apps_distribution_lists_every_app() -> None:
