@@ -56,7 +56,7 @@ class ModelFolder:
         return {name: source for name, source in tied.items() if name not in self._dtypes}
 
     def parts(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of the folder that the model's tensor `name` holds. Raises ExportError if there is no such one."""
+        """The tensors of the folder that the model's tensor `name` holds. Raises ExportError if it has none."""
         parts = {name: tensor}
         if name not in self._dtypes and (model := self._meta_model) is not None:
             from transformers.core_model_loading import revert_weight_conversion
