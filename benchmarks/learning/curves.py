@@ -84,9 +84,9 @@ def main() -> None:
         for run in runs:
             steps = np.diff(run.seconds)
             print(
-                f"{name}: mean score {np.mean(run.scores[:5]):.3f} first five steps, {np.mean(run.scores[-5:]):.3f} last "
-                f"five; first step ended after {run.seconds[0]:.0f} s, last after {run.seconds[-1]:.0f} s; "
-                f"median step {np.median(steps):.2f} s"
+                f"{name}: mean score {np.mean(run.scores[:5]):.3f} in the first five steps, "
+                f"{np.mean(run.scores[-5:]):.3f} in the last five; first step ended after {run.seconds[0]:.0f} s, "
+                f"last after {run.seconds[-1]:.0f} s; median step {np.median(steps):.2f} s"
             )
     draw(args.picture, curves)
 
