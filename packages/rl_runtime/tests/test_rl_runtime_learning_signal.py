@@ -32,7 +32,7 @@ def lines_of(steps: Sequence[list[Sample]], *, compares_group: bool = True, answ
     reader = AnswerReader(
         has_answer=lambda samples: None if answers is None else [answers] * len(samples),
         read=lambda _: "" if answers is None else "the answer 7" if answers else "no answer",
-        advice="reward.method=flexible takes the last number",
+        advice=lambda _: "reward.method=flexible takes the last number",
     )
     signal = LearningSignal(lines.append, reader, compares_group=compares_group)
     for number, step in enumerate(steps, 1):
@@ -99,3 +99,4 @@ def test_the_reward_says_what_it_reads(
     with Scorer(config) as scorer:
         assert asyncio.run(scorer.has_answer(items)) == expected
         assert scorer.read_answer(items[0]) == read
+        assert ("reward.method=flexible" in scorer.advice(items[0])) == (config == ScoringConfig())

@@ -29,8 +29,8 @@ class AnswerReader:
     """For each sample, whether the reward finds an answer in it; None: it looks for none."""
     read: Callable[[Sample], str] = lambda _: ""
     """The answer that the reward finds in a sample, in words; empty: it looks for none."""
-    advice: str = ""
-    """A setting that lets it find more answers."""
+    advice: Callable[[Sample], str] = lambda _: ""
+    """A setting that lets it find more answers; empty: there is none."""
 
 
 class LearningSignal:
@@ -55,7 +55,7 @@ class LearningSignal:
             return
         one = samples[0]
         answer = self._reader.read(one)
-        keys = [_KEYS[reason], *([self._reader.advice] if reason == "no answer" and self._reader.advice else [])]
+        keys = filter(None, (_KEYS[reason], self._reader.advice(one) if reason == "no answer" else ""))
         self._report(
             f"warning: step {step} teaches nothing: {reasons[reason]}; {'; or '.join(keys)}. One response, to "
             f"{one.prompt.id}, ends in {one.text[-_SHOWN_CHARACTERS:]!r}"
