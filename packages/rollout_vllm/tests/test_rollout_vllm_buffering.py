@@ -62,7 +62,7 @@ def outputs_of(rows: dict[str, tuple[int, bool]], first: set[str], speculative: 
     return outputs, log_probs
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(plan=steps(), speculative=st.booleans(), with_log_probs=st.booleans())
 def test_nothing_is_lost_repeated_or_reordered(plan: list[Any], speculative: bool, with_log_probs: bool) -> None:
     buffer, first = TokenBuffer(), set[str]()

@@ -279,5 +279,5 @@ def test_metrics() -> None:
     assert both["server_1/num_running"] == 3.0
     assert combine([]) == {}
     assert server_metrics(METRICS + 'vllm:num_requests_running{engine="1"} 4.0\n')["num_running"] == 7.0  # all labels
-    with pytest.raises(ValueError, match="three"):
+    with pytest.raises(ValueError):
         server_metrics("vllm:num_requests_running three\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -257,8 +258,7 @@ def test_each_way_to_fail_is_named_and_costs_its_own_sample(tmp_path: Path) -> N
 )
 def test_an_environment_that_does_not_start_is_named(name: str, options: dict[str, Any], why: str) -> None:
     (group,) = play(name, **options)
-    with pytest.raises(RuntimeError, match=f"environment rollout_vllm_environments:{name}: .*{why}"):
-        raise RuntimeError(group.failures[0].message)
+    assert re.match(f"environment rollout_vllm_environments:{name}: .*{why}", group.failures[0].message)
 
 
 def test_a_cancelled_run_leaves_no_environment_behind() -> None:

@@ -5,12 +5,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rollout_vllm_helpers import config_for_tests, make_requests
+from rollout_vllm_helpers import config_for_tests, make_requests, reference_log_probs
 
-from rollout_vllm import RolloutClient, Sample, SamplingConfig, ServerGroup, TokenScorer, UnlabeledTokensError
+from rollout_vllm import (
+    RolloutClient,
+    Sample,
+    SamplingConfig,
+    ScoringError,
+    ServerGroup,
+    TokenScorer,
+    TokenScores,
+    UnlabeledTokensError,
+)
 from rollout_vllm.servers.fast.buffering import INTERVAL
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +61,31 @@ def test_tokens_and_log_probs_equal_those_of_stock_vllm(
         assert ours.finish_reason == theirs.finish_reason
 
 
-def test_scores_of_given_tokens_equal_those_of_stock_vllm(pair: ServerGroup, stock: ServerGroup) -> None:
-    scores = []
-    for servers in (pair, stock):
-        with TokenScorer(servers.endpoints[:1], config_for_tests()) as scorer:
-            (scored,) = scorer.run(scorer.score([([3, 4, 5], [6, 7, 8, 9])], top_k=3))
-            scores.append((scored.log_probs.tolist(), scored.top_ids.tolist(), scored.top_log_probs.tolist()))
-    assert scores[0] == scores[1]
+def test_scores_of_given_tokens_equal_those_of_stock_vllm_and_of_transformers(
+    pair: ServerGroup, stock: ServerGroup, model_folder: Path
+) -> None:
+    prompts = [list(request.prompt_ids) for request in make_requests(4, length=9, step=5)]
+    cases = [(ids[:3], ids[3 : 4 + index]) for index, ids in enumerate(prompts)]
+    fast, plain = (scores_of(servers, cases, top_k=5) for servers in (pair, stock))
+    alone = scores_of(stock, cases, top_k=0)
+    expected = reference_log_probs(cases, temperature=1.0, model=model_folder)
+    for ours, theirs, single, [of_model] in zip(fast, plain, alone, expected, strict=True):
+        assert ours.log_probs.tolist() == theirs.log_probs.tolist()
+        assert (ours.top_ids.tolist(), ours.top_log_probs.tolist()) == (
+            theirs.top_ids.tolist(),
+            theirs.top_log_probs.tolist(),
+        )
+        assert ours.log_probs == pytest.approx(of_model, abs=2e-5)
+        assert single.log_probs == pytest.approx(of_model, abs=2e-5)
+        assert (ours.top_ids.shape, single.top_ids.shape) == ((len(of_model), 5), (len(of_model), 0))
+        assert (ours.top_log_probs[:, :-1] >= ours.top_log_probs[:, 1:]).all()
+    with pytest.raises(ScoringError):
+        scores_of(stock, [([3, 4], [5, 6])], top_k=60)  # more than --max-logprobs
+
+
+def scores_of(servers: ServerGroup, cases: list[tuple[list[int], list[int]]], *, top_k: int) -> list[TokenScores]:
+    with TokenScorer(servers.endpoints[:1], config_for_tests()) as scorer:
+        return scorer.run(scorer.score(cases, top_k=top_k))
 
 
 def test_stock_server_replaces_nothing_for_speed_and_does_not_label_tokens(stock: ServerGroup) -> None:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plinth_testing import raises
 from rollout_vllm import (
     Endpoint,
     Episode,
@@ -22,6 +23,7 @@ from rollout_vllm import (
     Request,
     RolloutClient,
     RolloutConfig,
+    RolloutConfigError,
     Sample,
     SamplingConfig,
     VersionSpan,
@@ -274,9 +276,9 @@ def test_requests_after_a_pause_do_not_overtake_those_before_it(
 def test_wrong_group_sizes_are_rejected() -> None:
     client = RolloutClient([Endpoint("http://127.0.0.1:9", "k", "m")], RolloutConfig())
     partial = Group.fresh(Request(prompt_id="a", prompt_ids=PROMPT), 3)
-    with pytest.raises(ValueError, match="n=2"):
+    with raises(RolloutConfigError, field="n", value=2):
         client.generate_blocking([partial], SamplingConfig(n=2))
-    with pytest.raises(ValueError, match="num_groups=2"):
+    with raises(RolloutConfigError, field="num_groups", value=2):
         client.run(client.generate_first([partial], SamplingConfig(n=3), num_groups=2))
     client.close()
 
@@ -323,7 +325,7 @@ def test_blocking_call_from_the_clients_thread_is_rejected() -> None:
     async def callback() -> None:
         client.run(client.pause())
 
-    with pytest.raises(RuntimeError, match="own thread"):
+    with pytest.raises(RuntimeError):
         client.run(callback())
     client.close()
 

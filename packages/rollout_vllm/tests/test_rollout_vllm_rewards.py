@@ -262,7 +262,7 @@ def test_close_ends_the_workers(functions: Any) -> None:
     for pid in pids:
         assert pid is not None
         assert not Path(f"/proc/{int(pid)}").exists()
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(RuntimeError):
         pool.submit(math.sqrt, 4.0)
 
 
