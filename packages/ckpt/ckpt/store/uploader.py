@@ -130,7 +130,10 @@ class AsyncUploader:
             self._wake.wait(_NEXT_ROUND_S if self._waiting else None)
             self._wake.clear()
             is_last = self._closing.is_set()
-            self._upload_waiting()
+            try:
+                self._upload_waiting()
+            except Exception as error:  # of the report: the next round tries again, and `close` names what is missing
+                self._reason = str(error)
 
     def _upload_waiting(self) -> None:
         """Upload all that waits, in order, until the storage fails."""

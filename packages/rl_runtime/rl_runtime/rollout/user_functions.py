@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+from rollout_vllm.episodes.processes import describe
+
 from ..errors import InputError
 
 
@@ -41,8 +43,9 @@ def load_attribute(name: str, *, key: str, form: str = "package.module:function"
             module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         hint = "; run in the folder of the module, or add it to PYTHONPATH" * isinstance(error, ImportError)
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise InputError(f"{key} is {name!r}, but {module_name} cannot be imported ({reason}){hint}") from error
+        raise InputError(
+            f"{key} is {name!r}, but {module_name} cannot be imported ({describe(error)}){hint}"
+        ) from error
     target = getattr(module, attribute, None)
     if not callable(target):
         raise InputError(f"{key} is {name!r}, but {module_name} has no {form.partition(':')[2].lower()} {attribute!r}")

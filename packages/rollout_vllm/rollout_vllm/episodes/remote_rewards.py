@@ -9,7 +9,6 @@ A failure affects only its own sample. The outcome has the same type as that of 
 import asyncio
 import hashlib
 import json
-import math
 import random
 import re
 import time
@@ -27,7 +26,7 @@ from ..client.retry import backoff_s, classify_status
 from ..client.transport import HttpClient
 from ..config import RolloutConfig, require
 from .processes import describe
-from .rewards import RewardOutcome
+from .rewards import RewardOutcome, read_number
 
 _RETRY_BASE_S, _RETRY_MAX_S = 0.2, 5.0
 
@@ -106,12 +105,9 @@ class RemoteReward(HttpClient):
 
     def _read_answer(self, raw: bytes, args: Sequence[Any]) -> RewardOutcome:
         try:
-            score = float(self._read(json.loads(raw), *args))
+            return RewardOutcome(read_number(self._read(json.loads(raw), *args)), "ok")
         except Exception as error:
             return _exception(error, "the answer contains no reward")
-        if not math.isfinite(score):
-            return RewardOutcome(None, "exception", f"the reward is {score}, not a finite number")
-        return RewardOutcome(score, "ok")
 
 
 def _exception(error: Exception, problem: str) -> RewardOutcome:
