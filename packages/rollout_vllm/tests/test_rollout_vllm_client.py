@@ -167,6 +167,9 @@ def test_request_overrides_every_server_default() -> None:
         assert field in body
     assert (body["n"], body["seed"], body["stop_token_ids"], body["min_tokens"]) == (3, 7, [5], 2)
     assert "seed" not in completion_body([1], sampling, model=None, seed=None)
+    assert (body["stop"], body["skip_special_tokens"]) == ([], True)
+    stopped = completion_body([1], SamplingConfig(stop=("</s>",)), model=None, seed=None)
+    assert (stopped["stop"], stopped["skip_special_tokens"]) == (["</s>"], False)
     assert json.loads(json.dumps(body)) == body
 
 

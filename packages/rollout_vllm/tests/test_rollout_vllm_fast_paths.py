@@ -46,8 +46,9 @@ def one_by_one(servers: ServerGroup, sampling: SamplingConfig) -> list[Sample]:
         SamplingConfig(n=1, max_tokens=3 * INTERVAL + 5, temperature=0.9, ignore_eos=True),
         SamplingConfig(n=1, max_tokens=40, temperature=1.0, top_p=0.8, top_k=20),
         SamplingConfig(n=1, max_tokens=20, temperature=0.0, stop_token_ids=(5, 6, 7, 8, 9, 10, 11, 12)),
+        SamplingConfig(n=1, max_tokens=3 * INTERVAL, stop=("w2", "w31 w"), ignore_eos=True),
     ],
-    ids=["long", "top_p", "greedy"],
+    ids=["long", "top_p", "greedy", "stop strings"],
 )
 def test_tokens_and_log_probs_equal_those_of_stock_vllm(
     pair: ServerGroup, stock: ServerGroup, sampling: SamplingConfig

@@ -142,6 +142,28 @@ def test_stop_tokens_and_length(client: RolloutClient) -> None:
     assert stopped.samples[0].response_ids.tolist() == ids[: ids.index(stop) + 1]
 
 
+def test_stop_strings_end_a_response_after_their_last_token(client: RolloutClient) -> None:
+    """They stay in it, with the log-prob and policy version of each token: the response is a part of the free one."""
+    client.set_policy_version(6)
+    requests = make_requests(6, step=3)
+    free = client.generate_blocking(requests, SamplingConfig(n=2, max_tokens=40, ignore_eos=True))
+    for request, group in zip(requests, free, strict=True):
+        for length in (9, 30):
+            texts = [f"w{token}" for token in group.samples[0].response_ids.tolist()]
+            stop = f"{texts[length - 2]} {texts[length - 1]}"  # two tokens; "w1" is also the beginning of "w12"
+            sampling = SamplingConfig(n=2, max_tokens=40, ignore_eos=True, stop=("<none>", stop))
+            [stopped] = client.generate_blocking([request], sampling)
+            for sample, whole in zip(stopped.samples, group.samples, strict=True):
+                own = [f"w{token}" for token in whole.response_ids.tolist()]
+                ends = [end for end in range(2, 41) if " ".join(own[end - 2 : end]).startswith(stop)]
+                end = ends[0] if ends else 40
+                assert sample.response_ids.tolist() == whole.response_ids.tolist()[:end]
+                assert sample.log_probs == pytest.approx(whole.log_probs[:end], abs=1e-4)
+                assert sample.finish_reason == ("stop" if ends else "length")
+                assert sample.versions.tolist() == [6] * end
+            assert len(stopped.samples[0].response_ids) <= length
+
+
 @pytest.mark.parametrize("knows_limit", [True, False])
 def test_request_that_is_too_long_fails_alone(pair: ServerGroup, knows_limit: bool) -> None:
     config = config_for_tests() if knows_limit else RolloutConfig()
