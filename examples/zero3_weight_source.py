@@ -125,6 +125,7 @@ def read(source: WeightSource) -> tuple[dict[str, Tensor], int, float]:
 
 
 def rank_main(rank: int) -> None:
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # not needed, and its compilation takes minutes
     dist.init_process_group("gloo")
     module = train_a_step(options().layers)
     empty = sum(not weight.numel() for _, weight in ModuleSource(module))

@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import shutil
 import signal
 import subprocess
@@ -41,32 +42,47 @@ class MutantError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One replacement in one file."""
+    """One replacement in one package. Files, lines and line breaks may change."""
 
     name: str
-    file: str
+    package: str
+    """Name of the package, or `apps`."""
+    function: str = ""
+    """Function, or `Class.method`, that has the old text; empty: the package has it once."""
     old: str
     new: str
     tests: tuple[str, ...]
     """Node ids of pytest: a file, or file::function for all cases of a function."""
 
-    def planted(self, root: Path) -> str:
-        """The text of the file with the fault.
+    def planted(self, root: Path) -> tuple[Path, str]:
+        """The file, relative to `root`, and its text with the fault.
 
         Raises:
             MutantError: the old text is not found exactly once, or the new text is no Python.
         """
-        path = root / self.file
-        text = path.read_text() if path.is_file() else ""
-        if (count := text.count(self.old)) != 1:
-            raise MutantError(f"{self.name}: {self.file} has the old text {count} times instead of once: {self.old!r}")
-        changed = text.replace(self.old, self.new)
+        places = list(self._places(root))
+        if len(places) != 1:
+            where = f"{self.package} {self.function}".strip()
+            raise MutantError(
+                f"{self.name}: {where} has the old text {len(places)} times instead of once: {self.old!r}"
+            )
+        [(path, text, match)] = places
+        changed = text[: match.start()] + self.new + text[match.end() :]
         try:
             if ast.dump(ast.parse(changed)) == ast.dump(ast.parse(text)):
                 raise MutantError(f"{self.name}: the new text does not change the program")
         except SyntaxError as error:
-            raise MutantError(f"{self.name}: {self.file} is no Python with the new text: {error}") from None
-        return changed
+            raise MutantError(f"{self.name}: {path} is no Python with the new text: {error}") from None
+        return path.relative_to(root), changed
+
+    def _places(self, root: Path) -> Iterator[tuple[Path, str, re.Match[str]]]:
+        old = re.compile(r"\s+".join(map(re.escape, self.old.split())))
+        folder = root / "apps" if self.package == "apps" else root / "packages" / self.package / self.package
+        for path in sorted(folder.rglob("*.py")):
+            text = path.read_text()
+            if old.search(text):
+                for begin, end in _functions(text, self.function) if self.function else [(0, len(text))]:
+                    yield from ((path, text, match) for match in old.finditer(text, begin, end))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +95,21 @@ class Result:
     seconds: float
     detail: str
     """The test that failed first, or why the verdict is BROKEN."""
+
+
+def _functions(text: str, name: str) -> Iterator[tuple[int, int]]:
+    """Where the functions of this name begin and end in a module; `name` may have the class before it."""
+    starts = [0]
+    for line in text.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    nodes = [("", node) for node in ast.parse(text).body]
+    for prefix, node in nodes:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            qualname = f"{prefix}{node.name}"
+            if f".{qualname}".endswith(f".{name}"):
+                yield starts[node.lineno - 1], starts[node.end_lineno or node.lineno]
+            else:
+                nodes += [(f"{qualname}.", inner) for inner in node.body]
 
 
 def read_faults(path: Path = LIST) -> list[Fault]:
@@ -119,9 +150,10 @@ class Copy:
     @contextlib.contextmanager
     def with_fault(self, fault: Fault) -> Iterator[None]:
         """The copy has the fault inside the context."""
-        path = self.root / fault.file
+        file, changed = fault.planted(self.root)
+        path = self.root / file
         original = path.read_text()
-        path.write_text(fault.planted(self.root))
+        path.write_text(changed)
         try:
             yield
         finally:
@@ -303,7 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         faults = chosen(read_faults(), options.faults)
         if options.list:
             for fault in faults:
-                print(f"{fault.name}\n  {fault.file}\n  - {fault.old.strip()}\n  + {fault.new.strip()}")
+                print(f"{fault.name}\n  {fault.planted(REPO)[0]}\n  - {fault.old.strip()}\n  + {fault.new.strip()}")
             return 0
         width = max(len(fault.name) for fault in faults)
         for result in drill(REPO, faults, jobs=options.jobs):

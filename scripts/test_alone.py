@@ -1,13 +1,14 @@
 """Tests each package alone: its wheel, only the distributions that it declares, and its fast tests from its sdist.
 
-    python scripts/test_alone.py [--jobs N] [--per-file N] [FOLDER ...]    packages/rl_core, ...; none: all packages
+    python scripts/test_alone.py [--jobs N] [--per-file N] [--import-only] [FOLDER ...]    FOLDER: packages/rl_core
 
 For each package it makes a virtual environment with the package's wheel, the wheels of the siblings that it requires,
 and links to those third-party distributions of the running environment that its requirements with the extra `test`
 reach. What `pyproject.toml` does not declare is therefore not importable, even if another package brings it. The tests
 are those of `make test-fast`, which start no DeepSpeed, Ray or vLLM. They run in the unpacked sdist, outside the
 repository: the first one of each file (`--per-file`), its first case, and three examples of a property; no state
-machines. Every test file is imported. `make test` runs all tests.
+machines. With `--import-only` every test file is imported and no test runs. `make test` runs all tests;
+tests/test_build.py compares the imports of the source, in functions too, with `pyproject.toml`.
 """
 
 import argparse
@@ -181,7 +182,9 @@ def _run(command: list[str], folder: Path) -> str:
 def test_alone(
     folder: Path, dist: Path, own: dict[str, Path], available: dict[str, Distribution], per_file: int
 ) -> str:
-    """Run fast tests of the package in `folder`, the first case of `per_file` of each file, and return pytest's output.
+    """Run fast tests of the package in `folder`, the first case of `per_file` of each file (0: import the files).
+
+    Returns pytest's output.
 
     Raises:
         UndeclaredError, RuntimeError: what the package requires is missing; a test failed.
@@ -201,7 +204,8 @@ def test_alone(
         settings = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
         lines = ["[pytest]", "markers =", *(f"    {marker}" for marker in settings["markers"])]
         (unpacked / "pytest.ini").write_text("\n".join([*lines, ""]), encoding="utf-8")
-        return _run([str(python), "-m", "pytest", *_OPTIONS, "-p", "first_tests", "-m", _FAST, "tests"], unpacked)
+        chosen = ["-p", "first_tests", "-m", _FAST] if per_file else ["--collect-only", "-qq"]
+        return _run([str(python), "-m", "pytest", *_OPTIONS, *chosen, "tests"], unpacked)
 
 
 def main() -> None:
@@ -210,7 +214,9 @@ def main() -> None:
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER")
     parser.add_argument("--jobs", type=int, default=2, help="packages at a time")
     parser.add_argument("--per-file", type=int, default=1, help="tests of each file, from its top")
+    parser.add_argument("--import-only", action="store_true", help="import the test files and run none")
     given = parser.parse_args()
+    per_file = 0 if given.import_only else given.per_file
     packages = [folder for folder in projects() if folder.parent.name == "packages"]
     wanted = [path.resolve() for path in given.folders] or packages
     if unknown := [str(path) for path in wanted if path not in packages]:
@@ -227,7 +233,7 @@ def main() -> None:
         def tested(folder: Path) -> tuple[float, str, bool]:
             started = time.monotonic()
             try:
-                output, passed = test_alone(folder, dist, own, available, given.per_file), True
+                output, passed = test_alone(folder, dist, own, available, per_file), True
             except (UndeclaredError, RuntimeError) as error:
                 output, passed = str(error), False
             return time.monotonic() - started, output, passed

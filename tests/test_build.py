@@ -1,9 +1,11 @@
 """scripts/build.py builds distributions without warnings, and siblings require each other's present versions."""
 
 import os
+import sys
 import tarfile
 import tomllib
 import zipfile
+from importlib.metadata import packages_distributions
 from itertools import chain
 from pathlib import Path
 
@@ -12,14 +14,43 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from scripts.build import REPO, build, name_and_version, projects
+from scripts.import_graph import imported_modules
 
 VERSIONS = dict(map(name_and_version, projects()))
 
 
-def sibling_requirements(folder: Path) -> list[Requirement]:
+DISTRIBUTIONS = packages_distributions()
+THROUGH = {
+    "triton": {"torch", "vllm"},
+    "torch": {"vllm"},
+    "pydantic": {"deepspeed"},
+    "markupsafe": {"jinja2"},
+    "safetensors": {"transformers"},
+    "openenv": {"openenv-core"},
+}
+"""Modules that come with the distribution that is declared."""
+
+
+def requirements(folder: Path) -> list[Requirement]:
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-    given = [*project["dependencies"], *chain(*project.get("optional-dependencies", {}).values())]
-    return [found for text in given if canonicalize_name((found := Requirement(text)).name).startswith("plinth")]
+    return list(
+        map(Requirement, [*project["dependencies"], *chain(*project.get("optional-dependencies", {}).values())])
+    )
+
+
+def sibling_requirements(folder: Path) -> list[Requirement]:
+    return [required for required in requirements(folder) if canonicalize_name(required.name).startswith("plinth")]
+
+
+@pytest.mark.parametrize("folder", [each for each in projects() if each.name != "apps"], ids=lambda folder: folder.name)
+def test_every_import_of_the_source_is_declared(folder: Path) -> None:
+    """In functions too, which `make alone` does not call."""
+    declared = {canonicalize_name(each.name) for each in requirements(folder)}
+    for path in (folder / folder.name).rglob("*.py"):
+        tops = {module.partition(".")[0] for _, module in imported_modules(path.read_text(encoding="utf-8"))}
+        for top in tops - sys.stdlib_module_names - {folder.name}:
+            names = {canonicalize_name(name).removesuffix("-cpu") for name in DISTRIBUTIONS.get(top, [top])}
+            assert (names | THROUGH.get(top, set())) & declared, f"{path.relative_to(REPO)} imports {top}"
 
 
 @pytest.mark.parametrize("folder", projects(), ids=lambda folder: folder.name)

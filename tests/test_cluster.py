@@ -10,7 +10,7 @@ import pytest
 from rl_data import build_tiny_model
 from tests.run_folders import exact_metrics, only
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.thorough]
 
 SMALL = (
     "trainer.num_ranks=2",
@@ -53,24 +53,6 @@ def routes(cluster: Any) -> str:
     return rf"weights: rank 0 -> http://{here}:\d+: shm; http://{there}:\d+: tcp"
 
 
-@pytest.mark.long
-def test_two_hosts_train(tmp_path: Path, start_app: Callable[..., Any], start_cluster: Callable[..., Any]) -> None:
-    """A rank and a server on each; the trainer's log-probs are those of both servers, at each step's weights."""
-    cluster = start_cluster(2)
-    short = ("rollout.deterministic=false", "actor.zero.stage=3", "trainer.total_training_steps=2")
-    app = start_app(tmp_path, *SMALL, *short, "trainer.ranks_per_node=1", cluster=cluster)
-    assert app.finish() == 0, app.output
-    assert not app.survivors()
-    assert re.search(routes(cluster), app.output), app.output
-    steps = exact_metrics(only(tmp_path.iterdir()))
-    assert list(steps) == ["1", "2"]
-    for row in steps.values():
-        assert float(row["rollout/num_samples"]) == 16
-        assert float(row["rollout/log_prob_mismatch"]) < 1e-4
-        assert float(row["actor/grad_norm"]) > 0
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("case", list(CASES))
 def test_two_hosts_train_to_the_digit_as_one(
     case: str, tmp_path: Path, start_app: Callable[..., Any], start_cluster: Callable[..., Any]
@@ -93,7 +75,6 @@ def test_two_hosts_train_to_the_digit_as_one(
     assert weights.read_bytes() == (found / "model" / weights.name).read_bytes()
 
 
-@pytest.mark.thorough
 def test_what_a_node_lacks_is_said_before_anything_starts(
     tmp_path: Path, start_app: Callable[..., Any], start_cluster: Callable[..., Any]
 ) -> None:
@@ -110,11 +91,13 @@ def test_what_a_node_lacks_is_said_before_anything_starts(
 
     has = "; ".join(f"{host.address}: 1 CPU 0 GPU" for host in cluster.hosts)
     error = refused()
-    assert f"2 ranks and 1 servers need a CPU of Ray each; there is room for 0 servers: {has}" in error
+    assert "error: rollout.num_servers: got 1" in error
+    assert f"room for 0 servers: {has}" in error
     error = refused("trainer.num_ranks=1", output_dir=local)
-    assert f"trainer.output_dir is {local}, which Ray node {there} does not share with this host" in error
+    assert f"error: trainer.output_dir: got '{local}'; Ray node {there}" in error
     model = build_tiny_model(local / "model")
     (tmp_path / "train.jsonl").write_text('{"question": "1 + 1", "answer": "#### 2"}\n')
     data = f"data.train={tmp_path / 'train.jsonl'}"
     error = refused("trainer.num_ranks=1", f"model.path={model}", data, "warm_start.steps=0")
-    assert f"model.path: {model} is missing on Ray node {there}" in error
+    assert "error: model.path: got" in error
+    assert f"Ray node {there}" in error

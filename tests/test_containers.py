@@ -5,8 +5,6 @@ import subprocess
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
-import pytest
-
 REPO = Path(__file__).resolve().parents[1]
 CONTAINERFILE = (REPO / "containers" / "Containerfile").read_text(encoding="utf-8")
 RECIPE = (REPO / "containers" / "plinth.def").read_text(encoding="utf-8")
@@ -50,12 +48,9 @@ def test_everything_copied_is_a_tracked_file_that_reaches_the_build() -> None:
         assert [path for path in files if not is_in_context(path)] == []
 
 
-@pytest.mark.parametrize(
-    "path",
-    [".git/config", ".venv/bin/python", "outputs/run/config.yaml", "packages/rl_core/build/lib/a.py"],
-)
-def test_caches_runs_and_history_stay_outside(path: str) -> None:
-    assert not is_in_context(path)
+def test_caches_runs_and_history_stay_outside() -> None:
+    outside = (".git/config", ".venv/bin/python", "outputs/run/config.yaml", "packages/rl_core/build/lib/a.py")
+    assert [path for path in outside if is_in_context(path)] == []
 
 
 def test_the_image_installs_the_pins_of_the_repository() -> None:

@@ -52,6 +52,8 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("algorithm.kl_coef=0.1", "algorithm.kl_coef"),
         ("algorithm.reward_weight=-1", "algorithm.reward_weight"),
         ("sampling.n=1 algorithm.reward_weight=1", "sampling.n"),
+        ("sampling.temperature=0.7", "sampling.temperature"),
+        ("trainer.ray_address=auto", "teacher.server.urls"),
     ],
 )
 def test_bad_settings_are_refused_by_key(overrides: str, key: str) -> None:
@@ -68,7 +70,6 @@ def test_a_teacher_that_cannot_teach_is_refused_before_any_process_starts(tmp_pa
         ("trainer.seed=1", r"teacher\.model"),
         (f"teacher.model={tmp_path}", r"config\.json"),
         (f"teacher.model={other}", "differ in 1 of 64 ids: id .*planets"),
-        (f"teacher.model={teacher} sampling.temperature=0.7", r"sampling\.temperature"),
         (f"teacher.model={teacher} teacher.gpus=[0]", r"teacher\.gpus"),
     ):
         with pytest.raises(InputError, match=message):

@@ -11,7 +11,7 @@ import yaml
 
 from run_kit.config.schema import Key, entries
 from scripts.docs_site import pages
-from scripts.docs_site.check import differences_from_github, foreign_loads
+from scripts.docs_site.check import foreign_loads
 from scripts.markdown_links import anchors, code_blocks, targets
 
 REPO = Path(__file__).resolve().parents[1]
@@ -34,11 +34,6 @@ def test_links_name_files_and_anchors_that_exist(file: Path) -> None:
         if anchor:
             assert path.suffix == ".md", f"{name(file)}: {link} has an anchor in a file without headings"
             assert anchor in anchors(path.read_text(encoding="utf-8")), f"{name(file)}: no heading for {link}"
-
-
-def test_anchors_are_those_of_github() -> None:
-    text = "# A `plinth` b\n\n## PPO's ++\n\n## Same\n\n## Same\n\n```\n# no heading\n```\n"
-    assert anchors(text) == ["a-plinth-b", "ppos-", "same", "same-1"]
 
 
 @pytest.mark.parametrize("file", CURRENT, ids=name)
@@ -74,11 +69,6 @@ def test_a_page_that_loads_from_elsewhere_is_refused(loading: str) -> None:
     assert not foreign_loads('<link rel="canonical" href="https://a.example/"><a href="https://b.example/">b</a>')
 
 
-def test_a_list_that_is_lost_on_the_site_is_reported() -> None:
-    page = "<article><h1>Head</h1><p>text * one * two</p></article>"
-    assert differences_from_github("# Head\n\ntext\n* one\n* two\n", page)
-
-
 ENTRIES = {entry.path: isinstance(entry, Key) for cls in pages.config_classes().values() for entry in entries(cls)}
 """Dotted paths of all keys (True) and sections of all commands."""
 NAMED = re.compile(r"(?<![\w./:-])([a-z_]+(?:\.\w+)+)(?![\w./(*\u2026-])")
@@ -108,12 +98,6 @@ def _exists(key: str) -> bool:
 @pytest.mark.parametrize("file", [file for file in CURRENT if file.name != "from-verl.md"], ids=name)
 def test_keys_that_a_page_names_exist(file: Path) -> None:
     assert unknown_keys(file.read_text(encoding="utf-8")) == set()
-
-
-def test_a_wrong_key_is_reported() -> None:
-    text = "`trainer.max_stale=1` `reward.terms.mine.weight` `metrics.tsv` `actor.zero.stages`\n\n"
-    text += "```bash\nplinth grpo algorithm.losss=ipo data.chat_template_kwargs.enable_thinking=false\n```\n"
-    assert unknown_keys(text) == {"trainer.max_stale", "actor.zero.stages", "algorithm.losss"}
 
 
 def _commands() -> set[str]:

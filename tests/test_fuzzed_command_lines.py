@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import HealthCheck, Phase, given, note, settings
 
 import apps.bench.plan as bench_plan
@@ -207,11 +206,6 @@ def fuzz(folder: Path, num_lines: int) -> None:
 
 def test_a_random_command_line_loads_right_or_ends_in_one_clear_error(tmp_path: Path) -> None:
     fuzz(tmp_path, 100)
-
-
-@pytest.mark.thorough
-def test_so_do_a_thousand(tmp_path: Path) -> None:
-    fuzz(tmp_path, 1000)
 
 
 def test_random_settings_of_the_planner_end_in_a_table_or_one_clear_error(tmp_path: Path) -> None:

@@ -19,16 +19,8 @@ from run_kit.runs import list_runs
 from tests.run_folders import metrics_rows
 
 StartApp = Callable[..., Any]
-SHORT = (
-    "trainer.total_training_steps=2",
-    "warm_start.steps=20",
-    "task.num_val=32",
-    "batch.train_batch_size=8",
-    "batch.mini_batch_size=4",
-    "sampling.n=4",
-)
 
-pytestmark = [pytest.mark.slow, pytest.mark.e2e]
+pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.thorough]
 
 
 def whole_rows(path: Path) -> list[dict[str, str]]:
@@ -48,20 +40,6 @@ def check_that_strangers_are_kept_out(app: Any) -> None:
     assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
     [gcs] = app.children("gcs_server")
     call(b"", timeout=20, metadata=[("authorization", f"Bearer {gcs.environ()['RAY_AUTH_TOKEN']}")])
-
-
-@pytest.mark.thorough
-def test_ctrl_c_finishes_the_step_saves_it_and_leaves_no_process(tmp_path: Path, start_app: StartApp) -> None:
-    app = start_app(tmp_path, *SHORT, "trainer.total_training_steps=500")
-    app.wait_for("s/step")
-    (found,) = list_runs(tmp_path)
-    assert (found.state, found.pid, found.num_steps) == ("running", app.process.pid, 500)
-    app.press_ctrl_c()
-    assert app.finish() == 130, app.output
-    assert not app.survivors()
-    assert "SIGINT: stopping after this step, with a checkpoint; again: stop now, without" in app.output
-    assert "Traceback" not in app.output
-    check_stopped(app, "SIGINT")
 
 
 def check_stopped(app: Any, number: str) -> None:
@@ -89,7 +67,6 @@ def write_verl_rows(path: Path, num_rows: int, words: int) -> None:
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
-@pytest.mark.long
 def test_a_dead_rank_is_replaced_a_second_ends_the_run_by_name_and_it_resumes(
     tmp_path: Path, start_app: StartApp
 ) -> None:

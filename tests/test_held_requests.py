@@ -7,7 +7,7 @@ import pytest
 
 from plinth_testing import random_model, tiny_config, wait_until, write_word_tokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 # So many tokens that generation outlasts two pushes on a machine that is busy with other tests.
 NUM_TOKENS, NUM_SAMPLES = 1500, 24
 
@@ -67,10 +67,7 @@ def difference(first: list[float], second: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("running_requests", "base"),
-    [pytest.param("keep", 10, marks=pytest.mark.long), pytest.param("recompute", 20, marks=pytest.mark.thorough)],
-)
+@pytest.mark.parametrize(("running_requests", "base"), [("keep", 10), ("recompute", 20)])
 def test_spans_are_exact_and_the_kv_cache_is_the_stated_one(
     client: Any, models: list[Any], running_requests: Any, base: int
 ) -> None:

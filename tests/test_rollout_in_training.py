@@ -3,11 +3,10 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "packages" / "rl_runtime" / "tests"))
@@ -204,66 +203,3 @@ def log_probs(folder: Path, prompt: list[int], response: list[int]) -> list[floa
         logits_LV = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
     values: list[float] = logits_LV.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
     return values
-
-
-@pytest.fixture
-def two_nodes() -> Iterator[Any]:
-    """A Ray cluster of two raylets on this machine: room for two ranks on the first, for one server on the second."""
-    from ray.cluster_utils import Cluster
-
-    head = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 128 << 20}
-    cluster = Cluster(initialize_head=True, head_node_args=head | {"_system_config": {"worker_niceness": 0}})
-    try:
-        cluster.add_node(num_cpus=1, object_store_memory=128 << 20)
-        yield cluster
-    finally:
-        cluster.shutdown()
-
-
-def below(node: Any, name: str) -> list[psutil.Process]:
-    """Processes of a Ray node whose command line has that name."""
-    [raylet] = node.all_processes["raylet"]
-    return [p for p in psutil.Process(raylet.process.pid).children(recursive=True) if name in " ".join(p.cmdline())]
-
-
-@pytest.mark.thorough
-def test_servers_on_another_node_of_a_ray_cluster(
-    tmp_path: Path, start_app: Callable[..., Any], two_nodes: Any
-) -> None:
-    """Three steps and a restart on the same node; the reward model is a service."""
-    first, second = two_nodes.head_node, two_nodes.worker_nodes.copy().pop()
-    with reward_service() as service:
-        app = start_app(
-            tmp_path,
-            *SMALL,
-            f"trainer.ray_address={two_nodes.address}",
-            "trainer.total_training_steps=3",
-            f"reward.url={service.url}",
-            "reward.service=pooling",
-            "reward.api_key=secret",
-        )
-        app.wait_for("over tcp")
-        app.wait_for("s/step")
-        [server] = [p for p in below(second, "_serve.py") if "_supervise.py" not in " ".join(p.cmdline())]
-        assert len(below(first, "TrainerWorker")) == 2
-        assert not below(first, "_serve.py")
-        assert not below(second, "TrainerWorker")
-        server.kill()
-        app.wait_for("rollout server 0 restarted")
-        assert app.finish() == 0, app.output
-        assert not app.survivors()
-        _, alive = psutil.wait_procs(below(second, "_serve.py") + below(first, "TrainerWorker"), timeout=30)
-        assert not alive
-
-    (run,) = tmp_path.iterdir()
-    rows = read_metrics(run)
-    assert [int(row["step"]) for row in rows] == [1, 2, 3]
-    assert float(rows[-1]["rollout/num_restarts"]) == 1
-    for row in rows:
-        assert float(row["rollout/num_samples"]) == 32
-        assert float(row["rollout/log_prob_mismatch"]) < 1e-4
-        assert float(row["actor/grad_norm"]) > 0
-        assert float(row["sync/num_bytes"]) > 0
-    for sample in read_samples(run):
-        assert sample["reward"] == pytest.approx(quality(sample["prompt"] + sample["response"]))
-    assert (run / "servers" / "server_0.log").is_file()

@@ -192,28 +192,6 @@ def test_conversations_are_learned_whatever_the_engine(way: str, tmp_path: Path,
 
 
 @pytest.mark.thorough
-def test_a_lost_rank_is_replaced_and_the_run_goes_on_from_its_checkpoint(
-    tmp_path: Path, start_app: Callable[..., Any]
-) -> None:
-    app = start_app(
-        tmp_path,
-        "task.num_demonstrations=512",
-        "supervised.val_size=0",
-        "supervised.steps=60",
-        "supervised.batch_size=16",
-        "trainer.save_freq=5",
-        app="sft",
-    )
-    app.wait_for("step 12/60")
-    app.children("ray::TrainerWorker")[1].kill()
-    assert app.finish() == 0, app.output
-    assert re.search(r"new ranks continue after step (5|1\d|2\d) \(restart 1 of 3\)", app.output), app.output
-    (run,) = tmp_path.iterdir()
-    steps = [int(row["step"]) for row in metrics_rows(run)]
-    assert steps == list(range(1, 61))
-
-
-@pytest.mark.thorough
 def test_uploads_are_kept_as_configured_and_another_host_resumes_from_them(
     tmp_path: Path, start_app: Callable[..., Any]
 ) -> None:

@@ -95,51 +95,6 @@ def test_servers_generate_ahead_with(
 
 
 @pytest.mark.thorough
-def test_dynamic_sampling_replaces_groups_while_servers_generate_ahead(
-    tmp_path: Path, start_app: Callable[..., Any]
-) -> None:
-    """Lengths as scores: with an almost untrained model, some groups differ by more than half of the scale."""
-    app = start_app(
-        tmp_path,
-        *SMALL,
-        "trainer.max_staleness=1",
-        "trainer.total_training_steps=6",
-        "reward.terms.brief.function=length",
-        "reward.terms.brief.options.limit=4",
-        "reward.terms.brief.options.margin=16",
-        "dynamic_sampling.max_rounds=3",
-        "dynamic_sampling.min_spread=0.5",
-    )
-    assert app.finish() == 0, app.output
-    rows = read_samples(only(tmp_path.iterdir()))
-    assert max(Counter((row.group, row.sample) for row in rows).values()) == 1, "a sample is there twice"
-    trained = {(row.step, row.group) for row in rows if row.outcome == "trained"}
-    left_out = {(row.step, row.group) for row in rows if row.outcome == "left_out"}
-    assert trained
-    assert left_out
-    assert not trained & left_out
-    for step in range(1, 7):
-        num_trained, num_left_out = (sum(found == step for found, _ in groups) for groups in (trained, left_out))
-        assert num_trained == 4 or num_trained + num_left_out == 4 * (1 + 3)
-    assert all(0 <= row.step - 1 - int(row.oldest_version) <= 1 for row in rows)
-    numbers = sorted({int(row.group.split("/")[1].split(":")[0]) for row in rows})
-    assert numbers == list(range(len(numbers))), "a group was lost"
-
-
-@pytest.mark.thorough
-def test_servers_on_two_hosts_generate_ahead_while_the_guard_compares_the_ranks_collectives(
-    tmp_path: Path, start_app: Callable[..., Any], start_cluster: Callable[..., Any]
-) -> None:
-    settings = (*SMALL, "trainer.num_ranks=2", "rollout.num_servers=2", "trainer.ranks_per_node=1")
-    ahead = ("trainer.max_staleness=1", "trainer.total_training_steps=4", "actor.collective_guard=lockstep")
-    app = start_app(tmp_path, *settings, *ahead, cluster=start_cluster(2))
-    assert app.finish() == 0, app.output
-    run = only(tmp_path.iterdir())
-    check_ledger(read_samples(run), steps=4, groups=4, samples=4, max_staleness=1)
-    assert all(float(row["actor/guarded_collectives"]) > 0 for row in exact_metrics(run).values())
-
-
-@pytest.mark.thorough
 @pytest.mark.timeout(3600)
 def test_twenty_kills_of_driver_ranks_and_servers_lose_no_sample(tmp_path: Path, start_app: Callable[..., Any]) -> None:
     """A killed driver is started again with `resume=auto`; ranks and servers are replaced by the run itself."""

@@ -1,10 +1,12 @@
 """Configuration of the distillation app."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from rl_core import ADVANTAGES
 from rl_runtime import FrozenModel, InputError, JobConfig, PolicyConfig, TeacherConfig, TrainerConfig
-from rl_runtime.rules import check_value
+from rl_runtime.rules import Feature, check_value
+from rl_runtime.training.policy import POLICY_FEATURES
+from rl_runtime.training.teacher_config import TEACHER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +16,11 @@ class AlgorithmConfig(PolicyConfig):
     reward_weight: float = 0.0
     """Weight of the reward's advantages (`advantage`) beside the teacher's; 0: the teacher alone. Scores are measured
     in any case."""
+
+    @property
+    def compares_group(self) -> bool:
+        """False without a reward: the teacher compares no samples."""
+        return bool(self.reward_weight) and super().compares_group
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,9 +46,7 @@ class DistillConfig(JobConfig):
         """The reward model and the teacher, if they are on the ranks."""
         return (*super().frozen_models, *self.teacher.frozen_models)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        algorithm = self.algorithm
-        if not algorithm.reward_weight:  # then nothing compares the samples of a prompt
-            algorithm = replace(algorithm, advantage="reinforce_pp")
-        algorithm.check_sampling(self.sampling, self.dynamic_sampling, log_probs=self.rollout.log_probs)
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """Those of every job, of the algorithm and of the teacher."""
+        return (*super().features, *POLICY_FEATURES, TEACHER)

@@ -16,7 +16,7 @@ from ckpt import CheckpointError, describe_files, export_deepspeed, export_merge
 from ckpt.manifest import folder_name
 from ckpt.reader import CheckpointReader
 from ckpt.tools.lora_export import ADAPTER_CONFIG
-from plinth_base.model_folder import check_model_folder, find_model_folder
+from plinth_base.model_folder import check_model_folder, find_model_folder, weight_files
 from rl_runtime import InputError
 from rl_runtime.app.inputs import INITIAL_MODEL, TASK
 from rl_runtime.config import BUILTIN_MODEL
@@ -25,7 +25,7 @@ from rl_runtime.training.run_files import WARM_START_MODEL
 from run_kit.config.yaml import YamlError, parse_typed
 
 _HF_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-_DIGESTED = ("*.safetensors", "*.bin", "*.pt", "config.json", "adapter_config.json", "tokenizer*", "chat_template*")
+_DIGESTED = ("adapter_model.safetensors", "config.json", "adapter_config.json", "tokenizer*", "chat_template*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +49,16 @@ class Target:
 
         Raises:
             ckpt.CheckpointDamagedError: the checkpoint has no manifest.
+            ModelFolderError: the index of the weights is damaged, or names a missing file.
         """
         if self.path is None:
             return None
         if self.kind == "checkpoint":
             return CheckpointReader(self.path.parent).manifest(self.step or 0).checksum
-        files = {path.name: path for pattern in _DIGESTED for path in sorted(self.path.glob(pattern)) if path.is_file()}
+        # An adapter beside a model is not part of it.
+        patterns = _DIGESTED if self.kind == "adapter" else _DIGESTED[1:]
+        others = (path for pattern in patterns for path in self.path.glob(pattern) if path.is_file())
+        files = {path.name: path for path in (*weight_files(self.path), *others)}
         lines = [f"{name} {entry.checksum}" for name, entry in sorted(describe_files(files).items())]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

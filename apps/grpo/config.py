@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 from rl_core import ADVANTAGES, ExtraRollout
 from rl_runtime import InputError, JobConfig, PolicyConfig, TrainerConfig
+from rl_runtime.rules import Feature
+from rl_runtime.training.policy import POLICY_FEATURES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +31,10 @@ class GrpoConfig(JobConfig):
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(experiment="grpo"))
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.algorithm.check_sampling(self.sampling, self.dynamic_sampling, log_probs=self.rollout.log_probs)
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """Those of every job and of the algorithm."""
+        return (*super().features, *POLICY_FEATURES)
 
     @property
     def extra_rollout(self) -> ExtraRollout | None:

@@ -7,7 +7,8 @@ from ds_engine import EngineConfig
 from rl_core import ADVANTAGES
 from rl_runtime import InputError, JobConfig, PolicyConfig, TrainedModel, TrainerConfig
 from rl_runtime.config import MAX_RANKS
-from rl_runtime.rules import check_at_least, check_value
+from rl_runtime.rules import Feature, check_at_least, check_value
+from rl_runtime.training.policy import POLICY_FEATURES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,6 @@ class PpoConfig(JobConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.algorithm.check_sampling(self.sampling, self.dynamic_sampling, log_probs=self.rollout.log_probs)
         if self.algorithm.critic_warmup_steps >= self.trainer.total_training_steps:
             raise InputError(
                 "the actor would never train",
@@ -77,6 +77,11 @@ class PpoConfig(JobConfig):
                 value=self.algorithm.critic_warmup_steps,
                 allowed=f"fewer than trainer.total_training_steps ({self.trainer.total_training_steps})",
             )
+
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """Those of every job and of the algorithm."""
+        return (*super().features, *POLICY_FEATURES)
 
     @property
     def models(self) -> tuple[TrainedModel, ...]:

@@ -15,9 +15,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from run_kit import reference_text
 from run_kit.config.help import list_presets
 from run_kit.config.schema import Section, entries
+from scripts.docs_site.reference import reference_text
 from scripts.markdown_links import tokens
 
 REPO = Path(__file__).resolve().parents[2]

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from plinth_base.dtypes import SAFETENSORS_DTYPES
+
 from .errors import ExportError
 from .files import fsync_file, is_disk_full, new_folder, no_space
 
@@ -26,20 +28,7 @@ if TYPE_CHECKING:
 _HEADER_ROOM_BYTES = 64 << 10
 _MOVE_CHUNK_BYTES = 16 << 20
 _WEIGHT_FILE = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx|ckpt)|.*\.index\.json|\..*")
-DTYPE_NAMES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
+DTYPE_NAMES = {name: code for code, name in SAFETENSORS_DTYPES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,19 +1,140 @@
-"""Hugging Face model folders: where a download is, and checks by file names, without heavy imports."""
+"""Hugging Face model folders: downloads, weight files and their headers, checks by file names; no heavy imports.
 
+model.safetensors                 or model.safetensors.index.json with the files that it names
+pytorch_model.bin                 or pytorch_model.bin.index.json, in a folder without those above
+adapter_model.safetensors, consolidated.safetensors, a shard of an earlier save, ...      ignored
+"""
+
+import json
+import math
 import os
 import re
+import warnings
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from .dtypes import DTYPE_BYTES, SAFETENSORS_DTYPES
 from .errors import PlinthError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 """A tokenizer has at least one of these."""
-WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt")
-"""Weights have at least one file of these."""
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+"""Weights in one file, in the order in which transformers looks for them; each may have an index of several files."""
+_IGNORED_WEIGHTS = re.compile(r"(?!training_args|optimizer|scheduler|rng_state).*\.(safetensors|bin|pth?)")
 
 
 class ModelFolderError(PlinthError, ValueError):
-    """A model folder does not exist, or has no config, tokenizer or weights. `value` is the path."""
+    """A model folder does not exist, has no config, tokenizer or weights, or a damaged file. `value` is the path."""
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a safetensors file."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """torch's name, or the name in the file for a dtype that `SAFETENSORS_DTYPES` lacks."""
+    start: int
+    """First byte in the file."""
+    num_bytes: int
+
+
+def weight_files(folder: str | Path) -> tuple[Path, ...]:
+    """The files from which transformers loads the model of a folder; empty for a folder without weights.
+
+    Warns of other weight files, and of files that an index names but transformers does not read (vLLM reads those).
+
+    Raises:
+        ModelFolderError: an index is damaged or names a file that is not there.
+    """
+    folder = Path(folder)
+    files: tuple[Path, ...] = ()
+    for name in WEIGHT_FILES:
+        if (folder / name).is_file():
+            files = (folder / name,)
+        elif (index := folder / f"{name}.index.json").is_file():
+            files = _files_of_index(index)
+        if files:
+            break
+    _warn_of_ignored(folder, files)
+    return files
+
+
+def _files_of_index(index: Path) -> tuple[Path, ...]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = tuple(index.parent / name for name in names)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelFolderError(
+            f"the index cannot be read: {error}", value=str(index), remedy="copy it again"
+        ) from error
+    for file in files:
+        if not file.is_file():
+            raise ModelFolderError(f"{index.name} names this file, which is missing", value=str(file), remedy="copy it")
+    return files
+
+
+def _warn_of_ignored(folder: Path, files: Iterable[Path]) -> None:
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    ignored = sorted(name for name in names - {file.name for file in files} if _IGNORED_WEIGHTS.fullmatch(name))
+    if files and ignored:
+        read = ", ".join(file.name for file in list(files)[:3])
+        warnings.warn(f"{folder}: ignoring {', '.join(ignored)}; the model is in {read}", stacklevel=3)
+
+
+def stored_tensors(folder: str | Path) -> dict[str, StoredTensor]:
+    """The tensors in a model folder's safetensors files, by name; empty where the weights are no safetensors.
+
+    Raises:
+        ModelFolderError: an index or a file is damaged or missing.
+    """
+    files = [file for file in weight_files(folder) if file.suffix == ".safetensors"]
+    return {name: stored for file in files for name, stored in read_safetensors_header(file).items()}
+
+
+def read_safetensors_header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file by name, by position in the file. Reads only the header.
+
+    Raises:
+        ModelFolderError: the file is a Git LFS pointer, ends too early, or is no safetensors file.
+    """
+    try:
+        offset, header = _read_header(file)
+        tensors = {name: _stored(info, offset) for name, info in header.items() if name != "__metadata__"}
+    except (OSError, LookupError, TypeError, AttributeError, RecursionError, ValueError) as error:
+        problem = "a Git LFS pointer" if isinstance(error, _LfsPointerError) else f"not a safetensors file: {error}"
+        remedy = "fetch it with `git lfs pull`" if isinstance(error, _LfsPointerError) else "copy it again"
+        raise ModelFolderError(problem, value=str(file), remedy=remedy) from error
+    num_bytes, end = file.stat().st_size, max((each.start + each.num_bytes for each in tensors.values()), default=0)
+    if end > num_bytes:
+        raise ModelFolderError(f"has {num_bytes:,} of its {end:,} bytes", value=str(file), remedy="copy it again")
+    return dict(sorted(tensors.items(), key=lambda item: item[1].start))
+
+
+def _read_header(file: Path) -> tuple[int, dict[str, Any]]:
+    """First byte after the header, and the header."""
+    with file.open("rb") as stream:
+        head = stream.read(8)
+        if head == b"version ":
+            raise _LfsPointerError
+        size = int.from_bytes(head, "little")
+        if not 0 < size <= file.stat().st_size - 8:
+            raise ValueError("its header is cut off")
+        header: dict[str, Any] = json.loads(stream.read(size))
+        return 8 + size, header
+
+
+class _LfsPointerError(ValueError):
+    """The file is the text that Git keeps in place of a large file."""
+
+
+def _stored(info: dict[str, Any], offset: int) -> StoredTensor:
+    (first, last), shape = info["data_offsets"], tuple(info["shape"])
+    dtype = SAFETENSORS_DTYPES.get(info["dtype"], info["dtype"])
+    num_bytes = math.prod(shape) * DTYPE_BYTES[dtype] if dtype in DTYPE_BYTES else last - first
+    if any(type(n) is not int for n in (*shape, first, last)) or not 0 <= first <= last or last - first != num_bytes:
+        raise ValueError(f"{info['dtype']} {list(shape)} lies at bytes {first} to {last}")
+    return StoredTensor(shape=shape, dtype=dtype, start=offset + first, num_bytes=last - first)
 
 
 def find_model_folder(path: str | Path) -> Path:
@@ -60,10 +181,10 @@ def check_model_folder(path: str | Path, *, need_weights: bool = True) -> Path:
             value=name,
             remedy="copy the tokenizer files of the base model into it, or run tokenizer.save_pretrained on the folder",
         )
-    if need_weights and not any(next(folder.glob(pattern), None) for pattern in WEIGHT_PATTERNS):
+    if need_weights and not weight_files(folder):
         raise ModelFolderError(
-            f"the folder has no weights (no {', '.join(WEIGHT_PATTERNS)} file)",
+            f"the folder has no weights: no {' or '.join(WEIGHT_FILES)}, and no index of one",
             value=name,
-            remedy="copy the *.safetensors files of the model into it",
+            remedy="copy the *.safetensors files of the model, and their index, into it",
         )
     return folder

@@ -2,11 +2,21 @@
 
 import json
 import re
+import warnings
 from pathlib import Path
 
 import pytest
 
-from plinth_base import DTYPE_BYTES, Endpoint, ModelFolderError, check_model_folder, find_model_folder
+from plinth_base import (
+    DTYPE_BYTES,
+    Endpoint,
+    ModelFolderError,
+    check_model_folder,
+    find_model_folder,
+    read_safetensors_header,
+    stored_tensors,
+    weight_files,
+)
 from plinth_base.adapters import lora_scale, missing_settings, peft_name
 from plinth_base.model_folder import TOKENIZER_FILES
 
@@ -19,7 +29,7 @@ def write(folder: Path, *names: str) -> Path:
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZER_FILES)
-@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model-00001-of-00002.bin", "a.pt"])
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
 def test_a_whole_model_folder_is_accepted(tmp_path: Path, tokenizer: str, weights: str) -> None:
     folder = write(tmp_path, "config.json", tokenizer)
     assert check_model_folder(folder, need_weights=False) == folder
@@ -29,10 +39,67 @@ def test_a_whole_model_folder_is_accepted(tmp_path: Path, tokenizer: str, weight
     assert check_model_folder(write(folder, weights)) == folder
 
 
-@pytest.mark.parametrize("names", [(), ("config.json",), ("tokenizer.json", "a.pt"), ("config.json", "a.pt", "a.txt")])
+@pytest.mark.parametrize(
+    "names",
+    [(), ("config.json",), ("tokenizer.json", "model.safetensors"), ("config.json", "tokenizer.json", "a.safetensors")],
+)
 def test_an_incomplete_folder_is_refused(tmp_path: Path, names: tuple[str, ...]) -> None:
     with pytest.raises(ModelFolderError):
         check_model_folder(write(tmp_path, *names))
+
+
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+def index(folder: Path, *shards: str) -> Path:
+    weight_map = {str(number): name for number, name in enumerate(shards)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+@pytest.mark.parametrize("stray", ["consolidated.safetensors", "model-old.safetensors", "adapter_model.bin", "a.pth"])
+def test_stray_weight_files_are_not_the_model(tmp_path: Path, stray: str) -> None:
+    one, two = write(tmp_path / "one", "model.safetensors"), index(write(tmp_path / "two", *SHARDS), *SHARDS)
+    for folder, expected in ((one, ("model.safetensors",)), (two, SHARDS)):
+        write(folder, "training_args.bin", "optimizer.pt", "rng_state.pth")
+        with warnings.catch_warnings(action="error"):
+            assert weight_files(folder) == tuple(folder / name for name in expected)
+        write(folder, stray)
+        with pytest.warns(UserWarning, match=stray):
+            assert weight_files(folder) == tuple(folder / name for name in expected)
+
+
+def test_one_file_precedes_an_index_as_in_transformers(tmp_path: Path) -> None:
+    folder = index(write(tmp_path, "model.safetensors", "pytorch_model.bin", *SHARDS), *SHARDS)
+    with pytest.warns(UserWarning, match=SHARDS[1]):
+        assert weight_files(folder) == (folder / "model.safetensors",)
+
+
+def test_an_index_names_files_that_exist(tmp_path: Path) -> None:
+    index(write(tmp_path, SHARDS[0]), *SHARDS)
+    with pytest.raises(ModelFolderError) as caught:
+        weight_files(tmp_path)
+    assert caught.value.value == str(tmp_path / SHARDS[1])
+    for text in ("", "[]", '{"weight_map": {"a": 1}}', "[" * 60_000):
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(ModelFolderError) as caught:
+            weight_files(tmp_path)
+        assert caught.value.value == str(tmp_path / "model.safetensors.index.json")
+
+
+def test_headers_are_read_and_damaged_files_are_named(tmp_path: Path) -> None:
+    file, header = tmp_path / "model.safetensors", {"a": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    whole = len(text).to_bytes(8, "little") + text + bytes(12)
+    file.write_bytes(whole)
+    assert stored_tensors(tmp_path) == {"a": ((2, 3), "bfloat16", len(whole) - 12, 12)}
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n"
+    for content in (whole[:-1], whole[:20], b"", pointer, whole.replace(b"[2, 3]", b"[2, 2]")):
+        file.write_bytes(content)
+        with pytest.raises(ModelFolderError) as caught:
+            read_safetensors_header(file)
+        assert caught.value.value == str(file)
+        assert ("git lfs pull" in str(caught.value.remedy)) == (content == pointer)
 
 
 @pytest.mark.parametrize("path", ["nowhere", "file", "a\0b", "a/b"])

@@ -9,7 +9,7 @@ from ds_engine import EngineConfig, Head
 from run_kit import EXPERIMENT_PATTERN
 
 from .errors import InputError
-from .rules import Feature, Rule, check_at_least, check_features, check_value, only
+from .rules import Feature, Rule, check_at_least, check_features, check_seconds, check_value, only
 
 DEFAULT_NUM_RANKS = 2
 """Ranks on the CPU."""
@@ -155,13 +155,10 @@ class RanksConfig:
     to find its loss scale are not counted."""
 
     def __post_init__(self) -> None:
-        given = [name for name in ("num_ranks", "ranks_per_node") if getattr(self, name) is not None]
-        check_at_least(1, self, *given, "cpu_threads_per_rank")
+        check_at_least(1, self, "num_ranks", "ranks_per_node", "cpu_threads_per_rank")
         check_value(self, "num_ranks", self.rank_count <= MAX_RANKS, f"at most {MAX_RANKS}")
-        check_at_least(0, self, "seed")
-        check_value(self, "max_skipped_updates", self.max_skipped_updates >= 0, "0 (no limit) or more")
-        for name in ("step_timeout_s", "stall_timeout_s"):
-            check_value(self, name, getattr(self, name) > 0, "above 0 seconds")
+        check_at_least(0, self, "seed", "max_skipped_updates")
+        check_seconds(self, "step_timeout_s", "stall_timeout_s")
         check_run_name(self)
 
     @property
@@ -228,10 +225,8 @@ class TrainingConfig(RanksConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(1, self, "keep_checkpoints")
-        check_value(self, "save_freq", self.save_freq >= 0, "0 (never) or more")
+        check_at_least(0, self, "save_freq", "keep_every", "keep_best", "max_restarts")
         check_value(self, "test_freq", self.test_freq != 0 and self.test_freq >= -1, "-1 (never) or 1 and more")
-        for name in ("keep_every", "keep_best", "max_restarts"):
-            check_value(self, name, getattr(self, name) >= 0, "0 (none) or more")
         most = MAX_RANKS if self.num_ranks is None else self.num_ranks
         fits = self.min_ranks is None or 1 <= self.min_ranks <= most
         check_value(self, "min_ranks", fits, f"1 to num_ranks ({most}), or null for all of them")
@@ -304,8 +299,7 @@ class TrainerConfig(TrainingConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(1, self, "total_training_steps")
-        check_value(self, "max_server_restarts", self.max_server_restarts >= 0, "0 (none) or more")
-        check_value(self, "max_staleness", self.max_staleness >= 0, "0 (none) or more")
+        check_at_least(0, self, "max_server_restarts", "max_staleness")
 
     @property
     def last_step(self) -> int:

@@ -2,6 +2,7 @@
 
 RlRuntimeError
 ├── InputError (ValueError)     model, data and settings that do not match
+│   └── NodeError               a node of the cluster that cannot take part
 ├── PlacementError (ValueError) more devices requested than available
 ├── RankError                   a trainer rank failed
 │   └── RankLost                a trainer rank died or does not answer; new ranks can continue from a checkpoint
@@ -36,6 +37,14 @@ class InputError(RlRuntimeError, ValueError):
         own = error.under(under)
         remedy = "; ".join(filter(None, (own.remedy, remedy)))
         return cls(own.problem, field=own.field, value=own.value, allowed=own.allowed, remedy=remedy or None)
+
+
+class NodeError(InputError):
+    """A node of the cluster that cannot take part; `node` is its address."""
+
+    def __init__(self, problem: str, *, node: str, **fields: Any) -> None:
+        super().__init__(f"Ray node {node}: {problem}", **fields)
+        self.node = node
 
 
 class PlacementError(RlRuntimeError, ValueError):

@@ -25,9 +25,17 @@ def check_value(
 
 
 def check_at_least(minimum: int, config: object, *names: str) -> None:
-    """Raises InputError for the first of these fields of a configuration that is below `minimum`."""
+    """Raises InputError for the first of these fields of a configuration that is below `minimum`; null is not."""
     for name in names:
-        check_value(config, name, getattr(config, name) >= minimum, f"{minimum} or more")
+        value = getattr(config, name)
+        check_value(config, name, value is None or value >= minimum, f"{minimum} or more")
+
+
+def check_seconds(config: object, *names: str) -> None:
+    """Raises InputError for the first of these fields of a configuration that is no time; null is allowed."""
+    for name in names:
+        value = getattr(config, name)
+        check_value(config, name, value is None or value > 0, "above 0 seconds")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from rl_data import DataConfig
 from run_kit import TrackingConfig
 
 from .config import BUILTIN_MODEL, ModelConfig, PreferenceTaskSize, TaskSize, TrainedModel, TrainingConfig
-from .rules import check_value
+from .rules import check_at_least, check_value
 from .training.supervised_config import FineTuningConfig, LearningRates, PreferenceTrainingConfig, SupervisedConfig
 
 ExampleKind = Literal["demonstrations", "pairs", "labeled"]
@@ -38,8 +38,7 @@ class SupervisedJobConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     def __post_init__(self) -> None:
-        for name in ("token_budget", "micro_batch_size"):
-            check_value(self, name, getattr(self, name) is None or getattr(self, name) >= 1, "1 or more, or null")
+        check_at_least(1, self, "token_budget", "micro_batch_size")
         is_one = self.token_budget is None or self.micro_batch_size is None
         check_value(self, "token_budget", is_one, f"null with micro_batch_size ({self.micro_batch_size})")
         for name, instead in (("train", "files"), ("val", "val_files")):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,27 @@ from rl_runtime_samples import sample
 
 from plinth_testing import raises
 from rl_core import ADVANTAGES, Batch
-from rl_runtime import InputError, KlCoefficient, PolicyConfig, advantages
-from rl_runtime.rollout.config import DynamicSamplingConfig
+from rl_runtime import InputError, JobConfig, KlCoefficient, PolicyConfig, RolloutCorrection, advantages
+from rl_runtime.resolve.resolved import with_value
+from rl_runtime.rules import Feature
 from rl_runtime.samples import batch_of
+from rl_runtime.training.policy import POLICY_FEATURES
 from rollout_vllm import SamplingConfig
 
 NAMES = tuple(ADVANTAGES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyJob(JobConfig):
+    """A job with an algorithm, as the apps have it."""
+
+    algorithm: PolicyConfig = field(default_factory=PolicyConfig)
+
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        return POLICY_FEATURES
+
+
 MAX_TOKENS = 6
 GAMMA, LAM = 0.9, 0.8
 
@@ -216,23 +232,32 @@ def test_settings_that_make_no_sense_are_refused(options: Mapping[str, Any], fie
 
 
 @pytest.mark.parametrize(
-    ("options", "sampling", "rounds", "field"),
+    ("options", "field", "wrong", "right"),
     [
-        ({"advantage": "rloo"}, {"n": 1}, 0, "sampling.n"),
-        ({"overlong_penalty": 1.0, "overlong_buffer": 9}, {"max_tokens": 8}, 0, "algorithm.overlong_buffer"),
-        ({"advantage": "gae"}, {}, 2, "dynamic_sampling.max_rounds"),
+        ({"advantage": "rloo"}, "sampling.n", 1, 2),
+        ({"overlong_penalty": 1.0, "overlong_buffer": 9}, "sampling.max_tokens", 8, 9),
+        ({"advantage": "gae"}, "dynamic_sampling.max_rounds", 2, 0),
+        ({"rollout_correction": RolloutCorrection(mode="mask")}, "rollout.log_probs", False, True),
+        ({"loss": "my:loss"}, "rollout.log_probs", False, True),
+        ({"rollout_correction": RolloutCorrection(mode="truncate")}, "sampling.top_p", 0.9, 1.0),
+        ({"rollout_correction": RolloutCorrection(mode="truncate")}, "sampling.top_k", 50, SamplingConfig().top_k),
+        ({"rollout_correction": RolloutCorrection(mode="truncate")}, "sampling.min_p", 0.1, 0.0),
+        ({"rollout_correction": RolloutCorrection(mode="truncate")}, "sampling.min_tokens", 2, 0),
+        ({"rollout_correction": RolloutCorrection(mode="truncate")}, "sampling.repetition_penalty", 1.1, 1.0),
     ],
 )
-def test_sampling_that_does_not_fit_the_algorithm_is_refused(
-    options: Any, sampling: Any, rounds: int, field: str
-) -> None:
-    with raises(InputError, field=field):
-        PolicyConfig(**options).check_sampling(SamplingConfig(**sampling), DynamicSamplingConfig(max_rounds=rounds))
+def test_sampling_that_does_not_fit_the_algorithm_is_refused(options: Any, field: str, wrong: Any, right: Any) -> None:
+    def job(value: Any, **algorithm: Any) -> PolicyJob:
+        config = PolicyJob(algorithm=PolicyConfig(**algorithm), sampling=SamplingConfig(n=2, temperature=0.7))
+        result: PolicyJob = with_value(config, field, value)
+        return result
 
-
-@pytest.mark.parametrize("name", ["reinforce_pp", "remax", "gae"])
-def test_one_sample_per_prompt_is_enough_where_nothing_is_compared_within_a_group(name: Any) -> None:
-    PolicyConfig(advantage=name).check_sampling(SamplingConfig(n=1), DynamicSamplingConfig())
+    job(right, **options)
+    if "overlong_buffer" not in options:
+        job(wrong, **({"advantage": "reinforce_pp"} if field == "sampling.n" else {}))
+    named = "algorithm.overlong_buffer" if "overlong_buffer" in options else field
+    with raises(InputError, field=named):
+        job(wrong, **options)
 
 
 def test_an_adaptive_coefficient_resumes_and_a_fixed_one_is_that_of_the_configuration() -> None:

@@ -112,7 +112,7 @@ def test_a_gpu_gets_the_fast_way() -> None:
     assert choice.comment().count("\n") == len({**choice.reasons, **choice.consequences}) + 1
 
 
-@settings(deadline=None, derandomize=True, max_examples=50)
+@settings(deadline=None, derandomize=True, max_examples=25)
 @given(st.integers(1, 400), st.integers(1, 600), st.integers(1, 64), st.integers(1, 8))
 def test_a_whole_kv_cache_holds_all_sequences_at_full_length(
     prompt: int, response: int, num_prompts: int, samples: int
@@ -220,13 +220,27 @@ def test_a_smaller_gpu_recomputes() -> None:
     assert chosen.actor.compile is True
 
 
+@dataclass(frozen=True, kw_only=True)
+class _DistillationConfig(JobConfig):
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+
+    @property
+    def frozen_models(self) -> tuple[FrozenModel, ...]:
+        return (*super().frozen_models, *self.teacher.frozen_models)
+
+
 OPEN_SETTINGS = (
     "trainer.num_ranks",
+    "trainer.device",
     "trainer.take_turns",
-    "rollout.num_servers",
-    "rollout.max_num_seqs",
-    "rollout.enforce_eager",
-    "rollout.chunked_prefill",
+    "sync.transport",
+    "sync.bucket_mib",
+    *(
+        f"{section}.{name}"
+        for section in ("rollout", "teacher.server")
+        for name in ("device", "num_servers", "cpu_threads", "max_num_seqs", "enforce_eager", "chunked_prefill")
+    ),
+    "teacher.server.max_model_len",
     "actor.compile",
     "actor.gradient_checkpointing",
     "batch.token_budget",
@@ -246,15 +260,42 @@ OPEN_SETTINGS = (
 def test_no_setting_stays_open_and_servers_have_the_modes_that_others_need(
     num_gpus: int, sections: dict[str, Any]
 ) -> None:
-    shape = QWEN3_06B if num_gpus else None
-    resolved = resolve_job_for(config(**sections), gpus=gpus(num_gpus), shape=shape, host_bytes=10**12).config
-    assert [key for key in OPEN_SETTINGS if value_of(resolved, key) is None] == []
+    shape, job = QWEN3_06B if num_gpus else None, config(**sections)
+    job = _DistillationConfig(**{one.name: getattr(job, one.name) for one in dataclasses.fields(job)})
+    resolved = resolve_job_for(job, gpus=gpus(num_gpus), shape=shape, host_bytes=10**12, host_cores=(12,)).config
+    assert [key for key in OPEN_SETTINGS if value_of(resolved, key) in (None, "auto")] == []
+    device = "cuda" if num_gpus else "cpu"
+    assert {resolved.trainer.device, resolved.rollout.device, resolved.teacher.server.device} == {device}
+    assert resolved.rollout.cpu_threads == resolved.teacher.server.cpu_threads == (1 if num_gpus else 6)
+    assert (resolved.sync.transport, resolved.sync.bucket_mib) == (("ipc", 256) if num_gpus else ("shm", 64))
+    assert resolved.teacher.server.max_model_len == 320 + 512 + 1
     assert resolved.rollout.sleep_mode == resolved.trainer.takes_turns
     assert resolved.rollout.control_routes == bool(
         resolved.trainer.max_staleness or resolved.oversampling.extra_prompts
     )
     if not num_gpus:
         assert (resolved.rollout.max_num_seqs, resolved.rollout.kv_cache_gib) == (256, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("sections", "transport", "bucket_mib"),
+    [
+        ({"trainer": TrainerConfig(ray_address="10.0.0.1:6379")}, "auto", 64),
+        ({"sync": SyncConfig(transport="tcp", bucket_mib=7)}, "tcp", 7),
+        ({"rollout": RolloutConfig(urls=("http://127.0.0.1:1",))}, "shm", 64),
+        ({"rollout": RolloutConfig(urls=("http://127.0.0.1:1", "http://198.51.100.7:2"))}, "auto", 64),
+    ],
+)
+def test_the_transport_stays_open_where_each_server_has_its_own(
+    sections: dict[str, Any], transport: str, bucket_mib: int
+) -> None:
+    sync = resolve_job_for(config(**sections), gpus=(), shape=None).config.sync
+    assert (sync.transport, sync.bucket_mib) == (transport, bucket_mib)
+
+
+def test_servers_of_several_hosts_share_the_cores_of_each() -> None:
+    job = config(rollout=RolloutConfig(num_servers=4))
+    assert resolve_job_for(job, gpus=(), shape=None, host_cores=(16, 12)).config.rollout.cpu_threads == 3
 
 
 def test_states_that_cannot_fit_are_refused() -> None:
@@ -347,7 +388,7 @@ def test_turns_by_hand() -> None:
     assert "the servers' weights wait in host memory" in choice.memory
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(deadline=None, derandomize=True, max_examples=25)
 @given(
     number=st.integers(1, 4),
     gib=st.integers(16, 160),
@@ -435,7 +476,7 @@ def value(tree: Any, key: str) -> Any:
     return tree
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(deadline=None, derandomize=True, max_examples=50)
 @given(
     data=st.data(),
     number=st.integers(0, 5),
@@ -601,15 +642,6 @@ def test_a_reward_model_waits_in_host_memory_where_the_reference_does() -> None:
     assert grown > 6 * GIB
     assert counted.host_bytes - without.host_bytes == 2 * grown
     assert counted.moved_bytes - without.moved_bytes == 2 * grown
-
-
-@dataclass(frozen=True, kw_only=True)
-class _DistillationConfig(JobConfig):
-    teacher: TeacherConfig = field(default_factory=TeacherConfig)
-
-    @property
-    def frozen_models(self) -> tuple[FrozenModel, ...]:
-        return (*super().frozen_models, *self.teacher.frozen_models)
 
 
 @pytest.mark.parametrize(("stage", "share"), [(2, 1.0), (3, 0.5)])

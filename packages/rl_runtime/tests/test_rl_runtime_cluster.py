@@ -6,8 +6,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from plinth_testing import raises
 from rl_data import build_tiny_model
-from rl_runtime.errors import InputError
+from rl_runtime.errors import NodeError
 from rl_runtime.launch.cluster import NodeReport, _interface_of, check_nodes, read_model_files, read_versions
 
 
@@ -30,10 +31,8 @@ def node(model: str) -> NodeReport:
     )
 
 
-def refusal(node: NodeReport, model: str) -> str:
-    with pytest.raises(InputError) as refused:
-        check_nodes([node], model_folder=model, shared_folder=Path("/shared"))
-    return str(refused.value)
+def check(node: NodeReport, model: str) -> None:
+    check_nodes([node], model_folder=model, shared_folder=Path("/shared"))
 
 
 def test_equal_nodes_pass(node: NodeReport, model: str) -> None:
@@ -44,21 +43,24 @@ def test_equal_nodes_pass(node: NodeReport, model: str) -> None:
 
 @pytest.mark.parametrize(("name", "version"), [("torch", "1.0"), ("plinth-rl-runtime", "missing"), ("python", "3.9.1")])
 def test_other_packages_are_refused(node: NodeReport, model: str, name: str, version: str) -> None:
-    error = refusal(replace(node, versions={**node.versions, name: version}), model)
-    assert error.startswith(f"Ray node 10.0.0.2 has {name} {version} instead of {node.versions[name]}")
+    other = replace(node, versions={**node.versions, name: version})
+    with raises(NodeError, node="10.0.0.2", value={name: version}, allowed=f"{name} {node.versions[name]}"):
+        check(other, model)
 
 
 def test_a_local_output_folder_is_refused(node: NodeReport, model: str) -> None:
-    error = refusal(replace(node, sees_mark=False), model)
-    assert error.startswith("trainer.output_dir: got '/shared'; Ray node 10.0.0.2 does not share it with this host")
+    with raises(NodeError, node="10.0.0.2", field="trainer.output_dir", value="/shared"):
+        check(replace(node, sees_mark=False), model)
 
 
 def test_another_model_folder_is_refused(node: NodeReport, model: str) -> None:
-    assert "it is missing on Ray node 10.0.0.2" in refusal(replace(node, model_files={}), model)
+    with raises(NodeError, node="10.0.0.2", field="model.path", value=model):
+        check(replace(node, model_files={}), model)
     shorter = {name: size for name, size in node.model_files.items() if name != "model.safetensors"}
     other = {**shorter, "config.json": "0" * 16, "more.bin": "7"}
-    error = refusal(replace(node, model_files=other), model)
-    assert "it differs in config.json, model.safetensors, more.bin on Ray node 10.0.0.2" in error
+    with raises(NodeError, node="10.0.0.2", field="model.path") as refused:
+        check(replace(node, model_files=other), model)
+    assert "config.json, model.safetensors, more.bin" in refused.value.problem
 
 
 def test_a_changed_configuration_of_the_same_size_is_noticed(model: str, tmp_path: Path) -> None:
@@ -74,5 +76,5 @@ def test_the_interface_of_an_address_is_found() -> None:
         name for name, addresses in psutil.net_if_addrs().items() if any(a.address == "127.0.0.1" for a in addresses)
     }
     assert _interface_of("127.0.0.1") in loopback
-    with pytest.raises(InputError, match=r"no network interface of this node has the address 198\.51\.100\.7"):
+    with raises(NodeError, node="198.51.100.7"):
         _interface_of("198.51.100.7")

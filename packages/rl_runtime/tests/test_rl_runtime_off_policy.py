@@ -19,18 +19,17 @@ from plinth_testing import raises, random_model, tiny_config
 from rl_core import broadcast_to_tokens, mismatch_metrics
 from rl_runtime import InputError
 from rl_runtime.job_config import JobConfig
-from rl_runtime.rollout.config import DynamicSamplingConfig, OversamplingConfig
+from rl_runtime.rollout.config import OversamplingConfig
 from rl_runtime.samples import batch_of
 from rl_runtime.training.metrics import mismatch
 from rl_runtime.training.off_policy import (
     RolloutCorrection,
-    check_rollout_correction,
     compare_with_rollout,
     correction_weights,
 )
 from rl_runtime.training.policy import PolicyConfig
 from rl_runtime.training.policy_loss import loss_weights, policy_loss
-from rollout_vllm import RolloutConfig, Sample, SamplingConfig
+from rollout_vllm import RolloutConfig, Sample
 
 
 def sampled(rollout_log_probs: Any, *, spans: Any = ()) -> Sample:
@@ -54,18 +53,6 @@ def sampled(rollout_log_probs: Any, *, spans: Any = ()) -> Sample:
 def test_bounds_without_a_meaning_are_refused(settings: dict[str, Any], field: str) -> None:
     with raises(InputError, field=field):
         RolloutCorrection(**settings)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("top_p", 0.9), ("top_k", 50), ("min_p", 0.1), ("min_tokens", 2), ("repetition_penalty", 1.1)],
-)
-def test_log_probs_of_another_distribution_are_not_corrected(key: str, value: Any) -> None:
-    sampling = SamplingConfig(temperature=0.7, **{key: value})
-    check_rollout_correction(RolloutCorrection(), sampling)
-    check_rollout_correction(RolloutCorrection(mode="mask"), SamplingConfig(temperature=0.7))
-    with raises(InputError, field=f"sampling.{key}", value=value):
-        check_rollout_correction(RolloutCorrection(mode="truncate"), sampling)
 
 
 log_probs = st.lists(st.lists(st.floats(-4, 0, width=32), min_size=1, max_size=5), min_size=1, max_size=6)
@@ -165,15 +152,6 @@ def test_without_the_servers_log_probs_nothing_is_compared() -> None:
         batch = batch_of(items)
         assert "rollout_log_probs" not in batch.columns
         assert compare_with_rollout(batch, RolloutCorrection()) == {}
-
-
-@pytest.mark.parametrize("settings", [{"rollout_correction": RolloutCorrection(mode="truncate")}, {"loss": "my:loss"}])
-def test_settings_that_need_the_servers_log_probs_are_refused_without_them(settings: dict[str, Any]) -> None:
-    config, given = PolicyConfig(**settings), (SamplingConfig(n=2), DynamicSamplingConfig())
-    config.check_sampling(*given, log_probs=True)
-    with raises(InputError, field="rollout.log_probs", value=False):
-        config.check_sampling(*given, log_probs=False)
-    PolicyConfig().check_sampling(*given, log_probs=False)
 
 
 def test_jobs_that_need_the_servers_log_probs_are_refused_without_them() -> None:

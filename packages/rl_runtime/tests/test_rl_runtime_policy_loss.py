@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rl_runtime_samples import sample
 
 from ds_engine import TokenOutputs
-from plinth_testing import write_tiny_model
+from plinth_testing import raises, write_tiny_model
 from rl_core import Batch, cispo_loss, gspo_loss, pack, ppo_clip_loss, rollout_weights
 from rl_runtime import InputError, PolicyConfig, check_loss, loss_weights, policy_loss
 from rl_runtime.samples import batch_of
@@ -113,22 +113,18 @@ def test_a_loss_of_the_user_gets_its_options_and_the_common_terms() -> None:
     [
         ("rl_runtime_own_losses:nobody", {}, "has no function 'nobody'"),
         ("no_such_module:loss", {}, "cannot be imported"),
-        (
-            "rl_runtime_own_losses:reinforce",
-            {"sclae": 1.0},
-            r"cannot be called as reinforce\(log_probs_K, batch, sclae\)",
-        ),
-        ("rl_runtime_own_losses:summed", {}, r"got \(\); .*one loss per token"),
+        ("rl_runtime_own_losses:reinforce", {"sclae": 1.0}, "reinforce(log_probs_K, batch, sclae)"),
+        ("rl_runtime_own_losses:summed", {}, "one loss per token"),
         ("rl_runtime_own_losses:detached", {}, "has no gradient"),
         ("rl_runtime_own_losses:infinite", {}, "not finite"),
-        ("rl_runtime_own_losses:raising", {}, "fails on a trial batch: KeyError: 'rewards'"),
+        ("rl_runtime_own_losses:raising", {}, "KeyError: 'rewards'"),
         ("rl_runtime_own_losses:textual", {}, "got 'str'"),
     ],
 )
 def test_a_loss_of_the_user_that_cannot_work_is_refused_with_the_reason(loss: str, options: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message) as caught:
+    with raises(InputError, field="algorithm.loss", value=loss) as caught:
         check_loss(PolicyConfig(loss=loss, loss_options=options))
-    assert caught.value.field == "algorithm.loss" or "algorithm.loss" in str(caught.value)
+    assert message in caught.value.problem
 
 
 def test_a_kl_term_in_the_reward_is_not_in_the_loss() -> None:

@@ -77,12 +77,13 @@ def test_turns_are_refused_where_no_gpu_memory_is_shared() -> None:
 
 
 def test_servers_without_a_build_of_vllm_for_their_device_are_refused() -> None:
-    """Also with rollout.device=auto, as on a host without a GPU in the CUDA image."""
+    """As on a host without a GPU in the CUDA image."""
     is_cpu_build = detect_device()[0] == "cpu"
     node = Node(gpu_ids=["0"] if is_cpu_build else [])
     placement = plan_placement([node], device="auto", num_ranks=1, num_servers=1)
     with raises(RolloutConfigError, field="rollout.urls"):
-        check_servers(ModelConfig(), RolloutConfig(), SyncConfig(), TrainerConfig(), placement)
+        rollout = RolloutConfig(device="cuda" if placement.on_gpu else "cpu")
+        check_servers(ModelConfig(), rollout, SyncConfig(), TrainerConfig(), placement)
 
 
 def test_errors_about_servers_name_the_key_and_others_stay(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from plinth_testing import raises
 from rl_runtime.errors import InputError, RolloutFailed
 from rl_runtime.rollout.config import EpisodeConfig, OversamplingConfig
 from rl_runtime.rollout.episodes import load_rollout
@@ -269,5 +270,5 @@ def test_mismatch_of_tokens_of_older_versions_is_separate(scorer: Scorer) -> Non
 
 def test_a_rollout_function_has_to_be_a_coroutine_function() -> None:
     assert load_rollout("rl_runtime_user_functions:two_turns")
-    with pytest.raises(InputError, match=r"no coroutine function; write `async def length_reward\(episode, prompt"):
+    with raises(InputError, field="episode.function", allowed="`async def length_reward(episode, prompt, tokenizer)`"):
         load_rollout("rl_runtime_user_functions:length_reward")

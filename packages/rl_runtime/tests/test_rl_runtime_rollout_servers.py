@@ -3,22 +3,19 @@
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from plinth_testing import wait_until
+from plinth_testing import raises, wait_until
 from rl_runtime.errors import RankError, RankLost, RlRuntimeError
 from rl_runtime.rollout import servers as rollout_servers
 from rl_runtime.rollout import watched_servers
 from rl_runtime.rollout.servers import RolloutServers
 from rl_runtime.rollout.watched_servers import WatchedServers
-from rollout_vllm import ControlError, Endpoint, RolloutClient, ServerDiedError, WatchEvent
+from rollout_vllm import ControlError, Endpoint, ServerDiedError, UnlabeledTokensError, WatchEvent
 from weight_sync import ReceiverError, SyncConfig, SyncReport, WeightSyncError
 
 
@@ -287,11 +284,12 @@ class LabelingClient(Client):
     dead: list[int] = field(default_factory=list)
     asked: list[list[int]] = field(default_factory=list)
     label: int | None = None
+    error: type[ControlError] = ControlError
 
     async def fetch_policy_versions(self, servers: list[int]) -> list[int]:
         self.asked.append(servers)
         if problems := {f"http://{i}": "no answer" for i in servers if i in self.dead}:
-            raise ControlError("policy versions", problems)
+            raise self.error("policy versions", problems)
         return [self.policy_version if self.label is None else self.label] * len(servers)
 
     def run(self, coroutine: Any) -> Any:
@@ -327,51 +325,19 @@ def test_servers_that_live_have_to_label_tokens(setting: Setting) -> None:
     client = LabelingClient()
     fleet = labeled(setting, client)
     client.label = 3
-    with pytest.raises(RlRuntimeError, match=r"do not label tokens with policy version 4.*allowed: wait"):
+    with raises(RlRuntimeError, field="sync.running_requests", value="keep", allowed="wait"):
         fleet.push(4)
     client.dead.append(0)
-    with pytest.raises(RlRuntimeError, match=r"policy versions.*sync.running_requests is keep, allowed: wait"):
+    with raises(RlRuntimeError, field="sync.running_requests", value="keep", allowed="wait"):
         fleet.push(5)
 
 
-@contextmanager
-def http_server(status: int) -> Iterator[Endpoint]:
-    """A server that is healthy and answers all other requests with `status`."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200 if self.path == "/health" else status)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, format: str, *args: Any) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield Endpoint(f"http://127.0.0.1:{server.server_address[1]}")
-        server.shutdown()
-
-
-def test_a_server_that_answers_without_labels_is_named_at_once(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_servers_without_labels_are_named_at_once(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout_servers, "_NOTICE_S", 100.0)
-    with http_server(status=404) as endpoint, RolloutClient([endpoint] * 2) as client:
-        fleet, problem = labeled(setting, client), f"{endpoint.url}: it does not note the policy version of tokens"
-        start = time.monotonic()
-        with pytest.raises(RlRuntimeError, match=rf"{problem}.*allowed: wait"):
-            fleet.push(0)
-        assert time.monotonic() - start < 50
-
-
-def test_a_server_whose_engine_dies_is_waited_for(setting: Setting) -> None:
-    """Its front end still answers, with an error."""
-    with http_server(status=500) as endpoint, RolloutClient([endpoint] * 2) as client:
-        fleet = labeled(setting, client)
-        for server in setting.servers:
-            threading.Timer(0.2, server.stop).start()
-        fleet.push(0)
-    assert client.policy_version == 0
+    client = LabelingClient(dead=[1], error=UnlabeledTokensError)
+    with raises(RlRuntimeError, field="sync.running_requests", value="keep", allowed="wait"):
+        labeled(setting, client).push(0)
+    assert client.asked == [[0, 1]], "it is not asked again"
 
 
 def test_without_restarts_a_dead_server_ends_the_run(setting: Setting) -> None:

@@ -330,7 +330,7 @@ class AheadMachine(RuleBasedStateMachine):
 
 
 TestAhead = AheadMachine.TestCase
-TestAhead.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAhead.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.thorough

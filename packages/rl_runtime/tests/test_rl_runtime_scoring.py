@@ -127,21 +127,21 @@ def test_a_batched_function_gets_its_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("term", "message"),
+    "term",
     [
-        ({"function": "nowhere:f"}, "reward.terms.a.function is 'nowhere:f', but nowhere cannot be imported"),
-        ({"function": f"{MODULE}:length_reward", "options": {"x": 1}}, "unexpected keyword|got an unexpected"),
-        ({"function": f"{MODULE}:not_callable"}, "has no function"),
+        {"function": "nowhere:f"},
+        {"function": f"{MODULE}:length_reward", "options": {"x": 1}},
+        {"function": f"{MODULE}:not_callable"},
     ],
 )
-def test_terms_that_cannot_be_called_are_refused(term: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
+def test_terms_that_cannot_be_called_are_refused(term: dict[str, Any]) -> None:
+    with raises(InputError, field="reward.terms.a.function", value=term["function"]):
         check_functions(EpisodeConfig(), ScoringConfig(terms=terms(a=term)))
 
 
 def test_what_the_machine_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"reward.terms.a.function is math: math-verify is not installed"):
+    with raises(InputError, field="reward.terms.a.function", value="math"):
         check_functions(EpisodeConfig(), ScoringConfig(terms=terms(a={"function": "math"})))
 
 
@@ -214,15 +214,16 @@ def test_scoring_that_cannot_work_is_refused(settings: dict[str, Any], field: st
     ],
 )
 def test_a_wrong_reward_is_refused(name: str, message: str) -> None:
-    with pytest.raises(InputError, match=f"reward.function is .*{message}"):
+    with raises(InputError, field="reward.function", value=name) as refused:
         load_reward(name)
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("import sys; sys.exit(0)", "SystemExit: 0"),
-        ("import os; os._exit(0)", r"os._exit\(0\)"),
+        ("import os; os._exit(0)", "os._exit(0)"),
         ("raise RuntimeError('no\\nlicense')", "RuntimeError: no license"),
         ("def f(:", "SyntaxError"),
     ],
@@ -234,6 +235,7 @@ def test_a_module_that_does_not_import_is_refused(
     (tmp_path / "plinth_bad_reward.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     exit_process = os._exit
-    with pytest.raises(InputError, match=f"reward.function is .*plinth_bad_reward cannot be imported .*{message}"):
+    with raises(InputError, field="reward.function", value="plinth_bad_reward:f") as refused:
         load_reward("plinth_bad_reward:f")
+    assert message in refused.value.problem
     assert os._exit is exit_process

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plinth_testing import raises
 from rl_runtime import PromptResult, SampleResult, Validation, prompt_metrics, sample_counts
 from rl_runtime.errors import InputError
 from rl_runtime.rollout.config import EpisodeConfig
@@ -181,5 +182,5 @@ def test_a_function_of_the_user_finds_the_answers_to_vote_on() -> None:
     with Scorer(reward) as own:
         result = phase(ScriptedClient([[2, 4, 3, 2]], n=4), own).validate([Prompt("a")], SamplingConfig(n=4), step=0)
     assert result.prompts[0].votes == (0, -1, 2, 0)
-    with pytest.raises(InputError, match=r"reward.answer is 'json:loads_'"):
+    with raises(InputError, field="reward.answer", value="json:loads_"):
         Scorer(replace(reward, answer="json:loads_"))

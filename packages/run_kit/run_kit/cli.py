@@ -23,6 +23,7 @@ from .config.redaction import redact, secrets_in, yaml_without_secrets
 from .config.schema import all_paths, nearest_paths
 from .errors import OWN_PACKAGES, ConfigError
 from .signals import signals_as_exceptions
+from .terminal import Terminal, encodable, lasting_streams
 from .tracking.metrics_table import is_disk_full
 
 ConfigT = TypeVar("ConfigT")
@@ -55,7 +56,6 @@ def run_cli(
     examples: Sequence[str] = (),
     default_preset: str | None = None,
     default_preset_unless: Sequence[str] = (),
-    user_errors: tuple[type[BaseException], ...] = (),
 ) -> NoReturn:
     """Run an app from its command line; always raises SystemExit with the exit code.
 
@@ -69,7 +69,6 @@ def run_cli(
         examples: argument lists for the help.
         default_preset: preset below all others, unless a preset, a config file or an override gives one of the keys
             `default_preset_unless`. Overlays do not count: they change a preset.
-        user_errors: further exception classes to report as user errors.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     app_name = INVOKED_AS.get() or (app_name if " " in app_name else f"python -m {app_name}")
@@ -91,7 +90,7 @@ def run_cli(
             f"take it from the environment, or {key}_file=FILE where there is such a key",
             file=sys.stderr,
         )
-    _run(main, config, app_name, user_errors)
+    _run(main, config, app_name)
 
 
 def _load(cls: type[ConfigT], files: Sequence[Path], overrides: Sequence[str]) -> ConfigT:
@@ -107,26 +106,24 @@ def _load(cls: type[ConfigT], files: Sequence[Path], overrides: Sequence[str]) -
     return config
 
 
-def _run(
-    main: Callable[[ConfigT], int | None], config: ConfigT, app_name: str, user_errors: tuple[type[BaseException], ...]
-) -> NoReturn:
+def _run(main: Callable[[ConfigT], int | None], config: ConfigT, app_name: str) -> NoReturn:
     token = INVOKED_AS.set(app_name)
     try:
-        with signals_as_exceptions():
+        with lasting_streams(), signals_as_exceptions():
             code = main(config)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
+        _say("interrupted")
         raise SystemExit(130) from None
     except Exception as error:
         # Ray wraps errors of its workers; the wrapper's text is a remote traceback.
         cause = getattr(error, "cause", None)
         shown = cause if isinstance(cause, Exception) else error
-        if is_user_error(shown) or isinstance(shown, user_errors):
+        if is_user_error(shown):
             _fail(shown, app_name)
         if not (_is_own(error) or (isinstance(error, OSError) and is_disk_full(error))):
             sys.excepthook = _print_redacted
             raise
-        print(redact("\n".join([f"error: {error}", *getattr(error, "__notes__", ())])), file=sys.stderr, flush=True)
+        _say("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]))
         raise SystemExit(1) from None
     finally:
         INVOKED_AS.reset(token)
@@ -135,7 +132,12 @@ def _run(
 
 def _print_redacted(_kind: object, error: BaseException, _trace: object) -> None:
     """Print the traceback that ends the process, as Python would."""
-    print(redact("".join(traceback.format_exception(error))), end="", file=sys.stderr, flush=True)
+    _say("".join(traceback.format_exception(error)).rstrip("\n"))
+
+
+def _say(text: str) -> None:
+    """Print to stderr without secrets, if there is still one."""
+    print(redact(text), file=Terminal(sys.stderr), flush=True)
 
 
 def _parse(
@@ -201,7 +203,7 @@ def _named_file(kind: str, name: str, preset_dir: Path | None, problems: list[Co
 
 def _print_and_exit(text: str) -> NoReturn:
     try:
-        sys.stdout.write(text)
+        sys.stdout.write(encodable(text, sys.stdout))
         sys.stdout.flush()
     except BrokenPipeError:
         # `--help | head` closed the pipe: redirect stdout so that the interpreter's final flush stays quiet.
@@ -211,5 +213,5 @@ def _print_and_exit(text: str) -> NoReturn:
 
 def _fail(error: BaseException, app_name: str) -> NoReturn:
     hint = f"\nSee {app_name} --help" if isinstance(error, ConfigError) else ""
-    print(redact(f"error: {error}{hint}"), file=sys.stderr, flush=True)
+    _say(f"error: {error}{hint}")
     raise SystemExit(2) from None

@@ -9,6 +9,7 @@ The function takes the arguments after NAME and returns an exit code, or ends th
 import ast
 import difflib
 import importlib.util
+import io
 import os
 import select
 import signal
@@ -31,6 +32,8 @@ def registered() -> dict[str, EntryPoint]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command, lists them all, or prints the versions; returns 2 for an unknown command."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # not None, nor a test's
+        sys.stdout.reconfigure(errors="backslashreplace")
     commands = registered()
     if len(arguments) > 1 and arguments[0] in _HELP:
         arguments = [*arguments[1:], "--help"]

@@ -1,9 +1,9 @@
 """Host memory of a process tree: ranks, Ray, vLLM servers."""
 
-import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,44 +15,36 @@ class TreeMemory:
     """Host memory of a process tree.
 
     `pss_bytes` counts a page shared by n processes as 1/n in each, so the sum over the tree is the memory actually in
-    use. Where the kernel does not report it, it equals `rss_bytes`, which counts shared pages once per process.
+    use. Where the kernel does not report it, it is the resident size, which counts shared pages once per process.
     """
 
-    rss_bytes: int
     pss_bytes: int
     num_processes: int
 
 
-def process_tree_memory(pid: int | None = None, *, extra_pids: Sequence[int] = (), exact: bool = True) -> TreeMemory:
-    """Memory of a process, its descendants and those of `extra_pids`; processes that exit meanwhile count as zero.
+def process_tree_memory(pid: int | None = None) -> TreeMemory:
+    """Memory of a process and its descendants; processes that exit meanwhile count as zero.
 
     Args:
         pid: root of the tree; None is this process.
-        extra_pids: further roots, for processes that were started detached.
-        exact: read the proportional size (about 10 ms for a process of 0.5 GB); False takes resident size for both.
     """
     import psutil
 
-    processes: dict[int, Any] = {}
-    for root in (os.getpid() if pid is None else pid, *extra_pids):
+    processes: list[Any] = []
+    with suppress(psutil.Error):
+        root = psutil.Process(pid)
+        processes = [root, *root.children(recursive=True)]
+    pss = count = 0
+    for process in processes:
         try:
-            process = psutil.Process(root)
-            for member in [process, *process.children(recursive=True)]:
-                processes[member.pid] = member
-        except psutil.Error:
-            continue
-    rss = pss = count = 0
-    for process in processes.values():
-        try:
-            info = process.memory_full_info() if exact else process.memory_info()
+            info = process.memory_full_info()
         except psutil.AccessDenied:
             info = process.memory_info()
         except psutil.Error:
             continue
-        rss += info.rss
         pss += getattr(info, "pss", 0) or info.rss
         count += 1
-    return TreeMemory(rss_bytes=rss, pss_bytes=pss, num_processes=count)
+    return TreeMemory(pss_bytes=pss, num_processes=count)
 
 
 class MemorySampler:
@@ -72,15 +64,14 @@ class MemorySampler:
         self,
         *,
         interval_s: float = 1.0,
-        extra_pids: Sequence[int] = (),
-        read: Callable[[], TreeMemory] | None = None,
+        read: Callable[[], TreeMemory] = process_tree_memory,
     ) -> None:
         if interval_s <= 0:
             raise ValueError(f"interval_s must be above 0, got {interval_s}")
         self._interval_s = interval_s
-        self._read = read or (lambda: process_tree_memory(extra_pids=extra_pids))
+        self._read = read
         self._lock = threading.Lock()
-        self._peak = TreeMemory(rss_bytes=0, pss_bytes=0, num_processes=0)
+        self._peak = TreeMemory(pss_bytes=0, num_processes=0)
         self._newest: TreeMemory | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None

@@ -6,7 +6,6 @@ ids of GPUs, flow ids that count from 0. In one file these ids are made distinct
 
 import gzip
 import json
-import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,11 +19,6 @@ DRIVER_PID = 1_000_000_000
 """Process id of the phases in the trace; no real process has it."""
 _STRIDE = 10_000_000
 """Distance of the ids of two traces; process ids of Linux are below it."""
-_EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
-_BASE = re.compile(r'"baseTimeNanoseconds"\s*:\s*(\d+)')
-_ID = re.compile(r'"(pid|id)":\s*(\d+)')
-_TIME = re.compile(r'"ts":\s*(-?\d+(?:\.\d+)?)')
-_NAME = re.compile(r'("name":\s*"process_name".*?"args":\s*\{\s*"name":\s*")([^"]*)(")', re.DOTALL)
 
 
 class TraceRecorder(Protocol):
@@ -67,40 +61,22 @@ def merge_traces(target: Path, traces: Mapping[str, Path], spans: Sequence[Span]
         traces: name of each process -> its gzipped trace, with times in microseconds since its `baseTimeNanoseconds`.
         epoch_ns: Unix time in nanoseconds when the spans' clock was 0.
     """
-    base_ns = None
+    base_ns, events = None, []
+    for number, (name, path) in enumerate(traces.items(), start=1):
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            trace = json.load(file)
+        own_base_ns = trace.get("baseTimeNanoseconds", 0)
+        if base_ns is None:
+            base_ns = own_base_ns
+            events += phase_events(spans, offset_ns=epoch_ns - base_ns)
+        shift_us = (own_base_ns - base_ns) / 1e3
+        for event in trace["traceEvents"]:
+            # Ids that no other trace has, times of the common clock, and processes with a name.
+            ids = {key: event[key] + number * _STRIDE for key in ("pid", "id") if isinstance(event.get(key), int)}
+            label = {"args": {"name": name}} if event.get("name") == "process_name" else {}
+            events.append(event | ids | label | ({"ts": event["ts"] + shift_us} if "ts" in event else {}))
     with gzip.open(target, "wt", encoding="utf-8", compresslevel=4) as out:
-        for number, (name, path) in enumerate(traces.items()):
-            with gzip.open(path, "rt", encoding="utf-8") as file:
-                text = file.read()
-            base = _BASE.search(text)
-            own_base_ns = int(base[1]) if base else 0
-            if base_ns is None:
-                base_ns = own_base_ns
-                phases = phase_events(spans, offset_ns=epoch_ns - base_ns)
-                out.write(f'{{"baseTimeNanoseconds": {base_ns}, "displayTimeUnit": "ms", "traceEvents": [\n')
-                out.write(json.dumps(phases)[1:-1])
-            events = _distinct(_events(text, path), name, number, shift_us=(own_base_ns - base_ns) / 1e3)
-            out.write(f",\n{events}" if events.strip() else "")
-        assert base_ns is not None, "no process was traced"
-        out.write("\n]}\n")
-
-
-def _events(text: str, path: Path) -> str:
-    """The inside of the list of events."""
-    start = _EVENTS.search(text)
-    assert start is not None, f"{path} is no Chrome trace"
-    end = text.rfind('"traceName"')
-    return text[start.end() : text.rindex("]", start.end(), end if end > start.end() else len(text))]
-
-
-def _distinct(events: str, name: str, number: int, *, shift_us: float) -> str:
-    """Events whose ids no other trace has, at times of the common clock, of processes with a name."""
-    events = _ID.sub(lambda match: f'"{match[1]}": {int(match[2]) + (number + 1) * _STRIDE}', events)
-    label = json.dumps(name)[1:-1]
-    events = _NAME.sub(lambda match: f"{match[1]}{label}{match[3]}", events)
-    if shift_us:
-        events = _TIME.sub(lambda match: f'"ts": {float(match[1]) + shift_us:.3f}', events)
-    return events
+        json.dump({"baseTimeNanoseconds": base_ns, "displayTimeUnit": "ms", "traceEvents": events}, out)
 
 
 def phase_events(spans: Sequence[Span], *, offset_ns: int) -> list[dict[str, Any]]:

@@ -8,8 +8,6 @@ from types import FrameType
 from typing import Any
 
 Handler = Callable[[int, FrameType | None], None]
-STOPPED_BY_USR1 = 128 + signal.SIGUSR1
-"""Exit code of a program that SIGUSR1 stopped, which a batch system can send before its time limit."""
 _GRACEFUL = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _raised: signal.Signals | None = None
 """The signal whose SystemExit ends the program: `ray.get` and `ray.wait` replace that exception with SystemExit(1)."""
@@ -49,7 +47,7 @@ class StopRequest:
         def note(signum: int, _frame: FrameType | None) -> None:
             self.signal = signal.Signals(signum)
             _restore(previous)
-            os.write(2, f"\n{self.signal.name}: {notice}\n".encode())
+            _notify(f"{self.signal.name}: {notice}")
 
         with _handled(_GRACEFUL if self.signal is None else (), note, previous):
             yield
@@ -70,7 +68,7 @@ def signals_as_exceptions() -> Iterator[None]:
         nonlocal count
         count += 1
         if count == 2:
-            os.write(2, b"\nstill cleaning up; one more signal stops at once and may leave processes behind\n")
+            _notify("still cleaning up; one more signal stops at once and may leave processes behind")
         elif signum == signal.SIGINT:
             raise KeyboardInterrupt
         else:
@@ -103,6 +101,12 @@ def _handled(
         yield
     finally:
         _restore(previous)
+
+
+def _notify(text: str) -> None:
+    """Writes to stderr from a signal handler, where `print` may be interrupted in itself."""
+    with suppress(OSError):  # a terminal that is gone
+        os.write(2, f"\n{text}\n".encode(errors="backslashreplace"))
 
 
 def _restore(previous: dict[signal.Signals, Any]) -> None:

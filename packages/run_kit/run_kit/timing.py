@@ -22,11 +22,6 @@ class TimingNode:
     outside: bool = False
     children: dict[str, "TimingNode"] = field(default_factory=dict)
 
-    @property
-    def accounted_s(self) -> float:
-        """Seconds that the phases inside account for."""
-        return sum(node.seconds for node in self.children.values())
-
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
@@ -148,11 +143,6 @@ class PhaseTimer:
         step_s = max(0.0, self._root.seconds - sum(node.seconds for node in tops if node.outside))
         other_s = max(0.0, step_s - sum(node.seconds for node in tops if not node.outside))
         return {f"{prefix}step": step_s, **phases, f"{prefix}other": other_s}
-
-    @property
-    def coverage(self) -> float:
-        """Fraction of the step's wall time that the phases cover."""
-        return min(1.0, self._root.accounted_s / self._root.seconds) if self._root.seconds > 0 else 1.0
 
     @property
     def spans(self) -> tuple[Span, ...]:

@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +13,7 @@ from .tracking.config import TrackingConfig
 from .tracking.metrics_table import MetricsTable, atomic_write
 from .tracking.progress import Progress, duration_text
 from .tracking.rollouts import write_rollouts
-from .tracking.run_folder import RunFolder
+from .tracking.run_folder import RunFolder, name_s
 from .tracking.run_state import StateFile
 from .tracking.services import SentOnce, check_tracking, open_services
 from .tracking.summary import summarize, tail_mean
@@ -88,10 +87,8 @@ class Tracker:
         self.progress = Progress(num_steps, first_step=first_step, clock=clock)
         self._supervised = MetricsTable(run.supervised_file)
         self._clock = clock
-        self._started = self._curves_time = clock()
+        self._started = clock()
         self._closed = False
-        self._drawer = ThreadPoolExecutor(1, thread_name_prefix="curves")
-        self._drawing: Future[Path | None] | None = None
         self._state: StateFile | None = None
         run.write_config(config, comment)
         board = [TensorBoardWriter(run.tensorboard_dir)] if self._config.tensorboard else []
@@ -103,7 +100,7 @@ class Tracker:
 
         Raises:
             TrackingError: a step before the last one, or a value that is no number.
-            DiskFullError: no room for the metrics, or for the curves that were drawn last.
+            DiskFullError: no room for the metrics.
         """
         self._record(self.table, step, metrics)
         row = self.table.row(step)
@@ -114,12 +111,6 @@ class Tracker:
             step_s=row.get("timing_s/step"),
             extra={} if SCORE in row else {k.rpartition("/")[2]: v for k, v in row.items() if k.endswith("/loss")},
         )
-        if (
-            self._config.curves
-            and not self._closed
-            and self._clock() - self._curves_time >= self._config.curves_interval_s
-        ):
-            self._start_drawing()
 
     def log_validation(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record and print held-out metrics, measured after this step (0: before the first)."""
@@ -134,7 +125,6 @@ class Tracker:
         """Record a supervised step of the run's warm start."""
         metrics = {"sft/loss": stats.loss, "sft/grad_norm": stats.grad_norm, "sft/lr": stats.lr}
         self._record(self._supervised, step, metrics)
-        self.progress.status(f"warm start step {step}  loss {stats.loss:.4f}")
         if step == 1 or step % 50 == 0:
             self.progress.message(f"warm start step {step}  loss {stats.loss:.4f}")
         self.progress.restart_clock()
@@ -207,30 +197,6 @@ class Tracker:
         """Forget the supervised steps, because the warm start begins again."""
         self._supervised.truncate_from(1)
 
-    def draw_curves(self) -> None:
-        """Draw `curves.png` now, in place of what a thread has drawn or failed to draw."""
-        from .tracking.curves import write_curves
-
-        if self._drawing is not None:
-            wait([self._drawing])
-        write_curves(self.table, self.run.curves_file, title=self.run.name)
-        self._curves_time = self._clock()
-
-    def _start_drawing(self) -> None:
-        """Draws `curves.png` in a thread, because it takes longer than all else that is logged of a step.
-
-        What the previous drawing raised, such as DiskFullError, is raised here.
-        """
-        from .tracking.curves import write_curves
-
-        if self._drawing is not None:
-            if not self._drawing.done():
-                return
-            self._drawing.result()  # raises what that drawing raised
-        file, title = self.run.curves_file, self.run.name
-        self._drawing = self._drawer.submit(write_curves, self.table.snapshot(), file, title=title)
-        self._curves_time = self._clock()
-
     def close(self, *, failed: bool = False) -> None:
         """Draw the curves, write the report, close the writers. May be called again.
 
@@ -240,16 +206,16 @@ class Tracker:
         if self._closed:
             return
         self._closed = True
-        self.progress.close()
         try:
             if self._config.curves and self.table.steps:
-                self.draw_curves()
+                from .tracking.curves import write_curves
+
+                write_curves(self.table, self.run.curves_file, title=self.run.name)
             if self._config.report and self.table.steps:
                 from .report.runs import write_report
 
                 write_report(self.run.path)
         finally:
-            self._drawer.shutdown()
             for writer in self._writers:
                 writer.close(failed=failed)
 
@@ -260,7 +226,12 @@ class Tracker:
             writer.write(step, {name: row[name] for name in metrics})
 
     def __enter__(self) -> "Tracker":
-        self._state = StateFile(self.run.state_file, app=INVOKED_AS.get(), num_steps=self.progress.total_steps)
+        self._state = StateFile(
+            self.run.state_file,
+            app=INVOKED_AS.get(),
+            num_steps=self.progress.total_steps,
+            not_before=name_s(self.run.name),
+        )
         self.run.__enter__()
         for service in self._services:
             self.info(service.describe())

@@ -184,10 +184,8 @@ def test_a_deprecated_key_is_named_on_stderr(capsys: pytest.CaptureFixture[str])
 
 
 def test_other_errors_keep_their_traceback() -> None:
-    main = failing(ValueError("a bug"))
     with pytest.raises(ValueError, match="a bug"):
-        run_cli(Example, main, app_name="x", argv=[])
-    assert run(main=main, user_errors=(ValueError,))[0] == 2
+        run_cli(Example, failing(ValueError("a bug")), app_name="x", argv=[])
 
 
 def test_an_error_wrapped_by_a_remote_call_is_unwrapped(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,6 +25,7 @@ CPU = Torch(version="2.13.0+cpu", gcc="12")
 
 def one(**changed: object) -> Gpu:
     known = {"index": 0, "uuid": "u", "name": "G", "capability": (9, 0), "total_mib": 1000, "used_mib": 0}
+    known["free_mib"] = 1000
     return Gpu(**{**known, "driver": "580.82.07", **changed})  # type: ignore[arg-type]
 
 
@@ -42,27 +43,6 @@ def test_gpus_are_read_and_checked() -> None:
     assert checks["GPU 2"] == ("ok", "NVIDIA GB10, unknown memory, compute capability unknown")
     assert checks["torch"] == ("ok", "2.11.0, CUDA 13.0: computes on 3 GPUs, driver 580.82.07")
     assert checks["NCCL"] == ("ok", "2.28.9")
-
-
-@given(st.text())
-def test_no_output_of_nvidia_smi_is_an_error(text: str) -> None:
-    gpus.parse_gpus(text)
-
-
-field = st.text(st.characters(exclude_characters=",", exclude_categories=["C", "Z"]), max_size=9)
-
-
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 99), field, st.integers(0, 20), st.integers(0, 9), st.integers(0, 10**7)), max_size=4
-    )
-)
-def test_written_gpus_are_read(rows: list[tuple[int, str, int, int, int]]) -> None:
-    lines = [
-        f"{index}, {uuid}, {major}.{minor}, {mib}, 0, {mib}, 580.1, N {uuid}" for index, uuid, major, minor, mib in rows
-    ]
-    listed = gpus.parse_gpus("\n".join(lines))
-    assert [(gpu.index, gpu.uuid, *(gpu.capability or ()), gpu.total_mib) for gpu in listed] == rows
 
 
 @pytest.mark.parametrize(
@@ -93,15 +73,7 @@ s/memory.used/1/; s/memory.free/7600/; s/driver_version/580.1/; s/name/A, B/'
     (gpu,), error = gpus.read_gpus()
     assert error == ""
     known = {"index": 3, "uuid": "GPU-a", "name": "A, B", "capability": (8, 6), "driver": "580.1"}
-    assert gpu == one(**known, total_mib=8192, used_mib=1, reported_free_mib=7600)
-
-
-def test_reserved_memory_is_not_held_by_processes() -> None:
-    assert software.check_gpu(one(total_mib=8192, used_mib=1, reported_free_mib=7600)).state == "ok"
-
-
-def test_free_memory_that_was_not_asked_for_is_what_is_not_used() -> None:
-    assert one(total_mib=8192, used_mib=2).free_mib == 8190
+    assert gpu == one(**known, total_mib=8192, used_mib=1, free_mib=7600)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +83,7 @@ def test_free_memory_that_was_not_asked_for_is_what_is_not_used() -> None:
         (CPU, [one()], "warning", "not used"),
         (Torch(error="libcublas.so.13: cannot open"), [one()], "problem", "cannot open"),
         (Torch(version="2", cuda="13.0"), [], "problem", "no GPU is visible"),
-        (Torch(version="2", cuda="13.0", error="e"), [one(driver="570.124")], "problem", "driver 570.124 is too old"),
+        (Torch(version="2", cuda="13.0", error="too old"), [one(driver="570.1")], "problem", "driver 570.1: too old"),
         (Torch(version="2", cuda="13.0", num_gpus=1), [one(driver="570.124")], "ok", "570.124"),  # with cuda-compat
         (Torch(version="2", cuda="13.0", num_gpus=1, error="no kernel image"), [one()], "problem", "no kernel image"),
         (Torch(version="2", cuda="13.0", error="802"), [one()], "problem", "802"),
@@ -136,7 +108,7 @@ def test_memory_in_use_and_missing_bfloat16_are_warnings() -> None:
 
 
 AMOUNTS: list[Callable[[int], Check]] = [
-    lambda amount: next(host.check_cores(float(amount), None)),
+    lambda amount: host.check_cores(float(amount)),
     lambda amount: host.check_memory(2**60, amount),
     lambda amount: host.check_shared_memory(amount, num_gpus=8),
 ]
@@ -153,14 +125,6 @@ def test_too_little_prevents_a_run() -> None:
     assert host.check_memory(GIB, GIB).state == "problem"
     assert host.check_shared_memory(64 * MIB, num_gpus=1).state == "warning"  # Docker's default
     assert host.check_shared_memory(64 * MIB, num_gpus=2).state == "problem"
-    assert [host.check_locked_memory(limit).state for limit in (-1, 65536)] == ["ok", "warning"]
-
-
-@pytest.mark.parametrize(
-    ("threads", "states"), [(None, ["ok"]), ("4", ["ok"]), ("5", ["ok", "warning"]), ("x", ["ok"])]
-)
-def test_threads_are_compared_with_cores(threads: str | None, states: list[str]) -> None:
-    assert [row.state for row in host.check_cores(4.0, threads)] == states
 
 
 def test_folders_need_not_exist_but_must_be_writable(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -189,20 +188,6 @@ def test_an_ignored_signal_stays_ignored() -> None:
         assert stop.signal is None
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def test_another_thread_may_listen_but_hears_nothing() -> None:
-    heard: list[object] = []
-
-    def work() -> None:
-        stop = StopRequest()
-        with stop.listen(""):
-            heard.append(stop.signal)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert heard == [None]
 
 
 def test_which_signal_an_exception_reports() -> None:

@@ -1,5 +1,4 @@
 import asyncio
-import os
 import subprocess
 import sys
 import threading
@@ -47,7 +46,6 @@ def test_phases_nest_and_sum(clock: Clock, timer: PhaseTimer) -> None:
         "timing_s/validate": 10,
         "timing_s/other": 1,
     }
-    assert timer.coverage == pytest.approx(20 / 21)
     assert dict(timer.walk())["update/backward"].count == 2
 
 
@@ -117,7 +115,7 @@ def test_inner_phases_never_exceed_their_parent(work: list[tuple[list[str], floa
             run(path, seconds)
     metrics = timer.metrics()
     for path, node in timer.walk():
-        assert node.accounted_s <= node.seconds + 1e-9
+        assert sum(inner.seconds for inner in node.children.values()) <= node.seconds + 1e-9
         assert metrics[f"timing_s/{path}"] == node.seconds
     tops = sum(node.seconds for path, node in timer.walk() if "/" not in path)
     assert metrics["timing_s/step"] == pytest.approx(tops + metrics["timing_s/other"])
@@ -148,15 +146,14 @@ def test_child_processes_are_counted() -> None:
         both = process_tree_memory()
         assert both.num_processes == alone.num_processes + 1
         assert both.pss_bytes - alone.pss_bytes > 0.9 * block
-        assert process_tree_memory(child.pid, exact=False).rss_bytes > block
-        assert process_tree_memory(child.pid, extra_pids=[os.getpid()]).num_processes == both.num_processes
+        assert process_tree_memory(child.pid).num_processes == 1
     finally:
         child.communicate("\n", timeout=30)
     assert process_tree_memory(child.pid).num_processes == 0
 
 
 def test_metrics_do_not_wait_for_a_sample() -> None:
-    read = Mock(return_value=TreeMemory(rss_bytes=2 * GIB, pss_bytes=GIB, num_processes=4))
+    read = Mock(return_value=TreeMemory(pss_bytes=GIB, num_processes=4))
     expected = {"memory/host_gib": 1.0, "memory/host_peak_gib": 1.0, "memory/num_processes": 4.0}
     with MemorySampler(interval_s=60, read=read) as sampler:
         assert sampler.metrics() == sampler.metrics() == expected
@@ -174,7 +171,7 @@ def test_metrics_have_the_newest_sample() -> None:
         if not size:
             taken.set()
             time.sleep(60)
-        return TreeMemory(rss_bytes=size, pss_bytes=size, num_processes=4)
+        return TreeMemory(pss_bytes=size, num_processes=4)
 
     sampler = MemorySampler(interval_s=0.001, read=read).start()
     assert taken.wait(10)  # the third sample is being taken
@@ -209,7 +206,7 @@ def test_sampler_keeps_the_peak() -> None:
 
     def read() -> TreeMemory:
         size = next(sizes, 3) * GIB
-        return TreeMemory(rss_bytes=size, pss_bytes=size, num_processes=4)
+        return TreeMemory(pss_bytes=size, num_processes=4)
 
     with MemorySampler(interval_s=0.01, read=read) as sampler:
         deadline = time.monotonic() + 10

@@ -5,10 +5,9 @@ import math
 import re
 import subprocess
 import sys
-import threading
 import time
-from dataclasses import dataclass, field, replace
-from datetime import datetime
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +25,7 @@ from run_kit import (
     TrackingConfig,
     first_mean,
     read_rollouts,
+    runs_of_experiment,
     summarize,
     tail_mean,
     write_curves,
@@ -33,11 +33,10 @@ from run_kit import (
 )
 from run_kit.config.loader import load_config
 from run_kit.errors import ConfigError, TrackingError
-from run_kit.tracking.panels import choose_panels, single_panels
+from run_kit.tracking.panels import choose_panels
 from run_kit.tracking.progress import duration_text
 from run_kit.tracking.rollouts import choose_sample
 from run_kit.tracking.run_folder import visible_line
-from run_kit.tracking.summary import smooth
 from run_kit.tracking.writers import TensorBoardWriter
 
 
@@ -60,11 +59,6 @@ class Result:
     accuracy_after: float | None = 0.75
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 QUIET = TrackingConfig(tensorboard=False, report=False, curves=False)
 
 
@@ -82,9 +76,54 @@ def table(tmp_path: Path) -> MetricsTable:
 
 
 def test_run_folders_of_the_same_second_differ(tmp_path: Path) -> None:
-    now = datetime(2026, 1, 2, 3, 4, 5)
-    names = [RunFolder.create(tmp_path / "outputs", "grpo", now=lambda: now).name for _ in range(3)]
-    assert names == ["grpo_20260102_030405", "grpo_20260102_030405_2", "grpo_20260102_030405_3"]
+    names = [RunFolder.create(tmp_path / "outputs", "grpo", now=lambda: 1767323045.9).name for _ in range(3)]
+    assert names == ["grpo_20260102_030405", "grpo_20260102_030406", "grpo_20260102_030407"]
+
+
+@pytest.fixture
+def zone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    def move(name: str) -> None:
+        monkeypatch.setenv("TZ", name)
+        time.tzset()
+
+    yield move
+    monkeypatch.undo()
+    time.tzset()
+
+
+def test_runs_are_ordered_by_utc_whatever_zone_each_was_in(tmp_path: Path, zone: Callable[[str], None]) -> None:
+    names = []
+    for hour, place in enumerate(("Asia/Tokyo", "America/New_York", "UTC")):
+        zone(place)
+        run = RunFolder.create(tmp_path, "x", now=lambda hour=hour: 1767323045.0 + 600 * hour)
+        names.append(run.name)
+    assert names == ["x_20260102_030405", "x_20260102_031405", "x_20260102_032405"]
+    assert runs_of_experiment("x", tmp_path) == names[::-1]
+
+
+def test_a_run_is_newer_than_all_before_it_also_if_the_clock_was_set_back(tmp_path: Path) -> None:
+    later = time.time() + 7200
+    first = RunFolder.create(tmp_path, "x", now=lambda: later)
+    second = RunFolder.create(tmp_path, "x")
+    for run in (first, second):
+        with Tracker(run, QUIET, num_steps=1):
+            pass
+    third = RunFolder.create(tmp_path, "x")
+    assert runs_of_experiment("x", tmp_path) == [third.name, second.name, first.name]
+
+
+def test_the_state_of_a_run_says_when_it_began_and_names_are_those_of_the_experiment(tmp_path: Path) -> None:
+    state = {"state": "failed", "app": "a", "num_steps": 1, "host": "h", "pid": 1, "namespace": "n", "started": "1"}
+    for name, begun in (("x_20260102_120000", 1767312000.0), ("x_20260102_030000", 1767322000.0)):  # Tokyo, then UTC
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(json.dumps({**state, "begun": begun}))
+    for name in ("x_y_20260102_120000", "xx_20260102_120000", "x_99999999_999999", "x"):
+        (tmp_path / name).mkdir()
+    uploads = ["x_20260102_130000", "x_20260102_130000_2", "y_20260102_140000"]
+    assert runs_of_experiment("x", tmp_path, uploads) == [
+        *("x_20260102_130000_2", "x_20260102_130000", "x_20260102_030000", "x_20260102_120000", "x_99999999_999999")
+    ]
+    assert runs_of_experiment("x", tmp_path / "none") == []
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "a b", "-x"])
@@ -238,37 +277,6 @@ def test_panels_come_in_order_and_only_when_there_is_data() -> None:
     assert choose_panels([]) == []
 
 
-def test_preferences_have_panels_of_their_own() -> None:
-    columns = ["val/margin", "dpo/loss", "dpo/margin", "dpo/chosen_reward", "dpo/rejected_reward"]
-    shown = {panel.title: panel.metrics for panel in choose_panels(columns)}
-    assert list(shown) == ["Loss", "Margin", "Implicit rewards"]
-    assert shown["Margin"] == ("dpo/margin", "val/margin")
-    assert shown["Implicit rewards"] == ("dpo/chosen_reward", "dpo/rejected_reward")
-
-
-@pytest.mark.parametrize(
-    ("columns", "unit"),
-    [
-        (["memory/host_gib"], "GiB"),
-        (["perf/max_memory_reserved_gb"], "GB"),
-        (["memory/host_gib", "perf/max_memory_reserved_gb"], "GiB (host), GB (GPU)"),
-    ],
-)
-def test_the_unit_of_memory_is_that_of_what_is_shown(columns: list[str], unit: str) -> None:
-    assert [panel.unit for panel in choose_panels(columns)] == [unit]
-    assert all(panel.unit == ("GB" if panel.title.endswith("_gb") else "GiB") for panel in single_panels(columns))
-
-
-def test_a_panel_and_its_plots_in_comparisons_belong_to_one_section() -> None:
-    columns = ["critic/score/mean", "timing_s/step", "timing_s/gen", "rollout/mismatch_ess", "memory/host_peak_gib"]
-    sections = {name: panel.section for panel in choose_panels(columns) for name in panel.metrics}
-    singles = {panel.title: panel.section for panel in single_panels(columns)}
-    assert sections.pop("timing_s/gen") == "time"
-    assert singles.pop("timing_s/step") == "curves", "a whole step is a curve"
-    assert singles == sections
-    assert set(sections.values()) == {"curves", "mismatch", "memory"}
-
-
 @pytest.mark.parametrize("num_steps", [1, 40])
 def test_curves_are_a_picture(table: MetricsTable, tmp_path: Path, num_steps: int) -> None:
     rest = {"timing_s/gen": 1.0, "timing_s/other": 0.5, "val/accuracy": math.nan}
@@ -284,13 +292,6 @@ def test_no_curves_of_nothing(table: MetricsTable, tmp_path: Path) -> None:
     table.log(1, {"a": math.inf})
     assert write_curves(table, tmp_path / "curves.png") is None
     assert not (tmp_path / "curves.png").exists()
-
-
-def test_smoothing_keeps_ends_and_straight_lines() -> None:
-    line = [float(i) for i in range(10)]
-    assert smooth(line) == pytest.approx(line)
-    assert smooth([5.0, 1.0]) == [5.0, 1.0]
-    assert smooth([1.0, math.nan, 3.0, 5.0]) == pytest.approx([1.0, math.nan, 4.0, 5.0], nan_ok=True)
 
 
 def test_values_that_are_not_finite_are_gaps(table: MetricsTable, tmp_path: Path) -> None:
@@ -347,7 +348,6 @@ def test_samples_have_no_repeats(num: int, count: int, seed: int) -> None:
 def test_progress_lines() -> None:
     clock, out = Clock(), io.StringIO()
     progress = Progress(30, stream=out, clock=clock)
-    progress.status("rollout", 1, 2)
     clock.now += 4 + 110
     progress.step(1, score=0.5, throughput=1234.4, step_s=3.9)
     clock.now += 6
@@ -359,19 +359,6 @@ def test_progress_lines() -> None:
         "step  2/30  score -0.250    6.0 s/step  kl 0.0123   2m19s left\n"
         "step 30/30  score  1.000    4.0 s/step    done\n"
     )
-
-
-def test_status_lines_only_on_terminals() -> None:
-    clock, out = Clock(), Terminal()
-    progress = Progress(3, stream=out, clock=clock)
-    progress.status("rollout", 64, 256)
-    progress.status("rollout", 65, 256)  # too soon
-    progress.step(1, score=0.5)
-    progress.close()
-    shown = out.getvalue()
-    assert shown.startswith("\r\x1b[2Kstep 1/3  rollout  [#####---------------] 64/256\r\x1b[2Kstep 1/3  score")
-    assert "65/256" not in shown
-    assert shown.endswith("left\n")
 
 
 def test_a_resumed_run_estimates_from_its_own_steps() -> None:
@@ -457,45 +444,6 @@ def test_a_resumed_run_drops_the_steps_it_repeats(run: RunFolder) -> None:
     assert run.metrics_file.read_text() == "step\ta\tb\n1\t1\t1\n2\t2\t2\n3\t30\t\n"
 
 
-def test_curves_are_redrawn_after_the_interval(run: RunFolder) -> None:
-    clock = Clock()
-    tracker = Tracker(run, replace(QUIET, curves=True, curves_interval_s=30), num_steps=4, clock=clock)
-    tracker.log(1, {"a": 1})
-    assert not run.curves_file.exists()
-    clock.now += 31
-    tracker.log(2, {"a": 1})
-    deadline = time.monotonic() + 60
-    while not run.curves_file.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert run.curves_file.exists(), "before close(), which draws as well"
-    tracker.close()
-
-
-def test_a_step_does_not_wait_for_the_curves(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[tuple[tuple[int, ...], float]] = []
-    finish, failure = threading.Event(), OSError("no room for a picture")
-
-    def draw(table: MetricsTable, path: Path, *, title: str = "") -> None:
-        if threading.current_thread() is not threading.main_thread():
-            assert finish.wait(60)
-        drawn.append((table.steps, table.row(1)["a"]))
-        if len(drawn) == 1:
-            raise failure
-
-    monkeypatch.setattr("run_kit.tracking.curves.write_curves", draw)
-    with Tracker(run, replace(QUIET, curves=True, curves_interval_s=0), num_steps=5) as tracker:
-        for step in (1, 2, 3):  # all while the first drawing lasts
-            tracker.log(step, {"a": step})
-        tracker.rewind(2, {})
-        assert drawn == []
-        finish.set()
-        tracker.draw_curves()
-        assert drawn == [((1,), 1), ((1, 2), 1)], "of the steps at its beginning, and not at the same time"
-        with pytest.raises(OSError, match="no room for a picture"):
-            tracker.log(3, {"a": 30})
-    assert [steps for steps, _ in drawn[2:]] == [(1, 2, 3)], "at the end, whatever failed before"
-
-
 def test_a_missing_tensorboard_is_reported(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.record_writer", None)
     with raises(TrackingError, field="tracking.tensorboard"):
@@ -503,7 +451,7 @@ def test_a_missing_tensorboard_is_reported(run: RunFolder, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("rollouts_per_step", -1), ("curves_interval_s", -1.0), ("mlflow_uri", "http://host:5000")]
+    ("field", "value"), [("rollouts_per_step", -1), ("memory_interval_s", 0.0), ("mlflow_uri", "http://host:5000")]
 )
 def test_tracking_config_checks(field: str, value: object) -> None:
     with raises(ConfigError, field=field, value=value):
@@ -524,10 +472,10 @@ def test_tracking_a_run_needs_no_torch(tmp_path: Path) -> None:
 def test_an_error_is_not_hidden_by_a_failure_to_close_the_tracker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: Tracker) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise ImportError("partially initialized module")
 
-    monkeypatch.setattr(Tracker, "draw_curves", broken)
+    monkeypatch.setattr("run_kit.tracking.curves.write_curves", broken)
 
     def run(error: BaseException | None) -> None:
         with Tracker(RunFolder.create(tmp_path, "run"), TrackingConfig(tensorboard=False), num_steps=2) as tracker:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import struct
 import tempfile
@@ -35,6 +36,7 @@ from weight_sync import (
     SyncConfig,
     SyncConfigError,
     TensorSource,
+    WeightPusher,
     WeightSyncError,
     ZeroSource,
     check_server,
@@ -42,7 +44,7 @@ from weight_sync import (
 )
 from weight_sync.channel import Channel, Listener, connect
 from weight_sync.errors import ChannelError
-from weight_sync.push.session import Link, PushSession
+from weight_sync.push.session import Link, PushSession, Timings, _BucketFiller
 from weight_sync.tensors import checksum, slot_view
 from weight_sync.transports.group import SenderGroup
 from weight_sync.transports.nccl import NcclSender, await_workers, create_store, join_rendezvous
@@ -348,6 +350,111 @@ def test_error_of_a_worker_before_the_rendezvous_is_reported(rendezvous: Any, de
     with pytest.raises(WeightSyncError, match=detail or r"worker 0\.1: the other side closed") as caught:
         session._announce(push, bucket, None)
     assert WHERE[1] in str(caught.value)
+
+
+# ---- ZeRO-3 ----------------------------------------------------------------------------------------------------------
+@settings(deadline=None, derandomize=True, max_examples=40)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=5), st.integers(1, 4), st.integers(1, 3000))
+def test_shards_are_put_together_in_the_order_of_the_ranks(sizes: list[int], num_ranks: int, bound: int) -> None:
+    """The root's part of the gather over gloo, with the other ranks' messages as they send them."""
+    full = {f"w{index}": torch.randn(size) for index, size in enumerate(sizes)}
+    shards: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in full.items():
+        each = -(-len(tensor) // num_ranks)
+        padded = nn.functional.pad(tensor, (0, each * num_ranks - len(tensor)), value=77.0)
+        shards[name] = list(padded.view(num_ranks, each).clone())
+        for shard in shards[name]:
+            shard.ds_numel = each  # type: ignore[attr-defined]
+
+    def parameter(name: str) -> Any:
+        sharded = {"ds_tensor": shards[name][0], "ds_shape": full[name].shape, "ds_numel": full[name].numel()}
+        return SimpleNamespace(**sharded, ds_process_group="group", dtype=torch.float32, shape=(0,))
+
+    def gather(mine: torch.Tensor, parts: list[torch.Tensor], **_: Any) -> None:
+        for rank, part in enumerate(parts):
+            part.copy_(torch.cat([shards[slot.name][rank] for slot in bucket.slots]).view(torch.uint8))
+        assert torch.equal(mine, parts[0])
+
+    named: Any = [SimpleNamespace(name=name, parameter=parameter(name), low_rank=None, packed=None) for name in full]
+    ranks = {"get_rank": 0, "get_world_size": num_ranks, "get_global_rank": 0, "get_backend": "gloo"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "gather", gather)
+        for name, value in ranks.items():
+            patch.setattr(torch.distributed, name, lambda *_, value=value: value)
+        source = ZeroSource(named)
+        for bucket in plan_buckets(source.manifest(), bound).buckets:
+            out = torch.zeros(bucket.nbytes, dtype=torch.uint8)
+            source.fill(bucket, out)
+            for slot in bucket.slots:
+                assert torch.equal(slot_view(out, slot), full[slot.name])
+
+
+# ---- a push ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("reply", [{"type": "taken", "value": 2}, {"type": "done", "value": 3}, {"type": "taken"}])
+def test_a_reply_about_another_bucket_ends_the_push(rendezvous: Any, reply: dict[str, Any]) -> None:
+    """A late reply would free a buffer that a worker still reads."""
+    _, pushers, workers = rendezvous
+    session = PushSession.__new__(PushSession)
+    session._config = SyncConfig(timeout_s=5.0)
+    push: Any = SimpleNamespace(links=[Link(*each) for each in zip(pushers, [{"server": 0}] * 2, WHERE, strict=True)])
+    for worker in workers:
+        worker.send({"type": "taken", "value": 3})
+    session._await_replies(push, "taken", 3)
+    workers[0].send({"type": "taken", "value": 3})
+    workers[1].send(reply)
+    with pytest.raises(ChannelError, match=re.escape(WHERE[1])):
+        session._await_replies(push, "taken", 3)
+
+
+@pytest.mark.parametrize(("verify", "num_passes"), [(False, 1), (True, 2)])
+def test_a_rank_that_does_not_send_gathers_once_more_to_verify(verify: bool, num_passes: int, new_model: Any) -> None:
+    source: Any = helpers.ServerKillingSource(ModuleSource(new_model))
+    plan = plan_buckets(source.manifest(), 20_000)
+    config = SyncConfig(verify=verify)
+    assert WeightPusher(source, [], config, rank=1)._attempt(plan, 1) is None
+    assert source.num_fills == dict.fromkeys(range(len(plan.buckets)), num_passes)
+    fill: Any = SimpleNamespace(buffer=lambda bucket: torch.empty(bucket.nbytes, dtype=torch.uint8))
+    filler = _BucketFiller(source, plan, fill, Timings(), config)
+    sums = [filler.fill_next() for _ in range(num_passes * len(plan.buckets))]
+    assert sums == sums[: len(plan.buckets)] * num_passes
+    with pytest.raises(StopIteration):
+        filler.fill_next()
+
+
+class Control:
+    """A server that writes down what it is asked; its cache takes a while to drop, or cannot be dropped."""
+
+    def __init__(self, done: list[str], error: Exception | None = None) -> None:
+        self.done, self._error = done, error
+
+    def drop_caches(self, _: str) -> None:
+        time.sleep(0.1)
+        if self._error is not None:
+            raise self._error
+        self.done.append("dropped")
+
+    def finish(self, version: int) -> None:
+        self.done.append(f"finished {version}")
+
+    def resume(self) -> None:
+        self.done.append("resumed")
+
+
+def test_requests_resume_when_every_servers_cache_is_dropped() -> None:
+    """Else a new request finds keys and values of the old policy."""
+    done: list[str] = []
+    session = PushSession.__new__(PushSession)
+    session._config, session._adapter, session.timings = SyncConfig(), None, Timings()
+    session._controls = [Control(done), Control(done)]  # type: ignore[list-item]
+    session._publish(4)
+    assert sorted(done[:4]) == ["dropped", "dropped", "finished 4", "finished 4"]
+    assert done[4:] == ["resumed"] * 2
+    done.clear()
+    failing = Control(done, ServerError("http://s", "POST /reset_prefix_cache", 500, "no"))
+    session._controls = [Control(done), failing]  # type: ignore[list-item]
+    with raises(ServerError, status=500):
+        session._publish(5)
+    assert "resumed" not in done
 
 
 # ---- check_server ----------------------------------------------------------------------------------------------------

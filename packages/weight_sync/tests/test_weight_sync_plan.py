@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from weight_sync import (
     WeightManifestError,
     plan_buckets,
 )
+from weight_sync import plan as plan_module
 from weight_sync.plan import ALIGN_BYTES, BucketPlan
 
 names = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1, max_size=12)
@@ -111,6 +113,21 @@ def test_bad_manifests_and_plans_are_rejected() -> None:
     data["buckets"][0][1][0][1] = [4, 5]
     with raises(WeightManifestError, field="digest"):
         BucketPlan.from_json(data)
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(manifests().filter(lambda m: sum(e.num_bytes > 0 for e in m.entries) > 1), st.data())
+def test_slots_that_overlap_or_leave_their_bucket_are_rejected(manifest: WeightManifest, data: st.DataObject) -> None:
+    """With the digest of their own content, so that only their places tell."""
+    (bucket,) = plan_buckets(WeightManifest.of(e for e in manifest.entries if e.num_bytes), 1 << 40).buckets
+    index = data.draw(st.integers(1, len(bucket.slots) - 1))
+    slots, moved = list(bucket.slots), bucket.slots[index]
+    overlapping = dataclasses.replace(moved, offset=slots[index - 1].offset)
+    outside = dataclasses.replace(moved, offset=bucket.nbytes)
+    for wrong in (overlapping, outside):
+        buckets = (dataclasses.replace(bucket, slots=(*slots[:index], wrong, *slots[index + 1 :])),)
+        with pytest.raises(WeightManifestError, match=re.escape(f"{moved.name}: ")):
+            BucketPlan.from_json(BucketPlan(buckets, plan_module._digest(buckets)).to_json())
 
 
 def test_errors_can_be_pickled() -> None:

@@ -14,7 +14,7 @@ from ..errors import ExportError
 from ..hf_export import HfExport, save_hf_folder
 from ..zero.zero_checkpoint import ZeroCheckpoint
 from .lora_export import merge_lora
-from .model_folder import ModelFolder
+from .model_folder import ModelFolder, read_folder
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +67,9 @@ def export_deepspeed(
         stored = iterate_deepspeed_weights(shards)
         if lora is not None:  # a checkpoint holds the adapters; its base model is the folder
             adapters = ((name, tensor) for name, tensor in stored if ".lora_" in name)
-            used = ((name, tensor if base is None else base(name, tensor)) for name, tensor in model.tensors())
+            used = (
+                (name, tensor if base is None else base(name, tensor)) for name, tensor in read_folder(model_files_from)
+            )
             stored = merge_lora(chain(adapters, used), lora)
         for name, tensor in stored:
             if ".lora_" in name:

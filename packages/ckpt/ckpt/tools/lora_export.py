@@ -23,7 +23,7 @@ from plinth_base.adapters import PEFT_PREFIX, lora_scale, missing_settings
 from ..errors import ExportError
 from ..files import fsync_file, new_folder
 from ..hf_export import HfExport, save_hf_folder
-from .model_folder import ModelFolder
+from .model_folder import ModelFolder, read_folder
 
 if TYPE_CHECKING:
     import torch
@@ -155,7 +155,7 @@ def export_merged(
     """
     adapters, config = read_adapter(adapter_folder)
     model = ModelFolder(Path(base))
-    merged = merge_lora(chain(adapters, model.tensors()), config)
+    merged = merge_lora(chain(adapters, read_folder(base)), config)
     if dtype is None:
         merged = ((name, tensor.to(model.dtype(name))) for name, tensor in merged)
     return save_hf_folder(

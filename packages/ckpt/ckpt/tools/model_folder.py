@@ -13,29 +13,41 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from plinth_base.model_folder import ModelFolderError, read_safetensors_header, stored_tensors, weight_files
+
 from ..errors import ExportError
 from ..hf_export import DTYPE_NAMES
 
 if TYPE_CHECKING:
     import torch
 
-_TORCH_NAMES = {code: name for name, code in DTYPE_NAMES.items()}
+
+def read_folder(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of all weights of a model folder. Raises ExportError if there are none, or a file is damaged."""
+    from safetensors import safe_open
+
+    try:
+        files = {file: read_safetensors_header(file) for file in weight_files(folder) if file.suffix == ".safetensors"}
+    except ModelFolderError as error:
+        raise _export_error(error) from error
+    if not files:
+        raise ExportError("has no safetensors file", field="base", value=str(folder))
+    for path, header in files.items():
+        with safe_open(path, framework="pt") as file:
+            for name in header:
+                yield name, file.get_tensor(name)
 
 
 class ModelFolder:
-    """A model folder, which may lack weights. Reads only safetensors."""
+    """A model folder, which may lack weights. Reads only safetensors, and only the files that transformers reads."""
 
     def __init__(self, folder: Path) -> None:
         """Raises ExportError for a torn or foreign file."""
-        self._folder, self._files = folder, sorted(folder.glob("*.safetensors"))
-        self._dtypes = {name: file.get_slice(name).get_dtype() for file, name in self._entries()}
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of all weights. Raises ExportError if there are none."""
-        if not self._files:
-            raise ExportError("has no safetensors file", field="base", value=str(self._folder))
-        for file, name in self._entries():
-            yield name, file.get_tensor(name)
+        self._folder = folder
+        try:
+            self._dtypes = {name: stored.dtype for name, stored in stored_tensors(folder).items()}
+        except ModelFolderError as error:
+            raise _export_error(error) from error
 
     def parts(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of the folder that the model's tensor `name` holds."""
@@ -50,22 +62,8 @@ class ModelFolder:
         """The dtype of a tensor of the folder, or else of config.json."""
         import torch
 
-        stored = self._dtypes.get(name)
-        dtype: torch.dtype = getattr(torch, self._config_dtype if stored is None else _TORCH_NAMES[stored])
+        dtype: torch.dtype = getattr(torch, self._dtypes.get(name) or self._config_dtype)
         return dtype
-
-    def _entries(self) -> Iterator[tuple[Any, str]]:
-        """(open file, name) of each tensor."""
-        from safetensors import SafetensorError, safe_open
-
-        for path in self._files:
-            try:
-                file = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise ExportError(f"cannot be read: {error}", field="model_files_from", value=str(path)) from error
-            with file:
-                for name in list(file.keys()):
-                    yield file, name
 
     @cached_property
     def _config_dtype(self) -> str:
@@ -95,3 +93,7 @@ class ModelFolder:
             first = str(error).splitlines()[0]
             warnings.warn(f"{self._folder}: tensors keep the checkpoint's names: {first}", stacklevel=2)
             return None
+
+
+def _export_error(error: ModelFolderError) -> ExportError:
+    return ExportError(error.problem, field="model_files_from", value=error.value, remedy=error.remedy)

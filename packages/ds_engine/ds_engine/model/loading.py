@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from plinth_base.model_folder import stored_tensors
+
 from ..errors import EngineConfigError, ModelError
 from ..upstream import FENCE, transformers_message, warn_on_first_rank
 from .attention import ATTENTION_NAME, register_packed_attention
@@ -155,15 +157,15 @@ def nf4_base(model_path: str, config: EngineConfig) -> Callable[[str, torch.Tens
     others unchanged. Starts no process and loads no weights.
 
     Raises:
-        ModelError: the folder or its configuration cannot be read, or the folder has other names than the model.
+        ModelError: the configuration cannot be read, or the folder has other names than the model.
+        ModelFolderError: a weight file cannot be read.
     """
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(_read_config(model_path), trust_remote_code=False)
     rounded, dtype = set(nf4_weights(model)), torch_dtype(config.model_dtype)
-    known = _tensor_names(model_path)
-    if missing := sorted(rounded - known):
+    if missing := sorted(rounded - stored_tensors(model_path).keys()):
         raise ModelError(
             f"it has no {missing[0]} ({len(missing)} of {len(rounded)} linear layers): its tensors have other names "
             "than the model's, so it is not known which ones the engine rounds to NF4",
@@ -171,17 +173,6 @@ def nf4_base(model_path: str, config: EngineConfig) -> Callable[[str, torch.Tens
             value=model_path,
         )
     return lambda name, tensor: round_to_nf4(tensor, dtype) if name in rounded else tensor
-
-
-def _tensor_names(model_path: str) -> set[str]:
-    """Names in the folder's safetensors files."""
-    from safetensors import safe_open
-
-    names: set[str] = set()
-    for path in sorted(Path(model_path).glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            names |= set(file.keys())
-    return names
 
 
 def check_model(model_path: str, config: EngineConfig, *, head: Head = "lm") -> Trial:

@@ -72,7 +72,7 @@ class Restarts(Generic[RunT]):
         try:
             change = self.run.session.restart_ranks()
         except PlacementError as error:  # no mistake of the user's
-            raise RankError(str(error)) from error
+            raise RankError(error.problem, field=error.field, value=error.value) from error
         if change:
             self.run.tracker.info(change)
         self._are_running = True

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from plinth_base.model_folder import check_model_folder, find_model_folder
+from plinth_base.model_folder import check_model_folder, find_model_folder, stored_tensors
 from rl_data import DataError, check_same_vocabulary, load_tokenizer
 
 from ..config import ModelConfig
@@ -96,7 +96,8 @@ def _check_head(reward: ScoringConfig, folder: Path) -> None:
             allowed="a model with one label, whose output is the score",
             remedy="serve a classifier with reward.url and reward.service=classification",
         )
-    names = _weight_names(folder)
+    with naming_key("reward.model"):
+        names = stored_tensors(folder)
     if reward.model_on_ranks and names and _HEAD not in names:
         problem, allowed = f"its weights lack {_HEAD}", "a trained reward model"
         raise InputError(problem, field="reward.model", value=reward.model, allowed=allowed)
@@ -127,18 +128,3 @@ def _try_service(reward: ScoringConfig, tokenizer: Any) -> None:
             value=url,
             remedy=f"start it with `vllm serve {reward.model} --runner pooling`",
         )
-
-
-def _weight_names(folder: Path) -> set[str]:
-    """Names of the tensors in the safetensors files; empty where there are none."""
-    from safetensors import SafetensorError, safe_open
-
-    names: set[str] = set()
-    for path in folder.glob("*.safetensors"):
-        try:
-            with safe_open(path, "pt") as file:
-                names |= set(file.keys())
-        except SafetensorError as error:
-            problem = f"{path} is damaged ({error})"
-            raise InputError(problem, field="reward.model", remedy="copy it again") from error
-    return names

@@ -47,7 +47,7 @@ def check_teacher(config: JobConfig, teacher: TeacherConfig, placement: Placemen
     if teacher.on == "ranks":
         _check_on_ranks(config, teacher, folder, placement)
     else:
-        _check_servers(config, teacher, folder, placement)
+        _check_servers(teacher, folder, placement)
 
 
 def open_teacher(job: Job, teacher: TeacherConfig) -> ServerTeacher | RankTeacher:
@@ -58,7 +58,7 @@ def open_teacher(job: Job, teacher: TeacherConfig) -> ServerTeacher | RankTeache
         model = job.frozen("teacher", job.config.frozen_engine, model_path=str(folder))
         return RankTeacher(model, full=teacher.signal == "full")
     top_k = teacher.top_k if teacher.signal == "top_k" else 0
-    server = server_config(job.config, teacher, on_gpu=job.session.placement.on_gpu)
+    server = teacher.server
     per_server = server.tensor_parallel_size
     gpus = [teacher.gpus[i : i + per_server] for i in range(0, len(teacher.gpus), per_server)]
     with prefix_fields("teacher.server"):
@@ -81,15 +81,6 @@ def open_teacher(job: Job, teacher: TeacherConfig) -> ServerTeacher | RankTeache
     return ServerTeacher(group, scorer, top_k=top_k, vocab_size=vocab_size, watched=watched)
 
 
-def server_config(config: JobConfig, teacher: TeacherConfig, *, on_gpu: bool) -> RolloutConfig:
-    """The servers' settings: a context that holds every sample of the student and one token more."""
-    longest = config.data.max_prompt_length + config.sampling.max_tokens + 1
-    server = teacher.server
-    return replace(
-        server, device="cuda" if on_gpu else "cpu", max_model_len=server.max_model_len or longest, log_probs=False
-    )
-
-
 def _check_on_ranks(config: JobConfig, teacher: TeacherConfig, folder: Path, placement: Placement) -> None:
     engines, model = {"actor": config.frozen_engine}, ModelConfig(path=str(folder))
     check_architectures(model, engines, on_gpu=placement.on_gpu, key="teacher.model")
@@ -105,16 +96,8 @@ def _check_on_ranks(config: JobConfig, teacher: TeacherConfig, folder: Path, pla
         )
 
 
-def _check_servers(config: JobConfig, teacher: TeacherConfig, folder: Path, placement: Placement) -> None:
-    if config.sampling.temperature != 1:
-        raise InputError(
-            "log-probs of teacher.on=server are those of temperature 1",
-            field="sampling.temperature",
-            value=config.sampling.temperature,
-            allowed="1",
-            remedy="teacher.on=ranks has the student's temperature",
-        )
-    server = server_config(config, teacher, on_gpu=placement.on_gpu)
+def _check_servers(teacher: TeacherConfig, folder: Path, placement: Placement) -> None:
+    server = teacher.server
     if server.urls:
         _try_servers(server, teacher)
         return
@@ -123,13 +106,6 @@ def _check_servers(config: JobConfig, teacher: TeacherConfig, folder: Path, plac
         allowed = f"{needed} numbers of GPUs" if placement.on_gpu else "none on the CPU"
         allowed += " (teacher.server.num_servers x teacher.server.tensor_parallel_size)"
         raise InputError(field="teacher.gpus", value=list(teacher.gpus), allowed=allowed)
-    if config.trainer.ray_address is not None:
-        raise InputError(
-            "this run starts teachers on its own host only",
-            field="teacher.server.urls",
-            value=[],
-            allowed="with trainer.ray_address the URLs of servers that you have started",
-        )
     with prefix_fields("teacher.server"):
         check_launch(folder, server, device_key="trainer.device")
 

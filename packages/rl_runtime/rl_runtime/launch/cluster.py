@@ -29,7 +29,7 @@ from rollout_vllm import ServerSeat
 from run_kit.machine import gpus
 
 from ..config import BUILTIN_MODEL, ModelConfig, TrainingConfig
-from ..errors import InputError, PlacementError, RankLost
+from ..errors import InputError, NodeError, PlacementError, RankLost
 from ..ranks.environment import GpuId, python_path
 from ..ranks.worker_group import Seat
 from .auto_address import find_auto_address
@@ -153,7 +153,7 @@ def _interface_of(address: str) -> str:
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == address for entry in addresses):
             return str(name)
-    raise InputError(f"no network interface of this node has the address {address} under which Ray knows it")
+    raise NodeError(f"none of its network interfaces has the address {address} under which Ray knows it", node=address)
 
 
 def read_versions() -> dict[str, str]:
@@ -187,7 +187,7 @@ def read_nodes(
         shared_folder: a folder that should be the same on every node; a file is written into it for a moment.
 
     Raises:
-        InputError: a node does not answer, or cannot import this package.
+        NodeError: a node does not answer, or cannot import this package.
     """
     with _mark_in(shared_folder) as mark:
         refs = _start_on_nodes(report_node, [node.node_id for node in nodes], model_folder, mark)
@@ -249,12 +249,12 @@ def _result_of(ref: Any, node: Node) -> NodeReport:
     try:
         report: NodeReport = ray.get(ref, timeout=_TIMEOUT_S)
     except GetTimeoutError:
-        raise InputError(f"Ray node {node.address} did not start a process in {_TIMEOUT_S:.0f} s") from None
+        raise NodeError(f"it did not start a process in {_TIMEOUT_S:.0f} s", node=node.address) from None
     except RayTaskError as error:
-        raise InputError(f"Ray node {node.address}: {error.cause or error}", remedy="install Plinth there") from None
+        raise NodeError(str(error.cause or error), node=node.address, remedy="install Plinth there") from None
     except RayError as error:
         why = " ".join(str(error).split())[:300]
-        raise InputError(f"Ray node {node.address} cannot run this package: {why}") from None
+        raise NodeError(f"it cannot run this package: {why}", node=node.address) from None
     return report
 
 
@@ -264,22 +264,25 @@ def check_nodes(
     """Compares what the nodes have with what this host has; `key` names the model folder.
 
     Raises:
-        InputError: another version of a package, a model folder that is missing or differs, or a folder that is not
+        NodeError: another version of a package, a model folder that is missing or differs, or a folder that is not
             the same as this host's.
     """
     expected = read_versions()
     files = {} if model_folder is None else read_model_files(Path(model_folder))
     for report in reports:
-        other = [
-            f"{name} {report.versions.get(name)} instead of {version}"
-            for name, version in expected.items()
-            if report.versions.get(name) != version
-        ]
+        other = {name: version for name, version in expected.items() if report.versions.get(name) != version}
         if other:
-            raise InputError(f"Ray node {report.address} has {', '.join(other)}", remedy="install the same there")
+            raise NodeError(
+                "it has other versions of packages",
+                node=report.address,
+                value={name: report.versions.get(name) for name in other},
+                allowed=", ".join(f"{name} {version}" for name, version in other.items()),
+                remedy="install the same there",
+            )
         if not report.sees_mark:
-            raise InputError(
-                f"Ray node {report.address} does not share it with this host",
+            raise NodeError(
+                "it does not share the folder with this host",
+                node=report.address,
                 field="trainer.output_dir",
                 value=str(shared_folder),
                 allowed="a folder that all nodes mount",
@@ -289,8 +292,9 @@ def check_nodes(
         if report.model_files != files:
             names = sorted(n for n in {*files, *report.model_files} if files.get(n) != report.model_files.get(n))
             difference = f"differs in {', '.join(names[:5])}" if report.model_files else "is missing"
-            raise InputError(
-                f"it {difference} on Ray node {report.address}",
+            raise NodeError(
+                f"the folder {difference} there",
+                node=report.address,
                 field=key,
                 value=model_folder,
                 allowed="the same folder on every node that runs ranks or servers, such as one on a shared file system",
@@ -303,7 +307,7 @@ def check_cluster(
     """Looks at every node of the cluster that the placement uses; does nothing without a cluster. `key`: the model's.
 
     Raises:
-        InputError: a node does not answer, has other packages or another model folder, or does not share
+        NodeError: a node does not answer, has other packages or another model folder, or does not share
             `trainer.output_dir`.
     """
     if trainer.ray_address is None:
@@ -392,7 +396,8 @@ class Reservation:
         living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         for role, seats in self.own_ranks.items():
             if any(seat.node not in living for seat in seats):
-                raise PlacementError(f"a node with ranks of the {role} was lost; start the run again on other nodes")
+                problem = f"a node with ranks of the {role} was lost"
+                raise PlacementError(problem, remedy="start the run again on other nodes")
         size, before = self._group_size, len(self.ranks)
         groups = [self.ranks[first : first + size] for first in range(0, before, size)]
         kept = [group for group in groups if all(seat.node in living for seat in group)]
@@ -408,8 +413,9 @@ class Reservation:
         number = next((n for n in range(len(kept) * size, 0, -size) if fits(n)), 0)
         if number < min_ranks:
             raise PlacementError(
-                f"nodes with {before - num_kept * size} of {before} ranks were lost, and there is room for {number}; "
-                f"allowed: {min_ranks} or more (trainer.min_ranks)"
+                f"nodes with {before - num_kept * size} of {before} ranks were lost, and there is room for {number}",
+                field="trainer.min_ranks",
+                value=min_ranks,
             )
         self.ranks = tuple(seat for group in kept for seat in group)[:number]
         new = len(kept) - num_kept
@@ -441,10 +447,9 @@ class Reservation:
         if not group.wait(_TIMEOUT_S):
             remove_placement_group(group)
             wanted = ", ".join(f"{sum(b.get(name, 0) for b in bundles):g} {name}" for name in ("CPU", "GPU"))
-            raise PlacementError(
-                f"Ray node {self._reports[node].address} has not had {wanted} free for {_TIMEOUT_S:.0f} s: other jobs "
-                "of the cluster use them"
-            )
+            address = self._reports[node].address
+            problem = f"Ray node {address} has not had {wanted} free for {_TIMEOUT_S:.0f} s"
+            raise PlacementError(problem, remedy="other jobs of the cluster use them")
         return group
 
     def _ask_gpus(self, strategies: Sequence[PlacementGroupSchedulingStrategy]) -> list[GpuId]:

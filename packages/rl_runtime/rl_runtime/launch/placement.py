@@ -109,8 +109,11 @@ def plan_placement(
     has = "; ".join(node.describe() for node in nodes)
     if device == "cuda" and not any(node.gpu_ids for node in nodes):
         raise PlacementError(
-            f"trainer.device is cuda, but no GPU was found ({has}); allowed: auto, or cpu; `plinth doctor` lists GPUs, "
-            "driver and CUDA build"
+            f"no GPU was found ({has})",
+            field="trainer.device",
+            value="cuda",
+            allowed="auto, or cpu",
+            remedy="`plinth doctor` lists GPUs, driver and CUDA build",
         )
     on_gpu = device == "cuda" or (device == "auto" and any(node.gpu_ids for node in nodes))
     groups = {"actor": num_ranks, **(own_ranks or {})}
@@ -123,11 +126,13 @@ def plan_placement(
         if len(placed[role]) < number:
             most = f", at most {ranks_per_node} on a node (trainer.ranks_per_node)" if ranks_per_node else ""
             whole = f", each group of {size} (sequence_parallel) on one node" if size > 1 else ""
-            room = f"there is room for {len(placed[role])} ranks"
-            raise PlacementError(f"{needed}{most}{whole}; {room}: {has}; {_REMEDY}")
+            field = "trainer.num_ranks" if role == "actor" else f"trainer.num_{role}_ranks"
+            room = f"room for {len(placed[role])} ranks: {has}"
+            raise PlacementError(f"{needed}{most}{whole}", field=field, value=number, allowed=room, remedy=_REMEDY)
     servers = tuple(_place_servers(rooms, num_servers, tensor_parallel_size, share=colocate))
     if len(servers) < num_servers:
-        raise PlacementError(f"{needed}; there is room for {len(servers)} servers: {has}; {_REMEDY}")
+        room = f"room for {len(servers)} servers: {has}"
+        raise PlacementError(needed, field="rollout.num_servers", value=num_servers, allowed=room, remedy=_REMEDY)
     group_size = (sequence_parallel or {}).get("actor", 1)
     return Placement(
         ranks=placed.pop("actor"),

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
 
 from plinth_base.errors import prefix_fields
 from plinth_base.model_folder import find_model_folder
@@ -38,13 +37,12 @@ def check_servers(
     """Checks server settings against model, devices and hosts, and existing servers against the settings.
 
     Raises:
-        InputError: the placement lacks the device, vLLM is built
-            for another device, a port is in use, the KV cache does not fit into memory, or an existing server cannot be
-            used.
+        InputError: the placement lacks the device, vLLM is built for another device, a port is in use, the KV cache
+            does not fit into memory, or an existing server cannot be used.
         rollout_vllm.RolloutConfigError: vLLM cannot serve the folder.
         weight_sync.SyncConfigError: the transport does not reach the servers, or one cannot receive weights.
     """
-    device: Literal["cpu", "cuda"] = "cuda" if placement.on_gpu else "cpu"
+    device = "cuda" if placement.on_gpu else "cpu"
     if rollout.device not in ("auto", device):
         raise InputError(f"the ranks run on {device}", field="rollout.device", value=rollout.device, allowed="auto")
     if trainer.takes_turns and not placement.on_gpu:
@@ -63,7 +61,6 @@ def check_servers(
     builtin = model.path == BUILTIN_MODEL
     model_folder = str(Path(trainer.output_dir).absolute() if builtin else find_model_folder(model.path))
     check_folder_name("trainer.output_dir" if builtin else "model.path", model_folder)
-    rollout = replace(rollout, device=device)
     with prefix_fields("rollout"), TemporaryDirectory() as folder:
         served = build_tiny_model(folder) if builtin else model_folder
         check_launch(served, rollout, elsewhere=elsewhere, device_key="trainer.device")

@@ -3,12 +3,13 @@
 They end on success, on errors and on Ctrl-C; no process is left.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import psutil
 import ray
@@ -274,19 +275,32 @@ def usable_nodes(trainer: RanksConfig) -> Sequence[Node]:
     return [replace(node, gpu_ids=()) for node in nodes] if trainer.device == "cpu" else nodes
 
 
-def read_memory(trainer: RanksConfig) -> tuple[tuple[Gpu, ...], int | None]:
-    """The GPUs that the run may use, over all hosts, and the hosts' free memory in bytes, as if all had the least.
+@dataclass(frozen=True, kw_only=True)
+class HostDevices:
+    """The devices that a run may use, over all hosts."""
 
-    No GPUs: it runs on the CPU. None: the memory is unknown.
-    """
-    nodes = [node for node in usable_nodes(trainer) if node.gpu_ids]
+    gpus: tuple[Gpu, ...] = ()
+    """Empty: the run is on the CPU."""
+    host_cores: tuple[int, ...]
+    """CPU cores of each host."""
+    host_bytes: int | None = None
+    """Free memory of the hosts, as if all had the least; None: unknown."""
+
+
+def read_devices(trainer: RanksConfig) -> HostDevices:
+    """The devices that the run may use."""
+    usable = usable_nodes(trainer)
+    cores = tuple(node.num_cpus or len(os.sched_getaffinity(0)) for node in usable)
+    nodes = [node for node in usable if node.gpu_ids]
     if not nodes:
-        return (), None
+        return HostDevices(host_cores=cores)
     if trainer.ray_address is None:
-        return read_gpus(nodes[0].gpu_ids), psutil.virtual_memory().available
+        free = psutil.virtual_memory().available
+        return HostDevices(gpus=read_gpus(nodes[0].gpu_ids), host_cores=cores, host_bytes=free)
     reports = read_nodes(nodes).values()
     gpus = tuple(gpu for report in reports for gpu in report.gpus)
-    return gpus, len(reports) * min(report.free_memory_bytes for report in reports)
+    least = min(report.free_memory_bytes for report in reports)
+    return HostDevices(gpus=gpus, host_cores=cores, host_bytes=len(reports) * least)
 
 
 def plan_ranks(trainer: RanksConfig, *, sequence_parallel: int = 1) -> Placement:
@@ -310,8 +324,7 @@ def _servers(
     reservation: Reservation | None,
 ) -> ServerGroup:
     """Starts the servers on this host, or on the reserved nodes of the cluster; they may still be loading."""
-    device: Literal["cpu", "cuda"] = "cuda" if placement.on_gpu else "cpu"
-    rollout = replace(rollout, device=device)
+    device = "cuda" if placement.on_gpu else "cpu"
     extra_args, env = server_args(sync, device), server_env(sync, device)
     if reservation is not None and not rollout.urls:
         seats = reservation.servers

@@ -94,8 +94,10 @@ def visible_gpus() -> list[GpuId]:
     num_shown = len(entries) if kinds in ({""}, {"GPU-"}) else min(1, len(entries))
     if count < num_shown:
         raise PlacementError(
-            f"CUDA_VISIBLE_DEVICES is {listed}, but this host has no such GPU (CUDA finds {count}): unset it, name "
-            "GPUs of this host, or set it to an empty string to run on the CPU"
+            f"this host has no such GPU (CUDA finds {count})",
+            field="CUDA_VISIBLE_DEVICES",
+            value=listed,
+            remedy="unset it, name GPUs of this host, or set it to an empty string to run on the CPU",
         )
     return ids
 
@@ -140,8 +142,10 @@ def gpu_ids(entries: Sequence[str], gpus: Sequence[Gpu]) -> list[GpuId]:
         gpu = int(entry) if entry.isdigit() else entry if match is None else match.index
         if gpu in ids:
             raise PlacementError(
-                f"CUDA_VISIBLE_DEVICES is {','.join(entries)}: {entries[ids.index(gpu)]} and {entry} are the same GPU, "
-                "and two ranks on one GPU cannot communicate; name each GPU once"
+                f"{entries[ids.index(gpu)]} and {entry} are the same GPU, and two ranks on one GPU cannot communicate",
+                field="CUDA_VISIBLE_DEVICES",
+                value=",".join(entries),
+                allowed="each GPU once",
             )
         ids.append(gpu)
     return ids

@@ -9,20 +9,24 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from ds_engine import ModelShape
 from rl_core import BatchError, batch_layout
 from rl_core.batching.layout import DEFAULT_TOKEN_BUDGET
 from rollout_vllm import untested_vllm
-from rollout_vllm.servers.command import DEFAULT_GPU_MEMORY_UTILIZATION, DEFAULT_MAX_NUM_SEQS
+from rollout_vllm.servers.command import DEFAULT_GPU_MEMORY_UTILIZATION, DEFAULT_MAX_NUM_SEQS, server_threads
 from rollout_vllm.servers.memory import DEFAULT_CPU_KV_CACHE_GIB
+from weight_sync import choose_transports, plan_transports
+from weight_sync.transports.select import transport_kind
 
 from ..config import DEFAULT_NUM_RANKS
 from ..job_config import JobConfig, JobConfigT
 from ..launch.gpus import Gpu
-from ..launch.session import read_memory
+from ..launch.session import read_devices
 from ..ranks.environment import prepare_driver
+from ..rules import value_of
+from ..training.teacher_config import TeacherConfig
 from .engines import resolve_compile, resolve_kernels, resolve_learning_rate
 from .memory import longest_sequence, read_model_shape, resolve_memory, resolve_sizes, samples_per_server
 from .resolved import ResolvedConfig, device_warning
@@ -43,13 +47,15 @@ def resolve_job(config: JobConfigT) -> ResolvedConfig[JobConfigT]:
         PlacementError: CUDA_VISIBLE_DEVICES names no usable GPU.
     """
     prepare_driver(config.trainer.device)
-    gpus, host_bytes = read_memory(config.trainer)
+    devices = read_devices(config.trainer)
+    gpus = devices.gpus
     frozen = config.frozen_models if gpus else ()
     resolved = resolve_job_for(
         config,
         gpus=gpus,
         shape=read_model_shape(config.model.path) if gpus else None,
-        host_bytes=host_bytes,
+        host_bytes=devices.host_bytes,
+        host_cores=devices.host_cores,
         frozen_shapes={model.key: read_model_shape(model.path, key=model.key) for model in frozen},
         untested=untested_vllm(),
     )
@@ -62,6 +68,7 @@ def resolve_job_for(
     gpus: Sequence[Gpu],
     shape: ModelShape | None,
     host_bytes: int | None = None,
+    host_cores: Sequence[int] = (2,),
     frozen_shapes: Mapping[str, ModelShape | None] = _NO_SHAPES,
     untested: str | None = None,
 ) -> ResolvedConfig[JobConfigT]:
@@ -71,13 +78,14 @@ def resolve_job_for(
         gpus: the GPUs that the run may use; none: the CPU.
         shape: sizes of the model; None: it is so small that its memory does not matter.
         host_bytes: free memory of this host, or of all hosts; None: unknown, and not limited.
+        host_cores: CPU cores of each host.
         frozen_shapes: sizes of `config.frozen_models` by their keys; None: as for `shape`.
         untested: why the installed vLLM is none of the tested versions; None: it is one.
 
     Raises:
         InputError: the training states alone exceed a GPU, or what turns move exceeds the host's memory.
     """
-    resolved = ResolvedConfig.on_devices(config, gpus)
+    resolved = ResolvedConfig.on_devices(config, gpus).on_trainer_device(on_gpu=bool(gpus))
     resolved = _resolve_processes(resolved, len(gpus))
     resolved = _resolve_correction(resolved)
     resolved = _resolve_running_requests(resolved, untested)
@@ -96,7 +104,11 @@ def resolve_job_for(
         why = "the default"
         resolved = resolved.with_default("trainer.take_turns", "never", why)
         resolved = resolve_sizes(resolved, gradient_checkpointing=False, token_budget=DEFAULT_TOKEN_BUDGET, why=why)
-    return _resolve_server_modes(_resolve_length_shaping(resolved), on_gpu=bool(gpus))
+    resolved = _resolve_sync(_resolve_length_shaping(resolved), on_gpu=bool(gpus))
+    resolved = _resolve_server_modes(resolved)
+    for section in _server_sections(resolved.config):
+        resolved = _resolve_server_defaults(resolved, section, host_cores, on_gpu=bool(gpus))
+    return resolved
 
 
 def resolve_traces(resolved: ResolvedConfig[JobConfigT], run: Path) -> ResolvedConfig[JobConfigT]:
@@ -178,35 +190,83 @@ def _resolve_running_requests(resolved: ResolvedConfig[JobConfigT], untested: st
 def _resolve_length_shaping(resolved: ResolvedConfig[JobConfigT]) -> ResolvedConfig[JobConfigT]:
     """DAPO's buffer before the longest response."""
     algorithm, max_tokens = getattr(resolved.config, "algorithm", None), resolved.config.sampling.max_tokens
-    if algorithm is None or not algorithm.overlong_penalty or algorithm.overlong_buffer is not None:
+    if algorithm is None or not algorithm.overlong_penalty:
         return resolved
     why = "a fifth of sampling.max_tokens"
-    return resolved.with_consequence("algorithm.overlong_buffer", max(1, max_tokens // 5), why)
+    return resolved.with_default("algorithm.overlong_buffer", max(1, max_tokens // 5), why, listed=False)
 
 
 # -------------------------------------------------------------------- servers
 
 
-def _resolve_server_modes(resolved: ResolvedConfig[JobConfigT], *, on_gpu: bool) -> ResolvedConfig[JobConfigT]:
-    """Modes of the servers that other settings need, and the defaults of vLLM's settings on this device."""
-    trainer, oversampling, rollout = resolved.config.trainer, resolved.config.oversampling, resolved.config.rollout
+def _resolve_server_modes(resolved: ResolvedConfig[JobConfigT]) -> ResolvedConfig[JobConfigT]:
+    """Modes of the servers that other settings need."""
+    trainer, oversampling = resolved.config.trainer, resolved.config.oversampling
     if trainer.takes_turns:
         resolved = resolved.with_consequence("rollout.sleep_mode", True, "trainer.take_turns")
     if trainer.max_staleness:
         resolved = resolved.with_consequence("rollout.control_routes", True, "trainer.max_staleness")
     elif oversampling.extra_prompts and oversampling.partial_rollouts:
         resolved = resolved.with_consequence("rollout.control_routes", True, "oversampling.partial_rollouts")
-    if rollout.urls:
+    teacher = _served_teacher(resolved.config)
+    if teacher is None:
         return resolved
-    defaults: dict[str, Any] = {"max_num_seqs": DEFAULT_MAX_NUM_SEQS, "chunked_prefill": on_gpu}
+    why = "the longest prompt and response, and one token more"
+    longest = resolved.config.data.max_prompt_length + resolved.config.sampling.max_tokens + 1
+    resolved = resolved.with_default("teacher.server.max_model_len", longest, why, listed=False)
+    return resolved.with_consequence("teacher.server.log_probs", False, "a teacher samples nothing")
+
+
+def _served_teacher(config: JobConfig) -> TeacherConfig | None:
+    """The teacher of a distillation on servers."""
+    teacher: TeacherConfig | None = getattr(config, "teacher", None)
+    return teacher if teacher is not None and teacher.on == "server" else None
+
+
+def _server_sections(config: JobConfig) -> tuple[str, ...]:
+    """The configuration sections of the servers that the run starts."""
+    teacher = _served_teacher(config)
+    started = {"rollout": not config.rollout.urls, "teacher.server": teacher is not None and not teacher.server.urls}
+    return tuple(section for section, is_started in started.items() if is_started)
+
+
+def _resolve_server_defaults(
+    resolved: ResolvedConfig[JobConfigT], section: str, host_cores: Sequence[int], *, on_gpu: bool
+) -> ResolvedConfig[JobConfigT]:
+    """Device and threads of servers, and the defaults of vLLM's settings on this device."""
+    device: Literal["cpu", "cuda"] = "cuda" if on_gpu else "cpu"
+    num_servers = value_of(resolved.config, section).server_count
+    on_host = num_servers if section != "rollout" else -(-num_servers // len(host_cores))
+    defaults = {
+        "device": (device, "trainer.device"),
+        "num_servers": (num_servers, "the default"),
+        "cpu_threads": (server_threads(device, min(host_cores), on_host, None), "the cores of a host"),
+        "max_num_seqs": (DEFAULT_MAX_NUM_SEQS, "the default"),
+        "enforce_eager": (not on_gpu, "the default"),
+        "chunked_prefill": (on_gpu, "the default"),
+    }
     if on_gpu:
-        defaults["gpu_memory_utilization"] = DEFAULT_GPU_MEMORY_UTILIZATION
+        defaults["gpu_memory_utilization"] = (DEFAULT_GPU_MEMORY_UTILIZATION, "the default")
     else:
-        defaults["kv_cache_gib"] = DEFAULT_CPU_KV_CACHE_GIB
-    for name, value in defaults.items():
-        if getattr(resolved.config.rollout, name) is None:
-            resolved = resolved.with_consequence(f"rollout.{name}", value, "the default")
+        defaults["kv_cache_gib"] = (DEFAULT_CPU_KV_CACHE_GIB, "the default")
+    for name, (value, why) in defaults.items():
+        resolved = resolved.with_default(f"{section}.{name}", value, why, listed=False)
     return resolved
+
+
+def _resolve_sync(resolved: ResolvedConfig[JobConfigT], *, on_gpu: bool) -> ResolvedConfig[JobConfigT]:
+    """The transport of weights, unless it depends on the host that each server gets; the size of its buckets."""
+    config = resolved.config
+    names: set[str] = {config.sync.transport}
+    if config.sync.transport == "auto" and config.rollout.urls:
+        names = set(choose_transports(config.sync, config.rollout.urls, on_gpu=on_gpu).values())
+    elif config.sync.transport == "auto":
+        is_here = {"a server here": True} | ({} if config.trainer.ray_address is None else {"one elsewhere": False})
+        names = set(plan_transports("auto", is_here, on_gpu=on_gpu).values())
+    if len(names) == 1:
+        resolved = resolved.with_default("sync.transport", min(names), "the place of the servers", listed=False)
+    smallest = min(transport_kind(name).bucket_mib for name in names)
+    return resolved.with_default("sync.bucket_mib", smallest, "the transport's default", listed=False)
 
 
 def _resolve_decoding(

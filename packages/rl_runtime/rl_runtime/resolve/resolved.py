@@ -50,13 +50,25 @@ class ResolvedConfig(Generic[ConfigT]):
         least = min(gpu.free_bytes for gpu in gpus)
         return cls(config=config, devices=f"{len(gpus)} x {gpus[0].name} ({least / 2**30:.0f} GiB free)")
 
-    def with_default(self, key: str, value: Any, why: str, *, remedy: str = "") -> ResolvedConfig[ConfigT]:
+    def on_trainer_device(self, *, on_gpu: bool) -> ResolvedConfig[ConfigT]:
+        """`trainer.device=auto` decided."""
+        device, why = ("cuda", "there are GPUs") if on_gpu else ("cpu", "there is no GPU")
+        return self.with_default("trainer.device", device, why, listed=False)
+
+    def with_default(
+        self, key: str, value: Any, why: str, *, listed: bool = True, remedy: str = ""
+    ) -> ResolvedConfig[ConfigT]:
         """Sets a setting that is open: null or `auto`.
 
         Raises InputError if the configuration does not take the value; `remedy`: what the user can do then.
+
+        Args:
+            listed: False for a choice that tells the user nothing, as in `with_consequence`.
         """
         if value_of(self.config, key) not in (None, "auto"):
             return self
+        if not listed:
+            return self.with_consequence(key, value, why)
         return replace(self, config=self._with_value(key, value, why, remedy), reasons={**self.reasons, key: why})
 
     def with_consequence(self, key: str, value: Any, why: str) -> ResolvedConfig[ConfigT]:

@@ -10,7 +10,7 @@ from rl_core.batching.layout import DEFAULT_TOKEN_BUDGET
 
 from ..config import DEFAULT_NUM_RANKS
 from ..launch.gpus import Gpu
-from ..launch.session import read_memory
+from ..launch.session import read_devices
 from ..ranks.environment import prepare_driver
 from ..supervised_job_config import SupervisedJobConfigT
 from ..training.engines import naming_engine
@@ -34,7 +34,7 @@ def resolve_supervised(config: SupervisedJobConfigT) -> ResolvedConfig[Supervise
     Raises InputError and PlacementError as `resolve_job`.
     """
     prepare_driver(config.trainer.device)
-    gpus, _ = read_memory(config.trainer)
+    gpus = read_devices(config.trainer).gpus
     resolved = resolve_supervised_for(config, gpus=gpus, shape=read_model_shape(config.model.path) if gpus else None)
     return replace(resolved, warning=device_warning(config.trainer))
 
@@ -43,7 +43,7 @@ def resolve_supervised_for(
     config: SupervisedJobConfigT, *, gpus: Sequence[Gpu], shape: ModelShape | None
 ) -> ResolvedConfig[SupervisedJobConfigT]:
     """The rule of `resolve_supervised`, as a pure function; arguments and errors as in `resolve_job_for`."""
-    resolved = ResolvedConfig.on_devices(config, gpus)
+    resolved = ResolvedConfig.on_devices(config, gpus).on_trainer_device(on_gpu=bool(gpus))
     sp = config.engine.sequence_parallel
     ranks = max(sp, len(gpus) // sp * sp) if gpus else max(sp, DEFAULT_NUM_RANKS)
     why = f"engine.sequence_parallel is {sp}" if ranks == sp > 2 else "one per GPU" if gpus else "two on the CPU"

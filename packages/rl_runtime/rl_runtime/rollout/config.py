@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..rules import Feature, Rule, check_at_least, check_value, only
+from ..rules import Feature, Rule, check_at_least, check_seconds, check_value, only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +38,7 @@ class EpisodeConfig:
         check_value(self, "environment", is_one, f"null with a function ({self.function!r})")
         check_value(self, "options", not self.options or self.environment is not None, "{} without an environment")
         check_at_least(1, self, "max_turns", "max_environments")
-        for name in ("step_timeout_s", "start_timeout_s"):
-            check_value(self, name, getattr(self, name) > 0, "above 0 seconds")
-        check_value(self, "timeout_s", self.timeout_s is None or self.timeout_s > 0, "above 0 seconds, or null")
+        check_seconds(self, "step_timeout_s", "start_timeout_s", "timeout_s")
 
 
 @dataclass(frozen=True, kw_only=True)

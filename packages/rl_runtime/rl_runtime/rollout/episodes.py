@@ -76,11 +76,11 @@ def load_environment(config: EpisodeConfig) -> Callable[..., Any]:
         try:
             inspect.signature(getattr(environment, method)).bind(environment, *arguments)
         except (AttributeError, TypeError) as error:
-            raise InputError(
-                f"episode.environment is {name!r}, which has no method {method}({', '.join(arguments)}): {error}"
-            ) from error
+            problem = f"it has no method {method}({', '.join(arguments)}): {error}"
+            raise InputError(problem, field="episode.environment", value=name) from error
     try:
         inspect.signature(environment).bind(**config.options)
     except TypeError as error:
-        raise InputError(f"episode.options is {dict(config.options)}, which {name} does not take: {error}") from error
+        problem = f"{name} does not take them: {error}"
+        raise InputError(problem, field="episode.options", value=dict(config.options)) from error
     return environment

@@ -338,7 +338,7 @@ def prepare_rewards(functions: Collection[RewardFunction]) -> list[str]:
             try:
                 lines.append(function.call.prepare())
             except ValueError as error:
-                raise InputError(f"{function.key} is {function.name}: {error}") from error
+                raise InputError(str(error), field=function.key, value=function.name) from error
     return list(dict.fromkeys(filter(None, lines)))
 
 

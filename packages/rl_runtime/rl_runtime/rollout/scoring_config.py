@@ -13,7 +13,7 @@ from rollout_vllm.config import read_api_key
 
 from ..config import FrozenModel
 from ..errors import InputError
-from ..rules import Feature, check_at_least, check_value, only
+from ..rules import Feature, check_at_least, check_seconds, check_value, only
 from .reward_services import SERVICES
 
 EPISODE_TERM = "episode"
@@ -120,8 +120,7 @@ class ScoringConfig(RewardConfig):
         check_value(self, "service", self.service == "http" or self.url is not None, "http where url is null")
         check_value(self, "api_key_file", self.api_key is None or self.api_key_file is None, "null if api_key is given")
         check_at_least(1, self, "num_workers")
-        for name in ("timeout_s", "start_timeout_s"):
-            check_value(self, name, getattr(self, name) > 0, "above 0 seconds")
+        check_seconds(self, "timeout_s", "start_timeout_s")
 
     def read_api_key(self) -> str | None:
         """The bearer token, from the file if one is given. Raises rollout_vllm.ApiKeyError if it cannot be read."""

@@ -152,17 +152,17 @@ class RolloutServers:
             except ControlError as error:
                 unlabeled = isinstance(error, UnlabeledTokensError)  # no sign that a server has died
                 if unlabeled or self._watch is None or not self._has_died(serving):
-                    raise RlRuntimeError(f"{error}; {self._cut_instead}") from error
+                    raise self._cut_instead(str(error)) from error
                 continue
             labels = zip(self._endpoints(serving), versions, strict=True)
             if wrong := {endpoint.url: label for endpoint, label in labels if label != version}:
-                wrong_labels = f"the servers {wrong} do not label tokens with policy version {version}"
-                raise RlRuntimeError(f"{wrong_labels}: requests cannot run through a push; {self._cut_instead}")
+                raise self._cut_instead(f"the servers {wrong} do not label tokens with policy version {version}")
             return
 
-    @property
-    def _cut_instead(self) -> str:
-        return f"sync.running_requests is {self._sync.running_requests}, allowed: wait"
+    def _cut_instead(self, problem: str) -> RlRuntimeError:
+        """Requests cannot run through a push."""
+        value = self._sync.running_requests
+        return RlRuntimeError(problem, field="sync.running_requests", value=value, allowed="wait")
 
     @contextmanager
     def _requests_held(self) -> Iterator[None]:

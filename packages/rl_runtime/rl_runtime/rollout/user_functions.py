@@ -37,18 +37,18 @@ def load_attribute(name: str, *, key: str, form: str = "package.module:function"
     """
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
-        raise InputError(f"{key} is {name!r}; allowed: {form}")
+        raise InputError(field=key, value=name, allowed=form)
     try:
         with _no_exit():
             module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
-        hint = "; run in the folder of the module, or add it to PYTHONPATH" * isinstance(error, ImportError)
-        raise InputError(
-            f"{key} is {name!r}, but {module_name} cannot be imported ({describe(error)}){hint}"
-        ) from error
+        remedy = "run in the folder of the module, or add it to PYTHONPATH" if isinstance(error, ImportError) else None
+        problem = f"{module_name} cannot be imported ({describe(error)})"
+        raise InputError(problem, field=key, value=name, remedy=remedy) from error
     target = getattr(module, attribute, None)
     if not callable(target):
-        raise InputError(f"{key} is {name!r}, but {module_name} has no {form.partition(':')[2].lower()} {attribute!r}")
+        problem = f"{module_name} has no {form.partition(':')[2].lower()} {attribute!r}"
+        raise InputError(problem, field=key, value=name)
     loaded: Callable[..., Any] = target
     return loaded
 
@@ -74,14 +74,16 @@ def load_function(
     function, attribute = load_attribute(name, key=key), name.partition(":")[2]
     if is_coroutine is not None and inspect.iscoroutinefunction(function) != is_coroutine:
         raise InputError(
-            f"{key} is {name!r}, which is {'no' if is_coroutine else 'a'} coroutine function; write "
-            f"`{'async def' if is_coroutine else 'def'} {attribute}({', '.join(arguments)})`"
+            f"it is {'no' if is_coroutine else 'a'} coroutine function",
+            field=key,
+            value=name,
+            allowed=f"`{'async def' if is_coroutine else 'def'} {attribute}({', '.join(arguments)})`",
         )
     try:
         signature = inspect.signature(function)
         signature.bind(*arguments, **dict.fromkeys((*keywords, *(signature.parameters.keys() & set(offered)))))
     except TypeError as error:
         call = f"{attribute}({', '.join((*arguments, *keywords))})"
-        advice = f". {advise(function)}".removesuffix(". ")
-        raise InputError(f"{key} is {name!r}, which cannot be called as {call}: {error}{advice}") from error
+        problem = f"it cannot be called as {call}: {error}"
+        raise InputError(problem, field=key, value=name, remedy=advise(function) or None) from error
     return function

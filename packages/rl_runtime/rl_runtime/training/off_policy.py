@@ -8,15 +8,14 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
 from rl_core import ImportanceLevel
+from rollout_vllm import SamplingConfig
 
-from ..errors import InputError
-from ..rules import check_value
+from ..rules import Feature, check_value, only
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_core import Batch
-    from rollout_vllm import SamplingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,22 +39,14 @@ class RolloutCorrection:
     """Lower bound, 0 to 1."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.max_ratio < math.inf:
-            raise InputError(
-                field="max_ratio",
-                value=self.max_ratio,
-                allowed="a finite number from 1, the ratio of equal probabilities",
-            )
+        is_bound = 1 <= self.max_ratio < math.inf
+        check_value(self, "max_ratio", is_bound, "a finite number from 1, the ratio of equal probabilities")
         check_value(self, "min_ratio", 0 <= self.min_ratio <= 1, "0 to 1, the ratio of equal probabilities")
         check_value(self, "min_ratio", self.min_ratio != self.max_ratio, f"below max_ratio ({self.max_ratio})")
         others = [key for key in fields(self) if key.name != "mode"]
-        if not self.enabled and any(getattr(self, key.name) != key.default for key in others):
-            raise InputError(
-                f"level ({self.level}), max_ratio ({self.max_ratio}) and min_ratio ({self.min_ratio}) have no effect",
-                field="mode",
-                value=self.mode,
-                allowed="truncate or mask, or their defaults",
-            )
+        is_read = self.enabled or all(getattr(self, key.name) == key.default for key in others)
+        problem = f"level ({self.level}), max_ratio ({self.max_ratio}) and min_ratio ({self.min_ratio}) have no effect"
+        check_value(self, "mode", is_read, "truncate or mask, or their defaults", problem=problem)
 
     @property
     def enabled(self) -> bool:
@@ -63,25 +54,18 @@ class RolloutCorrection:
         return self.mode not in ("none", None)
 
 
-def check_rollout_correction(correction: RolloutCorrection, sampling: "SamplingConfig") -> None:
-    """Refuses a correction where the servers' log-probs are those of a truncated or reshaped distribution.
-
-    Raises:
-        InputError: names the sampling key.
-    """
-    if not correction.enabled:
-        return
-    neutral = type(sampling)()
-    for name in ("top_p", "top_k", "min_p", "min_tokens", "repetition_penalty"):
-        value, allowed = getattr(sampling, name), getattr(neutral, name)
-        if value != allowed:
-            raise InputError(
-                f"algorithm.rollout_correction.mode={correction.mode} compares the servers' log-probs with the "
-                "trainer's, and these would belong to another distribution",
-                field=f"sampling.{name}",
-                value=value,
-                allowed=str(allowed),
-            )
+_COMPARES = "which compares the servers' log-probs with the trainer's"
+ROLLOUT_CORRECTION = Feature(
+    key="algorithm.rollout_correction.mode",
+    is_on=lambda c: c.algorithm.rollout_correction.enabled,
+    rules=(
+        *(
+            only(f"sampling.{name}", getattr(SamplingConfig(), name), why=f"{_COMPARES}, and these would be reshaped")
+            for name in ("top_p", "top_k", "min_p", "min_tokens", "repetition_penalty")
+        ),
+        only("rollout.log_probs", True, why=_COMPARES),
+    ),
+)
 
 
 def correction_weights(batch: "Batch", correction: RolloutCorrection) -> "Tensor | float":

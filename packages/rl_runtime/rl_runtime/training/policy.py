@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from rl_core import ADVANTAGES, POLICY_LOSSES, KLKind, LossAggregation, check_clip
 
 from ..errors import InputError
-from ..rollout.config import DynamicSamplingConfig
-from ..rules import check_at_least, check_value
-from .off_policy import RolloutCorrection, check_rollout_correction
+from ..rules import Feature, Rule, check_at_least, check_value, only
+from .off_policy import ROLLOUT_CORRECTION, RolloutCorrection
 
 if TYPE_CHECKING:
     from ds_engine import EngineConfig
-    from rollout_vllm import SamplingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,47 +99,10 @@ class PolicyConfig:
         clips = {"clip_low": self.clip_low, "clip_high": self.clip_high, "dual_clip": self.dual_clip}
         return {name: value for name, value in clips.items() if value is not None} | dict(self.loss_options)
 
-    def check_sampling(
-        self, sampling: "SamplingConfig", dynamic_sampling: DynamicSamplingConfig, *, log_probs: bool = True
-    ) -> None:
-        """Refuses sampling that does not fit the algorithm.
-
-        Args:
-            log_probs: whether the servers' log-probs are requested (`rollout.log_probs`).
-
-        Raises:
-            ValueError: names the key.
-        """
-        compares_group = ADVANTAGES[self.advantage].compares_group
-        if compares_group and sampling.n < 2:
-            raise InputError(
-                f"algorithm.advantage={self.advantage} compares the samples of a prompt",
-                field="sampling.n",
-                value=sampling.n,
-                allowed="2 or more",
-                remedy="reinforce_pp and remax work with 1",
-            )
-        if self.overlong_buffer is not None and self.overlong_buffer > sampling.max_tokens:
-            raise InputError(
-                field="algorithm.overlong_buffer",
-                value=self.overlong_buffer,
-                allowed=f"1 to sampling.max_tokens ({sampling.max_tokens})",
-            )
-        if dynamic_sampling.max_rounds and not compares_group:
-            raise InputError(
-                f"algorithm.advantage={self.advantage} learns from groups with equal scores too",
-                field="dynamic_sampling.max_rounds",
-                value=dynamic_sampling.max_rounds,
-                allowed="0",
-            )
-        check_rollout_correction(self.rollout_correction, sampling)
-        if not log_probs and (self.rollout_correction.enabled or self.has_own_loss):
-            reader = (
-                f"algorithm.rollout_correction.mode={self.rollout_correction.mode} compares them with the trainer's"
-            )
-            if self.has_own_loss:
-                reader = f"algorithm.loss={self.loss}, a function of yours, may read rollout_log_probs"
-            raise InputError(reader, field="rollout.log_probs", value=False, allowed="true")
+    @property
+    def compares_group(self) -> bool:
+        """True if the samples of a prompt are compared."""
+        return ADVANTAGES[self.advantage].compares_group
 
     def may_defer_log_probs(self, actor: "EngineConfig") -> bool:
         """True if old log-probs of a step's first mini batch may be left to its update (`OldLogProbs`).
@@ -199,3 +160,42 @@ class PolicyConfig:
             raise InputError(
                 field="overlong_buffer", value=self.overlong_buffer, allowed="null where overlong_penalty is 0"
             )
+
+
+POLICY_FEATURES = (
+    ROLLOUT_CORRECTION,
+    Feature(
+        key="algorithm.advantage",
+        is_on=lambda c: c.algorithm.compares_group,
+        rules=(
+            Rule(
+                field="sampling.n",
+                allowed="2 or more",
+                holds=lambda c: c.sampling.n >= 2,
+                why="which compares the samples of a prompt",
+                remedy="reinforce_pp and remax work with 1",
+            ),
+        ),
+    ),
+    Feature(
+        key="algorithm.advantage",
+        is_on=lambda c: not c.algorithm.compares_group,
+        rules=(only("dynamic_sampling.max_rounds", 0, why="which learns from groups with equal scores too"),),
+    ),
+    Feature(
+        key="algorithm.overlong_buffer",
+        rules=(
+            Rule(
+                field="algorithm.overlong_buffer",
+                allowed="at most sampling.max_tokens",
+                holds=lambda c: c.algorithm.overlong_buffer <= c.sampling.max_tokens,
+            ),
+        ),
+    ),
+    Feature(
+        key="algorithm.loss",
+        is_on=lambda c: c.algorithm.has_own_loss,
+        rules=(only("rollout.log_probs", True, why="a function of yours, which may read rollout_log_probs"),),
+    ),
+)
+"""Demands of `algorithm` on the sampling of a job."""

@@ -7,7 +7,7 @@ from rl_core import DivergenceKind
 from rollout_vllm import RolloutConfig
 
 from ..config import FrozenModel
-from ..rules import check_value
+from ..rules import Feature, Rule, check_value, only
 
 Signal = Literal["sampled", "top_k", "full"]
 
@@ -61,3 +61,23 @@ class TeacherConfig:
         if self.on != "ranks" or self.model is None:
             return ()
         return (FrozenModel(key="teacher.model", path=self.model, keeps_distributions=self.signal == "full"),)
+
+
+TEACHER = Feature(
+    key="teacher.on",
+    is_on=lambda c: c.teacher.on == "server",
+    rules=(
+        only(
+            "sampling.temperature",
+            1,
+            why="whose log-probs are those of temperature 1",
+            remedy="teacher.on=ranks has the student's temperature",
+        ),
+        Rule(
+            field="teacher.server.urls",
+            allowed="with trainer.ray_address the URLs of servers that you have started",
+            holds=lambda c: c.trainer.ray_address is None or bool(c.teacher.server.urls),
+            why="and this run starts teachers on its own host only",
+        ),
+    ),
+)

@@ -14,11 +14,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from .. import commands
+from ..config.differences import flatten
+from ..config.help import default_text
 from ..config.redaction import secrets_in
 from ..errors import ConfigError
 
@@ -66,57 +67,43 @@ def submission(arguments: Sequence[str]) -> list[str]:
     defaults = {
         "--job-name": f"--job-name=plinth-{app[0]}",
         "--cpus-per-task": f"--cpus-per-task={cores}",
-        "--requeue": "--requeue" if _key(config, _RESUME) else "--no-requeue",
+        "--requeue": "--requeue" if config.keys() & set(_RESUME) else "--no-requeue",
     }
     given = {option.partition("=")[0] for option in options}
     added = [option for name, option in defaults.items() if name not in given]
     return ["sbatch", *added, *options, str(BATCH_FILE), sys.executable, *app]
 
 
-def _config_of(app: Sequence[str]) -> dict[str, Any]:
-    """The app's configuration, as `plinth NAME argument ... --print-config` prints it."""
+def _config_of(app: Sequence[str]) -> dict[str, str]:
+    """The values of the app's configuration by dotted key, as `plinth NAME argument ... --print-config` prints it."""
     printed = io.StringIO()
     try:
         with redirect_stdout(printed):
             code: object = contextvars.copy_context().run(commands.main, [*app, "--print-config"])
     except SystemExit as ended:
         code = ended.code
-    config = yaml.safe_load(printed.getvalue()) if code in (0, None) else None
-    if code not in (0, None) or not isinstance(config, dict):
+    if code not in (0, None):
         print(printed.getvalue(), end="", file=sys.stderr)
-        raise SystemExit(code) if code else ConfigError(f"{app[0]} has no configuration; name an app, such as grpo")
-    return config
+        raise SystemExit(code)
+    config = yaml.safe_load(printed.getvalue())
+    if not isinstance(config, dict):
+        raise ConfigError(f"{app[0]} has no configuration; name an app, such as grpo")
+    return flatten(config, text=default_text)
 
 
-def _own_arguments(config: Mapping[str, Any], app: Sequence[str], options: Sequence[str]) -> list[str]:
+def _own_arguments(config: Mapping[str, str], app: Sequence[str], options: Sequence[str]) -> list[str]:
     """Keys that the job sets: it resumes its own run, whose name has the job's number, and starts Ray."""
     several = [option for option in options if option.startswith("--nodes=") and option != "--nodes=1"]
-    if several and not _key(config, (_ADDRESS,)):
+    if several and _ADDRESS not in config:
         raise ConfigError(f"{app[0]} runs on one node (it has no {_ADDRESS})", field="nodes", value=several[0])
-    if (address := _value(config, _ADDRESS)) is not None:
+    if (address := config.get(_ADDRESS, "null")) != "null":
         raise ConfigError(field=_ADDRESS, value=address, allowed="null, because the job starts Ray and sets it")
     given = dict(argument.split("=", 1) for argument in app[1:] if "=" in argument)
-    resume, name = _key(config, _RESUME), _key(config, _NAME)
+    resume, name = (next((key for key in keys if key in config), "") for keys in (_RESUME, _NAME))
     if resume and given.get(resume, "auto") != "auto":
         raise ConfigError(field=resume, value=given[resume], allowed="auto, because the job resumes its own run")
-    if resume and (start := _value(config, f"{resume}_from")) is not None:
+    if resume and (start := config.get(f"{resume}_from", "null")) != "null":
         remedy = f"the job would start there each time that it is queued again; give {name} and the folder of that run"
         raise ConfigError(field=f"{resume}_from", value=start, remedy=remedy)
     own = [f"{resume}=auto"] if resume and resume not in given else []
-    return [*own, f"{name}={_value(config, name)}-@JOB_ID@"] if name and name not in given else own
-
-
-def _key(config: Mapping[str, Any], names: Sequence[str]) -> str:
-    """The first of these dotted keys that the app has; empty if it has none."""
-    for name in names:
-        section, _, last = name.rpartition(".")
-        if last in ((_value(config, section) if section else config) or ()):
-            return name
-    return ""
-
-
-def _value(config: Mapping[str, Any], key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
+    return [*own, f"{name}={config[name]}-@JOB_ID@"] if name and name not in given else own

@@ -86,9 +86,8 @@ def _without_excerpt(error: yaml.YAMLError) -> str:
     if not isinstance(error, yaml.MarkedYAMLError):
         return " ".join(str(error).split())
     parts = []
-    for what, mark in ((error.context, error.context_mark), (error.problem, error.problem_mark)):
-        place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""
-        parts += [f"{what}{place}"] if what else []
+    for text, mark in ((error.context, error.context_mark), (error.problem, error.problem_mark)):
+        parts += [f"{text}{_place(mark)}"] if text else []
     return ", ".join(parts)
 
 
@@ -101,9 +100,9 @@ def _construct(node: yaml.Node, hint: Any, depth: int, budget: Iterator[int]) ->
     """`budget` ends where aliases of aliases would fill the memory."""
     kind = node.tag.removeprefix(_TAG)
     if kind not in (*_KINDS, "str", "seq", "map"):
-        raise YamlError(f"the tag {node.tag!r} is not supported{_where(node)}; write the value without it")
+        raise YamlError(f"the tag {node.tag!r} is not supported{_place(node.start_mark)}; write the value without it")
     if depth == 0 or next(budget, None) is None:
-        raise YamlError(_TOO_DEEP + _where(node))
+        raise YamlError(_TOO_DEEP + _place(node.start_mark))
     if isinstance(node, yaml.ScalarNode):
         return _scalar(node, kind, hint)
     if isinstance(node, yaml.SequenceNode):
@@ -112,10 +111,10 @@ def _construct(node: yaml.Node, hint: Any, depth: int, budget: Iterator[int]) ->
     out: dict[str, Any] = {}
     for key_node, value_node in node.value:
         if not isinstance(key_node, yaml.ScalarNode):
-            raise YamlError(f"a key that is not plain text{_where(key_node)}")
+            raise YamlError(f"a key that is not plain text{_place(key_node.start_mark)}")
         key = str(key_node.value)
         if key in out:
-            raise YamlError(f"the key {key!r} is given twice{_where(key_node)}")
+            raise YamlError(f"the key {key!r} is given twice{_place(key_node.start_mark)}")
         out[key] = _construct(value_node, inner_hint(hint, key), depth - 1, budget)
     return out
 
@@ -125,7 +124,7 @@ def _scalar(node: yaml.ScalarNode, kind: str, hint: Any) -> Any:
     if node.style is not None or kind not in _KINDS or "${" in text:
         return text
     if not _KINDS[kind].match(text):
-        raise YamlError(f"{text!r} is no {kind}{_where(node)}; write it without the tag !!{kind}")
+        raise YamlError(f"{text!r} is no {kind}{_place(node.start_mark)}; write it without the tag !!{kind}")
     if kind == "null":
         return None
     if hint is not None and wants_text(item_hint(hint) or hint):
@@ -139,6 +138,5 @@ def _scalar(node: yaml.ScalarNode, kind: str, hint: Any) -> Any:
     return float(re.sub(r"\.(?=[inIN])", "", text))
 
 
-def _where(node: yaml.Node) -> str:
-    mark = node.start_mark
+def _place(mark: Any) -> str:
     return f" (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""

@@ -19,16 +19,9 @@ class Gpu:
     total_mib: int | None
     used_mib: int | None
     """Memory that processes hold."""
+    free_mib: int | None
+    """Memory that processes can still allocate: as the driver reports it, else all that is not used."""
     driver: str
-    reported_free_mib: int | None = None
-
-    @property
-    def free_mib(self) -> int | None:
-        """Memory that processes can still allocate: as the driver reports it, else all that is not used."""
-        # Total minus used can be too much: drivers reserve memory for themselves and do not count it as used.
-        if self.reported_free_mib is not None:
-            return self.reported_free_mib
-        return None if self.total_mib is None or self.used_mib is None else self.total_mib - self.used_mib
 
 
 def read_gpus() -> tuple[list[Gpu], str]:
@@ -54,26 +47,22 @@ def find_gpu(gpus: Sequence[Gpu], uuid: str) -> Gpu | None:
 def parse_gpus(text: str) -> list[Gpu]:
     """GPUs of nvidia-smi's lines with the fields of the query above; other lines are left out."""
     rows = [[part.strip() for part in line.split(",", 7)] for line in text.splitlines()]
-    return [
-        Gpu(
-            index=int(row[0]),
-            uuid=row[1],
-            name=row[7],
-            capability=_capability(row[2]),
-            total_mib=_number(row[3]),
-            used_mib=_number(row[4]),
-            reported_free_mib=_number(row[5]),
-            driver=row[6],
-        )
-        for row in rows
-        if len(row) == 8 and row[0].isdecimal()
-    ]
+    return [_gpu(*row) for row in rows if len(row) == 8 and row[0].isdecimal()]
 
 
-def _capability(text: str) -> tuple[int, int] | None:
-    major, _, minor = text.partition(".")
-    return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
-
-
-def _number(text: str) -> int | None:
-    return int(text) if text.isdecimal() else None
+def _gpu(index: str, uuid: str, capability: str, total: str, used: str, free: str, driver: str, name: str) -> Gpu:
+    total_mib, used_mib, free_mib = (int(text) if text.isdecimal() else None for text in (total, used, free))
+    # Total minus used can be too much: drivers reserve memory for themselves and do not count it as used.
+    if free_mib is None and total_mib is not None and used_mib is not None:
+        free_mib = total_mib - used_mib
+    major, _, minor = capability.partition(".")
+    return Gpu(
+        index=int(index),
+        uuid=uuid,
+        name=name,
+        capability=(int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None,
+        total_mib=total_mib,
+        used_mib=used_mib,
+        free_mib=free_mib,
+        driver=driver,
+    )

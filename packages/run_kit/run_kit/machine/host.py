@@ -1,7 +1,6 @@
 """Cores, memory, shared memory and disks of this host, or of the container that this process is in."""
 
 import os
-import resource
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -13,21 +12,16 @@ from .check import GIB, MIB, Check, at_least
 
 def check_host(*, num_gpus: int, environment: Mapping[str, str]) -> Iterator[Check]:
     """All checks of this file for this process."""
-    yield from check_cores(_cores(), environment.get("OMP_NUM_THREADS"))
+    yield check_cores(_cores())
     yield check_memory(*_memory())
     yield check_shared_memory(shutil.disk_usage("/dev/shm").free, num_gpus=num_gpus)
     for use, folder in run_folders(environment, Path.home(), Path.cwd()).items():
         yield check_folder(use, folder)
-    if any(Path("/sys/class/infiniband").glob("*")):
-        yield check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
 
 
-def check_cores(cores: float, threads: str | None) -> Iterator[Check]:
-    """Cores, and OMP_NUM_THREADS (`threads`) against them."""
-    yield at_least("cores", f"{cores:g}", cores, warn=2, refuse=0, remedy="ranks and servers need 2 or more cores")
-    if threads is not None and threads.isdecimal() and int(threads) > cores:
-        remedy = f"unset OMP_NUM_THREADS, or set it to at most {max(1, int(cores))}"
-        yield Check("OMP_NUM_THREADS", f"{threads} for each process", "warning", remedy)
+def check_cores(cores: float) -> Check:
+    """Cores that this process may use."""
+    return at_least("cores", f"{cores:g}", cores, warn=2, refuse=0, remedy="ranks and servers need 2 or more cores")
 
 
 def check_memory(total: int, available: int) -> Check:
@@ -63,14 +57,6 @@ def check_folder(use: str, folder: Path) -> Check:
         return Check(use, f"no right to write {existing}", "problem", remedy)
     free = shutil.disk_usage(existing).free
     return at_least(use, f"{_size(free)} free: {folder}", free, warn=5 * GIB, refuse=GIB, remedy=remedy)
-
-
-def check_locked_memory(limit: float) -> Check:
-    """The limit of locked memory (-1: none), which InfiniBand needs to be unlimited."""
-    remedy = "ulimit -l unlimited, or docker run --ulimit memlock=-1"
-    if limit == resource.RLIM_INFINITY:
-        return Check("locked memory", "unlimited")
-    return Check("locked memory", _size(limit), "warning", remedy)
 
 
 def _cores() -> float:

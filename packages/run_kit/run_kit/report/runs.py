@@ -2,19 +2,18 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..config.differences import config_differences
 from ..errors import ReportError
-from ..tracking.curves import Line, draw_stack, label_of, line_svg, lines_of, lines_of_runs, to_svg
+from ..tracking.curves import Line, draw_stack, line_svg, lines_of, lines_of_runs, to_svg
 from ..tracking.metrics_table import MetricsTable, atomic_write, columns_of
 from ..tracking.panels import Panel, choose_panels, measured_columns, single_panels
 from ..tracking.summary import overview, summarize, tail_mean
 from .data import MAX_ROLLOUTS, RunData, read_run, spread
 from .page import Figure, Section, Table, render
-
-Record = Mapping[str, Any]
 
 
 def write_report(run_folder: Path | str, path: Path | str | None = None) -> Path:
@@ -92,7 +91,7 @@ def _plots(runs: Mapping[str, RunData]) -> Iterator[Section]:
         ]
         table = None
         if key == "time":
-            figures, table = [*_step_times(tables), *figures], _time_table(tables)
+            figures, table = [*(_step_times(alone.table) if alone else ()), *figures], _time_table(tables)
         elif key != "curves" and alone is not None and own:
             table = _summaries(alone.table, [name for panel in own for name in panel.metrics])
         elif key == "curves" and alone is not None and alone.supervised is not None:
@@ -105,20 +104,12 @@ def _figure(panel: Panel, lines: Sequence[Line]) -> Figure:
     return Figure(title=panel.title, unit=panel.unit, svg=line_svg(lines, title=panel.title))
 
 
-def _step_times(tables: Mapping[str, MetricsTable]) -> Iterator[Figure]:
-    """The phases of a step on top of each other: over the steps of one run, or their means in several."""
-    panel = next((one for one in choose_panels(columns_of(tables.values()), limit=24) if one.kind == "stack"), None)
-    if panel is None:
-        return
-    names, labels = list(tables) if len(tables) > 1 else [], [label_of(panel, name) for name in panel.metrics]
-    if names:
-        steps = list(range(len(names)))
-        heights = [[_seconds_a_step(table, name) for table in tables.values()] for name in panel.metrics]
-        heights = [[0.0 if math.isnan(height) else height for height in layer] for layer in heights]
-    else:
-        steps, heights = next(iter(tables.values())).aligned(panel.metrics)
-    svg = to_svg(lambda axes: draw_stack(axes, steps, heights, labels, names), title=panel.title, size=(10.5, 2.8))
-    yield Figure(title=panel.title, unit=panel.unit, svg=svg, wide=True)
+def _step_times(table: MetricsTable) -> Iterator[Figure]:
+    """The phases of a step on top of each other, over the steps."""
+    for panel in choose_panels(table.columns, limit=24):
+        if panel.kind == "stack":
+            svg = to_svg(partial(draw_stack, table=table, panel=panel), title=panel.title, size=(10.5, 2.8))
+            yield Figure(title=panel.title, unit=panel.unit, svg=svg, wide=True)
 
 
 def _seconds_a_step(table: MetricsTable, phase: str) -> float:
@@ -160,6 +151,6 @@ def _summaries(table: MetricsTable, names: Sequence[str]) -> Table:
     return Table(head=("metric", "first five", "last five", "change", "lowest", "highest", "last"), rows=rows)
 
 
-def _rollouts(records: Sequence[Record], num_rollouts: int) -> Section:
+def _rollouts(records: Sequence[Mapping[str, Any]], num_rollouts: int) -> Section:
     note = f"{len(records)} of {num_rollouts} kept samples, spread over the run." if len(records) < num_rollouts else ""
     return Section(key="rollouts", title="Rollouts", note=note, has_records=bool(records))

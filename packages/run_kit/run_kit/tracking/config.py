@@ -13,9 +13,7 @@ class TrackingConfig:
     rollouts_per_step: int = 8
     """Samples (prompt, response, reward) of each step written to `rollouts/`; 0 writes none."""
     curves: bool = True
-    """Draw `curves.png`."""
-    curves_interval_s: float = 60.0
-    """Minimum seconds between two drawings of the curves; they are always drawn at the end."""
+    """Draw `curves.png` at the end."""
     tensorboard: bool = True
     """Write TensorBoard events to `tensorboard/`."""
     report: bool = True
@@ -43,7 +41,5 @@ class TrackingConfig:
             raise ConfigError(field="mlflow_uri", value=self.mlflow_uri, allowed="null, or set mlflow_experiment too")
         if self.rollouts_per_step < 0:
             raise ConfigError(field="rollouts_per_step", value=self.rollouts_per_step, allowed="0 or more")
-        if not 0 <= self.curves_interval_s < float("inf"):
-            raise ConfigError(field="curves_interval_s", value=self.curves_interval_s, allowed="0 or more seconds")
         if not 0 < self.memory_interval_s < float("inf"):
             raise ConfigError(field="memory_interval_s", value=self.memory_interval_s, allowed="above 0 seconds")

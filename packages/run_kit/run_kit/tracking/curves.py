@@ -45,14 +45,12 @@ def lines_of(table: MetricsTable, panel: Panel) -> list[Line]:
 def write_curves(table: MetricsTable, path: Path, *, title: str = "") -> Path | None:
     """Draw the main metrics of a table as a grid of small plots and replace `path` by the picture.
 
-    Returns None, and writes nothing, for a table without finite values. Uses matplotlib without its global state, so
-    it can run in any thread.
+    Returns None, and writes nothing, for a table without finite values.
     """
 
     def draw(axes: Any, panel: Panel) -> None:
         if panel.kind == "stack":
-            steps, heights = table.aligned(panel.metrics)
-            draw_stack(axes, steps, heights, [label_of(panel, name) for name in panel.metrics])
+            draw_stack(axes, table, panel)
             return
         draw_lines(axes, lines_of(table, panel))
         if len(panel.metrics) == 1:
@@ -204,25 +202,16 @@ def draw_lines(axes: Any, lines: Sequence[Line], *, legend: bool = True, smoothe
         axes.legend(fontsize=7.5, frameon=False, loc="best", ncols=1 if len(lines) < 4 else 2)
 
 
-def draw_stack(
-    axes: Any,
-    steps: Sequence[int],
-    heights: Sequence[Sequence[float]],
-    labels: Sequence[str],
-    names: Sequence[str] = (),
-) -> None:
-    """Draws layers on top of each other: bars for up to three steps, else areas.
-
-    Args:
-        heights: layer -> value at each step.
-        names: names of the bars, for bars that are not steps.
-    """
-    if names or len(steps) <= 3:
+def draw_stack(axes: Any, table: MetricsTable, panel: Panel) -> None:
+    """Draws the metrics of a panel on top of each other: bars for up to three steps, else areas."""
+    steps, heights = table.aligned(panel.metrics)
+    labels = [label_of(panel, name) for name in panel.metrics]
+    if len(steps) <= 3:
         bottoms = [0.0] * len(steps)
         for values, color, label in zip(heights, COLORS, labels, strict=False):
             axes.bar(steps, values, bottom=bottoms, color=color, label=label, width=0.6)
             bottoms = [below + value for below, value in zip(bottoms, values, strict=True)]
-        axes.set_xticks(steps, list(names) or steps)
+        axes.set_xticks(steps, steps)
     else:
         axes.stackplot(steps, heights, labels=labels, colors=COLORS[: len(labels)], alpha=0.85, step="mid")
     highest = max((math.fsum(column) for column in zip(*heights, strict=True)), default=0.0)

@@ -1,6 +1,5 @@
 """`metrics.tsv`: one row per step, tab-separated, readable during the run."""
 
-import copy
 import errno
 import math
 import os
@@ -97,12 +96,6 @@ class MetricsTable:
     def steps(self) -> tuple[int, ...]:
         """Logged steps, ascending."""
         return tuple(self._rows)
-
-    def snapshot(self) -> "MetricsTable":
-        """A copy of the table, to be read in another thread while this one goes on."""
-        taken = copy.copy(self)
-        taken._columns, taken._rows = list(self._columns), {step: dict(row) for step, row in self._rows.items()}
-        return taken
 
     def row(self, step: int) -> dict[str, float | int]:
         """Metrics of one step."""

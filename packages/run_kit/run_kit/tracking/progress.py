@@ -1,7 +1,6 @@
-"""Progress output: one line per step, and a live status line on terminals."""
+"""Progress output: one line per step."""
 
 import math
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -26,8 +25,7 @@ def duration_text(seconds: float) -> str:
 class Progress:
     """Prints `step  3/30  score 0.412  1,034 tok/s  4.2 s/step  1m53s left`.
 
-    The time left is the median of the last ten steps times the steps to go. On a terminal `status` also shows the
-    current phase on a line that is overwritten; a file or a pipe gets the step lines only.
+    The time left is the median of the last ten steps times the steps to go.
 
     Args:
         total_steps: last step number.
@@ -50,8 +48,6 @@ class Progress:
         self._clock = clock
         self._last = clock()
         self._durations: deque[float] = deque(maxlen=10)
-        self._status_shown = False
-        self._status_time = -math.inf
 
     def step(
         self,
@@ -96,44 +92,8 @@ class Progress:
 
     def message(self, text: str) -> None:
         """Print a line of text between the step lines."""
-        self.close()
-        stream = self._out()
-        stream.write(f"{text}\n")
-        stream.flush()
-
-    def status(self, text: str, done: int | None = None, total: int | None = None) -> None:
-        """Show the current phase, on terminals only and at most ten times a second: `step 4/30  rollout  128/256`."""
-        stream = self._out()
-        now = self._clock()
-        if not _is_terminal(stream) or (now - self._status_time < 0.1 and done != total):
-            return
-        self._status_time = now
-        line = f"step {self._next_step}/{self.total_steps}  {text}"
-        if done is not None and total:
-            filled = round(20 * min(1.0, done / total))
-            line += f"  [{'#' * filled}{'-' * (20 - filled)}] {done}/{total}"
-        stream.write(f"\r\x1b[2K{line[:150]}")
-        stream.flush()
-        self._status_shown = True
-
-    def close(self) -> None:
-        """Clear the status line."""
-        if self._status_shown:
-            stream = self._out()
-            stream.write("\r\x1b[2K")
-            stream.flush()
-            self._status_shown = False
+        print(text, file=self._stream, flush=True)
 
     def restart_clock(self) -> None:
         """Start the next step's time now (after validation or a recovery, which are not part of it)."""
         self._last = self._clock()
-
-    def _out(self) -> TextIO:
-        return self._stream if self._stream is not None else sys.stdout
-
-
-def _is_terminal(stream: TextIO) -> bool:
-    try:
-        return stream.isatty()
-    except ValueError:
-        return False  # closed

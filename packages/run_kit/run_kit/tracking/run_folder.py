@@ -1,24 +1,30 @@
 """Run folder: its name, its files, and a log of the console output."""
 
+import calendar
 import contextlib
+import itertools
 import logging
 import re
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable, Iterator
-from datetime import datetime
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 from ..config.redaction import redact, yaml_without_secrets
 from ..errors import OWN_PACKAGES, TrackingError
 from ..signals import RunStopped
+from ..terminal import Terminal
 from .metrics_table import atomic_write, is_disk_full
+from .run_state import read_state
 
 EXPERIMENT_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._+=-]*"
 """Allowed experiment names (a run's folder starts with the name)."""
 
+_TIME_FORMAT = "%Y%m%d_%H%M%S"
+_TIME_IN_NAME = re.compile(r"_(\d{8}_\d{6})(?:_\d+)?$")  # earlier versions added _2 to a second run of a second
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
@@ -62,12 +68,15 @@ class RunFolder:
         experiment: str,
         *,
         private: bool = True,
-        now: Callable[[], datetime] = datetime.now,
+        now: Callable[[], float] = time.time,
     ) -> "RunFolder":
-        """Make `<output_dir>/<experiment>_<YYYYmmdd_HHMMSS>/`; appends `_2` if the folder exists.
+        """Make `<output_dir>/<experiment>_<YYYYmmdd_HHMMSS>/`, the time in UTC.
+
+        It is a later second than that of every run of the experiment there, also if the clock was set back.
 
         Args:
             private: only this user can enter it (mode 0700); False: as the umask allows.
+            now: seconds since the epoch; for tests.
 
         Raises:
             TrackingError: an invalid name, or a folder that cannot be created.
@@ -75,8 +84,11 @@ class RunFolder:
         if not re.fullmatch(EXPERIMENT_PATTERN, experiment):
             allowed = "letters, digits and . _ + = -, with a letter or digit first"
             raise TrackingError(field="experiment", value=experiment, allowed=allowed)
-        mode = 0o700 if private else 0o777
-        return cls(_make_new(Path(output_dir), f"{experiment}_{now():%Y%m%d_%H%M%S}", mode))
+        parent = Path(output_dir)
+        begun = now()
+        for name in runs_of_experiment(experiment, parent)[:1]:
+            begun = max(begun, begun_s(parent / name) + 1)
+        return cls(_make_new(parent, experiment, begun, 0o700 if private else 0o777))
 
     @classmethod
     def open(cls, path: str | Path) -> "RunFolder":
@@ -91,7 +103,7 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """Name of the folder: experiment and time."""
+        """Name of the folder: experiment and time in UTC."""
         return self.path.name
 
     def write_config(self, config: Any, comment: str = "") -> Path:
@@ -120,17 +132,42 @@ class RunFolder:
         self._stack.close()
 
 
-def _make_new(parent: Path, stem: str, mode: int) -> Path:
+def begun_s(folder: Path) -> float:
+    """Seconds since the epoch when a run began: by its `run.json`, else by the time in its name, else 0."""
+    state = read_state(folder / "run.json")
+    return name_s(folder.name) if state is None else state.begun
+
+
+def name_s(name: str) -> float:
+    """Seconds since the epoch of the time in a run's name; 0 if it has none."""
+    time_in_name = _TIME_IN_NAME.search(name)
+    try:
+        return calendar.timegm(time.strptime(time_in_name[1], _TIME_FORMAT)) if time_in_name else 0
+    except ValueError:  # digits that are no time
+        return 0
+
+
+def runs_of_experiment(experiment: str, folder: Path, further: Iterable[str] = ()) -> list[str]:
+    """Names of the runs of an experiment in `folder` and of `further` ones (in a storage), the newest first.
+
+    The time of a run is that of its `run.json`, which no change of the time zone moves, else the one in its name.
+    """
+    here = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    names = {name for name in (*here, *further) if _TIME_IN_NAME.sub("", name) == experiment != name}
+    return sorted(names, key=lambda name: (begun_s(folder / name), name), reverse=True)
+
+
+def _make_new(parent: Path, experiment: str, begun: float, mode: int) -> Path:
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        for attempt in range(1, 10_000):
-            path = parent / (stem if attempt == 1 else f"{stem}_{attempt}")
+        for second in itertools.count():
+            path = parent / f"{experiment}_{time.strftime(_TIME_FORMAT, time.gmtime(begun + second))}"
             with contextlib.suppress(FileExistsError):
                 path.mkdir(mode)
-                return path.resolve()
+                break
     except OSError as error:
         raise TrackingError(f"cannot make a run folder in {parent}: {error.strerror or error}") from None
-    raise TrackingError(f"cannot find a free name for {stem} in {parent}")
+    return path.resolve()
 
 
 class LogFile:
@@ -183,8 +220,7 @@ class LogFile:
             # No error from a print: the run ends where it next saves what it computed, with that file's name.
             with contextlib.suppress(OSError):
                 self._file.close()
-            if sys.__stderr__ is not None:
-                sys.__stderr__.write(f"warning: {self._file.name} ends here: {error.strerror}\n")
+            Terminal(sys.__stderr__).write(f"warning: {self._file.name} ends here: {error.strerror}\n")
 
 
 def visible_line(line: str) -> str:
@@ -193,25 +229,20 @@ def visible_line(line: str) -> str:
     return _CONTROL.sub("", _ANSI.sub("", visible)).rstrip()
 
 
-class _Tee:
-    """A stream without secrets that also writes to the log; other attributes come from the original stream."""
+class _Tee(Terminal):
+    """A terminal without secrets. The log comes first: what happens to the terminal does not change it."""
 
     def __init__(self, original: TextIO, log: LogFile, name: str) -> None:
-        self._original = original
-        self._log = log
-        self._name = name
+        super().__init__(original)
+        self._log, self._name = log, name
+        self.log()
+        if isinstance(original, Terminal):
+            original.log()
 
     def write(self, text: str) -> int:
-        self._original.write(redact(text))
         self._log.feed(self._name, text)
+        super().write(redact(text))
         return len(text)
-
-    def writelines(self, lines: list[str]) -> None:
-        for line in lines:
-            self.write(line)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
 
 
 @contextlib.contextmanager

@@ -61,9 +61,13 @@ def process_namespace() -> str:
 
 
 class StateFile:
-    """Writes a run's state into its folder, and a sign of life every `HEARTBEAT_S` seconds until `close`."""
+    """Writes a run's state into its folder, and a sign of life every `HEARTBEAT_S` seconds until `close`.
 
-    def __init__(self, path: Path, *, app: str, num_steps: int) -> None:
+    Args:
+        not_before: seconds since the epoch; a clock that was set back does not make the run older than this.
+    """
+
+    def __init__(self, path: Path, *, app: str, num_steps: int, not_before: float = 0.0) -> None:
         self._path = path
         self._facts: dict[str, Any] = {
             "app": app,
@@ -72,7 +76,7 @@ class StateFile:
             "pid": os.getpid(),
             "namespace": process_namespace(),
             "started": process_start(os.getpid()),
-            "begun": time.time(),
+            "begun": max(time.time(), not_before),
         }
         self._closed = threading.Event()
         self._write(RunState(state="running", **self._facts))

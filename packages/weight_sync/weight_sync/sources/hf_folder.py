@@ -1,31 +1,17 @@
 """Source for the safetensors files of a Hugging Face model folder."""
 
-import json
-import struct
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from plinth_base.dtypes import DTYPE_BYTES
+from plinth_base.model_folder import ModelFolderError, read_safetensors_header, weight_files
+
 from ..errors import SourceError
 from ..manifest import TensorEntry, WeightManifest
 from ..plan import Bucket
 from .base import staged
-
-_TORCH_NAMES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
 
 
 class HfFolderSource:
@@ -34,13 +20,19 @@ class HfFolderSource:
     def __init__(self, path: str | Path) -> None:
         self._files: dict[str, tuple[Path, int]] = {}
         entries = []
-        paths = [file for file in sorted(Path(path).glob("*.safetensors")) if file.is_file()]
-        if not paths:
-            raise SourceError("the folder has no *.safetensors file", value=str(path))
-        for file in paths:
-            for name, shape, dtype, start in _read_header(file):
-                self._files[name] = (file, start)
-                entries.append(TensorEntry(name=name, shape=shape, dtype=dtype))
+        try:
+            files = [file for file in weight_files(path) if file.suffix == ".safetensors"]
+            headers = {file: read_safetensors_header(file) for file in files}
+        except ModelFolderError as error:
+            raise SourceError(error.problem, value=error.value, remedy=error.remedy) from error
+        if not files:
+            raise SourceError("the folder has no model.safetensors and no index of one", value=str(path))
+        for file, header in headers.items():
+            for name, stored in header.items():
+                if stored.dtype not in DTYPE_BYTES:
+                    raise SourceError(f"{name} has dtype {stored.dtype}, which cannot be sent", value=str(file))
+                self._files[name] = (file, stored.start)
+                entries.append(TensorEntry(name=name, shape=stored.shape, dtype=stored.dtype))
         self._manifest = WeightManifest.of(entries)
 
     def manifest(self) -> WeightManifest:
@@ -59,30 +51,3 @@ class HfFolderSource:
                     target = memoryview(host[slot.offset : slot.offset + slot.nbytes].numpy().data)
                     if stream.readinto(target) != slot.nbytes:
                         raise SourceError(f"the file ends within {slot.name}", value=str(file))
-
-
-def _read_header(file: Path) -> list[tuple[str, tuple[int, ...], str, int]]:
-    """(name, shape, dtype, first byte in the file) of each tensor, by position."""
-    with file.open("rb") as stream:
-        head = stream.read(8)
-        size = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-        if not 0 < size <= file.stat().st_size - 8:
-            raise SourceError("not a safetensors file", value=str(file))
-        text = stream.read(size)
-    tensors = []
-    name, end = "the header", file.stat().st_size - 8 - size
-    try:
-        for name, info in json.loads(text).items():
-            if name == "__metadata__":
-                continue
-            first, last = info["data_offsets"]
-            if info["dtype"] not in _TORCH_NAMES:
-                raise SourceError(f"{name} has dtype {info['dtype']}, which cannot be sent", value=str(file))
-            entry = TensorEntry(name=name, shape=tuple(info["shape"]), dtype=_TORCH_NAMES[info["dtype"]])
-            if not 0 <= first <= last <= end or last - first != entry.num_bytes:
-                raise SourceError(f"{name} lies at bytes {first} to {last} of {end}", value=str(file))
-            tensors.append((name, entry.shape, entry.dtype, 8 + size + first))
-    except (LookupError, TypeError, AttributeError, RecursionError, ValueError) as error:
-        problem = f"{name} cannot be read: {type(error).__name__}: {error}"
-        raise SourceError(problem, value=str(file)) from error
-    return sorted(tensors, key=lambda item: item[3])

@@ -1,11 +1,11 @@
-"""Reference of a configuration as Markdown: what `--help` lists, for a documentation site. Imports nothing heavy."""
+"""Reference of a configuration as Markdown: what `--help` lists, for the documentation site."""
 
 import re
 from collections.abc import Iterator, Sequence
 
-from .field_docs import class_doc, field_doc
-from .help import PresetFile, default_text
-from .schema import MISSING, Key, Section, entries, type_text
+from run_kit.config.field_docs import class_doc, field_doc
+from run_kit.config.help import PresetFile, default_text
+from run_kit.config.schema import MISSING, Key, Section, entries, type_text
 
 
 def reference_text(
