@@ -180,7 +180,7 @@ def test_metrics_have_the_newest_sample() -> None:
 
 
 def test_sampler_that_fails_for_a_while_goes_on_and_says_so() -> None:
-    memory = TreeMemory(rss_bytes=GIB, pss_bytes=GIB, num_processes=4)
+    memory = TreeMemory(pss_bytes=GIB, num_processes=4)
     fails, tries = threading.Event(), threading.Semaphore(0)
     fails.set()
 
