@@ -22,10 +22,11 @@ import apps.bench.main as bench
 from apps.bench import runner
 from apps.bench.config import SIX_CASES, SixCaseConfig, StageGateConfig
 from apps.bench.plan import Case, gate_name, plan_gate, plan_six
-from apps.bench.results import Row, compare_rows, mean_interval, overall_rows, tsv_text, verdict
+from apps.bench.results import compare_rows, mean_interval, overall_rows, verdict
 from apps.bench.runner import completed_row
 from apps.grpo.config import GrpoConfig
 from apps.ppo.config import PpoConfig
+from apps.tables import Row, tsv_text
 from rl_runtime import InputError
 from run_kit import load_config
 
@@ -206,7 +207,7 @@ def test_a_user_error_is_not_retried(stand_in: Path) -> None:
 
 
 def test_a_case_ends_at_its_timeout(stand_in: Path) -> None:
-    done = go(stand_in, retries=0, timeout_s=2.0, pause=60)
+    done = go(stand_in, retries=0, timeout_s=1.0, pause=60)
     assert done["status"] == "failed"
     assert done["wall_s"] < 30
 
@@ -216,7 +217,7 @@ def test_an_interrupt_ends_the_case(stand_in: Path) -> None:
         raise KeyboardInterrupt
 
     earlier = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 2.0)
+    signal.setitimer(signal.ITIMER_REAL, 1.0)
     try:
         with pytest.raises(KeyboardInterrupt):
             go(stand_in, pause=300)

@@ -12,7 +12,7 @@ from apps.grpo.config import GrpoConfig
 from apps.grpo.main import check
 from benchmarks.random_model import write_random_model
 from rl_runtime import InputError, ResolvedConfig, resolve_job
-from rl_runtime.launch import auto_address
+from rl_runtime.launch import cluster
 from rl_runtime.ranks.environment import cache_variables
 from run_kit import load_config
 
@@ -98,7 +98,7 @@ model.path: model.path=LONG warm_start.steps=0
 
 @pytest.mark.parametrize("line", REFUSED.split("\n")[1:-1])
 def test_refused(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto_address, "read_raylets", lambda _: iter(()))  # a cluster of this host would be joined
+    monkeypatch.setattr(cluster, "read_ray_address", lambda: None)  # a cluster of this host would be joined
     word, settings = line.split(": ", 1)
     overrides = settings.replace("LONG", "a" * 5000).replace("size:3", "size: 3").split(" ")
     if "{size:" in overrides:  # the value has a blank

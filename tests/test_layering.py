@@ -32,9 +32,9 @@ NEIGHBORS: dict[str, dict[str, str]] = {
     "ds_engine": {
         "guard": "torch_errors.py upstream.py",
         "model": "batch.py config.py distributed.py nf4_size.py simple.py upstream.py",
-        "planning": "config.py nf4_size.py upstream.py",
+        "planning": "config.py nf4_size.py optimizers.py upstream.py",
         "state": "model upstream.py",
-        "zero": "config.py distributed.py model upstream.py",
+        "zero": "config.py distributed.py model optimizers.py upstream.py",
     },
     "rollout_vllm": {
         "client": "config.py samples.py",
@@ -48,14 +48,14 @@ NEIGHBORS: dict[str, dict[str, str]] = {
         "vllm_plugin": "adapter.py channel.py config.py plan.py tensors.py transports",
     },
     "ckpt": {
-        "savers": "digest.py files.py hf_export.py manager.py reader.py store upstream.py",
+        "savers": "digest.py files.py manager.py reader.py store tensor_file.py upstream.py",
         "store": "digest.py files.py manager.py manifest.py pins.py reader.py retention.py",
-        "tools": "files.py hf_export.py manager.py manifest.py retention.py store upstream.py zero",
+        "tools": "files.py hf_export.py manager.py manifest.py store tensor_file.py zero",
         "zero": "upstream.py",
     },
     "rl_data": {
         "files": "",
-        "prepare": "config.py files rendering.py rewards rows.py tokenizer.py",
+        "prepare": "config.py files rewards rows.py",
         "rewards": "config.py",
         "tasks": "",
     },

@@ -67,7 +67,9 @@ def test_adapters_have_pefts_names_in_three_packages(lora: LoraConfig) -> None:
 def test_adapters_are_merged_as_by_peft_in_two_packages(lora: LoraConfig) -> None:
     model = adapted(lora)
     parameters = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
-    by_ckpt = dict(merge_lora(parameters, adapter_settings(model)))
+    adapters = [(name, parameter) for name, parameter in parameters if ".lora_" in name]
+    base = [(name.replace(".base_layer.", "."), value) for name, value in parameters if ".lora_" not in name]
+    by_ckpt = dict(merge_lora(adapters, base, adapter_settings(model)))
     by_ds_engine = {tensor.name: tensor.value() for tensor in whole_tensors(model)}
     by_peft = {}
     for name, layer in model.named_modules():

@@ -12,6 +12,7 @@ from typing import Any
 
 from apps.bench.config import BenchConfig, SixCaseConfig, StageGateConfig
 from apps.bench.plan import Case, plan_gate, plan_six
+from apps.tables import Row, cell_text, tsv_text
 from run_kit import RunFolder, run_cli
 from run_kit.cli import INVOKED_AS
 from run_kit.config.redaction import yaml_without_secrets
@@ -27,13 +28,11 @@ SHOWN = ("status", "last_step", "avg_score_tail5", "avg_throughput_tail5", "avg_
 def run(config: BenchConfig, *, plan: Callable[[Any], list[Case]], command: str) -> int:
     """Run the cases one after the other; return 0, or 1 if a case failed or a verdict is `fail`."""
     from apps.bench.report import write_report
-    from apps.bench.results import Row, cell_text, compare_rows, overall_rows, tsv_text
-    from apps.bench.runner import completed_row, run_case
-    from rl_runtime.app.resume import earlier_folder
+    from apps.bench.results import compare_rows, overall_rows
+    from apps.bench.runner import completed_row, earlier_folder, run_case
 
     cases = plan(config)
-    folder = earlier_folder(config, config.run_tag, noun="a benchmark")
-    folder = folder or RunFolder.create(config.output_dir, config.run_tag).path
+    folder = earlier_folder(config) or RunFolder.create(config.output_dir, config.run_tag).path
     (folder / "config.yaml").write_text(yaml_without_secrets(config))
     print(f"{folder}: {len(cases)} cases of {config.steps} steps", flush=True)
     summary: list[Row] = []

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from apps.bench.config import BenchConfig, StageGateConfig
-from apps.bench.results import Row, compare_rows, key_metric_rows, markdown_table, overall_rows
+from apps.bench.results import compare_rows, key_metric_rows, overall_rows
+from apps.tables import Row, markdown_table
 from ckpt import package_versions
 from run_kit import MetricsTable, write_compared_curves, write_comparison
 from run_kit.config.redaction import yaml_without_secrets

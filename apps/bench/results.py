@@ -5,17 +5,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
 
 from scipy import stats
 
 from apps.bench.config import StageGateConfig
 from apps.bench.plan import Case, gate_name
+from apps.tables import Row
 from run_kit import MetricsTable, tail_mean
 
 KEY_METRICS = ("critic/score/mean", "perf/throughput", "perf/max_memory_reserved_gb", "timing_s/step")
-
-Row = dict[str, Any]
 Interval = tuple[float, float]
 
 
@@ -124,25 +122,3 @@ def verdict(interval: Interval, allowed: Interval) -> str:
     if least <= low and high <= most:
         return "pass"
     return "fail" if high < least or low > most else "inconclusive"
-
-
-def tsv_text(rows: Sequence[Row]) -> str:
-    """Rows with equal keys as a tab-separated table; missing values are empty."""
-    lines = ["\t".join(rows[0])] if rows else []
-    lines += ["\t".join(cell_text(value) for value in row.values()) for row in rows]
-    return "".join(f"{line}\n" for line in lines)
-
-
-def markdown_table(rows: Sequence[Row]) -> str:
-    """The columns with any value as a Markdown table."""
-    columns = [name for name in (rows[0] if rows else ()) if any(cell_text(row[name]) for row in rows)]
-    lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
-    lines += [f"| {' | '.join(cell_text(row[name], digits=4) for name in columns)} |" for row in rows]
-    return "\n".join(lines)
-
-
-def cell_text(value: Any, digits: int = 6) -> str:
-    """A value formatted for a table."""
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return ""
-    return f"{value:.{digits}g}" if isinstance(value, float) else str(value)

@@ -15,9 +15,11 @@ from typing import Any
 
 from apps.bench.config import BenchConfig
 from apps.bench.plan import Case
-from apps.bench.results import Row, summary_row
+from apps.bench.results import summary_row
+from apps.tables import Row
 from rl_runtime import InputError
 from rl_runtime.ranks.environment import python_path
+from rl_runtime.rules import check_value
 
 USER_MISTAKE = 2
 """Exit code of an app that refused its arguments."""
@@ -26,6 +28,21 @@ USER_MISTAKE = 2
 def app_command(app: str) -> list[str]:
     """The app, run by this Python interpreter."""
     return [sys.executable, "-m", f"apps.{app}.main"]
+
+
+def earlier_folder(config: BenchConfig) -> Path | None:
+    """The folder that `resume=auto` continues; None to start a new one.
+
+    Raises InputError if `resume_from` is no folder of a benchmark.
+    """
+    if config.resume == "never":
+        return None
+    if config.resume_from is None:
+        earlier = sorted(Path(config.output_dir).glob(f"{config.run_tag}_[0-9]*/config.yaml"))
+        return earlier[-1].parent.resolve() if earlier else None
+    folder = Path(config.resume_from)
+    check_value(config, "resume_from", (folder / "config.yaml").is_file(), "the folder of a benchmark")
+    return folder.resolve()
 
 
 def completed_row(case: Case, folder: Path) -> Row | None:

@@ -34,12 +34,11 @@ class AlgorithmConfig:
             ("undesirable_weight", 1.0, "kto"),
         ):
             value = getattr(self, name)
-            if not 0 <= value < float("inf"):
-                raise ValueError(f"{name} is {value}; allowed: 0 or more")
-            if value != default and self.loss != loss:
-                raise ValueError(f"{name} is {value}; allowed: {default:g} with loss={self.loss}; it belongs to {loss}")
-        if not self.desirable_weight + self.undesirable_weight:
-            raise ValueError("undesirable_weight is 0; allowed: above 0 where desirable_weight is 0")
+            check_value(self, name, 0 <= value < float("inf"), "0 or more")
+            is_used = self.loss == loss
+            check_value(self, name, is_used or value == default, f"{default:g} with loss={self.loss}, not {loss}")
+        has_weight = self.desirable_weight + self.undesirable_weight > 0
+        check_value(self, "undesirable_weight", has_weight, "above 0 where desirable_weight is 0")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,10 @@
 """Configuration of `apps.evaluate.main`."""
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from rl_data import DataConfig
 from rl_runtime import InputError, ModelConfig, TaskSize
-from rl_runtime.config import check_resume, check_run_name
+from rl_runtime.config import check_run_name
 from rl_runtime.rollout.config import EpisodeConfig
 from rl_runtime.rollout.scoring_config import ScoringConfig
 from rl_runtime.rules import check_at_least, check_value
@@ -18,20 +17,16 @@ class CheckpointsConfig:
     """Checkpoints that one command evaluates, all on the same servers."""
 
     folder: str | None = None
-    """A run folder of an app (`outputs/grpo_...`) with checkpoints, or a folder with model folders or PEFT adapters
-    named `checkpoint-100`. null: the model at `model.path`."""
+    """A run folder of an app (`outputs/grpo_...`) with checkpoints; null: the model at `model.path`."""
     steps: tuple[int, ...] = ()
     """Steps to evaluate, as in `checkpoints.steps=[100,200]`; empty: all."""
     newest: bool = False
     """Evaluate the newest checkpoint only."""
-    role: str = "actor"
-    """The model to evaluate, of the several in a checkpoint of a run."""
 
     def __post_init__(self) -> None:
-        if self.folder is None and (self.steps or self.newest):
-            raise InputError(field="folder", value=None, allowed="the folder of the checkpoints, with steps or newest")
-        if self.steps and self.newest:
-            raise InputError(field="newest", value=True, allowed=f"false with steps={list(self.steps)}")
+        needs_folder = bool(self.steps) or self.newest
+        check_value(self, "folder", self.folder is not None or not needs_folder, "a run folder, with steps or newest")
+        check_value(self, "newest", not (self.steps and self.newest), "false with steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +50,6 @@ class EvaluateConfig:
     """Bootstrap resamples of the prompts."""
     compare: tuple[str, ...] = ()
     """Folders of earlier evaluations for the report to compare with; the first model of the first is the baseline."""
-    only_compare: bool = False
-    """Evaluate nothing: only write the report about `compare`."""
     seed: int = 1
     """Seed of sampling and of the bootstrap; each model of a sweep samples with the same seeds."""
     experiment: str = "evaluate"
@@ -65,10 +58,6 @@ class EvaluateConfig:
     """Parent of the folders of evaluations."""
     private_output: bool = True
     """Only this user can enter the folder (mode 0700); false: as the umask allows."""
-    resume: Literal["never", "auto"] = "never"
-    """`auto` continues the newest evaluation of this experiment: models in its table are not evaluated again."""
-    resume_from: str | None = None
-    """The folder to continue with `resume=auto`; null: the newest of this experiment in `output_dir`."""
 
     def __post_init__(self) -> None:
         if bad := [k for k in self.pass_at if not 1 <= k <= self.sampling.n]:
@@ -77,11 +66,6 @@ class EvaluateConfig:
         check_at_least(1, self, "num_resamples")
         check_at_least(0, self, "seed")
         check_run_name(self)
-        check_resume(self)
-        if self.data.train:
-            raise InputError(field="data.train", value=self.data.train, allowed="empty: data.val has the prompts")
-        if self.rollout.urls and self.checkpoints.folder is not None:
-            allowed = "null with rollout.urls, whose servers keep their model"
-            raise InputError(field="checkpoints.folder", value=self.checkpoints.folder, allowed=allowed)
-        if self.only_compare and not self.compare:
-            raise InputError(field="only_compare", value=True, allowed="false without compare")
+        check_value(self, "data.train", not self.data.train, "empty: data.val has the prompts")
+        is_alone = not self.rollout.urls or self.checkpoints.folder is None
+        check_value(self, "checkpoints.folder", is_alone, "null with rollout.urls, whose servers keep their model")

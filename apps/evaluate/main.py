@@ -1,18 +1,22 @@
 """Evaluates models on held-out prompts: `plinth evaluate model.path=FOLDER data.val=FILE [key=value ...]`.
 
-`--help` lists every key. It samples `sampling.n` responses to each prompt, scores them as training scores them, and
+`--help all` lists all keys. It samples `sampling.n` responses to each prompt, scores them as training scores them, and
 reports pass@k, mean@n and maj@n with bootstrap intervals over the prompts. `checkpoints.folder` evaluates all
 checkpoints of a run on the same servers, `rollout.urls` existing servers; `compare` shows how much models differ.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import rl_runtime
 import run_kit
 from apps.evaluate.config import EvaluateConfig
+from rl_runtime.app.cli import COMMON_KEYS
+from run_kit.cli import INVOKED_AS
+from run_kit.tracking.run_state import StateFile
 
 if TYPE_CHECKING:
     from apps.evaluate.checks import Plan
@@ -22,56 +26,52 @@ if TYPE_CHECKING:
 
 
 def main(config: EvaluateConfig) -> int:
-    """Evaluates the models that the table lacks and writes the report; returns 1 if a model could not be evaluated."""
-    from apps.evaluate.checks import check, open_run
+    """Evaluates all models and writes the report; returns 1 if a model could not be evaluated."""
+    from apps.evaluate.checks import check
     from apps.evaluate.report import write_results
-    from apps.evaluate.results import in_order, load_evaluations
-    from apps.evaluate.targets import is_missing
 
     plan = check(config)
-    with open_run(plan.config, plan.folder, num_models=len(plan.targets)) as run:
+    run = run_kit.RunFolder.create(config.output_dir, config.experiment, private=config.private_output)
+    run.write_config(plan.config)
+    state = StateFile(run.state_file, app=INVOKED_AS.get(), num_steps=len(plan.targets))
+    with ExitStack() as stack:
+        stack.push(lambda _, error, __: state.close(error))
+        stack.enter_context(run)
         print("\n".join([f"{run.path}: {len(plan.targets)} models", *plan.notes]), flush=True)
-        table = load_evaluations(run.path)
-        missing = [target for target in plan.targets if is_missing(target, table)]
-        if present := [target.name for target in plan.targets if target not in missing]:
-            print(f"already in the table: {', '.join(present)}")
-        failed = evaluate_all(missing, plan, run.path, table) if missing else {}
-        if table or plan.compared:
-            write_results(run.path, plan.config, in_order(list(table.values())), plan.compared)
-            print(f"{run.path / 'report.html'}, with results.tsv and summary.json")
+        evaluations, failed = evaluate_all(plan, run.path)
+        if evaluations:
+            write_results(run.path, plan.config, evaluations, plan.compared)
+            print(f"{run.path / 'report.html'}, with results.tsv, summary.json and samples.jsonl")
         for name, reason in failed.items():
             print(f"failed: {name}: {reason}")
     return 1 if failed else 0
 
 
-def evaluate_all(
-    missing: "Sequence[Target]", plan: "Plan", folder: Path, table: "dict[str, Evaluation]"
-) -> Mapping[str, str]:
-    """Evaluates models on the same servers and adds them to the table; returns name -> why one could not be."""
+def evaluate_all(plan: "Plan", folder: Path) -> "tuple[list[Evaluation], dict[str, str]]":
+    """Evaluates the models on the same servers; returns them, and name -> reason of those that failed."""
     from apps.evaluate.evaluator import Evaluator
     from apps.evaluate.report import interval_text
-    from apps.evaluate.results import intervals
     from ckpt import CheckpointError
     from weight_sync import WeightSyncError
 
-    config, failed = plan.config, {}
+    config, evaluations, failed = plan.config, [], {}
     supervised = rl_runtime.SupervisedConfig()
     inputs = plan.inputs or rl_runtime.load_inputs(
         config.model, config.data, supervised, config.task, folder=folder, seed=config.seed
     )
-    with Evaluator(config, inputs, folder, several_models=len(missing) > 1) as evaluator:
-        for target in missing:
+    with Evaluator(config, inputs, folder) as evaluator:
+        for target in plan.targets:
             try:
                 evaluation = evaluate(target, evaluator, config, folder)
             except (CheckpointError, WeightSyncError, rl_runtime.RolloutFailed) as error:
                 failed[target.name] = str(error)
                 print(f"warning: {target.name} is skipped: {error}", flush=True)
                 continue
-            evaluation.save(folder)
-            table[target.name] = evaluation
-            metrics = intervals(evaluation.columns(config.pass_at), config)
+            evaluation.append_to(folder)
+            evaluations.append(evaluation)
+            metrics = evaluation.intervals(config)
             print(f"{target.name}: {', '.join(f'{k} {interval_text(v)}' for k, v in metrics.items())}", flush=True)
-    return failed
+    return evaluations, failed
 
 
 def evaluate(target: "Target", evaluator: "Evaluator", config: EvaluateConfig, folder: Path) -> "Evaluation":
@@ -81,15 +81,12 @@ def evaluate(target: "Target", evaluator: "Evaluator", config: EvaluateConfig, f
     with target.open(config, folder) as model:
         evaluator.load(model)
     began = time.monotonic()
-    validation = evaluator.evaluate(target.name)
-    if validation.num_failed:
-        share = f"{validation.num_failed} of {validation.num_failed + validation.num_samples}"
-        print(f"warning: {target.name}: {share} samples failed and are in no metric: {validation.failure}", flush=True)
+    validation = evaluator.evaluate()
+    if num := validation.num_failed:
+        print(f"warning: {target.name}: {num} samples failed and are in no metric: {validation.failure}", flush=True)
     return Evaluation(
         name=target.name,
         step=target.step,
-        source=str(target.path or target.kind),
-        digest=target.digest(),
         num_samples=config.sampling.n,
         seconds=time.monotonic() - began,
         prompts=validation.prompts,
@@ -97,15 +94,16 @@ def evaluate(target: "Target", evaluator: "Evaluator", config: EvaluateConfig, f
 
 
 def cli(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs the app from its command line; `argv` defaults to the arguments of the process."""
+    """Runs the app from its command line."""
     run_kit.run_cli(
         EvaluateConfig,
         main,
         app_name="apps.evaluate.main",
         preset_dir=Path(__file__).with_name("presets"),
         argv=argv,
+        common_keys=COMMON_KEYS,
         default_preset="demo",
-        default_preset_unless=("model.path", "checkpoints.folder", "data.val", "rollout.urls", "compare"),
+        default_preset_unless=("model.path", "checkpoints.folder", "data.val", "rollout.urls"),
     )
 
 

@@ -29,11 +29,8 @@ class RewardConfig(PreferenceJobConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.supervised.num_samples:
-            raise ValueError(
-                f"supervised.num_samples is {self.supervised.num_samples}; allowed: 0, because a reward model answers "
-                "no prompts"
-            )
+        num_samples = self.supervised.num_samples
+        check_value(self, "supervised.num_samples", not num_samples, "0, because a reward model answers no prompts")
 
     @property
     def learning_rates(self) -> LearningRates:

@@ -41,10 +41,9 @@ def main() -> None:
     whole_s, made = time.monotonic() - began, run_folder(folder, "evaluate")
     print(run.report(code), flush=True)
     if made is not None and made != earlier:
-        for path in made.glob("models/*/model.json"):
-            seconds = json.loads(path.read_text())["seconds"]
-            num = sum(len(json.loads(line)["samples"]) for line in (path.parent / "samples.jsonl").open())
-            print(table_header(["case", "samples", "seconds", "samples/s", "seconds of the command", "GPU peak GiB"]))
+        print(table_header(["case", "samples", "seconds", "samples/s", "seconds of the command", "GPU peak GiB"]))
+        for model in json.loads((made / "summary.json").read_text())["models"]:
+            num, seconds = model["num_samples"], model["seconds"]
             print(table_row([args.model, num, seconds, num / seconds, whole_s, run.peak]))
         print("\n".join(run.found(r"^[^\n]*pass@[^\n]*")), flush=True)
     leave([code])

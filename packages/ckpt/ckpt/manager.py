@@ -198,10 +198,6 @@ class CheckpointManager(CheckpointReader):
             self._take_lock()
             remove_folder(self._partial(step))
 
-    def prunable(self) -> list[int]:
-        """The steps that `prune` would delete, oldest first."""
-        return self._prunable(keep=None)
-
     def prune(self) -> list[int]:
         """Delete the checkpoints that the retention does not keep. Returns their steps, oldest first."""
         return self._prune(keep=None)

@@ -5,7 +5,7 @@ Only format 4 is written and read. All checksums are BLAKE3.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
@@ -157,7 +157,7 @@ class CheckpointManifest:
         try:
             body = json.loads(text)
             version = body.get("format_version")
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, RecursionError) as error:
             raise ManifestError("is not a complete manifest") from error
         # Before the checksum: another format may compute it differently.
         if isinstance(version, int) and version != FORMAT_VERSION:
@@ -219,14 +219,9 @@ def describe_files(paths: Mapping[str, Path]) -> dict[str, FileEntry]:
 
 
 def check_files(
-    folder: Path,
-    manifest: CheckpointManifest,
-    names: Iterable[str],
-    *,
-    sizes_only: bool = False,
-    on_read: Callable[[int], None] | None = None,
+    folder: Path, manifest: CheckpointManifest, names: Iterable[str], *, sizes_only: bool = False
 ) -> list[Problem]:
-    """Compare the named files of a checkpoint with its manifest; `on_read` gets the bytes of each block read."""
+    """Compare the named files of a checkpoint with its manifest."""
     problems: dict[str, Problem] = {}
     whole: list[str] = []
     wanted = list(names)
@@ -246,7 +241,7 @@ def check_files(
                 problems[name] = Problem(file=name, kind="torn", detail=detail)
     if sizes_only:
         whole = []
-    checksums = hash_files([folder / name for name in whole], on_read=on_read)
+    checksums = hash_files([folder / name for name in whole])
     for name, checksum in zip(whole, checksums, strict=True):
         if isinstance(checksum, OSError):
             problems[name] = Problem(file=name, kind="unreadable", detail=str(checksum))
@@ -255,20 +250,14 @@ def check_files(
     return [problems[name] for name in wanted if name in problems]
 
 
-def verify_folder(folder: Path, *, on_read: Callable[[int, int], None] | None = None) -> tuple[Problem, ...]:
+def verify_folder(folder: Path) -> tuple[Problem, ...]:
     """Read every file of a published checkpoint and return the differences from its manifest; empty if there are none.
 
-    `on_read` gets the bytes just read and the total bytes of all files. Files that are not in the manifest are ignored,
-    so tools may add files to a checkpoint.
+    Files that are not in the manifest are ignored, so tools may add files to a checkpoint.
     """
     try:
         manifest = CheckpointManifest.read(folder)
     except ManifestError as error:
         kind: Literal["missing", "altered"] = "altered" if (folder / MANIFEST_NAME).exists() else "missing"
         return (Problem(file=MANIFEST_NAME, kind=kind, detail=str(error)),)
-
-    def report(num_bytes: int) -> None:
-        if on_read is not None:
-            on_read(num_bytes, manifest.num_bytes)
-
-    return tuple(check_files(folder, manifest, manifest.files, on_read=report))
+    return tuple(check_files(folder, manifest, manifest.files))

@@ -1,7 +1,7 @@
 """Fence around private parts of DeepSpeed.
 
 DeepSpeed's own path saves in the foreground and unpickles, so a feature is refused where its parts are not as tested.
-`python -m ckpt doctor` lists all of them.
+`plinth doctor` lists all of them.
 """
 
 import logging
@@ -19,8 +19,3 @@ FENCE = Fence(
 def records() -> list[dict[str, str]]:
     """One row for each patch of the package, with its state here: active, refused or not installed."""
     return FENCE.records(f"{__package__}.{module}" for module in ("savers.deepspeed_async", "zero.deepspeed_load"))
-
-
-def report() -> str:
-    """Installed and tested versions, and one line for each of `records`."""
-    return FENCE.report(records())

@@ -68,8 +68,8 @@ class Job:
             remote,
             retention=Retention(keep_last=self._keep_last),
             retry_s=0,
-            longest_poll_s=0.01,
         )
+        store.longest_poll_s = 0.01
         ranks = SaverRanks(num_ranks=NUM_RANKS, rank=rank, run_id=self._run_id, publisher=None)
         return AsyncSaver(store, ranks=ranks, timeout_s=60)
 
@@ -99,9 +99,7 @@ def check_newest(url: str, folder: Path, *, parts: Path | None = None) -> tuple[
     if not (steps := remote.steps()):
         return None
     sizes: list[int] = []
-    checkpoint = remote.download(
-        steps[-1], folder, overwrite=True, parts=parts, on_file=lambda size, _: sizes.append(size)
-    )
+    checkpoint = remote.download(steps[-1], folder, overwrite=True, parts=parts, on_file=sizes.append)
     check(checkpoint)
     return checkpoint.step, sum(sizes)
 
@@ -147,7 +145,7 @@ def die_and_continue(instant: int, victims: frozenset[str], after: bool) -> None
         newest = check_newest(url, folder / "new host")
         assert newest is not None
         assert newest[0] == actual[0] + 2
-        left = RemoteCheckpoints(url).folders()
+        left = RemoteCheckpoints(url).names()
         assert [entry.partition(".")[0] for entry in left] == [f"step_{newest[0]:08d}"], "no litter"
 
 
@@ -163,7 +161,7 @@ def test_hosts_meet_in_any_storage(tmp_path: Path, url: str) -> None:
     actual = check_newest(url, tmp_path / "new host")
     assert actual is not None
     assert actual[0] == 3
-    assert [name.partition(".")[0] for name in RemoteCheckpoints(url).folders()] == ["step_00000003"]
+    assert [name.partition(".")[0] for name in RemoteCheckpoints(url).names()] == ["step_00000003"]
 
 
 def test_a_host_downloads_only_the_files_of_the_others(tmp_path: Path) -> None:
@@ -240,5 +238,5 @@ def test_a_storage_that_stays_away_ends_the_save_and_leaves_nothing(
     saver.save(1, {"model": {"w": weights(1, 0)}})
     with pytest.raises(UploadError):
         saver.wait()
-    assert remote.folders() == []
+    assert remote.names() == []
     assert list((tmp_path / "host").iterdir()) == []

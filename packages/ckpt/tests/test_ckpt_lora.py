@@ -18,20 +18,20 @@ from ckpt import (
     export_merged,
     merge_lora,
     save_adapter,
-    save_hf_folder,
 )
+from ckpt.tools import lora_export
 from ckpt.tools.lora_export import read_adapter
 from plinth_testing import raises, write_tiny_model
 
 IDS = torch.arange(12).reshape(2, 6)
+SIZES = {"vocab_size": 67, "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 2}
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny real model on the disk."""
     folder = tmp_path_factory.mktemp("lora") / "base"
-    sizes = {"vocab_size": 67, "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 2}
-    return write_tiny_model(folder, num_key_value_heads=1, attention_bias=True, initializer_range=0.02, **sizes)
+    return write_tiny_model(folder, num_key_value_heads=1, attention_bias=True, initializer_range=0.02, **SIZES)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -48,10 +48,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def adapted(base: Path, options: dict[str, Any]) -> Any:
+def adapted(base: Path, options: dict[str, Any], config_class: Any = peft.LoraConfig) -> Any:
     """A PEFT model with random adapter weights."""
     torch.manual_seed(1)
-    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(**options))
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config_class(**options))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -80,22 +80,84 @@ def test_peft_reads_adapters_and_merges_equal_its_own(base: Path, tmp_path: Path
     with torch.no_grad():
         assert torch.equal(again(IDS).logits, expected)
 
-    # Offline, and from the live model.
-    export_merged(tmp_path / "adapter", tmp_path / "offline", base=base)
-    live = merge_lora(model.named_parameters(), config)
-    save_hf_folder(tmp_path / "live", live, model_files_from=base)
+    export_merged(tmp_path / "adapter", tmp_path / "merged", base=base)
     merged = model.merge_and_unload()
     with torch.no_grad():
         target = merged(IDS).logits
     original = load_file(base / "model.safetensors")
-    for name in ("offline", "live"):
-        assert load_file(tmp_path / name / "model.safetensors").keys() == original.keys()
-        actual = AutoModelForCausalLM.from_pretrained(tmp_path / name).eval()
-        with torch.no_grad():
-            torch.testing.assert_close(actual(IDS).logits, target, rtol=0, atol=1e-6)
-        for key, tensor in merged.state_dict().items():
-            torch.testing.assert_close(actual.state_dict()[key], tensor, rtol=0, atol=1e-6)
+    assert load_file(tmp_path / "merged" / "model.safetensors").keys() == original.keys()
+    actual = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(actual(IDS).logits, target, rtol=0, atol=1e-6)
+    for key, tensor in merged.state_dict().items():
+        torch.testing.assert_close(actual.state_dict()[key], tensor, rtol=0, atol=1e-6)
     assert not torch.allclose(target, AutoModelForCausalLM.from_pretrained(base)(IDS).logits, atol=1e-3)
+
+
+Q = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+KINDS: dict[str, tuple[Any, dict[str, Any], str | None]] = {
+    "untied_modules": (peft.LoraConfig, Q | {"modules_to_save": ["embed_tokens", "lm_head"]}, None),
+    "tied_head": (peft.LoraConfig, Q | {"modules_to_save": ["lm_head"]}, None),
+    "tied_embeddings": (peft.LoraConfig, Q | {"modules_to_save": ["embed_tokens"]}, None),
+    "tied_both": (peft.LoraConfig, Q | {"modules_to_save": ["embed_tokens", "lm_head"]}, None),
+    "tied_adapted_head": (peft.LoraConfig, Q | {"target_modules": ["q_proj", "lm_head"]}, None),
+    "biases": (peft.LoraConfig, Q | {"bias": "all"}, None),
+    "tokens": (peft.LoraConfig, Q | {"trainable_token_indices": [3, 4]}, "config.trainable_token_indices"),
+    "parameters": (
+        peft.LoraConfig,
+        Q | {"target_modules": [], "target_parameters": ["self_attn.q_proj.weight"]},
+        "config.target_parameters",
+    ),
+    "dora": (peft.LoraConfig, Q | {"use_dora": True}, "config.use_dora"),
+    "lora_bias": (peft.LoraConfig, Q | {"lora_bias": True}, "config.lora_bias"),
+    "pissa": (peft.LoraConfig, Q | {"init_lora_weights": "pissa"}, "config.init_lora_weights"),
+    "olora": (peft.LoraConfig, Q | {"init_lora_weights": "olora"}, "config.init_lora_weights"),
+    "lokr": (peft.LoKrConfig, {"r": 2, "target_modules": ["q_proj"]}, "config.peft_type"),
+    "ia3": (
+        peft.IA3Config,
+        {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+        "config.peft_type",
+    ),
+    "vera": (peft.VeraConfig, {"r": 2, "target_modules": ["q_proj"]}, "config.peft_type"),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_merged_adapter_is_the_model_of_peft_or_refused_by_name(tmp_path: Path, kind: str) -> None:
+    config_class, options, refused = KINDS[kind]
+    tied = not kind.startswith("untied")
+    base = write_tiny_model(
+        tmp_path / "base", num_key_value_heads=2, attention_bias=True, tie_word_embeddings=tied, **SIZES
+    )
+    model = adapted(base, options, config_class)
+    with torch.no_grad():
+        expected = model(IDS).logits
+    model.save_pretrained(tmp_path / "adapter")
+    if refused is not None:
+        with raises(ExportError, field=refused):
+            export_merged(tmp_path / "adapter", tmp_path / "merged", base=base)
+        return
+    export_merged(tmp_path / "adapter", tmp_path / "merged", base=base)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(merged(IDS).logits, expected, rtol=0, atol=1e-5)
+    assert load_file(tmp_path / "merged" / "model.safetensors").keys() <= merged.state_dict().keys()
+
+
+def test_an_export_that_is_not_the_model_of_peft_does_not_appear(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = adapted(base, CASES["plain"])
+    save_adapter(tmp_path / "adapter", trained(model), model.peft_config["default"].to_dict())
+    monkeypatch.setattr(lora_export, "lora_scale", lambda *_: 2.1)
+    with raises(ExportError, field="adapter_folder"):
+        export_merged(tmp_path / "adapter", tmp_path / "merged", base=base)
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+    export_merged(tmp_path / "adapter", tmp_path / "merged", base=base, prove=False)
+    monkeypatch.undo()
+    other = write_tiny_model(tmp_path / "other", num_hidden_layers=1, num_key_value_heads=1, **SIZES)
+    with raises(ExportError, field="tensors", value="model.layers.1.self_attn.q_proj.weight"):
+        export_merged(tmp_path / "adapter", tmp_path / "again", base=other)
 
 
 def test_a_merge_is_computed_in_fp32_and_cast_once(base: Path, tmp_path: Path) -> None:
@@ -108,21 +170,6 @@ def test_a_merge_is_computed_in_fp32_and_cast_once(base: Path, tmp_path: Path) -
     # By default the export of a bf16 base is bf16, including merged weights.
     export_merged(tmp_path / "adapter", tmp_path / "again", base=tmp_path / "bf16")
     assert {tensor.dtype for tensor in load_file(tmp_path / "again" / "model.safetensors").values()} == {torch.bfloat16}
-
-
-def test_a_bf16_base_under_a_live_engine_is_merged_in_fp32(base: Path) -> None:
-    model = adapted(base, CASES["plain"])
-    config = model.peft_config["default"].to_dict()
-    named = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    halved = [(name, t if ".lora_" in name else t.bfloat16()) for name, t in named.items()]
-    name = "model.layers.0.self_attn.q_proj.weight"
-    layer = "base_model.model.model.layers.0.self_attn.q_proj"
-    change = named[f"{layer}.lora_B.default.weight"] @ named[f"{layer}.lora_A.default.weight"]
-    for tensors in (halved, halved[::-1]):
-        actual = dict(merge_lora(tensors, config))
-        expected = named[f"{layer}.base_layer.weight"].bfloat16().float() + 2.0 * change
-        assert torch.equal(actual[name], expected)
-        assert actual["model.norm.weight"].dtype == torch.bfloat16
 
 
 def test_adapters_from_a_deepspeed_checkpoint(base: Path, tmp_path: Path) -> None:
@@ -184,12 +231,12 @@ def test_refused_tensors_and_settings(base: Path, tmp_path: Path) -> None:
         save(tensors)
     save(tensors, overwrite=True)
     with raises(ExportError, field="config.use_dora", value=True):
-        list(merge_lora([], {**config, "use_dora": True}))
-    with raises(ExportError, field="tensors"):  # without base weights
-        list(merge_lora(tensors.items(), config))
-    wrong = {name.replace(".lora_A.default", ""): torch.ones(3, 3)}
-    with raises(ExportError, field="tensors", value="model.layers.0.self_attn.q_proj"):
-        list(merge_lora([*tensors.items(), *wrong.items()], config))
+        list(merge_lora([], [], {**config, "use_dora": True}))
+    layer = "model.layers.0.self_attn.q_proj"
+    with raises(ExportError, field="tensors", value=f"{layer}.weight"):
+        list(merge_lora(tensors.items(), [], config))
+    with raises(ExportError, field="tensors", value=layer):
+        list(merge_lora(tensors.items(), [(f"{layer}.weight", torch.ones(3, 3))], config))
     (tmp_path / "out" / "adapter_model.safetensors").rename(tmp_path / "out" / "adapter_model.bin")
     with raises(ExportError, field="adapter_folder"):
         read_adapter(tmp_path / "out")

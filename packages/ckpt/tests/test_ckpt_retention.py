@@ -83,7 +83,7 @@ def test_the_manager_keeps_what_the_rules_say(tmp_path: Path) -> None:
     manager.load(6)
     # Without its manifest, step 2 no longer counts as best.
     (tmp_path / "step_00000002" / "manifest.json").unlink()
-    assert manager.prunable() == [2]
+    assert manager.prune() == [2]
     with raises(CheckpointUsageError, field="keep_last", value=1):
         CheckpointManager(tmp_path, keep_last=1, retention=rule)
 

@@ -5,7 +5,6 @@ from .config import TurnsTrained as TurnsTrained
 from .demonstrations import Demonstration as Demonstration
 from .demonstrations import check_demonstrations as check_demonstrations
 from .demonstrations import load_demonstrations as load_demonstrations
-from .errors import BadRowsError as BadRowsError
 from .errors import DataConfigError as DataConfigError
 from .errors import DataError as DataError
 from .errors import RlDataError as RlDataError

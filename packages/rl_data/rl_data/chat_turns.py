@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from plinth_base.errors import shown
+
 from .config import TurnsTrained
-from .files.table import Place, shorten
+from .files.table import Place
 from .prompts import dotted
 from .rendering import Renderer
 from .rows import Message, Tool
@@ -110,7 +112,7 @@ class ChatTurns:
             before, text = self._turn(messages, tools, place, index)
             if not whole.startswith(before + text):
                 problem = f"the chat template renders message {index} (counted from 0) differently in the conversation"
-                seen = f"{shorten(text)} follows its own prompt, and the whole has {shorten(whole[len(before) :])}"
+                seen = f"{shown(text)} follows its own prompt, and the whole has {shown(whole[len(before) :])}"
                 remedy = (
                     f"Train on each turn with its own prompt ({self._key}=each) or on the last one ({self._key}=last), "
                     "or mark the turns in the template with {% generation %}."
@@ -130,11 +132,11 @@ class ChatTurns:
         text = self._renderer(messages[: index + 1], tools, place, for_response=False)
         problem = f"the chat template does not show message {index} (counted from 0) after its generation prompt"
         if not text.startswith(before):
-            raise place.error(f"{problem}, which ends in {shorten(before[-20:])}", _TEXT_INSTEAD, column="messages")
+            raise place.error(f"{problem}, which ends in {shown(before[-20:])}", _TEXT_INSTEAD, column="messages")
         turn = text[len(before) :]
         # A generation prompt may have the beginning of the message already, such as <think>.
         if _squeezed(messages[index]["content"]) not in _squeezed(before[-_PROMPT_TAIL:] + turn):
-            problem = f"{_DROPS} message {index} (counted from 0): {shorten(turn)}"
+            problem = f"{_DROPS} message {index} (counted from 0): {shown(turn)}"
             raise place.error(problem, _TEXT_INSTEAD, column="messages")
         return before, turn
 

@@ -4,7 +4,6 @@
 PlinthError
 └── RlDataError
     ├── DataError (also ValueError)              a data file cannot be used; has file, row, column and remedy
-    │   └── BadRowsError                         several rows cannot be used; has the error of each
     ├── DataConfigError (also ValueError)        a setting or an option has a value that is not allowed
     ├── UnknownDataSourceError (also ValueError) no reward is registered for a data source
     └── SamplerStateError (also ValueError)      a saved sampler state belongs to other data or settings
@@ -12,8 +11,6 @@ PlinthError
 
 A model folder without a config, a tokenizer or weights raises `plinth_base.ModelFolderError`.
 """
-
-from collections.abc import Sequence
 
 from plinth_base.errors import PlinthError
 
@@ -68,21 +65,6 @@ class DataError(RlDataError, ValueError):
         place = f"{self.place}: " if self.place else ""
         setting = f"Or set {self.setting}." if self.setting else ""
         return " ".join(filter(None, (f"{place}{self.problem}.", self.remedy, setting)))
-
-
-class BadRowsError(DataError):
-    """Several rows of one or more files cannot be used; file, row and column are those of the first."""
-
-    errors: Sequence[DataError]
-
-    def __init__(self, problem: str, remedy: str, errors: Sequence[DataError]) -> None:
-        first = errors[0]
-        super().__init__(problem, remedy, file=first.file, row=first.row, is_line=first.is_line, column=first.column)
-        self.errors = errors
-
-    @property
-    def explanation(self) -> str:
-        return "\n".join([f"{self.problem}:", *(f"  {error}" for error in self.errors), self.remedy or ""])
 
 
 class DataConfigError(RlDataError, ValueError):

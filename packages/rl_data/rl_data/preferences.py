@@ -22,11 +22,13 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
+from plinth_base.errors import shown
+
 from .config import DataConfig
 from .demonstrations import AnsweredRow, Demonstration, RowEncoder, exceeds, of_completion, of_messages, of_question
 from .errors import DataError
 from .files.opening import open_table
-from .files.table import Place, Table, shorten
+from .files.table import Place, Table
 from .prompts import batches, report_filtered
 from .tokenizer import TokenizerLike
 
@@ -120,7 +122,7 @@ def _is_conversation(value: Any) -> bool:
 
 def _margin(place: Place, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise place.error(f"no number from 0 on: {shorten(value)}", _FIX, column="margin")
+        raise place.error(f"no number from 0 on: {shown(value)}", _FIX, column="margin")
     return float(value)
 
 
@@ -141,7 +143,7 @@ def _labeled(file: str | Path) -> Iterator[_Group[bool]]:
 def _label(place: Place, value: Any) -> bool:
     key = value.strip().lower() if isinstance(value, str) else value
     if not isinstance(key, str | bool | int) or key not in _LABELS:
-        raise place.error(f"no label: {shorten(value)}", "Give true (desirable) or false.", column="label")
+        raise place.error(f"no label: {shown(value)}", "Give true (desirable) or false.", column="label")
     return _LABELS[key]
 
 

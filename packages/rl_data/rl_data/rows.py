@@ -15,9 +15,11 @@ from decimal import Decimal
 from functools import cached_property
 from typing import Any
 
+from plinth_base.errors import shown
+
 from .config import DataConfig
 from .errors import DataError
-from .files.table import Place, Table, first_line, parse_json, shorten, why_not_json
+from .files.table import Place, Table, first_line, parse_json, why_not_json
 from .rewards.gsm8k import clean_number
 
 GSM8K_DATA_SOURCE = "openai/gsm8k"
@@ -177,7 +179,7 @@ def conversation(place: Place, value: Any, column: str) -> tuple[Message, ...]:
     if not value or (isinstance(value, str) and not value.strip()):
         raise place.error("no question" if column == "question" else "no messages", _FILL_IN, column=column)
     if not isinstance(value, list):
-        problem = f"neither text nor a list of messages: {shorten(value)}"
+        problem = f"neither text nor a list of messages: {shown(value)}"
         raise place.error(problem, "Give text, or messages with 'role' and 'content'.", column=column)
     return tuple(_message(place, message, column) for message in value)
 
@@ -190,7 +192,7 @@ def _message(place: Place, message: Any, column: str) -> Message:
     is_call = isinstance(message, dict) and message.get("role") == "assistant" and bool(message.get("tool_calls"))
     texts = ("role",) if is_call and "content" not in message else ("role", "content")
     if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in texts):
-        problem = f"a message without text in 'role' or 'content': {shorten(message)}"
+        problem = f"a message without text in 'role' or 'content': {shown(message)}"
         raise place.error(problem, "Each message needs both.", column=column)
     if why := why_not_json(message):
         raise place.error(f"a message with {why}", "Fix it or drop the row.", column=column)
@@ -208,7 +210,7 @@ def tools_of(place: Place, value: Any, column: str) -> tuple[Tool, ...]:
             raise place.error(problem, "Give a list of JSON schemas, or its JSON text.", column=column) from error
     tools = _without_nulls(value) if is_padded and value else value or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) and tool for tool in tools):
-        raise place.error(f"no list of tools: {shorten(value)}", "Give a list of JSON schemas.", column=column)
+        raise place.error(f"no list of tools: {shown(value)}", "Give a list of JSON schemas.", column=column)
     if why := why_not_json(tools):
         raise place.error(f"a tool with {why}", "Fix it or drop the row.", column=column)
     return tuple(tools)
@@ -229,17 +231,17 @@ def _ground_truth(place: Place, row: Mapping[str, Any], schema: Schema) -> str:
         if value is None:
             return ""
         if not isinstance(value, dict) or name not in value:
-            problem = f"{shorten(value)}; it must be a struct with a field {name!r}"
+            problem = f"{shown(value)}; it must be a struct with a field {name!r}"
             raise place.error(problem, "Fix the row.", column=column, setting="data.columns.ground_truth")
         value = value[name]
     text = _solution(value) if schema.is_solution else ground_truth_text(value)
     if text is not None:
         return text
     if schema.is_solution:
-        problem, remedy = f"no answer; found {shorten(value)}", "It must end in '#### n'; fill it in or drop the row."
+        problem, remedy = f"no answer; found {shown(value)}", "It must end in '#### n'; fill it in or drop the row."
         as_it_is = f"data.columns.ground_truth={column}"
         raise place.error(problem, remedy, column=column, setting=as_it_is)
-    problem = f"its field {fields[-1]!r} is {shorten(value)}" if fields else f"no answer: {shorten(value)}"
+    problem = f"its field {fields[-1]!r} is {shown(value)}" if fields else f"no answer: {shown(value)}"
     remedy = "Give text, a finite number, or a list or struct of these; or drop the row."
     raise place.error(problem, remedy, column=column)
 
@@ -279,7 +281,7 @@ def _data_source(place: Place, row: Mapping[str, Any], schema: Schema) -> str:
     if value is None:
         return GSM8K_DATA_SOURCE if schema.is_solution else ""
     if not isinstance(value, str):
-        problem, remedy = f"no text: {shorten(value)}", f"Name one, such as {GSM8K_DATA_SOURCE}."
+        problem, remedy = f"no text: {shown(value)}", f"Name one, such as {GSM8K_DATA_SOURCE}."
         raise place.error(problem, remedy, column=schema.data_source)
     return value
 

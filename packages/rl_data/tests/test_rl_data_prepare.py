@@ -2,12 +2,10 @@
 
 import hashlib
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -16,7 +14,6 @@ from rl_data_rows import GSM8K, NAMES, Rows, write_lines
 
 from plinth_testing import raises
 from rl_data import (
-    BadRowsError,
     DataConfig,
     DataError,
     PrepareConfig,
@@ -26,6 +23,7 @@ from rl_data import (
     load_prompts,
     prepare_data,
 )
+from rl_data.prepare.card import DUPLICATE
 from rl_data.prepare.layouts import last_boxed
 
 FILES = ("train.parquet", "val.parquet")
@@ -68,6 +66,12 @@ def read(out: Path) -> Rows:
     return [row for name in ("train", "val") for row in pq.read_table(out / f"{name}.parquet").to_pylist()]
 
 
+def num_rows(report: Any) -> tuple[int, int]:
+    """Usable rows that were read, and rows that were written."""
+    read, written = (sum(file.num_rows for file in report.files if file.use == use) for use in ("read", "written"))
+    return read, written
+
+
 def sizes(report: Any) -> dict[str, int]:
     return {reason: count for reason, count in report.counts.items() if count}
 
@@ -77,11 +81,10 @@ def test_rows_become_the_training_schema_with_other_columns(tmp_path: Path) -> N
     expected = [row | {"ground_truth": row["answer"].split()[-1], "data_source": "openai/gsm8k"} for row in GSM8K]
     key = lambda row: row["question"]  # noqa: E731
     assert sorted(read(tmp_path / "out"), key=key) == sorted(expected, key=key)
-    assert report.num_read == report.num_kept == len(GSM8K)
     assert sizes(report) == {}
 
 
-def test_parquet_csv_and_saved_data_sets_are_prepared_and_fingerprinted(tmp_path: Path) -> None:
+def test_parquet_csv_and_saved_data_sets_are_prepared(tmp_path: Path) -> None:
     datasets.disable_progress_bars()
     data = datasets.Dataset.from_list(GSM8K)
     datasets.DatasetDict(train=data).save_to_disk(tmp_path / "saved")
@@ -89,8 +92,7 @@ def test_parquet_csv_and_saved_data_sets_are_prepared_and_fingerprinted(tmp_path
     data.to_csv(tmp_path / "a.csv")
     files = (tmp_path / "a.parquet", tmp_path / "a.csv", f"{tmp_path / 'saved'}:train")
     report = run(tmp_path / "out", *files)
-    assert (report.num_read, report.num_kept) == (3 * len(GSM8K), len(GSM8K))
-    assert len({file.sha256 for file in report.files}) == 5
+    assert num_rows(report) == (3 * len(GSM8K), len(GSM8K))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +109,7 @@ def test_the_apps_read_what_is_written(
     rows: Rows, name: str, source: str, truths: set[str], tokenizer: Any, tmp_path: Path
 ) -> None:
     report = run(tmp_path / "out", write_lines(tmp_path / "a.jsonl", rows))
-    assert [file.layout for file in report.files if file.use == "read"] == [name]
+    assert report.notes == [f"{tmp_path}/a.jsonl: layout {name}"]
     files = [tmp_path / "out" / "train.parquet", tmp_path / "out" / "val.parquet"]
     assert check_files(files, rewards=None if source else ()) == len(rows)
     prompts = load_prompts(files, tokenizer, DataConfig(max_prompt_length=1000))
@@ -133,7 +135,7 @@ _SENTENCE = st.lists(
 )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     sentences=st.lists(st.tuples(_SENTENCE, st.integers(0, 3)), min_size=3, max_size=25),
     rng=st.randoms(use_true_random=False),
@@ -144,14 +146,14 @@ def test_the_rows_kept_depend_neither_on_order_nor_on_files(
     folder = tmp_path_factory.mktemp("rows")
     rows = [{"question": " ".join(words), "answer": f"#### {truth}"} for words, truth in sentences]
     shuffled = rng.sample(rows, len(rows))
-    options = {"similarity": 0.5, "validation": 0}
+    options = {"validation": 0}
     run(folder / "one", write_lines(folder / "a.jsonl", rows), **options)
     first, second = write_lines(folder / "b.jsonl", shuffled[:1]), write_lines(folder / "c.jsonl", shuffled[1:])
     run(folder / "two", second, first, **options)
     tables = [pq.read_table(folder / name / "train.parquet").to_pylist() for name in ("one", "two")]
     assert sorted(map(json.dumps, tables[0])) == sorted(map(json.dumps, tables[1]))
     again = run(folder / "again", folder / "one" / "train.parquet", **options)
-    assert again.num_kept == len(tables[0])
+    assert num_rows(again)[1] == len(tables[0])
 
 
 def test_the_same_command_gives_the_same_bytes(tmp_path: Path) -> None:
@@ -166,12 +168,15 @@ def test_the_same_command_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_rows_added_later_leave_the_others_on_their_side(tmp_path: Path) -> None:
-    def val(out: str, rows: Rows) -> set[str]:
-        run(tmp_path / out, write_lines(tmp_path / f"{out}.jsonl", rows))
+    def val(out: str, rows: Rows, seed: int = 0) -> set[str]:
+        run(tmp_path / out, write_lines(tmp_path / f"{out}.jsonl", rows), seed=seed)
         return set(pq.read_table(tmp_path / out / "val.parquet")["question"].to_pylist())
 
-    fewer, more = val("fewer", GSM8K[:12]), val("more", GSM8K)
-    assert fewer == more & {row["question"] for row in GSM8K[:12]}
+    rows = [{"question": f"{number} pens?", "answer": "#### 1"} for number in range(400)]
+    fewer, more = val("fewer", rows[:300]), val("more", rows)
+    assert fewer == more & {row["question"] for row in rows[:300]}
+    assert 0.2 < len(more) / len(rows) < 0.4
+    assert 0.15 < len(more & val("other", rows, seed=1)) / len(more) < 0.45, "another seed, another split"
 
 
 def test_duplicates_are_dropped_and_near_ones_only_with_the_same_numbers(tmp_path: Path) -> None:
@@ -185,17 +190,12 @@ def test_duplicates_are_dropped_and_near_ones_only_with_the_same_numbers(tmp_pat
         *GSM8K,
     ]
     report = run(tmp_path / "out", write_lines(tmp_path / "a.jsonl", rows))
-    assert sizes(report) == {
-        "duplicate of a prompt": 1,
-        "near duplicate of a prompt": 1,
-        "duplicate with another ground truth": 1,
-    }
-    (example,) = report.examples["near duplicate of a prompt"]
-    lines = {f"{tmp_path}/a.jsonl: line {line}" for line in (1, 2)}
-    place, _, _, other, _ = example.split("\n")
-    assert {place, other} == lines
+    assert sizes(report) == {DUPLICATE: 2}
+    pairs = [example.split("\n") for example in report.examples[DUPLICATE]]
+    lines = [{f"{tmp_path}/a.jsonl: line {line}" for line in pair} for pair in ((1, 2), (3, 4))]
+    assert [{place, other} for place, _, _, other, _ in pairs] == lines
     exact = run(tmp_path / "exact", tmp_path / "a.jsonl", duplicates="exact")
-    assert sizes(exact).keys() == {"duplicate of a prompt", "duplicate with another ground truth"}
+    assert sizes(exact) == {DUPLICATE: 1}
     assert sizes(run(tmp_path / "all", tmp_path / "a.jsonl", duplicates="keep")) == {}
 
 
@@ -221,34 +221,6 @@ def test_a_shared_system_message_makes_no_duplicates_and_no_contamination(tmp_pa
     }
 
 
-def test_lengths_are_limited_in_characters_or_in_tokens(model_folder: Path, tokenizer: Any, tmp_path: Path) -> None:
-    rows = [*GSM8K, {"question": "one two three four", "answer": "five six\n#### 4"}]
-    file = write_lines(tmp_path / "a.jsonl", rows)
-    longest = len(GSM8K[0]["question"])
-    report = run(tmp_path / "characters", file, max_prompt_length=longest - 1)
-    assert sizes(report)["prompt too long"] == sum(len(row["question"]) > longest - 1 for row in GSM8K)
-    prompts = load_prompts([file], tokenizer, DataConfig(max_prompt_length=1000))
-    limit = max(len(prompt.token_ids) for prompt in prompts) - 1
-    report = run(tmp_path / "tokens", file, tokenizer=str(model_folder), max_prompt_length=limit)
-    assert sizes(report)["prompt too long"] == sum(len(prompt.token_ids) > limit for prompt in prompts)
-    load_prompts(
-        [tmp_path / "tokens" / "train.parquet"], tokenizer, DataConfig(max_prompt_length=limit, overlong="refuse")
-    )
-    assert sizes(run(tmp_path / "response", file, max_response_length=16))["response too long"] > 0
-
-
-def test_rows_that_the_chat_template_refuses_are_unusable(model_folder: Path, tokenizer: Any, tmp_path: Path) -> None:
-    folder = shutil.copytree(model_folder, tmp_path / "model")
-    tokenizer.chat_template = "{% if 'Tom' in messages[0].content %}{{ raise_exception('no Tom') }}{% endif %}fine"
-    tokenizer.save_pretrained(folder)
-    file = write_lines(tmp_path / "a.jsonl", GSM8K)
-    with raises(BadRowsError, file=str(file), row=1) as caught:
-        run(tmp_path / "out", file, tokenizer=str(folder))
-    assert [error.row for error in caught.value.errors] == [1, 2]
-    report = run(tmp_path / "out", file, tokenizer=str(folder), skip_bad=True)
-    assert (report.num_read, report.num_kept, sizes(report)) == (20, 18, {"unusable": 2})
-
-
 def test_rows_that_contain_held_out_prompts_are_dropped(tmp_path: Path) -> None:
     question = "Natalia sold clips to 48 of her friends in April, and then half as many in May. How many in all?"
     leak = {"question": f"Solve this: {question} Think well.", "answer": "#### 72"}
@@ -262,51 +234,32 @@ def test_rows_that_contain_held_out_prompts_are_dropped(tmp_path: Path) -> None:
 BAD = 'oops\n{"question": "a", "answer": "b"}\n{"question": null, "answer": "#### 1"}\n["x"]\n'
 
 
-def test_bad_rows_are_listed_with_their_lines_or_counted(tmp_path: Path) -> None:
+def test_bad_rows_are_refused_or_counted(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "a.jsonl", GSM8K)
     file.write_text(file.read_text() + BAD)
-    with raises(BadRowsError, file=str(file), row=21) as caught:
+    with raises(DataError, file=str(file), row=21):
         run(tmp_path / "out", file)
-    assert [error.row for error in caught.value.errors] == [21, 22, 23, 24]
-    assert "--skip-bad" in caught.value.remedy
-    assert caught.value.errors[1].setting == "--ground-truth-column answer"
     assert not (tmp_path / "out").exists()
     report = run(tmp_path / "out", file, skip_bad=True)
     assert sizes(report) == {"unusable": 4}
-    assert report.num_read == len(GSM8K) + 4
+    assert f"{len(GSM8K) + 4} rows read" in report.summary()
     assert "line 22, column 'answer': no answer" in (tmp_path / "out" / "card.md").read_text()
 
 
-def test_only_the_first_twenty_bad_rows_are_listed(tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text("oops\n" * 50 + json.dumps(GSM8K[0]))
-    with raises(BadRowsError) as caught:
-        run(tmp_path / "out", file)
-    assert [error.row for error in caught.value.errors] == list(range(1, 21))
-
-
-def test_bad_rows_of_parquet_and_csv_are_skipped_too(tmp_path: Path) -> None:
-    texts = pa.array([b"a good question", b"\xff\xfe", b"another one"], pa.binary()).cast(pa.string(), safe=False)
-    table = pa.table({"question": texts, "answer": ["#### 1"] * 3})
-    pq.write_table(table, tmp_path / "a.parquet")
-    report = run(tmp_path / "parquet", tmp_path / "a.parquet", skip_bad=True, validation=0)
-    assert sizes(report) == {"unusable": 1}
+def test_bad_rows_of_csv_are_skipped_too(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("question,answer\nq,#### 1\none,two,three\nother,#### 2\n")
     report = run(tmp_path / "csv", tmp_path / "a.csv", skip_bad=True, validation=0)
-    assert (report.num_kept, sizes(report)) == (2, {"unusable": 1})
+    assert (num_rows(report), sizes(report)) == ((2, 2), {"unusable": 1})
 
 
 @pytest.mark.parametrize(
     ("rows", "options", "column", "row"),
     [
         ([{"text": "a"}], {}, None, None),
-        (GSM8K, {"layout": "math"}, "problem", None),
         (GSM8K, {"prompt_column": "prompt"}, "prompt", None),
         (GSM8K, {"response_column": "solution"}, "solution", None),
-        (GSM8K, {"max_prompt_length": 3}, None, None),
         ([{"problem": "p", "solution": "no box"}], {}, "solution", 1),
         ([{"problem": "p", "solution": "\\boxed{1}", "question": "?"}], {}, None, 1),
-        ([CHAT[0] | {"question": "b"}], {"layout": "chat", "extra_columns": ("question",)}, "question", None),
         (CHAT, {"prompt_column": "messages", "response_column": "nope"}, "nope", None),
         ([{"messages": [{"role": "assistant", "content": "a"}]}], {}, "messages", 1),
         ([{"messages": [*CHAT[0]["messages"][:2], {"role": "assistant", "content": " "}]}], {}, "messages", 1),
@@ -331,16 +284,15 @@ def test_a_column_of_different_types_is_refused(tmp_path: Path) -> None:
         run(tmp_path / "out", file, validation=0)
 
 
-@pytest.mark.parametrize(("validation", "remedy"), [(0.05, "larger"), (0.3, "smaller")])
-def test_a_split_without_rows_is_refused_with_the_remedy(validation: float, remedy: str, tmp_path: Path) -> None:
-    with raises(DataError) as caught:
+@pytest.mark.parametrize("validation", [0.01, 0.99])
+def test_a_split_without_rows_is_refused(validation: float, tmp_path: Path) -> None:
+    with raises(DataError, file=str(tmp_path / "out")):
         run(tmp_path / "out", write_lines(tmp_path / "a.jsonl", GSM8K[:1]), validation=validation)
-    assert f"Give a {remedy} one" in caught.value.remedy
 
 
 def test_questions_and_conversations_are_not_mixed(tmp_path: Path) -> None:
     files = write_lines(tmp_path / "a.jsonl", GSM8K), write_lines(tmp_path / "b.jsonl", CHAT)
-    with raises(DataError, file=str(files[1])):
+    with raises(DataError, file=", ".join(map(str, files))):
         run(tmp_path / "out", *files)
 
 
@@ -351,7 +303,7 @@ def test_named_columns_and_extra_columns(tmp_path: Path) -> None:
     ]
     file = write_lines(tmp_path / "a.jsonl", rows)
     names = {"prompt_column": "q", "response_column": "r", "ground_truth_column": "t", "data_source": "mine"}
-    run(tmp_path / "out", file, extra_columns=("keep",), **names)
+    run(tmp_path / "out", file, extra_columns=("keep",), validation=0.5, **names)
     written = sorted(read(tmp_path / "out"), key=lambda row: int(row["ground_truth"]))
     assert written[3] == {
         "question": "How far is Cleo?",
@@ -360,9 +312,9 @@ def test_named_columns_and_extra_columns(tmp_path: Path) -> None:
         "data_source": "mine",
         "keep": [3],
     }
-    report = run(tmp_path / "all", file, **names)
-    assert any("'lose' is empty in every row and is left out" in note for note in report.notes)
-    assert "lose" not in read(tmp_path / "all")[0]
+    report = run(tmp_path / "all", file, validation=0, **names)
+    assert any("empty in every row: 'lose'" in note for note in report.notes)
+    assert "lose" not in pq.read_table(tmp_path / "all" / "train.parquet").column_names
 
 
 def test_columns_that_would_change_the_schema_are_left_out_and_named(tmp_path: Path) -> None:
@@ -382,11 +334,11 @@ def test_conversations_keep_tools_tool_calls_and_rows_without_a_response(tmp_pat
         {"messages": [{"role": "user", "content": "No response yet."}], "tools": None},
     ]
     report = run(tmp_path / "out", write_lines(tmp_path / "a.jsonl", rows), validation=0)
-    assert (report.num_kept, report.num_responses) == (2, 1)
-    assert "Supervised fine-tuning needs a response in every row." in (tmp_path / "out" / "card.md").read_text()
+    assert (num_rows(report), report.num_responses) == ((2, 2), 1)
+    assert "1 rows have no response" in (tmp_path / "out" / "card.md").read_text()
     assert check_files([tmp_path / "out" / "train.parquet"], rewards=()) == 2
     again = run(tmp_path / "again", tmp_path / "out" / "train.parquet", validation=0)
-    assert (again.num_kept, again.num_responses) == (2, 1)
+    assert (num_rows(again), again.num_responses) == ((2, 2), 1)
 
 
 @pytest.mark.parametrize(
@@ -403,19 +355,16 @@ def test_the_last_box(text: str, expected: str | None) -> None:
     assert last_boxed(text) == expected
 
 
-def test_an_existing_folder_is_kept_unless_it_is_ours_and_may_be_replaced(tmp_path: Path) -> None:
+def test_an_existing_folder_is_kept_unless_its_files_may_be_replaced(tmp_path: Path) -> None:
     file, out = write_lines(tmp_path / "a.jsonl", GSM8K), tmp_path / "out"
     out.mkdir()
     run(out, file)
+    (out / "notes.txt").write_text("mine")
     before = (out / "train.parquet").read_bytes()
     with raises(DataError, file=str(out)):
         run(out, file)
-    with raises(DataError, file=str(file)):
-        run(out, file, overwrite=True, max_prompt_length=2)
+    with raises(DataError, file=str(tmp_path / "none.jsonl")):
+        run(out, tmp_path / "none.jsonl", overwrite=True)
     assert (out / "train.parquet").read_bytes() == before, "a failure leaves the old files"
-    run(out, file, overwrite=True)
-    (out / "notes.txt").write_text("mine")
-    with raises(DataError, file=str(out)):
-        run(out, file, overwrite=True)
-    with raises(DataError, file=str(file)):
-        run(file, file, overwrite=True)
+    run(out, file, overwrite=True, validation=0)
+    assert sorted(path.name for path in out.iterdir()) == ["card.md", "notes.txt", "train.parquet"]

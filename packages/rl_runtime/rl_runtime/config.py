@@ -214,6 +214,10 @@ class TrainingConfig(RanksConfig):
     resume_from: str | None = None
     """The run folder to resume from, or the URL of a run below a `checkpoint_url`; null: the newest run of this
     experiment that has a good checkpoint, in `output_dir` or below `checkpoint_url`."""
+    allow_changes: bool = False
+    """With `resume`, go on although settings or inputs that decide what is learned differ from those of the checkpoint:
+    data, tokenizer, frozen weights, reward, algorithm, learning rate, sampling. The run lists every difference either
+    way. False: refuse."""
     start_over_if_damaged: bool = False
     """With `resume=auto`, start at step 1 if there are checkpoints and none of them can be read; false: refuse."""
     export_model: bool = True

@@ -8,7 +8,8 @@ import pytest
 
 from plinth_testing import raises
 from rl_data import build_tiny_model
-from rl_runtime.errors import NodeError
+from rl_runtime.errors import InputError, NodeError
+from rl_runtime.launch import cluster
 from rl_runtime.launch.cluster import NodeReport, _interface_of, check_nodes, read_model_files, read_versions
 
 
@@ -69,6 +70,17 @@ def test_a_changed_configuration_of_the_same_size_is_noticed(model: str, tmp_pat
     (tmp_path / "config.json").write_text(config.replace("2", "3", 1))
     assert read_model_files(tmp_path)["config.json"] != before["config.json"]
     assert read_model_files(tmp_path / "nowhere") == {}
+
+
+def test_auto_is_the_variable_or_the_cluster_of_ray_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cluster, "read_ray_address", lambda: None)
+    with raises(InputError, field="trainer.ray_address", value="auto"):
+        cluster.find_auto_address()
+    monkeypatch.setattr(cluster, "read_ray_address", lambda: "10.0.0.2:6379")
+    assert cluster.find_auto_address() == "10.0.0.2:6379"
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.3:6379")
+    assert cluster.find_auto_address() == "10.0.0.3:6379"
 
 
 def test_the_interface_of_an_address_is_found() -> None:

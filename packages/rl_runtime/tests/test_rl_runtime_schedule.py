@@ -22,12 +22,13 @@ from hypothesis.stateful import (
 )
 
 from plinth_testing.errors import raises
+from rl_core import BatchConfig
 from rl_data import Prompt, PromptSampler
 from rl_runtime.config import TrainerConfig
 from rl_runtime.errors import InputError, RolloutFailed
 from rl_runtime.job_config import JobConfig
 from rl_runtime.rollout import ahead as ahead_module
-from rl_runtime.rollout.ahead import RolloutsAhead
+from rl_runtime.rollout.ahead import RolloutsAhead, check_groups
 from rl_runtime.rollout.config import DynamicSamplingConfig, OversamplingConfig
 from rl_runtime.rollout.schedule import Schedule
 from rollout_vllm import Group, Request, RolloutConfig, SamplingConfig, VersionSpan
@@ -73,6 +74,32 @@ def test_a_step_waits_for_groups_that_the_next_one_could_not_use() -> None:
     assert not schedule.is_ready(2), "the first group would be too old in step 3"
     schedule.end(first.number, 0)
     assert [ticket.number for ticket in schedule.take(2)] == [first.number]
+
+
+def test_a_group_is_as_old_as_the_oldest_token_of_all_its_samples() -> None:
+    """The second of its samples was cut by a push."""
+    servers: Any = Servers()
+    data = prompts(9)
+    rollouts: Any = SimpleNamespace(
+        phase=servers,
+        sampler=None,
+        sampling=SamplingConfig(n=3),
+        draw=lambda count: data[:count],
+        dynamic_sampling=DynamicSamplingConfig(),
+    )
+    ahead = RolloutsAhead(rollouts, servers, Schedule(batch_size=1, max_staleness=2, last_step=3), check=lambda: None)
+    ahead.published(0)
+    job = next(iter(servers.jobs.values()))
+    of_tokens = [[2], [0, 1], [1, 2]]
+    group = Group.fresh(job.request, 3)
+    samples = [
+        replace(one, response_ids=[5] * len(versions), version_spans=spans(versions), score=1.0, finish_reason="stop")
+        for one, versions in zip(group.samples, of_tokens, strict=True)
+    ]
+    assert [one.policy_version for one in samples] == [2, 0, 1]
+    job.future.set_result(replace(group, samples=tuple(samples)))
+    ahead.published(1)
+    assert ahead._schedule.tickets[0].version == 0
 
 
 @dataclass
@@ -391,20 +418,31 @@ def test_groups_of_another_batch_are_not_resumed() -> None:
         schedule = Schedule(batch_size=batch_size, max_staleness=1, last_step=3, replaces=max_rounds > 0)
         return RolloutsAhead(rollouts, servers, schedule, check=lambda: None)
 
+    def check(state: Any, batch_size: int, max_staleness: int = 1, max_rounds: int = 0) -> None:
+        job = JobConfig(
+            trainer=TrainerConfig(max_staleness=max_staleness),
+            batch=BatchConfig(train_batch_size=batch_size, mini_batch_size=batch_size),
+            sampling=SamplingConfig(n=NUM_SAMPLES),
+            dynamic_sampling=DynamicSamplingConfig(max_rounds=max_rounds),
+        )
+        check_groups(state, job)
+
     first = ahead(2)
     first.published(0)
     state = json.loads(json.dumps(first.state_dict()))
+    check(state, 2)
     ahead(2).load_state_dict(state)
     with raises(InputError, field="batch.train_batch_size", value=3, allowed="2"):
-        ahead(3).load_state_dict(state)
-    ahead(3).load_state_dict({"partial_rollouts": []})
-    with raises(InputError, field="trainer.max_staleness"):
-        ahead(2).load_state_dict({"partial_rollouts": [{}]})
+        check(state, 3)
+    check({"partial_rollouts": []}, 3)
+    for saved, staleness in (({"partial_rollouts": [{}]}, 1), (state, 0)):
+        with raises(InputError, field="trainer.max_staleness", value=staleness):
+            check(saved, 2, staleness)
     replacing = ahead(2, max_rounds=1)
     replacing.published(0)
     servers.finish(servers.running[0], 0, scores_differ=False)
     replacing.published(0)
     state = json.loads(json.dumps(replacing.state_dict()))
-    ahead(2, max_rounds=2).load_state_dict(state)
+    check(state, 2, max_rounds=2)
     with raises(InputError, field="dynamic_sampling.max_rounds", value=0):
-        ahead(2).load_state_dict(state)
+        check(state, 2)

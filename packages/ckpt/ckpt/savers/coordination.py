@@ -93,7 +93,7 @@ class SaveCoordinator:
 
     def open(self, save: int, name: str) -> None:
         """Announce that the ranks may write their parts of `name`. Deletes the messages of dead runs."""
-        for folder in self._storage.folders():
+        for folder in self._storage.names():
             if folder.startswith(COORDINATION_PREFIX) and folder != self._folder:
                 self._storage.delete_path(folder)
         self._write(f"{save:08d}.open", {"name": name})

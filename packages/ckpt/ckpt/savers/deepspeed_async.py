@@ -10,9 +10,8 @@ import copy
 import os
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -119,33 +118,15 @@ class DeepSpeedState(Capture):
             raise no_space(cause, path, f"the {self.num_bytes:,} bytes of {name!r} were written") from error
 
 
-_crc32_guard = threading.Lock()
-_num_without_crc32 = 0
-_crc32_before = True
-
-
-@contextmanager
-def _without_crc32() -> Iterator[None]:
+def _without_crc32() -> AbstractContextManager[None]:
     """Disables torch.save's CRC32 inside: it runs on one core, and the manifest holds better checksums.
 
     The option is process-wide. torch.load does not check the CRC32.
     """
-    import torch
+    from torch.utils.serialization import config
 
-    global _num_without_crc32, _crc32_before
-    options = torch.serialization
-    with _crc32_guard:
-        if not _num_without_crc32:
-            _crc32_before = options.get_crc32_options()
-        _num_without_crc32 += 1
-        options.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        with _crc32_guard:
-            _num_without_crc32 -= 1
-            if not _num_without_crc32:
-                options.set_crc32_options(_crc32_before)
+    patched: AbstractContextManager[None] = config.patch("save.compute_crc32", False)
+    return patched
 
 
 class _Recorder:

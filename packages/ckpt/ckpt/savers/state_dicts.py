@@ -7,17 +7,15 @@ JSON. A tensor that appears twice (tied weights) is stored once and loaded as on
 from __future__ import annotations
 
 import base64
-import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..digest import FileEntry, HashedFile
+from ..digest import FileEntry
 from ..errors import CheckpointNotFoundError, CheckpointStateError
-from ..files import is_disk_full, no_space
-from ..hf_export import DTYPE_NAMES
+from ..tensor_file import DTYPE_NAMES, stored_dtype, write_tensors
 from .capture import HostCopies, tensor_identity
 
 if TYPE_CHECKING:
@@ -67,14 +65,13 @@ class _Flat:
     def _add(self, tensor: torch.Tensor, path: str) -> str:
         import torch
 
-        dtype = str(tensor.dtype).removeprefix("torch.")
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
             raise CheckpointStateError(
                 f"a {type(tensor).__name__} of layout {tensor.layout} cannot be stored",
                 field=path or None,
                 remedy="gather a DTensor with full_tensor() or store its to_local(); make a sparse tensor dense",
             )
-        if dtype not in DTYPE_NAMES:
+        if stored_dtype(tensor.dtype) is None:
             raise CheckpointStateError(
                 f"{tensor.dtype} cannot be stored", field=path or None, allowed=", ".join(DTYPE_NAMES)
             )
@@ -182,33 +179,4 @@ def load_state_dict(path: Path, *, device: str = "cpu") -> Any:
 
 
 def _write(flat: _Flat, path: Path) -> FileEntry:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", _STRUCTURE_KEY: json.dumps(flat.structure)}}
-    offset = 0
-    # Wide types first, so that every tensor is aligned.
-    ordered = sorted(flat.tensors.items(), key=lambda item: -item[1].element_size())
-    for name, tensor in ordered:
-        dtype_name = DTYPE_NAMES[str(tensor.dtype).removeprefix("torch.")]
-        end = offset + tensor.nbytes
-        header[name] = {"dtype": dtype_name, "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    head = memoryview(len(text).to_bytes(8, "little") + text)
-    num_bytes = head.nbytes + offset
-    try:
-        with HashedFile(path) as file:
-            file.write_all(itertools.chain([head], (_bytes_of(tensor) for _, tensor in ordered)))
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        if not is_disk_full(error):
-            raise
-        raise no_space(error, path, f"{num_bytes:,} bytes were written") from error
-    assert file.entry is not None, "the file is closed"
-    return file.entry
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    import torch
-
-    view: memoryview = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return view
+    return write_tensors(path, flat.tensors, {_STRUCTURE_KEY: json.dumps(flat.structure)})

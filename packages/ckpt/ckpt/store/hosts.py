@@ -4,9 +4,8 @@
     <URL>/step_00000020.<time>-<digits>/    the files of all hosts; the manifest comes last and publishes them
     root/.part_step_00000020.<...>/         on each host's disk: the files that its processes wrote
 
-The storage has the same form as after `RemoteCheckpoints.upload`, so `RemoteCheckpoints` reads it. A kill at any
-instant leaves the earlier checkpoints as they were: nothing counts without a manifest, which one process writes after
-all others have reported their uploads, and the name of an upload is never used again.
+`RemoteCheckpoints` reads it. A kill at any instant leaves the earlier checkpoints as they were: nothing counts without
+a manifest, which one process writes after all others have reported their uploads, and no name is used twice.
 """
 
 import json
@@ -54,7 +53,6 @@ class HostCheckpoints:
         retention: Retention | None = None,
         report: Callable[[str], None] = _log.warning,
         retry_s: float = 900.0,
-        longest_poll_s: float = 1.0,
     ) -> None:
         """Connects to nothing yet.
 
@@ -63,12 +61,11 @@ class HostCheckpoints:
             retention: which checkpoints the publishing process keeps below the URL; None keeps all.
             report: gets a line for each failure of the storage, from the thread.
             retry_s: seconds for which a failing request is repeated before the save fails.
-            longest_poll_s: the longest pause in seconds before a process looks again for a message of another.
         """
         self._retry = Retry(report, retry_s=retry_s)
         self._root, self._remote = Path(root), remote.with_retry(self._retry)
         self.storage: Storage = self._remote
-        self._retention, self.longest_poll_s = retention, longest_poll_s
+        self._retention, self.longest_poll_s = retention, 1.0
         self._opened = 0.0
         self._finished: deque[Upload] = deque()
 
@@ -90,8 +87,8 @@ class HostCheckpoints:
 
     def deliver(self, name: str, entries: Mapping[str, FileEntry]) -> None:
         """Upload the files that this process wrote. Raises UploadError if the storage does not take them."""
-        for file, entry in entries.items():
-            self._remote.put_file(self._part(name) / file, f"{name}/{file}", entry.num_bytes)
+        for file in entries:
+            self._remote.put_file(self._part(name) / file, f"{name}/{file}")
 
     def publish(
         self,

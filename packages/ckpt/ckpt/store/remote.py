@@ -32,9 +32,6 @@ _log = logging.getLogger("ckpt")
 PART_PREFIX = ".part_"
 _UPLOAD_FOLDER = re.compile(r"step_[0-9]{8,}\.[0-9]{8}T[0-9]{12}Z-[0-9a-f]+")
 
-OnFile = Callable[[int, int], None]
-"""Gets the bytes of each transferred file and the total bytes."""
-
 
 class RemoteCheckpoints(Storage):
     """The checkpoints below one URL. One process at a time uploads; any number may download.
@@ -70,24 +67,17 @@ class RemoteCheckpoints(Storage):
         once = self.with_retry(None)  # what stays is deleted after the next upload
         try:
             once.delete(manifest.step, keep=name)
-            once.prune(retention or Retention(), keep=manifest.step)
+            once._prune(retention or Retention(), keep=manifest.step)
         except Exception as error:  # every storage has classes of its own
             report = _log.warning if self.retry is None else self.retry.report
             report(f"{self.url}: old uploads could not be deleted: {storage_error(error)}")
 
-    def upload(
-        self,
-        checkpoint: Checkpoint,
-        *,
-        overwrite: bool = False,
-        on_file: OnFile | None = None,
-        retention: Retention | None = None,
-    ) -> str:
+    def upload(self, checkpoint: Checkpoint, *, overwrite: bool = False, retention: Retention | None = None) -> str:
         """Upload a published checkpoint and return its URL path. When it returns, the upload is visible and whole.
 
-        Verifies the checkpoint's files first. `on_file` gets the bytes of each uploaded file and the total bytes.
-        Deletes unfinished uploads of the step; with `overwrite` also a whole one, after the new one is visible, and the
-        steps that `retention` drops. After an error it tries to delete the uploaded files.
+        Verifies the checkpoint's files first. Deletes unfinished uploads of the step; with `overwrite` also a whole
+        one, after the new one is visible, and the steps that `retention` drops. After an error it tries to delete the
+        uploaded files.
 
         Raises CheckpointExistsError, CheckpointDamagedError, or errors of the storage.
         """
@@ -96,7 +86,7 @@ class RemoteCheckpoints(Storage):
         _require_good(checkpoint.path, problem, step=checkpoint.step)
         try:
             manifest = CheckpointManifest.read(checkpoint.path)
-            self._put_files(checkpoint.path, manifest, name, on_file)
+            self._put_files(checkpoint.path, manifest, name)
             self.publish(name, manifest, retention)
         except BaseException:
             with suppress(Exception):  # the first error is raised; readers never see leftovers
@@ -110,22 +100,23 @@ class RemoteCheckpoints(Storage):
         root: Path,
         *,
         overwrite: bool = False,
-        on_file: OnFile | None = None,
         parts: Path | None = None,
+        on_file: Callable[[int], object] = lambda num_bytes: None,
     ) -> Checkpoint:
         """Download a step into the checkpoint folder `root`, verify it, and publish it there.
 
         Downloads nothing if `root` has this checkpoint whole. `parts`: the folder of a `HostCheckpoints` on the same
-        disk; the files that it has are linked, not downloaded.
+        disk; the files that it has are linked, not downloaded. `on_file` gets the bytes of each file downloaded.
 
         Raises CheckpointNotFoundError (with the published steps), CheckpointExistsError when `root` has another
         checkpoint of the step (unless `overwrite`), CheckpointSpaceError, or CheckpointDamagedError when the download
         differs from the upload.
         """
-        name = self._published().get(step)
-        if name is None:
-            known = ", ".join(map(str, self.steps())) or "no step is uploaded"
+        published = self._published()
+        if step not in published:
+            known = ", ".join(map(str, sorted(published))) or "no step is uploaded"
             raise CheckpointNotFoundError(f"no such checkpoint in {self.url}", field="step", value=step, allowed=known)
+        name = published[step]
         manifest, part = self._manifest_of(name), None if parts is None else parts / f"{PART_PREFIX}{name}"
         with closing(CheckpointManager(root)) as manager:
             with suppress(CheckpointNotFoundError, CheckpointDamagedError, UnsupportedFormatError):
@@ -134,7 +125,7 @@ class RemoteCheckpoints(Storage):
                     return here
             partial = manager.prepare(step, overwrite=overwrite, expected_bytes=0)
             try:
-                self._get_files(name, manifest, partial, on_file, part)
+                self._get_files(name, manifest, partial, part, on_file)
                 return manager.adopt(step)
             finally:
                 manager.abandon(step)
@@ -153,7 +144,6 @@ class RemoteCheckpoints(Storage):
 
     def has_folder(self, name: str) -> bool:
         """True if `upload_folder` has uploaded `name` as a whole."""
-        self.fs.invalidate_cache()
         return self.exists(f"{name}/{MANIFEST_NAME}")
 
     def download_folder(self, name: str, out: Path) -> None:
@@ -168,19 +158,6 @@ class RemoteCheckpoints(Storage):
         with new_folder(out) as partial:
             self._get_files(name, self._manifest_of(name), partial)
 
-    def prune(self, retention: Retention, *, keep: int) -> list[int]:
-        """Delete the steps that `retention` does not keep, except `keep`. Returns the deleted steps, oldest first."""
-        published = self._published()
-        metrics: dict[int, Mapping[str, float]] = {}
-        if retention.keep_best is not None:
-            for step, name in published.items():
-                with suppress(CheckpointDamagedError, UnsupportedFormatError):  # without metrics it is never best
-                    metrics[step] = self._manifest_of(name).metrics
-        deleted = steps_to_delete(published, metrics, retention, keep=keep)
-        for step in deleted:
-            self.delete(step)
-        return deleted
-
     def delete(self, step: int, *, keep: str | None = None) -> None:
         """Delete all uploads of a step, finished or not, except the one named `keep`."""
         for name in self._uploads():
@@ -192,13 +169,24 @@ class RemoteCheckpoints(Storage):
         for name in set(self._uploads()) - set(self._published().values()):
             self.delete_path(name)
 
+    def _prune(self, retention: Retention, *, keep: int) -> None:
+        """Delete the steps that `retention` does not keep, except `keep`."""
+        published = self._published()
+        metrics: dict[int, Mapping[str, float]] = {}
+        if retention.keep_best is not None:
+            for step, name in published.items():
+                with suppress(CheckpointDamagedError, UnsupportedFormatError):  # without metrics it is never best
+                    metrics[step] = self._manifest_of(name).metrics
+        for step in steps_to_delete(published, metrics, retention, keep=keep):
+            self.delete(step)
+
     def _uploads(self) -> list[str]:
         """The uploads, finished or not. Names sort by time."""
-        return [name for name in self.folders() if _UPLOAD_FOLDER.fullmatch(name)]
+        return [name for name in self.names() if _UPLOAD_FOLDER.fullmatch(name)]
 
     def _published(self) -> dict[int, str]:
         """The newest whole upload of each step."""
-        return {_step_of(name): name for name in self._uploads() if self.exists(f"{name}/{MANIFEST_NAME}")}
+        return {_step_of(name): name for name in self._uploads() if self.has_folder(name)}
 
     def _manifest_of(self, name: str) -> CheckpointManifest:
         source = f"{self.root}/{name}"
@@ -207,19 +195,17 @@ class RemoteCheckpoints(Storage):
         except (ManifestError, UnicodeDecodeError) as error:
             raise CheckpointDamagedError(f"{source}/{MANIFEST_NAME}: {error}", files=(MANIFEST_NAME,)) from None
 
-    def _put_files(self, source: Path, manifest: CheckpointManifest, name: str, on_file: OnFile | None = None) -> None:
-        for file, entry in manifest.files.items():
-            self.put_file(source / file, f"{name}/{file}", entry.num_bytes)
-            if on_file is not None:
-                on_file(entry.num_bytes, manifest.num_bytes)
+    def _put_files(self, source: Path, manifest: CheckpointManifest, name: str) -> None:
+        for file in manifest.files:
+            self.put_file(source / file, f"{name}/{file}")
 
     def _get_files(
         self,
         name: str,
         manifest: CheckpointManifest,
         target: Path,
-        on_file: OnFile | None = None,
         part: Path | None = None,
+        on_file: Callable[[int], object] = lambda num_bytes: None,
     ) -> None:
         """Download the files that `part` does not have as they are in the manifest, and verify all."""
         check_space(target.parent, manifest.num_bytes, estimate="the size of the upload")
@@ -228,8 +214,7 @@ class RemoteCheckpoints(Storage):
             if part is None or not _link(part, target, manifest, file):
                 self.get_file(f"{name}/{file}", target / file)
                 fsync_file(target / file)
-                if on_file is not None:
-                    on_file(entry.num_bytes, manifest.num_bytes)
+                on_file(entry.num_bytes)
         write_text(target / MANIFEST_NAME, manifest.to_json())
         _require_good(target, f"{self.root}/{name}: the download is damaged", step=manifest.step)
 
@@ -247,11 +232,10 @@ def _link(source: Path, target: Path, manifest: CheckpointManifest, file: str) -
     """Link a file of `source`, which never changes, if it is as in the manifest and on the same disk."""
     if check_files(source, manifest, [file]):
         return False
-    try:
+    with suppress(OSError):
         os.link(source / file, target / file)
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _require_good(folder: Path, problem: str, *, step: int | None) -> None:

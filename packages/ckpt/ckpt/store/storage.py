@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 import secrets
 import threading
 import time
@@ -17,39 +18,42 @@ from ..errors import CheckpointStateError, CheckpointUsageError, UploadError
 from ..manifest import MANIFEST_NAME
 
 FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_Result = TypeVar("_Result")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class Retry:
-    """Repeats a failing request after 1, 2, 4, ... seconds, at most a minute.
+    """Repeats failing requests after 1, 2, 4, ... seconds, at most a minute.
 
     Args:
         report: gets a line for each failure.
         retry_s: seconds of failed tries after which a request raises UploadError.
     """
 
-    def __init__(self, report: Callable[[str], None], *, retry_s: float) -> None:
+    def __init__(self, report: Callable[[str], None], *, retry_s: float = math.inf) -> None:
         self.report, self._retry_s = report, retry_s
-        self._stopped = threading.Event()
+        self._last_try_at = math.inf
+        self._pausing = threading.Condition()
 
-    def stop(self) -> None:
-        """Try once more at most; ends the present pause."""
-        self._stopped.set()
+    def stop(self, after_s: float = 0.0) -> None:
+        """Repeat no request later than that, and one that now pauses at once."""
+        with self._pausing:
+            self._last_try_at = time.monotonic() + after_s
+            self._pausing.notify_all()
 
-    def __call__(self, action: str, request: Callable[[], _Result]) -> _Result:
+    def __call__(self, action: str, request: Callable[[], Any]) -> Any:
         """The result of the request. Raises UploadError, with the storage's last error, when it gives up."""
-        deadline, pause = time.monotonic() + self._retry_s, FIRST_PAUSE_S
+        last_try_at, pause = time.monotonic() + self._retry_s, FIRST_PAUSE_S
         while True:
             try:
                 return request()
             except Exception as error:  # every storage has classes of its own
                 problem = f"{action}: {storage_error(error)}"
-                is_late = time.monotonic() + pause > deadline
-                if is_late or self._stopped.is_set() or not threading.main_thread().is_alive():
+                is_late = time.monotonic() + pause > min(last_try_at, self._last_try_at)
+                if is_late or not threading.main_thread().is_alive():
                     raise UploadError(problem) from error
                 self.report(f"{problem}; next try in {pause:.0f} s")
-                self._stopped.wait(pause)
+                with self._pausing:
+                    self._pausing.wait(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
@@ -108,12 +112,12 @@ class Storage:
             raise CheckpointUsageError(problem, field="url", value=self.url) from error
 
     @_request
-    def put_file(self, source: Path, path: str, num_bytes: int) -> None:
-        """Upload a file of `num_bytes`. Raises CheckpointStateError when another number of bytes arrived."""
+    def put_file(self, source: Path, path: str) -> None:
+        """Upload a file. Raises CheckpointStateError when another number of bytes arrived."""
         target = f"{self.root}/{path}"
         self.fs.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
         self.fs.put_file(str(source), target)
-        arrived = self.fs.info(target)["size"]
+        arrived, num_bytes = self.fs.info(target)["size"], source.stat().st_size
         if arrived != num_bytes:
             raise CheckpointStateError(f"{target}: {arrived} of {num_bytes} bytes arrived; the upload is not published")
 
@@ -131,14 +135,14 @@ class Storage:
     @_request
     def read_text(self, path: str) -> str | None:
         """A small text; None if there is none."""
-        try:
+        with suppress(FileNotFoundError):
             return bytes(self.fs.cat_file(f"{self.root}/{path}")).decode()
-        except FileNotFoundError:
-            return None
+        return None
 
     @_request
     def exists(self, path: str) -> bool:
         """True if there is such a file."""
+        self.fs.invalidate_cache()
         return bool(self.fs.exists(f"{self.root}/{path}"))
 
     @_request
@@ -147,14 +151,13 @@ class Storage:
         self.fs.get_file(f"{self.root}/{path}", str(target))
 
     @_request
-    def folders(self) -> list[str]:
-        """The names of the folders below the URL, in alphabetical order."""
-        return [name for name, kind in self._entries("") if kind == "directory"]
-
-    @_request
-    def names(self, path: str) -> list[str]:
-        """The names directly in a folder, in alphabetical order; empty if there is no such folder."""
-        return [name for name, _ in self._entries(path)]
+    def names(self, path: str = "") -> list[str]:
+        """The names of files and folders directly in a folder, sorted; empty if there is no such folder."""
+        self.fs.invalidate_cache()
+        with suppress(FileNotFoundError):
+            paths = self.fs.ls(f"{self.root}/{path}".rstrip("/"), detail=False)
+            return sorted(each.rstrip("/").rpartition("/")[2] for each in paths)
+        return []
 
     @_request
     def delete_path(self, path: str) -> None:
@@ -163,15 +166,6 @@ class Storage:
             if self.fs.exists(f"{self.root}/{path}/{MANIFEST_NAME}"):
                 self.fs.rm_file(f"{self.root}/{path}/{MANIFEST_NAME}")
             self.fs.rm(f"{self.root}/{path}", recursive=True)
-
-    def _entries(self, path: str) -> list[tuple[str, str]]:
-        """(name, fsspec's type) of what is directly in a folder."""
-        self.fs.invalidate_cache()
-        try:
-            entries = self.fs.ls(f"{self.root}/{path}".rstrip("/"), detail=True)
-        except FileNotFoundError:
-            return []
-        return sorted((entry["name"].rstrip("/").rpartition("/")[2], entry["type"]) for entry in entries)
 
 
 def storage_error(error: Exception) -> str:

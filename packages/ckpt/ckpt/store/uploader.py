@@ -5,8 +5,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Self, TypeAlias
 
 from ..errors import UploadError
@@ -21,7 +23,6 @@ _log = logging.getLogger("ckpt")
 
 _Item: TypeAlias = Checkpoint | Path
 """A checkpoint, or a folder that does not change."""
-_NEXT_ROUND_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +47,9 @@ class AsyncUploader:
     The retention does not delete a checkpoint while it is uploaded. It may delete one that still waits, which is then
     left out. The retention is applied to the uploads, too, after each upload.
 
-    A failed request is repeated for `retry_s` seconds. If the storage still fails, the thread begins again a minute
-    later, with the oldest checkpoint that waits. The end of the block waits for a last round and raises UploadError
-    with the steps that the storage lacks. KeyboardInterrupt and SystemExit end the block at once. An upload that is
-    cut off leaves nothing that counts as a checkpoint.
+    A failed request is repeated until the block ends, and for `retry_s` seconds more; then UploadError names the steps
+    that the storage lacks. KeyboardInterrupt and SystemExit end the block at once. An upload that is cut off leaves
+    nothing that counts as a checkpoint.
     """
 
     def __init__(
@@ -67,16 +67,14 @@ class AsyncUploader:
             root: the checkpoint folder.
             retention: the one of the folder's manager; None keeps all.
             report: gets a line for each failure and each checkpoint that is left out, from the thread.
-            retry_s: seconds for which a failing request is repeated.
+            retry_s: seconds for which a failing request is repeated after the end of the block.
         """
-        self._retry = Retry(report, retry_s=retry_s)
+        self._retry, self._retry_s = Retry(report), retry_s
         self._remote, self._report, self._retention = remote.with_retry(self._retry), report, retention
         self._manager = CheckpointManager(root, retention=retention)
-        self._waiting: list[_Item] = []
-        self._failed: list[_Item] = []
+        self._queue = SimpleQueue[_Item | None]()
+        self._failed: list[tuple[_Item, str]] = []
         self._finished: deque[Upload] = deque()
-        self._reason = ""
-        self._wake, self._closing, self._interrupted = threading.Event(), threading.Event(), threading.Event()
         # A daemon: a program that was interrupted does not wait for the storage.
         self._thread = threading.Thread(target=self._run, name="ckpt-upload", daemon=True)
         self._thread.start()
@@ -86,8 +84,7 @@ class AsyncUploader:
 
         Returns at once. A folder is uploaded under its own name.
         """
-        self._waiting.append(item)
-        self._wake.set()
+        self._queue.put(item)
 
     def take_finished(self) -> list[Upload]:
         """The uploads that finished since the last call."""
@@ -95,9 +92,10 @@ class AsyncUploader:
 
     def close(self) -> None:
         """Wait for all uploads. Raises UploadError with the steps that the storage lacks."""
-        if waiting := ", ".join(map(_name, self._waiting)):
-            self._report(f"waiting for uploads to {self._remote.url}: {waiting}")
-        self._end()
+        if num_waiting := self._queue.qsize():
+            self._report(f"waiting for {num_waiting} uploads to {self._remote.url}")
+        self._queue.put(None)
+        self._retry.stop(after_s=self._retry_s)
         self._thread.join()
         self._manager.prune()  # what was kept for its upload
         self._manager.close()
@@ -108,9 +106,8 @@ class AsyncUploader:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and not isinstance(error, Exception):
-            self._interrupted.set()
             self._retry.stop()
-            self._end()
+            self._queue.put(None)
             return
         try:
             self.close()
@@ -119,40 +116,19 @@ class AsyncUploader:
                 raise
             error.add_note(str(failed))
 
-    def _end(self) -> None:
-        """Let the thread end after one more round."""
-        self._closing.set()
-        self._wake.set()
-
     def _run(self) -> None:
-        is_last = False
-        while not is_last and not self._interrupted.is_set():
-            self._wake.wait(_NEXT_ROUND_S if self._waiting else None)
-            self._wake.clear()
-            is_last = self._closing.is_set()
-            try:
-                self._upload_waiting()
-            except Exception as error:  # of the report: the next round tries again, and `close` names what is missing
-                self._reason = str(error)
-
-    def _upload_waiting(self) -> None:
-        """Upload all that waits, in order, until the storage fails."""
-        while self._waiting and not self._interrupted.is_set():
-            item, started = self._waiting[0], time.perf_counter()
+        while (item := self._queue.get()) is not None:
+            started = time.perf_counter()
             try:
                 num_bytes = self._upload(item)
-            except UploadError as error:
-                self._reason = str(error)
-                return
-            except Exception as error:  # damaged on the disk, for example; no later try can succeed
-                self._reason = str(error)
-                self._report(self._reason)
-                self._failed.append(item)
+            except Exception as error:  # of the storage, or the checkpoint is damaged on the disk
+                self._failed.append((item, str(error)))
+                with suppress(Exception):  # `close` names it too; without the thread nothing would be uploaded
+                    self._report(str(error))
             else:
                 if num_bytes is not None:
                     duration_s = time.perf_counter() - started
                     self._finished.append(Upload(name=_name(item), num_bytes=num_bytes, duration_s=duration_s))
-            self._waiting.pop(0)
 
     def _upload(self, item: _Item) -> int | None:
         """Upload the item and return its bytes; None if the retention has deleted it."""
@@ -167,13 +143,14 @@ class AsyncUploader:
 
     def _raise_missing(self) -> None:
         steps = self._manager.steps()
-        missing = [item for item in (*self._failed, *self._waiting) if isinstance(item, Path) or item.step in steps]
+        missing = [(item, why) for item, why in self._failed if isinstance(item, Path) or item.step in steps]
         if missing:
             raise UploadError(
-                f"{self._remote.url} lacks {', '.join(map(_name, missing))} of {self._manager.root} ({self._reason}). "
-                "The folder has them; copy them before it is lost, for example with "
+                f"{self._remote.url} lacks {', '.join(_name(item) for item, _ in missing)} of {self._manager.root} "
+                f"({missing[-1][1]})",
+                steps=tuple(item.step for item, _ in missing if isinstance(item, Checkpoint)),
+                remedy="copy them before the folder is lost: "
                 f"python -m ckpt upload {self._manager.root} {self._remote.url}",
-                steps=tuple(item.step for item in missing if isinstance(item, Checkpoint)),
             )
 
 

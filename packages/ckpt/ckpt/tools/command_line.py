@@ -1,43 +1,22 @@
-"""Lists, verifies, exports, reshapes, uploads and prunes checkpoints on the command line.
+"""Lists, verifies, exports, reshapes and uploads checkpoints on the command line.
 
 Exit codes: 0 success, 1 a checkpoint is damaged, 2 wrong usage or any other error.
 """
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import fields
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
 
-from tqdm import tqdm
-
-from .. import upstream
-from ..errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, CheckpointUsageError
+from ..errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 from ..files import is_disk_full, no_space
-from ..manager import LATEST_NAME, PARTIAL_PREFIX, CheckpointManager, folder_name
+from ..manager import PARTIAL_PREFIX, CheckpointManager, folder_name
 from ..manifest import MANIFEST_NAME, verify_folder
-from ..retention import Retention
-
-
-@contextmanager
-def _progress(title: str) -> Iterator[Callable[..., None]]:
-    """A bar of bytes on a terminal. Yields a function of the bytes just done and, if it is known, the total."""
-    with tqdm(desc=title, unit="B", unit_scale=True, unit_divisor=1024, leave=False, disable=None) as bar:
-
-        def add(num_bytes: int, total_bytes: int | None = None) -> None:
-            bar.total = total_bytes
-            bar.update(num_bytes)
-
-        yield add
 
 
 def _list(options: argparse.Namespace) -> int:
     root: Path = options.dir
     manager = CheckpointManager(root)
-    pointer = root / LATEST_NAME
-    latest = pointer.read_text(encoding="utf-8").strip() if pointer.exists() else None
     damaged, steps = 0, manager.steps()
     print(f"{'step':>10}  {'created (UTC)':<25}  {'files':>5}  {'bytes':>17}" if steps else _no_checkpoints(root))
     for step in steps:
@@ -47,7 +26,7 @@ def _list(options: argparse.Namespace) -> int:
             print(f"{step:>10}  damaged: {error}")
             damaged += 1
             continue
-        notes = ["latest"] if latest == folder_name(step) else []
+        notes = ["latest"] if step == steps[-1] else []
         notes += [f"{name}={value:g}" for name, value in manifest.metrics.items()]
         line = f"{step:>10}  {manifest.created_at:<25}  {len(manifest.files):>5}  {manifest.num_bytes:>17,}"
         print("  ".join([line, *notes]))
@@ -73,8 +52,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _is_good(folder: Path) -> bool:
     """Verify a checkpoint and print its problems."""
-    with _progress(folder.name) as add:
-        problems = verify_folder(folder, on_read=add)
+    problems = verify_folder(folder)
     print(f"{folder.name}: {'damaged' if problems else 'good'}", flush=True)
     for problem in problems:
         print(f"  {problem}")
@@ -111,17 +89,14 @@ def _export(options: argparse.Namespace) -> int:
 
     from .deepspeed_export import export_deepspeed
 
-    with _progress("read") as add:
-        report = export_deepspeed(
-            source,
-            options.out,
-            model_files_from=options.model_files_from,
-            tag=options.tag,
-            dtype=options.dtype and getattr(torch, options.dtype),
-            max_shard_bytes=options.max_shard_bytes,
-            overwrite=options.overwrite,
-            on_tensor=lambda _, num_bytes: add(num_bytes),
-        )
+    report = export_deepspeed(
+        source,
+        options.out,
+        model_files_from=options.model_files_from,
+        tag=options.tag,
+        dtype=options.dtype and getattr(torch, options.dtype),
+        overwrite=options.overwrite,
+    )
     print(f"{report.path}: {report.num_tensors} tensors, {report.num_bytes:,} bytes, {report.num_shards} weight files")
     return 0
 
@@ -130,17 +105,10 @@ def _reshape(options: argparse.Namespace) -> int:
     source = _source(options)
     from .universal import write_universal
 
-    with _progress("written") as add:
-        report = write_universal(
-            source,
-            options.out,
-            tag=options.tag,
-            overwrite=options.overwrite,
-            on_tensor=lambda _, *sizes: add(*sizes),
-        )
+    report = write_universal(source, options.out, tag=options.tag, overwrite=options.overwrite)
     print(
         f"{report.path}: universal checkpoint {report.tag!r} of {report.num_parameters} parameters after "
-        f"{report.adam_steps} steps, {report.num_bytes:,} bytes of fp32 weights and moments"
+        f"{report.optimizer_steps} steps, {report.num_bytes:,} bytes of fp32 weights and optimizer states"
     )
     return 0
 
@@ -153,77 +121,37 @@ def _upload(options: argparse.Namespace) -> int:
     manager, there = CheckpointManager(options.dir), remote.steps()
     for step in manager.steps():
         if step not in there:
-            with _progress(folder_name(step)) as add:
-                remote.upload(manager.read(step), on_file=add)
+            remote.upload(manager.read(step))
             print(f"uploaded {folder_name(step)}", flush=True)
     print(f"{options.url} has steps {', '.join(map(str, remote.steps())) or 'none'}")
     return 0
 
 
-def _prune(options: argparse.Namespace) -> int:
-    rule = Retention(**{field.name: getattr(options, field.name) for field in fields(Retention)})
-    if rule.keeps_all:
-        allowed = "at least one of --keep-last, --keep-every, and --keep-best with --metric"
-        raise CheckpointUsageError("no rule keeps a checkpoint", field="prune", allowed=allowed)
-    manager = CheckpointManager(options.dir, retention=rule)
-    deleted = manager.prune() if options.yes else manager.prunable()
-    for step in deleted:
-        print(f"{'deleted' if options.yes else 'would delete'} {folder_name(step)}")
-    kept = [step for step in manager.steps() if step not in deleted]
-    print(f"{'kept' if options.yes else 'would keep'} {', '.join(map(str, kept)) or 'nothing'}")
-    if deleted and not options.yes:
-        print("nothing was deleted; add --yes to delete")
-    return 0
-
-
-def _doctor(options: argparse.Namespace) -> int:
-    print(upstream.report())
-    return 0
-
-
-_Argument: TypeAlias = tuple[str, dict[str, Any]]
-
-_DIR: _Argument = ("dir", {"type": Path, "help": "folder of checkpoints"})
-_STEP: _Argument = ("--step", {"type": int, "help": "one step of the folder"})
-_SOURCE: list[_Argument] = [
-    ("dir", {"type": Path, "help": "folder of checkpoints, one checkpoint, or a DeepSpeed checkpoint"}),
-    ("out", {"type": Path, "help": "output folder"}),
-    ("--step", {"type": int, "help": "step (default: the newest)"}),
-    ("--tag", {"help": "model to read if the checkpoint holds several, e.g. actor"}),
-    ("--overwrite", {"action": "store_true", "help": "replace OUT"}),
-]
-_EXPORT: list[_Argument] = [
-    ("--model-files-from", {"type": Path, "required": True, "metavar": "MODEL", "help": "folder with config.json"}),
-    ("--dtype", {"choices": ("float32", "bfloat16", "float16"), "help": "default: the model folder's"}),
-    ("--max-shard-bytes", {"type": int, "default": 5_000_000_000, "metavar": "BYTES"}),
-]
-_PRUNE: list[_Argument] = [
-    ("--keep-last", {"type": int, "metavar": "K", "help": "keep the newest K"}),
-    ("--keep-every", {"type": int, "metavar": "N", "help": "keep every step that is a multiple of N"}),
-    ("--keep-best", {"type": int, "metavar": "K", "help": "keep the best K by --metric"}),
-    ("--metric", {"help": "a metric that was passed to publish"}),
-    ("--mode", {"choices": ("max", "min"), "default": "max", "help": "the largest or the smallest is best"}),
-    ("--yes", {"action": "store_true", "help": "delete them"}),
-]
-_COMMANDS: list[tuple[str, Callable[[argparse.Namespace], int], str, list[_Argument]]] = [
-    ("list", _list, "list the checkpoints in a folder", [_DIR]),
-    ("verify", _verify, "compare every file with its checksum", [_DIR, _STEP]),
-    ("export", _export, "write a Hugging Face folder from a DeepSpeed checkpoint", [*_SOURCE, *_EXPORT]),
-    ("reshape", _reshape, "write a DeepSpeed universal checkpoint, for any ZeRO stage and number of ranks", _SOURCE),
-    ("upload", _upload, "upload the checkpoints that a storage lacks", [_DIR, ("url", {"help": "any URL of fsspec"})]),
-    ("prune", _prune, "delete checkpoints that no rule keeps; a dry run without --yes", [_DIR, *_PRUNE]),
-    ("doctor", _doctor, "list the parts of DeepSpeed that background saves and safe loads need", []),
-]
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ckpt", description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(required=True)
-    for name, run, help_text, arguments in _COMMANDS:
-        command = commands.add_parser(name, help=help_text)
+
+    def add(run: Callable[[argparse.Namespace], int], help_text: str, folder: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(run.__name__.removeprefix("_"), help=help_text)
         command.set_defaults(run=run)
-        for argument, settings in arguments:
-            command.add_argument(argument, **settings)
+        command.add_argument("dir", type=Path, help=folder)
+        return command
+
+    add(_list, "list the checkpoints in a folder", "folder of checkpoints")
+    verify = add(_verify, "compare every file with its checksum", "folder of checkpoints, or one checkpoint")
+    verify.add_argument("--step", type=int, help="one step of the folder")
+    source = "folder of checkpoints, one checkpoint, or a DeepSpeed checkpoint"
+    export = add(_export, "write a Hugging Face folder from a DeepSpeed checkpoint", source)
+    reshape = add(_reshape, "write a DeepSpeed universal checkpoint, for any ZeRO stage and number of ranks", source)
+    for command in (export, reshape):
+        command.add_argument("out", type=Path, help="output folder")
+        command.add_argument("--step", type=int, help="step (default: the newest)")
+        command.add_argument("--tag", help="model to read if the checkpoint holds several, e.g. actor")
+        command.add_argument("--overwrite", action="store_true", help="replace OUT")
+    export.add_argument("--model-files-from", type=Path, required=True, metavar="MODEL", help="folder with config.json")
+    export.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the model folder's")
+    upload = add(_upload, "upload the checkpoints that a storage lacks", "folder of checkpoints")
+    upload.add_argument("url", help="any URL of fsspec")
     return parser
 
 
@@ -231,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line with `argv`, default `sys.argv[1:]`; return the exit code."""
     options = _parser().parse_args(argv)
     try:
-        if "dir" in options and not options.dir.is_dir():
+        if not options.dir.is_dir():
             raise CheckpointNotFoundError("no such folder", field="dir", value=str(options.dir))
         run: Callable[[argparse.Namespace], int] = options.run
         return run(options)

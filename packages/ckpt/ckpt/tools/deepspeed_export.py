@@ -6,7 +6,6 @@ Names, shapes and dtypes are those of the model folder.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +43,6 @@ def export_deepspeed(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
-    on_tensor: Callable[[str, int], None] | None = None,
     lora: Mapping[str, Any] | None = None,
     base: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
 ) -> HfExport:
@@ -52,10 +50,9 @@ def export_deepspeed(
 
     `checkpoint` is the folder passed to DeepSpeed's save_checkpoint, or one checkpoint in it; several need a `tag`. The
     weights are the fp32 master weights, cast to `dtype`; None: to that of each tensor in `model_files_from`, or else in
-    its config.json. `on_tensor` gets each tensor's name and its size in bytes in the checkpoint, before it is written.
-    `lora`: PEFT's settings (`lora_alpha`, `use_rslora`) of the adapters in the checkpoint; they are merged into the
-    weights of `model_files_from`, their base model. `base`: (name, tensor) of that folder -> the tensor with which the
-    adapters were trained, where it differs (a quantized base).
+    its config.json. `lora`: PEFT's settings (`lora_alpha`, `use_rslora`) of the adapters in the checkpoint; they are
+    merged into the weights of `model_files_from`, their base model. `base`: (name, tensor) of that folder -> the tensor
+    with which the adapters were trained, where it differs (a quantized base).
 
     Raises ShardError as `ZeroCheckpoint` does, ExportError as `save_hf_folder` and `merge_lora` do, for LoRA adapters
     without `lora`, and without a `dtype` where the model folder states none.
@@ -70,7 +67,7 @@ def export_deepspeed(
             used = (
                 (name, tensor if base is None else base(name, tensor)) for name, tensor in read_folder(model_files_from)
             )
-            stored = merge_lora(chain(adapters, used), lora)
+            stored = merge_lora(adapters, used, lora)
         for name, tensor in stored:
             if ".lora_" in name:
                 raise ExportError(
@@ -79,8 +76,6 @@ def export_deepspeed(
                     value=None,
                     remedy="pass the adapter's settings, or write it with save_adapter and merge it with export_merged",
                 )
-            if on_tensor is not None:
-                on_tensor(name, tensor.nbytes)
             for folder_name, part in model.parts(name, tensor):
                 yield folder_name, part if dtype is not None else part.to(model.dtype(folder_name))
 

@@ -5,34 +5,41 @@
 computed in fp32 and cast once, at the end. W is [out, in], A [r, in], B [out, r]; for layers that store W as [in, out]
 (`fan_in_fan_out`) the product is transposed.
 
-PEFT's names: an adapted layer `q_proj` holds `q_proj.base_layer.weight`, `q_proj.lora_A.default.weight` and
-`q_proj.lora_B.default.weight`. The adapter file omits `.default` and prefixes every name with `base_model.model.`.
+PEFT's names: an adapted layer `q_proj` holds `q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`. The
+adapter file omits `.default` and prefixes every name with `base_model.model.`.
 """
 
 from __future__ import annotations
 
 import json
-import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plinth_base.adapters import PEFT_PREFIX, lora_scale, missing_settings
+from plinth_base.adapters import PEFT_PREFIX, lora_scale, missing_settings, without_adapter
+from plinth_base.model_folder import stored_tensors
 
 from ..errors import ExportError
-from ..files import fsync_file, new_folder
+from ..files import new_folder, write_text
 from ..hf_export import HfExport, save_hf_folder
+from ..tensor_file import write_tensors
 from .model_folder import ModelFolder, read_folder
 
 if TYPE_CHECKING:
     import torch
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_REFUSED = ("lora_magnitude_vector", "lora_embedding", "lora_variant")
-_MATRIX = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])(?:\.(?P<adapter>[^.]+))?\.(?P<kind>weight|bias)")
-_COPY = re.compile(r"(?P<layer>.+)\.modules_to_save\.(?:[^.]+)\.(?P<rest>.+)")
-_MERGE_WITH_PEFT = "merge with PEFT"
+_MERGE_WITH_PEFT = "merge it with PEFT (merge_and_unload), and save the model with save_pretrained"
+#: Settings of PEFT with which merging is W + s B A; any other that is set is refused.
+_PLAIN = {
+    *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "exclude_modules"),
+    *("fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha"),
+    *("lora_dropout", "megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r"),
+    *("rank_pattern", "revision", "target_modules", "task_type", "use_rslora"),
+}
+#: Other initializations change the base weights; what they change is in no file.
+_KEEPS_BASE = (None, True, False, "gaussian", "orthogonal")
 
 
 def save_adapter(
@@ -52,26 +59,18 @@ def save_adapter(
     Raises ExportError if `out` exists and is not empty (unless `overwrite`), `config` lacks `r`, `lora_alpha` or
     `target_modules`, A or B of a layer is missing, or a tensor belongs to no adapter.
     """
-    from safetensors.torch import save_file
-
     if missing := missing_settings(config):
         raise ExportError(f"lacks {', '.join(missing)}", field="config", remedy="pass PEFT's adapter configuration")
-    copied = tuple(config.get("modules_to_save") or ())
-    named: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors:
-        written = PEFT_PREFIX + _adapter_name(name.removeprefix(PEFT_PREFIX), adapter, copied)
-        if written in named:
-            raise _tensor_error(name, "the stream holds this tensor twice")
-        # Adapters are small, so all are held at once.
-        named[written] = tensor.detach().cpu().contiguous().clone()
-    _check_pairs(named)
+    named = {
+        f"{PEFT_PREFIX}{name if part == 'whole' else f'{_layer(name)}.{part}.weight'}": tensor
+        for name, parts in _changes(tensors, config, adapter).items()
+        for part, tensor in parts.items()
+    }
     with new_folder(Path(out), overwrite=overwrite) as partial:
-        save_file(named, partial / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        write_tensors(partial / ADAPTER_WEIGHTS, named, {})
         settings = {"peft_type": "LORA", **config, "inference_mode": True}
         text = json.dumps(settings, indent=2, sort_keys=True, default=_plain)
-        (partial / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
-        for name in (ADAPTER_WEIGHTS, ADAPTER_CONFIG):
-            fsync_file(partial / name)
+        write_text(partial / ADAPTER_CONFIG, text + "\n")
     num_bytes = sum(tensor.nbytes for tensor in named.values())
     return HfExport(path=Path(out), num_tensors=len(named), num_bytes=num_bytes, num_shards=1)
 
@@ -97,46 +96,32 @@ def read_adapter(folder: Path) -> tuple[list[tuple[str, torch.Tensor]], dict[str
 
 
 def merge_lora(
-    tensors: Iterable[tuple[str, torch.Tensor]], config: Mapping[str, Any], *, adapter: str = "default"
+    adapters: Iterable[tuple[str, torch.Tensor]],
+    base: Iterable[tuple[str, torch.Tensor]],
+    config: Mapping[str, Any],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, tensor) of the whole model with merged adapters, as a stream.
+    """The tensors of the base model as a stream, with the adapters merged in.
 
-    `tensors` are the model's and the adapter's tensors: those of a live PEFT model in any order, or those of an adapter
-    file followed by those of the base model. Merged tensors are fp32, the others keep their dtypes; cast them when they
-    are stored (`save_hf_folder(dtype=...)`). Holds the adapters, and base weights that precede their adapters.
+    `adapters` have the names of an adapter file or of a PEFT model's parameters, and are held in memory; `base` has
+    Hugging Face names. Merged tensors are fp32, the others keep their dtypes; cast them when they are stored
+    (`save_hf_folder(dtype=...)`).
 
-    Raises ExportError for DoRA, adapted embeddings and convolutions, trained biases of B, shapes that do not fit, and
-    adapters without a base weight.
+    Raises ExportError for settings and tensors of anything but LoRA matrices and whole trained modules, for shapes that
+    do not fit, and for a tensor that the base model lacks.
     """
-    if config.get("use_dora"):
-        raise ExportError(field="config.use_dora", value=True, allowed="plain LoRA", remedy=_MERGE_WITH_PEFT)
-    copied = tuple(config.get("modules_to_save") or ())
-    parts: dict[str, dict[str, torch.Tensor]] = {}  # by adapted layer: A, B and the base weight
-    originals: dict[str, torch.Tensor] = {}  # of modules that a live PEFT model has trained whole
-    replaced: set[str] = set()
-    for name, tensor in tensors:
-        bare = name.removeprefix(PEFT_PREFIX)
-        match, trained = _matrix(bare, adapter), _trained_copy(bare, adapter, copied)
-        final = bare.replace(".base_layer.", ".").replace(".original_module.", ".")
-        layer, is_weight = final.removesuffix(".weight"), final.endswith(".weight")
-        if match is not None:
-            layer = match["layer"]
-            parts.setdefault(layer, {})[match["side"]] = tensor
-        elif trained is not None:
-            if trained not in replaced:  # the base model holds the same name
-                replaced.add(trained)
-                yield trained, tensor
-        elif is_weight and (".base_layer." in bare or layer in parts):
-            parts.setdefault(layer, {})["weight"] = tensor
-        elif ".original_module." in bare:
-            originals[final] = tensor
-        elif final not in replaced:
-            yield final, tensor
-        if len(parts.get(layer, ())) == 3:
-            yield f"{layer}.weight", _merge(layer, config, **parts.pop(layer))
-    if parts:
-        raise _tensor_error(", ".join(sorted(parts)[:3]), f"the base weight, A or B is missing in {len(parts)} layers")
-    yield from (item for item in originals.items() if item[0] not in replaced)
+    _check_settings(config)
+    changes = _changes(adapters, config)
+    for name, tensor in base:
+        change = changes.pop(name, {})
+        if "lora_A" in change:
+            yield (
+                name,
+                _merge(_layer(name), config, change.get("base_layer", tensor), change["lora_A"], change["lora_B"]),
+            )
+        else:
+            yield name, change.get("whole", tensor)
+    if changes:
+        raise _tensor_error(min(changes), "the base model has no such tensor", remedy="give the adapter's base model")
 
 
 def export_merged(
@@ -147,69 +132,143 @@ def export_merged(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
+    prove: bool = True,
 ) -> HfExport:
     """Write the Hugging Face folder `out`: the model in the folder `base` with an adapter merged in.
 
-    Holds the adapter and one base tensor at a time. `dtype` as for `save_hf_folder`; None keeps the base model's
-    dtypes, also for merged weights. Raises ExportError as `merge_lora` and `save_hf_folder` do.
+    Holds the adapter, one base tensor and one shard at a time. `dtype` as for `save_hf_folder`; None keeps the base
+    model's dtypes, also for merged weights. Embeddings that are tied in the base model and trained apart are no longer
+    tied in `out`. `prove`: load the result and, with PEFT, base and adapter, one after the other, and compare the
+    logits of a few tokens before `out` appears; without PEFT a warning says that this was not done.
+
+    Raises ExportError as `merge_lora` and `save_hf_folder` do, for a tensor that the base model lacks, and for logits
+    that differ.
     """
     adapters, config = read_adapter(adapter_folder)
     model = ModelFolder(Path(base))
-    merged = merge_lora(chain(adapters, read_folder(base)), config)
+    if config.get("init_lora_weights") not in _KEEPS_BASE:
+        value = config["init_lora_weights"]
+        raise ExportError(
+            "this initialization changes the base weights, and the adapter does not hold the change",
+            field="config.init_lora_weights",
+            value=value,
+            remedy=_MERGE_WITH_PEFT,
+        )
+    _check_settings(config)
+    trained = _changes(adapters, config).keys()
+    untied = {tied: source for tied, source in model.tied.items() if trained & {tied, source}}
+    merged = merge_lora(adapters, _with_copies(read_folder(base), untied), config)
     if dtype is None:
-        merged = ((name, tensor.to(model.dtype(name))) for name, tensor in merged)
+        merged = ((name, tensor.to(model.dtype(untied.get(name, name)))) for name, tensor in merged)
     return save_hf_folder(
-        out, merged, model_files_from=base, dtype=dtype, max_shard_bytes=max_shard_bytes, overwrite=overwrite
+        out,
+        merged,
+        model_files_from=base,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        overwrite=overwrite,
+        config_changes={"tie_word_embeddings": False} if untied else None,
+        check=(lambda folder: prove_merge(Path(adapter_folder), Path(base), folder)) if prove else None,
     )
+
+
+def _with_copies(
+    tensors: Iterable[tuple[str, torch.Tensor]], copies: Mapping[str, str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors, and those that `copies` names again under a second name."""
+    for name, tensor in tensors:
+        yield name, tensor
+        yield from ((copy, tensor) for copy, source in copies.items() if source == name)
+
+
+def prove_merge(adapter_folder: Path, base: Path, merged: Path) -> None:
+    """Raise ExportError unless the logits of a few tokens are PEFT's, up to the rounding of the dtype."""
+    import torch
+    import transformers
+
+    try:
+        import peft
+    except ImportError:
+        warnings.warn(f"{adapter_folder}: the merge is not compared with PEFT's, which is not installed", stacklevel=2)
+        return
+    config = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
+    model_class = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0])
+    ids = torch.arange(1, 9)[None] % config.get_text_config().vocab_size
+
+    def logits(folder: Path, adapter: Path | None = None) -> torch.Tensor:
+        model = model_class.from_pretrained(folder, dtype="auto", trust_remote_code=False)
+        if adapter is not None:
+            model = peft.PeftModel.from_pretrained(model, str(adapter))
+        with torch.no_grad():
+            return model.eval()(input_ids=ids).logits.float()
+
+    expected, actual = logits(base, adapter_folder), logits(merged)
+    largest, difference = float(expected.abs().max()), float((actual - expected).abs().max())
+    is_fp32 = all(stored.dtype == "float32" for folder in (base, merged) for stored in stored_tensors(folder).values())
+    if not difference <= (3e-5 if is_fp32 else 0.05) * max(largest, 1.0):
+        raise ExportError(
+            f"the merged model's logits differ from PEFT's by {difference:.3g} (largest: {largest:.3g})",
+            field="adapter_folder",
+            value=str(adapter_folder),
+            remedy=_MERGE_WITH_PEFT,
+        )
+
+
+def _check_settings(config: Mapping[str, Any]) -> None:
+    """Raise ExportError, by name, for settings of anything but plain LoRA."""
+    kind = getattr(config.get("peft_type"), "value", config.get("peft_type"))
+    if kind not in (None, "LORA"):
+        raise ExportError(field="config.peft_type", value=kind, allowed="LORA", remedy=_MERGE_WITH_PEFT)
+    for key, value in config.items():
+        if value and key not in _PLAIN and not (key == "loftq_config" and not any(value.values())):
+            raise ExportError("not plain LoRA", field=f"config.{key}", value=value, remedy=_MERGE_WITH_PEFT)
 
 
 def _tensor_error(name: str, problem: str, *, remedy: str | None = None) -> ExportError:
     return ExportError(problem, field="tensors", value=name, remedy=remedy)
 
 
-def _matrix(name: str, adapter: str) -> re.Match[str] | None:
-    if refused := next((part for part in _REFUSED if part in name), None):
-        raise _tensor_error(name, f"{refused} is not supported", remedy=_MERGE_WITH_PEFT)
-    match = _MATRIX.fullmatch(name)
-    if match is None:
-        return None
-    if match["adapter"] not in (None, adapter):
-        raise _tensor_error(name, f"belongs to another adapter than {adapter!r}", remedy="pass those of one adapter")
-    if match["kind"] == "bias":
-        raise _tensor_error(name, "a bias of B is not supported", remedy=_MERGE_WITH_PEFT)
-    return match
+def _changes(
+    tensors: Iterable[tuple[str, torch.Tensor]], config: Mapping[str, Any], adapter: str = "default"
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Copies of an adapter's tensors, by the base model's name of the tensor that they change and by part.
 
-
-def _trained_copy(name: str, adapter: str, copied: tuple[str, ...]) -> str | None:
-    """The base model's name of a tensor in a fully trained module (`modules_to_save`), None for other tensors."""
-    if match := _COPY.fullmatch(name):
-        return f"{match['layer']}.{match['rest']}"
-    # PEFT matches the end of the name: "norm" matches "input_layernorm" too.
-    if name.rpartition(".")[0].endswith(copied) and ".original_module." not in name:
-        return name
-    return None
-
-
-def _adapter_name(name: str, adapter: str, copied: tuple[str, ...]) -> str:
-    if match := _matrix(name, adapter):
-        return f"{match['layer']}.lora_{match['side']}.weight"
-    trained = _trained_copy(name, adapter, copied)
-    if trained is None:
-        raise _tensor_error(name, "belongs to no adapter", remedy="pass only trained tensors")
-    return trained
-
-
-def _check_pairs(tensors: Mapping[str, torch.Tensor]) -> None:
-    if not any(".lora_A." in name for name in tensors):
+    The parts are lora_A, lora_B and, of an adapted head, base_layer; or whole.
+    """
+    changes: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors:
+        changed, part = _changed(name, config, adapter)
+        if part in changes.setdefault(changed, {}):
+            raise _tensor_error(name, "the stream holds this tensor twice")
+        changes[changed][part] = tensor.detach().cpu().clone()  # adapters are small
+    if not any("lora_A" in change for change in changes.values()):
         raise ExportError("the stream holds no adapter", field="tensors")
-    for name in tensors:
-        for side, other in (("A", "B"), ("B", "A")):
-            if f".lora_{side}." in name and name.replace(f".lora_{side}.", f".lora_{other}.") not in tensors:
-                raise _tensor_error(name, f"lora_{other} of this layer is missing")
+    for changed, change in changes.items():
+        if "whole" not in change and len(change.keys() & {"lora_A", "lora_B"}) < 2:
+            raise _tensor_error(changed, f"its adapter has only {', '.join(change)}")
+    return changes
+
+
+def _changed(name: str, config: Mapping[str, Any], adapter: str) -> tuple[str, str]:
+    """The base model's name of the tensor that a tensor of an adapter changes, and the part."""
+    bare = without_adapter(name.removeprefix(PEFT_PREFIX), adapter)
+    layer, _, part = bare.removesuffix(".weight").rpartition(".")
+    if bare.endswith(".weight") and part in ("lora_A", "lora_B", "base_layer"):
+        return f"{layer}.weight", part
+    final = bare.replace(".modules_to_save.", ".").replace(".base_layer.", ".")
+    is_trained_bias = final.endswith(".bias") and config.get("bias", "none") != "none"
+    # PEFT matches the end of the name: "norm" matches "input_layernorm" too.
+    if is_trained_bias or final.rpartition(".")[0].endswith(tuple(config.get("modules_to_save") or ())):
+        return final, "whole"
+    raise _tensor_error(name, f"not plain LoRA of the adapter {adapter!r}", remedy=_MERGE_WITH_PEFT)
+
+
+def _layer(name: str) -> str:
+    return name.removesuffix(".weight")
 
 
 def _merge(
-    layer: str, config: Mapping[str, Any], *, weight: torch.Tensor, A: torch.Tensor, B: torch.Tensor
+    layer: str, config: Mapping[str, Any], weight: torch.Tensor, A: torch.Tensor, B: torch.Tensor
 ) -> torch.Tensor:
     if weight.dim() != 2 or A.dim() != 2 or B.dim() != 2:
         raise _tensor_error(layer, f"only matrices are supported, not {list(weight.shape)}", remedy=_MERGE_WITH_PEFT)

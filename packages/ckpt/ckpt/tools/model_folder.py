@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from plinth_base.model_folder import ModelFolderError, read_safetensors_header, stored_tensors, weight_files
 
 from ..errors import ExportError
-from ..hf_export import DTYPE_NAMES
+from ..tensor_file import DTYPE_NAMES
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +48,12 @@ class ModelFolder:
             self._dtypes = {name: stored.dtype for name, stored in stored_tensors(folder).items()}
         except ModelFolderError as error:
             raise _export_error(error) from error
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Tensors that the folder lacks, and the one that the model uses in their place."""
+        tied: dict[str, str] = getattr(self._meta_model, "all_tied_weights_keys", {})
+        return {name: source for name, source in tied.items() if name not in self._dtypes}
 
     def parts(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of the folder that the model's tensor `name` holds."""

@@ -12,16 +12,13 @@ and 3.
 
 import math
 import shutil
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import ExportError
 from ..files import check_space, fsync_file, new_folder, write_text
-from ..zero.zero_checkpoint import KINDS, ZeroCheckpoint
-
-_FILES = {"weight": "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "exp_avg_sq.pt"}
+from ..zero.zero_checkpoint import ZeroCheckpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +29,7 @@ class UniversalCheckpoint:
     tag: str
     num_parameters: int
     num_bytes: int
-    adam_steps: int
+    optimizer_steps: int
 
 
 def write_universal(
@@ -41,13 +38,12 @@ def write_universal(
     *,
     tag: str | None = None,
     overwrite: bool = False,
-    on_tensor: Callable[[str, int, int], None] | None = None,
 ) -> UniversalCheckpoint:
     """Write the universal checkpoint `out` from a DeepSpeed checkpoint of ZeRO-1, 2 or 3, without a process group.
 
     To resume from it, set `{"checkpoint": {"load_universal": true}}` in DeepSpeed's configuration and call
-    `engine.load_checkpoint(out)`. `checkpoint` and `tag` are arguments of `ZeroCheckpoint`. `on_tensor` gets each
-    parameter's name, its bytes written, and the total bytes. The fp16 loss scale is not kept.
+    `engine.load_checkpoint(out)`. `checkpoint` and `tag` are arguments of `ZeroCheckpoint`. The fp16 loss scale is not
+    kept.
 
     Raises ShardError as `ZeroCheckpoint` does, CheckpointSpaceError when the disk is full, and ExportError when `out`
     exists and is not empty (unless `overwrite`). After an error `out` is unchanged.
@@ -57,38 +53,35 @@ def write_universal(
     if not source.shapes:
         raise ExportError("no parameter was trained", field="checkpoint", value=str(source.folder))
     out, tag = Path(out), source.folder.name
-    num_bytes = _num_bytes(*source.shapes.values())
+    num_bytes = 4 * (1 + len(source.states)) * sum(map(math.prod, source.shapes.values()))
     with new_folder(out, overwrite=overwrite) as partial:
-        check_space(partial, num_bytes, estimate="fp32 weights and two moments")
-        for name in _write_parameters(source, partial / tag / "zero"):
-            if on_tensor is not None:
-                on_tensor(name, _num_bytes(source.shapes[name]), num_bytes)
+        check_space(partial, num_bytes, estimate="fp32 weights and optimizer states")
+        _write_parameters(source, partial / tag / "zero")
         model = partial / tag / "mp_rank_00_model_states.pt"
         _save({**source.metadata, "module": {**dict(source.frozen()), **source.buffers}}, model)
         shutil.copyfile(model, sharded := model.with_name(f"zero_pp_rank_0_{model.name}"))
         fsync_file(sharded)
         write_text(partial / "latest_universal", tag)
     return UniversalCheckpoint(
-        path=out, tag=tag, num_parameters=len(source.shapes), num_bytes=num_bytes, adam_steps=source.adam_steps
+        path=out,
+        tag=tag,
+        num_parameters=len(source.shapes),
+        num_bytes=num_bytes,
+        optimizer_steps=source.optimizer_steps,
     )
 
 
-def _write_parameters(source: ZeroCheckpoint, folder: Path) -> Iterator[str]:
-    """Write all parameters into `folder`; yield the name of each one written."""
+def _write_parameters(source: ZeroCheckpoint, folder: Path) -> None:
     import torch
 
-    step = torch.tensor(float(source.adam_steps))
+    step = torch.tensor(float(source.optimizer_steps))
     for name in source.shapes:
-        for kind in KINDS:
+        for kind in ("weight", *source.states):
             # Clone: torch.save of a view would write the whole mapped file.
-            _save({"param": source.whole(name, kind).clone()}, folder / name / _FILES[kind])
+            file = folder / name / ("fp32.pt" if kind == "weight" else f"{kind}.pt")
+            _save({"param": source.whole(name, kind).clone()}, file)
         _save(step, folder / name / "step.pt")
-        yield name
     _save(_optimizer_state(source, step), folder / "optimizer_state.pt")
-
-
-def _num_bytes(*shapes: tuple[int, ...]) -> int:
-    return sum(4 * len(KINDS) * math.prod(shape) for shape in shapes)
 
 
 def _optimizer_state(source: ZeroCheckpoint, step: Any) -> dict[str, Any]:

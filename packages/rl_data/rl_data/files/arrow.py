@@ -1,22 +1,16 @@
 """Parquet files, and data sets that `datasets` saved, read one batch at a time; nothing is downloaded or executed."""
 
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
-from .table import OnBad, Place, Rows, Table, first_line, no_rows, refuse, repeated
+from .table import OnBad, Place, Rows, Table, first_line, no_rows
 
 _BATCH_SIZE = 4096
-"""Rows converted to Python in one call."""
-Batches = Callable[[Sequence[str]], Iterable[Any]]
-"""The data of some columns as `pyarrow.RecordBatch` or `pyarrow.Table` of at most `_BATCH_SIZE` rows."""
-_SET, _SPLITS = "state.json", "dataset_dict.json"
 
 
-def open_parquet(path: Path, file: str, on_bad: OnBad = refuse) -> Table:
+def open_parquet(path: Path, file: str) -> Table:
     """The table of a parquet file. Raises DataError if it cannot be read or has no rows."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -24,139 +18,90 @@ def open_parquet(path: Path, file: str, on_bad: OnBad = refuse) -> Table:
     try:
         parquet = pq.ParquetFile(path)
     except (pa.ArrowException, OSError, ValueError) as error:
-        remedy = (
-            "Copy it again if it is incomplete; the names of other files end in .jsonl, .json or .csv, or in these "
-            "and .gz."
-        )
+        remedy = "Copy it again if it is incomplete; other files end in .jsonl, .json or .csv, or these and .gz."
         raise DataError(f"cannot be read as parquet ({first_line(error)})", remedy, file=file) from error
     if parquet.metadata.num_rows == 0:
         raise no_rows(file)
-
-    read = partial(parquet.iter_batches, _BATCH_SIZE)
-    return _arrow_table(file, parquet.schema_arrow, lambda columns: read(columns=list(columns)), on_bad)
+    return _arrow_table(file, parquet.schema_arrow, lambda columns: parquet.iter_batches(_BATCH_SIZE, columns=columns))
 
 
-def is_saved(folder: Path) -> bool:
-    """True for a folder that `save_to_disk` wrote."""
-    return any((folder / name).is_file() for name in (_SET, _SPLITS))
-
-
-def open_saved(folder: Path, file: str, split: str | None, on_bad: OnBad = refuse) -> Table:
+def open_saved(folder: Path, file: str, split: str | None) -> Table:
     """The table of a saved data set, or of one split of a saved `DatasetDict`.
 
     Raises DataError if the split is missing, unnecessary or unknown, if the data set cannot be read, or if it is empty.
     """
-    try:
-        text = (folder / _SPLITS).read_text(encoding="utf-8") if (folder / _SPLITS).is_file() else '{"splits": []}'
-        splits = json.loads(text)["splits"]
-    except (OSError, ValueError, TypeError, LookupError) as error:
-        raise _unreadable(file, error) from error
-    if split is not None and not splits:
-        raise DataError(f"the data set in {folder} has no splits", f"Give {folder}.", file=file)
-    if splits and split not in splits:
-        problem = "has splits" if split is None else f"has no split {split!r}"
-        raise DataError(problem, f"Give {' or '.join(f'{folder}:{name}' for name in splits)}.", file=file)
-    data: Any
-    try:
-        from datasets import load_from_disk
+    from datasets import load_from_disk
 
-        data = load_from_disk(str(folder / (split or "")), keep_in_memory=False).with_format("arrow")
-        schema = data.features.arrow_schema
+    try:
+        data: Any = load_from_disk(str(folder), keep_in_memory=False)
     except Exception as error:  # datasets raises many kinds for damaged and missing files
-        raise _unreadable(file, error) from error
+        problem = f"cannot be read as a saved data set ({first_line(error)})"
+        raise DataError(problem, "Save it again.", file=file) from error
+    names = list(data) if isinstance(data, dict) else [None]
+    if split not in names:
+        problem = "has splits" if split is None else f"has no split {split!r}"
+        remedy = f"Give {' or '.join(f'{folder}:{name}' if name else str(folder) for name in names)}."
+        raise DataError(problem, remedy, file=file)
+    data = (data if split is None else data[split]).with_format("arrow")
     if len(data) == 0:
         raise no_rows(file)
-    return _arrow_table(
-        file, schema, lambda columns: data.select_columns(list(columns)).iter(batch_size=_BATCH_SIZE), on_bad
-    )
+    schema = data.features.arrow_schema
+    return _arrow_table(file, schema, lambda columns: data.select_columns(columns).iter(batch_size=_BATCH_SIZE))
 
 
-def _unreadable(file: str, error: Exception) -> DataError:
-    problem = f"cannot be read as a saved data set ({type(error).__name__}: {first_line(error)})"
-    return DataError(problem, "Save it again.", file=file)
-
-
-def _arrow_table(file: str, schema: Any, batches: Batches, on_bad: OnBad) -> Table:
-    """A table whose unusable columns are those that occur twice or whose type JSON does not have."""
+def _arrow_table(file: str, schema: Any, read_batches: Callable[[list[str]], Iterable[Any]]) -> Table:
+    """A table whose unusable columns are those whose type JSON does not have."""
     import pyarrow as pa
 
     types = dict(zip(schema.names, schema.types, strict=True))
+
+    def read(columns: Sequence[str], _text: Collection[str], _on_bad: OnBad) -> Rows:
+        rows = _python_rows(file, read_batches(list(columns)))
+        if not any("arrow.json" in str(types[name]) for name in columns):
+            return rows
+        from datasets import Features  # its `Json` values are stored as JSON text
+
+        features = Features.from_arrow_schema(pa.schema([schema.field(name) for name in columns]))
+        return ((place, features.decode_example(row)) for place, row in rows)
+
     unusable = {name: f"has the type {type_}" for name, type_ in types.items() if not _fits_json(type_)}
-
-    def read(columns: Sequence[str], _text: Collection[str], on_bad: OnBad) -> Rows:
-        rows = _python_rows(file, batches(columns), on_bad)
-        if any("arrow.json" in str(types[name]) for name in columns):
-            return _decoded(rows, pa.schema([schema.field(name) for name in columns]), on_bad)
-        return rows
-
-    return Table(file=file, columns=schema.names, read=read, unusable=unusable | repeated(schema.names), on_bad=on_bad)
+    return Table(file=file, columns=schema.names, read=read, unusable=unusable)
 
 
-def _python_rows(file: str, batches: Iterable[Any], on_bad: OnBad) -> Rows:
-    """The rows of all batches as Python values."""
+def batches_of(file: str, batches: Iterable[Any]) -> Iterator[tuple[Any, list[dict[str, Any]]]]:
+    """The batches, and their rows as Python values. Raises DataError for data that cannot be read."""
     num_read = 0
     iterator = iter(batches)
     while True:
         try:
             batch = next(iterator, None)
+            rows = [] if batch is None else batch.to_pylist(maps_as_pydicts="strict")
+        except DataError:
+            raise
         except Exception as error:  # pyarrow raises many kinds for damaged, encrypted and unsupported data
             problem = f"cannot be read after row {num_read} ({first_line(error)})"
-            raise DataError(problem, "Copy it again.", file=file) from error
+            raise DataError(problem, "Copy it again, or save it as UTF-8.", file=file) from error
         if batch is None:
             return
-        places = (Place(file=file, number=num_read + index, is_padded=True) for index in range(batch.num_rows))
-        try:
-            rows = batch.to_pylist(maps_as_pydicts="strict")
-        except Exception:  # pyarrow raises many kinds; `_readable` finds the row
-            yield from _readable(batch, places, on_bad)
-        else:
-            yield from zip(places, rows, strict=True)
-        num_read += batch.num_rows
+        yield batch, rows
+        num_read += len(rows)
 
 
-def _readable(batch: Any, places: Iterator[Place], on_bad: OnBad) -> Rows:
-    """The rows of a batch that can be converted; `on_bad` takes the others."""
-    for index, place in enumerate(places):
-        row: dict[str, Any] = {}
-        try:
-            for name in batch.schema.names:
-                row[name] = batch.column(name)[index].as_py(maps_as_pydicts="strict")
-        except Exception as error:
-            problem = "text that is not UTF-8" if isinstance(error, UnicodeDecodeError) else first_line(error)
-            on_bad(place.error(problem, "Fix the value or drop the row.", column=name))
-        else:
-            yield place, row
-
-
-def _decoded(rows: Rows, schema: Any, on_bad: OnBad) -> Rows:
-    """The rows with the values of `Json` columns of `datasets`, which are stored as JSON text."""
-    from datasets import Features
-
-    features = Features.from_arrow_schema(schema)
-    for place, row in rows:
-        try:
-            decoded = features.decode_example(row)
-        except ValueError as error:
-            on_bad(place.error(f"no JSON ({first_line(error)})", "Fix the value or drop the row."))
-        else:
-            yield place, decoded
+def _python_rows(file: str, batches: Iterable[Any]) -> Rows:
+    number = 0
+    for _, rows in batches_of(file, batches):
+        for row in rows:
+            yield Place(file=file, number=number, is_padded=True), row
+            number += 1
 
 
 def _fits_json(type_: Any) -> bool:
     """True for a `pyarrow.DataType` whose values JSON can hold."""
     import pyarrow.types as t
 
-    if t.is_map(type_):
-        return _is_text(type_.key_type) and _fits_json(type_.item_type)
     if t.is_dictionary(type_):
         return _fits_json(type_.value_type)
     if t.is_nested(type_):
         return not t.is_union(type_) and all(_fits_json(type_.field(index).type) for index in range(type_.num_fields))
-    plain = (t.is_null, t.is_boolean, t.is_integer, t.is_floating, _is_text)
+    plain = (t.is_null, t.is_boolean, t.is_integer, t.is_floating, t.is_string, t.is_large_string, t.is_string_view)
     return any(check(type_) for check in plain) or "arrow.json" in str(type_)
-
-
-def _is_text(type_: Any) -> bool:
-    import pyarrow.types as t
-
-    return bool(t.is_string(type_) or t.is_large_string(type_) or t.is_string_view(type_))

@@ -1,125 +1,85 @@
-"""CSV with a header, read line by line.
+"""CSV with a header, read by pyarrow.
 
-CSV has no types. A column whose cells are all numbers, all true or false, or all lists and objects, as JSON writes
-them, has these values; any other column is text (`007` is no JSON number). An empty cell is None in every column.
-
-Python's own parser is used: pyarrow's takes the rest of a file for one cell after a quote that is not closed, and
-knows no lines.
+CSV has no types, and pyarrow's guesses turn `007` into 7 and texts into dates. A column whose cells are all numbers,
+true or false, lists or objects, as JSON writes them, has these values; any other column is text. An empty cell is None.
 """
 
-import csv
-import io
-import json
 import re
-import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, BinaryIO
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 from ..errors import DataError
-from .table import (
-    OnBad,
-    Place,
-    Rows,
-    Table,
-    first_line,
-    is_unicode,
-    no_rows,
-    parse_json,
-    refuse,
-    repeated,
-    while_opening,
-)
+from .arrow import batches_of
+from .table import OnBad, Open, Place, Rows, Table, no_rows, parse_json
 
-Open = Callable[[], AbstractContextManager[BinaryIO]]
-_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
-_MAX_NUMBER = 4300
-"""Characters of the longest integer that Python converts."""
+_VALUE = re.compile(r"-?[0-9]|[\[{]")
 _WORDS = {"true": True, "True": True, "false": False, "False": False}
+_BLOCK_BYTES = 1 << 23  # no row may be longer
 
 
-def open_csv(open_file: Open, file: str, on_bad: OnBad = refuse) -> Table:
+def open_csv(open_file: Open, file: str) -> Table:
     """The table of a CSV file, which is read once to find the types. Raises DataError if it has no row."""
-    _, header = next(_records(open_file, file, refuse), (None, None))
-    if header is None:
-        raise DataError("has no header", "Give a CSV file whose first line names the columns.", file=file)
-    kinds = [""] * len(header)
-    num_rows = 0
-    for _, cells in _rows(open_file, file, while_opening(on_bad)):
+    with open_file() as stream:  # pyarrow takes the rest of the file for one cell after a quote that is not closed
+        if sum(block.count(b'"') for block in iter(lambda: stream.read(_BLOCK_BYTES), b"")) % 2:
+            raise DataError("has a quote that is not closed", "Write a quote inside a quoted cell twice.", file=file)
+    first, _ = next(batches_of(file, _blocks(open_file, (), {})))
+    header: list[str] = first.schema.names
+    errors, texts, num_rows = list[DataError](), set[str](), 0
+    for _, row in _rows(open_file, file, header, errors.append):
         num_rows += 1
-        for index, cell in enumerate(cells):
-            if cell and kinds[index] != "text" and (kind := _kind(cell)) != kinds[index]:
-                kinds[index] = "text" if kinds[index] else kind
+        texts |= {name for name, cell in row.items() if cell and name not in texts and _value(cell) is None}
     if num_rows == 0:
-        raise no_rows(file)
+        raise errors[0] if errors else no_rows(file)
 
     def read(columns: Sequence[str], text: Collection[str], on_bad: OnBad) -> Rows:
-        # A number in a text column stays as it is written; a list of messages is a value there too.
-        kept = [
-            (index, name, "text" if name in text and kinds[index] != "json" else kinds[index])
-            for index, name in enumerate(header)
-            if name in columns
-        ]
-        for place, cells in _rows(open_file, file, on_bad):
-            yield place, {name: _value(cells[index], kind) for index, name, kind in kept}
+        for place, row in _rows(open_file, file, header, on_bad):
+            values = {name: row[name] if name in texts else _value(row[name]) for name in columns}
+            # A number in a text column stays as it is written; a list of messages is a value there too.
+            plain = {name: row[name] for name in columns if name in text and not isinstance(values[name], list | dict)}
+            yield place, values | plain
 
-    return Table(file=file, columns=header, read=read, unusable=repeated(header), on_bad=on_bad)
+    return Table(file=file, columns=header, read=read)
 
 
-def _kind(cell: str) -> str:
-    """The kind of values that a cell, which is not empty, may be one of."""
-    if len(cell) < _MAX_NUMBER and _NUMBER.fullmatch(cell):
-        return "number"
-    if cell in _WORDS:
-        return "bool"
-    if cell[0] in "[{":
-        try:
-            parse_json(cell)
-        except ValueError:
-            return "text"
-        return "json"
-    return "text"
-
-
-def _value(cell: str, kind: str) -> Any:
-    if not cell:
+def _value(cell: str | None) -> Any:
+    """The value that JSON text, True or False stands for; None for any other text."""
+    if cell in _WORDS or cell is None:
+        return _WORDS.get(cell or "")
+    try:
+        return parse_json(cell) if _VALUE.match(cell) else None
+    except ValueError:
         return None
-    if kind == "text":
-        return cell
-    return _WORDS[cell] if kind == "bool" else json.loads(cell)
 
 
-def _rows(open_file: Open, file: str, on_bad: OnBad) -> Iterator[tuple[Place, list[str]]]:
-    """The records after the header, each with one cell per column."""
-    records = _records(open_file, file, on_bad)
-    _, header = next(records)
-    for place, cells in records:
-        if len(cells) != len(header):
-            problem = f"has {len(cells)} cells, and the header {len(header)} (separated by commas)"
-            on_bad(place.error(problem, "Quote cells that contain commas, or fix the row."))
-            continue
-        yield place, cells
+def _rows(open_file: Open, file: str, header: Sequence[str], on_bad: OnBad) -> Rows:
+    """The rows as texts; `on_bad` takes the errors of those with another number of cells than the header."""
+    bad: dict[int, int] = {}
+    number = 0
+    for _, rows in batches_of(file, _blocks(open_file, header, bad)):
+        for row in (*rows, None):
+            while number in bad:
+                problem = f"has {bad[number]} cells, and the header {len(header)} (separated by commas)"
+                error = Place(file=file, number=number).error(problem, "Quote cells that contain commas.")
+                number += 1
+                on_bad(error)
+            if row is not None:
+                yield Place(file=file, number=number), row
+                number += 1
 
 
-def _records(open_file: Open, file: str, on_bad: OnBad) -> Iterator[tuple[Place, list[str]]]:
-    """The records with the lines at which they start, the header among them; blank lines are left out.
+def _blocks(open_file: Open, header: Sequence[str], bad: dict[int, int]) -> Iterator[Any]:
+    """The rows as `pyarrow.RecordBatch`es of texts; rows with another number of cells are added to `bad`."""
+    import pyarrow as pa
+    from pyarrow import csv
 
-    Wrong quotes always raise: nobody knows where the next record starts.
-    """
-    csv.field_size_limit(sys.maxsize)  # Python's own limit, 131072 characters, is for all readers of the process
+    def skip(row: csv.InvalidRow) -> str:
+        bad[row.number - 2] = row.actual_columns  # pyarrow counts the header as row 1
+        return "skip"
+
+    texts = {"strings_can_be_null": True, "null_values": [""], "column_types": dict.fromkeys(header, pa.string())}
     with open_file() as stream:
-        # Bytes that are not UTF-8 become half surrogate pairs, so that the error can name their line.
-        lines = csv.reader(io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline=""), strict=True)
-        while True:
-            place = Place(file=file, number=lines.line_num + 1, is_line=True)
-            try:
-                cells = next(lines, None)
-            except csv.Error as error:
-                remedy = "Fix the quotes: a quote inside a quoted cell is written twice."
-                raise place.error(f"no CSV ({first_line(error)})", remedy) from error
-            if cells is None:
-                return
-            if not all(map(is_unicode, cells)):
-                on_bad(place.error("text that is not UTF-8", "Save the file as UTF-8."))
-            elif cells:
-                yield place, cells
+        reading = csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES)
+        parsing = csv.ParseOptions(newlines_in_values=True, invalid_row_handler=skip)
+        reader = csv.open_csv(stream, reading, parsing, csv.ConvertOptions(**texts))
+        yield pa.RecordBatch.from_pylist([], reader.schema)  # of the header, if there is no other
+        yield from reader

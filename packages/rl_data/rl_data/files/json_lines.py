@@ -5,97 +5,78 @@ into dates, and their errors name no line.
 """
 
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
-from functools import partial
-from typing import Any, BinaryIO
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from ..errors import DataError
-from .table import OnBad, Place, Rows, Table, first_line, is_unicode, no_rows, parse_json, refuse, while_opening
+from .table import OnBad, Open, Place, Rows, Table, first_line, is_unicode, no_rows, parse_json
 
-Open = Callable[[], AbstractContextManager[BinaryIO]]
 _FIX = "Fix it or drop the row."
 
 
-def open_json(open_file: Open, file: str, on_bad: OnBad = refuse) -> Table:
+def open_json(open_file: Open, file: str) -> Table:
     """The table of a file of JSON lines or of one JSON array, which is read once to find the columns of all rows.
 
-    Raises DataError if it has no row, and at the first line that is no JSON object unless `on_bad` takes it.
+    Raises DataError if it has no row.
     """
     with open_file() as stream:
-        is_array = _first_character(stream) == b"["
-    values = partial(_array if is_array else _lines, open_file, file)
-    columns: dict[str, None] = {}
-    num_rows = 0
-    for _, row in _objects(values, while_opening(on_bad)):
+        values = _array if stream.read(4096).lstrip(b" \t\r\n\xef\xbb\xbf")[:1] == b"[" else _lines
+    columns, errors, num_rows = dict[str, None](), list[DataError](), 0
+    for _, row in values(open_file, file, errors.append):
         num_rows += 1
         columns.update(dict.fromkeys(row))
     if num_rows == 0:
-        raise no_rows(file)
+        raise errors[0] if errors else no_rows(file)
 
     def read(columns: Sequence[str], _text: Collection[str], on_bad: OnBad) -> Rows:
-        for place, row in _objects(values, on_bad):
+        for place, row in values(open_file, file, on_bad):
             yield place, {name: row[name] for name in columns if name in row}
 
-    return Table(file=file, columns=tuple(columns), read=read, on_bad=on_bad)
+    return Table(file=file, columns=tuple(columns), read=read)
 
 
-def _first_character(stream: BinaryIO) -> bytes:
-    """The first byte that is neither blank nor part of a byte-order mark."""
-    while chunk := stream.read(4096):
-        if start := chunk.lstrip(b" \t\r\n\xef\xbb\xbf"):
-            return start[:1]
-    return b""
-
-
-Values = Callable[[], Iterator[tuple[Place, Callable[[], tuple[Any, bool]]]]]
-"""Places with functions that parse the value there, and say whether its text has escapes of Unicode."""
-
-
-def _objects(values: Values, on_bad: OnBad) -> Rows:
-    """The JSON objects; `on_bad` takes the errors of the others."""
-    for place, parse in values():
-        try:
-            value, may_escape = parse()
-            if not isinstance(value, dict):
-                problem = f"no JSON object but {type(value).__name__}"
-                raise place.error(problem, "Write one object with the columns as keys.")
-            for column, item in value.items() if may_escape else ():
-                if not is_unicode(json.dumps({column: item}, ensure_ascii=False)):
-                    problem = "text that is not Unicode (half of a surrogate pair)"
-                    raise place.error(problem, _FIX, column=ascii(column)[1:-1])
-        except DataError as error:
-            on_bad(error)
-            continue
-        yield place, value
-
-
-def _lines(open_file: Open, file: str) -> Iterator[tuple[Place, Callable[[], tuple[Any, bool]]]]:
+def _lines(open_file: Open, file: str, on_bad: OnBad) -> Rows:
     with open_file() as stream:
         for number, line in enumerate(stream, start=1):
-            if not line.isspace():
-                place = Place(file=file, number=number, is_line=True)
-                yield place, partial(_parsed, line, place)
+            place = Place(file=file, number=number, is_line=True)
+            try:
+                row = None if line.isspace() else _object(place, _parsed(line, place))
+            except DataError as error:
+                on_bad(error)
+                continue
+            if row is not None:
+                yield place, row
 
 
-def _array(open_file: Open, file: str) -> Iterator[tuple[Place, Callable[[], tuple[Any, bool]]]]:
+def _array(open_file: Open, file: str, on_bad: OnBad) -> Rows:
     with open_file() as stream:
-        values, may_escape = _parsed(stream.read(), Place(file=file, number=1, is_line=True))
+        values = _parsed(stream.read(), Place(file=file, number=1, is_line=True))
     for number, value in enumerate(values):
-        yield Place(file=file, number=number), partial(tuple, (value, may_escape))
+        place = Place(file=file, number=number)
+        try:
+            yield place, _object(place, value)
+        except DataError as error:
+            on_bad(error)
 
 
-def _parsed(data: bytes, place: Place) -> tuple[Any, bool]:
+def _object(place: Place, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise place.error(f"no JSON object but {type(value).__name__}", "Write one object with the columns as keys.")
+    return value
+
+
+def _parsed(data: bytes, place: Place) -> Any:
     """The JSON value of some lines that start at `place`. Raises DataError."""
     try:
         text = data.decode("utf-8-sig" if place.number == 1 else "utf-8")
+        value = parse_json(text.strip())
     except UnicodeDecodeError as error:
         raise place.error("text that is not UTF-8", "Save the file as UTF-8.") from error
-    try:
-        return parse_json(text.strip()), "\\u" in text
     except json.JSONDecodeError as error:
-        place = replace(place, number=place.number + error.lineno - 1)
+        place = Place(file=place.file, number=place.number + error.lineno - 1, is_line=True)
         raise place.error(f"no JSON ({error.msg} at character {error.colno})", _FIX) from error
     except ValueError as error:
         raise place.error(f"no JSON ({first_line(error)})", _FIX) from error
+    if "\\u" in text and not is_unicode(json.dumps(value, ensure_ascii=False)):
+        raise place.error("text that is not Unicode (half of a surrogate pair)", _FIX)
+    return value

@@ -3,8 +3,9 @@
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..errors import DataError
 
@@ -28,6 +29,7 @@ class Place:
         return DataError(problem, remedy, **place, column=column, setting=setting)  # type: ignore[arg-type]
 
 
+Open = Callable[[], AbstractContextManager[BinaryIO]]
 OnBad = Callable[[DataError], None]
 """Called with the error of a row that cannot be read; when it returns, reading continues after that row."""
 Rows = Iterator[tuple[Place, dict[str, Any]]]
@@ -36,11 +38,6 @@ Rows = Iterator[tuple[Place, dict[str, Any]]]
 def refuse(error: DataError) -> None:
     """The default `OnBad`: the first row that cannot be read ends the reading."""
     raise error
-
-
-def while_opening(on_bad: OnBad) -> OnBad:
-    """The `OnBad` of the pass that finds columns and types: a row that `Table.rows` reports is not reported twice."""
-    return refuse if on_bad is refuse else lambda error: None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +56,11 @@ class Table:
     def rows(self, columns: Collection[str] | None = None, *, text: Collection[str] = ()) -> Rows:
         """The rows as JSON values, and other Python values in columns that are named and `unusable`.
 
+        Raises DataError for damaged data, and for an unreadable row unless `on_bad` takes it.
+
         Args:
             columns: those to read; None for all that are usable.
             text: columns whose numbers stay text where the file does not tell them apart (CSV).
-
-        Raises:
-            DataError: damaged data; an unreadable row, unless `on_bad` takes it.
         """
         if columns is None:
             columns = set(self.columns) - set(self.unusable)
@@ -79,12 +75,6 @@ class Table:
             if (count := self.columns.count(column)) > 1:
                 problem = f"column {column!r} occurs {count} times"
                 raise DataError(problem, "Rename or drop all but one.", file=self.file, column=column)
-
-
-def repeated(columns: Sequence[str]) -> dict[str, str]:
-    """The columns that occur more than once, as `Table.unusable` lists them."""
-    counts = {column: columns.count(column) for column in set(columns)} if len(set(columns)) < len(columns) else {}
-    return {column: f"occurs {count} times" for column, count in counts.items() if count > 1}
 
 
 def no_rows(file: str) -> DataError:
@@ -116,30 +106,13 @@ def is_unicode(text: str) -> bool:
 
 
 def parse_json(text: str) -> Any:
-    """The JSON value of a text. Raises ValueError, also for a key that occurs twice and for nesting without end."""
+    """The JSON value of a text. Raises ValueError, also for nesting without end."""
     try:
-        return _DECODER.decode(text)
+        return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-
-
-def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {max(keys, key=keys.count)!r} occurs twice")
-    return value
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_without_repeated_keys)
 
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, shortened."""
     return next(iter(str(error).splitlines()), type(error).__name__)[:200]
-
-
-def shorten(value: object) -> str:
-    """A value as an error shows it."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,214 +1,191 @@
-"""The passes of `prepare_data`: rows and their keys go into one `datasets.Dataset` on the disk, are selected, written.
+"""The passes of `prepare_data`: rows and their hashes go into a `datasets.Dataset` on the disk, are selected, written.
 
 A row is JSON text there, so that the columns have the same types whatever the values. The files are read by our own
 readers, because those of `datasets` convert texts that look like dates, and their errors name no row.
 """
 
-import copy
 import importlib.util
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from ..config import DataConfig
-from ..errors import BadRowsError, DataConfigError, DataError
-from ..files.opening import open_table
-from ..files.table import Place, Table
-from ..rendering import Renderer, encode
-from ..rows import left_out
-from ..tokenizer import load_tokenizer
-from . import card
-from .card import File, Report
-from .config import PrepareConfig, option
-from .duplicates import HeldOut, NearDuplicates, digest, normalized, numbers_and_operators, tokens
-from .layouts import Layout, Record, find_layout, json_text, prompt_of, read_records, response_of, text_of
-from .writing import fingerprint, output_folder, write_selection
+import numpy as np
 
-_MAX_SHOWN = 20
+from ..errors import DataConfigError, DataError
+from ..files.opening import open_table
+from ..files.table import first_line, refuse
+from .card import DUPLICATE, HELD_OUT, MAX_EXAMPLES, UNUSABLE, File, Report, card
+from .config import PrepareConfig
+from .duplicates import HeldOut, NearDuplicates, digest, firsts, normalized, numbers_and_operators, tokens
+from .layouts import MEANINGFUL, Record, find_layout, json_text, prompt_of, read_records, text_of
+
+_TEXTS = ("question", "answer", "ground_truth", "data_source")
 
 
 def prepare_data(config: PrepareConfig, *, command: str = "") -> Report:
     """Write training and validation files and their data card to `config.out`; return the report that the card shows.
 
-    The same configuration and files give the same bytes. The rows kept do not depend on their order.
-
-    Args:
-        command: the command that the data card gives to repeat this.
-
-    Raises:
-        DataError: a file, or without `skip_bad` a row, cannot be used; no row is left for training or validation;
-            `config.out` exists.
-        ModelFolderError: no tokenizer in `config.tokenizer`.
-        DataConfigError: datasketch is not installed.
+    The same configuration and files give the same bytes. The rows kept do not depend on their order. The card gives
+    `command` to repeat this. Raises DataConfigError if datasketch is not installed; DataError for a file, or without
+    `skip_bad` a row, that cannot be used, if no row is left for training or validation, and if `config.out` exists.
     """
     if importlib.util.find_spec("datasketch") is None:
-        raise DataConfigError("datasketch is not installed", remedy="pip install plinth-rl-data[prepare]")
-    with output_folder(Path(config.out), overwrite=config.overwrite) as (folder, temporary):
-        report = Report(command=command)
-        rows = _stored_rows(_Reader(config, report), temporary)
-        write_selection(rows, config, report, folder)
-        (folder / "card.md").write_text(card.card(report), encoding="utf-8")
+        raise DataConfigError("datasketch is not installed", remedy="pip install 'datasketch>=2'")
+    out, report = Path(config.out), Report()
+    if not config.overwrite and (out.is_file() or (out.is_dir() and any(out.iterdir()))):
+        raise DataError("exists", "Give another --out, or replace its files: --overwrite.", file=str(out))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
+        rows = _stored_rows(config, report, temporary)
+        masks = _selection(rows, config, report)
+        schema = _schema(rows, sum(masks.values()), report)
+        for name, mask in masks.items():
+            _write(rows.select(np.flatnonzero(mask)), schema, Path(temporary, name), report)
+        Path(temporary, "card.md").write_text(card(report, command), encoding="utf-8")
+        out.mkdir(exist_ok=True)
+        (out / "val.parquet").unlink(missing_ok=True)
+        for name in (*masks, "card.md"):
+            Path(temporary, name).rename(out / name)
     return report
 
 
-def _stored_rows(reader: "_Reader", folder: str) -> Any:
-    """A `datasets.Dataset` of all rows and their keys, in a folder. Raises what `reader.rows` raises."""
+# --------------------------------------------------------------------- reading
+
+
+def _stored_rows(config: PrepareConfig, report: Report, folder: str) -> Any:
+    """A `datasets.Dataset` of all rows and their hashes, in a folder. Raises what `_rows` raises."""
     from datasets import Dataset, Features, List, Value
     from datasets.exceptions import DatasetGenerationError
 
-    texts, hashes = ("place", "record"), ("content", "text", "prompt", "ground_truth")
-    types = dict.fromkeys(texts, Value("large_string")) | dict.fromkeys(hashes, Value("int64"))
-    features = Features(types | {"bands": List(Value("int64"))})
+    text = Value("large_string")
+    features = Features({"place": text, "record": text, "hashes": List(Value("int64"))})
     try:
-        return Dataset.from_generator(reader.rows, features=features, cache_dir=folder, fingerprint="rows")
+        arguments = {"config": config, "report": report}
+        return Dataset.from_generator(_rows, features, folder, gen_kwargs=arguments, fingerprint="rows")
     except DatasetGenerationError as error:
         raise (error.__cause__ or error) from None
 
 
-def with_option(error: DataError) -> DataError:
-    """The error with an option of the command line instead of a key of the apps' configuration."""
-    error = copy.copy(error)
-    error.setting = option(error.setting)
-    return error
-
-
-class _Reader:
-    """Reads the rows of all files. All files have questions, or all have conversations."""
-
-    def __init__(self, config: PrepareConfig, report: Report) -> None:
-        """Reads the held-out files. Raises DataError, and ModelFolderError for the tokenizer."""
-        self._config, self._report = config, report
-        self._errors: list[DataError] = []
-        self._renderer = Renderer(load_tokenizer(config.tokenizer), DataConfig()) if config.tokenizer else None
-        self._near = NearDuplicates(config.similarity) if config.duplicates == "near" else None
-        self._held_out, self._held_out_places = HeldOut(), list[Place]()
-        for file in config.held_out:
-            self._read_held_out(open_table(file))
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """The rows to select from, with their keys.
-
-        Raises DataError for a file that cannot be used, for bad rows, and if no row is left.
-        """
-        layouts, num_left = [], 0
-        for file in self._config.files:
-            table = open_table(file, self._on_bad)
-            layouts.append(layout := find_layout(table, self._config))
-            if layout.is_question != layouts[0].is_question:
-                problem = "has conversations and other files have questions, or the reverse, and a file has one schema"
-                raise DataError(problem, "Prepare them apart; data.train takes several files.", file=file)
-            self._note(table, layout)
-            num_usable = 0
-            for place, record in read_records(table, layout):
-                try:
-                    lengths = self._lengths(place, record)
-                except DataError as error:
-                    self._on_bad(error)
-                    continue
-                num_usable += 1
-                text = _compared_text(record)
-                words = tokens(text)
-                if not self._is_outside(place, record, *lengths) and not self._is_contaminated(place, record, words):
-                    num_left += 1
-                    yield self._stored(place, record, text, words)
-            self._report.files.append(_file("read", file, layout, num_usable))
-        if self._errors:
-            raise self._refusal(f"{len(self._errors)} rows cannot be used")
-        if not num_left:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in self._report.counts.items())
-            raise DataError(f"no row is left ({reasons})", "Relax the limits.", file=", ".join(self._config.files))
-
-    def _stored(self, place: Place, record: Record, text: str, words: Sequence[str]) -> dict[str, Any]:
-        """A row with the keys that select it."""
-        context = _context(record)
-        must_agree = f"{numbers_and_operators(text)}\n{context}"
-        return {
-            "place": str(place),
-            "record": json.dumps(record),
-            "content": digest(json_text(record)),
-            "text": digest(text),
-            "prompt": digest(f"{text}\n{context}"),
-            "ground_truth": digest(record["ground_truth"] or ""),
-            "bands": self._near.keys(words, must_agree) if self._near else [],
-        }
-
-    def _on_bad(self, error: DataError) -> None:
-        """Counts an unusable row, or refuses it."""
-        if self._config.skip_bad:
-            self._report.count(card.UNUSABLE, with_option(error))
-            return
-        self._errors.append(with_option(error))
-        if len(self._errors) == _MAX_SHOWN:
-            raise self._refusal(f"the first {_MAX_SHOWN} rows that cannot be used")
-
-    def _refusal(self, problem: str) -> BadRowsError:
-        return BadRowsError(problem, "Drop such rows: --skip-bad.", self._errors)
-
-    def _note(self, table: Table, layout: Layout) -> None:
-        notes = [f"layout {layout.name}"]
-        if layout.data_source:
-            notes.append(f"the data source of rows without one is {layout.data_source}")
-        if self._config.extra_columns is None and (reserved := sorted(layout.reserved & {*table.columns})):
-            notes.append(f"left out, because the apps would read prompts from them: {', '.join(map(repr, reserved))}")
-        if columns := left_out(table, layout.schema):
-            notes.append(f"left out, because JSON cannot hold them: {columns}")
-        self._report.notes += [f"{table.file}: {note}" for note in notes]
-
-    def _read_held_out(self, table: Table) -> None:
-        config = self._config
-        if config.prompt_column not in table.columns:
-            config = replace(config, layout="auto", prompt_column=None, response_column=None, ground_truth_column=None)
-        layout = find_layout(table, replace(config, extra_columns=()))
-        num_before = len(self._held_out_places)
+def _rows(config: PrepareConfig, report: Report) -> Iterator[dict[str, Any]]:
+    """The rows to select from, with the hashes of the row, of its side, of its prompt and of its near duplicates."""
+    on_bad = (lambda error: report.drop(UNUSABLE, error)) if config.skip_bad else refuse
+    near = NearDuplicates() if config.duplicates == "near" else None
+    held_out, is_question = _read_held_out(config, report), set[bool]()
+    for file in config.files:
+        table = open_table(file, on_bad)
+        layout = find_layout(table, config)
+        names = [repr(one) for one in table.columns if one in MEANINGFUL - layout.read or one in table.unusable]
+        report.notes.append(f"{file}: layout {layout.name}{'; left out: ' * bool(names)}{', '.join(names)}")
+        num_usable = 0
         for place, record in read_records(table, layout):
-            self._held_out.add(tokens(_compared_text(record)))
-            self._held_out_places.append(place)
-        num_rows = len(self._held_out_places) - num_before
-        self._report.files.append(_file("held out", table.file, layout, num_rows))
-
-    def _lengths(self, place: Place, record: Record) -> tuple[int, int]:
-        """Lengths of prompt and response, as the apps count them. Raises DataError for what the template refuses."""
-        messages, response = prompt_of(record), response_of(record)
-        if self._renderer is None:
-            return len(text_of(messages)), len(response)
-        prompt = self._renderer(messages, json.loads(record["tools"] or "[]"), place)
-        (response_ids,) = encode([response], self._renderer.tokenizer, add_special_tokens=False)
-        return len(self._renderer.encode([prompt])[0]), len(response_ids)
-
-    def _is_outside(self, place: Place, record: Record, prompt_length: int, response_length: int) -> bool:
-        """Counts a row that is too long; False for others."""
-        unit = "tokens" if self._renderer else "characters"
-        for reason, length, longest in (
-            (card.LONG_PROMPT, prompt_length, self._config.max_prompt_length),
-            (card.LONG_RESPONSE, response_length, self._config.max_response_length),
-        ):
-            if longest is not None and length > longest:
-                self._report.count(reason, place, text_of(prompt_of(record)), f"{length} {unit}")
-                return True
-        return False
-
-    def _is_contaminated(self, place: Place, record: Record, words: Sequence[str]) -> bool:
-        """Counts a row that contains a held-out prompt; False for others."""
-        contained = self._held_out.contained(words)
-        if contained is None:
-            return False
-        other = f"{contained[1]:.0%} of {self._held_out_places[contained[0]]}"
-        self._report.count(card.CONTAMINATED, place, text_of(prompt_of(record)), other)
-        return True
+            num_usable += 1
+            text, context = _compared(record)
+            words = tokens(text)
+            other, share = held_out.contained(words)
+            if other:
+                report.drop(HELD_OUT, place, text_of(prompt_of(record)), f"{share:.0%} of {other}")
+                continue
+            is_question.add("question" in record)
+            hashes = [digest(json_text(record)), digest(str(config.seed), text), digest(text, context)]
+            hashes += near.hashes(words, f"{numbers_and_operators(text)}\n{context}") if near else []
+            yield {"place": str(place), "record": json.dumps(record), "hashes": hashes}
+        report.files.append(File("read", file, num_usable))
+    if len(is_question) != 1:
+        files = ", ".join(config.files)
+        problem = "questions and conversations, and a file has one schema" if is_question else "no row is left"
+        raise DataError(problem, "Prepare them apart; data.train takes several files." * len(is_question), file=files)
 
 
-def _compared_text(record: Record) -> str:
-    """The normalized prompt without system messages, which many rows share."""
-    return normalized(text_of(message for message in prompt_of(record) if message["role"] != "system"))
+def _read_held_out(config: PrepareConfig, report: Report) -> HeldOut:
+    held_out = HeldOut()
+    for table in map(open_table, config.held_out):
+        config = replace(config, extra_columns=())
+        if config.prompt_column not in table.columns:
+            config = replace(config, prompt_column=None, response_column=None, ground_truth_column=None)
+        num_rows = 0
+        for place, record in read_records(table, find_layout(table, config)):
+            held_out.add(str(place), tokens(_compared(record)[0]))
+            num_rows += 1
+        report.files.append(File("held out", table.file, num_rows))
+    return held_out
 
 
-def _context(record: Record) -> str:
-    """System messages and tools; prompts of different contexts are no duplicates."""
-    return json_text([message for message in prompt_of(record) if message["role"] == "system"] + [record["tools"]])
+def _compared(record: Record) -> tuple[str, str]:
+    """The normalized prompt without system messages, which many rows share; and these with the tools."""
+    system = [message for message in prompt_of(record) if message["role"] == "system"]
+    text = text_of(message for message in prompt_of(record) if message["role"] != "system")
+    return normalized(text), json_text([*system, record["tools"]])
 
 
-def _file(use: str, name: str, layout: Layout, num_rows: int) -> File:
-    path = Path(name) if Path(name).exists() else Path(name.rpartition(":")[0])  # folder:split
-    return File(use, name, layout.name, num_rows, *fingerprint(path))
+# --------------------------------------------------------------------- writing
+
+
+def _selection(rows: Any, config: PrepareConfig, report: Report) -> dict[str, Any]:
+    """The rows of each file as masks; duplicates are counted and in none. Raises DataError for a file without rows.
+
+    The hash of the normalized prompt splits the rows, so equal prompts are on one side. System messages and tools
+    distinguish duplicates, but not the sides.
+    """
+    hashes = rows.data.column("hashes").combine_chunks().flatten().to_numpy().reshape(len(rows), -1)
+    contents, sides, keys = hashes[:, 0], hashes[:, 1], hashes[:, 2:]
+    numbers = np.arange(len(rows))
+    first = numbers if config.duplicates == "keep" else firsts(keys, contents)
+    is_kept, validation = first == numbers, sides.view(np.uint64) < config.validation * 2.0**64
+    for row in np.flatnonzero(~is_kept)[:MAX_EXAMPLES].tolist():
+        report.drop(DUPLICATE, *_shown(rows[row]), "against:", *_shown(rows[int(first[row])]))
+    report.counts[DUPLICATE] = int((~is_kept).sum())
+    masks = {"train.parquet": is_kept & ~validation}
+    masks |= {"val.parquet": is_kept & validation} if config.validation else {}
+    for name, mask in masks.items():
+        if not mask.any():
+            problem = f"{name} would have none of the {is_kept.sum()} rows with --validation={config.validation}"
+            remedy = "Give another share or --seed, more rows, or --validation 0, which writes train.parquet alone."
+            raise DataError(problem, remedy, file=config.out)
+    return masks
+
+
+def _shown(row: dict[str, Any]) -> tuple[str, str]:
+    return row["place"], text_of(prompt_of(json.loads(row["record"])))
+
+
+def _records(rows: Any) -> Iterator[list[Record]]:
+    for batch in rows.iter(4096):
+        yield list(map(json.loads, batch["record"]))
+
+
+def _schema(rows: Any, mask: Any, report: Report) -> Any:
+    """The `pyarrow.Schema` of the rows of a mask. Raises DataError for a column with values of different types."""
+    import pyarrow as pa
+
+    schema = pa.schema([])
+    for records in _records(rows.select(np.flatnonzero(mask))):
+        for name in dict.fromkeys(name for record in records for name in record):
+            try:
+                type_ = pa.string() if name in _TEXTS else pa.array([record.get(name) for record in records]).type
+                one = pa.schema([(name, type_)])
+                schema = pa.unify_schemas([schema, one], promote_options="permissive")
+            except (pa.ArrowException, OverflowError, ValueError, TypeError) as error:
+                problem = f"column {name!r} has values of different types ({first_line(error)}), as parquet cannot"
+                remedy = "Write them as text, or leave the column out: --extra-columns names those to keep."
+                raise DataError(problem, remedy, column=name) from error
+    stored = [field for field in schema if field.type != pa.null() and "struct<>" not in str(field.type)]
+    empty = sorted({*schema.names} - {field.name for field in stored} - MEANINGFUL)
+    report.notes += [f"left out, because it is empty in every row: {name!r}" for name in empty]
+    return pa.schema(stored)
+
+
+def _write(rows: Any, schema: Any, path: Path, report: Report) -> None:
+    """Write a parquet file, and add it to the report."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with pq.ParquetWriter(path, schema, compression="zstd") as file:
+        for records in _records(rows):
+            file.write_table(pa.Table.from_pylist(records, schema=schema))
+            report.num_ground_truths += sum(record["ground_truth"] is not None for record in records)
+            report.num_responses += sum(bool(record.get("answer") or record.get("messages")) for record in records)
+            report.data_sources.update(record["data_source"] or "(none)" for record in records)
+    report.files.append(File("written", path.name, len(rows)))

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from plinth_base.errors import shown
+
 from ..config import require_choice
-from ..errors import DataConfigError
+from ..errors import DataConfigError, DataError
 from .base import PromptFields, Reward, require_number
 from .sandbox import Limits, describe_isolation, isolation, run_program
 
@@ -40,19 +42,19 @@ def read_tests(value: Any) -> list[Test]:
             or `{"inputs": [...], "outputs": [...]}`; or JSON text of one of the last three.
 
     Raises:
-        ValueError: another form, or no test.
+        DataError: another form, or no test.
     """
     if isinstance(value, str):
         value = _from_json(value)
     if isinstance(value, Mapping) and isinstance(value.get("inputs"), list) and isinstance(value.get("outputs"), list):
         if value.get("fn_name"):
-            raise ValueError("tests that call fn_name are not supported; write them as assert statements")
+            raise DataError("tests that call fn_name are not supported; write them as assert statements")
         if len(value["inputs"]) != len(value["outputs"]):
-            raise ValueError(f"there are {len(value['inputs'])} inputs and {len(value['outputs'])} outputs")
+            raise DataError(f"there are {len(value['inputs'])} inputs and {len(value['outputs'])} outputs")
         pairs = zip(value["inputs"], value["outputs"], strict=True)
         value = [{"input": given, "output": expected} for given, expected in pairs]
     if not isinstance(value, list) or not value:
-        raise ValueError(f"no tests: {_shorten(value)}")
+        raise DataError(f"no tests: {shown(value)}")
     return [_read_test(item) for item in value]
 
 
@@ -70,16 +72,11 @@ def _read_test(item: Any) -> Test:
         return Test(code=item)
     if isinstance(item, Mapping) and "input" in item and "output" in item:
         return Test(stdin=_lines(item["input"]), stdout=_lines(item["output"]))
-    raise ValueError(f"neither Python code nor an input with its output: {_shorten(item)}")
+    raise DataError(f"neither Python code nor an input with its output: {shown(item)}")
 
 
 def _lines(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _shorten(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def last_code_block(text: str) -> str | None:
@@ -150,8 +147,8 @@ class CodeReward(Reward):
             return f"there is no column {self.column!r} with tests"
         try:
             read_tests(self._value(ground_truth, extra))
-        except ValueError as error:
-            return str(error)
+        except DataError as error:
+            return error.problem
         return ""
 
     def _value(self, ground_truth: str, extra: Mapping[str, Any]) -> Any:

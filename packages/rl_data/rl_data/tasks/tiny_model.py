@@ -63,36 +63,24 @@ def build_tiny_tokenizer() -> "PreTrainedTokenizerFast":
 
 
 def build_tiny_model(
-    folder: str | Path,
-    *,
-    seed: int = 0,
-    hidden_size: int = 128,
-    num_layers: int = 2,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    max_position_embeddings: int = 512,
-    initializer_range: float = 0.06,
-    tie_word_embeddings: bool = True,
-) -> Path:
+    folder: str | Path, *, seed: int = 0, hidden_size: int = 128, num_layers: int = 2, num_heads: int = 4,
+    num_kv_heads: int = 2, **config: Any,
+) -> Path:  # fmt: skip
     """Write config.json, model.safetensors (float32, random), generation_config.json and the tokenizer to `folder`.
 
     The same seed gives the same weights; the torch random state of the caller does not change. Returns the folder.
-    Raises ValueError if `num_heads` does not divide `hidden_size`, or `num_kv_heads` does not divide `num_heads`.
+    `config` has further fields of `Qwen3Config`.
 
-    `initializer_range` is the standard deviation of the random weights. Qwen3's 0.02 is for widths in the thousands; at
-    width 128 training starts so slowly that the model learns the task only half as well in 300 steps.
+    The standard deviation of the random weights is 0.06. Qwen3's 0.02 is for widths in the thousands; at width 128
+    training starts so slowly that the model learns the task only half as well in 300 steps.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging
 
-    if hidden_size % num_heads or num_heads % num_kv_heads:
-        raise ValueError(
-            f"hidden_size={hidden_size}, num_heads={num_heads}, num_kv_heads={num_kv_heads}: "
-            "num_heads must divide hidden_size and num_kv_heads must divide num_heads"
-        )
     tokenizer = build_tiny_tokenizer()
-    config: Any = Qwen3Config(
+    small = {"max_position_embeddings": 512, "initializer_range": 0.06, "tie_word_embeddings": True, **config}
+    qwen3: Any = Qwen3Config(
         vocab_size=VOCABULARY_SIZE,
         hidden_size=hidden_size,
         intermediate_size=3 * hidden_size,
@@ -100,16 +88,14 @@ def build_tiny_model(
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
         head_dim=hidden_size // num_heads,
-        max_position_embeddings=max_position_embeddings,
-        initializer_range=initializer_range,
-        tie_word_embeddings=tie_word_embeddings,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **small,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: Any = Qwen3ForCausalLM(config)
+        model: Any = Qwen3ForCausalLM(qwen3)
     model.to(torch.float32)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,21 @@ from run_kit import run_cli
 from ..job_config import JobConfig
 from ..supervised_job_config import SupervisedJobConfig
 
+COMMON_KEYS = (
+    *("model.path", "checkpoints.folder", "teacher.model", "data.train", "data.val"),
+    *("data.system_prompt", "data.max_prompt_length", "reward.method", "reward.function"),
+    *("supervised.files", "supervised.epochs", "supervised.batch_size", "supervised.max_length", "supervised.optim.lr"),
+    *("sampling.n", "sampling.max_tokens", "sampling.temperature", "batch.train_batch_size", "batch.mini_batch_size"),
+    *("actor.optim.lr", "critic.optim.lr", "actor.lora.rank", "engine.lora.rank", "actor.zero.stage"),
+    *("engine.zero.stage", "actor.zero.offload.optimizer", "engine.zero.offload.optimizer", "token_budget"),
+    *("algorithm.advantage", "algorithm.loss", "algorithm.beta", "algorithm.kl_coef"),
+    *("rollout.num_servers", "rollout.tensor_parallel_size"),
+    *("trainer.total_training_steps", "trainer.num_ranks", "trainer.max_staleness", "trainer.test_freq"),
+    *("trainer.save_freq", "trainer.resume", "trainer.experiment", "trainer.output_dir"),
+    *("pass_at", "compare", "experiment", "output_dir", "tracking.wandb_project"),
+)
+"""Keys that `--help` lists, of all apps: each has some of them."""
+
 AppConfigT = TypeVar("AppConfigT", bound=JobConfig | SupervisedJobConfig)
 
 
@@ -21,19 +36,24 @@ def run_job_cli(
     app_name: str | None = None,
     preset_dir: Path | None = None,
 ) -> NoReturn:
-    """`run_kit.run_cli` for an app that runs its preset `demo` unless the user gives a model or data.
+    """`run_kit.run_cli` for an app that runs a preset of its own unless the user gives a model or data.
+
+    That is `smollm2`, a pretrained model, for an app that has it on a host with an NVIDIA GPU; else `demo`.
 
     Args:
         app_name: default: the module `main` beside that of the configuration.
         preset_dir: default: the folder `presets` beside that module.
     """
+    preset_dir = preset_dir or Path(inspect.getfile(config_cls)).with_name("presets")
+    has_gpu = next(Path("/dev").glob("nvidia[0-9]*"), None) is not None
     data = "supervised.files" if issubclass(config_cls, SupervisedJobConfig) else "data.train"
     run_cli(
         config_cls,
         main,
         app_name=app_name or f"{config_cls.__module__.rpartition('.')[0]}.main",
-        preset_dir=preset_dir or Path(inspect.getfile(config_cls)).with_name("presets"),
+        preset_dir=preset_dir,
         argv=argv,
-        default_preset="demo",
+        common_keys=COMMON_KEYS,
+        default_preset="smollm2" if has_gpu and (preset_dir / "smollm2.yaml").is_file() else "demo",
         default_preset_unless=("model.path", data),
     )

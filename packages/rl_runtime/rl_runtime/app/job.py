@@ -4,7 +4,7 @@ An app is `run_job(config, check(config), compose)`: `check` is `check_job` with
 these engines from a `Job` and returns the update of one step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ds_engine import EngineConfig, Head
@@ -18,6 +18,7 @@ from ..launch.servers import check_lengths, check_servers
 from ..launch.session import Session, plan_session
 from ..ranks.environment import prepare_driver
 from ..ranks.model_handle import ModelHandle, Reference, WithoutAdapters
+from ..rollout.ahead import check_groups
 from ..rollout.scoring import rewards_of_rows
 from ..training.checkpoints import Stateful
 from ..training.engines import check_architectures, check_engine, check_sequence_parallel
@@ -106,7 +107,13 @@ def job_layout(
     try:
         return batch_layout(config.batch, samples_per_prompt=config.sampling.n, dp=num_ranks // sp, sp=sp)
     except BatchError as error:
-        raise InputError(str(error), field="batch", remedy=f"or use another trainer.num_ranks ({num_ranks})") from error
+        raise InputError(
+            error.problem,
+            field=f"batch.{error.field}",
+            value=error.value,
+            allowed=error.allowed,
+            remedy=f"or use another trainer.num_ranks ({num_ranks})",
+        ) from error
 
 
 def check_job(config: JobConfig, engines: Mapping[str, tuple[EngineConfig, int]]) -> JobPlan:
@@ -145,4 +152,11 @@ def check_job(config: JobConfig, engines: Mapping[str, tuple[EngineConfig, int]]
     warnings = check_first_prompts(
         inputs, config.model, config.data, config.task, episode=config.episode, reward=config.reward, seed=seed
     )
-    return plan_run(config, placement, [*architectures, *warnings], inputs=inputs)
+    rows: dict[str, Sequence[object]] = {}
+    if inputs is not None:
+        rows = {"data.train": inputs.train_prompts, "data.val": inputs.val_prompts}
+        rows["warm_start.files"] = inputs.demonstrations
+    plan = plan_run(config, placement, [*architectures, *warnings], rows=rows, inputs=inputs)
+    if plan.resume_from is not None:
+        check_groups(plan.resume_from.state.get("parts", {}).get("rollout", {}), config)
+    return plan

@@ -1,14 +1,16 @@
 """Finds the checkpoint that a run resumes from, in the run folders here or below `trainer.checkpoint_url`."""
 
-import re
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ckpt import Checkpoint, CheckpointDamagedError, CheckpointManager, RemoteCheckpoints, UnsupportedFormatError
 from ckpt.reader import CheckpointReader
+from run_kit import RunFolder, runs_of_experiment
+from run_kit.runs import read_run
 
 from ..config import TrainingConfig, is_url
 from ..errors import InputError, naming_key
@@ -20,6 +22,9 @@ from ..training.run_files import (
     published_run,
     remote_run,
 )
+
+_RESUMED_BY = "resumed_by.txt"
+"""File of a run folder with the folders of the runs that resume it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,22 +143,6 @@ def find_checkpoint(trainer: TrainingConfig, on_skip: Callable[[str], None] = la
     return newest
 
 
-def earlier_folder(config: Any, name: str, *, noun: str) -> Path | None:
-    """The folder of an evaluation or benchmark that `resume=auto` continues; None to start a new one.
-
-    Raises InputError if `resume_from` is no folder of a run.
-    """
-    if config.resume == "never":
-        return None
-    if config.resume_from is None:
-        earlier = sorted(Path(config.output_dir).glob(f"{name}_[0-9]*/config.yaml"))
-        return earlier[-1].parent.resolve() if earlier else None
-    folder = Path(config.resume_from)
-    if not (folder / "config.yaml").is_file():
-        raise InputError(field="resume_from", value=str(folder), allowed=f"the folder of {noun}, with its config.yaml")
-    return folder.resolve()
-
-
 def check_steps_left(checkpoint: Checkpoint, last_step: int, *, key: str, run: str) -> None:
     """Raises InputError if the checkpoint is of the last step or a later one; `key` limits the steps."""
     if checkpoint.step >= last_step:
@@ -192,23 +181,35 @@ def _given_run(trainer: TrainingConfig) -> _Run:
 
 
 def _runs_of_experiment(trainer: TrainingConfig) -> list[_Run]:
-    """The runs of this experiment, the newest by the time in its name first."""
-    pattern = re.compile(re.escape(trainer.experiment) + r"_\d{8}_\d{6}(_\d+)?")
-    output = Path(trainer.output_dir)
-    here = {path.name for path in output.glob("*") if pattern.fullmatch(path.name)}
-    there: set[str] = set()
+    """The runs of this experiment, the newest first."""
+    output, there = Path(trainer.output_dir), set[str]()
     if (url := trainer.checkpoint_url) is not None:
         with naming_storage(url):
-            there = {name for name in RemoteCheckpoints(url).folders() if pattern.fullmatch(name)}
+            there = set(RemoteCheckpoints(url).names())
     return [
         _Run(
             name=name,
-            folder=output / name if name in here else None,
+            folder=output / name if (output / name).is_dir() else None,
             remote=remote_run(url, name) if url is not None and name in there else None,
             download_to=_downloads(trainer) / name,
             only_uploads=published_run(trainer, name) is not None,
         )
-        for name in sorted(here | there, reverse=True)
+        for name in runs_of_experiment(trainer.experiment, output, there)
+    ]
+
+
+def note_resume(former: Path, run: Path) -> list[str]:
+    """Adds `run` to the runs that resume `former`; a warning for each of them, and for `former`, that is running."""
+    file = former / _RESUMED_BY
+    with suppress(OSError), file.open("a", encoding="utf-8") as log:  # another user's folder
+        log.write(f"{run}\n")
+    others = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    states = {path: read_run(RunFolder(path), time.time()) for path in dict.fromkeys((str(former), *others))}
+    return [
+        f"warning: {path} is running, too, in process {one.pid} of {one.host}: it "
+        + ("may remove the checkpoint that is resumed" if path == str(former) else f"resumes {former} as well")
+        for path, one in states.items()
+        if one.state == "running" and path != str(run)
     ]
 
 

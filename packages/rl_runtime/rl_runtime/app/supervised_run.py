@@ -97,10 +97,14 @@ def check_run(config: SupervisedJobConfig, *, head: Head = "lm") -> SupervisedPl
     check_cluster(config.model, trainer, placement)
     check_local_disks(trainer, placement)
     examples = None if config.model.path == BUILTIN_MODEL else _load(config, Path())
-    plan = plan_run(config, placement, architectures)
+    rows: dict[str, Sequence[object]] = {}
+    if examples is not None:
+        rows = {"supervised.files": examples.train, "supervised.val_files": examples.held_out}
+        rows |= {"warm_start.files": examples.inputs.demonstrations} if config.first_stage.trains else {}
+    plan = plan_run(config, placement, architectures, rows=rows)
     if examples is not None:
         _check_steps(config, len(examples.train), plan.resume_from)
-    return SupervisedPlan(placement=plan.placement, resume_from=plan.resume_from, lines=plan.lines, examples=examples)
+    return SupervisedPlan(**vars(plan), examples=examples)
 
 
 def run_supervised(
@@ -124,8 +128,8 @@ def run_supervised(
     """
     config, trainer = resolved.config, resolved.config.trainer
     stop, start = StopRequest(), Laps()
-    run = create_run_folder(trainer)
-    with open_run(run, resolved, num_steps=config.supervised.steps, resumed=plan.resume_from) as (tracker, memory):
+    run = create_run_folder(trainer, plan.resume_from)
+    with open_run(run, resolved, plan, num_steps=config.supervised.steps) as (tracker, memory):
         tracker.info(f"run folder {run.path}; starting {trainer.rank_count} ranks")
         for line in (*resolved.lines(), *plan.lines):
             tracker.info(line)
@@ -147,6 +151,7 @@ def run_supervised(
                     inputs=examples.inputs,
                     folder=run.path,
                     resumed=plan.resume_from,
+                    digests=plan.digests,
                     memory=memory,
                     stop=stop,
                     start=start,
@@ -213,7 +218,15 @@ def _load(config: SupervisedJobConfig, folder: Path) -> Examples:
         with_prompts=False,
         section="supervised" if is_first else "warm_start",
     )
-    load = partial(load_examples, kind, tokenizer=inputs.tokenizer, data=config.data, supervised=supervised, seed=seed)
+    load = partial(
+        load_examples,
+        kind,
+        tokenizer=inputs.tokenizer,
+        model_path=inputs.model_path,
+        data=config.data,
+        supervised=supervised,
+        seed=seed,
+    )
     files, val_files = supervised.files, supervised.val_files
     if inputs.task is not None and inputs.task.pairs is not None and inputs.task.val_pairs is not None:
         files, val_files = (str(inputs.task.pairs),), (str(inputs.task.val_pairs),)

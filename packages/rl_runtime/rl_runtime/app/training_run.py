@@ -1,7 +1,9 @@
 """A started training run, with or without rollout: what each attempt after a loss of ranks gets, and how to resume."""
 
+import json
 import shlex
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -19,6 +21,8 @@ from run_kit.config.redaction import yaml_without_secrets
 from run_kit.memory import MemorySampler
 from run_kit.profiling import StepProfiler
 from run_kit.timing import Laps
+from run_kit.tracking.metrics_table import atomic_write
+from run_kit.tracking.run_folder import begun_s
 
 from ..config import TrainedModel, TrainingConfig
 from ..launch.placement import Placement
@@ -31,8 +35,9 @@ from ..training.record import RunRecord
 from ..training.run_files import WARM_START_MODEL, RunFiles, check_checkpoint_url, published_run
 from ..training.supervised import train_supervised
 from ..training.supervised_config import SupervisedConfig
+from .identity import INPUTS_FILE, check_same_run, input_digests
 from .inputs import Inputs
-from .resume import find_checkpoint
+from .resume import find_checkpoint, note_resume
 
 
 class AppConfig(Protocol):
@@ -66,18 +71,36 @@ class JobPlan:
     the model, and what the tries of rewards found."""
     inputs: Inputs | None = None
     """The loaded inputs; None: those of the built-in model, which the run writes into its folder."""
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """`input_digests`."""
 
 
-def plan_run(config: AppConfig, placement: Placement, lines: Sequence[str], *, inputs: Inputs | None = None) -> JobPlan:
-    """Checks what the run writes to, and finds the checkpoint to resume from; raises as `find_checkpoint`.
+def plan_run(
+    config: AppConfig,
+    placement: Placement,
+    lines: Sequence[str],
+    *,
+    rows: Mapping[str, Sequence[object]],
+    inputs: Inputs | None = None,
+) -> JobPlan:
+    """Checks what the run writes to, and finds the checkpoint to resume from.
 
-    `lines`: of the other checks.
+    Args:
+        lines: of the other checks.
+        rows: the loaded prompts and examples by the key of their files.
+
+    Raises as `find_checkpoint` and `check_same_run`.
     """
     check_tracking(config.tracking)
     check_checkpoint_url(config.trainer)
     skipped: list[str] = []
     resume_from = find_checkpoint(config.trainer, skipped.append)
-    return JobPlan(placement=placement, resume_from=resume_from, lines=(*skipped, *lines), inputs=inputs)
+    digests = input_digests(config, rows)
+    if resume_from is not None:
+        skipped += check_same_run(resume_from, config, digests, allows_changes=config.trainer.allow_changes)
+    return JobPlan(
+        placement=placement, resume_from=resume_from, lines=(*skipped, *lines), inputs=inputs, digests=digests
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +114,8 @@ class TrainingRun:
     folder: Path
     """The run folder."""
     resumed: Checkpoint | None
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """Of the run's inputs, by key."""
     memory: MemorySampler
     """Of this process."""
     stop: StopRequest = field(default_factory=StopRequest)
@@ -158,6 +183,7 @@ class TrainingRun:
             roles=roles,
             parts=parts,
             config=yaml_without_secrets(self.config),
+            inputs=self.digests,
             unsavable=nvme,  # `check_states` refuses it with save_freq
             files=self.files,
         )
@@ -168,14 +194,20 @@ class TrainingRun:
         return RunRecord(self.tracker, self.memory, profiler, self.session, ledger)
 
 
-def create_run_folder(trainer: TrainingConfig) -> RunFolder:
-    """A new folder with the name of the experiment."""
-    return RunFolder.create(trainer.output_dir, trainer.experiment, private=trainer.private_output)
+def create_run_folder(trainer: TrainingConfig, resumed: Checkpoint | None) -> RunFolder:
+    """A new folder with the name of the experiment, and of a later time than the run that is resumed."""
+    earliest = 0.0 if resumed is None else begun_s(resumed.path.parents[1]) + 1
+    return RunFolder.create(
+        trainer.output_dir,
+        trainer.experiment,
+        private=trainer.private_output,
+        now=lambda: max(time.time(), earliest),
+    )
 
 
 @contextmanager
 def open_run(
-    run: RunFolder, resolved: ResolvedConfig[Any], *, num_steps: int, resumed: Checkpoint | None
+    run: RunFolder, resolved: ResolvedConfig[Any], plan: JobPlan, *, num_steps: int
 ) -> Iterator[tuple[Tracker, MemorySampler]]:
     """The tracker of a new run folder, and the memory of this process, which computes on one thread.
 
@@ -183,12 +215,15 @@ def open_run(
     """
     config: AppConfig = resolved.config
     trainer = config.trainer
-    former = None if resumed is None else resumed.path.parents[1]
+    former = None if plan.resume_from is None else plan.resume_from.path.parents[1]
+    atomic_write(run.path / INPUTS_FILE, json.dumps(dict(plan.digests), indent=1) + "\n")
     with (
         _one_thread(),
         MemorySampler(interval_s=config.tracking.memory_interval_s) as memory,
         Tracker(run, config, num_steps=num_steps, comment=resolved.comment(), resumes=former) as tracker,
     ):
+        for line in () if former is None else note_resume(former, run.path):
+            tracker.info(line)
         try:
             yield tracker, memory
         except Exception as error:

@@ -3,6 +3,7 @@
 import hashlib
 import importlib.metadata
 import logging
+import os
 import platform
 import time
 from collections import Counter
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 
 import psutil
 import ray
+from ray._private.utils import read_ray_address
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import (
     PlacementGroup,
@@ -32,7 +34,6 @@ from ..config import BUILTIN_MODEL, ModelConfig, TrainingConfig
 from ..errors import InputError, NodeError, PlacementError, RankLost
 from ..ranks.environment import GpuId, python_path
 from ..ranks.worker_group import Seat
-from .auto_address import find_auto_address
 from .gpus import Gpu, known_gpus
 from .local_ray import keeping_sigterm, warn_without_token
 from .placement import Node, Placement
@@ -78,16 +79,30 @@ def join_cluster(address: str) -> None:
     """
     if ray.is_initialized():
         return
-    check_address(address)
     if address == "auto":
-        address, line = find_auto_address()
-        print(line, flush=True)
+        address = find_auto_address()
+        print(f"trainer.ray_address=auto: {address}", flush=True)
+    check_address(address)
     try:
         with keeping_sigterm():
             ray.init(address=address, log_to_driver=True, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise _no_cluster(address, " ".join(str(error).split())) from None
     warn_without_token("everybody who reaches the cluster's ports", "start the cluster with RAY_AUTH_MODE=token")
+
+
+def find_auto_address() -> str:
+    """RAY_ADDRESS, which `ray job submit` sets, or the cluster that `ray start` on this host has started or joined.
+
+    Ray's own `auto` joins any Ray of this host, also the private one of another run, which ends with that run.
+
+    Raises:
+        InputError: there is neither.
+    """
+    address = os.environ.get("RAY_ADDRESS") or read_ray_address()
+    if not address:
+        raise _no_cluster("auto", "this host is no node of one")
+    return str(address)
 
 
 def _no_cluster(address: str, why: str) -> InputError:

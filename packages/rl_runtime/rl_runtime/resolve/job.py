@@ -29,7 +29,7 @@ from ..rules import value_of
 from ..training.teacher_config import TeacherConfig
 from .engines import resolve_compile, resolve_kernels, resolve_learning_rate
 from .memory import longest_sequence, read_model_shape, resolve_memory, resolve_sizes, samples_per_server
-from .resolved import ResolvedConfig, device_warning
+from .resolved import ResolvedConfig, device_warning, with_fetched_files
 
 _MOST_SEQUENCES = 512
 """Sequences for which vLLM captures CUDA graphs."""
@@ -46,6 +46,7 @@ def resolve_job(config: JobConfigT) -> ResolvedConfig[JobConfigT]:
             at `trainer.ray_address`.
         PlacementError: CUDA_VISIBLE_DEVICES names no usable GPU.
     """
+    config = with_fetched_files(config)
     prepare_driver(config.trainer.device)
     devices = read_devices(config.trainer)
     gpus = devices.gpus

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from plinth_base.errors import prefix_fields
+from rl_data import DataConfigError
+from rl_data.tasks.fetched import fetch, is_fetched
 
 from ..config import RanksConfig
 from ..errors import InputError
@@ -114,6 +116,28 @@ def with_value(config: Any, key: str, value: Any) -> Any:
         with prefix_fields(name):
             value = with_value(getattr(config, name), rest, value)
     return replace(config, **{name: value})
+
+
+def with_fetched_files(config: ConfigT) -> ConfigT:
+    """The configuration with a path in place of every `fetched:NAME`, fetched from the package index if necessary.
+
+    Raises rl_data.DataConfigError, with the dotted key, for an unknown name or without the index.
+    """
+    changes: dict[str, Any] = {}
+    for item in fields(config):  # type: ignore[arg-type]
+        value: Any = getattr(config, item.name)
+        try:
+            if is_dataclass(value):
+                made: Any = with_fetched_files(value)
+            elif isinstance(value, tuple):
+                made = tuple(str(fetch(entry)) if is_fetched(entry) else entry for entry in value)
+            else:
+                made = str(fetch(value)) if is_fetched(value) else value
+        except DataConfigError as error:
+            raise error.under(item.name) from error
+        if made != value:
+            changes[item.name] = made
+    return replace(config, **changes) if changes else config  # type: ignore[type-var]
 
 
 def _text(value: Any) -> str:

@@ -25,7 +25,7 @@ from .memory import (
     size_plans,
     state_bytes,
 )
-from .resolved import ResolvedConfig, device_warning
+from .resolved import ResolvedConfig, device_warning, with_fetched_files
 
 
 def resolve_supervised(config: SupervisedJobConfigT) -> ResolvedConfig[SupervisedJobConfigT]:
@@ -33,6 +33,7 @@ def resolve_supervised(config: SupervisedJobConfigT) -> ResolvedConfig[Supervise
 
     Raises InputError and PlacementError as `resolve_job`.
     """
+    config = with_fetched_files(config)
     prepare_driver(config.trainer.device)
     gpus = read_devices(config.trainer).gpus
     resolved = resolve_supervised_for(config, gpus=gpus, shape=read_model_shape(config.model.path) if gpus else None)

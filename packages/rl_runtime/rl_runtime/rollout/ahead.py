@@ -14,7 +14,8 @@ from typing import Any
 
 from rollout_vllm import Group, Request, RolloutClient
 
-from ..errors import InputError, RolloutFailed
+from ..errors import RolloutFailed
+from ..rules import check_value, value_of
 from ..samples import Phase
 from .dynamic_sampling import is_informative, select_informative
 from .group_state import from_state, to_state
@@ -225,43 +226,37 @@ class RolloutsAhead:
         return state | {"is_scored": group.scored is not None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the result of `state_dict`; `published` starts the groups.
-
-        Raises:
-            InputError: the checkpoint has groups of another batch size or number of samples, unfinished groups of a
-                run without staleness, or more groups of a step than a run without dynamic sampling trains on.
-        """
+        """Restores the result of `state_dict`, which `check_groups` has accepted; `published` starts the groups."""
         if "schedule" not in state:
-            if groups := state.get("partial_rollouts"):
-                raise InputError(
-                    f"the checkpoint has {len(groups)} unfinished groups of a run without staleness",
-                    field="trainer.max_staleness",
-                    value=self._schedule.max_staleness,
-                    allowed="0",
-                )
             return
-        own = {"batch.train_batch_size": self._schedule.batch_size, "sampling.n": self._rollouts.sampling.n}
-        saved = {"batch.train_batch_size": state["schedule"]["batch_size"], "sampling.n": state["num_samples"]}
-        for key, value in saved.items():
-            if own[key] != value:
-                raise InputError(
-                    "the checkpoint has groups that were drawn ahead with another value",
-                    field=key,
-                    value=own[key],
-                    allowed=str(value),
-                )
-        largest_step = max(Counter(ticket["step"] for ticket in state["schedule"]["tickets"]).values(), default=0)
-        replaces = self._rollouts.dynamic_sampling.max_rounds > 0
-        if largest_step > self._schedule.batch_size and not replaces:
-            raise InputError(
-                "the checkpoint has groups that replace others",
-                field="dynamic_sampling.max_rounds",
-                value=0,
-                allowed="above 0",
-            )
         self._groups = {int(number): _held(saved) for number, saved in state["groups"].items()}
         ended = [number for number, group in self._groups.items() if group.scored is not None]
         self._schedule.load_state_dict(state["schedule"], has_ended=ended)
+
+
+def check_groups(state: Mapping[str, Any], config: Any) -> None:
+    """Refuses groups of a checkpoint's `rollout` that a run with this job configuration cannot train on.
+
+    Raises:
+        InputError: they are of another batch size or number of samples, unfinished or drawn ahead by a run with or
+            without staleness, or more than a step without dynamic sampling trains on.
+    """
+    staleness, is_ahead = config.trainer.max_staleness, "schedule" in state
+    if groups := state.get("groups" if is_ahead else "partial_rollouts"):
+        of_run = "with" if is_ahead else "without"
+        problem = f"the checkpoint has {len(groups)} unfinished groups of a run {of_run} staleness"
+        allowed = "1 or more" if is_ahead else "0"
+        check_value(config, "trainer.max_staleness", is_ahead == bool(staleness), allowed, problem=problem)
+    if not is_ahead or not staleness:
+        return
+    saved = {"batch.train_batch_size": state["schedule"]["batch_size"], "sampling.n": state["num_samples"]}
+    for key, value in saved.items():
+        problem = "the checkpoint has groups that were drawn ahead with another value"
+        check_value(config, key, value_of(config, key) == value, str(value), problem=problem)
+    largest_step = max(Counter(ticket["step"] for ticket in state["schedule"]["tickets"]).values(), default=0)
+    fits = largest_step <= config.batch.train_batch_size or config.dynamic_sampling.max_rounds > 0
+    problem = "the checkpoint has groups that replace others"
+    check_value(config, "dynamic_sampling.max_rounds", fits, "above 0", problem=problem)
 
 
 def _held(state: Mapping[str, Any]) -> _Held:

@@ -24,7 +24,7 @@ from rollout_vllm import (
 )
 from rollout_vllm.client.transport import gather_or_cancel
 
-from ..errors import InputError, RolloutFailed
+from ..errors import RolloutFailed
 from ..samples import Phase, PromptLike
 from .config import EpisodeConfig, OversamplingConfig
 from .episodes import episode_player
@@ -103,7 +103,6 @@ class RolloutPhase:
         num_requested, gen_s = 0, 0.0
         while prompts:
             new = [self.request(prompt, step=step, number=n) for n, prompt in enumerate(prompts, num_requested)]
-            # Partial rollouts first, so that none of them waits indefinitely.
             # Partial rollouts first, so that none of them waits indefinitely.
             requests: list[Request | Group] = [*self._partial, *new]
             num_requested += len(requests)
@@ -199,14 +198,7 @@ class RolloutPhase:
         return {"partial_rollouts": list(map(to_state, self._partial))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the result of `state_dict`."""
-        if "schedule" in state and state["groups"]:
-            raise InputError(
-                f"the checkpoint has {len(state['groups'])} groups that were drawn ahead, which would be lost",
-                field="trainer.max_staleness",
-                value=0,
-                allowed="1 or more",
-            )
+        """Restores the result of `state_dict`, which `check_groups` has accepted."""
         self._partial = [] if "schedule" in state else list(map(from_state, state["partial_rollouts"]))
 
     async def _generate(

@@ -3,12 +3,14 @@
 Samples that failed are counted and enter no metric; a prompt with fewer samples than a metric needs has no value.
 """
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from plinth_base.errors import shown
 from rl_core import majority_vote, pass_at_k
 from rollout_vllm import Sample
 
@@ -155,6 +157,14 @@ class Validation:
     def failure(self) -> str:
         """Why the first of these failed; empty if none did."""
         return next((reason for result in self.prompts for reason in result.failures), "")
+
+    def examples(self, count: int = 3) -> list[str]:
+        """A line each for the first samples of the first prompts: end of the prompt, response, answer and score."""
+        first = ((result, result.samples[0]) for result in self.prompts if result.samples)
+        return [
+            f" {shown(row.prompt[-70:])} -> {shown(sample.response)}; answer {row.ground_truth}, score {sample.score:g}"
+            for row, sample in itertools.islice(first, count)
+        ]
 
     def metrics(self) -> dict[str, float]:
         """Names and values for the metrics of a run; `pass@k` and `maj@n` with several samples per prompt."""

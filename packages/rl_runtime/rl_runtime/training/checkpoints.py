@@ -47,6 +47,7 @@ class RunCheckpoints:
         roles: Mapping[str, ModelHandle],
         parts: Mapping[str, Stateful],
         config: str,
+        inputs: Mapping[str, str] | None = None,
         unsavable: str = "",
         files: RunFiles | None = None,
     ) -> None:
@@ -54,11 +55,12 @@ class RunCheckpoints:
 
         Args:
             config: YAML without secrets, kept in each checkpoint for readers without the run folder.
+            inputs: digests of the run's inputs, which a resume compares with its own.
             unsavable: why no checkpoint can hold this run's state; empty if one can.
             files: the files of the run, which the caller waits for; None: all ranks see `folder`, nothing is uploaded.
         """
         self._folder, self._trainer, self._groups = folder, trainer, rank_groups
-        self._roles, self._parts, self._config = roles, parts, config
+        self._roles, self._parts, self._config, self._inputs = roles, parts, config, dict(inputs or {})
         self._unsavable = unsavable
         self._files = files or RunFiles(trainer, folder.parent)
         self._saver: AsyncSaver | None = None
@@ -122,6 +124,7 @@ class RunCheckpoints:
             "seed": self._trainer.seed,
             "rng": capture_rng(),
             "config": self._config,
+            "inputs": self._inputs,
             "parts": {name: part.state_dict() for name, part in self._parts.items()},
         }
         saver.save(step, {}, state=state, metrics=finite, models=self._models)
@@ -144,7 +147,21 @@ class RunCheckpoints:
         Raises, before it changes anything:
             InputError: the checkpoint lacks an engine of this run.
             ckpt.ArchitectureMismatchError: its models or adapters have other parameters.
+
+        Raises InputError also if the checkpoint is deleted before it is loaded.
         """
+        try:
+            self._load(checkpoint)
+        except Exception as error:
+            if checkpoint.path.is_dir():
+                raise
+            raise InputError(
+                f"{checkpoint.path} is gone: the run that wrote it goes on, and keeps newer checkpoints only",
+                field="trainer.resume_from",
+                remedy="stop that run, and resume from its newest checkpoint",
+            ) from error
+
+    def _load(self, checkpoint: Checkpoint) -> None:
         self._files.fetch(checkpoint, self._nodes)
         for name, model in self._models.items():
             if not (checkpoint.path / name).is_dir():

@@ -21,6 +21,7 @@ from ..rollout.servers import RolloutServers
 from ..rollout.step_rollouts import StepRollouts
 from ..samples import Phase
 from .checkpoints import RunCheckpoints, load_and_say, save_or_say
+from .learning_signal import LearningSignal
 from .metrics import disagreement, rollout_metrics
 from .record import RunRecord
 from .reward_model import RewardModel
@@ -71,10 +72,16 @@ class TrainingLoop:
         checkpoints: RunCheckpoints,
         record: RunRecord,
         reward_model: RewardModel | None = None,
+        signal: LearningSignal | None = None,
     ) -> None:
-        """`reward_model`: on the ranks; completes the scores that `rollouts` return."""
+        """
+        Args:
+            reward_model: on the ranks; completes the scores that `rollouts` return.
+            signal: warns of scores that teach nothing; None for a run that does not learn from scores.
+        """
         self._trainer, self._rollouts, self._servers = trainer, rollouts, servers
         self._checkpoints, self._record, self._reward_model = checkpoints, record, reward_model
+        self._signal = signal
         self._policies_differ = False
         """True if servers and ranks computed different policies in the last step."""
 
@@ -118,7 +125,7 @@ class TrainingLoop:
         before = None
         if trainer.val_before_train:
             before = self._record.first_values("val/accuracy").get("val/accuracy") if restart is not None else None
-            before = self._validate(done) if before is None else before
+            before = self._validate(done, shows=True) if before is None else before
         with stop.listen("stopping after this step, with a checkpoint; again: stop now, without"), _frozen_objects():
             last, after = self._steps(done + 1, learn, stop)
         return LoopResult(
@@ -138,7 +145,7 @@ class TrainingLoop:
             if (last and trainer.val_after_train) or (
                 not stop.signal and trainer.test_freq > 0 and step % trainer.test_freq == 0
             ):
-                after = self._validate(step)
+                after = self._validate(step, shows=last)
             if stop.signal and not last:
                 if not self._checkpoints.is_due(step):
                     with self._servers.changing_weights():
@@ -159,6 +166,8 @@ class TrainingLoop:
                 if self._reward_model is not None:
                     with timer.phase("reward_model"):
                         collected = self._reward_model.complete(collected)
+                if self._signal is not None:
+                    self._signal.check(step, collected.samples)
                 metrics = rollout_metrics(collected) | learn(step, collected.batch(), timer.phase)
                 self._record.log_samples(step, collected)
                 self._warn_on_policy_mismatch(step, metrics)
@@ -189,12 +198,14 @@ class TrainingLoop:
             return {"sync/total_s": 0.0, "sync/num_bytes": 0.0}
         return {"sync/total_s": report.total_s, "sync/num_bytes": float(report.num_bytes)}
 
-    def _validate(self, step: int) -> float | None:
-        """Held-out accuracy of the weights on the servers; None without held-out prompts."""
+    def _validate(self, step: int, *, shows: bool) -> float | None:
+        """Held-out accuracy of the weights on the servers; None without held-out prompts. `shows` prints samples."""
         result = self._rollouts.validate(step, self._finish if self._reward_model is not None else None)
         if result is None:
             return None
         self._record.log_validation(step, result)
+        for line in result.examples() if shows else ():
+            self._record.info(line)
         return result.accuracy
 
     def _finish(self, samples: Sequence[Sample]) -> list[Sample]:

@@ -76,9 +76,7 @@ def fetch_checkpoint(remote: RemoteCheckpoints, step: int, run: Path) -> tuple[C
     sizes: list[int] = []
     while True:
         try:
-            checkpoint = remote.download(
-                step, folder, overwrite=True, parts=parts, on_file=lambda size, _: sizes.append(size)
-            )
+            checkpoint = remote.download(step, folder, overwrite=True, parts=parts, on_file=sizes.append)
             with closing(CheckpointManager(folder, keep_last=1)) as manager:
                 manager.discard_after(step)
                 manager.prune()
