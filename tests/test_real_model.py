@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plinth_testing import run_script
@@ -57,11 +57,20 @@ def test_questions_are_in_their_prompts_to_the_last_character(smollm2: Path, pro
         )
 
 
-@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(text=st.text(max_size=60))
-def test_any_text_comes_back_from_its_tokens(smollm2: Path, text: str) -> None:
+MISSING_BYTES = frozenset(b"\x04\x06\x13\x14\x16\x1d\xf1\xf2")
+"""Bytes of UTF-8 that the vocabulary has no token for, and that the tokenizer drops without a word."""
+
+
+def test_text_comes_back_from_its_tokens(smollm2: Path) -> None:
     tokenizer = load_tokenizer(smollm2)
-    assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
+
+    @settings(deadline=None, max_examples=200)
+    @given(text=st.text(max_size=60).filter(lambda text: not MISSING_BYTES & set(text.encode())))
+    def check(text: str) -> None:
+        assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
+
+    check()
+    assert tokenizer.decode(tokenizer("a\x04b")["input_ids"]) == "ab"
 
 
 def served(folder: Path, requests: list[Any], log_dir: Path, **sampling: Any) -> list[Any]:
