@@ -108,7 +108,7 @@ def test_the_windows_of_other_rewards_begin_with_a_whole_word() -> None:
     assert reward("so\n12345" + later, SimpleNamespace(ground_truth="12345")) == 1.0
     choice = make_reward("multiple_choice")
     assert choice.answer("not A) or " + "B) " + "x" * 997) is None
-    assert choice.answer("B) it is\n" + "x " * 499) == "B"
+    assert choice.answer("so\nB) it is\n" + "x " * 498) == "B"
 
 
 @settings(deadline=None, derandomize=True)
