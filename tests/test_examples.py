@@ -12,6 +12,9 @@ import pytest
 
 from plinth_testing import run_script
 
+# The packages' own tests cover what the examples show.
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
+
 REPO = Path(__file__).resolve().parents[1]
 EXAMPLES = REPO / "examples"
 
@@ -25,7 +28,6 @@ def load(name: str) -> ModuleType:
     return module
 
 
-@pytest.mark.slow
 def test_dpo_in_the_hugging_face_trainer_needs_less_memory_for_the_same_losses() -> None:
     runs = load("hf_trainer_dpo").compare(num_steps=2)
     assert runs["rl_core"]["losses"] == pytest.approx(runs["logits"]["losses"], abs=1e-5)
@@ -33,7 +35,6 @@ def test_dpo_in_the_hugging_face_trainer_needs_less_memory_for_the_same_losses()
     assert runs["rl_core"]["peak_mib"] < 0.6 * runs["logits"]["peak_mib"]
 
 
-@pytest.mark.slow
 def test_the_loss_in_trls_trainer_equals_trls_own(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     example = load("trl_grpo")
@@ -45,8 +46,7 @@ def test_the_loss_in_trls_trainer_equals_trls_own(tmp_path: Path) -> None:
     assert abs(rows[1][0].loss) > 1e-3  # the second update clips; the first one's loss is zero by construction
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_the_guard_names_both_calls_where_ranks_hang_or_die_without_it(kind: str) -> None:
     text = run_script(EXAMPLES / "collective_guard.py", "--kinds", kind, "--steps", 5, "--limit-s", 4)
     for rank in (0, 1):
@@ -59,7 +59,6 @@ def test_the_guard_names_both_calls_where_ranks_hang_or_die_without_it(kind: str
         assert "all_reduce of 1" not in plain
 
 
-@pytest.mark.slow
 def test_checkpoints_survive_kills_and_flipped_bits() -> None:
     text = run_script(EXAMPLES / "checkpoints_in_a_torch_loop.py", "--kills", 1, "--steps", 2, "--hidden", 256)
     plain, ours = text.splitlines()[-2:]
@@ -67,7 +66,6 @@ def test_checkpoints_survive_kills_and_flipped_bits() -> None:
     assert "loads after 1 of 1 kills; after a flipped bit: loaded step 1 of 2" in ours
 
 
-@pytest.mark.slow
 def test_zero3_weights_pass_vllms_weight_source_in_one_collective() -> None:
     text = run_script(EXAMPLES / "zero3_weight_source.py", "--layers", 2)
     num_tensors = 2 + 11 * 2 + 1  # embedding, final norm and head, and the layers' parameters
@@ -77,7 +75,6 @@ def test_zero3_weights_pass_vllms_weight_source_in_one_collective() -> None:
     assert f"{num_tensors} of {num_tensors} tensors are equal" in text
 
 
-@pytest.mark.slow
 def test_the_engine_keeps_the_gradients_that_deepspeed_alone_loses() -> None:
     text = run_script(EXAMPLES / "ds_engine_own_loop.py")
     found = re.findall(r"^(.+?) +gradient norm ([\d.]+)$", text, re.MULTILINE)
@@ -99,7 +96,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path
         yield endpoint, folder / "model"
 
 
-@pytest.mark.slow
 def test_the_rollout_client_returns_every_sampled_token_where_text_and_the_openai_client_lose_some(
     served: tuple[Any, Path],
 ) -> None:
@@ -119,7 +115,6 @@ def test_the_rollout_client_returns_every_sampled_token_where_text_and_the_opena
     assert len(found["connections cut", "openai"].failures) == 2  # prompts 0 and 8: its retries end before the cuts do
 
 
-@pytest.mark.slow
 def test_pushed_weights_are_the_trainers_from_a_torch_loop_and_from_a_callback(served: tuple[Any, Path]) -> None:
     """Leaves other weights in the server: the last test that uses it."""
     rows = {row.way: row for row in load("torch_trainer_to_vllm").compare(*served, num_steps=2)}

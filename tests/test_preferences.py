@@ -262,7 +262,7 @@ def test_a_reward_model_learns_and_transformers_and_vllm_give_its_scores(
     assert max(map(abs, expected)) > 1 or min(expected) < 0, "a sigmoid could not be told from no activation"
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_a_policy_learns_from_pairs_and_starts_as_its_reference(tmp_path: Path, start_app: Callable[..., Any]) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -218,8 +219,18 @@ def test_a_run_that_lives_and_another_resume_are_named(tmp_path: Path) -> None:
     assert note_resume(former, second) == [], "they have ended"
 
 
-def test_a_checkpoint_that_is_gone_is_named(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("during_the_load", [False, True])
+def test_a_checkpoint_that_is_gone_is_named(model: Path, tmp_path: Path, during_the_load: bool) -> None:
     before = saved_by(tmp_path, job(model))
-    shutil.rmtree(before.path)
+    if not during_the_load:
+        shutil.rmtree(before.path)
+    else:
+        (before.path / "actor").mkdir(exist_ok=True)
+
+    def load(folder: str) -> None:
+        shutil.rmtree(before.path)
+        Path(folder, "weights").read_bytes()
+
+    actor: Any = SimpleNamespace(describe=dict, load=load)
     with raises(InputError, field="trainer.resume_from"):
-        RunCheckpoints(tmp_path, TrainerConfig(), [], roles={}, parts={}, config="").load(before)
+        RunCheckpoints(tmp_path, TrainerConfig(), [], roles={"actor": actor}, parts={}, config="").load(before)

@@ -10,7 +10,7 @@ from rollout_vllm_helpers import config_for_tests, make_requests
 from rollout_vllm import RolloutClient, Sample, SamplingConfig, ServerGroup, TokenScorer, UnlabeledTokensError
 from rollout_vllm.servers.fast.buffering import INTERVAL
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

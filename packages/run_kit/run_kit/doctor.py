@@ -102,11 +102,11 @@ def to_markdown(packages: Mapping[str, Sequence[Row]]) -> str:
     """The tables of docs/upstream.md; the same wherever they are made."""
     lines: list[str] = []
     for package, rows in packages.items():
-        lines += [f"## {package}", ""]
+        tested = sorted({version for row in rows for version in row["tested"].split(", ")})
+        lines += [f"## {package}", "", f"Tested with `{'`, `'.join(tested)}`.", ""]
         for row in rows:
-            lines += [f"**{row['name']}**: {row['reason']}.", ""]
-            for key in ("replaces", "reads"):
-                if row[key]:
-                    lines.append(f"* {key} `{row[key].replace('; ', '`; `')}`")
-            lines += [f"* tested with `{row['tested'].replace(', ', '`, `')}`; otherwise {row['otherwise']}", ""]
+            lines.append(f"* **{row['name']}** (otherwise {row['otherwise']}): {row['reason']}.")
+            if row["replaces"]:
+                lines.append(f"  Replaces `{row['replaces'].replace('; ', '`; `')}`")
+        lines.append("")
     return "\n".join(lines)

@@ -396,7 +396,7 @@ def test_a_rank_that_does_not_send_gathers_once_more_to_verify(verify: bool, num
     config = SyncConfig(verify=verify)
     assert WeightPusher(source, [], config, rank=1)._attempt(plan, 1) is None
     assert source.num_fills == dict.fromkeys(range(len(plan.buckets)), num_passes)
-    fill: Any = SimpleNamespace(buffer=lambda bucket: torch.empty(bucket.nbytes, dtype=torch.uint8))
+    fill: Any = SimpleNamespace(buffer=lambda bucket: torch.zeros(bucket.nbytes, dtype=torch.uint8))
     filler = _BucketFiller(source, plan, fill, Timings(), config)
     sums = [filler.fill_next() for _ in range(num_passes * len(plan.buckets))]
     assert sums == sums[: len(plan.buckets)] * num_passes

@@ -41,6 +41,11 @@ class Reward(ABC):
         return 1.0
 
     @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts without which a response cannot score, so that a prompt has to ask for them."""
+        return ()
+
+    @property
     def max_duration_s(self) -> float:
         """Seconds that a call takes at most by its own limits; 0: it has none."""
         return 0.0

@@ -95,6 +95,10 @@ class Gsm8kReward(AnswerReward):
         super().__post_init__()
         require_choice("method", self.method, "strict", "flexible")
 
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return ("####",) if self.method == "strict" else ()
+
     def __call__(self, response_text: str, prompt: PromptFields, **facts: Any) -> float:
         config = RewardConfig(method=self.method, score=self.score, format_score=self.format_score)
         return gsm8k_score(response_text, prompt.ground_truth, config)

@@ -218,7 +218,15 @@ def _load(config: SupervisedJobConfig, folder: Path) -> Examples:
         with_prompts=False,
         section="supervised" if is_first else "warm_start",
     )
-    load = partial(load_examples, kind, tokenizer=inputs.tokenizer, data=config.data, supervised=supervised, seed=seed)
+    load = partial(
+        load_examples,
+        kind,
+        tokenizer=inputs.tokenizer,
+        model_path=inputs.model_path,
+        data=config.data,
+        supervised=supervised,
+        seed=seed,
+    )
     files, val_files = supervised.files, supervised.val_files
     if inputs.task is not None and inputs.task.pairs is not None and inputs.task.val_pairs is not None:
         files, val_files = (str(inputs.task.pairs),), (str(inputs.task.val_pairs),)

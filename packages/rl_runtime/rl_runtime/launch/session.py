@@ -26,7 +26,7 @@ from ..ranks.trainer_worker import TrainerWorker
 from ..ranks.worker_group import Seat, WorkerGroup
 from .cluster import Reservation, cluster_nodes, join_cluster, read_nodes
 from .gpus import Gpu, read_gpus
-from .local_ray import LocalRay
+from .local_ray import LocalRay, check_local_ray
 from .placement import Node, Placement, Slot, plan_placement
 
 T = TypeVar("T")
@@ -269,6 +269,7 @@ def plan_session(
 def usable_nodes(trainer: RanksConfig) -> Sequence[Node]:
     """The hosts that the run may use: the nodes of the cluster, which this process joins, or this host."""
     if trainer.ray_address is None:
+        check_local_ray()
         return (Node(gpu_ids=[] if trainer.device == "cpu" else visible_gpus()),)
     join_cluster(trainer.ray_address)
     nodes = cluster_nodes()
