@@ -1,7 +1,6 @@
 """Model FLOPs utilization (MFU): what a model's training steps calculate, of what the GPUs could."""
 
 from ds_engine import ModelShape
-from ds_engine.planning.operations import forward_operations
 
 PEAK_FLOPS = 989e12
 """Dense bf16 operations per second of an H100 or H200 (NVIDIA's data sheet)."""
@@ -9,5 +8,15 @@ PEAK_FLOPS = 989e12
 
 def training_mfu(shape: ModelShape, *, prompt: float, response: float, sequences: float, gpu_seconds: float) -> float:
     """MFU of updates: a backward pass costs two forward passes, and recomputation does not count."""
-    operations = forward_operations(shape, prompt=prompt, response=response).total
-    return 3 * sequences * operations / (gpu_seconds * PEAK_FLOPS)
+    return 3 * sequences * forward_flops(shape, prompt, response) / (gpu_seconds * PEAK_FLOPS)
+
+
+def forward_flops(shape: ModelShape, prompt: float, response: float) -> float:
+    """Operations of the forward pass of one sequence, of which the response has logits: two for each weight and token.
+
+    In causal attention a token attends to half of the sequence on average, with two operations per feature for its
+    scores and two for its output.
+    """
+    tokens = prompt + response
+    layer = sum(weight.size for weight in shape.linear_layers()) + shape.query_width * tokens
+    return 2 * shape.num_layers * layer * tokens + 2 * shape.vocab * shape.hidden * response

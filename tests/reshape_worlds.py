@@ -204,7 +204,7 @@ def refuse_and_start(root: Path) -> None:
     engine.close()
 
     source = ZeroCheckpoint(root / "untrained")
-    assert source.adam_steps == 0
+    assert source.optimizer_steps == 0
     engine = build(root / "model", SAVED["zero3"])
     train(engine, 0)
     engine.load_state(source)

@@ -207,7 +207,7 @@ def test_a_user_error_is_not_retried(stand_in: Path) -> None:
 
 
 def test_a_case_ends_at_its_timeout(stand_in: Path) -> None:
-    done = go(stand_in, retries=0, timeout_s=2.0, pause=60)
+    done = go(stand_in, retries=0, timeout_s=1.0, pause=60)
     assert done["status"] == "failed"
     assert done["wall_s"] < 30
 
@@ -217,7 +217,7 @@ def test_an_interrupt_ends_the_case(stand_in: Path) -> None:
         raise KeyboardInterrupt
 
     earlier = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 2.0)
+    signal.setitimer(signal.ITIMER_REAL, 1.0)
     try:
         with pytest.raises(KeyboardInterrupt):
             go(stand_in, pause=300)

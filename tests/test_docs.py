@@ -50,6 +50,18 @@ def test_code_blocks_parse(file: Path) -> None:
     assert parsed.returncode == 0, f"{name(file)}: {parsed.stderr}"
 
 
+def test_pip_installs_what_is_published_or_in_this_repository() -> None:
+    """No distribution of this repository is on an index: it is a path, or from a folder of wheels."""
+    listed = subprocess.run(["git", "ls-files", "*.md", "*.py", "*.toml"], cwd=REPO, text=True, capture_output=True)
+    wrong = [
+        f"{file}: {line.strip()}"
+        for file in listed.stdout.split()
+        for line in (REPO / file).read_text(encoding="utf-8").splitlines()
+        if re.search(r"pip install\b[^`]*?[ '\"]plinth[-_\w]*([\[' \"`]|$)", line) and "--find-links" not in line
+    ]
+    assert wrong == []
+
+
 def test_every_page_is_in_the_navigation_once() -> None:
     nav = yaml.safe_load((REPO / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
     known = [*pages.markdown_files(), *pages.generated_pages()]

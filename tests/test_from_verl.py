@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from apps.bench.config import SixCaseConfig, StageGateConfig
+from apps.dpo.config import DpoConfig
 from apps.evaluate.config import EvaluateConfig
 from apps.grpo.config import GrpoConfig
 from apps.ppo.config import PpoConfig
 from apps.sft.config import SftConfig
-from run_kit import load_config
+from rl_runtime.peer_keys import PEER_KEYS
+from run_kit import ConfigError, load_config
 from run_kit.config.schema import all_paths
 
 REPO = Path(__file__).resolve().parents[1]
@@ -48,6 +50,38 @@ def loads(config: type, *arguments: str, app: str = "") -> None:
     files += [presets / "overlays" / f"{value}.yaml" for key, _, value in named if key == "overlay"]
     values = [argument for argument in arguments if argument.partition("=")[0] not in ("preset", "overlay")]
     load_config(config, presets=files, overrides=values)
+
+
+def test_hints_name_keys_that_exist() -> None:
+    known = {*all_paths(PpoConfig), *all_paths(SftConfig)}
+    assert {key for keys in PEER_KEYS.values() for key in keys} - known <= {
+        key.replace("actor.", "engine.", 1)
+        for key in known  # the engine of supervised apps
+    }
+    assert not PEER_KEYS.keys() & {key for key in known if "." not in key}
+
+
+@pytest.mark.parametrize(
+    ("config", "theirs", "ours"),
+    [
+        (GrpoConfig, "beta", "algorithm.kl_coef"),
+        (GrpoConfig, "num_generations", "sampling.n"),
+        (GrpoConfig, "max_completion_length", "sampling.max_tokens"),
+        (GrpoConfig, "algorithm.adv_estimator", "algorithm.advantage"),
+        (GrpoConfig, "actor_rollout_ref.actor.ppo_mini_batch_size", "batch.mini_batch_size"),
+        (GrpoConfig, "actor_rollout_ref.model.path", "model.path"),
+        (GrpoConfig, "n_samples_per_prompt", "sampling.n"),
+        (GrpoConfig, "learning_rate", "actor.optim.lr"),
+        (SftConfig, "learning_rate", "supervised.optim.lr"),
+        (SftConfig, "num_train_epochs", "supervised.epochs"),
+        (DpoConfig, "beta", "algorithm.beta"),
+    ],
+)
+def test_a_key_of_trl_verl_or_openrlhf_names_ours(config: type, theirs: str, ours: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(config, overrides=[f"{theirs}=1"])
+    assert caught.value.field == theirs
+    assert str(caught.value.remedy).startswith(f"nearest: {ours}")
 
 
 @pytest.mark.parametrize("text", sorted({text for text in ours() if text.startswith("python -m")}))

@@ -32,9 +32,9 @@ NEIGHBORS: dict[str, dict[str, str]] = {
     "ds_engine": {
         "guard": "torch_errors.py upstream.py",
         "model": "batch.py config.py distributed.py nf4_size.py simple.py upstream.py",
-        "planning": "config.py nf4_size.py upstream.py",
+        "planning": "config.py nf4_size.py optimizers.py upstream.py",
         "state": "model upstream.py",
-        "zero": "config.py distributed.py model upstream.py",
+        "zero": "config.py distributed.py model optimizers.py upstream.py",
     },
     "rollout_vllm": {
         "client": "config.py samples.py",

@@ -20,7 +20,12 @@ class AlgorithmConfig(PolicyConfig):
     @property
     def compares_group(self) -> bool:
         """False without a reward: the teacher compares no samples."""
-        return bool(self.reward_weight) and super().compares_group
+        return self.learns_from_scores and super().compares_group
+
+    @property
+    def learns_from_scores(self) -> bool:
+        """False without a weight of the reward."""
+        return bool(self.reward_weight)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -54,7 +54,7 @@ def check_model(checkpoint: "Checkpoint", name: str, model: Any) -> bool:
         saved = json.loads((checkpoint.path / MODELS_NAME).read_text(encoding="utf-8")).get(name)
     except ManifestError as error:
         problem = f"{MANIFEST_NAME}: {error}"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         problem = problem or f"{MODELS_NAME}: is not JSON: {error}"
     if problem is not None:
         raise CheckpointDamagedError(

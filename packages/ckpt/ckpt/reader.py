@@ -60,11 +60,11 @@ class CheckpointReader:
         step = steps[-1]
         try:
             manifest = CheckpointManifest.read(self._final(step))
+            problems = tuple(check_files(self._final(step), manifest, [STATE_NAME]))
         except ManifestError:
-            self._raise_damaged(step, verify_folder(self._final(step)))
-        problems = check_files(self._final(step), manifest, [STATE_NAME])
+            problems = verify_folder(self._final(step))
         if problems:
-            self._raise_damaged(step, tuple(problems))
+            self._raise_damaged(step, problems)
         return self.read(step)
 
     def load(self, step: int, *, verified: Checkpoint | None = None) -> Checkpoint:
@@ -73,14 +73,13 @@ class CheckpointReader:
         `verified`: a checkpoint that `load` or `newest_good` returned before. If it is this checkpoint and the manifest
         has not changed since, only the sizes of the files are checked.
 
-        Raises CheckpointNotFoundError (with the published steps), CheckpointDamagedError (with the damaged files and
-        the newest good step) or UnsupportedFormatError.
+        Raises CheckpointNotFoundError (with the published steps; also if another process deletes it meanwhile),
+        CheckpointDamagedError (with the damaged files and the newest good step) or UnsupportedFormatError.
         """
-        self._check_exists(step)
-        problems, manifest_checksum = self._check(step, verified)
-        if problems:
-            self._raise_damaged(step, problems)
-        return replace(self.read(step), verified=manifest_checksum)
+        checkpoint = self._load(step, verified)
+        if not isinstance(checkpoint, Checkpoint):
+            self._raise_damaged(step, checkpoint)
+        return checkpoint
 
     def verify(self, step: int) -> tuple[Problem, ...]:
         """Read all files of a published checkpoint; return the differences from its manifest.
@@ -97,12 +96,22 @@ class CheckpointReader:
 
         `verified` as for `load`. `on_skip` gets the step of each checkpoint that is passed over, and the reason.
         """
-        for step in reversed(self.steps()):
+        return self._newest_good(set(), verified, on_skip)
+
+    def _newest_good(
+        self, tried: set[int], verified: Checkpoint | None, on_skip: Callable[[int, str], None] | None
+    ) -> Checkpoint | None:
+        """`newest_good` among the steps that are not `tried`."""
+        # Listed again each time: a process that writes here may publish a newer one and delete the one being read.
+        while untried := [step for step in self.steps() if step not in tried]:
+            tried.add(step := untried[-1])
             try:
-                problems, manifest_checksum = self._check(step, verified)
-                if not problems:
-                    return replace(self.read(step), verified=manifest_checksum)
-                reason = _listed(problems)
+                checkpoint = self._load(step, verified)
+                if isinstance(checkpoint, Checkpoint):
+                    return checkpoint
+                reason = _listed(checkpoint)
+            except CheckpointNotFoundError:
+                continue
             except (UnsupportedFormatError, CheckpointDamagedError) as error:
                 reason = str(error)
             if on_skip is not None:
@@ -122,7 +131,7 @@ class CheckpointReader:
         """A published checkpoint without verifying it. Raises CheckpointDamagedError when its state is not JSON."""
         try:
             state = json.loads((self._final(step) / STATE_NAME).read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointDamagedError(
                 f"{self._final(step) / STATE_NAME}: is not JSON: {error}", step=step, files=(STATE_NAME,)
             ) from error
@@ -136,31 +145,31 @@ class CheckpointReader:
             known = ", ".join(map(str, self.steps())) or "no step is published"
             raise CheckpointNotFoundError(f"no such checkpoint in {self.root}", field="step", value=step, allowed=known)
 
-    def _check(self, step: int, verified: Checkpoint | None) -> tuple[tuple[Problem, ...], str | None]:
-        """The differences of a checkpoint from its manifest, and the manifest's checksum."""
+    def _load(self, step: int, verified: Checkpoint | None) -> Checkpoint | tuple[Problem, ...]:
+        """The checkpoint, or its differences from its manifest. Raises CheckpointNotFoundError if it is deleted."""
+        self._check_exists(step)
         folder = self._final(step)
         try:
             manifest = CheckpointManifest.read(folder)
+            is_known = (
+                verified is not None
+                and verified.verified == manifest.checksum
+                and verified.path.absolute() == folder.absolute()
+            )
+            problems = tuple(check_files(folder, manifest, manifest.files, sizes_only=is_known))
+            if not problems:
+                return replace(self.read(step), verified=manifest.checksum)
         except ManifestError:
-            return verify_folder(folder), None
-        is_known = (
-            verified is not None
-            and verified.verified == manifest.checksum
-            and verified.path.absolute() == folder.absolute()
-        )
-        return tuple(check_files(folder, manifest, manifest.files, sizes_only=is_known)), manifest.checksum
-
-    def _newest_good_step(self, *, skip: int) -> int | None:
-        for step in reversed(self.steps()):
-            try:
-                if step != skip and not self._check(step, None)[0]:
-                    return step
-            except UnsupportedFormatError:
-                continue
-        return None
+            problems = verify_folder(folder)
+        except FileNotFoundError:
+            self._check_exists(step)
+            raise
+        self._check_exists(step)
+        return problems
 
     def _raise_damaged(self, step: int, problems: tuple[Problem, ...]) -> NoReturn:
-        good = self._newest_good_step(skip=step)
+        newest = self._newest_good({step}, None, None)
+        good = None if newest is None else newest.step
         advice = (
             f"The newest good checkpoint is step {good} ({self._final(good)})."
             if good is not None

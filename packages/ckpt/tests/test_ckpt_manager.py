@@ -202,6 +202,41 @@ def test_a_verified_checkpoint_is_not_hashed_again(tmp_path: Path, monkeypatch: 
     assert len(hashed) == 2, "a replaced checkpoint is verified"
 
 
+def test_a_checkpoint_that_is_deleted_while_it_is_read_is_gone_and_the_newer_one_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, original = CheckpointManager(tmp_path, keep_last=1), manifest.hash_files
+    save(writer, 1)
+
+    def delete_first(files: Any) -> Any:
+        monkeypatch.undo()
+        save(writer, writer.steps()[-1] + 1)  # deletes the one before
+        return original(files)
+
+    monkeypatch.setattr(manifest, "hash_files", delete_first)
+    skipped: dict[int, str] = {}
+    newest = CheckpointManager(tmp_path).newest_good(on_skip=skipped.__setitem__)
+    assert newest is not None
+    assert (newest.step, skipped) == (2, {})
+    monkeypatch.setattr(manifest, "hash_files", delete_first)
+    with raises(CheckpointNotFoundError, field="step", value=2, allowed="3"):
+        CheckpointManager(tmp_path).load(2)
+
+
+@pytest.mark.parametrize("name", [MANIFEST_NAME, "state.json"])
+def test_a_deeply_nested_file_is_damaged(tmp_path: Path, name: str) -> None:
+    manager = CheckpointManager(tmp_path)
+    folder = save(manager, 1)
+    (folder / name).write_text("[" * 100_000)
+    if name == "state.json":  # with a manifest that fits
+        (folder / MANIFEST_NAME).unlink()
+        (folder / MANIFEST_NAME).write_text(manifest.CheckpointManifest.describe(folder, step=1).to_json())
+    for read in (lambda: manager.load(1), manager.latest):
+        with raises(CheckpointDamagedError, step=1, files=(name,)):
+            read()
+    assert manager.newest_good() is None
+
+
 def test_latest_checks_the_state(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     folder = save(manager, 1)

@@ -32,6 +32,8 @@ from .guard.collective_guard import mark as mark
 from .guard.collective_guard import record_collectives as record_collectives
 from .model.loading import check_model as check_model
 from .model.loading import nf4_base as nf4_base
+from .model.weights import check_finite as check_finite
+from .model.weights import check_weights as check_weights
 from .planning.memory_plan import MemoryEstimate as MemoryEstimate
 from .planning.memory_plan import estimate_memory as estimate_memory
 from .planning.model_shape import ModelShape as ModelShape

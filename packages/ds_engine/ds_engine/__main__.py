@@ -11,17 +11,17 @@ config.json. An architecture that is counted is also tried, and a warning says i
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import difflib
-import math
 import os
 import sys
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from plinth_base.errors import prefix_fields
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
 from plinth_base.model_folder import find_model_folder
 
 from .config import EngineConfig
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None, *, command: str = "python -m ds
         return
     model = str(find_model_folder(args.model))
     try:
-        config = _configured(EngineConfig, [*args.settings, *rest])
+        config = _configured([*args.settings, *rest])
         estimate = estimate_memory(
             model,
             config,
@@ -95,85 +95,40 @@ def _refusal(model: str, config: EngineConfig, head: typing.Literal["lm", "value
     return ""
 
 
-def _configured(config_class: Any, settings: Sequence[str], prefix: str = "") -> Any:
-    """Build `config_class` once with all `section.key=value` settings, so that checks see all values together."""
-    types = typing.get_type_hints(config_class)
+def _configured(settings: Sequence[str]) -> EngineConfig:
+    """The configuration with all `section.key=value` settings; values are YAML."""
+    keys = list(_paths(EngineConfig))
     values: dict[str, Any] = {}
-    sections: dict[str, list[str]] = {}
     for setting in settings:
-        key, separator, value = setting.partition("=")
+        key, separator, text = setting.partition("=")
         if not separator:
             raise EngineConfigError("it is not key=value", value=setting)
-        name, dot, rest = key.partition(".")
-        if name not in types or (dot and _section(types[name]) is None):
-            problem = f"unknown key{_nearest(prefix + key)}"
-            raise EngineConfigError(problem, field=prefix + key, allowed=", ".join(types))
-        if dot:
-            sections.setdefault(name, []).append(f"{rest}={value}")
-        else:
-            values[name] = _value(prefix + key, value, types[name])
-    for name, inner in sections.items():
-        values[name] = _configured(_section(types[name]), inner, f"{prefix}{name}.")
-    with prefix_fields(prefix.removesuffix(".")):
-        return config_class(**values)
-
-
-def _nearest(key: str) -> str:
-    """`; nearest: KEY` for an unknown key, also for one of an app (`actor.zero.stage`); empty if none is near."""
-    known = list(_paths(EngineConfig))
-    inner = key.partition(".")[2]
-    near = [inner] if inner in known else difflib.get_close_matches(key, known, n=1)
-    return f"; nearest: {near[0]}" if near else ""
+        if key not in keys:
+            inner = key.partition(".")[2]  # such as zero.stage for actor.zero.stage of an app
+            near = [inner] if inner in keys else difflib.get_close_matches(key, keys, n=1)
+            hint: dict[str, str] = {"remedy": f"nearest: {near[0]}"} if near else {"allowed": ", ".join(keys)}
+            raise EngineConfigError("unknown key", field=key, **hint)
+        *sections, name = key.split(".")
+        section = values
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[name] = yaml.safe_load(text)
+    try:
+        return TypeAdapter(EngineConfig).validate_python(values)
+    except ValidationError as error:
+        detail = error.errors()[0]
+        section_path = ".".join(str(part) for part in detail["loc"])
+        refused = detail.get("ctx", {}).get("error")
+        if isinstance(refused, EngineConfigError):
+            raise refused.under(section_path) from None
+        raise EngineConfigError(detail["msg"], field=section_path, value=detail["input"]) from None
 
 
 def _paths(config_class: Any, prefix: str = "") -> Iterator[str]:
     """Dotted paths of all keys."""
     for name, annotation in typing.get_type_hints(config_class).items():
-        section = _section(annotation)
+        section = next(filter(dataclasses.is_dataclass, (annotation, *typing.get_args(annotation))), None)
         yield from [prefix + name] if section is None else _paths(section, f"{prefix}{name}.")
-
-
-def _section(annotation: Any) -> Any:
-    """The dataclass in an annotation `C` or `C | None`; otherwise None."""
-    candidates = (annotation, *typing.get_args(annotation))
-    return next((c for c in candidates if isinstance(c, type) and dataclasses.is_dataclass(c)), None)
-
-
-def _value(key: str, text: str, annotation: Any) -> Any:
-    """The number, true, false, null, list or text that `text` is, whichever fits the annotation."""
-    words = {"true": True, "false": False, "null": None}
-    try:
-        value = words[text.lower()] if text.lower() in words else ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        value = text
-    for candidate in (tuple(value) if isinstance(value, list) else value, text, (value,), (text,)):
-        if _fits(candidate, annotation):
-            return candidate
-    raise EngineConfigError(field=key, value=text, allowed=_allowed(annotation))
-
-
-def _allowed(annotation: Any) -> str:
-    if typing.get_origin(annotation) is typing.Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(annotation)))
-    return "one of its keys, as in key.name=value" if _section(annotation) else str(annotation).removeprefix("typing.")
-
-
-def _fits(value: Any, annotation: Any) -> bool:
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Literal:
-        return any(value == allowed and type(value) is type(allowed) for allowed in arguments)
-    if origin is tuple:
-        items = arguments[:1] * len(value) if isinstance(value, tuple) and ... in arguments else arguments
-        return isinstance(value, tuple) and len(value) == len(items) and all(map(_fits, value, items))
-    if origin is Mapping:
-        return isinstance(value, dict) and all(
-            _fits(part, hint) for pair in value.items() for part, hint in zip(pair, arguments, strict=True)
-        )
-    if arguments:  # a union
-        return any(_fits(value, member) for member in arguments)
-    if annotation is float:
-        return type(value) in (int, float) and math.isfinite(value)
-    return type(value) is annotation
 
 
 if __name__ == "__main__":

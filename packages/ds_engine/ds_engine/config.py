@@ -13,6 +13,7 @@ from plinth_base.dtypes import Dtype, dtype_bytes
 
 from .deepspeed_keys import DEFAULTS, LIVE_PARAMETERS, OWNED, PREFETCH_BUCKET, REUSE_DISTANCE, SUB_GROUP, needs_stage_3
 from .errors import EngineConfigError
+from .optimizers import OPTIMIZERS
 
 OffloadDevice = Literal["none", "cpu", "nvme"]
 Attention = Literal["auto", "flash4", "flash", "varlen", "sdpa"]
@@ -117,8 +118,10 @@ class ZeroConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
 
+    name: str = "adamw"
+    """Name of the optimizer in `ds_engine.optimizers.OPTIMIZERS`."""
     lr: float | None = 1e-6
     """Peak learning rate; positive. null: an app chooses it for the model; the engine needs a number."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -142,6 +145,7 @@ class OptimConfig:
     """Final learning rate as a fraction of lr, for linear and cosine; 0 to 1."""
 
     def __post_init__(self) -> None:
+        _require(self, "name", self.name in OPTIMIZERS, ", ".join(OPTIMIZERS))
         _require(self, "lr", self.lr is None or 0 < self.lr < math.inf, "a positive number")
         _require(self, "betas", len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "two in [0, 1)")
         _require(self, "eps", 0 < self.eps < math.inf, "a positive number")
@@ -396,4 +400,5 @@ class EngineConfig:
     @property
     def fuses_grad_norm(self) -> bool:
         """True if the engine replaces gradient norm, overflow check and clipping (zero/optimizer_step.py)."""
-        return self.zero.offload.optimizer == "none" and not self.uses_bf16_optimizer
+        divides = OPTIMIZERS[self.optim.name].divides_gradients
+        return divides and self.zero.offload.optimizer == "none" and not self.uses_bf16_optimizer

@@ -36,7 +36,7 @@ OWNED: dict[str, str] = {
     **dict.fromkeys(("override_module_apply", "memory_efficient_linear"), _LAYERS),
     **dict.fromkeys(("stage3_use_all_reduce_for_fetch_params", "use_all_reduce_for_fetch_params"), _LAYERS),
     **dict.fromkeys(("stage3_allgather_sequential", "allgather_sequential"), _LAYERS),
-    "save_muon_momentum_buffer_in_memory": "the engine's optimizer is AdamW",
+    "save_muon_momentum_buffer_in_memory": "set optim.name",
 }
 """Key -> what to do instead, or why it cannot be set."""
 

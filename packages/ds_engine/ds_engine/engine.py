@@ -22,6 +22,7 @@ from .model.loading import check_offload, load_model, prepare_model, torch_dtype
 from .model.lora import NamedTensor, adapter_settings, adapter_tensors, adapters_off, has_adapters, whole_tensors
 from .model.packed_model import HIDDEN, lm_head_of, row_kernel
 from .model.sequence_parallel import join_sequence_group
+from .optimizers import OPTIMIZERS
 from .simple import SimpleBatch
 from .state.checkpoint import load_state, save_state
 from .state.export import export_tensors
@@ -384,13 +385,14 @@ class ZeroEngine:
     def load_state(self, source: StateSource) -> None:
         """Resume from a state written by any number of ranks, at any stage, offload and dtype, bit for bit.
 
-        Every rank reads only its partition of the fp32 weights and of Adam's moments.
+        Every rank reads only its partition of the fp32 weights and of the optimizer's states.
 
         Raises, on every rank and before any change:
             CheckpointError: the source cannot be read or has other parameters.
         """
         self._require_optimizer("load_state")
-        self._num_steps = fill_state(self._deepspeed, self.module, source)
+        states = OPTIMIZERS[self.config.optim.name].states
+        self._num_steps = fill_state(self._deepspeed, self.module, source, states)
 
     def has_layout(self, source: StateSource) -> bool:
         """True if `load_checkpoint` can read the checkpoint of `source`: the same number of ranks, stage, offload,

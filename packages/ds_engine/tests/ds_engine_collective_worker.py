@@ -1,9 +1,7 @@
-"""What ranks send each other: recorded for tests that compare it with a plan, with DeepSpeed's own, or with nothing."""
+"""Collectives of ranks, recorded for tests that compare them between ranks, steps or with DeepSpeed's own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
@@ -12,19 +10,15 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
-from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
-from deepspeed.utils.z3_leaf_module import z3_leaf_module
 from ds_engine_testkit import Sample, make_batch
 from ds_engine_worker import build, weighted_loss
 
 import ds_engine.zero.optimizer
-from ds_engine import EngineConfig, ZeroEngine
+from ds_engine import EngineConfig
 from ds_engine.guard.collective_guard import record_collectives
 from ds_engine.guard.collective_log import CollectiveRecord
 from ds_engine.model.sequence_parallel import gather_heads, join_sequence_group, scatter_heads
-from ds_engine.planning.transfer_plan import HookCall
 from ds_engine.zero import zero3_gradients
-from ds_engine.zero.optimizer import parameter_groups
 from ds_engine.zero.zero3_gather import coalesce_gathers
 
 
@@ -132,24 +126,17 @@ def swapped_heads(num_heads: tuple[int, int], lengths: list[int]) -> tuple[float
 
 def recorded_steps(
     model_path: str, config: EngineConfig, steps: list[list[list[Sample]]]
-) -> tuple[list[list[CollectiveRecord]], list[int], list[int], list[list[int]]]:
-    """(what each step issued, sizes of the parameters, order in which their gradients become ready, their groups)."""
+) -> tuple[list[list[CollectiveRecord]], list[int]]:
+    """(collectives of each step, sizes of the parameters)."""
     engine = build(model_path, config)
-    parameters = list(engine.module.parameters())
-    sizes = [getattr(p, "ds_numel", p.numel()) for p in parameters]
-    ready: list[int] = []
-    hooks = [p.register_post_accumulate_grad_hook(lambda _, i=i: ready.append(i)) for i, p in enumerate(parameters)]
     logs = []
     for micro_batches in steps:
         with record_collectives() as records:
             engine.train_mini_batch([make_batch(m) for m in micro_batches], weighted_loss)
         logs.append(list(records))
-    for hook in hooks:
-        hook.remove()
+    sizes = [getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()]
     engine.close()
-    numbers = {id(p): i for i, p in enumerate(parameters)}
-    groups = [[numbers[id(p)] for p in g["params"]] for g in parameter_groups(engine.module, config.optim)]
-    return logs, sizes, ready[: len(parameters)], groups
+    return logs, sizes
 
 
 def visited_both_ways(
@@ -184,61 +171,3 @@ def visited_both_ways(
     weights = {name: tensor.clone() for name, tensor in engine.export_parameters(torch.float32)}
     engine.close()
     return stats, weights, [(r.operation, r.dtype, r.num_elements) for r in records], looks, live
-
-
-def recorded_zero3_steps(
-    model_path: str, config: EngineConfig, steps: list[list[list[Sample]]]
-) -> tuple[list[list[CollectiveRecord]], list[list[HookCall]], list[int], list[list[int]]]:
-    """(what each step issued, the hooks of each, sizes of the parameters, groups of the optimizer)."""
-    logs, hook_calls, sizes, groups, _ = recorded_zero3_run(model_path, config, steps)
-    return logs, hook_calls, sizes, groups
-
-
-def recorded_zero3_run(model_path: str, config: EngineConfig, steps: list[list[list[Sample]]]) -> tuple[Any, ...]:
-    """What `recorded_zero3_steps` returns, and the collectives of log-probs of the last step's micro batches."""
-    engine = build(model_path, config)
-    numbers = {id(p): i for i, p in enumerate(engine.module.parameters())}
-    sizes = [p.ds_numel for p in engine.module.parameters()]
-    logs, hook_calls = [], []
-    for micro_batches in steps:
-        with record_collectives() as records, recorded_hook_calls(engine) as noted:
-            engine.train_mini_batch([make_batch(m) for m in micro_batches], weighted_loss)
-        logs.append(list(records))
-        hook_calls.append(list(noted))
-    with record_collectives() as in_log_probs:
-        engine.log_probs([make_batch(m) for m in steps[-1]])
-    groups = [[numbers[id(p)] for p in g["params"]] for g in parameter_groups(engine.module, config.optim)]
-    engine.close()
-    return logs, hook_calls, sizes, groups, list(in_log_probs)
-
-
-@contextmanager
-def recorded_hook_calls(engine: ZeroEngine) -> Iterator[list[HookCall]]:
-    """What DeepSpeed's hooks of stage 3 are called for inside, in order."""
-    numbers = {id(p): i for i, p in enumerate(engine.module.parameters())}
-    optimizer = engine.deepspeed.optimizer
-    coordinator = optimizer.parameter_offload.get_param_coordinator()
-    hook_calls: list[HookCall] = []
-
-    def note(kind: str, original: Any) -> Any:
-        def hook(submodule: Any, *args: Any, **options: Any) -> Any:
-            own = sorted({numbers[id(p)] for p in iter_params(submodule, recurse=z3_leaf_module(submodule))})
-            hook_calls.append(HookCall(kind=kind, submodule=submodule.ds_id, parameters=tuple(own)))
-            return original(submodule, *args, **options)
-
-        return hook
-
-    reduce = optimizer.reduce_ready_partitions_and_remove_grads
-
-    def note_gradient(parameter: Any) -> None:
-        hook_calls.append(HookCall(kind="gradient", parameters=(numbers[id(parameter)],)))
-        reduce(parameter)
-
-    optimizer.reduce_ready_partitions_and_remove_grads = note_gradient
-    originals = {kind: getattr(coordinator, f"{kind}_sub_module") for kind in ("fetch", "release")}
-    for kind, original in originals.items():
-        setattr(coordinator, f"{kind}_sub_module", note(kind, original))
-    yield hook_calls
-    for kind, original in originals.items():  # the engine's own, not DeepSpeed's: those would come back by delattr
-        setattr(coordinator, f"{kind}_sub_module", original)
-    optimizer.reduce_ready_partitions_and_remove_grads = reduce

@@ -20,13 +20,14 @@ class MemorySource:
     """What a checkpoint would hold of `state`: [name][kind] -> whole fp32 tensor on the CPU."""
 
     state: Mapping[str, Mapping[str, Tensor]]
-    adam_steps: int
+    optimizer_steps: int
     client_state: Mapping[str, Any]
     counters: Mapping[str, int] = field(default_factory=dict)
     loss_scaler: Mapping[str, Any] = field(default_factory=dict)
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     layout: Any = None
     deepspeed_config: Mapping[str, Any] = field(default_factory=dict)
+    states = KINDS[1:]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -63,7 +64,7 @@ def hand_over(
     expected = train(engine, range(2, 3))
     engine.close()
     engine = second()
-    engine.load_state(MemorySource(state=before, adam_steps=2, client_state={"num_steps": 2}))
+    engine.load_state(MemorySource(state=before, optimizer_steps=2, client_state={"num_steps": 2}))
     after = state_of(engine)
     differing = [n for n in before for kind in KINDS if not torch.equal(before[n][kind], after[n][kind])]
     found = train(engine, range(2, 3))

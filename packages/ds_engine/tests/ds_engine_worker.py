@@ -18,11 +18,13 @@ from ds_engine_testkit import Sample, make_batch, make_samples, token_loss
 
 import ds_engine
 import ds_engine.model.loading
+import ds_engine.zero.adamw
 import ds_engine.zero.optimizer
 from ds_engine import EngineConfig, LossOutput, TokenOutputs, ZeroEngine, dense_log_prob
 from ds_engine.micro_batch import MicroBatches
 from ds_engine.model.compilation import compile_layers
 from ds_engine.model.nf4 import Nf4Linear
+from ds_engine.optimizers import OPTIMIZERS, Optimizer
 
 CPU = torch.device("cpu")
 
@@ -113,12 +115,18 @@ def train_upstream(part: str, **options: Any) -> dict[str, Any]:
 
     DeepSpeed's list of optimizers holds only torch's AdamW, whatever ran in this process before.
     """
-    upstream = {
-        "fuse_grad_norm": lambda _: None,
-        "AdamW": partial(torch.optim.AdamW, fused=True),
+    module, upstream = {
+        "fuse_grad_norm": (ds_engine.zero.optimizer, lambda _: None),
+        "AdamW": (ds_engine.zero.adamw, partial(torch.optim.AdamW, fused=True)),
     }[part]
     known = patch.object(zero_utils, "ZERO_SUPPORTED_OPTIMIZERS", [torch.optim.AdamW])
-    with known, patch.object(ds_engine.zero.optimizer, part, upstream):
+    with known, patch.object(module, part, upstream):
+        return train(**options)
+
+
+def train_with_another_optimizer(entry: Optimizer, **options: Any) -> dict[str, Any]:
+    """`train` with `entry` in place of AdamW."""
+    with patch.dict(OPTIMIZERS, adamw=entry):
         return train(**options)
 
 
@@ -357,7 +365,7 @@ def refuse_state(model_path: str, config: EngineConfig) -> dict[str, Any]:
     engine = build(model_path, config)
     train_steps(engine, range(1))
     before = state_of(engine)
-    source = MemorySource(state=before, adam_steps=7, client_state={"num_steps": 7})
+    source = MemorySource(state=before, optimizer_steps=7, client_state={"num_steps": 7})
 
     def fail() -> None:
         raise OSError("the disk is gone")

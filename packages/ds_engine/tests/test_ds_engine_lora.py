@@ -68,11 +68,8 @@ def reference(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ref
     ("stage", "optimizer", "param"),
     [
         (1, "none", "none"),
-        (1, "cpu", "none"),
-        (2, "none", "none"),
         (2, "cpu", "none"),
         (3, "none", "none"),
-        (3, "cpu", "none"),
         (3, "cpu", "cpu"),
     ],
 )
@@ -142,7 +139,7 @@ def test_stages_agree_in_bf16(two_ranks: RankPool, untied_model: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_checkpoint_holds_adapters_only(two_ranks: RankPool, tiny_model: Path, tmp_path: Path, stage: int) -> None:
     steps = [[make_samples(2, seed=s)] for s in range(4)]
     common = {"model_path": str(tiny_model), "samples": STEPS[0]}

@@ -188,9 +188,10 @@ def test_the_command_prints_the_table_without_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("zero.stag=3", "error: zero.stag: unknown key; nearest: zero.stage; allowed: stage, offload"),
-        ("actor.zero.stage=3", "error: actor.zero.stage: unknown key; nearest: zero.stage; allowed: zero, optim"),
-        ("zero.stage=4", "error: zero.stage: got '4'; allowed: one of 1, 2, 3"),
+        ("zero.stag=3", "error: zero.stag: unknown key; nearest: zero.stage"),
+        ("actor.zero.stage=3", "error: actor.zero.stage: unknown key; nearest: zero.stage"),
+        ("zero.stage=4", "error: zero.stage: got 4; "),
+        ("optim.lr=0", "error: optim.lr: got 0.0; "),
         (
             "sequence_parallel=3",
             "error: sequence_parallel: got 3; it does not divide the 16 attention heads; allowed: one of [1, 2, 4",

@@ -29,9 +29,6 @@ def test_import_is_light() -> None:
         "EngineConfig(); heavy = {'torch', 'deepspeed', 'transformers'} & set(sys.modules); assert not heavy, heavy; "
         # The driver of a run imports the engine's class and starts neither: 2 s of CPU.
         "import ds_engine.engine; heavy = {'torch._dynamo', 'deepspeed'} & set(sys.modules); assert not heavy, heavy; "
-        # Nor does DeepSpeed load the compiler's backend where nothing is compiled.
-        "from ds_engine.zero.optimizer import MUON, _import_muon; _import_muon(); assert MUON.calls['compile'] > 0; "
-        "assert 'torch._inductor.lowering' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 

@@ -104,7 +104,7 @@ def test_losses_may_use_fewer_outputs_on_one_rank(two_ranks: RankPool, tiny_mode
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize(("stage", "param"), [(2, "none"), (3, "none"), (3, "cpu")])
+@pytest.mark.parametrize(("stage", "param"), [(2, "none"), (3, "cpu")])
 def test_log_probs_and_tied_export(
     two_ranks: RankPool, tiny_model: Path, untied_model: Path, stage: int, param: str
 ) -> None:
@@ -177,7 +177,7 @@ def test_activation_checkpointing_changes_nothing(
     assert all(torch.equal(result["weights"][n], w) for n, w in plain["weights"].items())
 
 
-@pytest.mark.parametrize(("stage", "param"), [(2, "none"), (3, "none"), (3, "cpu")])
+@pytest.mark.parametrize(("stage", "param"), [(2, "none"), (3, "cpu")])
 def test_frozen_reference_model(two_ranks: RankPool, tiny_model: Path, stage: int, param: str) -> None:
     samples = make_samples(4, seed=5)
     wanted = config(stage, optimizer="cpu" if param == "cpu" else "none", param=param)
@@ -207,7 +207,7 @@ def test_bf16_gradient_against_fp32_sum(two_ranks: RankPool, tiny_model: Path, s
     through the bf16 reduction (unit roundoff 2^-9, halves of which may add up over the two ranks' sum). Reducing in
     fp32 as well leaves only fp32 rounding.
     """
-    micro = [[[s] for s in make_samples(12, seed=10 + rank)] for rank in range(2)]
+    micro = [[[s] for s in make_samples(6, seed=10 + rank)] for rank in range(2)]
     for fp32_reduce, bound in ((False, 2**-8), (True, 1e-5)):
         results = two_ranks.run(
             "gradient_error",
@@ -222,7 +222,7 @@ def test_bf16_gradient_against_fp32_sum(two_ranks: RankPool, tiny_model: Path, s
 @pytest.mark.parametrize(
     ("stage", "num_ranks", "bucket_bytes", "fp32_reduce"),
     [
-        *[(2, 2, 1 << 20, False), (2, 2, 2048, False), (2, 2, 10_000, True), (2, 1, 10_000, False)],
+        *[(2, 2, 2048, False), (2, 2, 10_000, True), (2, 1, 10_000, False)],
         *[(3, 2, 10_000, True), (3, 1, 10_000, False)],
         pytest.param(3, 2, 10_000, False, marks=pytest.mark.thorough),
     ],
@@ -270,11 +270,7 @@ def test_stage_3_keeps_rotary_frequencies_in_fp32(two_ranks: RankPool, tiny_mode
 
 
 @pytest.mark.parametrize(
-    ("stage", "dtype", "mode"),
-    [
-        *[(1, "float32", "lockstep"), (2, "bfloat16", "lockstep"), (3, "float32", "lockstep")],
-        *[(1, "bfloat16", "watch"), (2, "float32", "watch"), (2, "bfloat16", "watch"), (3, "bfloat16", "watch")],
-    ],
+    ("stage", "dtype", "mode"), [(1, "bfloat16", "watch"), (2, "bfloat16", "watch"), (3, "float32", "lockstep")]
 )
 def test_guard_changes_nothing(two_ranks: RankPool, tiny_model: Path, stage: int, dtype: str, mode: str) -> None:
     """Also with overlapping collectives, which stage 2 has in bf16."""
@@ -306,7 +302,7 @@ def test_memory_stats_and_offload_on_the_cpu(two_ranks: RankPool, tiny_model: Pa
     assert num_exported > 0
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(1, "bfloat16"), (2, "bfloat16"), (3, "bfloat16"), (1, "float32")])
+@pytest.mark.parametrize(("stage", "dtype"), [(1, "bfloat16"), (1, "float32"), (3, "bfloat16")])
 def test_training_goes_on_bit_for_bit_after_the_states_were_moved(
     two_ranks: RankPool, tiny_model: Path, stage: int, dtype: str
 ) -> None:

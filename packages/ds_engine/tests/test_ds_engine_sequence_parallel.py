@@ -25,7 +25,6 @@ from ds_engine import (
 )
 from ds_engine.model.packed_model import packed_inputs
 from ds_engine.model.sequence_parallel import SequenceGroup, check_model_heads, kv_copies, share_targets
-from ds_engine.planning.collective_plan import planned_step
 from plinth_testing import RankPool, raises, write_tiny_model
 
 LR, EPS = 3e-3, 1e-4
@@ -70,7 +69,7 @@ def check_training(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "num_micro"), [(1, 2), (2, 4), (3, 4)])
+@pytest.mark.parametrize(("stage", "num_micro"), [(1, 2), (3, 4)])
 def test_two_ranks_share_every_micro_batch(
     two_ranks: RankPool, tiny_model: Path, reference: Reference, stage: int, num_micro: int
 ) -> None:
@@ -86,9 +85,7 @@ def test_recomputation_and_the_guard_see_the_same_collectives(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "sp"), [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (3, 2), (2, 4)], ids=lambda value: str(value)
-)
+@pytest.mark.parametrize(("stage", "sp"), [(3, 1), (1, 2), (2, 2), (3, 2), (2, 4)], ids=lambda value: str(value))
 def test_four_ranks_equal_one_process(
     four_ranks: RankPool, tiny_model: Path, reference: Reference, stage: int, sp: int
 ) -> None:
@@ -99,7 +96,7 @@ def test_four_ranks_equal_one_process(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "dtype", "grad_clip"),
-    [(1, "float32", 0.1), (2, "float32", None), (2, "bfloat16", 0.1), (3, "float32", 0.1)],
+    [(1, "float32", 0.1), (2, "bfloat16", None), (3, "float32", 0.1)],
 )
 def test_ranks_that_hold_padding_only(
     four_ranks: RankPool, tmp_path: Path, stage: int, dtype: str, grad_clip: float | None
@@ -185,11 +182,6 @@ def test_plans_refuse_the_head_counts_that_runs_refuse() -> None:
     for check in checks(8):
         with raises(EngineConfigError, field="sequence_parallel", value=8, allowed="one of [1, 2, 3, 4, 6, 12]"):
             check()
-
-
-def test_collective_plans_refuse_sequence_parallelism() -> None:
-    with raises(EngineConfigError, field="sequence_parallel", value=2):
-        planned_step(config(2, 2), parameter_sizes=[4], ready_order=[0], world_size=2, num_micro_batches=1)
 
 
 @settings(deadline=None, derandomize=True)

@@ -94,7 +94,7 @@ def test_a_users_backward_hook_of_a_layer_runs(two_ranks: RankPool, tiny_model: 
         assert all(torch.equal(weights[name], weight) for name, weight in expected_weights.items())
 
 
-@pytest.mark.parametrize("persistent", [0, 600])
+@pytest.mark.parametrize("persistent", [pytest.param(0, marks=pytest.mark.long), 600])
 def test_fast_path_of_gathered_layers_changes_nothing(two_ranks: RankPool, tiny_model: Path, persistent: int) -> None:
     """Two micro batches per step, then log-probs: results, collectives and counts equal those of DeepSpeed's hooks."""
     zero = replace(CONFIG.zero, param_persistence_elements=persistent)

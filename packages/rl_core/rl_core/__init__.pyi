@@ -31,6 +31,7 @@ from .batching.segments import pad_flat as pad_flat
 from .batching.segments import returns_to_go as returns_to_go
 from .batching.segments import segment_mean as segment_mean
 from .batching.segments import segment_sum as segment_sum
+from .errors import ArgumentError as ArgumentError
 from .errors import BatchError as BatchError
 from .errors import RLCoreError as RLCoreError
 from .errors import ShapeError as ShapeError

@@ -19,14 +19,14 @@ def require_same_shape(**tensors: Tensor) -> None:
     """Raise `ShapeError` naming every tensor unless all shapes are equal (no silent broadcasting)."""
     if len({tuple(tensor.shape) for tensor in tensors.values()}) > 1:
         shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
-        raise ShapeError(f"shapes differ: {shapes}; all of them must be equal")
+        raise ShapeError(f"{shapes} differ", field=next(iter(tensors)), allowed="equal shapes")
 
 
 def require_1d(**tensors: Tensor) -> None:
     """Raise `ShapeError` unless every tensor has exactly one dimension."""
     for name, tensor in tensors.items():
         if tensor.dim() != 1:
-            raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; it must have one dimension")
+            raise ShapeError(field=name, value=tuple(tensor.shape), allowed="one dimension")
 
 
 def require_lens(num_values: int, lens_S: Tensor) -> None:
@@ -34,7 +34,7 @@ def require_lens(num_values: int, lens_S: Tensor) -> None:
     require_1d(lens_S=lens_S)
     total = int(lens_S.sum())
     if total != num_values:
-        raise ShapeError(f"lens_S sums to {total}, but there are {num_values} values")
+        raise ShapeError(f"there are {num_values} values", field="lens_S", value=total, allowed="lengths that add up")
 
 
 def safe_exp(log_values: Tensor, limit: float = 20.0) -> Tensor:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .errors import ShapeError
+from .errors import ShapeError, require
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -28,13 +28,11 @@ def pass_at_k(num_right_P: npt.ArrayLike, num_samples_P: npt.ArrayLike, k: int) 
     """
     right_P, samples_P = np.asarray(num_right_P, np.int64), np.asarray(num_samples_P, np.int64)
     if right_P.ndim != 1 or right_P.shape != samples_P.shape:
-        raise ShapeError(f"num_right_P has shape {right_P.shape}, num_samples_P {samples_P.shape}: must be equal, [P]")
-    if k < 1:
-        raise ValueError(f"k={k}: must be at least 1")
-    if (samples_P < k).any():
-        raise ValueError(f"num_samples_P has {samples_P.min()}: must be at least k={k} for every prompt")
-    if (right_P < 0).any() or (right_P > samples_P).any():
-        raise ValueError("num_right_P: must be from 0 to the number of samples for every prompt")
+        raise ShapeError(field="num_right_P", value=right_P.shape, allowed=f"{samples_P.shape} of num_samples_P, [P]")
+    require(k >= 1, "k", k, "1 or more")
+    require(not (samples_P < k).any(), "num_samples_P", samples_P.min(initial=k), f"k={k} or more for every prompt")
+    is_possible = not ((right_P < 0) | (right_P > samples_P)).any()
+    require(is_possible, "num_right_P", right_P.tolist(), "0 to the number of samples for every prompt")
     return np.array([_pass_at_k(int(c), int(n), k) for c, n in zip(right_P, samples_P, strict=True)], np.float64)
 
 
@@ -57,7 +55,7 @@ def majority_vote(votes: Sequence[int], is_right: Sequence[bool]) -> float:
     Raises `ShapeError` for different lengths.
     """
     if len(votes) != len(is_right):
-        raise ShapeError(f"votes has {len(votes)} values, is_right {len(is_right)}: must be equal")
+        raise ShapeError(field="votes", value=len(votes), allowed=f"{len(is_right)} values, as is_right")
     marks: dict[int, list[bool]] = {}
     for vote, right in zip(votes, is_right, strict=True):
         if vote >= 0:
@@ -91,11 +89,10 @@ def bootstrap_mean(
     """
     values = np.asarray(values_P, np.float64)
     if values.ndim != 1 or not len(values):
-        raise ShapeError(f"values_P has shape {values.shape}: must be [P] with at least one value")
-    if not np.isfinite(values).all():
-        raise ValueError("values_P: must be finite")
-    if num_resamples < 1 or not 0 < confidence < 1:
-        raise ValueError(f"num_resamples={num_resamples}, confidence={confidence}: must be at least 1, and from 0 to 1")
+        raise ShapeError(field="values_P", value=values.shape, allowed="[P] with at least one value")
+    require(bool(np.isfinite(values).all()), "values_P", values.tolist(), "finite values")
+    require(num_resamples >= 1, "num_resamples", num_resamples, "1 or more")
+    require(0 < confidence < 1, "confidence", confidence, "between 0 and 1")
     rng, rows = np.random.default_rng(seed), max(1, _VALUES_AT_ONCE // len(values))
     parts = [min(rows, num_resamples - start) for start in range(0, num_resamples, rows)]
     means = [values[rng.integers(len(values), size=(part, len(values)))].mean(axis=1) for part in parts]

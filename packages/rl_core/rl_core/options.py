@@ -6,6 +6,8 @@ these options check them here too, so each rule exists once.
 
 from typing import Literal, get_args
 
+from .errors import require
+
 LossAggregation = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "fixed_length"]
 """Aggregations of per-token losses into the mini-batch loss, see `rl_core.token_weights`."""
 
@@ -31,15 +33,11 @@ def check_clip(clip_low: float, clip_high: float, dual_clip: float | None = None
     Raises `ValueError` unless 0 <= clip_low <= 1, clip_high >= 0, and dual_clip is None or above 1. A `clip_low` of 1
     means no lower bound, because ratios are positive.
     """
-    if not 0.0 <= clip_low <= 1.0:
-        raise ValueError(f"clip_low={clip_low}: must be between 0 and 1")
-    if clip_high < 0.0:
-        raise ValueError(f"clip_high={clip_high}: must be at least 0")
-    if dual_clip is not None and dual_clip <= 1.0:
-        raise ValueError(f"dual_clip={dual_clip}: must be above 1, or None")
+    require(0.0 <= clip_low <= 1.0, "clip_low", clip_low, "0 to 1")
+    require(clip_high >= 0.0, "clip_high", clip_high, "0 or more")
+    require(dual_clip is None or dual_clip > 1.0, "dual_clip", dual_clip, "above 1, or null for none")
 
 
 def require_option(name: str, value: object, options: object) -> None:
     """Raise `ValueError` unless `value` is one of the strings of the Literal `options`."""
-    if value not in get_args(options):
-        raise ValueError(f"{name}={value!r}: must be one of {', '.join(get_args(options))}")
+    require(value in get_args(options), name, value, ", ".join(get_args(options)))

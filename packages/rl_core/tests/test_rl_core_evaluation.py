@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core import ShapeError, bootstrap_mean, majority_vote, pass_at_k
+from rl_core import bootstrap_mean, majority_vote, pass_at_k
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
 FEW = 200
@@ -50,27 +50,6 @@ def test_more_samples_never_pass_less_and_one_sample_passes_as_often_as_it_is_ri
 
 
 @pytest.mark.parametrize(
-    ("right", "num_samples", "k", "message"),
-    [
-        ([1], [2], 0, "k=0: must be at least 1"),
-        ([1], [2], 3, "num_samples_P has 2: must be at least k=3"),
-        ([3], [2], 1, "num_right_P: must be from 0"),
-        ([-1], [2], 1, "num_right_P: must be from 0"),
-    ],
-)
-def test_pass_at_k_refuses_bad_counts(right: list[int], num_samples: list[int], k: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        pass_at_k(right, num_samples, k)
-
-
-def test_pass_at_k_refuses_bad_shapes() -> None:
-    with pytest.raises(ShapeError, match="must be equal"):
-        pass_at_k([1, 2], [3], 1)
-    with pytest.raises(ShapeError, match="must be equal"):
-        pass_at_k([[1]], [[3]], 1)
-
-
-@pytest.mark.parametrize(
     ("votes", "is_right", "expected"),
     [
         ([0, 1, 0], [True, False, True], 1.0),
@@ -100,11 +79,6 @@ def test_names_of_answers_and_the_order_of_samples_do_not_matter(
     renamed = [(vote if vote < 0 else names[vote], right) for vote, right in samples]
     random.shuffle(renamed)
     assert majority_vote([vote for vote, _ in renamed], [right for _, right in renamed]) == pytest.approx(expected)
-
-
-def test_votes_of_another_length_are_refused() -> None:
-    with pytest.raises(ShapeError, match="must be equal"):
-        majority_vote([0], [])
 
 
 VALUES = st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=12)
@@ -151,20 +125,3 @@ def test_a_paired_difference_is_narrower_than_two_runs_apart() -> None:
     alone = bootstrap_mean(before, num_resamples=1000)
     assert paired.low > 0
     assert paired.high - paired.low < 0.7 * (alone.high - alone.low)
-
-
-@pytest.mark.parametrize(
-    ("values", "options", "message"),
-    [
-        ([], {}, "at least one value"),
-        ([[1.0]], {}, "must be"),
-        ([float("nan")], {}, "must be finite"),
-        ([1.0], {"num_resamples": 0}, "num_resamples=0"),
-        ([1.0], {"confidence": 1.0}, "confidence=1.0"),
-    ],
-)
-def test_bad_arguments_of_the_bootstrap_are_refused(
-    values: list[float], options: dict[str, float], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        bootstrap_mean(values, **options)  # type: ignore[arg-type]

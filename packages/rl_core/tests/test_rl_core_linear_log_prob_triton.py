@@ -30,7 +30,7 @@ from rl_core.fused_log_prob.tiles import (
 from rl_core.fused_log_prob.types import Keeping
 
 CASES = """
-import itertools, sys
+import sys
 import torch
 from rl_core.fused_log_prob import linear_log_prob, tiles, triton_backward, triton_forward
 
@@ -60,8 +60,12 @@ def error(value, truth):
     return ((value.double() - truth.double()).norm() / truth.double().norm().clamp_min(1e-30)).item()
 
 count = 0
-for dtype, (use_bias, soft_cap, entropy) in itertools.product(
-    (torch.float32, torch.bfloat16, torch.float16), ((False, None, False), (True, 4.0, True), (True, None, True))
+for dtype, use_bias, soft_cap, entropy in (
+    (torch.float32, False, None, False),
+    (torch.float32, True, 4.0, True),
+    (torch.bfloat16, True, None, True),
+    (torch.bfloat16, False, 4.0, False),
+    (torch.float16, True, None, True),
 ):
     generator = torch.Generator().manual_seed(count)
     tokens, size, vocab = ((7, 16, 31), (100, 48, 133), (33, 40, 90))[(count + count // 3) % 3]
@@ -126,7 +130,7 @@ def test_interpreter_equals_float64(tmp_path: Path) -> None:
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
     done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "9 cases" in done.stdout
+    assert "5 cases" in done.stdout
 
 
 @settings(deadline=None, derandomize=True, max_examples=300)

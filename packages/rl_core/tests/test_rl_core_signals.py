@@ -120,12 +120,6 @@ def test_adaptive_kl_hand_values() -> None:
     controller = AdaptiveKL(coefficient=0.2, target=6.0, horizon=10_000)
     assert controller.updated(9.0, 256).coefficient == pytest.approx(0.2 * (1 + 0.2 * 256 / 10_000))
     assert controller.updated(6.3, 256).coefficient == pytest.approx(0.2 * (1 + 0.05 * 256 / 10_000))
-    with pytest.raises(ValueError, match="nan"):
-        controller.updated(math.nan, 1)
-    with pytest.raises(ValueError, match="target=0"):
-        AdaptiveKL(coefficient=0.1, target=0)
-    with pytest.raises(ValueError, match="coefficient=-1"):
-        FixedKL(coefficient=-1)
 
 
 # token rewards
@@ -161,13 +155,6 @@ def test_returns_to_go_against_a_loop(seed: int, lens: list[int], gamma: float) 
     assert returns_to_go(rewards, torch.tensor(lens), gamma=gamma).tolist() == pytest.approx(want, abs=1e-12)
 
 
-def test_token_rewards_reject_a_coefficient_without_kl() -> None:
-    with pytest.raises(ValueError, match="without kl_K"):
-        token_rewards(torch.ones(1), torch.tensor([2]), kl_coefficient=0.1)
-    with pytest.raises(ValueError, match=r"must be \(2,\)"):
-        token_rewards(torch.ones(1), torch.tensor([2]), kl_K=torch.ones(3))
-
-
 # DAPO
 
 
@@ -193,9 +180,7 @@ def test_overlong_penalty_falls_from_zero_to_its_limit(lens: list[int], a: int, 
             assert value == pytest.approx(want, abs=1e-12)
 
 
-def test_overlong_errors_and_filter() -> None:
-    with pytest.raises(ValueError, match="buffer_length=0"):
-        overlong_penalty(torch.tensor([1]), max_length=10, buffer_length=0)
+def test_overlong_filter() -> None:
     assert overlong_keep(torch.tensor([True, False])).tolist() == [False, True]
 
 
@@ -253,9 +238,5 @@ def test_more_generation_only_adds_groups(
         assert torch.equal(after.index, before.index)
 
 
-def test_dynamic_sampling_errors() -> None:
-    with pytest.raises(ValueError, match="num_groups=0"):
-        select_groups(torch.ones(1), torch.zeros(1), 0)
-    with pytest.raises(ValueError, match="min_spread"):
-        informative_groups(torch.ones(1), torch.zeros(1), min_spread=-1)
+def test_no_samples_have_no_informative_group() -> None:
     assert informative_groups(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).tolist() == []

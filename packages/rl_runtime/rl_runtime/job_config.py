@@ -1,7 +1,7 @@
 """The configuration sections of every reinforcement-learning app; an app adds its algorithm."""
 
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from ds_engine import EngineConfig
 from rl_core import BatchConfig, ExtraRollout
@@ -11,6 +11,7 @@ from run_kit import TrackingConfig
 from weight_sync import SyncConfig
 
 from .config import DROPPED_GROUPS, STALENESS, TURNS, FrozenModel, ModelConfig, TaskSize, TrainedModel, TrainerConfig
+from .peer_keys import PEER_KEYS
 from .rollout.config import (
     DYNAMIC_SAMPLING,
     GREEDY_BASELINE,
@@ -45,6 +46,7 @@ FEATURES = (
 class JobConfig:
     """Model, data, trained policy, rollout and training loop."""
 
+    PEER_KEYS: ClassVar = PEER_KEYS
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     task: TaskSize = field(default_factory=TaskSize)

@@ -1,7 +1,7 @@
 """The configuration of the supervised apps: fine-tuning, reward models and preference training."""
 
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 from ds_engine import EngineConfig, OptimConfig
 from rl_core import BatchConfig
@@ -9,6 +9,7 @@ from rl_data import DataConfig
 from run_kit import TrackingConfig
 
 from .config import BUILTIN_MODEL, ModelConfig, PreferenceTaskSize, TaskSize, TrainedModel, TrainingConfig
+from .peer_keys import PEER_KEYS
 from .rules import check_at_least, check_value
 from .training.supervised_config import FineTuningConfig, LearningRates, PreferenceTrainingConfig, SupervisedConfig
 
@@ -20,6 +21,7 @@ ExampleKind = Literal["demonstrations", "pairs", "labeled"]
 class SupervisedJobConfig:
     """Model, demonstrations, engine and ranks of supervised fine-tuning."""
 
+    PEER_KEYS: ClassVar = PEER_KEYS
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     """The rendering of prompts; the files are those of `supervised`."""

@@ -189,6 +189,16 @@ def test_the_length_penalty_lowers_the_score_that_is_trained_on_and_nothing_else
     }
 
 
+def test_the_tokens_of_tools_count_for_the_length_penalty() -> None:
+    """`sampling.max_tokens` limits the whole response: two of these six tokens were generated."""
+    tools = np.array([True, False, False, False, False, True])
+    batch = batch_of([sample(2, score=1.0), sample(6, score=1.0, response_mask=tools)])
+    config = PolicyConfig(advantage="dr_grpo", overlong_penalty=0.5)
+    columns, metrics = advantages(batch, config, max_tokens=MAX_TOKENS)
+    assert columns["advantages"].tolist() == [0.25] * 2 + [-0.25] * 2
+    assert metrics["overlong/num_penalized"] == 1
+
+
 def test_whitening_leaves_the_targets_of_the_critic_alone() -> None:
     batch = batch_of([sample(2, score=1.0), sample(3, score=0.0)])
     batch.add_columns(values=torch.zeros(5))

@@ -87,6 +87,15 @@ def test_the_same_model_in_another_dtype_is_loaded(tmp_path: Path) -> None:
     assert sampler.loaded == [{"at": 3}]
 
 
+def test_a_model_that_diverges_beside_a_healthy_one_is_not_saved() -> None:
+    for skipped in ((0, 2), (2, 0)):
+        counts = [SimpleNamespace(skipped=SimpleNamespace(in_a_row=number)) for number in skipped]
+        roles: Any = dict(zip(("actor", "critic"), counts, strict=True))
+        assert checkpoints(roles, Loads({})).why_not()
+    roles["actor"].skipped.in_a_row = 0
+    assert not checkpoints(roles, Loads({})).why_not()
+
+
 def test_a_part_that_an_earlier_version_did_not_save_starts_as_in_a_new_run(tmp_path: Path) -> None:
     saved, sampler, kl = save(tmp_path), Loads({}), Loads({})
     RunCheckpoints(Path(), TrainerConfig(), [], roles={}, parts={"kl": kl, "sampler": sampler}, config="").load(saved)

@@ -138,7 +138,7 @@ def test_several_machines_join_a_cluster(tmp_path: Path) -> None:
     precision=st.sampled_from(["no", "fp16", "bf16"]),
     app=st.sampled_from(list(CONFIGS)),
 )
-@settings(deadline=None, derandomize=True, max_examples=25)
+@settings(deadline=None, derandomize=True, max_examples=12)
 def test_all_answers_of_accelerate_config_load(
     tmp_path_factory: pytest.TempPathFactory, stage: int, optimizer: str, param: str, precision: str, app: str
 ) -> None:

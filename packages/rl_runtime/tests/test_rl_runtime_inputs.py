@@ -10,8 +10,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from plinth_testing import raises
 from rl_core import BatchConfig
-from rl_data import DataConfig, DataError, PromptSampler, build_tiny_model
+from rl_data import DataConfig, DataError, PromptSampler, build_tiny_model, load_tokenizer
 from rl_runtime import InputError, JobConfig, ModelConfig, SupervisedConfig
 from rl_runtime.app.inputs import describe_repeats, load_ahead, log_lines
 from rl_runtime.app.run import _repeats
@@ -117,3 +118,26 @@ def test_errors_of_turns_name_the_key_of_their_section(tmp_path: Path, section: 
     message = rf"^{section}\.files: .*chat.jsonl: line 1, .*\({section}\.turns=each\) or .*\({section}\.turns=last\)"
     with pytest.raises(InputError, match=message):
         loads[section]()
+
+
+def test_tokens_without_a_row_in_the_model_are_refused(tmp_path: Path) -> None:
+    """A tokenizer may have more tokens than the model, as long as no prompt and no example uses them."""
+    folder = build_tiny_model(tmp_path / "model")
+    tokenizer = load_tokenizer(folder)
+    tokenizer.add_tokens(["<tool>"])
+    tokenizer.save_pretrained(folder)
+    plain = write(tmp_path, "plain", {"prompt": "2+3", "ground_truth": "5"})
+    used = write(tmp_path, "used", {"prompt": "2+3", "ground_truth": "5"}, {"prompt": "<tool>2", "ground_truth": "2"})
+    examples = write(tmp_path, "examples", {"prompt": "2", "response": "<tool>"})
+    model = ModelConfig(path=str(folder))
+
+    def load(train: str, files: tuple[str, ...] = ()) -> object:
+        supervised = SupervisedConfig(steps=len(files), files=files)
+        return load_ahead(model, DataConfig(train=(train,)), supervised, TaskSize(), seed=1)
+
+    assert load(plain) is not None
+    with raises(InputError, field="data.train") as caught:
+        load(used)
+    assert "used:2 has the token '<tool>'" in caught.value.problem
+    with raises(InputError, field="warm_start.files"):
+        load(plain, (examples,))

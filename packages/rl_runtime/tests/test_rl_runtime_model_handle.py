@@ -367,7 +367,7 @@ def test_the_batch_has_to_divide_by_dp_and_sp() -> None:
         job_layout(config(4, 3, 8))
     with raises(InputError, field="critic.sequence_parallel", value=8):
         job_layout(config(4, 1, 8), section="critic", engine=EngineConfig(sequence_parallel=8))
-    with raises(InputError, field="batch"):
+    with raises(InputError, field="batch.mini_batch_size"):
         job_layout(config(64, 8, 4))
 
 

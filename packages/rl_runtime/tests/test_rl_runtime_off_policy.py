@@ -154,6 +154,16 @@ def test_without_the_servers_log_probs_nothing_is_compared() -> None:
         assert compare_with_rollout(batch, RolloutCorrection()) == {}
 
 
+@pytest.mark.parametrize("bounds", [{"max_ratio": 1.0}, {"min_ratio": 1.0, "max_ratio": 2.0}])
+def test_a_ratio_at_a_bound_is_inside(bounds: dict[str, float]) -> None:
+    batch = batch_of([sampled([-1.0, -2.0])])
+    batch.add_columns(old_log_probs=batch.columns["rollout_log_probs"].clone())
+    correction = RolloutCorrection(mode="mask", **bounds)  # type: ignore[arg-type]
+    weights: Any = correction_weights(batch, correction)
+    assert weights.tolist() == [1.0, 1.0]
+    assert compare_with_rollout(batch, correction)["rollout/correction_outside_share"] == 0
+
+
 def test_jobs_that_need_the_servers_log_probs_are_refused_without_them() -> None:
     silent = RolloutConfig(log_probs=False)
     JobConfig(rollout=silent, oversampling=OversamplingConfig(extra_prompts=2, partial_rollouts=False))

@@ -76,6 +76,32 @@ def test_a_step_waits_for_groups_that_the_next_one_could_not_use() -> None:
     assert [ticket.number for ticket in schedule.take(2)] == [first.number]
 
 
+def test_a_group_is_as_old_as_the_oldest_token_of_all_its_samples() -> None:
+    """The second of its samples was cut by a push."""
+    servers: Any = Servers()
+    data = prompts(9)
+    rollouts: Any = SimpleNamespace(
+        phase=servers,
+        sampler=None,
+        sampling=SamplingConfig(n=3),
+        draw=lambda count: data[:count],
+        dynamic_sampling=DynamicSamplingConfig(),
+    )
+    ahead = RolloutsAhead(rollouts, servers, Schedule(batch_size=1, max_staleness=2, last_step=3), check=lambda: None)
+    ahead.published(0)
+    job = next(iter(servers.jobs.values()))
+    of_tokens = [[2], [0, 1], [1, 2]]
+    group = Group.fresh(job.request, 3)
+    samples = [
+        replace(one, response_ids=[5] * len(versions), version_spans=spans(versions), score=1.0, finish_reason="stop")
+        for one, versions in zip(group.samples, of_tokens, strict=True)
+    ]
+    assert [one.policy_version for one in samples] == [2, 0, 1]
+    job.future.set_result(replace(group, samples=tuple(samples)))
+    ahead.published(1)
+    assert ahead._schedule.tickets[0].version == 0
+
+
 @dataclass
 class Job:
     """A group that the stand-in for servers generates: the policy version of each of its tokens."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("openenv", reason="needs plinth-rollout-vllm[openenv]")
+pytest.importorskip("openenv", reason="needs openenv-core 0.3")
 
 from rollout_vllm import EnvironmentFailedError, EnvironmentSpec
 from rollout_vllm.episodes.environment_process import EnvironmentProcess

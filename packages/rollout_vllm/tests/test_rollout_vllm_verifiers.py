@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("verifiers.v1", reason="needs plinth-rollout-vllm[verifiers]")
+pytest.importorskip("verifiers.v1", reason="needs verifiers 0.4")
 sys.path.insert(0, str(Path(__file__).parent))  # where a user's own taskset is
 
 from test_rollout_vllm_tools import CHATML, FakeClient, ids_of, tokenizer_of

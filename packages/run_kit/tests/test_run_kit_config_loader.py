@@ -121,6 +121,14 @@ def test_files_then_overrides_later_wins(tmp_path: Path) -> None:
     assert config == Example(seed=5, actor=Actor(zero=Zero(stage=3), optim=Optim(lr=0.1)), data=Data(train=("c",)))
 
 
+def test_a_key_of_another_program_names_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Example, "PEER_KEYS", {"learning_rate": ["elsewhere.lr", "actor.optim.lr"]}, raising=False)
+    assert nearest_paths(Example, "learning_rate") == ["actor.optim.lr"]
+    with pytest.raises(ConfigError) as caught:
+        load("trainer.args.learning_rate=1e-6")
+    assert (caught.value.field, caught.value.remedy) == ("trainer.args.learning_rate", "nearest: actor.optim.lr")
+
+
 def test_unknown_key_names_the_nearest_and_the_file(tmp_path: Path) -> None:
     path = yaml_file(tmp_path, "actor:\n  zero: {stge: 3}\n")
     (problem,) = problems(presets=(path,))

@@ -153,6 +153,22 @@ def test_old_and_odd_folders(tmp_path: Path) -> None:
     assert row == ["new", "finished", "4/9", "step_00000004", "1h00m", "here", str(os.getpid()), "toy"]
 
 
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"state": ' * 100_000, '{"state": "running", "begun": "x"}', "\udcff"]
+)
+def test_a_state_that_is_none_does_not_hide_the_other_runs(tmp_path: Path, text: str) -> None:
+    write_run(tmp_path, "x_20260102_030405", state(state="finished"))
+    for name, content in (
+        ("x_20260102_030406", text),
+        ("x_20260102_030407", json.dumps(asdict(state(begun=1e300)))),
+        ("x_20260102_030408", json.dumps({**asdict(state()), "pid": []})),
+    ):
+        (write_run(tmp_path, name, None) / "run.json").write_text(content, errors="surrogateescape")
+    states = {run.name[-6:]: run.state for run in list_runs(tmp_path)}
+    assert states == {"030405": "finished", "030406": "unknown", "030407": "running", "030408": "unknown"}
+    assert RunFolder.create(tmp_path, "x", now=lambda: 0.0).name == "x_20260102_030409"
+
+
 def test_endings_that_are_no_error() -> None:
     facts = {name: value for name, value in asdict(state()).items() if name not in ("state", "message")}
     assert state_after(SystemExit(0), facts).state == "finished"

@@ -1,8 +1,10 @@
+import errno
 import io
 import json
 import logging
 import math
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -32,7 +34,7 @@ from run_kit import (
     write_rollouts,
 )
 from run_kit.config.loader import load_config
-from run_kit.errors import ConfigError, TrackingError
+from run_kit.errors import ConfigError, RunFolderError, TrackingError
 from run_kit.tracking.panels import choose_panels
 from run_kit.tracking.progress import duration_text
 from run_kit.tracking.rollouts import choose_sample
@@ -185,6 +187,33 @@ def test_a_long_progress_bar_does_not_grow_the_log(run: RunFolder) -> None:
 @given(st.text())
 def test_visible_lines_have_no_control_characters(line: str) -> None:
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", visible_line(line))
+
+
+def test_a_run_whose_folder_is_removed_ends_with_the_name_of_the_file(run: RunFolder) -> None:
+    named = r"metrics\.tsv cannot be written: No such file"
+    with pytest.raises(RunFolderError, match=named) as caught, Tracker(run, QUIET, num_steps=2) as tracker:  # noqa: PT012
+        tracker.log(1, {"a": 1})
+        shutil.rmtree(run.path)
+        tracker.log_rollouts(1, [])
+        tracker.log(2, {"a": 1})
+    assert not run.path.exists()
+    assert not [note for note in caught.value.__notes__ if "The traceback is in" in note], "there is no log"
+
+
+def test_a_run_whose_folder_becomes_read_only_says_how_it_ended(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def replace(source: Path, target: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    named = r"step_000001\.jsonl cannot be written: Permission denied"
+    with pytest.raises(RunFolderError, match=named), Tracker(run, QUIET, num_steps=2) as tracker:  # noqa: PT012
+        tracker.log(1, {"a": 1})
+        monkeypatch.setattr("run_kit.tracking.metrics_table.os.replace", replace)
+        tracker.log_rollouts(1, [{"prompt": "p", "response": "r", "reward": 1.0}])
+    state = json.loads(run.state_file.read_text())
+    assert (state["state"], "cannot be written" in state["message"]) == ("failed", True)
+    assert not list(run.path.glob("**/.*")), "no temporary file is left"
 
 
 # --- metrics ----------------------------------------------------------------------------------------------------------
@@ -433,6 +462,19 @@ def test_a_run_may_count_its_steps_once_its_data_is_loaded(run: RunFolder, capsy
     assert json.loads(run.state_file.read_text())["num_steps"] == 2
     assert not run.supervised_file.exists()
     assert not run.tensorboard_dir.exists()
+
+
+def test_the_row_of_a_validation_is_no_step(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    with Tracker(run, QUIET, num_steps=8) as tracker:  # resumed after step 4
+        tracker.log_validation(4, {"val/accuracy": 0.25})
+        for step in (5, 6, 7):
+            tracker.log(step, {"critic/score/mean": 0.5})
+        tracker.rewind(5, {})  # ranks were lost, and steps 6 and 7 are taken again
+        for step in (6, 7, 8):
+            tracker.log(step, {"critic/score/mean": 0.5})
+        tracker.log_validation(8, {"val/accuracy": 0.5})
+        assert tracker.summary()["num_steps"] == 4
+    assert "4 steps in " in capsys.readouterr().out
 
 
 def test_a_resumed_run_drops_the_steps_it_repeats(run: RunFolder) -> None:

@@ -108,7 +108,7 @@ def _reshape(options: argparse.Namespace) -> int:
     report = write_universal(source, options.out, tag=options.tag, overwrite=options.overwrite)
     print(
         f"{report.path}: universal checkpoint {report.tag!r} of {report.num_parameters} parameters after "
-        f"{report.adam_steps} steps, {report.num_bytes:,} bytes of fp32 weights and moments"
+        f"{report.optimizer_steps} steps, {report.num_bytes:,} bytes of fp32 weights and optimizer states"
     )
     return 0
 

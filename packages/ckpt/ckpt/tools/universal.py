@@ -18,9 +18,7 @@ from typing import Any
 
 from ..errors import ExportError
 from ..files import check_space, fsync_file, new_folder, write_text
-from ..zero.zero_checkpoint import KINDS, ZeroCheckpoint
-
-_FILES = {"weight": "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "exp_avg_sq.pt"}
+from ..zero.zero_checkpoint import ZeroCheckpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +29,7 @@ class UniversalCheckpoint:
     tag: str
     num_parameters: int
     num_bytes: int
-    adam_steps: int
+    optimizer_steps: int
 
 
 def write_universal(
@@ -55,9 +53,9 @@ def write_universal(
     if not source.shapes:
         raise ExportError("no parameter was trained", field="checkpoint", value=str(source.folder))
     out, tag = Path(out), source.folder.name
-    num_bytes = sum(4 * len(KINDS) * math.prod(shape) for shape in source.shapes.values())
+    num_bytes = 4 * (1 + len(source.states)) * sum(map(math.prod, source.shapes.values()))
     with new_folder(out, overwrite=overwrite) as partial:
-        check_space(partial, num_bytes, estimate="fp32 weights and two moments")
+        check_space(partial, num_bytes, estimate="fp32 weights and optimizer states")
         _write_parameters(source, partial / tag / "zero")
         model = partial / tag / "mp_rank_00_model_states.pt"
         _save({**source.metadata, "module": {**dict(source.frozen()), **source.buffers}}, model)
@@ -65,18 +63,23 @@ def write_universal(
         fsync_file(sharded)
         write_text(partial / "latest_universal", tag)
     return UniversalCheckpoint(
-        path=out, tag=tag, num_parameters=len(source.shapes), num_bytes=num_bytes, adam_steps=source.adam_steps
+        path=out,
+        tag=tag,
+        num_parameters=len(source.shapes),
+        num_bytes=num_bytes,
+        optimizer_steps=source.optimizer_steps,
     )
 
 
 def _write_parameters(source: ZeroCheckpoint, folder: Path) -> None:
     import torch
 
-    step = torch.tensor(float(source.adam_steps))
+    step = torch.tensor(float(source.optimizer_steps))
     for name in source.shapes:
-        for kind in KINDS:
+        for kind in ("weight", *source.states):
             # Clone: torch.save of a view would write the whole mapped file.
-            _save({"param": source.whole(name, kind).clone()}, folder / name / _FILES[kind])
+            file = folder / name / ("fp32.pt" if kind == "weight" else f"{kind}.pt")
+            _save({"param": source.whole(name, kind).clone()}, file)
         _save(step, folder / name / "step.pt")
     _save(_optimizer_state(source, step), folder / "optimizer_state.pt")
 

@@ -1,7 +1,8 @@
 """Reads a DeepSpeed checkpoint of ZeRO-1, 2 or 3 as whole tensors, without DeepSpeed and without executing pickles.
 
 A checkpoint is `<folder>/<tag>/` with one or more `*_model_states.pt` and one `*_optim_states.pt` per rank. The latter
-hold the fp32 master weights and Adam's two moments in flat buffers, which `zero_layout` describes.
+hold the fp32 master weights and the optimizer's states (Adam's two moments) in flat buffers, which `zero_layout`
+describes.
 
 Files are opened with `weights_only` and memory-mapped, so only the elements that are read are loaded. The few DeepSpeed
 objects in them are replaced by inert ones.
@@ -16,7 +17,7 @@ from enum import Enum, IntEnum
 from functools import cached_property
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ShardError
 from .zero_layout import Shape, ZeroLayout
@@ -24,9 +25,6 @@ from .zero_layout import Shape, ZeroLayout
 if TYPE_CHECKING:
     import torch
 
-
-Kind = Literal["weight", "exp_avg", "exp_avg_sq"]
-KINDS: tuple[Kind, ...] = ("weight", "exp_avg", "exp_avg_sq")
 
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_")
 #: Keys of a model file that DeepSpeed writes itself; all others are the client state.
@@ -103,7 +101,7 @@ def find_deepspeed_folder(path: Path, tag: str | None = None) -> Path:
 
 
 class ZeroCheckpoint:
-    """The trained parameters of a DeepSpeed checkpoint with Adam's state, for any ZeRO stage and number of ranks.
+    """The trained parameters and the optimizer's state of a DeepSpeed checkpoint, of any stage and number of ranks.
 
     Reading takes memory only for the elements read. Only the first rank's files are opened until an element is read or
     `check` is called.
@@ -168,54 +166,63 @@ class ZeroCheckpoint:
         groups = self._base_state(self._first)["param_groups"]
         return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
-    @cached_property
-    def adam_steps(self) -> int:
-        """Number of Adam steps; 0 if there are no moments yet.
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Names of the optimizer's tensors of a parameter's size, such as Adam's moments; empty before its first step.
 
-        Raises ShardError when the optimizer is not Adam, or when its groups differ.
+        Raises ShardError as `optimizer_steps` does.
         """
+        return self._states_and_steps[0]
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Number of optimizer steps in the states; 0 if there are none yet.
+
+        Raises ShardError when the optimizer's groups differ.
+        """
+        return self._states_and_steps[1]
+
+    @cached_property
+    def _states_and_steps(self) -> tuple[tuple[str, ...], int]:
         base = self._base_state(self._first)
-        steps = set()
-        for index, group in enumerate(base["param_groups"]):
-            states = [base["state"].get(param) for param in group["params"]]
-            for state in states:
-                if state is None or "exp_avg" not in state:
-                    steps.add(0)
-                    continue
-                unknown = set(state) - {"step", "exp_avg", "exp_avg_sq"}
-                if unknown or "exp_avg_sq" not in state:
-                    raise ShardError(f"{self.folder}: group {index} has optimizer states {sorted(state)}, not Adam's")
-                steps.add(int(state.get("step", group.get("step", 0))))
-        if len(steps) > 1:
-            raise ShardError(f"{self.folder}: parameter groups took different numbers of steps: {sorted(steps)}")
-        return steps.pop() if steps else 0
+        each = set()
+        for group in base["param_groups"]:
+            for param in group["params"]:
+                state = base["state"].get(param) or {}
+                names = tuple(sorted(name for name in state if name != "step"))
+                each.add((names, int(state.get("step", group.get("step", 0))) if names else 0))
+        if len(each) > 1:
+            raise ShardError(
+                f"{self.folder}: parameter groups have different optimizer states or numbers of steps: {sorted(each)}"
+            )
+        return each.pop() if each else ((), 0)
 
-    def read(self, name: str, kind: Kind = "weight", start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Elements [start, stop) of the flattened parameter or of one of its moments, in fp32; `stop` None: to its end.
+    def read(self, name: str, kind: str = "weight", start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Elements [start, stop) of the flattened parameter or of a state, in fp32; `stop` None: to its end.
 
-        Do not write to the result: it may be memory of the mapped file. Moments that do not exist yet are zeros.
+        Do not write to the result: it may be memory of the mapped file. States that do not exist yet are zeros.
         Raises ShardError as `check` does.
         """
         import torch
 
         if stop is None:
             stop = math.prod(self.shapes[name])
-        buffers = self._buffers[kind]
+        buffers = self._buffers.get(kind)
         if buffers is None:
             return torch.zeros(stop - start)
         spans = self.layout.spans(name, start, stop, _sizes(buffers))
         parts = [buffers[span.rank][span.buffer][span.start : span.stop].float() for span in spans]
         return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0), *parts])
 
-    def whole(self, name: str, kind: Kind = "weight") -> torch.Tensor:
-        """The parameter or one of its moments, in its shape, in fp32. Do not write to the result."""
+    def whole(self, name: str, kind: str = "weight") -> torch.Tensor:
+        """The parameter or one of its states, in its shape, in fp32. Do not write to the result."""
         return self.read(name, kind).reshape(self.shapes[name])
 
     def check(self) -> None:
         """Open all files and compare the buffers' sizes with the parameters' shapes; reads no elements.
 
-        Raises ShardError for missing, torn or foreign files, for sizes that differ, for an optimizer other than Adam,
-        and for states that DeepSpeed stores elsewhere (on NVMe).
+        Raises ShardError for missing, torn or foreign files, for sizes that differ, and for states that DeepSpeed
+        stores elsewhere (on NVMe).
         """
         _ = self._buffers, self._models
 
@@ -280,8 +287,8 @@ class ZeroCheckpoint:
         return [self._model, *map(_load, parts)]
 
     @cached_property
-    def _buffers(self) -> dict[Kind, list[list[torch.Tensor]] | None]:
-        """Kind -> the flat buffers of each rank; None if the optimizer has no such state yet."""
+    def _buffers(self) -> dict[str, list[list[torch.Tensor]]]:
+        """Flat buffers of each rank, by `weight` and the names of `states`."""
         zero = self.deepspeed_config.get("zero_optimization") or {}
         if (zero.get("offload_optimizer") or {}).get("device") == "nvme":
             raise ShardError(
@@ -291,20 +298,16 @@ class ZeroCheckpoint:
         shards = [self._first]
         shards += [_load(path).get("optimizer_state_dict", {}) for path in self._optimizer_files[1:]]
         weights = "fp32_flat_groups" if self.layout.stage == 3 else "single_partition_of_fp32_groups"
-        buffers: dict[Kind, list[list[torch.Tensor]] | None] = dict.fromkeys(KINDS)
-        buffers["weight"] = [[piece.detach().reshape(-1) for piece in shard[weights]] for shard in shards]
-        if self.adam_steps:
-            for kind in KINDS[1:]:
-                buffers[kind] = [self._moments(shard, kind) for shard in shards]
+        buffers = {"weight": [[piece.detach().reshape(-1) for piece in shard[weights]] for shard in shards]}
+        buffers |= {kind: [self._state(shard, kind) for shard in shards] for kind in self.states}
         for ranks in buffers.values():
-            if ranks is not None:
-                try:
-                    self.layout.check(_sizes(ranks))
-                except ShardError as error:
-                    raise error.under(str(self.folder)) from None
+            try:
+                self.layout.check(_sizes(ranks))
+            except ShardError as error:
+                raise error.under(str(self.folder)) from None
         return buffers
 
-    def _moments(self, shard: Mapping[str, Any], kind: Kind) -> list[torch.Tensor]:
+    def _state(self, shard: Mapping[str, Any], kind: str) -> list[torch.Tensor]:
         base = self._base_state(shard)
         try:
             order = [param for group in base["param_groups"] for param in group["params"]]

@@ -16,7 +16,7 @@ from torch import nn
 from plinth_base.model_folder import stored_tensors
 
 from ..errors import EngineConfigError, ModelError
-from ..upstream import FENCE, transformers_message, warn_on_first_rank
+from ..upstream import FENCE, warn_on_first_rank
 from .attention import ATTENTION_NAME, register_packed_attention
 from .compilation import compile_layers
 from .folder_names import drop_unused_conversions
@@ -28,6 +28,7 @@ from .recomputation import enable_checkpointing
 from .sequence_parallel import check_model_heads
 from .small_copy import turn_off_dropout
 from .trial import Trial, silenced_transformers, try_model
+from .weights import check_weights, read_config, refuse_incomplete
 
 if TYPE_CHECKING:
     from ..batch import Head, LogProbFn
@@ -124,7 +125,7 @@ def load_model(
             this architecture exactly.
         EngineConfigError: a setting does not suit the architecture.
     """
-    model_config = _read_config(model_path)
+    model_config = read_config(model_path)
     trial = _checked_trial(model_config, config, head, device)
     if trial.way == "rows":
         warn_on_first_rank(str(trial))
@@ -163,7 +164,7 @@ def nf4_base(model_path: str, config: EngineConfig) -> Callable[[str, torch.Tens
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(_read_config(model_path), trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(read_config(model_path), trust_remote_code=False)
     rounded, dtype = set(nf4_weights(model)), torch_dtype(config.model_dtype)
     if missing := sorted(rounded - stored_tensors(model_path).keys()):
         raise ModelError(
@@ -175,15 +176,22 @@ def nf4_base(model_path: str, config: EngineConfig) -> Callable[[str, torch.Tens
     return lambda name, tensor: round_to_nf4(tensor, dtype) if name in rounded else tensor
 
 
-def check_model(model_path: str, config: EngineConfig, *, head: Head = "lm") -> Trial:
-    """Check that the engine computes the model in `model_path` exactly; says how. Needs no GPU and no process group.
+def check_model(model_path: str, config: EngineConfig, *, head: Head = "lm", new_head: bool = True) -> Trial:
+    """Check that the folder has all weights, and that the engine computes the model exactly; says how.
+
+    Needs no GPU and no process group, and reads no weights (see `check_finite`).
+
+    Args:
+        new_head: a value head may be missing, as for `load_model`.
 
     Raises:
-        ModelError: transformers does not know the model, or the engine cannot compute its architecture exactly.
+        ModelError: transformers does not know the model, a weight is missing, has another shape or is in a damaged
+            file, or the engine cannot compute the architecture exactly.
         UntriedModelError: the architecture cannot be tried here; a rank with a GPU tries again when it loads the model.
         EngineConfigError: a setting does not suit the architecture.
     """
-    return _checked_trial(_read_config(model_path), config, head, torch.device("cpu"))
+    check_weights(model_path, head=head, new_head=new_head)
+    return _checked_trial(read_config(model_path), config, head, torch.device("cpu"))
 
 
 def _checked_trial(model_config: Any, config: EngineConfig, head: Head, device: torch.device) -> Trial:
@@ -194,19 +202,6 @@ def _checked_trial(model_config: Any, config: EngineConfig, head: Head, device: 
             problem = f"it needs packed sequences, but {trial}"
             raise EngineConfigError(problem, field=name, value=getattr(config, name), allowed=str(default))
     return trial
-
-
-def _read_config(model_path: str) -> Any:
-    from transformers import AutoConfig
-
-    if not (Path(model_path) / "config.json").is_file():
-        problem = "it is not a Hugging Face model folder: it has no config.json"
-        raise ModelError(problem, field="model_path", value=model_path)
-    try:
-        return AutoConfig.from_pretrained(model_path, trust_remote_code=False)
-    except Exception as error:  # transformers' strict configurations have exceptions of their own
-        problem = f"its configuration cannot be loaded: {transformers_message(error)}"
-        raise ModelError(problem, field="model_path", value=model_path) from error
 
 
 def prepare_model(
@@ -248,27 +243,18 @@ def _read_folder(
 
     # Without the option, transformers asks at the terminal whether to run code of the folder.
     options = {"dtype": dtype, "trust_remote_code": False, **options}
+    auto_class: Any = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
+    if head == "value":
+        options["config"].num_labels = 1
     try:
-        if head == "lm":
-            return cast("nn.Module", AutoModelForCausalLM.from_pretrained(model_path, **options))
-        with silenced_transformers():  # a missing head is normal for a new critic
-            options["config"].num_labels = 1
-            model, info = AutoModelForSequenceClassification.from_pretrained(
-                model_path, output_loading_info=True, **options
-            )
+        with silenced_transformers() if head == "value" else nullcontext():  # a missing head is normal for a new critic
+            model, info = auto_class.from_pretrained(model_path, output_loading_info=True, **options)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         kind = "causal language model" if head == "lm" else "model with a value head"
         raise ModelError(f"cannot load a {kind}: {error}", field="model_path", value=model_path) from error
-    new_head = f"{VALUE_HEAD}.weight"
-    missing = set(info["missing_keys"])
-    if missing - {new_head}:
-        problem = f"it lacks weights: {sorted(missing - {new_head})[:5]}"
-        raise ModelError(problem, field="model_path", value=model_path)
-    if missing:
-        if seed is None:
-            problem = f"it has no value head ({new_head}), which a model that is not trained needs"
-            raise ModelError(problem, field="model_path", value=model_path)
-        _draw_value_head(model.get_parameter(new_head), seed)
+    if refuse_incomplete(model_path, info, new_head=head == "value" and seed is not None):
+        assert seed is not None
+        _draw_value_head(model.get_parameter(f"{VALUE_HEAD}.weight"), seed)
     return cast("nn.Module", model)
 
 

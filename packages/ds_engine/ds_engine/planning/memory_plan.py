@@ -11,9 +11,9 @@ per element of the model's dtype (2 or 4), B elements per reduce bucket:
     during the step    -                      (e+4) P or 4 P      (2e or e)+4 P, or -  -, or 4 P
     bucket             (4 + e) min(N, 5e8)    (e or 4) B          e B                  (e or 4) B
 
-"optimizer" is the fp32 weights and Adam's two moments. With optimizer offload these are in CPU memory, together with a
-full fp32 gradient shard and a copy of the weight shard; at stage 2, fp32-accumulated gradients still stay on the device
-until the step.
+"optimizer" is the fp32 weights and AdamW's two moments; another optimizer has 4 bytes for each of its states. With
+optimizer offload these are in CPU memory, together with a full fp32 gradient shard and a copy of the weight shard; at
+stage 2, fp32-accumulated gradients still stay on the device until the step.
 
 A LoRA base in NF4 (4.5 bits per weight) counts as weights. One dequantized matrix exists at a time: e bytes per weight.
 
@@ -47,9 +47,11 @@ from plinth_base.dtypes import dtype_bytes
 from ..config import EngineConfig, OffloadDevice, check_heads
 from ..errors import EngineConfigError
 from ..nf4_size import NF4_CHUNK, nf4_bytes
-from .collective_plan import FALLBACK_BUCKET_ELEMENTS, shard_elements
+from ..optimizers import OPTIMIZERS
 from .model_shape import ModelShape, Weight, read_shape
 
+_FALLBACK_BUCKET_ELEMENTS = 500_000_000
+"""Bucket of DeepSpeed's `buffered_allreduce_fallback`, which BF16_Optimizer uses. It cannot be configured."""
 _DEQUANTIZE_BYTES = 6
 """Temporary bytes per weight of a dequantized chunk: an fp32 value and half of a 4-byte index."""
 LOG_PROB_BYTES = 2**29
@@ -77,7 +79,7 @@ class MemoryEstimate:
     weights: Place
     gradients: Place
     optimizer: Place
-    """fp32 weights and Adam's moments."""
+    """fp32 weights and states."""
     buffers: Place
     """Buffers for communication and offload, and parameters gathered at stage 3."""
     activations: Place
@@ -141,6 +143,11 @@ class _Case:
     def bucket(self) -> int:
         """Elements per reduce bucket."""
         return self.config.reduce_bucket_elements
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes per element of the fp32 weights and the optimizer's states."""
+        return 4 + 4 * len(OPTIMIZERS[self.config.optim.name].states)
 
     def groups(self) -> list[int]:
         """Trainable elements of each parameter group of the optimizer."""
@@ -237,13 +244,13 @@ def _uses_nf4(config: EngineConfig) -> bool:
 
 def _stages_1_and_2(case: _Case) -> _States:
     zero, e, ranks = case.config.zero, case.e, case.ranks
-    shards = [shard_elements(size, ranks) for size in case.groups()]
+    shards = [_shard_elements(size, ranks) for size in case.groups()]
     shard, whole = sum(shards), sum(shards) * ranks
     weights = Place(device=(whole + sum(w.size for w in case.frozen)) * e)
     offloaded = zero.offload.optimizer != "none"
-    optimizer = _place(zero.offload.optimizer, 12 * shard)
+    optimizer = _place(zero.offload.optimizer, case.optimizer_bytes * shard)
     if case.config.uses_bf16_optimizer:
-        reduced = 0 if ranks == 1 else min(whole, FALLBACK_BUCKET_ELEMENTS) * (4 if zero.fp32_reduce else 4 + e)
+        reduced = 0 if ranks == 1 else min(whole, _FALLBACK_BUCKET_ELEMENTS) * (4 if zero.fp32_reduce else 4 + e)
         return _States(
             weights=weights, gradients=Place(device=(4 + e) * whole), optimizer=optimizer, buffers=Place(),
             late_gradients=e * whole, step_only=reduced,
@@ -296,12 +303,18 @@ def _stage_3(case: _Case) -> _States:
     return _States(
         weights=_place(zero.offload.param, (shard + frozen_shard) * e),
         gradients=gradients,
-        optimizer=_place(zero.offload.optimizer, 12 * shard),
+        optimizer=_place(zero.offload.optimizer, case.optimizer_bytes * shard),
         buffers=Place(device=gathered + bucket * (1 if ranks == 1 else 2)),
         late_gradients=gradients.device,
         # The optimizer steps with the fp32 accumulator itself (zero3_gradients.py).
         step_only=0 if offloaded or case.accum_bytes == 4 else 4 * min(shard, case.config.sub_group_elements),
     )
+
+
+def _shard_elements(num_elements: int, ranks: int) -> int:
+    """Elements of one rank's shard of a parameter group at stages 1 and 2, with padding (4-byte aligned in bf16)."""
+    alignment = 2 * ranks
+    return -(-num_elements // alignment) * alignment // ranks
 
 
 def _place(offload: OffloadDevice, size: int) -> Place:

@@ -2,13 +2,13 @@
 
 A `StateSource` reads ranges of full parameters. Every rank requests the ranges that lie in its own flat buffers:
 one range of each parameter group per rank at stages 1 and 2, one range of each parameter per rank at stage 3. Master
-weights and Adam moments are fp32 on both sides, so they are restored bit for bit.
+weights and optimizer states are fp32 on both sides, so they are restored bit for bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from ..upstream import FENCE
 
-StateKind = Literal["weight", "exp_avg", "exp_avg_sq"]
 Shape = tuple[int, ...]
-_MOMENTS: tuple[StateKind, ...] = ("exp_avg", "exp_avg_sq")
 _SCALER_VALUES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 _NUM_SHOWN = 3
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
@@ -72,8 +70,12 @@ class StateSource(Protocol):
     @property
     def shapes(self) -> Mapping[str, Shape]: ...
     @property
-    def adam_steps(self) -> int:
-        """Number of optimizer steps in the moments; 0 if there are no moments yet."""
+    def states(self) -> Sequence[str]:
+        """Names of the optimizer's states, such as Adam's moments; empty before its first step."""
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Number of optimizer steps in the states; 0 if there are none yet."""
 
     @property
     def client_state(self) -> Mapping[str, Any]: ...
@@ -92,8 +94,8 @@ class StateSource(Protocol):
     def check(self) -> None:
         """Raise if any part of the state cannot be read."""
 
-    def read(self, name: str, kind: StateKind, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of a flattened parameter or of its moment: 1-d fp32 on the CPU, read-only."""
+    def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of a flattened parameter ("weight") or of its state `kind`: 1-d fp32, on the CPU."""
 
 
 class _Fragment(NamedTuple):
@@ -119,15 +121,18 @@ def has_layout(engine: Any, source: StateSource) -> bool:
 
 
 @torch.no_grad()
-def fill_state(engine: Any, module: nn.Module, source: StateSource) -> int:
+def fill_state(engine: Any, module: nn.Module, source: StateSource, states: Sequence[str]) -> int:
     """Load the source into DeepSpeed's `engine`; returns its number of optimizer steps. Collective.
+
+    Args:
+        states: names of the states of the engine's optimizer.
 
     Raises, on every rank and before any change:
         CheckpointError: on some rank the source cannot be read, or its parameters differ from the engine's.
         EngineConfigError: the installed DeepSpeed is not a tested one.
     """
     STATE.check()
-    _agree(_problem(engine, source))
+    _agree(_problem(engine, source, states))
     zero = engine.optimizer
     is_sharded = engine.zero_optimization_stage() == 3
     if is_sharded:
@@ -142,7 +147,7 @@ def fill_state(engine: Any, module: nn.Module, source: StateSource) -> int:
         zero.checkpoint_event_epilogue()
     else:
         STATE.replace(zero, _hp_optimizer_states_linked=False)
-        if source.adam_steps:
+        if source.optimizer_steps:
             zero._lazy_init_hp_params_optimizer_state()
         zero.update_lp_params()
     for name, buffer in module.named_buffers():
@@ -189,14 +194,14 @@ def _fill(
     group: Mapping[str, Any],
     source: StateSource,
 ) -> None:
-    """Fill the weights and Adam states of one flat buffer; padding is set to zero."""
-    targets: dict[StateKind, Tensor] = {"weight": flat.data}
+    """Fill the weights and optimizer states of one flat buffer; padding is set to zero."""
+    targets = {"weight": flat.data}
     state = optimizer.state[flat]
-    if source.adam_steps:
+    if source.optimizer_steps:
         on_device = group.get("fused") or group.get("capturable")  # as torch's AdamW does
         device = flat.device if on_device else torch.device("cpu")
-        state["step"] = torch.tensor(float(source.adam_steps), dtype=torch.float32, device=device)
-        for kind in _MOMENTS:
+        state["step"] = torch.tensor(float(source.optimizer_steps), dtype=torch.float32, device=device)
+        for kind in source.states:
             targets[kind] = state.setdefault(kind, torch.empty_like(flat.data))
     else:
         state.clear()
@@ -217,7 +222,7 @@ def _set_counts(engine: Any, source: StateSource) -> None:
         )
 
 
-def _problem(engine: Any, source: StateSource) -> str | None:
+def _problem(engine: Any, source: StateSource, states: Sequence[str]) -> str | None:
     """Why this rank cannot load the source; None if it can."""
     if "nvme" in _devices(engine.config):
         return "this engine keeps its state on NVMe: use zero.offload.optimizer=cpu"
@@ -225,6 +230,8 @@ def _problem(engine: Any, source: StateSource) -> str | None:
         source.check()
         if "num_steps" not in source.client_state:
             return "its client state lacks num_steps, the number of optimizer steps"
+        if source.states and set(source.states) != set(states):
+            return f"its optimizer has the states {sorted(source.states)}, this engine's {sorted(states)}"
         there = {name: tuple(shape) for name, shape in source.shapes.items()}
     except Exception as error:  # of any type: the other ranks must learn of it, or they would hang
         return f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Builds AdamW with its parameter groups and starts DeepSpeed with the replacements of this package."""
+"""Builds the optimizer with its parameter groups and starts DeepSpeed with the replacements of this package."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ..errors import EngineConfigError
+from ..optimizers import OPTIMIZERS
 from ..upstream import FENCE
-from .adamw import AdamW
 from .grad_accumulation import fuse_grad_accumulation
 from .optimizer_step import fuse_grad_norm, keep_weight_views
 from .zero3_gather import coalesce_gathers, keep_gathered
@@ -27,9 +27,9 @@ SHARDS = FENCE.patch(
     otherwise="refused",
     reads={"deepspeed.runtime.zero.partition_parameters": ("ds_id", "ds_shape", "ds_numel", "ds_tensor")},
 )
-OPTIMIZERS = FENCE.patch(
+TESTED_OPTIMIZERS = FENCE.patch(
     name="list of tested optimizers",
-    reason="DeepSpeed compares the exact class, and would warn of our AdamW",
+    reason="DeepSpeed compares the exact class, and would warn of ours",
     otherwise="stock path",
     replaces={"deepspeed.runtime.zero.utils": ("ZERO_SUPPORTED_OPTIMIZERS",)},
 )
@@ -48,8 +48,11 @@ NVTX = FENCE.patch(
 
 
 def build_optimizer(module: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW for CPU and CUDA; unlike DeepSpeed's it needs no C++ compiler at run time."""
-    return AdamW(parameter_groups(module, optim), lr=optim.peak_lr, betas=optim.betas, eps=optim.eps)
+    """The optimizer named `optim.name`, for CPU and CUDA."""
+    optimizer: torch.optim.Optimizer = OPTIMIZERS[optim.name].build(
+        parameter_groups(module, optim), optim.peak_lr, optim
+    )
+    return optimizer
 
 
 def parameter_groups(module: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
@@ -78,10 +81,10 @@ def start_deepspeed(
         return module  # whole and frozen: DeepSpeed has nothing to do
     if zero.stage == 3:
         SHARDS.check()
-    if optimizer is not None and OPTIMIZERS.check():
+    if optimizer is not None and TESTED_OPTIMIZERS.check():
         known = zero_utils.ZERO_SUPPORTED_OPTIMIZERS
         if type(optimizer) not in known:
-            OPTIMIZERS.replace(zero_utils, ZERO_SUPPORTED_OPTIMIZERS=[*known, type(optimizer)])
+            TESTED_OPTIMIZERS.replace(zero_utils, ZERO_SUPPORTED_OPTIMIZERS=[*known, type(optimizer)])
     if optimizer is not None and MUON.check():
         _import_muon()
     if NVTX.check():

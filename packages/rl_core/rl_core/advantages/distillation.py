@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from ..batching.segments import returns_to_go
+from ..errors import require
 from ..kl.estimators import kl_estimate
 
 
@@ -27,7 +28,6 @@ def distillation_advantages(
 
     Raises `ValueError` for a gamma out of range, `ShapeError` for shapes.
     """
-    if not 0.0 <= gamma <= 1.0:
-        raise ValueError(f"gamma={gamma}: must be between 0 and 1")
+    require(0.0 <= gamma <= 1.0, "gamma", gamma, "0 to 1")
     reward_K = -kl_estimate(log_probs_K.detach(), teacher_log_probs_K.detach(), kind="k1")
     return returns_to_go(reward_K, lens_S, gamma=gamma)

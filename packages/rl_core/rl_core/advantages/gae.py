@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .._tensors import require_1d, require_lens, require_same_shape, upcast
 from ..batching.segments import reverse_scan
-from ..errors import ShapeError
+from ..errors import ShapeError, require
 
 
 def token_rewards(
@@ -29,15 +29,14 @@ def token_rewards(
     """
     require_1d(scores_S=scores_S, response_lens_S=response_lens_S)
     require_same_shape(scores_S=scores_S, response_lens_S=response_lens_S)
-    if kl_K is None and kl_coefficient != 0.0:
-        raise ValueError(f"kl_coefficient={kl_coefficient} without kl_K")
+    require(kl_K is not None or kl_coefficient == 0.0, "kl_coefficient", kl_coefficient, "0 without kl_K")
     lens = response_lens_S.to(device=scores_S.device, dtype=torch.int64)
     num_tokens = int(lens.sum())
     (scores,) = upcast(scores_S.detach())
     rewards = scores.new_zeros(num_tokens)
     if kl_K is not None:
         if kl_K.shape != (num_tokens,):
-            raise ShapeError(f"kl_K has shape {tuple(kl_K.shape)}; must be ({num_tokens},)")
+            raise ShapeError(field="kl_K", value=tuple(kl_K.shape), allowed=f"({num_tokens},)")
         scores, kl = upcast(scores, kl_K.detach())
         rewards = -kl_coefficient * kl
     has_tokens_S = lens > 0
@@ -68,8 +67,7 @@ def gae(
     Raises `ValueError` for gamma or lam outside [0, 1], `ShapeError` for shapes.
     """
     for name, value in (("gamma", gamma), ("lam", lam)):
-        if not 0.0 <= value <= 1.0:
-            raise ValueError(f"{name}={value}: must be between 0 and 1")
+        require(0.0 <= value <= 1.0, name, value, "0 to 1")
     require_1d(rewards_K=rewards_K)
     require_same_shape(rewards_K=rewards_K, values_K=values_K)
     require_lens(rewards_K.numel(), response_lens_S)

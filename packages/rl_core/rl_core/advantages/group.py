@@ -2,13 +2,15 @@
 
 Shapes: N samples; `group_ids_N` any integers, equal for samples of the same prompt; groups may differ in size.
 Sums are in float64; the result has the dtype of the scores (float32 for narrower or integer scores).
-The advantages of a group with one sample, or with equal scores, are exactly 0.
+The advantages of a group with one sample, or with equal scores, are exactly 0. Scores beyond the largest number whose
+sums and squares are finite (1e150 in float64, 4e37 in float32) count as that number.
 """
 
 import torch
 from torch import Tensor
 
 from .._tensors import group_range, require_1d, require_same_shape, upcast
+from ..errors import require
 
 
 def group_advantages(
@@ -27,8 +29,7 @@ def group_advantages(
     Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2.
     Raises `ValueError` for a negative eps, `ShapeError` for shapes.
     """
-    if eps < 0.0:
-        raise ValueError(f"eps={eps}: must be at least 0")
+    require(eps >= 0.0, "eps", eps, "0 or more")
     scores, index_N, counts_G = _grouped(scores_N, group_ids_N)
     centered = _centered(scores, index_N, counts_G)
     if normalize_by_std:
@@ -73,7 +74,8 @@ def _grouped(scores_N: Tensor, group_ids_N: Tensor) -> tuple[Tensor, Tensor, Ten
     require_1d(scores_N=scores_N, group_ids_N=group_ids_N)
     require_same_shape(scores_N=scores_N, group_ids_N=group_ids_N)
     _, index_N, counts_G = torch.unique(group_ids_N.to(scores_N.device), return_inverse=True, return_counts=True)
-    return scores_N.detach().double(), index_N, counts_G.double()
+    limit = min(1e150, torch.finfo(upcast(scores_N)[0].dtype).max / 8)
+    return scores_N.detach().double().clamp(-limit, limit), index_N, counts_G.double()
 
 
 def _group_sum(values: Tensor, index_N: Tensor, counts_G: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .._tensors import require_same_shape, upcast
+from ..errors import require
 
 
 def masked_whiten(
@@ -24,8 +25,7 @@ def masked_whiten(
     merged after Chan, Golub and LeVeque 1979, which avoids the cancellation of E[x^2] - E[x]^2.
     Raises `ValueError` for a negative eps, `ShapeError` for shapes that differ.
     """
-    if eps < 0.0:
-        raise ValueError(f"eps={eps}: must be at least 0")
+    require(eps >= 0.0, "eps", eps, "0 or more")
     if mask is None:
         mask = torch.ones_like(values, dtype=torch.bool)
     require_same_shape(values=values, mask=mask)

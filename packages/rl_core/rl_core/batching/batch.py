@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import ShapeError
+from ..errors import ArgumentError, ShapeError
 
 IntRow: TypeAlias = Sequence[int] | NDArray[np.integer] | Tensor
 BoolRow: TypeAlias = Sequence[bool] | NDArray[np.bool_] | Tensor
@@ -67,16 +67,14 @@ class Batch:
     def add_columns(self, **columns: Tensor) -> None:
         """Adds [K] or [K, ...] columns as they are, float64 as float32.
 
-        Raises `ShapeError` for a column of another length, `ValueError` for one that exists already.
+        Raises `ShapeError` for a column of another length, `ArgumentError` for one that exists already.
         """
         for name, column_K in columns.items():
             if name in self.columns:
-                raise ValueError(f"column {name!r} exists already")
+                raise ArgumentError("the column exists already", field=name)
             if column_K.shape[:1] != (self.num_targets,):
-                raise ShapeError(
-                    f"column {name!r} has shape {tuple(column_K.shape)}; must be ({self.num_targets},), one value per "
-                    "target"
-                )
+                allowed = f"({self.num_targets},), one value per target"
+                raise ShapeError(field=name, value=tuple(column_K.shape), allowed=allowed)
             self.columns[name] = column_K.float() if column_K.dtype == torch.float64 else column_K
 
     def without_columns(self) -> "Batch":
@@ -112,7 +110,7 @@ class Batch:
     def split(self, values_K: Tensor) -> list[Tensor]:
         """A [K] tensor as one view per sequence, in order. Raises `ShapeError` for another length."""
         if values_K.shape[:1] != (self.num_targets,):
-            raise ShapeError(f"values have shape {tuple(values_K.shape)}; must be ({self.num_targets},)")
+            raise ShapeError(field="values_K", value=tuple(values_K.shape), allowed=f"({self.num_targets},)")
         return list(values_K.split(self.response_lens_S.tolist()))
 
     def to(self, device: torch.device | str) -> "Batch":
@@ -148,12 +146,13 @@ def pack(
     sequence without tokens.
     """
     if len(prompts) != len(responses) or (masks is not None and len(masks) != len(prompts)):
-        raise ShapeError(f"{len(prompts)} prompts, {len(responses)} responses, {len(masks or ())} masks")
+        counts = (len(prompts), len(responses), len(masks or ()))
+        raise ShapeError(field="prompts, responses, masks", value=counts, allowed="equally many")
     rows = [_int_row(row) for pair in zip(prompts, responses, strict=True) for row in pair]
     lens = np.array([len(row) for row in rows], np.int64).reshape(-1, 2)
     seq_lens = lens.sum(1)
     if not seq_lens.all():
-        raise ShapeError(f"sequence {int(seq_lens.argmin())} has no tokens")
+        raise ShapeError("it has no tokens", field=f"sequence {int(seq_lens.argmin())}")
     borders = np.concatenate([[0], seq_lens.cumsum()])
     is_target_T = np.repeat(np.tile([False, True], len(lens)), lens.reshape(-1))
     for index, mask in enumerate(masks or ()):
@@ -161,7 +160,7 @@ def pack(
             is_target_T[borders[index] + lens[index, 0] : borders[index + 1]] = _mask_row(mask, index, lens[index, 1])
     if is_target_T[borders[:-1]].any():
         first = int(is_target_T[borders[:-1]].argmax())
-        raise ShapeError(f"sequence {first} has no prompt, so its first response token cannot be predicted")
+        raise ShapeError("without a prompt its first response token cannot be predicted", field=f"sequence {first}")
     input_ids_T = np.concatenate(rows).astype(np.int64) if rows else np.zeros(0, np.int64)
     target_places = np.flatnonzero(is_target_T)
     batch = Batch(
@@ -176,7 +175,8 @@ def pack(
     )
     for name, values_S in batch.per_sequence.items():
         if values_S.shape[:1] != (len(lens),):
-            raise ShapeError(f"{name!r} has shape {tuple(values_S.shape)}; must be ({len(lens)},), one per sequence")
+            allowed = f"({len(lens)},), one value per sequence"
+            raise ShapeError(field=name, value=tuple(values_S.shape), allowed=allowed)
     batch.add_columns(**columns or {})
     return batch
 
@@ -189,7 +189,7 @@ def _int_row(row: IntRow) -> NDArray[np.integer]:
 def _mask_row(mask: BoolRow, index: int, length: int) -> NDArray[np.bool_]:
     array = np.asarray(mask, dtype=np.bool_)
     if array.shape != (length,):
-        raise ShapeError(f"sequence {index}: its mask has shape {array.shape}; must be ({length},)")
+        raise ShapeError(field=f"mask of sequence {index}", value=array.shape, allowed=f"({length},)")
     return array
 
 

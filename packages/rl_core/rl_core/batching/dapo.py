@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._tensors import group_range, require_1d, require_same_shape
+from ..errors import require
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,8 +37,7 @@ def informative_groups(scores_N: Tensor, group_ids_N: Tensor, *, min_spread: flo
     """
     require_1d(scores_N=scores_N, group_ids_N=group_ids_N)
     require_same_shape(scores_N=scores_N, group_ids_N=group_ids_N)
-    if min_spread < 0.0:
-        raise ValueError(f"min_spread={min_spread}: must be at least 0")
+    require(min_spread >= 0.0, "min_spread", min_spread, "0 or more")
     _, index_N = torch.unique(group_ids_N.to(scores_N.device), return_inverse=True)
     num_groups = int(index_N.max()) + 1 if index_N.numel() else 0
     low_G, high_G = group_range(scores_N.detach().double(), index_N, num_groups)
@@ -52,8 +52,7 @@ def select_groups(
     Call it on all samples generated for the step. While `num_missing` is above 0, generate and append more groups and
     call it again; groups selected once stay selected. Raises `ValueError` for `num_groups` below 1.
     """
-    if num_groups < 1:
-        raise ValueError(f"num_groups={num_groups}: must be at least 1")
+    require(num_groups >= 1, "num_groups", num_groups, "1 or more")
     informative = informative_groups(scores_N, group_ids_N, min_spread=min_spread).tolist()
     ids = group_ids_N.tolist()
     all_groups = set(ids)
@@ -85,10 +84,8 @@ def overlong_penalty(
     Lengths are in tokens. Source: DAPO, equation 13 (L_max, L_cache, penalty 1).
     Raises `ValueError` unless 1 <= buffer_length <= max_length and penalty >= 0.
     """
-    if not 0 < buffer_length <= max_length:
-        raise ValueError(f"buffer_length={buffer_length}: must be between 1 and max_length={max_length}")
-    if penalty < 0.0:
-        raise ValueError(f"penalty={penalty}: must be at least 0")
+    require(0 < buffer_length <= max_length, "buffer_length", buffer_length, f"1 to max_length, {max_length}")
+    require(penalty >= 0.0, "penalty", penalty, "0 or more")
     over = response_lens_N.to(torch.float64) - (max_length - buffer_length)
     return (-penalty * (over / buffer_length).clamp(0.0, 1.0)).to(dtype)
 

@@ -13,7 +13,7 @@ dp * sp, and also for DeepSpeed with `sequence_parallel_size` (world size dp, mi
 from dataclasses import dataclass
 from math import gcd
 
-from ..errors import BatchError
+from ..errors import ArgumentError, BatchError, require
 from .plan import listed, nearest_divisors, nearest_multiples
 
 DEFAULT_TOKEN_BUDGET = 16_384
@@ -41,13 +41,14 @@ class BatchConfig:
     def __post_init__(self) -> None:
         for name in ("train_batch_size", "mini_batch_size", "micro_batch_size", "token_budget"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: must be an integer of at least 1")
+            require(value is None or value >= 1, name, value, "1 or more")
         if self.train_batch_size % self.mini_batch_size:
             fits = nearest_divisors(self.train_batch_size, self.mini_batch_size)
-            raise ValueError(
-                f"mini_batch_size={self.mini_batch_size}: must divide train_batch_size={self.train_batch_size};"
-                f" sizes that work: {listed(fits)}"
+            raise ArgumentError(
+                f"it does not divide train_batch_size, {self.train_batch_size}",
+                field="mini_batch_size",
+                value=self.mini_batch_size,
+                allowed=listed(fits),
             )
 
 
@@ -97,11 +98,11 @@ def batch_layout(config: BatchConfig, *, samples_per_prompt: int, dp: int, sp: i
     """
     for name, value in (("samples_per_prompt", samples_per_prompt), ("dp", dp), ("sp", sp)):
         if value < 1:
-            raise BatchError(f"{name}={value}: must be at least 1")
+            raise BatchError(field=name, value=value, allowed="1 or more")
     micro = 1 if config.micro_batch_size is None else config.micro_batch_size
     sequences = config.mini_batch_size * samples_per_prompt
     if sequences % (micro * dp * sp):
-        raise BatchError(_misfit(config, samples_per_prompt, dp, sp))
+        raise _misfit(config, samples_per_prompt, dp, sp)
     by_tokens = config.micro_batch_size is None
     return BatchLayout(
         num_prompts=config.train_batch_size,
@@ -118,29 +119,29 @@ def batch_layout(config: BatchConfig, *, samples_per_prompt: int, dp: int, sp: i
     )
 
 
-def _misfit(config: BatchConfig, samples_per_prompt: int, dp: int, sp: int) -> str:
+def _misfit(config: BatchConfig, samples_per_prompt: int, dp: int, sp: int) -> BatchError:
     micro = config.micro_batch_size
     unit = (micro or 1) * dp * sp
     prompt_unit = unit // gcd(unit, samples_per_prompt)  # smallest number of prompts whose sequences divide
     ranks = f"dp={dp} x sp={sp}" if sp > 1 else f"dp={dp}"
     factors = 1 + (micro is not None) + (sp > 1)
-    parts = [
-        f"mini_batch_size={config.mini_batch_size} prompts x {samples_per_prompt} samples ="
+    problem = (
+        f"{config.mini_batch_size} prompts x {samples_per_prompt} samples ="
         f" {config.mini_batch_size * samples_per_prompt} sequences is not a multiple of"
         f" {'' if micro is None else f'micro_batch_size={micro} x '}{ranks}{'' if factors == 1 else f' = {unit}'}"
-    ]
+    )
+    parts = []
     fits = nearest_divisors(config.train_batch_size, config.mini_batch_size, multiple_of=prompt_unit)
     if fits:
-        parts.append(f"mini_batch_size that works: {listed(fits)}")
+        parts.append(f"mini_batch_size {listed(fits)}")
     else:
         multiples = nearest_multiples(prompt_unit, config.train_batch_size)
         parts.append(
-            f"train_batch_size that works: {listed(multiples)} (with mini_batch_size a multiple of {prompt_unit}"
-            f" that divides it)"
+            f"train_batch_size {listed(multiples)} (with mini_batch_size a multiple of {prompt_unit} that divides it)"
         )
     per_rank, rest = divmod(config.mini_batch_size * samples_per_prompt, dp * sp)
     if micro is not None and rest == 0:
-        parts.append(f"micro_batch_size that works: {listed(nearest_divisors(per_rank, micro))}")
+        parts.append(f"micro_batch_size {listed(nearest_divisors(per_rank, micro))}")
     sample_unit = unit // gcd(unit, config.mini_batch_size)
-    parts.append(f"samples per prompt that work: {listed(nearest_multiples(sample_unit, samples_per_prompt))}")
-    return "; ".join(parts)
+    parts.append(f"samples per prompt {listed(nearest_multiples(sample_unit, samples_per_prompt))}")
+    return BatchError(problem, field="mini_batch_size", value=config.mini_batch_size, allowed=", or ".join(parts))

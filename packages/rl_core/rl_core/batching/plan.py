@@ -59,23 +59,24 @@ def plan_micro_batches(
     """
     lengths = [int(length) for length in lengths]
     if not lengths:
-        raise BatchError("no samples to plan; pass at least one")
+        raise BatchError(field="lengths", value=[], allowed="at least one sample")
     if min(lengths) < 1:
-        raise BatchError(f"sample {lengths.index(min(lengths))} has length {min(lengths)}; lengths must be at least 1")
+        problem = f"sample {lengths.index(min(lengths))}"
+        raise BatchError(problem, field="lengths", value=min(lengths), allowed="1 or more")
     for name, value in (
         ("num_ranks", num_ranks),
         ("token_budget", token_budget),
         ("micro_batch_size", micro_batch_size),
     ):
         if value is not None and value < 1:
-            raise BatchError(f"{name}={value}: must be at least 1")
+            raise BatchError(field=name, value=value, allowed="1 or more")
     if token_budget is not None:
         bins = _bins_within_budget(lengths, num_ranks, token_budget, micro_batch_size)
     elif micro_batch_size is not None:
         count = -(-len(lengths) // (num_ranks * micro_batch_size))
         bins = balanced_partition(lengths, num_ranks * count)
     else:
-        raise BatchError("pass token_budget or micro_batch_size")
+        raise BatchError(field="token_budget", value=None, allowed="a number, unless micro_batch_size is one")
     ranks = balanced_partition([sum(lengths[i] for i in members) for members in bins], num_ranks)
     assignment = tuple(tuple(tuple(sorted(bins[place])) for place in rank) for rank in ranks)
     return MicroBatchPlan(assignment=assignment, num_samples=len(lengths))
@@ -90,7 +91,7 @@ def split_mini_batches(group_ids: Sequence[int], num_groups: int) -> tuple[tuple
         group_ids: the group of each sample; any integers, equal for samples of the same prompt.
     """
     if num_groups < 1:
-        raise BatchError(f"num_groups={num_groups}: must be at least 1")
+        raise BatchError(field="num_groups", value=num_groups, allowed="1 or more")
     number = {group: place for place, group in enumerate(dict.fromkeys(group_ids))}
     minis: Bins = [[] for _ in range(-(-len(number) // num_groups))]
     for sample, group in enumerate(group_ids):

@@ -31,7 +31,7 @@ def broadcast_to_tokens(values_S: Tensor, lens_S: Tensor) -> Tensor:
     """Repeat each sequence's value for its tokens: [S] -> [K], K = lens_S.sum()."""
     require_1d(values_S=values_S, lens_S=lens_S)
     if values_S.numel() != lens_S.numel():
-        raise ShapeError(f"{values_S.numel()} values for {lens_S.numel()} sequences")
+        raise ShapeError(field="values_S", value=values_S.numel(), allowed=f"{lens_S.numel()}, one per sequence")
     return torch.repeat_interleave(values_S, lens_S.to(device=values_S.device, dtype=torch.int64))
 
 
@@ -74,7 +74,7 @@ def flatten_padded(values_BL: Tensor, mask_BL: Tensor) -> tuple[Tensor, Tensor]:
     """
     require_same_shape(values_BL=values_BL, mask_BL=mask_BL)
     if mask_BL.dim() != 2:
-        raise ShapeError(f"mask_BL has shape {tuple(mask_BL.shape)}; it must have two dimensions")
+        raise ShapeError(field="mask_BL", value=tuple(mask_BL.shape), allowed="two dimensions")
     mask = mask_BL.bool()
     return values_BL[mask], mask.sum(dim=1)
 
@@ -83,6 +83,6 @@ def pad_flat(values_K: Tensor, mask_BL: Tensor, *, fill: float = 0.0) -> Tensor:
     """Inverse of `flatten_padded`: the values where the mask is set, `fill` elsewhere, [B, L]. Differentiable."""
     mask = mask_BL.bool()
     if values_K.shape != (int(mask.sum()),):
-        raise ShapeError(f"values_K has shape {tuple(values_K.shape)}; the mask has {int(mask.sum())} places")
+        raise ShapeError(field="values_K", value=tuple(values_K.shape), allowed=f"({int(mask.sum())},), as the mask")
     padded = values_K.new_full(mask.shape, fill)
     return padded.masked_scatter(mask, values_K)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import ArgumentError, ShapeError, require
 from .chunked import ChunkedBackend, accumulation_dtype
 from .parallel import local_targets, reduce_stats
 from .reference import reference_log_prob
@@ -78,11 +79,10 @@ def linear_log_prob(
         ``(log_probs, entropy)``, both ``[T]`` float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: for a shape, dtype, device or number that is not allowed; names the argument and what is allowed.
+        ShapeError, ArgumentError: for a shape, dtype, device or number that is not allowed.
     """
     _check(hidden, weight, targets, temperature, bias, soft_cap, backend)
-    if keep_bytes is not None and keep_bytes < 0:
-        raise ValueError(f"keep_bytes: got {keep_bytes}, allowed None or 0 or more")
+    require(keep_bytes is None or keep_bytes >= 0, "keep_bytes", keep_bytes, "None, or 0 or more")
     spec = LogitSpec(temperature=float(temperature), soft_cap=None if soft_cap is None else float(soft_cap))
     bias = None if bias is None else _finite(bias)
     inputs = LogitInputs(hidden_NH=hidden, weight_VH=weight, bias_V=bias, targets_N=targets, spec=spec)
@@ -105,10 +105,10 @@ def _compute(
     outside_N = (targets_N < 0) | (targets_N >= num_rows)
     if not targets_N.is_cuda and bool(outside_N.any()):
         worst = targets_N[outside_N][0].item()
-        raise ValueError(f"targets: got {worst}, allowed 0 to {num_rows - 1} (use ignore_index for tokens to ignore)")
+        remedy = "use ignore_index for tokens to ignore"
+        raise ArgumentError(field="targets", value=worst, allowed=f"0 to {num_rows - 1}", remedy=remedy)
     if backend is None:
-        if group is not None:
-            raise ValueError('group: not supported by backend="reference"; use "auto", "triton" or "chunked"')
+        require(group is None, "backend", "reference", "auto, triton or chunked with a group")
         log_prob_N, entropy_N = reference_log_prob(inputs)
     else:
         # Keep probabilities only if a backward pass can follow.
@@ -137,11 +137,14 @@ def _choose_backend(name: BackendName, hidden: Tensor, deterministic: bool | Non
         deterministic = torch.are_deterministic_algorithms_enabled()
     has_triton = find_spec("triton") is not None
     if name == "triton" and not has_triton:
-        raise ValueError('backend: "triton" needs the package triton, which is not installed; use "auto" or "chunked"')
+        raise ArgumentError("the package is not installed", field="backend", value="triton", allowed="auto or chunked")
     if name == "triton" and not hidden.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(
-            f'backend: "triton" needs tensors on a GPU, got {hidden.device}; use "auto" or "chunked", or set '
-            "TRITON_INTERPRET=1 to interpret the kernels"
+        raise ArgumentError(
+            f"the tensors are on {hidden.device}",
+            field="backend",
+            value="triton",
+            allowed="auto or chunked without a GPU",
+            remedy="TRITON_INTERPRET=1 interprets the kernels",
         )
     fits = hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16) and hidden.shape[1] % 16 == 0
     # Triton's tiles do not fit into the shared memory of GPUs before Ampere.
@@ -226,25 +229,20 @@ def _check(
     backend: str,
 ) -> None:
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or weight.shape[0] == 0:
-        raise ValueError(
-            f"hidden, weight: got {tuple(hidden.shape)} and {tuple(weight.shape)}, allowed [T, H] and [V, H] with V > 0"
-        )
+        shapes = (tuple(hidden.shape), tuple(weight.shape))
+        raise ShapeError(field="hidden, weight", value=shapes, allowed="[T, H] and [V, H] with V > 0")
     if targets.shape != hidden.shape[:1] or targets.dtype != torch.int64:
-        raise ValueError(
-            f"targets: got {tuple(targets.shape)} {targets.dtype}, allowed [{hidden.shape[0]}] torch.int64"
-        )
+        given = (*targets.shape, str(targets.dtype))
+        raise ShapeError(field="targets", value=given, allowed=f"[{hidden.shape[0]}] torch.int64")
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias: got {tuple(bias.shape)}, allowed [{weight.shape[0]}]")
-    if hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        raise ValueError(f"hidden: got {hidden.dtype}, allowed bfloat16, float16, float32, float64")
-    if weight.dtype != hidden.dtype:
-        raise ValueError(f"weight: got {weight.dtype}, allowed hidden's {hidden.dtype}; cast one of the two")
-    others = [targets, weight] if bias is None else [targets, weight, bias]
-    if any(other.device != hidden.device for other in others):
-        raise ValueError(f"devices: got {[str(x.device) for x in (hidden, *others)]}, allowed one device for all")
-    if not (math.isfinite(temperature) and temperature > 0):
-        raise ValueError(f"temperature: got {temperature}, allowed a positive number (greedy decoding has no log-prob)")
-    if soft_cap is not None and not (math.isfinite(soft_cap) and soft_cap > 0):
-        raise ValueError(f"soft_cap: got {soft_cap}, allowed None or a positive number")
-    if backend not in get_args(BackendName):
-        raise ValueError(f"backend: got {backend!r}, allowed {', '.join(get_args(BackendName))}")
+        raise ShapeError(field="bias", value=tuple(bias.shape), allowed=f"[{weight.shape[0]}]")
+    floating = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    require(hidden.dtype in floating, "hidden", hidden.dtype, "bfloat16, float16, float32 or float64")
+    require(weight.dtype == hidden.dtype, "weight", weight.dtype, f"the dtype of hidden, {hidden.dtype}")
+    devices = [str(x.device) for x in (hidden, targets, weight, bias) if x is not None]
+    require(len(set(devices)) == 1, "devices", devices, "one device for all")
+    # Greedy decoding has no log-prob.
+    require(math.isfinite(temperature) and temperature > 0, "temperature", temperature, "a positive number")
+    allowed_cap = soft_cap is None or (math.isfinite(soft_cap) and soft_cap > 0)
+    require(allowed_cap, "soft_cap", soft_cap, "None, or a positive number")
+    require(backend in get_args(BackendName), "backend", backend, ", ".join(get_args(BackendName)))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .._tensors import require_same_shape, safe_exp, upcast
 from ..batching.segments import broadcast_to_tokens, segment_mean, segment_sum
+from ..errors import ArgumentError, require
 from ..options import ImportanceLevel, ImportanceMode, require_option
 
 
@@ -41,10 +42,8 @@ def rollout_weights(
     """
     require_option("mode", mode, ImportanceMode)
     require_option("level", level, ImportanceLevel)
-    if max_ratio <= 0.0:
-        raise ValueError(f"max_ratio={max_ratio}: must be above 0")
-    if not 0.0 <= min_ratio <= max_ratio:
-        raise ValueError(f"min_ratio={min_ratio}: must be between 0 and max_ratio={max_ratio}")
+    require(max_ratio > 0.0, "max_ratio", max_ratio, "above 0")
+    require(0.0 <= min_ratio <= max_ratio, "min_ratio", min_ratio, f"0 to max_ratio, {max_ratio}")
     require_same_shape(old_log_probs_K=old_log_probs_K, rollout_log_probs_K=rollout_log_probs_K)
     old_log_probs, rollout_log_probs = upcast(old_log_probs_K.detach(), rollout_log_probs_K.detach())
     ratio = safe_exp(_level_log_ratio(old_log_probs - rollout_log_probs, level, response_lens_S))
@@ -58,6 +57,6 @@ def _level_log_ratio(difference: Tensor, level: ImportanceLevel, response_lens_S
     if level == "token":
         return difference
     if response_lens_S is None:
-        raise ValueError(f"level={level!r} needs response_lens_S")
+        raise ArgumentError("it needs response_lens_S", field="level", value=level)
     reduce = segment_sum if level == "sequence" else segment_mean
     return broadcast_to_tokens(reduce(difference, response_lens_S), response_lens_S)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from ..errors import require
+
 
 class KLController(Protocol):
     """Interface of a controller."""
@@ -22,7 +24,7 @@ class FixedKL:
     coefficient: float
 
     def __post_init__(self) -> None:
-        _require_coefficient(self.coefficient)
+        require(self.coefficient >= 0.0, "coefficient", self.coefficient, "0 or more")
 
     def updated(self, kl: float, num_samples: int) -> "FixedKL":
         """The same controller."""
@@ -47,21 +49,14 @@ class AdaptiveKL:
     """Sequences over which a full error of 0.2 acts, above 0."""
 
     def __post_init__(self) -> None:
-        _require_coefficient(self.coefficient)
+        require(self.coefficient >= 0.0, "coefficient", self.coefficient, "0 or more")
         for name in ("target", "horizon"):
-            if getattr(self, name) <= 0.0:
-                raise ValueError(f"{name}={getattr(self, name)}: must be above 0")
+            require(getattr(self, name) > 0.0, name, getattr(self, name), "above 0")
 
     def updated(self, kl: float, num_samples: int) -> "AdaptiveKL":
         """The controller after a batch of `num_samples` sequences with this mean KL. Raises `ValueError` for NaN."""
-        if kl != kl:
-            raise ValueError("kl=nan: a controller cannot be updated with it; check the log-probs of the batch")
+        require(kl == kl, "kl", kl, "a number (check the log-probs of the batch)")
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         factor = 1.0 + error * num_samples / self.horizon
         # a batch larger than the horizon must not turn the coefficient negative
         return replace(self, coefficient=self.coefficient * max(factor, 0.0))
-
-
-def _require_coefficient(coefficient: float) -> None:
-    if coefficient < 0.0:
-        raise ValueError(f"coefficient={coefficient}: must be at least 0")

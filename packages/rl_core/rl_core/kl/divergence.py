@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .._tensors import require_same_shape, upcast
-from ..errors import ShapeError
+from ..errors import ShapeError, require
 from ..options import DivergenceKind, require_option
 
 _LOWEST = -1.0e4
@@ -45,7 +45,7 @@ def divergence(
     check_divergence(kind, beta)
     require_same_shape(log_probs_KC=log_probs_KC, teacher_log_probs_KC=teacher_log_probs_KC)
     if log_probs_KC.dim() != 2:
-        raise ShapeError(f"log_probs_KC has shape {tuple(log_probs_KC.shape)}; it must have two dimensions")
+        raise ShapeError(field="log_probs_KC", value=tuple(log_probs_KC.shape), allowed="two dimensions")
     student, teacher = upcast(log_probs_KC, teacher_log_probs_KC.detach())
     return full_divergence(_with_tail(student), _with_tail(teacher), kind, beta)
 
@@ -53,8 +53,7 @@ def divergence(
 def check_divergence(kind: str, beta: float) -> None:
     """Raise `ValueError` unless the divergence exists and 0 < beta < 1."""
     require_option("kind", kind, DivergenceKind)
-    if not 0.0 < beta < 1.0:
-        raise ValueError(f"beta={beta}: must be above 0 and below 1 (kind forward or reverse for the ends)")
+    require(0.0 < beta < 1.0, "beta", beta, "above 0 and below 1 (kind forward or reverse for the ends)")
 
 
 def full_divergence(student_KV: Tensor, teacher_KV: Tensor, kind: DivergenceKind, beta: float) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ShapeError
+from ..errors import ShapeError, require
 from ..fused_log_prob.chunked import accumulation_dtype, matmul_accumulate
 from ..fused_log_prob.reference import all_log_probs
 from ..fused_log_prob.types import LogitSpec
@@ -87,8 +87,7 @@ def linear_divergence(
         ShapeError: positions or hidden sizes that do not match, or a teacher's head with fewer than V rows.
     """
     check_divergence(kind, beta)
-    if not temperature > 0:
-        raise ValueError(f"temperature={temperature}: must be above 0")
+    require(temperature > 0, "temperature", temperature, "above 0")
     _check_shapes(hidden, weight, teacher)
     spec = _Spec(kind=kind, beta=beta, temperature=temperature, soft_cap=soft_cap, chunk_bytes=chunk_bytes)
     result: Tensor = _LinearDivergence.apply(hidden, weight, bias, teacher, spec)
@@ -168,16 +167,16 @@ def _chunks(hidden_KH: Tensor, weight_VH: Tensor, spec: _Spec) -> Iterator[slice
 
 def _check_shapes(hidden: Tensor, weight: Tensor, teacher: TeacherTopK | TeacherHead) -> None:
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ShapeError(f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}; must be [K, H] and [V, H]")
+        shapes = (tuple(hidden.shape), tuple(weight.shape))
+        raise ShapeError(field="hidden, weight", value=shapes, allowed="[K, H] and [V, H]")
     num_positions = hidden.shape[0]
     if isinstance(teacher, TeacherTopK):
         ids, log_probs = tuple(teacher.ids_KC.shape), tuple(teacher.log_probs_KC.shape)
         if ids != log_probs or len(ids) != 2 or ids[0] != num_positions:
-            raise ShapeError(f"ids_KC {ids}, log_probs_KC {log_probs}; both must be [{num_positions}, C]")
+            allowed = f"[{num_positions}, C] for both"
+            raise ShapeError(field="ids_KC, log_probs_KC", value=(ids, log_probs), allowed=allowed)
         return
     of_hidden, of_weight = tuple(teacher.hidden_KG.shape), tuple(teacher.weight_VG.shape)
     if of_hidden != (num_positions, of_weight[1]) or of_weight[0] < weight.shape[0]:
-        raise ShapeError(
-            f"hidden_KG {of_hidden}, weight_VG {of_weight}; must be [{num_positions}, G] and [V, G] with V of at least "
-            f"{weight.shape[0]}, the rows of the student's head"
-        )
+        allowed = f"[{num_positions}, G] and [V, G], V at least {weight.shape[0]}, the rows of the student's head"
+        raise ShapeError(field="hidden_KG, weight_VG", value=(of_hidden, of_weight), allowed=allowed)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._tensors import require_1d, require_same_shape, upcast
 from ..batching.segments import broadcast_to_tokens
+from ..errors import require
 from ..options import LossAggregation, require_option
 
 
@@ -41,10 +42,10 @@ def token_weights(
     """
     require_option("mode", mode, LossAggregation)
     require_1d(response_lens_N=response_lens_N)
-    if mode == "fixed_length" and (fixed_length is None or fixed_length < 1):
-        raise ValueError(f"fixed_length={fixed_length}: mode 'fixed_length' needs a length of at least 1")
-    if mode != "fixed_length" and fixed_length is not None:
-        raise ValueError(f"fixed_length={fixed_length}: only mode 'fixed_length' uses it, not {mode!r}")
+    if mode == "fixed_length":
+        require(fixed_length is not None and fixed_length >= 1, "fixed_length", fixed_length, "1 or more")
+    else:
+        require(fixed_length is None, "fixed_length", fixed_length, f"None with mode {mode}")
     lens_N = response_lens_N.to(torch.float64)
     has_tokens_N = lens_N > 0
     tokens = lens_N.sum() if num_tokens is None else lens_N.new_tensor(float(num_tokens))

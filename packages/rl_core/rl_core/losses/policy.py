@@ -177,7 +177,6 @@ def _clipped_surrogate(
         ceiling = -dual_clip * advantages
         dual_clipped = (advantages < 0) & (ceiling < loss)
         loss = torch.where(dual_clipped, ceiling, loss)
-        clipped = clipped & ~dual_clipped
     stats = PolicyLossStats(
         ratio_K=ratio.detach(), log_ratio_K=log_ratio.detach(), clipped_K=clipped, dual_clipped_K=dual_clipped
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from .._tensors import require_1d, require_same_shape, upcast
-from ..errors import ShapeError
+from ..errors import ShapeError, require
 from ..options import PairLoss, require_option
 
 
@@ -29,7 +29,7 @@ def bradley_terry_loss(
     equation 2; the centering: Eisenstein et al. 2023, arXiv:2312.09244.
     Raises `ValueError` for a negative `center_coef`, `ShapeError` for shapes.
     """
-    _require_not_negative("center_coef", center_coef)
+    require(center_coef >= 0.0, "center_coef", center_coef, "0 or more")
     margins = torch.zeros_like(chosen_P) if margins_P is None else margins_P.detach()
     chosen, rejected, margins = _pairs(chosen_P=chosen_P, rejected_P=rejected_P, margins_P=margins)
     loss = -logsigmoid(chosen - rejected - margins)
@@ -61,9 +61,9 @@ def dpo_loss(
     Raises `ValueError` for an option out of range, `ShapeError` for shapes.
     """
     require_option("kind", kind, PairLoss)
-    _require_positive("beta", beta)
-    if not 0.0 <= label_smoothing < 0.5 or (label_smoothing and kind != "dpo"):
-        raise ValueError(f"label_smoothing={label_smoothing}: must be 0 to below 0.5, and 0 with kind='ipo'")
+    require(beta > 0.0, "beta", beta, "above 0")
+    fits = 0.0 <= label_smoothing < 0.5 and (not label_smoothing or kind == "dpo")
+    require(fits, "label_smoothing", label_smoothing, "0 to below 0.5, and 0 with kind ipo")
     chosen, rejected = _pairs(chosen_log_ratios_P=chosen_log_ratios_P, rejected_log_ratios_P=rejected_log_ratios_P)
     h = chosen - rejected
     if kind == "ipo":
@@ -96,15 +96,15 @@ def kto_loss(
     Source: Ethayarajh et al. 2024, arXiv:2402.01306, section 4; the loss is lambda_y - v.
     Raises `ValueError` for an option out of range, `ShapeError` for shapes.
     """
-    _require_positive("beta", beta)
-    _require_not_negative("desirable_weight", desirable_weight)
-    _require_not_negative("undesirable_weight", undesirable_weight)
+    require(beta > 0.0, "beta", beta, "above 0")
+    require(desirable_weight >= 0.0, "desirable_weight", desirable_weight, "0 or more")
+    require(undesirable_weight >= 0.0, "undesirable_weight", undesirable_weight, "0 or more")
     require_1d(log_ratios_N=log_ratios_N)
     require_same_shape(log_ratios_N=log_ratios_N, is_desirable_N=is_desirable_N)
     (log_ratios,) = upcast(log_ratios_N)
     reference = torch.as_tensor(kl).detach().to(log_ratios)
     if reference.numel() != 1:
-        raise ShapeError(f"kl has shape {tuple(reference.shape)}; it must be one number")
+        raise ShapeError(field="kl", value=tuple(reference.shape), allowed="one number")
     desirable = is_desirable_N.to(log_ratios)
     sign = 2.0 * desirable - 1.0
     weight = desirable_weight * desirable + undesirable_weight * (1.0 - desirable)
@@ -121,7 +121,7 @@ def kto_kl(mismatched_log_ratios_N: Tensor) -> Tensor:
     """
     require_1d(mismatched_log_ratios_N=mismatched_log_ratios_N)
     if not mismatched_log_ratios_N.numel():
-        raise ShapeError("mismatched_log_ratios_N is empty; the estimate needs at least one response")
+        raise ShapeError(field="mismatched_log_ratios_N", value=0, allowed="at least one response")
     (log_ratios,) = upcast(mismatched_log_ratios_N.detach())
     return log_ratios.mean().clamp(min=0.0)
 
@@ -131,13 +131,3 @@ def _pairs(**rows: Tensor) -> tuple[Tensor, ...]:
     require_1d(**rows)
     require_same_shape(**rows)
     return upcast(*rows.values())
-
-
-def _require_positive(name: str, value: float) -> None:
-    if not value > 0.0:
-        raise ValueError(f"{name}={value}: must be above 0")
-
-
-def _require_not_negative(name: str, value: float) -> None:
-    if not value >= 0.0:
-        raise ValueError(f"{name}={value}: must be at least 0")

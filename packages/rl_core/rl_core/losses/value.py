@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .._tensors import require_same_shape, upcast
+from ..errors import require
 
 
 def value_loss(
@@ -23,8 +24,7 @@ def value_loss(
     Source: PPO2 in OpenAI baselines (2017); Huang et al. 2022, "The 37 implementation details of PPO", detail 9.
     Raises `ValueError` for `clip` not above 0, `ShapeError` for shapes that differ.
     """
-    if clip is not None and clip <= 0.0:
-        raise ValueError(f"clip={clip}: must be above 0, or None")
+    require(clip is None or clip > 0.0, "clip", clip, "above 0, or None")
     require_same_shape(values_K=values_K, returns_K=returns_K)
     values, returns = upcast(values_K, returns_K.detach())
     plain = 0.5 * (values - returns).square()

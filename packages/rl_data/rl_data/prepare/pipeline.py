@@ -33,7 +33,7 @@ def prepare_data(config: PrepareConfig, *, command: str = "") -> Report:
     `skip_bad` a row, that cannot be used, if no row is left for training or validation, and if `config.out` exists.
     """
     if importlib.util.find_spec("datasketch") is None:
-        raise DataConfigError("datasketch is not installed", remedy="pip install plinth-rl-data[prepare]")
+        raise DataConfigError("datasketch is not installed", remedy="pip install 'datasketch>=2'")
     out, report = Path(config.out), Report()
     if not config.overwrite and (out.is_file() or (out.is_dir() and any(out.iterdir()))):
         raise DataError("exists", "Give another --out, or replace its files: --overwrite.", file=str(out))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import DataConfigError
-from .base import AnswerReward, PromptFields
+from .base import AnswerReward, PromptFields, tail
 from .gsm8k import accepted_answers
 
 _TAIL_CHARACTERS = 2000
@@ -20,12 +20,12 @@ class MathReward(AnswerReward):
 
     The answer is the last `\\boxed{}`, else the last formula or number, in the last 2,000 characters; several boxed
     answers are a set. The ground truth is LaTeX or a number, or a JSON list of them, each of which is right. An answer
-    that takes too long to evaluate is wrong. Needs `pip install plinth-rl-data[math]`.
+    that takes too long to evaluate is wrong. Needs the package math-verify.
     """
 
     def prepare(self) -> str:
         if importlib.util.find_spec("math_verify") is None:
-            raise DataConfigError("math-verify is not installed", remedy="pip install plinth-rl-data[math]")
+            raise DataConfigError("math-verify is not installed", remedy="pip install 'math-verify>=0.9,<0.10'")
         return ""
 
     def __call__(self, response_text: str, prompt: PromptFields, **facts: Any) -> float:
@@ -39,7 +39,7 @@ class MathReward(AnswerReward):
         return self.format_score
 
     def answer(self, response_text: str) -> Any:
-        return _parse(response_text[-_TAIL_CHARACTERS:]) or None
+        return _parse(tail(response_text, _TAIL_CHARACTERS)) or None
 
     def same_answer(self, one: Any, other: Any) -> bool:
         from math_verify import verify

@@ -84,7 +84,7 @@ _UNNEEDED = {
 }
 """Reason -> keys that a preset does not need."""
 _REFUSED = {
-    "the engine's optimizer is AdamW": "optimizer",
+    "optim.name names one of the engine's": "optimizer",
     "set schedule and warmup_steps of the optimizer": "scheduler",
     "batch.mini_batch_size counts prompts: divide by sampling.n": "train_batch_size",
     "there is no counterpart; see docs/from-verl.md": "*",

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -137,7 +137,9 @@ def load_inputs(
 
     def prompts(key: str, files: Sequence[str], most: int | None) -> list[Prompt]:
         with naming_file(key):
-            return load_prompts(files, tokenizer, data, max_prompts=most) if files else []
+            loaded = load_prompts(files, tokenizer, data, max_prompts=most) if files else []
+        check_token_ids(model_path, tokenizer, ((prompt.id, prompt.token_ids) for prompt in loaded), key=key)
+        return loaded
 
     with log_lines() as lines:
         return Inputs(
@@ -145,7 +147,9 @@ def load_inputs(
             tokenizer=tokenizer,
             train_prompts=prompts("data.train", train, max_prompts),
             val_prompts=prompts("data.val", val, max_prompts or data.max_val_prompts),
-            demonstrations=load_examples("demonstrations", demonstrations, tokenizer, data, supervised, section=section)
+            demonstrations=load_examples(
+                "demonstrations", demonstrations, tokenizer, model_path, data, supervised, section=section
+            )
             if supervised.trains
             else [],
             task=written,
@@ -157,6 +161,7 @@ def load_examples(
     kind: ExampleKind,
     files: Sequence[str],
     tokenizer: Any,
+    model_path: Path,
     data: DataConfig,
     supervised: SupervisedConfig,
     *,
@@ -171,14 +176,56 @@ def load_examples(
         section: the configuration section of `supervised`.
         key: that of the files in it.
     """
-    most = supervised.max_length
+    most, turns, examples = supervised.max_length, supervised.turns, list[Any]()
     with naming_file(f"{section}.{key}"):
         if kind == "pairs":
-            return list(load_pairs(files, tokenizer, data, max_length=most, section=section))
-        if kind == "labeled":
-            return list(load_labeled(files, tokenizer, data, max_length=most, seed=seed, section=section))
-        turns = supervised.turns
-        return list(load_demonstrations(files, tokenizer, data, turns=turns, max_length=most, section=section))
+            examples = list(load_pairs(files, tokenizer, data, max_length=most, section=section))
+        elif kind == "labeled":
+            examples = list(load_labeled(files, tokenizer, data, max_length=most, seed=seed, section=section))
+        else:
+            examples = list(load_demonstrations(files, tokenizer, data, turns=turns, max_length=most, section=section))
+    check_token_ids(model_path, tokenizer, _sequences(examples), key=f"{section}.{key}")
+    return examples
+
+
+def _sequences(examples: Sequence[Any]) -> Iterator[tuple[str, Sequence[int]]]:
+    """Number and token ids of each sequence of the examples."""
+    for number, example in enumerate(examples):
+        parts = (example,) if isinstance(example, Demonstration) else vars(example).values()
+        for part in parts:
+            if isinstance(part, Demonstration):
+                yield f"example {number}", [*part.prompt_ids, *part.response_ids]
+
+
+def check_token_ids(
+    model_path: Path, tokenizer: Any, sequences: Iterable[tuple[str, Sequence[int]]], *, key: str
+) -> None:
+    """Refuses token ids that the embedding of the model lacks, as those of tokens that were added to the tokenizer.
+
+    Args:
+        sequences: name and token ids of each prompt or example.
+        key: the configuration key that names their files.
+
+    Raises InputError.
+    """
+    rows = vocab_size(model_path)
+    if max(tokenizer.get_vocab().values()) < rows:
+        return
+    for name, ids in sequences:
+        if (largest := max(ids, default=0)) >= rows:
+            token = tokenizer.convert_ids_to_tokens(largest)
+            raise InputError(
+                f"{name} has the token {token!r}, number {largest}, and the embedding of model.path has {rows} rows",
+                field=key,
+                remedy="use the tokenizer that the model was trained with, or save the model after "
+                "`resize_token_embeddings(len(tokenizer))`",
+            )
+
+
+def vocab_size(folder: Path) -> int:
+    """Rows of the embedding of a model folder, by its configuration."""
+    config = read_model_config(folder)
+    return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
 
 
 def describe_repeats(num: int, batch_size: int, *, noun: str, key: str, num_drawn: int | None = None) -> str:

@@ -107,7 +107,13 @@ def job_layout(
     try:
         return batch_layout(config.batch, samples_per_prompt=config.sampling.n, dp=num_ranks // sp, sp=sp)
     except BatchError as error:
-        raise InputError(str(error), field="batch", remedy=f"or use another trainer.num_ranks ({num_ranks})") from error
+        raise InputError(
+            error.problem,
+            field=f"batch.{error.field}",
+            value=error.value,
+            allowed=error.allowed,
+            remedy=f"or use another trainer.num_ranks ({num_ranks})",
+        ) from error
 
 
 def check_job(config: JobConfig, engines: Mapping[str, tuple[EngineConfig, int]]) -> JobPlan:

@@ -73,7 +73,7 @@ def check_reward_ranks(config: JobConfig, placement: Placement) -> list[str]:
     if config.trainer.shared_folder is not None:  # else the ranks get it from this host
         check_cluster(model, config.trainer, placement, key="reward.model")
     engines, on_gpu = {"actor": config.frozen_engine}, placement.on_gpu
-    return check_architectures(model, engines, on_gpu=on_gpu, value_heads=("actor",), key="reward.model")
+    return check_architectures(model, engines, on_gpu=on_gpu, value_heads=("actor",), trained=False, key="reward.model")
 
 
 def _check_head(reward: ScoringConfig, folder: Path) -> None:

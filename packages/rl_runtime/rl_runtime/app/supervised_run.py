@@ -17,7 +17,7 @@ from run_kit.timing import Laps
 from ..config import BUILTIN_MODEL
 from ..errors import InputError
 from ..launch.cluster import check_cluster
-from ..launch.session import open_rank_session, plan_ranks
+from ..launch.session import open_rank_session, plan_session
 from ..ranks.environment import prepare_driver
 from ..resolve.resolved import ResolvedConfig
 from ..supervised_job_config import SupervisedJobConfig, SupervisedJobConfigT
@@ -87,7 +87,7 @@ def check_run(config: SupervisedJobConfig, *, head: Head = "lm") -> SupervisedPl
     prepare_driver(trainer.device)
     check_sequence_parallel(engine, section="engine", num_ranks=trainer.rank_count)
     check_states(engine, section="engine", is_saved=trainer.save_freq > 0)
-    placement = plan_ranks(trainer, sequence_parallel=engine.sequence_parallel)
+    placement = plan_session(trainer, sequence_parallel={"actor": engine.sequence_parallel})
     check_prompt_files(config.model, config.data)
     check_supervised(config.model, config.data, config.supervised, section="supervised", examples=config.examples)
     check_supervised(config.model, config.data, config.first_stage, section="warm_start")
@@ -218,7 +218,15 @@ def _load(config: SupervisedJobConfig, folder: Path) -> Examples:
         with_prompts=False,
         section="supervised" if is_first else "warm_start",
     )
-    load = partial(load_examples, kind, tokenizer=inputs.tokenizer, data=config.data, supervised=supervised, seed=seed)
+    load = partial(
+        load_examples,
+        kind,
+        tokenizer=inputs.tokenizer,
+        model_path=inputs.model_path,
+        data=config.data,
+        supervised=supervised,
+        seed=seed,
+    )
     files, val_files = supervised.files, supervised.val_files
     if inputs.task is not None and inputs.task.pairs is not None and inputs.task.val_pairs is not None:
         files, val_files = (str(inputs.task.pairs),), (str(inputs.task.val_pairs),)

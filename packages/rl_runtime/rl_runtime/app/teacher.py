@@ -22,10 +22,10 @@ from ..errors import InputError
 from ..job_config import JobConfig
 from ..launch.placement import Placement
 from ..rollout.watched_servers import WatchedServers
-from ..training.engines import check_architectures
+from ..training.engines import check_architectures, check_model_weights
 from ..training.teacher import RankTeacher, ServerTeacher
 from ..training.teacher_config import TeacherConfig
-from .inputs import read_model_config
+from .inputs import vocab_size
 from .job import Job
 from .reward_model import load_scoring_model
 
@@ -77,19 +77,19 @@ def open_teacher(job: Job, teacher: TeacherConfig) -> ServerTeacher | RankTeache
             group, scorer, kind="teacher server", max_restarts=max_restarts, report=job.tracker.info
         )
         job.session.enter(closing(watched))
-    vocab_size = _vocab_size(job.inputs.model_path)
-    return ServerTeacher(group, scorer, top_k=top_k, vocab_size=vocab_size, watched=watched)
+    rows = vocab_size(job.inputs.model_path)
+    return ServerTeacher(group, scorer, top_k=top_k, vocab_size=rows, watched=watched)
 
 
 def _check_on_ranks(config: JobConfig, teacher: TeacherConfig, folder: Path, placement: Placement) -> None:
     engines, model = {"actor": config.frozen_engine}, ModelConfig(path=str(folder))
     check_architectures(model, engines, on_gpu=placement.on_gpu, key="teacher.model")
     student = (
-        VOCABULARY_SIZE if config.model.path == BUILTIN_MODEL else _vocab_size(find_model_folder(config.model.path))
+        VOCABULARY_SIZE if config.model.path == BUILTIN_MODEL else vocab_size(find_model_folder(config.model.path))
     )
-    if teacher.signal == "full" and _vocab_size(folder) < student:
+    if teacher.signal == "full" and vocab_size(folder) < student:
         raise InputError(
-            f"its head has {_vocab_size(folder)} rows, and the student's {student}",
+            f"its head has {vocab_size(folder)} rows, and the student's {student}",
             field="teacher.model",
             value=teacher.model,
             allowed="with teacher.signal=full as many rows or more",
@@ -101,6 +101,7 @@ def _check_servers(teacher: TeacherConfig, folder: Path, placement: Placement) -
     if server.urls:
         _try_servers(server, teacher)
         return
+    check_model_weights(ModelConfig(path=str(folder)), key="teacher.model")
     needed = server.server_count * server.tensor_parallel_size
     if len(teacher.gpus) != (needed if placement.on_gpu else 0):
         allowed = f"{needed} numbers of GPUs" if placement.on_gpu else "none on the CPU"
@@ -122,8 +123,3 @@ def _try_servers(server: RolloutConfig, teacher: TeacherConfig) -> None:
                 scorer.run(scorer.score([([0], [0, 0])], top_k=top_k))
     except ScoringError as error:
         raise InputError(str(error), field="teacher.server.urls") from error
-
-
-def _vocab_size(folder: Path) -> int:
-    config = read_model_config(folder)
-    return int(config.get("vocab_size") or config["text_config"]["vocab_size"])

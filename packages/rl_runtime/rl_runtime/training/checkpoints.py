@@ -147,14 +147,22 @@ class RunCheckpoints:
         Raises, before it changes anything:
             InputError: the checkpoint lacks an engine of this run.
             ckpt.ArchitectureMismatchError: its models or adapters have other parameters.
+
+        Raises InputError also if the checkpoint is deleted before it is loaded.
         """
-        self._files.fetch(checkpoint, self._nodes)
-        if not checkpoint.path.is_dir():
+        try:
+            self._load(checkpoint)
+        except Exception as error:
+            if checkpoint.path.is_dir():
+                raise
             raise InputError(
                 f"{checkpoint.path} is gone: the run that wrote it goes on, and keeps newer checkpoints only",
                 field="trainer.resume_from",
                 remedy="stop that run, and resume from its newest checkpoint",
-            )
+            ) from error
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        self._files.fetch(checkpoint, self._nodes)
         for name, model in self._models.items():
             if not (checkpoint.path / name).is_dir():
                 raise InputError(

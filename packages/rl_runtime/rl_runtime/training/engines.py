@@ -7,11 +7,14 @@ from contextlib import contextmanager
 from ds_engine import (
     EngineConfig,
     EngineConfigError,
+    Head,
     ModelError,
     OptimConfig,
     UntriedModelError,
     check_deepspeed,
+    check_finite,
     check_model,
+    check_weights,
 )
 from ds_engine.config import check_schedule
 from plinth_base.model_folder import find_model_folder
@@ -89,19 +92,33 @@ def check_sequence_parallel(engine: EngineConfig, *, section: str, num_ranks: in
         )
 
 
+def check_model_weights(model: ModelConfig, *, key: str = "model.path") -> None:
+    """Raises InputError if the files of a language model lack a weight, or hold one that is inf or NaN, with its
+    name."""
+    folder = str(find_model_folder(model.path))
+    try:
+        check_weights(folder)
+        check_finite(folder)
+    except ModelError as error:
+        raise InputError(error.problem, field=key, value=model.path, remedy=error.remedy) from error
+
+
 def check_architectures(
     model: ModelConfig,
     engines: Mapping[str, EngineConfig],
     *,
     on_gpu: bool,
     value_heads: Collection[str] = ("critic",),
+    trained: bool = True,
     key: str = "model.path",
 ) -> list[str]:
-    """Checks that the engines compute the model exactly, on a small random copy; returns a line for each way.
+    """Checks that the model's files hold all of its weights, none of them NaN, and that the engines compute it exactly,
+    on a small random copy; returns a line for each way.
 
     Args:
         engines: configuration section -> engine.
         value_heads: sections whose engines have a value head.
+        trained: a value head may be missing, and is drawn.
         on_gpu: the ranks have GPUs; they try a model whose kernels need one.
         key: the configuration key that names the model.
 
@@ -116,13 +133,18 @@ def check_architectures(
     folder = str(find_model_folder(model.path))
     lines = []
     for section, engine in engines.items():
+        head: Head = "value" if section in value_heads else "lm"
         try:
             with naming_engine(section, key=key, path=model.path):
-                lines.append(str(check_model(folder, engine, head="value" if section in value_heads else "lm")))
+                lines.append(str(check_model(folder, engine, head=head, new_head=trained)))
         except ModelError as error:
             if not (on_gpu and isinstance(error, UntriedModelError)):
                 if error.field in (None, "model_path"):
                     raise InputError(error.problem, field=key, value=model.path, remedy=error.remedy) from error
                 raise InputError.of(error, under=section) from error
             lines.append(f"{error}; the ranks try it before the first step")
+    try:
+        check_finite(folder)
+    except ModelError as error:
+        raise InputError(error.problem, field=key, value=model.path, remedy=error.remedy) from error
     return list(dict.fromkeys(lines))

@@ -21,6 +21,7 @@ from ..rollout.servers import RolloutServers
 from ..rollout.step_rollouts import StepRollouts
 from ..samples import Phase
 from .checkpoints import RunCheckpoints, load_and_say, save_or_say
+from .learning_signal import LearningSignal
 from .metrics import disagreement, rollout_metrics
 from .record import RunRecord
 from .reward_model import RewardModel
@@ -71,10 +72,16 @@ class TrainingLoop:
         checkpoints: RunCheckpoints,
         record: RunRecord,
         reward_model: RewardModel | None = None,
+        signal: LearningSignal | None = None,
     ) -> None:
-        """`reward_model`: on the ranks; completes the scores that `rollouts` return."""
+        """
+        Args:
+            reward_model: on the ranks; completes the scores that `rollouts` return.
+            signal: warns of scores that teach nothing; None for a run that does not learn from scores.
+        """
         self._trainer, self._rollouts, self._servers = trainer, rollouts, servers
         self._checkpoints, self._record, self._reward_model = checkpoints, record, reward_model
+        self._signal = signal
         self._policies_differ = False
         """True if servers and ranks computed different policies in the last step."""
 
@@ -159,6 +166,8 @@ class TrainingLoop:
                 if self._reward_model is not None:
                     with timer.phase("reward_model"):
                         collected = self._reward_model.complete(collected)
+                if self._signal is not None:
+                    self._signal.check(step, collected.samples)
                 metrics = rollout_metrics(collected) | learn(step, collected.batch(), timer.phase)
                 self._record.log_samples(step, collected)
                 self._warn_on_policy_mismatch(step, metrics)

@@ -94,6 +94,11 @@ class PolicyConfig:
         return ":" in self.loss
 
     @property
+    def learns_from_scores(self) -> bool:
+        """True if the scores of samples are in the loss."""
+        return True
+
+    @property
     def loss_settings(self) -> dict[str, Any]:
         """The loss's keyword arguments that differ from its own defaults."""
         clips = {"clip_low": self.clip_low, "clip_high": self.clip_high, "dual_clip": self.dual_clip}

@@ -34,7 +34,7 @@ class OpenEnvEnvironment:
         try:
             from openenv.core import GenericEnvClient
         except ImportError as error:
-            raise ImportError(f"{error}: pip install 'plinth-rollout-vllm[openenv]'") from error
+            raise ImportError(f"{error}: pip install 'openenv-core>=0.3,<0.4'") from error
 
         self._client = GenericEnvClient(base_url=url)
         self._action_field, self._action = action_field, dict(action or {})

@@ -150,5 +150,5 @@ def _import_verifiers() -> Any:
     try:
         import verifiers.v1 as vf
     except ImportError as error:
-        raise ImportError(f"{error}: pip install 'plinth-rollout-vllm[verifiers]'") from error
+        raise ImportError(f"{error}: pip install 'verifiers>=0.4,<0.5'") from error
     return vf

@@ -174,10 +174,11 @@ def _known_part(root: type, value: Any, hint: Any, path: str, source: str, probl
                 f"{old_path} is deprecated: write {inner_path} (from {source})", DeprecationWarning, stacklevel=2
             )
         if key not in field_hints(nested):
-            near = nearest_paths(root, inner_path)
-            problem = f"unknown key (given {shown(inner)})"
-            hint = f"nearest: {', '.join(near)}" if near else f"allowed here: {', '.join(field_hints(nested))}"
-            problems.append(ConfigError(problem, field=inner_path, remedy=hint, source=source))
+            for unknown, leaf in leaves(inner, inner_path):
+                near = nearest_paths(root, unknown.partition("[")[0])
+                hint = f"nearest: {', '.join(near)}" if near else f"allowed here: {', '.join(field_hints(nested))}"
+                problem = f"unknown key (given {shown(leaf)})"
+                problems.append(ConfigError(problem, field=unknown, remedy=hint, source=source))
         elif (known := _known_part(root, inner, field_hints(nested)[key], inner_path, source, problems)) is not MISSING:
             out[key] = known
     return out

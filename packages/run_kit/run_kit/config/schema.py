@@ -162,8 +162,9 @@ def all_paths(cls: type) -> list[str]:
 def nearest_paths(cls: type, path: str, *, limit: int = 2) -> list[str]:
     """Keys closest to an unknown path, best first; empty when none is close.
 
-    A key whose last word is right ranks first (`zero.stage` for `actor.zero.stage`), then close spellings of the whole
-    path, then close spellings of its last word, then of a part of that (`clip` in `clip_low`).
+    Keys whose last word is right (`zero.stage` for `actor.zero.stage`) and those that other programs call so
+    (`PEER_KEYS` of the root class, their name -> our keys) come alone. Otherwise close spellings of the whole path come
+    first, then close spellings of its last word, then of a part of that (`clip` in `clip_low`).
     """
     paths = all_paths(cls)
     last_word = path.rpartition(".")[2]
@@ -179,7 +180,10 @@ def nearest_paths(cls: type, path: str, *, limit: int = 2) -> list[str]:
         known = by_last.get(word, [])
         return sorted(known, key=closeness, reverse=True) if "." in path else known
 
-    near = [*places(last_word), *difflib.get_close_matches(path, paths, n=limit, cutoff=0.7)]
+    peers: Mapping[str, Sequence[str]] = getattr(cls, "PEER_KEYS", {})
+    if named := [*places(last_word), *(known for known in peers.get(last_word, ()) if known in paths)]:
+        return list(dict.fromkeys(named))[:limit]
+    near = [*difflib.get_close_matches(path, paths, n=limit, cutoff=0.7)]
     for word in difflib.get_close_matches(last_word, list(by_last), n=limit, cutoff=0.7):
         near += places(word)
     if not near:

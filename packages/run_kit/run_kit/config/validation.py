@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from plinth_base.errors import UNSET, PlinthError
+from plinth_base.errors import UNSET
 
 from ..errors import ConfigError
 from .schema import MISSING, allowed_words, inner_hint
@@ -84,18 +84,19 @@ def _problem(cls: type, detail: Mapping[str, Any], tree: Any, layers: Sequence[L
     return ConfigError(field=path, value=given, allowed=allowed, source=source_of(layers, path))
 
 
-def _check_problem(path: str, error: ValueError, layers: Sequence[Layer]) -> ConfigError:
+def _check_problem(path: str, error: Exception, layers: Sequence[Layer]) -> ConfigError:
     """The problem that a `__post_init__` reports: about a field, or about the whole section."""
-    if not isinstance(error, PlinthError):
+    if not hasattr(error, "allowed"):
         return ConfigError(str(error), field=path)
-    own = error.under(path)
+    own: Any = error  # a PlinthError, or one of rl_core, which imports no other package and has the same fields
+    field = ".".join(filter(None, (path, own.field)))
     return ConfigError(
         own.problem,
-        field=own.field,
-        value=own.value,
+        field=field,
+        value=UNSET if own.value is ... else own.value,
         allowed=own.allowed,
         remedy=own.remedy,
-        source=source_of(layers, own.field or ""),
+        source=source_of(layers, field),
     )
 
 

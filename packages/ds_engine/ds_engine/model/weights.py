@@ -1,0 +1,144 @@
+"""Weights of a model folder, compared with the model before a process loads them: names and shapes, and their values.
+
+transformers draws what a folder lacks at random, with a warning at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from plinth_base.model_folder import ModelFolderError, stored_tensors, weight_files
+
+from ..errors import ModelError
+from ..upstream import transformers_message
+from .parts import VALUE_HEAD
+
+if TYPE_CHECKING:
+    from ..batch import Head
+
+_NUM_SHOWN = 3
+_NEW_HEAD = f"{VALUE_HEAD}.weight"
+
+
+def read_config(model_path: str) -> Any:
+    """The transformers configuration of a model folder.
+
+    Raises:
+        ModelError: there is none, or transformers does not know it.
+    """
+    from transformers import AutoConfig
+
+    if not (Path(model_path) / "config.json").is_file():
+        problem = "it is not a Hugging Face model folder: it has no config.json"
+        raise ModelError(problem, field="model_path", value=model_path)
+    try:
+        return AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+    except Exception as error:  # transformers' strict configurations have exceptions of their own
+        problem = f"its configuration cannot be loaded: {transformers_message(error)}"
+        raise ModelError(problem, field="model_path", value=model_path) from error
+
+
+def check_weights(model_path: str, *, head: Head = "lm", new_head: bool = True) -> None:
+    """Check that the safetensors files hold every weight of the model in its shape. Reads only their headers.
+
+    transformers itself loads the files' tensors without data into the model without data, so that its renaming and
+    fusing of tensors applies. Folders without safetensors are checked when they are loaded.
+
+    Args:
+        new_head: the value head may be missing, and is drawn.
+
+    Raises:
+        ModelError: a weight is missing or has another shape, or a file is damaged.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    from .trial import silenced_transformers
+
+    stored, model_config = _stored(model_path), read_config(model_path)
+    if not stored:
+        return
+    auto_class: Any = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
+    if head == "value":
+        model_config.num_labels = 1
+    try:
+        with silenced_transformers():
+            with torch.device("meta"):
+                tensors = {
+                    name: torch.empty(one.shape, dtype=getattr(torch, one.dtype, torch.uint8))
+                    for name, one in stored.items()
+                }
+                model_class = type(auto_class.from_config(model_config, trust_remote_code=False))
+            _, info = model_class.from_pretrained(
+                None,
+                config=model_config,
+                state_dict=tensors,
+                device_map={"": "meta"},
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, LookupError, RuntimeError) as error:
+        problem = f"its tensors do not become a {model_config.model_type}: {transformers_message(error)}"
+        raise ModelError(problem, field="model_path", value=model_path) from error
+    refuse_incomplete(model_path, info, new_head=head == "value" and new_head)
+
+
+def refuse_incomplete(model_path: str, info: Mapping[str, Any], *, new_head: bool) -> bool:
+    """Refuse a folder by transformers' loading info; returns True if the value head is missing and may be.
+
+    Raises:
+        ModelError: another weight is missing or has another shape.
+    """
+    missing = set(info["missing_keys"])
+    lacks_head = _NEW_HEAD in missing
+    if lacks_head and new_head:
+        missing.remove(_NEW_HEAD)
+    elif missing == {_NEW_HEAD}:
+        problem = f"it has no value head ({_NEW_HEAD}), which a model that is not trained needs"
+        raise ModelError(problem, field="model_path", value=model_path)
+    for name, there, here in sorted(info["mismatched_keys"]):
+        problem = f"{name} has shape {tuple(there)}, and the configuration says {tuple(here)}"
+        raise ModelError(problem, field="model_path", value=model_path)
+    if missing:
+        unused = set(info["unexpected_keys"])
+        remedy = f"it has {_some(unused)}, which no weight of the model is called" if unused else None
+        problem = f"it lacks weights of the model: {_some(missing)}"
+        raise ModelError(problem, field="model_path", value=model_path, remedy=remedy)
+    return lacks_head
+
+
+def _some(names: Collection[str]) -> str:
+    more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
+    return ", ".join(sorted(names)[:_NUM_SHOWN]) + more
+
+
+def check_finite(model_path: str) -> None:
+    """Check that no weight in the safetensors files is inf or NaN. Reads all of them: 4 to 8 GB a second and core.
+
+    Raises:
+        ModelError: a weight is, or a file is damaged.
+    """
+    from safetensors import safe_open
+
+    stored = _stored(model_path)
+    for path in weight_files(model_path) if stored else ():
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118  # the file is no mapping
+                tensor = file.get_tensor(name)
+                if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+                    continue
+                # Far faster than isfinite, and passes NaN on.
+                if tensor.numel() and not all(bool(end.isfinite()) for end in torch.aminmax(tensor)):
+                    problem = f"{name} in {path.name} contains inf or NaN"
+                    raise ModelError(problem, field="model_path", value=model_path)
+
+
+def _stored(model_path: str) -> Mapping[str, Any]:
+    try:
+        return stored_tensors(model_path)
+    except ModelFolderError as error:
+        problem = f"{Path(str(error.value)).name}: {error.problem}"
+        raise ModelError(problem, field="model_path", value=model_path, remedy=error.remedy) from error

@@ -1,0 +1,93 @@
+"""Warns when the scores of a step teach nothing: a run that trains on nothing says so in its first steps."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rollout_vllm import Sample
+
+from ..rollout.groups import score_of
+
+_SAID_AT = (1, 3)
+"""Steps in a row after which a reason is said."""
+_SHOWN_CHARACTERS = 200
+_KEYS = {
+    "cut": "raise sampling.max_tokens, or ask for short responses (data.system_prompt)",
+    "no answer": "ask for the format that the reward reads (data.system_prompt, docs/rewards.md)",
+    "zero": "use easier prompts, warm_start, or a reward with partial credit (reward.format_score, reward.terms)",
+    "equal": "raise sampling.n or sampling.temperature, use prompts of other difficulty, or replace such groups with "
+    "dynamic_sampling.max_rounds",
+}
+"""Reason, the most specific first -> settings that help."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerReader:
+    """The reward's view of responses."""
+
+    has_answer: Callable[[Sequence[Sample]], Sequence[bool] | None] = lambda _: None
+    """For each sample, whether the reward finds an answer in it; None: it looks for none."""
+    read: Callable[[Sample], str] = lambda _: ""
+    """The answer that the reward finds in a sample, in words; empty: it looks for none."""
+    advice: Callable[[Sample], str] = lambda _: ""
+    """A setting that lets it find more answers; empty: there is none."""
+
+
+class LearningSignal:
+    """Looks at the scored samples of each step.
+
+    Args:
+        report: gets a line in the first step of several in a row that teach nothing for one reason, and in the third.
+        compares_group: only differences within a group are learned from, not those in the whole batch.
+    """
+
+    def __init__(self, report: Callable[[str], None], reader: AnswerReader, *, compares_group: bool) -> None:
+        self._report, self._reader, self._compares_group = report, reader, compares_group
+        self._in_a_row: Mapping[str, int] = {}
+        self._finds_answers = False
+
+    def check(self, step: int, samples: Sequence[Sample]) -> None:
+        """Says why the scores of this step teach nothing, or that all responses were cut."""
+        reasons = self._reasons(samples)
+        self._in_a_row = {reason: self._in_a_row.get(reason, 0) + 1 for reason in _KEYS if reason in reasons}
+        reason = next(iter(self._in_a_row), None)
+        if reason is None or self._in_a_row[reason] not in _SAID_AT:
+            return
+        one = samples[0]
+        answer = self._reader.read(one)
+        keys = filter(None, (_KEYS[reason], self._reader.advice(one) if reason == "no answer" else ""))
+        teaches = " teaches nothing" if "equal" in reasons else ""
+        self._report(
+            f"warning: step {step}{teaches}: {reasons[reason]}; {'; or '.join(keys)}. One response, to "
+            f"{one.prompt.id}, ends in {one.text[-_SHOWN_CHARACTERS:]!r}"
+            + (f", in which the reward reads {answer}" if answer else "")
+            + f": score {score_of(one):g}"
+        )
+
+    def _reasons(self, samples: Sequence[Sample]) -> dict[str, str]:
+        """Reason -> words."""
+        count, reasons = len(samples), dict[str, str]()
+        scores = [score_of(sample) for sample in samples]
+        if all(sample.finish_reason == "length" for sample in samples):
+            reasons["cut"] = f"all {count} responses were cut at sampling.max_tokens"
+        if not self._finds_answers or not any(scores):
+            answers = self._reader.has_answer(samples)
+            self._finds_answers = answers is None or any(answers)
+            if not self._finds_answers:
+                reasons["no answer"] = f"the reward finds no answer in any of {count} responses"
+        if not any(scores):
+            reasons["zero"] = f"the score of all {count} responses is 0"
+        if not differ(samples, compares_group=self._compares_group):
+            reasons["equal"] = "no response has another score than those that it is compared with"
+        return reasons
+
+
+def differ(samples: Sequence[Sample], *, compares_group: bool) -> bool:
+    """True if a score differs from those that it is compared with: of its group, its baseline, or the batch."""
+    compared: dict[str, set[float]] = defaultdict(set)
+    for sample in samples:
+        others = compared[sample.prompt_id if compares_group else ""]
+        others |= (
+            {score_of(sample)} if sample.baseline_score is None else {score_of(sample) - sample.baseline_score, 0.0}
+        )
+    return any(len(scores) > 1 for scores in compared.values())
