@@ -31,7 +31,7 @@ class FileEntry:
     """BLAKE3 in hexadecimal, as `b3sum` prints it."""
 
 
-def _new_hasher() -> blake3:
+def _new_hasher() -> Any:  # blake3's stub lacks what hashlib's protocol wants
     # With threads of its own: the pool that AUTO shares does not survive a fork.
     return blake3(max_threads=min(_MAX_THREADS, num_cores()))
 

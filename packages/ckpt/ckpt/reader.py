@@ -169,7 +169,7 @@ class CheckpointReader:
 
     def _raise_damaged(self, step: int, problems: tuple[Problem, ...]) -> NoReturn:
         newest = self._newest_good({step}, None, None)
-        good = newest and newest.step
+        good = None if newest is None else newest.step
         advice = (
             f"The newest good checkpoint is step {good} ({self._final(good)})."
             if good is not None

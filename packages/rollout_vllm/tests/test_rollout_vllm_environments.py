@@ -337,3 +337,21 @@ def test_what_the_main_module_imports_is_imported_once_for_all_environments(tmp_
         [sys.executable, "-m", "trains"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, check=True, timeout=120
     )
     assert len((tmp_path / "imports").read_text().splitlines()) == 2, "this process and the server that forks"
+
+
+def test_environments_start_with_a_temporary_folder_whose_path_is_long(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    code = """
+import multiprocessing, tempfile
+from rollout_vllm.episodes.environment_process import shorten_socket_paths
+shorten_socket_paths()
+process = multiprocessing.get_context("forkserver").Process(target=print, args=("started",))
+process.start()
+process.join(30)
+print(tempfile.gettempdir())
+"""
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["started", str(folder)], done.stderr
+    assert list(folder.iterdir()) == []

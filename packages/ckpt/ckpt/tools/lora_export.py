@@ -200,7 +200,8 @@ def prove_merge(adapter_folder: Path, base: Path, merged: Path) -> None:
         if adapter is not None:
             model = peft.PeftModel.from_pretrained(model, str(adapter))
         with torch.no_grad():
-            return model.eval()(input_ids=ids).logits.float()
+            result: torch.Tensor = model.eval()(input_ids=ids).logits
+        return result.float()
 
     expected, actual = logits(base, adapter_folder), logits(merged)
     largest, difference = float(expected.abs().max()), float((actual - expected).abs().max())

@@ -168,8 +168,20 @@ class Scorer:
     def read_answer(self, sample: Sample) -> str:
         """The answer that the registry's reward reads in a response, in words; empty if it looks for none."""
         reward = self._answer_reward(sample)
-        answer = None if reward is None else reward.answer(sample.text)
-        return "" if reward is None else "no answer" if answer is None else f"the answer {answer!s:.80}"
+        if reward is None:
+            return ""
+        try:
+            answer = reward.answer(sample.text)
+        except Exception as error:  # of a parser, on a response like any other
+            return f"nothing, because it fails ({type(error).__name__})"
+        return "no answer" if answer is None else f"the answer {answer!s:.80}"
+
+    def advice(self, sample: Sample) -> str:
+        """A setting with which the registry's reward finds more answers; empty if there is none."""
+        first = next(iter(self._config.terms), None)
+        key = "reward.method" if first is None else f"reward.terms.{first}.options.method"
+        is_strict = getattr(self._answer_reward(sample), "method", None) == "strict"
+        return f"{key}=flexible takes the last number" if is_strict else ""
 
     def _answer_reward(self, sample: Sample) -> AnswerReward | None:
         """The reward that `is_full` asks, if it extracts answers."""
