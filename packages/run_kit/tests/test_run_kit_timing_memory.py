@@ -167,6 +167,28 @@ def test_metrics_have_the_newest_sample() -> None:
     assert (metrics["memory/host_gib"], metrics["memory/host_peak_gib"]) == (2, 5)
 
 
+def test_sampler_that_fails_for_a_while_goes_on_and_says_so() -> None:
+    memory = TreeMemory(pss_bytes=GIB, num_processes=4)
+    fails, tries = threading.Event(), threading.Semaphore(0)
+    fails.set()
+
+    def read() -> TreeMemory:
+        tries.release()
+        if fails.is_set():
+            raise OSError(24, "Too many open files")
+        return memory
+
+    with MemorySampler(interval_s=0.001, read=read) as sampler:
+        for _ in range(3):
+            assert tries.acquire(timeout=10)
+        with pytest.raises(OSError, match="Too many open files"):
+            sampler.metrics()
+        fails.clear()
+        for _ in range(10):
+            assert tries.acquire(timeout=10), "the thread goes on"
+        assert sampler.metrics()["memory/host_gib"] == 1
+
+
 def test_sampler_keeps_the_peak() -> None:
     sizes = iter([1, 5, 2])
 
