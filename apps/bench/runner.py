@@ -41,7 +41,7 @@ def earlier_folder(config: BenchConfig) -> Path | None:
     if config.resume_from is None:
         output = Path(config.output_dir)
         earlier = (output / name for name in runs_of_experiment(config.run_tag, output))
-        return next((folder.resolve() for folder in earlier if (folder / "config.yaml").is_file()), None)
+        return next((path.resolve() for path in earlier if (path / "config.yaml").is_file()), None)
     folder = Path(config.resume_from)
     check_value(config, "resume_from", (folder / "config.yaml").is_file(), "the folder of a benchmark")
     return folder.resolve()
