@@ -286,12 +286,11 @@ def test_summaries() -> None:
     values = [0.0, 0.0, 1.0, math.nan, 2.0, 3.0, 10.0]
     assert tail_mean(values, 2) == 6.5
     assert first_mean(values, 3) == pytest.approx(1 / 3)
-    summary = summarize(values, 2)
-    numbers = (summary.change, summary.minimum, summary.maximum, summary.last, summary.num_not_finite)
-    assert numbers == (6.5, 0.0, 10.0, 10.0, 1)
+    summary = summarize(values)
+    assert (summary.first_mean, summary.last_mean) == pytest.approx((6 / 5, 16 / 5))
+    numbers = (summary.change, summary.minimum, summary.maximum, summary.last)
+    assert numbers == pytest.approx((2.0, 0.0, 10.0, 10.0))
     assert math.isnan(summarize([]).last_mean)
-    with pytest.raises(ValueError, match="count"):
-        summarize([1.0], 0)
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------------
