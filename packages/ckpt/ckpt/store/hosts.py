@@ -138,7 +138,7 @@ class HostCheckpoints:
 
     def cancel(self) -> None:
         """Repeat no more requests: this process ends with an error."""
-        self._retry.stop()
+        self._retry.limit()
 
     def take_finished(self) -> list[Upload]:
         """The checkpoints that this process published since the last call; seconds from `open` to the manifest."""
