@@ -32,7 +32,7 @@ _log = logging.getLogger("ckpt")
 
 
 class HostCheckpoints:
-    """A `CheckpointStore` for ranks on hosts with local disks; pass one to the `AsyncSaver` of each process.
+    """Checkpoints of ranks on hosts with local disks; pass one to the `AsyncSaver` of each process.
 
         remote = RemoteCheckpoints("s3://bucket/run-7")
         store = HostCheckpoints(Path("run/checkpoints"), remote, retention=keep)     # in every process
