@@ -153,7 +153,7 @@ def test_files_that_cannot_be_used_are_refused(
         (tmp_path / name / "config.json").write_text(json.dumps({"model_type": "bert", "hidden_size": 32} | SMALL))
     (tmp_path / "bert" / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=f"(?s){words}"):
-        check(load_config(GrpoConfig, overrides=["model.path=model", "actor.optim.lr=1e-6", *settings.split()]))
+        check(load_config(GrpoConfig, overrides=["model.path=model", *settings.split()]))
 
 
 SMALL = {"num_attention_heads": 2, "num_hidden_layers": 1}

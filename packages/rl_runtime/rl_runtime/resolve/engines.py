@@ -30,26 +30,6 @@ def resolve_learning_rate(
     return resolved.with_default(f"{section}.optim.lr", rate, why)
 
 
-_SMALL_MODEL, _LORA_FACTOR = 500_000_000, 10
-"""Weights of a model below which a policy learns at 1e-5; and the rate of LoRA by that of all weights."""
-
-
-def policy_learning_rate(num_weights: int | None, *, lora: bool) -> tuple[float, str]:
-    """Learning rate of a policy that is trained by reinforcement learning, and why.
-
-    1e-6, the default of TRL and verl, is too small for small models: SmolLM2-135M learns sums at 1e-5 in 100 steps
-    (benchmarks/learning). LoRA takes ten times the rate of all weights (Schulman et al. 2025, LoRA Without Regret).
-
-    Args:
-        num_weights: of the model; None: the built-in one.
-    """
-    if num_weights is None:
-        return 1e-4, "the built-in model is tiny"
-    rate, why = (1e-5, "a small model") if num_weights < _SMALL_MODEL else (1e-6, "the default of TRL and verl")
-    why = f"{num_weights / 1e6:.0f}M weights, {why}"
-    return (rate * _LORA_FACTOR, f"{why}, and {_LORA_FACTOR} times that for LoRA") if lora else (rate, why)
-
-
 def resolve_kernels(
     resolved: ResolvedConfig[ConfigT], sections: Iterable[str], gpus: Sequence[Gpu]
 ) -> ResolvedConfig[ConfigT]:

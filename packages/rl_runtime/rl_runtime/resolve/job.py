@@ -27,7 +27,7 @@ from ..launch.session import read_devices
 from ..ranks.environment import prepare_driver
 from ..rules import value_of
 from ..training.teacher_config import TeacherConfig
-from .engines import policy_learning_rate, resolve_compile, resolve_kernels, resolve_learning_rate
+from .engines import resolve_compile, resolve_kernels, resolve_learning_rate
 from .memory import longest_sequence, read_model_shape, resolve_memory, resolve_sizes, samples_per_server
 from .resolved import ResolvedConfig, device_warning, with_fetched_files
 
@@ -51,12 +51,10 @@ def resolve_job(config: JobConfigT) -> ResolvedConfig[JobConfigT]:
     devices = read_devices(config.trainer)
     gpus = devices.gpus
     frozen = config.frozen_models if gpus else ()
-    shape = read_model_shape(config.model.path) if gpus or config.actor.optim.lr is None else None
     resolved = resolve_job_for(
         config,
         gpus=gpus,
-        shape=shape if gpus else None,
-        num_weights=None if shape is None else sum(weight.size for weight in shape.weights()),
+        shape=read_model_shape(config.model.path) if gpus else None,
         host_bytes=devices.host_bytes,
         host_cores=devices.host_cores,
         frozen_shapes={model.key: read_model_shape(model.path, key=model.key) for model in frozen},
@@ -70,7 +68,6 @@ def resolve_job_for(
     *,
     gpus: Sequence[Gpu],
     shape: ModelShape | None,
-    num_weights: int | None = None,
     host_bytes: int | None = None,
     host_cores: Sequence[int] = (2,),
     frozen_shapes: Mapping[str, ModelShape | None] = _NO_SHAPES,
@@ -81,7 +78,6 @@ def resolve_job_for(
     Args:
         gpus: the GPUs that the run may use; none: the CPU.
         shape: sizes of the model; None: it is so small that its memory does not matter.
-        num_weights: of the model; None: it is the built-in one.
         host_bytes: free memory of this host, or of all hosts; None: unknown, and not limited.
         host_cores: CPU cores of each host.
         frozen_shapes: sizes of `config.frozen_models` by their keys; None: as for `shape`.
@@ -98,8 +94,6 @@ def resolve_job_for(
     for model in config.models:
         resolved = resolve_compile(resolved, model.section, model.engine, shape, on_gpu=bool(gpus))
     resolved = _resolve_decoding(resolved, bool(gpus), shape)
-    rate, why = policy_learning_rate(num_weights, lora=config.actor.lora is not None)
-    resolved = resolved.with_default("actor.optim.lr", rate, why)
     if config.warm_start.steps:
         rates = config.warm_start.learning_rates
         resolved = resolve_learning_rate(resolved, "warm_start", config.model, config.actor, rates)
