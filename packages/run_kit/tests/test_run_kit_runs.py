@@ -124,8 +124,12 @@ def test_a_run_on_another_host_is_judged_by_its_signs_of_life(tmp_path: Path) ->
 
 
 def test_a_run_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after its folder was out of reach for a while, as on a network disk."""
     monkeypatch.setattr(run_state, "HEARTBEAT_S", 0.05)
     with Tracker(RunFolder.create(tmp_path, "x"), TRACKING, num_steps=3) as tracker:
+        tracker.run.path.rename(tmp_path / "away")
+        time.sleep(0.2)
+        (tmp_path / "away").rename(tracker.run.path)
         os.utime(tracker.run.state_file, (1, 1))
         deadline = time.monotonic() + 10
         while tracker.run.state_file.stat().st_mtime < 2 and time.monotonic() < deadline:

@@ -5,6 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -46,8 +47,8 @@ class AsyncUploader:
     The retention does not delete a checkpoint while it is uploaded. It may delete one that still waits, which is then
     left out. The retention is applied to the uploads, too, after each upload.
 
-    A failed request is repeated until the block ends, and for `retry_s` seconds more; then UploadError names the steps
-    that the storage lacks. KeyboardInterrupt and SystemExit end the block at once. An upload that is cut off leaves
+    A failed request is repeated until the block ends, then for `retry_s` seconds; UploadError names the steps that the
+    storage lacks. KeyboardInterrupt and SystemExit end the block at once. An upload that is cut off leaves
     nothing that counts as a checkpoint.
     """
 
@@ -66,7 +67,7 @@ class AsyncUploader:
             root: the checkpoint folder.
             retention: the one of the folder's manager; None keeps all.
             report: gets a line for each failure and each checkpoint that is left out, from the thread.
-            retry_s: seconds for which a failing request is repeated after the end of the block.
+            retry_s: seconds for which a failing request is repeated once the block has ended.
         """
         self._retry, self._retry_s = Retry(report), retry_s
         self._remote, self._report, self._retention = remote.with_retry(self._retry), report, retention
@@ -94,7 +95,7 @@ class AsyncUploader:
         if num_waiting := self._queue.qsize():
             self._report(f"waiting for {num_waiting} uploads to {self._remote.url}")
         self._queue.put(None)
-        self._retry.stop(after_s=self._retry_s)
+        self._retry.limit(self._retry_s)
         self._thread.join()
         self._manager.prune()  # what was kept for its upload
         self._manager.close()
@@ -105,7 +106,7 @@ class AsyncUploader:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and not isinstance(error, Exception):
-            self._retry.stop()
+            self._retry.limit()
             self._queue.put(None)
             return
         try:
@@ -121,8 +122,9 @@ class AsyncUploader:
             try:
                 num_bytes = self._upload(item)
             except Exception as error:  # of the storage, or the checkpoint is damaged on the disk
-                self._report(str(error))
                 self._failed.append((item, str(error)))
+                with suppress(Exception):  # `close` names it too; without the thread nothing would be uploaded
+                    self._report(str(error))
             else:
                 if num_bytes is not None:
                     duration_s = time.perf_counter() - started

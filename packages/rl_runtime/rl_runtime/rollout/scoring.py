@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +18,7 @@ from rollout_vllm import (
     RewardPool,
     Sample,
 )
+from rollout_vllm.episodes.rewards import MAX_REWARD
 
 from ..errors import InputError
 from .config import EpisodeConfig
@@ -224,8 +224,8 @@ class Scorer:
                 return f"{key}: {outcome.message}" if key else outcome.message
             total += outcome.score * self._config.weight_of(name)
             terms |= {name: outcome.score} if name else {}
-        if not math.isfinite(total):
-            return f"the weighted sum of reward.terms is {total}"
+        if not abs(total) <= MAX_REWARD:  # nor NaN
+            return f"the weighted sum of reward.terms is {total}; allowed: -{MAX_REWARD:g} to {MAX_REWARD:g}"
         return replace(sample, score=float(total), reward_terms=terms)
 
     def close(self) -> None:

@@ -56,6 +56,8 @@ def completion_body(
         "prompt": id_list(prompt_ids),
         **vars(sampling),  # its fields have the names of vLLM's parameters
         "stop_token_ids": list(sampling.stop_token_ids),
+        "stop": list(sampling.stop),
+        "skip_special_tokens": not sampling.stop,  # those of a stop string are text too; nobody reads the text
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "return_token_ids": True,

@@ -8,7 +8,6 @@ import asyncio
 import importlib
 import inspect
 import json
-import math
 import multiprocessing.util
 import os
 import socket
@@ -24,6 +23,7 @@ from typing import Any, Protocol, Self
 
 from ..errors import RolloutError
 from .processes import describe, end_kept, run_kept
+from .rewards import read_number
 
 Message = Mapping[str, Any]
 """A chat message: role, content, and what else the chat template reads."""
@@ -320,11 +320,10 @@ def _step(result: Any) -> dict[str, Any]:
 
 
 def _reward(value: Any, method: str) -> float | None:
-    if value is None:
-        return None
-    if not (hasattr(value, "__float__") and math.isfinite(value)):
-        raise TypeError(f"{method} returned the reward {_shown(value)}; allowed: a finite number or None")
-    return float(value)
+    try:
+        return None if value is None else read_number(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{method}: {error}") from None
 
 
 def _observation(value: Any, method: str) -> Observation:

@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -110,10 +111,8 @@ class StateFile:
 
     def _beat(self) -> None:
         while not self._closed.wait(HEARTBEAT_S):
-            try:
+            with suppress(OSError):  # the folder was moved or removed, or is out of reach for a while
                 os.utime(self._path)
-            except OSError:  # the folder was moved or removed, which is for the user to decide
-                return
 
 
 def state_after(error: BaseException | None, facts: dict[str, Any]) -> RunState:
