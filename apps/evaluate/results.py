@@ -42,10 +42,6 @@ class Evaluation:
         counts = [k for k in pass_at if k <= self.num_samples] or sample_counts(self.num_samples)
         return prompt_metrics(self.prompts, num_samples=self.num_samples, pass_at=counts)
 
-    def intervals(self, config: EvaluateConfig) -> Intervals:
-        """Each metric over the prompts."""
-        return intervals(self.columns(config.pass_at), config)
-
     def append_to(self, folder: Path) -> None:
         """Adds its lines to the file of samples in `folder`."""
         facts = asdict(self)
