@@ -60,8 +60,8 @@ class EvaluateConfig:
     """Only this user can enter the folder (mode 0700); false: as the umask allows."""
 
     def __post_init__(self) -> None:
-        if bad := [k for k in self.pass_at if not 1 <= k <= self.sampling.n]:
-            raise InputError(field="pass_at", value=bad[0], allowed=f"1 to sampling.n ({self.sampling.n})")
+        if bad := [k for k in self.pass_at if not 1 <= k <= self.sampling.num_samples]:
+            raise InputError(field="pass_at", value=bad[0], allowed=f"1 to sampling.n ({self.sampling.num_samples})")
         check_value(self, "confidence", 0 < self.confidence < 1, "above 0 and below 1")
         check_at_least(1, self, "num_resamples")
         check_at_least(0, self, "seed")

@@ -179,9 +179,9 @@ class RolloutClient(BalancedClient):
         return self.run(self.generate(requests, sampling, on_group=on_group, deadline_s=deadline_s))
 
     def _run_of(self, request: Request | Group, sampling: SamplingConfig) -> GroupRun:
-        start = Group.fresh(request, sampling.n) if isinstance(request, Request) else request
-        if len(start.samples) != sampling.n:
-            raise ValueError(f"n={sampling.n}: the group {start.prompt_id} has {len(start.samples)} samples")
+        start = Group.fresh(request, sampling.num_samples) if isinstance(request, Request) else request
+        if len(start.samples) != sampling.num_samples:
+            raise ValueError(f"n={sampling.num_samples}: the group {start.prompt_id} has {len(start.samples)} samples")
         return GroupRun(start, sampling, self._runner, self._urls, self.config.max_model_len)
 
     async def _group(self, run: GroupRun, end: float | None) -> Group:
