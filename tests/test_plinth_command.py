@@ -1,6 +1,7 @@
 """The `plinth` command over the installed packages and apps."""
 
 import contextvars
+import re
 import subprocess
 import sys
 import tomllib
@@ -18,9 +19,19 @@ COMMANDS |= {"distill", "reward", "dpo", "doctor"}
 
 def test_every_command_is_registered(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
-    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]]
+    text = capsys.readouterr().out
+    listed = [line.split()[0] for line in text.splitlines() if line.startswith("  ")]
     assert set(listed) >= COMMANDS
     assert len(set(listed)) == len(listed), "two packages register one name"
+    assert "Other commands" not in text, "each has a place"
+
+
+def test_help_of_an_app_fits_a_screen_or_two(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, few in (("grpo", 30), ("sft", 21), ("evaluate", 17)):
+        with pytest.raises(SystemExit):
+            contextvars.copy_context().run(main, [name, "--help"])
+        keys = re.findall(r"^  ([a-z_.]+): ", capsys.readouterr().out.partition("Common keys")[2], re.MULTILINE)
+        assert abs(len(keys) - few) <= 5
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
@@ -38,7 +49,7 @@ def test_a_function_in_the_working_folder_can_be_named(tmp_path: Path) -> None:
     command = [Path(sys.executable).with_name("plinth"), "grpo", "reward.function=my_reward:scores"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr == "error: reward.function is 'my_reward:scores', but my_reward has no function 'scores'\n"
+    assert done.stderr == "error: reward.function: got 'my_reward:scores'; my_reward has no function 'scores'\n"
 
 
 def test_the_apps_distribution_lists_every_app() -> None:

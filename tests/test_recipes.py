@@ -115,5 +115,5 @@ def test_quoted_messages_are_those_printed(kind: str, monkeypatch: pytest.Monkey
     with pytest.raises((PlacementError, InputError, EngineConfigError)) as caught:
         provoke(kind, monkeypatch)
     message = str(caught.value)
-    blocks = re.findall(r"^```\n(.*?)\n```$", QUOTED, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```\w*\n(.*?)\n```$", QUOTED, re.MULTILINE | re.DOTALL)
     assert any(block in message for block in blocks), message

@@ -59,7 +59,7 @@ def test_tools_and_a_users_reward_survive_a_killed_server_and_the_run_folder_is_
         tmp_path,
         "preset=calculator",
         "rollout.api_key=${oc.env:PLANTED_API_KEY}",
-        "trainer.total_training_steps=6",
+        "trainer.total_training_steps=4",
         "warm_start.steps=20",
         "task.num_val=32",
         "task.num_demonstrations=2000",
@@ -88,7 +88,7 @@ def test_tools_and_a_users_reward_survive_a_killed_server_and_the_run_folder_is_
     assert str(run) in app.output
     before, *rows = metrics_rows(run)
     assert float(before["val/num_samples"]) == 32
-    assert [before["step"], *(row["step"] for row in rows)] == [str(step) for step in range(7)]
+    assert [before["step"], *(row["step"] for row in rows)] == [str(step) for step in range(5)]
     assert set(rows[0]) >= REQUIRED_COLUMNS
     assert float(rows[-1]["rollout/num_restarts"]) == 1
     for row in rows:

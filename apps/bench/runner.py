@@ -20,6 +20,7 @@ from apps.tables import Row
 from rl_runtime import InputError
 from rl_runtime.ranks.environment import python_path
 from rl_runtime.rules import check_value
+from run_kit import runs_of_experiment
 
 USER_MISTAKE = 2
 """Exit code of an app that refused its arguments."""
@@ -38,8 +39,9 @@ def earlier_folder(config: BenchConfig) -> Path | None:
     if config.resume == "never":
         return None
     if config.resume_from is None:
-        earlier = sorted(Path(config.output_dir).glob(f"{config.run_tag}_[0-9]*/config.yaml"))
-        return earlier[-1].parent.resolve() if earlier else None
+        output = Path(config.output_dir)
+        earlier = (output / name for name in runs_of_experiment(config.run_tag, output))
+        return next((path.resolve() for path in earlier if (path / "config.yaml").is_file()), None)
     folder = Path(config.resume_from)
     check_value(config, "resume_from", (folder / "config.yaml").is_file(), "the folder of a benchmark")
     return folder.resolve()

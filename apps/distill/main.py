@@ -1,6 +1,6 @@
 """On-policy distillation: `plinth distill teacher.model=MODEL [preset=NAME] [section.key=value ...]`.
 
-`--help` lists every key. Without a model and data the built-in student learns to add from the teacher that you give.
+`--help all` lists all keys. Without a model and data the built-in student learns to add from the teacher that you give.
 
 A step samples responses of the student; the teacher scores their tokens, on vLLM servers or on the trainer's ranks; the
 update moves the student toward the teacher where the student goes itself, and toward the reward if it has a weight.

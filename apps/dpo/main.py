@@ -1,4 +1,4 @@
-"""DPO, IPO and KTO: `plinth dpo [preset=NAME] [section.key=value ...]`, `--help` lists every key.
+"""DPO, IPO and KTO: `plinth dpo [preset=NAME] [section.key=value ...]`, `--help all` lists all keys.
 
 The policy learns from preferences without a reward model (docs/preference.md). The log-probs of all responses under
 the initial policy, the reference, are computed once, before the first step, and kept in every checkpoint; there is no

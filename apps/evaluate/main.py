@@ -1,6 +1,6 @@
 """Evaluates models on held-out prompts: `plinth evaluate model.path=FOLDER data.val=FILE [key=value ...]`.
 
-`--help` lists every key. It samples `sampling.n` responses to each prompt, scores them as training scores them, and
+`--help all` lists all keys. It samples `sampling.n` responses to each prompt, scores them as training scores them, and
 reports pass@k, mean@n and maj@n with bootstrap intervals over the prompts. `checkpoints.folder` evaluates all
 checkpoints of a run on the same servers, `rollout.urls` existing servers; `compare` shows how much models differ.
 """
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 import rl_runtime
 import run_kit
 from apps.evaluate.config import EvaluateConfig
+from rl_runtime.app.cli import COMMON_KEYS
 from run_kit.cli import INVOKED_AS
 from run_kit.tracking.run_state import StateFile
 
@@ -100,6 +101,7 @@ def cli(argv: Sequence[str] | None = None) -> NoReturn:
         app_name="apps.evaluate.main",
         preset_dir=Path(__file__).with_name("presets"),
         argv=argv,
+        common_keys=COMMON_KEYS,
         default_preset="demo",
         default_preset_unless=("model.path", "checkpoints.folder", "data.val", "rollout.urls"),
     )

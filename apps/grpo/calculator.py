@@ -7,13 +7,13 @@ import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_runtime import PromptLike
+    from rl_data import Prompt
     from rollout_vllm import Episode
 
 MAX_CALLS = 4
 
 
-async def with_calculator(episode: "Episode", prompt: "PromptLike", tokenizer: Any) -> None:
+async def with_calculator(episode: "Episode", prompt: "Prompt", tokenizer: Any) -> None:
     """Samples turns until one ends without a call; answers each call.
 
     The result of a call is context: the policy reads it and is not trained on it.

@@ -1,6 +1,6 @@
 """GRPO and its relatives without a critic: `plinth grpo [preset=NAME] [section.key=value ...]`.
 
-`--help` lists every key; the presets `grpo dr_grpo dapo rloo reinforce_pp reinforce_pp_baseline remax gspo cispo` set
+`--help all` lists all keys; presets `grpo dr_grpo dapo rloo reinforce_pp reinforce_pp_baseline remax gspo cispo` set
 the algorithm. Without a model and data it runs the built-in demo: a tiny Qwen3 model learns to add, after a supervised
 warm start.
 

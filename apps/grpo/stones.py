@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rl_data.tasks.stones import best_move, question, read_move
 
 if TYPE_CHECKING:
-    from rl_runtime import PromptLike
+    from rl_data import Prompt
 
 
 class StoneGame:
@@ -18,7 +18,7 @@ class StoneGame:
     The reward is 1 for a game that the model wins, else 0.
     """
 
-    def reset(self, prompt: "PromptLike") -> None:
+    def reset(self, prompt: "Prompt") -> None:
         """Starts from the number of stones that the prompt names."""
         self.stones = int(prompt.extra["stones"])
         self.opponent = random.Random(prompt.extra["seed"])

@@ -1,4 +1,4 @@
-"""PPO with a critic: `plinth ppo [preset=NAME] [section.key=value ...]`, `--help` lists every key.
+"""PPO with a critic: `plinth ppo [preset=NAME] [section.key=value ...]`, `--help all` lists all keys.
 
 Without a model and data it runs the built-in demo: a tiny Qwen3 model learns to add, after a supervised warm start.
 

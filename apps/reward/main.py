@@ -1,4 +1,4 @@
-"""Reward models: `plinth reward [preset=NAME] [section.key=value ...]`, `--help` lists every key.
+"""Reward models: `plinth reward [preset=NAME] [section.key=value ...]`, `--help all` lists all keys.
 
 A value head scores a response at its last token, and learns from pairs (docs/preference.md). A step draws
 `supervised.batch_size` pairs, scores both responses of each in one packed row, and descends on the Bradley-Terry loss;

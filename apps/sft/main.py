@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: `plinth sft [preset=NAME] [section.key=value ...]`, `--help` lists every key.
+"""Supervised fine-tuning: `plinth sft [preset=NAME] [section.key=value ...]`, `--help all` lists all keys.
 
 Demonstrations are conversations, questions with answers, prompts with completions, or plain texts (docs/sft.md). A step
 draws `supervised.batch_size` of them, packs them into micro batches without padding, and descends on the mean negative

@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +17,8 @@ from .threads import Pool, num_cores
 _BLOCK_BYTES = 4 << 20
 #: Below this, handing work to threads costs more than the work.
 _INLINE_BYTES = 1 << 20
+#: Written between two requests to flush. By default Linux begins to write when a tenth of the memory is dirty.
+_FLUSH_BYTES = 256 << 20
 _MAX_THREADS = 16
 
 
@@ -28,7 +31,7 @@ class FileEntry:
     """BLAKE3 in hexadecimal, as `b3sum` prints it."""
 
 
-def _new_hasher() -> blake3:
+def _new_hasher() -> Any:  # blake3's stub lacks what hashlib's protocol wants
     # With threads of its own: the pool that AUTO shares does not survive a fork.
     return blake3(max_threads=min(_MAX_THREADS, num_cores()))
 
@@ -54,13 +57,15 @@ class HashedFile:
             torch.save(tree, file)
         file.entry
 
-    A thread hashes a block while it is written. When the block ends without an error, all bytes are on the disk.
+    One thread hashes a block while it is written, another flushes. When the block ends without an error, all bytes are
+    on the disk.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb", buffering=0)
-        self._hasher, self._hashing = _new_hasher(), Pool(1)
-        self._num_bytes = 0
+        self._hasher, self._pool = _new_hasher(), Pool(2)
+        self._num_bytes = self._num_unflushed = 0
+        self._flushed: Future[None] | None = None
         self.entry: FileEntry | None = None
 
     def write(self, data: Any) -> int:
@@ -72,11 +77,12 @@ class HashedFile:
                 self._hasher.update(block)
                 self._write_block(block)
             else:
-                hashed = self._hashing.submit(self._hasher.update, block)
+                hashed = self._pool.submit(self._hasher.update, block)
                 try:
                     self._write_block(block)
                 finally:
                     hashed.result()
+                self._flush(block.nbytes)
         self._num_bytes += view.nbytes
         return view.nbytes
 
@@ -89,10 +95,20 @@ class HashedFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._file, self._hashing:
+        with self._file, self._pool:
             if error is None:
+                if self._flushed is not None:
+                    self._flushed.result()
                 os.fsync(self._file.fileno())
                 self.entry = FileEntry(num_bytes=self._num_bytes, checksum=self._hasher.hexdigest())
+
+    def _flush(self, num_bytes: int) -> None:
+        """Begin to flush what was written if that is much, without waiting for it."""
+        self._num_unflushed += num_bytes
+        if self._num_unflushed >= _FLUSH_BYTES and (self._flushed is None or self._flushed.done()):
+            if self._flushed is not None:
+                self._flushed.result()
+            self._flushed, self._num_unflushed = self._pool.submit(os.fdatasync, self._file.fileno()), 0
 
     def _write_block(self, block: memoryview) -> None:
         while block.nbytes:

@@ -103,6 +103,26 @@ def test_uploads_are_in_order_and_end_as_the_folder(
                 assert remote.download(step, Path(there)).state == {"step": step}
 
 
+def test_a_report_that_fails_does_not_end_the_thread(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def report(line: str) -> None:
+        if not said:
+            said.append(line)
+            raise OSError(28, "No space left on device")
+
+    remote = RemoteCheckpoints(memory_url())
+    with raises(UploadError, steps=(1,)), AsyncUploader(tmp_path, remote, report=report) as uploader:
+        manager = CheckpointManager(tmp_path, on_publish=uploader.add)
+        broken = publish(manager, 1)
+        wait_until(lambda: remote.steps() == [1])
+        (broken.path / "weights").write_bytes(b"damaged")
+        uploader.add(broken)
+        wait_until(lambda: said)
+        publish(manager, 2)
+        wait_until(lambda: remote.steps() == [1, 2])
+
+
 def test_saves_neither_wait_for_an_upload_nor_delete_what_it_reads(tmp_path: Path) -> None:
     said: list[str] = []
     remote, rule = Gate(memory_url()), Retention(keep_last=1)

@@ -24,6 +24,7 @@ def test_written_and_read_checksums_are_equal(pieces: list[bytes], block_bytes: 
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
         patched.setattr(digest, "_BLOCK_BYTES", block_bytes)
         patched.setattr(digest, "_INLINE_BYTES", inline_bytes)
+        patched.setattr(digest, "_FLUSH_BYTES", 60)
         path = Path(folder) / "file"
         with HashedFile(path) as file:
             for piece in pieces:

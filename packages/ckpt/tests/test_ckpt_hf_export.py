@@ -204,6 +204,9 @@ def test_names_and_dtypes_of_an_offline_export_are_the_model_folders(tmp_path: P
         if not has_weights:
             (tmp_path / "model.safetensors").unlink()
         folder = ModelFolder(tmp_path)
+        if has_weights:
+            with raises(ExportError, field="model_files_from", value="score.weight"):
+                list(folder.parts("score.weight", torch.zeros(1, 32)))
         parts = [part for name, tensor in state.items() for part in folder.parts(name, tensor)]
         assert {name for name, _ in parts} == saved.keys()
         for name, part in parts:

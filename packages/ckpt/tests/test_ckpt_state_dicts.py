@@ -196,6 +196,20 @@ def test_a_background_copy_holds_the_state_until_wait_copied(tmp_path: Path) -> 
             assert torch.equal(load_state_dict(folder / name)["w"], torch.full((300_000,), float(step)))
 
 
+def test_a_save_without_a_thread_blocks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = {"model": {"w": torch.ones(3)}}
+    with AsyncSaver(CheckpointManager(tmp_path)) as saver:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", lambda _: (_ for _ in ()).throw(RuntimeError("no more threads")))
+            with pytest.raises(RuntimeError, match="no more threads"):
+                saver.save(1, weights, copy_in_background=True)
+        assert saver.wait_copied() < 1
+        saver.save(1, weights)
+        saved = saver.wait()
+        assert saved is not None
+        assert saved.step == 1
+
+
 def test_a_failed_background_copy_blocks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saver = AsyncSaver(CheckpointManager(tmp_path))
     with monkeypatch.context() as patched:

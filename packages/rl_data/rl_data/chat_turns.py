@@ -25,7 +25,6 @@ _TEXT_INSTEAD = (
     "Give the response as text beside the messages before it (columns `prompt` and `completion`), which follows the "
     "generation prompt as it is; or mark the turns in the template with {% generation %}."
 )
-_DROPS = "the chat template drops or changes a part of"
 _PROMPT_TAIL = 20
 """Characters at the end of a generation prompt that may belong to the message."""
 
@@ -87,25 +86,24 @@ class ChatTurns:
     def _by_markers(
         self, messages: Sequence[Message], tools: Sequence[Tool], place: Place, turns: Sequence[int]
     ) -> Script:
-        """The last of the marked runs of tokens, as many as there are turns."""
+        """The marked runs of tokens after those of earlier turns; a turn may have several."""
+        self._renderer(messages, tools, place, trained=turns)
         ids, mask = self._renderer.encode_marked(messages, tools, place)
-        runs = [list(run) for marked, run in groupby(range(len(ids)), key=mask.__getitem__) if marked]
+        runs = _runs(mask)
+        if any(message["role"] == "assistant" for message in messages[: turns[0]]):
+            runs = runs[len(_runs(self._renderer.encode_marked(messages[: turns[0]], tools, place)[1])) :]
         if len(runs) < len(turns):
             problem = (
                 f"the chat template marks {len(runs)} turns with {{% generation %}}, and {len(turns)} are trained on"
             )
             raise place.error(problem, "Fix the template or drop the row.", column="messages")
-        whole = _squeezed(self._renderer(messages, tools, place, for_response=False))
-        for index in turns:
-            if _squeezed(messages[index]["content"]) not in whole:
-                raise place.error(f"{_DROPS} message {index} (counted from 0)", _TEXT_INSTEAD, column="messages")
-        trained = {index for run in runs[-len(turns) :] for index in run}
+        trained = {index for run in runs for index in run}
         return Script(ids=tuple(ids), mask=tuple(index in trained for index in range(len(ids))))
 
     def _by_difference(
         self, messages: Sequence[Message], tools: Sequence[Tool], place: Place, turns: Sequence[int]
     ) -> Script:
-        whole = self._renderer(messages, tools, place, for_response=False)
+        whole = self._renderer(messages, tools, place, trained=turns)
         segments: list[Segment] = []
         done, ends = 0, False
         for index in turns:
@@ -128,19 +126,18 @@ class ChatTurns:
 
     def _turn(self, messages: Sequence[Message], tools: Sequence[Tool], place: Place, index: int) -> tuple[str, str]:
         """The text that the model sees before the turn `index`, and the text that it writes."""
-        before = self._renderer(messages[:index], tools, place)
-        text = self._renderer(messages[: index + 1], tools, place, for_response=False)
+        before = self._renderer.unchecked(messages[:index], tools, place, for_response=True)
+        text = self._renderer.unchecked(messages[: index + 1], tools, place, for_response=False)
         problem = f"the chat template does not show message {index} (counted from 0) after its generation prompt"
         if not text.startswith(before):
             raise place.error(f"{problem}, which ends in {shown(before[-20:])}", _TEXT_INSTEAD, column="messages")
         turn = text[len(before) :]
         # A generation prompt may have the beginning of the message already, such as <think>.
-        if _squeezed(messages[index]["content"]) not in _squeezed(before[-_PROMPT_TAIL:] + turn):
-            problem = f"{_DROPS} message {index} (counted from 0): {shown(turn)}"
-            raise place.error(problem, _TEXT_INSTEAD, column="messages")
+        seen = before[-_PROMPT_TAIL:] + turn
+        self._renderer.require_shown([messages[index]], seen, place, trained=[index], first=index)
         return before, turn
 
 
-def _squeezed(text: str) -> str:
-    """The text without white space, which templates trim and add."""
-    return "".join(text.split())
+def _runs(mask: Sequence[bool]) -> list[list[int]]:
+    """The indices of each unbroken run of marked tokens."""
+    return [list(run) for marked, run in groupby(range(len(mask)), key=mask.__getitem__) if marked]

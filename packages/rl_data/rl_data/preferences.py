@@ -223,6 +223,9 @@ def _load(
             if any(exceeds(row.place, one, config, max_length, section=section) for row, one in responses):
                 num_filtered += 1
                 continue
+            if len(responses) > 1 and responses[0][1] == responses[1][1]:
+                problem = "the chosen and the rejected response have the same tokens"
+                raise rows[0].place.error(problem, "Drop the row.", column="rejected")
             num_kept += 1
             yield tuple(one for _, one in responses), extra
     report_filtered(num_filtered, num_kept, files, config, max_length=max_length, section=section)

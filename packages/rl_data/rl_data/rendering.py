@@ -9,16 +9,22 @@ A conversation becomes text
   beginning-of-sequence token.
 """
 
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import Any
+
+from plinth_base.errors import shown
 
 from .config import DataConfig
 from .errors import DataError
 from .files.table import Place, first_line
+from .messages import Convert, arguments_of, as_object, as_text, first_lost, unchanged, with_arguments
 from .rows import Message, Tool
 from .tokenizer import TokenizerLike
 
+_SHOW = "Use a model whose template shows it, or remove it from the row."
 _logger = logging.getLogger(__name__)
 
 
@@ -51,17 +57,32 @@ class Renderer:
     def __init__(self, tokenizer: TokenizerLike, config: DataConfig) -> None:
         """Raises DataError for `chat_template="always"` if the tokenizer has no template."""
         self.tokenizer, self._kwargs = tokenizer, dict(config.chat_template_kwargs)
-        self._choice = config.chat_template
+        self._choice, self._system_prompt = config.chat_template, config.system_prompt
         self.with_template = uses_chat_template(tokenizer, config)
         self._shows_tools = self._has_rendered = False
+        self._conversions: dict[frozenset[type], Convert] = {}
 
     def __call__(
-        self, messages: Sequence[Message], tools: Sequence[Tool], place: Place, *, for_response: bool = True
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        place: Place,
+        *,
+        trained: Collection[int] | None = None,
     ) -> str:
-        """The text up to the start of the response, or of the messages alone (`for_response=False`).
+        """The text up to the start of the response, or of the messages alone.
 
-        Raises DataError for what the template does not take.
+        Raises DataError for what the template does not take or does not show.
+
+        Args:
+            trained: indices of the messages that are trained on; None: the response follows the messages.
         """
+        text = self.unchecked(messages, tools, place, for_response=trained is None)
+        self.require_shown(messages, text, place, trained=trained or ())
+        return text
+
+    def unchecked(self, messages: Sequence[Message], tools: Sequence[Tool], place: Place, *, for_response: bool) -> str:
+        """The text of a part of a conversation that is checked as a whole."""
         self._has_rendered = True
         self._require_tools(messages, tools, place)
         if self.with_template:
@@ -69,6 +90,28 @@ class Renderer:
         if any("tool_calls" in message for message in messages):
             raise place.error("tool calls, which need a chat template", "Drop the row, or add a template to the model.")
         return "".join(f"{message['content']}\n" for message in messages)
+
+    def require_shown(
+        self, messages: Sequence[Message], text: str, place: Place, *, trained: Collection[int] = (), first: int = 0
+    ) -> None:
+        """Raises DataError if a rendering lacks a message's text, thought, call or an argument's value.
+
+        A template that knows thoughts may drop those of messages that are not trained on.
+
+        Args:
+            first: index of the first message, for the error.
+        """
+        template = str(self.tokenizer.chat_template)
+        if not self.with_template:  # it has the contents and nothing else
+            text, template, messages = "", "", [{**message, "content": ""} for message in messages]
+        lost = first_lost(messages, text, trained={index - first for index in trained}, template=template)
+        if lost is None:
+            return
+        index, field = lost
+        problem = f"the rendered text lacks or changes {field!r} of message {first + index} (counted from 0)"
+        is_configured = messages[index] == {"role": "system", "content": self._system_prompt}
+        setting = "data.system_prompt=null" if is_configured else None
+        raise place.error(f"{problem}: {shown(text)}", _SHOW, column="messages", setting=setting)
 
     def encode(self, texts: list[str]) -> list[tuple[int, ...]]:
         """Token ids of rendered texts; a template writes its special tokens itself."""
@@ -114,13 +157,38 @@ class Renderer:
             raise place.error("tools, which the chat template does not show", "Use a model whose template has tools.")
 
     def _apply(self, messages: Sequence[Message], tools: Sequence[Tool], place: Place, **options: Any) -> Any:
+        kwargs = {"tools": list(tools) or None, **self._kwargs}
         try:
-            return self.tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, **options, **self._kwargs
-            )
+            convert = self._conversion(messages, kwargs)
+            return self.tokenizer.apply_chat_template(with_arguments(messages, convert), **kwargs, **options)
         except Exception as error:  # templates raise what they like, such as "roles must alternate"
             problem = f"the chat template refuses the messages ({type(error).__name__}: {first_line(error)})"
             raise place.error(problem, "Fix the messages.", setting="data.chat_template=never") from error
+
+    def _conversion(self, messages: Sequence[Message], kwargs: dict[str, Any]) -> "Convert":
+        """The form of calls' arguments that the template writes as JSON, not as a quoted text or as Python does.
+
+        Data has objects or their JSON text (OpenAI's form), and templates expect one or the other.
+        """
+        kinds = frozenset(map(type, arguments_of(messages)))
+        if kinds and kinds not in self._conversions:
+            for convert in (unchanged, as_object, as_text):
+                converted = with_arguments(messages, convert)
+                with suppress(Exception):  # a template that adds text and objects; the caller's call raises it
+                    text = self.tokenizer.apply_chat_template(
+                        converted, tokenize=False, add_generation_prompt=False, **kwargs
+                    )
+                    if not any(_is_miswritten(one, text) for one in arguments_of(converted)):
+                        self._conversions[kinds] = convert
+                        break
+        return self._conversions.get(kinds, unchanged)
+
+
+def _is_miswritten(arguments: Any, text: str) -> bool:
+    """True for JSON text in quotes, and for an object as Python writes it."""
+    if isinstance(arguments, str):
+        return json.dumps(arguments, ensure_ascii=False) in text
+    return str(arguments) != json.dumps(arguments, ensure_ascii=False) and str(arguments) in text
 
 
 def encode(texts: list[str], tokenizer: TokenizerLike, *, add_special_tokens: bool) -> list[tuple[int, ...]]:

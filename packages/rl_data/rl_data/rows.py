@@ -20,7 +20,6 @@ from plinth_base.errors import shown
 from .config import DataConfig
 from .errors import DataError
 from .files.table import Place, Table, first_line, parse_json, why_not_json
-from .rewards.gsm8k import clean_number
 
 GSM8K_DATA_SOURCE = "openai/gsm8k"
 Message = Mapping[str, Any]
@@ -253,7 +252,7 @@ def _solution(answer: object) -> str | None:
     if not isinstance(answer, str):
         return None
     _, marker, text = answer.rpartition("####")
-    return clean_number(text).strip() if marker else None
+    return text.replace(",", "").replace("$", "").strip() if marker else None
 
 
 def ground_truth_text(value: Any) -> str | None:

@@ -37,20 +37,6 @@ PLAIN_END = (
 HERE = Place(file="a.jsonl", number=0)
 
 
-@pytest.fixture(scope="module")
-def byte_tokenizer() -> Any:
-    """One token per byte and three special ones; `<|im_end|>` ends sequences."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|pad|>"])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>")
-
-
 def conversation(*contents: str) -> list[dict[str, str]]:
     """The user and the assistant in turn."""
     return [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(contents)]

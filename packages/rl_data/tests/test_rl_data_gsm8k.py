@@ -1,4 +1,5 @@
-import re
+from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from rl_data import (
     RewardConfig,
     UnknownDataSourceError,
     gsm8k_score,
+    make_reward,
     register_reward,
     reward_for,
 )
@@ -48,13 +50,65 @@ FLEXIBLE = RewardConfig(method="flexible", score=1.0, format_score=0.1)
         ("#### 7", "yes", 0.1, 0.1),
         ("72" + "x" * 300, "72", 0.0, 0.0),
         ("72" + "x" * 298, "72", 0.0, 1.0),
-        ("#### 72" + "x" * 294, "72", 0.0, 1.0),
-        ("#### 72" + "x" * 293, "72", 1.0, 1.0),
+        ("#### 72" + "x" * 300, "72", 1.0, 0.0),
     ],
 )
 def test_gsm8k_cases(text: str, truth: str, strict: float, flexible: float) -> None:
     assert gsm8k_score(text, truth, STRICT) == strict
     assert gsm8k_score(text, truth, FLEXIBLE) == flexible
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("the total is 12345" + "." * 299, 12345),  # the window of 300 characters begins in the number
+        ("x = -7" + "." * 299, -7),
+        ("so 3/4", Fraction(3, 4)),
+        ("3 / 4 of a cake", Fraction(3, 4)),
+        ("1 1/2 cups", Fraction(3, 2)),
+        ("\\frac{3}{4}", Fraction(3, 4)),
+        ("1e3", 1000),
+        ("2.5E-1.", Fraction(1, 4)),
+        ("$70,000.00!", 70000),
+        ("1{,}000", 1000),
+        ("so it is \u221242", -42),
+        ("10-7", 7),
+        ("10 - -7", -7),
+        ("so...5", 5),
+        ("in 5kg", 5),
+        ("the point is (3,4)", None),
+        ("version 1.2.3", None),
+        ("1/0", None),
+        ("on 1/2/2026", None),
+        ("1e9999", None),
+        ("9" * 5000, None),
+    ],
+)
+def test_a_number_is_read_whole_or_not_at_all(text: str, value: Any) -> None:
+    assert extract_answer(text, "flexible") == value
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["  42", "**42**", "$42$", "\\$42", "+42", "€42", "$\\boxed{42}$", "\\(42\\)", "42\n" + "and so on " * 40],
+)
+def test_strict_reads_usual_spellings_anywhere(written: str) -> None:
+    assert extract_answer(f"so\n#### {written}", "strict") == 42
+    assert (
+        extract_answer(f"#### \u2212{written.lstrip('+')}" if written[0] in "+€" else "#### \u221242", "strict") == -42
+    )
+
+
+def test_the_windows_of_other_rewards_begin_with_a_whole_word() -> None:
+    """A cut number would be another answer, and a cut line would look like a line of one letter."""
+    reward = make_reward("math")
+    later = " and" * 499
+    assert reward("so 345" + later, SimpleNamespace(ground_truth="345")) == 1.0
+    assert reward("so 12345" + later, SimpleNamespace(ground_truth="2345")) == 0.0
+    assert reward("so\n12345" + later, SimpleNamespace(ground_truth="12345")) == 1.0
+    choice = make_reward("multiple_choice")
+    assert choice.answer("not A) or " + "B) " + "x" * 997) is None
+    assert choice.answer("so\nB) it is\n" + "x " * 498) == "B"
 
 
 @settings(deadline=None, derandomize=True)
@@ -81,7 +135,6 @@ def test_every_text_gets_one_of_three_scores(text: str) -> None:
         answer = extract_answer(text, config.method)
         assert gsm8k_score(text, "72", config) in (0.0, 0.1, 1.0)
         assert (gsm8k_score(text, "72", config) == 0.0) == (answer is None)
-        assert answer is None or re.fullmatch(r"-?[0-9]*(\.[0-9]+)?", answer)
 
 
 def test_registry() -> None:

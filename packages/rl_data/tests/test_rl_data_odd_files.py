@@ -52,6 +52,7 @@ LOADED: dict[str, tuple[pa.Table, list[str]]] = {
     "text views": (gsm8k(pa.array(["a", "b"], pa.string_view())), ["2", "4"]),
     "dictionary-encoded text": (gsm8k(dictionary(["a", "a"]), dictionary(["#### 1", "#### 1"])), ["1", "1"]),
     "huge text": (gsm8k(("a" * 1_000_000, "b")), ["2", "4"]),
+    "fractions as answers": (gsm8k(answer=("#### 1", "#### 3/4")), ["1", "3/4"]),
     "text with NUL and emoji": (gsm8k(("a\0\N{GRINNING FACE}", "\u202e")), ["2", "4"]),
     "further columns of odd types": (
         gsm8k(when=[DAY, None], raw=[b"\xff", None], deep=[[[{"a": []}]], None]),
@@ -95,7 +96,7 @@ REFUSED: dict[str, tuple[pa.Table, str | None, int | None]] = {
     "integer answers to questions": (gsm8k(answer=(1, 2)), "answer", 0),
     "list answers to questions": (gsm8k(answer=(["#### 1"], [])), "answer", 0),
     "answers that are no number": (gsm8k(answer=("#### 1", "#### seven")), "answer", 1),
-    "fractions as answers": (gsm8k(answer=("#### 1", "#### 3/4")), "answer", 1),
+    "answers with two commas": (gsm8k(answer=("#### 1", "#### 1.3.4")), "answer", 1),
     "questions that are not UTF-8": (gsm8k(NOT_UTF8), None, None),
     "answers that are not UTF-8": (gsm8k(answer=NOT_UTF8), None, None),
     "integer data sources": (gsm8k(data_source=[SOURCE, ""]), "data_source", 1),

@@ -46,7 +46,6 @@ from .rollout.validation import Validation as Validation
 from .rollout.validation import prompt_metrics as prompt_metrics
 from .rollout.validation import sample_counts as sample_counts
 from .samples import Phase as Phase
-from .samples import PromptLike as PromptLike
 from .supervised_job_config import PreferenceJobConfig as PreferenceJobConfig
 from .supervised_job_config import SupervisedJobConfig as SupervisedJobConfig
 from .training.advantages import advantages as advantages

@@ -17,11 +17,9 @@ from rollout_vllm import Sample
 
 Phase = Callable[[str], AbstractContextManager[Any]]
 """Times a named phase of a step: `with phase("reward"): ...`."""
-PromptLike = Prompt
-"""A prompt as the runtime reads it."""
 
 
-def with_token_ids(prompt: PromptLike, token_ids: Sequence[int]) -> PromptLike:
+def with_token_ids(prompt: Prompt, token_ids: Sequence[int]) -> Prompt:
     """The prompt with the token ids that an environment gave an episode in place of those of the data."""
     if tuple(token_ids) == tuple(prompt.token_ids):
         return prompt

@@ -22,7 +22,7 @@ from rl_runtime.errors import InputError, RolloutFailed
 from rl_runtime.job_config import JobConfig
 from rl_runtime.rollout.config import DynamicSamplingConfig, EpisodeConfig, OversamplingConfig
 from rl_runtime.rollout.dynamic_sampling import num_replacements
-from rl_runtime.rollout.group_state import to_state
+from rl_runtime.rollout.groups import to_state
 from rl_runtime.rollout.phase import RolloutPhase
 from rl_runtime.rollout.scoring import Scorer
 from rl_runtime.rollout.scoring_config import ScoringConfig

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_data import Prompt
-from rl_runtime.rollout.group_state import from_state, to_state
+from rl_runtime.rollout.groups import from_state, to_state
 from rollout_vllm import Failure, Group, Request, Sample, VersionSpan
 
 JSON: st.SearchStrategy[Any] = st.recursive(

@@ -15,7 +15,15 @@ from collections.abc import Iterator
 import pytest
 
 from plinth_testing import wait_until
-from rl_runtime.ranks.heartbeat import INTERVAL_S, Beat, Heartbeats, _describe_frame, find_frozen, find_stalled
+from rl_runtime.ranks.heartbeat import (
+    INTERVAL_S,
+    Beat,
+    Heartbeat,
+    Heartbeats,
+    _describe_frame,
+    find_frozen,
+    find_stalled,
+)
 
 WORK = """
 import select, sys, time
@@ -124,6 +132,7 @@ def test_datagrams_of_others_are_ignored(heartbeats: Heartbeats) -> None:
     right = {"token": receiver.token, "rank": 0, "host": "node", "pid": 7, "still": 1.5, "where": "here"}
     wrong = [b"", b"no JSON", b"[]", b"{}", b'{"token": 3}', json.dumps(right | {"token": "guess"}).encode()]
     wrong += [json.dumps(right | {"more": 1}).encode(), json.dumps(right | {"rank": "x"}).encode()]
+    wrong += [b"[" * 2000, json.dumps(right | {"rank": float("inf")}).encode()]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
         for datagram in wrong:
             stranger.sendto(datagram, (receiver.host, receiver.port))
@@ -133,3 +142,33 @@ def test_datagrams_of_others_are_ignored(heartbeats: Heartbeats) -> None:
     beat = heartbeats.read(0)
     assert beat is not None
     assert (beat.where, beat.still) == ("here", 1.5)
+
+
+def test_threads_of_heartbeats_outlive_errors(heartbeats: Heartbeats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its threads, a rank that works would count as one that hangs."""
+    failures = iter([MemoryError(), OSError(24, "Too many open files")])
+    name = socket.gethostname()
+
+    def gethostname() -> str:
+        for failure in failures:
+            raise failure
+        return name
+
+    class Flaky:
+        """A socket that cannot receive twice."""
+
+        def __init__(self, sock: socket.socket) -> None:
+            self._sock, self._errors = sock, [OSError(105, "No buffer space available")] * 2
+
+        def recv(self, size: int) -> bytes:
+            if self._errors:
+                raise self._errors.pop()
+            return self._sock.recv(size)
+
+        def __getattr__(self, attribute: str) -> object:
+            return getattr(self._sock, attribute)
+
+    monkeypatch.setattr(socket, "gethostname", gethostname)
+    monkeypatch.setattr(heartbeats, "_socket", Flaky(heartbeats._socket))
+    Heartbeat(heartbeats.receiver, 3, interval_s=0.01)
+    wait_until(lambda: heartbeats.read(3) is not None)

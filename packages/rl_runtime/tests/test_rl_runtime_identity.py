@@ -22,7 +22,8 @@ from rl_runtime import InputError, JobConfig, ModelConfig, SupervisedConfig, Tra
 from rl_runtime.app import identity
 from rl_runtime.app.identity import check_same_run, input_digests
 from rl_runtime.app.resume import note_resume
-from rl_runtime.app.training_run import create_run_folder
+from rl_runtime.app.training_run import JobPlan, create_run_folder, plan_run
+from rl_runtime.launch.placement import Placement, Slot
 from rl_runtime.rollout.scoring_config import RewardTermConfig, ScoringConfig
 from rl_runtime.training.checkpoints import RunCheckpoints
 from rollout_vllm import SamplingConfig
@@ -31,6 +32,7 @@ from run_kit.config.redaction import yaml_without_secrets
 from run_kit.tracking.run_state import StateFile
 
 PROMPTS = [Prompt(f"train:{i}", f"{i} + 1", (i, 1), str(i + 1), "sum") for i in range(4)]
+PARTS = ("tokenizer", "config.json", "weights")
 LORA = EngineConfig(lora=LoraConfig(rank=4))
 
 
@@ -180,6 +182,27 @@ def test_a_checkpoint_of_another_app_or_of_an_earlier_version(model: Path, tmp_p
         differences(other, job(model))
     earlier = replace(before, state={name: value for name, value in before.state.items() if name != "inputs"})
     assert "no digests" in differences(earlier, job(model))[-1]
+
+
+def test_the_plan_of_a_run_refuses_another_one_and_says_what_differs(model: Path, tmp_path: Path) -> None:
+    """Before any process starts; the checkpoint gets the digests that the plan has."""
+    outputs = tmp_path / "outputs"
+    rows = {"data.train": PROMPTS}
+    saved_by(outputs / "run_20260101_000000", job(model), rows)
+    trainer = TrainerConfig(output_dir=str(outputs), experiment="run", resume="auto", seed=1)
+
+    def plan(**sections: Any) -> JobPlan:
+        placement = Placement(ranks=(Slot(),))
+        return plan_run(job(model, **{"trainer": trainer, **sections}), placement, ["a line"], rows=rows)
+
+    planned = plan()
+    assert planned.resume_from is not None
+    assert planned.digests.keys() == {"data.train", *(f"model.path {part}" for part in PARTS)}
+    assert [line for line in planned.lines if "resume" not in line] == ["a line"]
+    with raises(InputError, field="sampling.temperature", value=0.7, allowed="1.0, as in that run"):
+        plan(sampling=SamplingConfig(temperature=0.7))
+    lines = plan(sampling=SamplingConfig(temperature=0.7), trainer=replace(trainer, allow_changes=True)).lines
+    assert "resume: sampling.temperature: 1.0 in the checkpoint, 0.7 here" in lines
 
 
 def run_of(folder: Path, name: str, begun: float, step: int) -> None:

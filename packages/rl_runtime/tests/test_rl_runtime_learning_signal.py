@@ -32,7 +32,7 @@ def lines_of(steps: Sequence[list[Sample]], *, compares_group: bool = True, answ
     reader = AnswerReader(
         has_answer=lambda samples: None if answers is None else [answers] * len(samples),
         read=lambda _: "" if answers is None else "the answer 7" if answers else "no answer",
-        advice="reward.method=flexible takes the last number",
+        advice=lambda _: "reward.method=flexible takes the last number",
     )
     signal = LearningSignal(lines.append, reader, compares_group=compares_group)
     for number, step in enumerate(steps, 1):
@@ -74,7 +74,8 @@ def test_the_line_has_the_most_specific_reason_a_response_and_the_key_that_helps
 
 
 def test_a_cut_step_is_named_although_its_scores_differ() -> None:
-    assert len(lines_of([samples_of([[0.0, 1.0]], cut=True)])) == 1
+    (line,) = lines_of([samples_of([[0.0, 1.0]], cut=True)])
+    assert line.startswith("warning: step 1: all 2 responses were cut")
 
 
 def test_a_greedy_baseline_is_what_a_sample_is_compared_with() -> None:
@@ -99,3 +100,4 @@ def test_the_reward_says_what_it_reads(
     with Scorer(config) as scorer:
         assert asyncio.run(scorer.has_answer(items)) == expected
         assert scorer.read_answer(items[0]) == read
+        assert ("reward.method=flexible" in scorer.advice(items[0])) == (config == ScoringConfig())

@@ -1,6 +1,8 @@
-"""The watchdog of a local Ray. Tests of the apps start Ray itself, and look at its ports and processes."""
+"""A local Ray: its watchdog, and the host that it needs. Tests of the apps look at its ports and processes."""
 
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,7 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from plinth_testing import wait_until
+from plinth_testing import raises, wait_until
+from rl_runtime.errors import InputError
+from rl_runtime.launch.local_ray import check_local_ray
 
 DRIVER = """
 import os, signal, subprocess, sys
@@ -48,3 +52,40 @@ def test_what_ray_has_started_ends_with_the_driver(tmp_path: Path, end: str, cod
     finally:
         os.kill(before, signal.SIGKILL)
         os.kill(later, signal.SIGKILL)
+
+
+def test_a_full_temporary_folder_and_a_limit_of_file_sizes_are_refused_before_ray_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    check_local_ray()
+    with monkeypatch.context() as change:
+        change.setattr(resource, "getrlimit", lambda _: (2**20, -1))
+        with raises(InputError, field="ulimit -f", value="1,048,576 bytes", remedy="ulimit -f unlimited"):
+            check_local_ray()
+    usage = shutil.disk_usage(tmp_path)._replace(free=2**20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with raises(InputError, field="TMPDIR", allowed="a folder with 64 MiB"):
+        check_local_ray()
+
+
+@pytest.mark.slow
+def test_ray_starts_with_a_temporary_folder_whose_path_is_long(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 90)
+    folder.mkdir()
+    code = """
+import ray
+from rl_runtime.launch.local_ray import LocalRay
+local = LocalRay(1)
+local.start()
+print(ray.get(ray.remote(lambda: 5).remote()))
+local.close()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["5"]), done.stderr

@@ -4,15 +4,17 @@ import asyncio
 import threading
 import time
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from plinth_testing import raises
+from plinth_testing import raises, wait_until
 from rl_runtime.errors import RankError, RankLost, RlRuntimeError
 from rl_runtime.rollout import servers as rollout_servers
 from rl_runtime.rollout import watched_servers
 from rl_runtime.rollout.servers import RolloutServers
+from rl_runtime.rollout.watched_servers import WatchedServers
 from rollout_vllm import ControlError, Endpoint, ServerDiedError, UnlabeledTokensError, WatchEvent
 from weight_sync import ReceiverError, SyncConfig, SyncReport, WeightSyncError
 
@@ -349,3 +351,29 @@ def test_without_restarts_a_dead_server_ends_the_run(setting: Setting) -> None:
     )
     with fleet, pytest.raises(ServerDiedError):
         fleet.check()
+
+
+def test_a_report_that_fails_is_made_again_and_raised_by_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk or a closed terminal does not end the thread that reports."""
+    said, full = list[str](), threading.Event()
+
+    def report(line: str) -> None:
+        if full.is_set():
+            raise OSError(28, "No space left on device")
+        said.append(line)
+
+    events = [WatchEvent(0, "died", "by itself", 0.0)]
+    watch = SimpleNamespace(events=events, start=lambda: None, stop=lambda **_: None, check=lambda: None)
+    monkeypatch.setattr(watched_servers, "ServerWatch", lambda *_, **__: watch)
+    group: Any = None
+    servers = WatchedServers(group, group, kind="rollout server", max_restarts=1, report=report)
+    full.set()
+    servers.start()
+    with pytest.raises(OSError, match="No space left"):
+        servers.check()
+    time.sleep(0.6)  # the thread fails as well
+    full.clear()
+    events.append(WatchEvent(0, "restarted", "policy version 4", 0.0))
+    wait_until(lambda: len(said) == 2)
+    assert said == ["rollout server 0 died: by itself", "rollout server 0 restarted: policy version 4"]
+    servers.close()

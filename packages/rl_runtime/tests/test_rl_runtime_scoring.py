@@ -93,10 +93,16 @@ def test_an_episodes_own_score_is_kept_and_terms_are_added() -> None:
     assert both.samples[0].reward_terms == {"episode": 0.25, "brief": 1.0}
 
 
-def test_a_sum_that_is_not_finite_is_no_score() -> None:
-    huge = {"function": f"{MODULE}:level_reward", "weight": 1e308}
-    scored = scores(ScoringConfig(terms=terms(a=huge)), [draft("x", Prompt("a", extra={"level": 1e308}))])
-    assert messages(scored) == ["no reward: the weighted sum of reward.terms is inf"]
+def test_a_sum_that_float32_cannot_hold_is_no_score() -> None:
+    """Else the group's advantages would be NaN."""
+    huge = {"function": f"{MODULE}:level_reward", "weight": 1e20}
+    drafts = [draft("x", Prompt("a", extra={"level": level})) for level in (1e20, 1e308, 1.0)]
+    scored = scores(ScoringConfig(terms=terms(a=huge)), drafts)
+    assert messages(scored) == [
+        "no reward: the weighted sum of reward.terms is 1e+40; allowed: -1e+30 to 1e+30",
+        "no reward: reward.terms.a: the reward is 1e+308; allowed: -1e+30 to 1e+30",
+    ]
+    assert [one.score for one in scored.samples] == [1e20]
 
 
 def test_coroutine_functions_wait_together() -> None:

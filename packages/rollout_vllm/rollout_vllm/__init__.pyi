@@ -44,7 +44,6 @@ from .samples import Request as Request
 from .samples import Sample as Sample
 from .samples import VersionSpan as VersionSpan
 from .samples import request_seed as request_seed
-from .servers.control import LoraAdapters as LoraAdapters
 from .servers.existing import check_running as check_running
 from .servers.group import ServerGroup as ServerGroup
 from .servers.launch import check_launch as check_launch

@@ -175,6 +175,9 @@ class SamplingConfig:
     min_tokens: int = 0
     """Minimum number of response tokens before an end-of-sequence or stop token."""
     stop_token_ids: tuple[int, ...] = ()  # in addition to the model's end-of-sequence token
+    stop: tuple[str, ...] = ()
+    """Texts that end a response, such as ["</answer>"]. Their tokens stay in it: the policy sampled them, the loss has
+    them, and the reward reads them. A text that an interruption cuts in two is not seen."""
     ignore_eos: bool = False
     """Generation continues after the end-of-sequence token, up to `max_tokens`."""
     repetition_penalty: float = 1.0
@@ -201,5 +204,6 @@ class SamplingConfig:
         require(ok, "min_tokens", self.min_tokens, f"in 0..max_tokens ({self.response_tokens})")
         ids_fit = all(0 <= token < 2**31 for token in self.stop_token_ids)
         require(ids_fit, "stop_token_ids", self.stop_token_ids, "token ids, 0 or more")
+        require(all(self.stop), "stop", self.stop, "texts that are not empty")
         greedy_group = self.temperature == 0 and self.num_samples > 1
         require(not greedy_group, "n", self.num_samples, "1 when temperature is 0 (greedy samples would all be equal)")

@@ -122,8 +122,8 @@ class Sample:
 
     @property
     def policy_version(self) -> int:
-        """The version of the first token, which is the oldest."""
-        return self.version_spans[0].policy_version if self.version_spans else self.last_policy_version
+        """The oldest version of a token."""
+        return min((span.policy_version for span in self.version_spans), default=self.last_policy_version)
 
     @property
     def token_ids(self) -> IntArray:

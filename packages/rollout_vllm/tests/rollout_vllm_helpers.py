@@ -161,8 +161,7 @@ class FaultyProxy(AppThread):
     """A proxy of a real server that injects the faults in `plan`, one per completion request, then forwards all.
 
     Faults: "pass" (forward), "drop" (close without a response), "cut" (half a response), "garbage" (200 without JSON),
-    "missing" (one choice too few), "raw" (log-probs of the raw logits), "hang" (never answer), "slow" (answer two
-    seconds late), or an HTTP status.
+    "missing" (one choice too few), "raw" (log-probs of the raw logits), "hang" (never answer), or an HTTP status.
     """
 
     def __init__(self, upstream: Endpoint) -> None:
@@ -196,8 +195,6 @@ class FaultyProxy(AppThread):
         url = self.upstream.url + request.path_qs
         async with aiohttp.request(request.method, url, data=await request.read(), headers=headers) as answer:
             raw = await answer.read()
-            if fault == "slow":
-                await asyncio.sleep(2.0)
             if fault == "raw":
                 raw = re.sub(rb'"token_logprobs":\[[^],]*', b'"token_logprobs":[-0.25', raw)
             if fault == "missing":

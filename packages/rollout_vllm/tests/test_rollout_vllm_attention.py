@@ -71,10 +71,9 @@ SHORT = [
     ([0, 70, 80, 90], 3),
 ]
 LONG = [([1030, 1041, 1024, 1100], 64), ([2200, 2177, 0, 2176], 130)]  # blocks are compared 64 at once
-cases = [*itertools.product(HEADS, SHORT), *itertools.product(HEADS[:1], LONG)]
+cases = [*itertools.product(HEADS[:1], SHORT + LONG), *itertools.product(HEADS[1:], SHORT[::2])]
 for number, ((heads, key_heads, together), (lengths, shared)) in enumerate(cases):
-    for heads_first in (True, False) if shared == 2 else (number % 2 == 0,):
-        compare(heads, key_heads, together, heads_first, lengths, shared)
+    compare(heads, key_heads, together, number % 2 == 0, lengths, shared)
 print(len(cases), "cases")
 
 
@@ -95,7 +94,7 @@ def stock(layer, module, queries, key, value, cache, step, out):
     out.copy_(plain(queries, keys, values, step.block_table, step.seq_lens.tolist(), layer.scale))
 
 
-for block in (16, 48, 256):
+for block in (16, 48):
     layer = SimpleNamespace(num_heads=4, num_kv_heads=2, head_size=WIDTH, scale=SCALE)
     cache, state = torch.empty(3, 2, block, 2 * WIDTH), torch.get_rng_state()
     assert attention._problem(layer, None, torch.empty(1, 4, WIDTH), cache, Step(), stock) == ""
@@ -106,7 +105,7 @@ print("compared")
 
 @needs_triton
 def test_attention_under_the_interpreter_is_a_softmax_over_each_requests_tokens() -> None:
-    assert "22 cases\ncompared" in run_under_the_interpreter(CASES)
+    assert "16 cases\ncompared" in run_under_the_interpreter(CASES)
 
 
 @needs_triton

@@ -144,8 +144,9 @@ def test_a_request_that_the_policy_cannot_answer_is_refused_on_both_sides(
 ) -> None:
     async def agent(client: AsyncOpenAI) -> None:
         request: Any = {"model": "policy", "messages": [ASKED]} | options
-        with pytest.raises(BadRequestError, match=field or "TypeError"):
+        with pytest.raises(BadRequestError) as caught:
             await client.chat.completions.create(**request)
+        assert (caught.value.code, caught.value.param) == ("unsupported", field)
 
     async def policy(endpoint: ChatEndpoint) -> None:
         with raises(ConversationError, field=field):
@@ -162,11 +163,12 @@ def test_other_tools_two_requests_at_once_and_the_end_of_the_context_are_refused
         answer = {"role": "assistant", "content": "?"}
         first = asyncio.ensure_future(ask(ASKED))
         await asyncio.sleep(0.2)
-        with pytest.raises(BadRequestError, match="one agent"):
+        with pytest.raises(BadRequestError):
             await ask(ASKED)
         await first
-        with pytest.raises(BadRequestError, match="tools"):
+        with pytest.raises(BadRequestError) as refused:
             await ask(ASKED, answer, ASKED, tools=[ADD])
+        assert refused.value.param == "tools"
         with pytest.raises(BadRequestError) as caught:
             await ask(ASKED, answer, ASKED)
         assert caught.value.code == "context_length_exceeded"

@@ -167,6 +167,9 @@ def test_request_overrides_every_server_default() -> None:
         assert field in body
     assert (body["n"], body["seed"], body["stop_token_ids"], body["min_tokens"]) == (3, 7, [5], 2)
     assert "seed" not in completion_body([1], sampling, model=None, seed=None)
+    assert (body["stop"], body["skip_special_tokens"]) == ([], True)
+    stopped = completion_body([1], SamplingConfig(stop=("</s>",)), model=None, seed=None)
+    assert (stopped["stop"], stopped["skip_special_tokens"]) == (["</s>"], False)
     assert json.loads(json.dumps(body)) == body
 
 
@@ -279,5 +282,5 @@ def test_metrics() -> None:
     assert both["server_1/num_running"] == 3.0
     assert combine([]) == {}
     assert server_metrics(METRICS + 'vllm:num_requests_running{engine="1"} 4.0\n')["num_running"] == 7.0  # all labels
-    with pytest.raises(ValueError, match="three"):
+    with pytest.raises(ValueError):
         server_metrics("vllm:num_requests_running three\n")

@@ -42,7 +42,7 @@ REFUSED: dict[Any, list[dict[str, Any]]] = {
     ],
     SamplingConfig: [
         *({"n": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_k": 0}, {"max_tokens": 0}, {"min_tokens": 999}),
-        *({"min_p": 2.0}, {"n": 2, "temperature": 0.0}),
+        *({"min_p": 2.0}, {"n": 2, "temperature": 0.0}, {"stop": ("a", "")}),
     ],
 }
 

@@ -44,6 +44,7 @@ class Plan:
     sliding_window: bool
     buffered: bool
     log_probs: bool
+    stop_strings: bool = False
 
 
 plans = st.builds(
@@ -58,6 +59,7 @@ plans = st.builds(
     sliding_window=st.sampled_from((False, False, False, True)),
     buffered=st.sampled_from((True, True, True, False)),
     log_probs=st.booleans(),
+    stop_strings=st.booleans(),
 )
 
 
@@ -148,6 +150,7 @@ def play(model: str, plan: Plan) -> tuple[list[Any], int]:
                 params = SamplingParams(
                     max_tokens=most,
                     stop_token_ids=[41],
+                    stop=["x"] if plan.stop_strings else None,
                     logprobs=0 if plan.log_probs else None,
                     extra_args={IDS_ONLY: 1} if plan.buffered else None,
                     output_kind=RequestOutputKind.FINAL_ONLY,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -119,8 +120,10 @@ def test_rewards_are_at_the_last_token_of_their_turn(rewards: list[list[float]],
     [
         (math.nan, "nan, not a finite number"),
         (math.inf, "inf, not a finite number"),
-        ("1.0", "'1.0' (str), not a number"),
-        ([1.0], "'[1.0]' (list), not a number"),
+        ("1.0", "str '1.0', not a number"),
+        ([1.0], "list [1.0], not a number"),
+        (1e39, "1e+39; allowed: -1e+30 to 1e+30"),
+        (10**400, "inf, not a finite number"),
     ],
 )
 def test_a_wrong_reward_fails_its_own_sample(value: Any, why: str) -> None:
@@ -132,6 +135,23 @@ def test_a_wrong_reward_fails_its_own_sample(value: Any, why: str) -> None:
     assert len(bad.failures) == len(good.samples) == 2
     assert why in bad.failures[0].message
     assert good.samples[0].score == 1.0
+
+
+def test_an_error_without_a_message_and_rewards_that_add_up_too_high_fail_their_own_sample() -> None:
+    class Silent(Exception):
+        def __str__(self) -> str:
+            raise KeyError("no message")
+
+    async def function(episode: Episode) -> float:
+        await episode.generate()
+        if episode.prompt_id == "silent":
+            raise Silent
+        episode.reward(0.9e30)
+        return 0.9e30
+
+    silent, high = run(function, ["silent", "high"])
+    assert silent.failures[0].message == "Silent: its __str__ raised KeyError"
+    assert high.failures[0].message == "ValueError: the reward is 1.8e+30; allowed: -1e+30 to 1e+30"
 
 
 def test_a_reward_needs_a_turn_and_a_prompt_is_not_replaced_in_the_middle() -> None:
@@ -202,7 +222,7 @@ def test_an_endless_environment_is_cut_by_turns_or_tokens(max_turns: int, max_to
 def test_an_environment_that_is_cut_may_give_a_last_reward() -> None:
     good, bad = play("CutCounter", ["good", "nan"], max_turns=3)
     assert good.samples[0].score == 1.0 + 2.0 + 3.0 + 10.0
-    assert "cut() returned the reward 'nan' (float); allowed: a finite number or None" in bad.failures[0].message
+    assert "cut(): the reward is nan, not a finite number" in bad.failures[0].message
 
 
 def test_an_endless_environment_is_cut_by_time() -> None:
@@ -219,8 +239,8 @@ def test_each_way_to_fail_is_named_and_costs_its_own_sample(tmp_path: Path) -> N
         "exits": "SystemExit: 3",
         "dies": "its process died (exit code 3)",
         "killed": "its process died (exit code -9)",
-        "nan": "step() returned the reward 'nan' (float); allowed: a finite number or None",
-        "string": "step() returned the reward '1.0' (str)",
+        "nan": "step(): the reward is nan, not a finite number",
+        "string": "step(): the reward is str '1.0', not a number",
         "nothing": "step() returned 'None' (NoneType); allowed: (observation, reward, done, info)",
         "three values": "(tuple); allowed: (observation",
         "number as text": "step() returned '7' (int); allowed: text, a list of messages, or None",
@@ -257,8 +277,7 @@ def test_each_way_to_fail_is_named_and_costs_its_own_sample(tmp_path: Path) -> N
 )
 def test_an_environment_that_does_not_start_is_named(name: str, options: dict[str, Any], why: str) -> None:
     (group,) = play(name, **options)
-    with pytest.raises(RuntimeError, match=f"environment rollout_vllm_environments:{name}: .*{why}"):
-        raise RuntimeError(group.failures[0].message)
+    assert re.match(f"environment rollout_vllm_environments:{name}: .*{why}", group.failures[0].message)
 
 
 def test_a_cancelled_run_leaves_no_environment_behind() -> None:
@@ -318,3 +337,21 @@ def test_what_the_main_module_imports_is_imported_once_for_all_environments(tmp_
         [sys.executable, "-m", "trains"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, check=True, timeout=120
     )
     assert len((tmp_path / "imports").read_text().splitlines()) == 2, "this process and the server that forks"
+
+
+def test_environments_start_with_a_temporary_folder_whose_path_is_long(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    code = """
+import multiprocessing, tempfile
+from rollout_vllm.episodes.environment_process import shorten_socket_paths
+shorten_socket_paths()
+process = multiprocessing.get_context("forkserver").Process(target=print, args=("started",))
+process.start()
+process.join(30)
+print(tempfile.gettempdir())
+"""
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["started", str(folder)], done.stderr
+    assert list(folder.iterdir()) == []

@@ -83,15 +83,6 @@ def test_deadline_fails_hanging_requests_and_keeps_the_others(proxy: FaultyProxy
     assert {f.kind for g in groups for f in g.failures} == {"deadline"}
 
 
-def test_slow_responses_are_not_retried(proxy: FaultyProxy) -> None:
-    proxy.plan.extend(["slow"] * 4)
-    requests = make_requests(4)
-    with RolloutClient([proxy.endpoint], quick()) as client:
-        groups = client.generate_blocking(requests, SHORT)
-        assert client.counters.num_retries == 0
-    assert all(g.complete for g in groups)
-
-
 def test_stale_connection_is_replaced(pair: ServerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """uvicorn closes idle connections after 5 s; in this test the client keeps them longer."""
     monkeypatch.setattr(rollout_vllm.client.transport, "_KEEP_ALIVE_S", 60.0)
@@ -129,9 +120,9 @@ def test_cancelling_generate_aborts_the_requests_on_the_servers(pair: ServerGrou
 
 def test_callback_that_raises_cancels_the_other_groups(client: RolloutClient) -> None:
     def on_group(group: Group) -> None:
-        raise RuntimeError("scoring broke")
+        raise ZeroDivisionError
 
-    with pytest.raises(RuntimeError, match="scoring broke"):
+    with pytest.raises(ZeroDivisionError):
         client.generate_blocking(make_requests(16), SHORT, on_group=on_group)
     assert client.metrics()["client/samples_in_flight"] == 0
     assert client.generate_blocking(make_requests(1), SHORT)[0].complete

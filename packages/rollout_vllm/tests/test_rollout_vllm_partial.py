@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plinth_testing import raises
 from rollout_vllm import (
     Endpoint,
     Episode,
@@ -22,6 +23,7 @@ from rollout_vllm import (
     Request,
     RolloutClient,
     RolloutConfig,
+    RolloutConfigError,
     Sample,
     SamplingConfig,
     VersionSpan,
@@ -49,6 +51,15 @@ def test_merged_spans_cover_every_token_once(spans: list[tuple[int, int]]) -> No
     assert merge_spans(merged) == merged
 
 
+@pytest.mark.parametrize("versions", [(3, 4, 9), (9, 3, 4), (4,)])
+def test_policy_version_of_a_sample_is_that_of_its_oldest_token(versions: tuple[int, ...]) -> None:
+    """The bound of staleness counts from it."""
+    spans = tuple(VersionSpan(version, 2) for version in versions)
+    sample = Sample(sample_index=0, response_ids=[1] * 2 * len(spans), version_spans=spans, last_policy_version=9)
+    assert sample.policy_version == min(versions)
+    assert Sample(sample_index=0, last_policy_version=9).policy_version == 9
+
+
 def test_uninterrupted_sample_has_one_span() -> None:
     sample = Sample(
         prompt_id="a",
@@ -59,6 +70,7 @@ def test_uninterrupted_sample_has_one_span() -> None:
         last_policy_version=4,
     )
     assert sample.version_spans == (VersionSpan(4, 2),)
+    assert sample.policy_version == 4
     assert (sample.response_ids.dtype, sample.log_probs.dtype) == (np.int32, np.float32)
     assert pickle.loads(pickle.dumps(sample)).to_state() == sample.to_state()
 
@@ -274,9 +286,9 @@ def test_requests_after_a_pause_do_not_overtake_those_before_it(
 def test_wrong_group_sizes_are_rejected() -> None:
     client = RolloutClient([Endpoint("http://127.0.0.1:9", "k", "m")], RolloutConfig())
     partial = Group.fresh(Request(prompt_id="a", prompt_ids=PROMPT), 3)
-    with pytest.raises(ValueError, match="n=2"):
+    with raises(RolloutConfigError, field="n", value=2):
         client.generate_blocking([partial], SamplingConfig(n=2))
-    with pytest.raises(ValueError, match="num_groups=2"):
+    with raises(RolloutConfigError, field="num_groups", value=2):
         client.run(client.generate_first([partial], SamplingConfig(n=3), num_groups=2))
     client.close()
 
@@ -317,13 +329,53 @@ def test_version_spans_of_an_episode_include_context() -> None:
     assert sum(span.num_tokens for span in result.generated_spans) == result.num_generated < 13
 
 
+def test_a_task_that_exits_ends_no_other_task_of_the_clients_thread() -> None:
+    """asyncio ends an event loop at SystemExit; calls that wait for the loop would never end."""
+    client = RolloutClient([Endpoint("http://127.0.0.1:9", "k", "m")], RolloutConfig())
+
+    async def leave(error: BaseException) -> None:
+        raise error
+
+    async def wait() -> int:
+        await asyncio.sleep(0.2)
+        return 7
+
+    waiting = client.start(wait())
+    for error in (SystemExit(3), KeyboardInterrupt()):
+        with pytest.raises(type(error)):
+            client.run(leave(error))
+    assert waiting.result(20) == 7
+    assert client.run(wait()) == 7
+    client.close()
+
+
+def test_a_client_without_a_thread_is_an_error_of_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = RolloutClient([Endpoint("http://127.0.0.1:9", "k", "m")], RolloutConfig())
+
+    async def seven() -> int:
+        return 7
+
+    def no_thread(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        for _ in range(2):
+            call = seven()
+            with pytest.raises(RuntimeError):
+                client.run(call)
+            call.close()
+    assert client.run(seven()) == 7
+    client.close()
+
+
 def test_blocking_call_from_the_clients_thread_is_rejected() -> None:
     client = RolloutClient([Endpoint("http://127.0.0.1:9", "k", "m")], RolloutConfig())
 
     async def callback() -> None:
         client.run(client.pause())
 
-    with pytest.raises(RuntimeError, match="own thread"):
+    with pytest.raises(RuntimeError):
         client.run(callback())
     client.close()
 

@@ -46,11 +46,16 @@ def patched() -> Iterator[None]:
 
 
 def front_end(
-    tokenizer: Any, extra_args: dict[str, Any] | None, *, log_probs: bool = True
+    tokenizer: Any,
+    extra_args: dict[str, Any] | None,
+    *,
+    log_probs: bool = True,
+    stop: str | None = None,
+    text: str = TEXT,
 ) -> tuple[OutputProcessor, Any]:
-    """vLLM's front end with one request, to which the tokens of TEXT and their log-probs were sent."""
+    """vLLM's front end with one request, to which the tokens of the text and their log-probs were sent."""
     params = SamplingParams(
-        logprobs=0 if log_probs else None, extra_args=extra_args, output_kind=RequestOutputKind.FINAL_ONLY
+        logprobs=0 if log_probs else None, extra_args=extra_args, output_kind=RequestOutputKind.FINAL_ONLY, stop=stop
     )
     request: Any = SimpleNamespace(
         request_id="cmpl-r-1",
@@ -66,7 +71,7 @@ def front_end(
     processor = OutputProcessor(tokenizer, log_stats=False)
     processor.add_request(request, None)
     state = processor.request_states["cmpl-r-1"]
-    for token in tokenizer.encode(TEXT):
+    for token in tokenizer.encode(text):
         row = numpy.array([[token]])
         marked = extra_args and IDS_ONLY in extra_args
         ids = numpy.array([[3, 1]]) if marked else row  # (policy version, tokens)
@@ -108,6 +113,28 @@ def test_clients_of_this_package_get_ids_and_log_probs(
     assert log_probs == [-token / 128 for token in ids]
     assert log_probs.spans == [[3, 1]] * len(ids)
     assert "buffered tokens: from_new_request is replaced and in use\n" in capsys.readouterr().out
+
+
+def test_a_stop_string_ends_a_response_after_its_last_token(tokenizer: Any, patched: None) -> None:
+    """As in stock vLLM; and every token keeps its log-prob and its policy version."""
+    stop = TEXT[2:5]  # seven bytes, which are seven tokens
+    marked = {IDS_ONLY: PACKED}
+    answers = {}
+    for extra_args in (None, marked):
+        processor, _ = front_end(tokenizer, extra_args, stop=stop, text="")
+        for number, token in enumerate(tokenizer.encode(TEXT)):
+            ids = numpy.array([[number // 4, 1]]) if extra_args else numpy.array([[token]])
+            lists = LogprobsLists(ids, numpy.array([[-token / 128]], numpy.float32), numpy.array([1]))
+            done = processor.process_outputs([EngineCoreOutput("cmpl-r-1", [token], new_logprobs=lists)])
+            if done.request_outputs:
+                break
+        assert done.reqs_to_abort == ["cmpl-r-1"], "the engine core samples no more for it"
+        [choice] = done.request_outputs[0].outputs
+        assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
+        answers[extra_args is not None] = choice.token_ids
+    assert answers[True] == answers[False] == tokenizer.encode(TEXT[:5])
+    assert choice.logprobs == [-token / 128 for token in answers[True]]
+    assert choice.logprobs.spans == [[number // 4, 1] for number in range(len(answers[True]))]
 
 
 @pytest.mark.parametrize("log_probs", [True, False])

@@ -134,7 +134,7 @@ def test_spans_of_an_answer_cover_its_tokens(spans: list[tuple[int, int]], log_p
     assert choice.spans == tuple((None if version == -1 else version, count) for version, count in spans)
     for wrong in (num_tokens + 1, max(0, num_tokens - 1)):
         if spans and wrong != num_tokens:
-            with pytest.raises(MalformedAnswerError, match="policy_versions"):
+            with pytest.raises(MalformedAnswerError):
                 parse_completion(answer(spans, wrong), 1)
 
 

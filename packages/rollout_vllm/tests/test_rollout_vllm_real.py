@@ -27,14 +27,13 @@ from rollout_vllm_helpers import (
     reference_log_probs,
 )
 
-from plinth_testing import raises, wait_until
+from plinth_testing import raises
 from rollout_vllm import (
     ControlError,
     Endpoint,
     Episode,
     Group,
     KVCacheTooSmallError,
-    LoraAdapters,
     ModelFolderError,
     PortInUseError,
     Request,
@@ -46,7 +45,6 @@ from rollout_vllm import (
     ServerGroup,
     ServerStartError,
     check_running,
-    judge_reward,
     request_seed,
     run_episodes,
 )
@@ -144,6 +142,28 @@ def test_stop_tokens_and_length(client: RolloutClient) -> None:
     assert stopped.samples[0].response_ids.tolist() == ids[: ids.index(stop) + 1]
 
 
+def test_stop_strings_end_a_response_after_their_last_token(client: RolloutClient) -> None:
+    """They stay in it, with the log-prob and policy version of each token: the response is a part of the free one."""
+    client.set_policy_version(6)
+    requests = make_requests(6, step=3)
+    free = client.generate_blocking(requests, SamplingConfig(n=2, max_tokens=40, ignore_eos=True))
+    for request, group in zip(requests, free, strict=True):
+        for length in (9, 30):
+            texts = [f"w{token}" for token in group.samples[0].response_ids.tolist()]
+            stop = f"{texts[length - 2]} {texts[length - 1]}"  # two tokens; "w1" is also the beginning of "w12"
+            sampling = SamplingConfig(n=2, max_tokens=40, ignore_eos=True, stop=("<none>", stop))
+            [stopped] = client.generate_blocking([request], sampling)
+            for sample, whole in zip(stopped.samples, group.samples, strict=True):
+                own = [f"w{token}" for token in whole.response_ids.tolist()]
+                ends = [end for end in range(2, 41) if " ".join(own[end - 2 : end]).startswith(stop)]
+                end = ends[0] if ends else 40
+                assert sample.response_ids.tolist() == whole.response_ids.tolist()[:end]
+                assert sample.log_probs == pytest.approx(whole.log_probs[:end], abs=1e-4)
+                assert sample.finish_reason == ("stop" if ends else "length")
+                assert sample.versions.tolist() == [6] * end
+            assert len(stopped.samples[0].response_ids) <= length
+
+
 @pytest.mark.parametrize("knows_limit", [True, False])
 def test_request_that_is_too_long_fails_alone(pair: ServerGroup, knows_limit: bool) -> None:
     config = config_for_tests() if knows_limit else RolloutConfig()
@@ -212,17 +232,6 @@ class _Touches:
 
     def __reduce__(self) -> tuple[object, tuple[str, str]]:
         return open, (self.path, "w")
-
-
-def test_judge_reward_with_a_real_server(pair: ServerGroup) -> None:
-    """Random weights give no verdict: no answer of theirs becomes a score."""
-    with judge_reward(pair.endpoints[0], prompt="w5 w6 {answer}", max_tokens=8) as reward:
-        futures = [reward.submit({"answer": f"w{10 + i}"}) for i in range(6)]
-        outcomes = [future.result(300) for future in futures]
-    refusal = r"answer contains no reward: ValueError: the judge's answer (was cut at max_tokens=8|does not end with)"
-    assert all(re.search(refusal, outcome.message) for outcome in outcomes), outcomes
-    with judge_reward(Endpoint(pair.endpoints[0].url, "wrong"), prompt="{answer}") as reward:
-        assert reward.submit({"answer": "w1"}).result(300).kind in ("exception", "connection")
 
 
 def test_existing_servers_by_url(pair: ServerGroup, tmp_path: Path) -> None:
@@ -355,40 +364,7 @@ def test_sleep_and_wake(pair: ServerGroup, client: RolloutClient) -> None:
     assert caught.value.problems[wrong_key.url].startswith("HTTP 401")
 
 
-# ---- LoRA -----------------------------------------------------------------------------------------------------------
-def test_lora_adapters_are_loaded_on_all_servers_or_none(
-    pair: ServerGroup, client: RolloutClient, adapter_folder: Path, tmp_path: Path
-) -> None:
-    requests, sampling = make_requests(4), SamplingConfig(n=1, temperature=0.0, max_tokens=12, ignore_eos=True)
-
-    def generated() -> list[list[int]]:
-        return [g.samples[0].response_ids.tolist() for g in client.generate_blocking(requests, sampling)]
-
-    base = generated()
-    adapters = LoraAdapters(pair.endpoints)
-    with pytest.raises(ControlError) as caught:
-        adapters.load(tmp_path / "nowhere", 1)
-    assert caught.value.problems.keys() == {endpoint.url for endpoint in pair.endpoints}
-    assert adapters.current is None
-    for version in (1, 2, 3):  # each version replaces the previous one
-        client.set_model(adapters.load(adapter_folder, version))
-        assert generated() != base
-    names = [json.loads(call(e, "GET", "/v1/models")[1])["data"] for e in pair.endpoints]
-    assert [[m["id"] for m in server] for server in names] == [["policy", "adapter-v3"]] * 2
-    wrong_key = Endpoint(pair.endpoints[1].url, "wrong", "policy")
-    half = LoraAdapters([pair.endpoints[0], wrong_key], name="half")
-    with pytest.raises(ControlError) as caught:
-        half.load(adapter_folder, 1)
-    assert caught.value.problems.keys() == {wrong_key.url}
-    assert half.current is None
-    adapters.unload()
-    client.set_model(None)
-    assert generated() == base
-    served = [m["id"] for m in json.loads(call(pair.endpoints[0], "GET", "/v1/models")[1])["data"]]
-    assert served == ["policy"]  # it was unloaded from the server that had loaded it
-
-
-# ---- failed starts, killed launchers --------------------------------------------------------------------------------
+# ---- failed starts --------------------------------------------------------------------------------------------------
 def test_invalid_configuration_is_found_before_any_process_starts(model_folder: Path, tmp_path: Path) -> None:
     def launch(folder: Path = model_folder, **changes: object) -> None:
         ServerGroup.launch(folder, config_for_tests(**changes), log_dir=tmp_path / "logs")
@@ -415,7 +391,7 @@ def test_invalid_configuration_is_found_before_any_process_starts(model_folder: 
 
 
 def process_group_alive(pid: int) -> bool:
-    """Whether a process is left of the group that the supervisor `pid` leads."""
+    """True if a process is left of the group that the supervisor `pid` leads."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
@@ -426,21 +402,9 @@ def process_group_alive(pid: int) -> bool:
     return False
 
 
-LAUNCHER = """
-import sys, time
-from pathlib import Path
-from rollout_vllm import RolloutConfig, ServerGroup
-config = RolloutConfig(max_model_len=64, kv_cache_gib=0.05, cpu_threads=1, stop_grace_s=1.0)
-group = ServerGroup.launch(sys.argv[1], config, log_dir=Path(sys.argv[2]))
-print(group.servers[0].pid, flush=True)
-group.wait_ready()
-time.sleep(600)
-"""
-
-
-@pytest.mark.long
-def test_failed_starts_and_killed_launchers_leave_no_process(model_folder: Path, tmp_path: Path) -> None:
-    """Both concurrently, since each starts a server."""
+@pytest.mark.thorough
+def test_failed_start_is_diagnosed_and_leaves_no_process(model_folder: Path, tmp_path: Path) -> None:
+    """Killed launchers are in the tests of the supervisor."""
     broken = tmp_path / "broken"
     broken.mkdir()
     for file in model_folder.iterdir():
@@ -450,30 +414,13 @@ def test_failed_starts_and_killed_launchers_leave_no_process(model_folder: Path,
     group = ServerGroup.launch(broken, config_for_tests(), log_dir=tmp_path)
     pid = group.servers[0].pid
     assert pid is not None
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, str(model_folder), str(tmp_path / "launcher")],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        with raises(ServerStartError, log_path=tmp_path / "server_0.log") as caught:
-            group.wait_ready()
-        assert caught.value.reason.startswith("bad model: broken safetensors")
-        assert "\n" not in caught.value.reason
-        assert not process_group_alive(pid)
-
-        assert launcher.stdout is not None
-        supervisor = int(launcher.stdout.readline())
-        log_path = tmp_path / "launcher" / "server_0.log"
-        wait_until(lambda: "(EngineCore pid=" in log_path.read_text() or launcher.poll() is not None)
-        assert launcher.poll() is None
-    finally:
-        launcher.kill()  # must also end the engine, a grandchild of the supervisor
-        launcher.wait()
-    wait_until(lambda: not process_group_alive(supervisor))
-    for log in (tmp_path / "server_0.log", log_path):
-        (sockets,) = re.findall(r"^VLLM_RPC_BASE_PATH=(.+)$", log.read_text(), re.MULTILINE)
-        assert not Path(sockets).exists()
+    with raises(ServerStartError, log_path=tmp_path / "server_0.log") as caught:
+        group.wait_ready()
+    assert caught.value.reason.startswith("bad model: broken safetensors")
+    assert "\n" not in caught.value.reason
+    assert not process_group_alive(pid)
+    (sockets,) = re.findall(r"^VLLM_RPC_BASE_PATH=(.+)$", (tmp_path / "server_0.log").read_text(), re.MULTILINE)
+    assert not Path(sockets).exists()
 
 
 # ---- examples -------------------------------------------------------------------------------------------------------

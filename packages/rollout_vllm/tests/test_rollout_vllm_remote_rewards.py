@@ -59,7 +59,13 @@ class Service(AppThread):
             return web.json_response({"error": "busy"}, status=503)
         if what == "refuse":
             return web.json_response({"error": {"message": "bad text"}}, status=422)
-        answers = {"nan": '{"score": NaN}', "word": '{"score": "good"}', "none": "{}", "html": "<html>"}
+        answers = {
+            "nan": '{"score": NaN}',
+            "huge": '{"score": 1e39}',
+            "word": '{"score": "good"}',
+            "none": "{}",
+            "html": "<html>",
+        }
         return web.Response(text=answers.get(what, f'{{"score": {len(what)}}}'), content_type="application/json")
 
     async def _chat(self, request: web.Request) -> web.Response:
@@ -85,7 +91,7 @@ def service() -> Iterator[Service]:
 
 
 def test_failures_affect_only_their_own_sample(service: Service) -> None:
-    words = ["abc", "hang", "refuse", "busy", "nan", "word", "none", "html", "drop", "busy once", "abcd"]
+    words = ["abc", "hang", "refuse", "busy", "nan", "huge", "word", "none", "html", "drop", "busy once", "abcd"]
 
     async def main() -> list[Any]:
         reward = http_reward(f"{service.url}/rewards/score", api_key="k", timeout_s=3.0, max_retries=1)
@@ -95,9 +101,9 @@ def test_failures_affect_only_their_own_sample(service: Service) -> None:
 
     outcomes = dict(zip([*words, "set"], asyncio.run(main()), strict=True))
     assert {word: o.score for word, o in outcomes.items() if o.kind == "ok"} == {"abc": 3, "abcd": 4, "busy once": 9}
-    assert {o.kind for word, o in outcomes.items() if word in ("refuse", "busy", "nan", "word", "none", "html")} == {
-        "exception"
-    }
+    assert {
+        o.kind for word, o in outcomes.items() if word in ("refuse", "busy", "nan", "huge", "word", "none", "html")
+    } == {"exception"}
     assert outcomes["hang"].kind == "timeout"
     assert 2.9 < outcomes["hang"].duration_s < 10
     assert outcomes["drop"].kind == "connection"
@@ -176,7 +182,7 @@ def test_only_the_last_line_of_the_judge_is_a_verdict(answer: str, score: float 
     if score is not None:
         assert read_verdict(answer, "00000042") == score
     else:
-        with pytest.raises(ValueError, match="SCORE 00000042"):
+        with pytest.raises(ValueError):
             read_verdict(answer, "00000042")
 
 

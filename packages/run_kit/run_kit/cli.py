@@ -54,6 +54,7 @@ def run_cli(
     argv: Sequence[str] | None = None,
     doc: str = "",
     examples: Sequence[str] = (),
+    common_keys: Sequence[str] = (),
     default_preset: str | None = None,
     default_preset_unless: Sequence[str] = (),
 ) -> NoReturn:
@@ -67,16 +68,26 @@ def run_cli(
         argv: arguments without the program's name; None takes those of the process.
         doc: one sentence for the help; empty takes the first line of the config class.
         examples: argument lists for the help.
+        common_keys: keys that `--help` lists; `--help all` lists every key. Empty: `--help` lists all.
         default_preset: preset below all others, unless a preset, a config file or an override gives one of the keys
             `default_preset_unless`. Overlays do not count: they change a preset.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     app_name = INVOKED_AS.get() or (app_name if " " in app_name else f"python -m {app_name}")
     try:
-        files = {"presets": list_presets(preset_dir), "overlays": list_presets(preset_dir and preset_dir / "overlays")}
         if any(arg in _HELP for arg in args):
             under = next((arg for arg in args if arg not in _HELP and "=" not in arg), "")
-            _print_and_exit(help_text(config_cls, app_name=app_name, doc=doc, examples=examples, under=under, **files))
+            text = help_text(
+                config_cls,
+                app_name=app_name,
+                doc=doc,
+                presets=list_presets(preset_dir),
+                overlays=list_presets(preset_dir and preset_dir / "overlays"),
+                examples=examples,
+                common=common_keys,
+                under=under,
+            )
+            _print_and_exit(text)
         settings = [arg for arg in args if arg != "--print-config"]
         paths, overrides = _parse(settings, config_cls, preset_dir, default_preset, default_preset_unless)
         config = _load(config_cls, paths, overrides)
@@ -181,7 +192,7 @@ def _not_an_override(arg: str, cls: type) -> str:
         return f"{arg!r} has no value; write {bare}=value"
     near = nearest_paths(cls, key.replace("-", "_"))
     hint = f"; nearest key: {near[0]}=value" if near else "; write key=value"
-    return f"unknown argument {arg!r}{hint}; --help lists every key"
+    return f"unknown argument {arg!r}{hint}; --help all lists every key"
 
 
 def _named_file(kind: str, name: str, preset_dir: Path | None, problems: list[ConfigError]) -> Path:

@@ -14,7 +14,7 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, distributions, entry_points
 from pathlib import Path
 
@@ -22,6 +22,13 @@ from .cli import INVOKED_AS
 
 GROUP = "plinth.commands"
 _HELP = ("--help", "-h", "help")
+_GROUPS = {
+    "Train": ("grpo", "ppo", "sft", "reward", "dpo", "distill"),
+    "Before a run": ("doctor", "prepare", "plan", "import-accelerate"),
+    "Runs and models": ("runs", "report", "evaluate", "ckpt"),
+    "Clusters and benchmarks": ("slurm", "bench"),
+}
+"""Commands in the order of `plinth --help`; those of other packages come last."""
 
 
 def registered() -> dict[str, EntryPoint]:
@@ -42,10 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(*versions(), sep="\n")
         return 0
     if name in _HELP:
-        width = max(map(len, commands), default=0)
-        lines = [f"  {name:<{width}}  {summary(command)}" for name, command in commands.items()]
-        usage = "usage: plinth COMMAND [argument ...]; plinth COMMAND --help describes one; plinth --version"
-        print(usage, "", *lines, sep="\n")
+        print(overview(commands))
         return 0
     if name not in commands:
         near = difflib.get_close_matches(name, commands, n=1)
@@ -70,6 +74,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return 128 + signal.SIGPIPE
     return code if isinstance(code, int) else 0
+
+
+def overview(commands: Mapping[str, EntryPoint]) -> str:
+    """The commands by what they are for, each with the first line of its module."""
+    width = max(map(len, commands), default=0)
+    lines = ["usage: plinth COMMAND [argument ...]; plinth COMMAND --help describes one; plinth --version"]
+    others = [name for name in commands if not any(name in names for names in _GROUPS.values())]
+    for title, names in {**_GROUPS, "Other commands": others}.items():
+        known = [f"  {name:<{width}}  {summary(commands[name])}" for name in names if name in commands]
+        lines += ["", title, *known] if known else []
+    return "\n".join(lines)
 
 
 def _has_lost_its_reader() -> bool:

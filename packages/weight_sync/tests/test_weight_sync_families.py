@@ -15,7 +15,7 @@ from weight_sync_helpers import Server, assert_serves
 from plinth_testing import run_script
 from weight_sync import HfFolderSource, ModuleSource, ReceiverError, SyncConfig, WeightPusher, WeightSyncError
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]  # three servers
 
 Servers = dict[str, tuple[Server, Path]]
 

@@ -221,6 +221,23 @@ def test_strangers_are_turned_away_and_delay_no_worker(host: str | None, monkeyp
         sock.close()
 
 
+def test_a_listener_whose_thread_has_failed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A push would wait for workers until its time limit, and not name the reason."""
+
+    def fails(_: socket.socket) -> bool:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr("weight_sync.channel._is_trusted", fails)
+    listener = Listener()
+    stranger(listener, b"").close()
+    listener._thread.join(10)
+    with pytest.raises(ChannelError) as caught:
+        listener.accept(0.1, 1.0)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert caught.value.__cause__.errno == 12
+    listener.close()
+
+
 def test_processes_of_other_users_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weight_sync.channel.HELLO_WAIT_S", 60.0)
     listener = Listener()

@@ -201,14 +201,20 @@ class Listener:
             sock.setblocking(False)
         self._known: queue.SimpleQueue[tuple[socket.socket, Message]] = queue.SimpleQueue()
         self._wake, self._woken = socket.socketpair()
+        self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="weight_sync_listener", daemon=True)
         self._thread.start()
 
     def accept(self, wait_s: float, timeout_s: float) -> tuple[Channel, Message] | None:
-        """The next connection with the right token, and its hello; None if none arrives within ``wait_s`` seconds."""
+        """The next connection with the right token, and its hello; None if none arrives within ``wait_s`` seconds.
+
+        Raises ChannelError when the thread that accepts connections has failed.
+        """
         try:
             sock, hello = self._known.get(timeout=wait_s)
         except queue.Empty:
+            if self._failure is not None:
+                raise ChannelError(f"no more workers can connect: {self._failure!r}") from self._failure
             return None
         return Channel(sock, timeout_s), hello
 
@@ -221,6 +227,12 @@ class Listener:
                 self._known.get_nowait()[0].close()
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:
+            self._failure = error
+
+    def _serve(self) -> None:
         strangers: dict[socket.socket, _Stranger] = {}
         with contextlib.ExitStack() as open_socks, selectors.DefaultSelector() as selector:
             for sock in (*self._socks, self._woken):

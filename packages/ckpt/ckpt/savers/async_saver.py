@@ -125,10 +125,15 @@ class AsyncSaver:
         if copy_in_background:
             self._copied.clear()
         published = {"state": plain_state, "metrics": dict(metrics or {}), "models": dict(models or {})}
-        self._thread = threading.Thread(
-            target=self._run, args=(number, step, captures, published, overwrite), name=f"ckpt-save-{step}"
-        )
-        self._thread.start()
+        arguments = (number, step, captures, published, overwrite)
+        thread = threading.Thread(target=self._run, args=arguments, name=f"ckpt-save-{step}")
+        try:
+            thread.start()
+        except RuntimeError as error:  # no more threads
+            self._copied.set()
+            self._report_failure(number, error)
+            raise
+        self._thread = thread
         return time.perf_counter() - started
 
     def wait_copied(self) -> float:

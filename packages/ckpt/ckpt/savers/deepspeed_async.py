@@ -125,7 +125,7 @@ def _without_crc32() -> AbstractContextManager[None]:
     """
     from torch.utils.serialization import config
 
-    patched: AbstractContextManager[None] = config.patch("save.compute_crc32", False)
+    patched: AbstractContextManager[None] = config.patch("save.compute_crc32", False)  # type: ignore[attr-defined]
     return patched
 
 

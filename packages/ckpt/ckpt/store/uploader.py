@@ -5,6 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -121,8 +122,9 @@ class AsyncUploader:
             try:
                 num_bytes = self._upload(item)
             except Exception as error:  # of the storage, or the checkpoint is damaged on the disk
-                self._report(str(error))
                 self._failed.append((item, str(error)))
+                with suppress(Exception):  # `close` names it too; without the thread nothing would be uploaded
+                    self._report(str(error))
             else:
                 if num_bytes is not None:
                     duration_s = time.perf_counter() - started

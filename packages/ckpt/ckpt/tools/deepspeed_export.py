@@ -55,7 +55,7 @@ def export_deepspeed(
     with which the adapters were trained, where it differs (a quantized base).
 
     Raises ShardError as `ZeroCheckpoint` does, ExportError as `save_hf_folder` and `merge_lora` do, for LoRA adapters
-    without `lora`, and without a `dtype` where the model folder states none.
+    without `lora`, for a tensor that the model folder lacks, and without a `dtype` where the folder states none.
     """
     shards = ZeroCheckpoint(Path(checkpoint), tag)
     model = ModelFolder(Path(model_files_from))

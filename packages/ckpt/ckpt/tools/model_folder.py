@@ -56,13 +56,17 @@ class ModelFolder:
         return {name: source for name, source in tied.items() if name not in self._dtypes}
 
     def parts(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of the folder that the model's tensor `name` holds."""
-        if name in self._dtypes or (model := self._meta_model) is None:
-            yield name, tensor
-            return
-        from transformers.core_model_loading import revert_weight_conversion
+        """The tensors of the folder that the model's tensor `name` holds. Raises ExportError if it has none."""
+        parts = {name: tensor}
+        if name not in self._dtypes and (model := self._meta_model) is not None:
+            from transformers.core_model_loading import revert_weight_conversion
 
-        yield from revert_weight_conversion(model, {name: tensor}).items()
+            parts = revert_weight_conversion(model, parts)
+        for part_name, part in parts.items():
+            if self._dtypes and part_name not in self._dtypes and part_name not in self.tied:
+                remedy = "give the folder of the model that was trained, and its --tag"
+                raise ExportError("has no such tensor", field="model_files_from", value=part_name, remedy=remedy)
+            yield part_name, part
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a tensor of the folder, or else of config.json."""

@@ -1,6 +1,7 @@
 """The interface of every reward in the registry: a call that scores a response, and checks of a row of data."""
 
 import operator
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,11 @@ class Reward(ABC):
     def full_score(self) -> float:
         """The score of a response that is entirely right."""
         return 1.0
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts without which a response cannot score, so that a prompt has to ask for them."""
+        return ()
 
     @property
     def max_duration_s(self) -> float:
@@ -95,6 +101,16 @@ class AnswerReward(Reward):
     @property
     def full_score(self) -> float:
         return self.score
+
+
+def tail(text: str, num_characters: int) -> str:
+    """The end of a text from the beginning of a line or, if it is far, of a word on: no number is cut in two."""
+    start = len(text) - num_characters
+    if start <= 0:
+        return text
+    line = text.rfind("\n", max(0, start - num_characters), start)
+    # The mark keeps the word from looking like the beginning of a line.
+    return text[line + 1 :] if line >= 0 else "… " + re.split(r"\s", text[start - 1 :], maxsplit=1)[-1]
 
 
 def equal_answers(answers: Sequence[Any], same: Callable[[Any, Any], bool] = operator.eq) -> list[int]:

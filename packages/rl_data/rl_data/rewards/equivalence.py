@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import DataConfigError
-from .base import AnswerReward, PromptFields
+from .base import AnswerReward, PromptFields, tail
 from .gsm8k import accepted_answers
 
 _TAIL_CHARACTERS = 2000
@@ -39,7 +39,7 @@ class MathReward(AnswerReward):
         return self.format_score
 
     def answer(self, response_text: str) -> Any:
-        return _parse(response_text[-_TAIL_CHARACTERS:]) or None
+        return _parse(tail(response_text, _TAIL_CHARACTERS)) or None
 
     def same_answer(self, one: Any, other: Any) -> bool:
         from math_verify import verify

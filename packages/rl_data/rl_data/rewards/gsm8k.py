@@ -1,36 +1,61 @@
-"""The GSM8K rule: the last number of a response, or the last number after `####`."""
+"""The GSM8K rule: the last number of a response, or the last number after `####`.
+
+A number is read whole or not at all: `-$1,234.50`, `1e3`, `3/4` and `1 1/2` are values, and `3,4` or `1.2.3` are none.
+"""
 
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from decimal import Decimal
+from fractions import Fraction
 from typing import Any, Literal
+
+from plinth_base.errors import shown
 
 from ..config import RewardConfig, require_choice
 from .base import AnswerReward, PromptFields
 
-#: Only the end of a response is searched: the answer is there, and a regex over a long text is slow.
+#: The last number counts if it ends here, as in verl; what follows a `####` counts anywhere.
 TAIL_CHARACTERS = 300
-# A minus sign and a dollar sign in either order, digits with commas, a fraction. The period at the end of a sentence is
-# not part of the number.
-_NUMBER = r"(?:-\$?|\$-?)?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
-_STRICT = re.compile(rf"####\s?({_NUMBER})")
+_LATEX_FRACTION = re.compile(r"\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")
+# A minus after a letter, a digit or a bracket is an operator. Whatever continues a number belongs to it.
+_SIGN = r"(?:(?<![\w)\]}%])-[$€£]?|[$€£]-?|\+)?"
+_DIGITS = r"(?:(?<![.\w])\.)?[0-9](?:[0-9]|[.,](?=[0-9])|[eE](?=[+-]?[0-9])|(?<=[eE])[+-])*"
+_NUMBER = rf"{_SIGN}(?:[0-9]+ (?=[0-9]+ ?/ ?[0-9]))?{_DIGITS}(?: ?/ ?{_DIGITS})*"
 _FLEXIBLE = re.compile(_NUMBER)
+_STRICT = re.compile(rf"####(?:[\s*_$€£\\({{]|boxed)*({_NUMBER})")
+_PART = r"((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?)"
+_VALUE = re.compile(rf"([-+$€£]*)(?:([0-9]+) (?=[0-9]+ ?/))?{_PART}(?: ?/ ?{_PART})?")
 
 
-def clean_number(number: str) -> str:
-    """The text without commas and dollar signs."""
-    return number.replace(",", "").replace("$", "")
+def read_number(text: str) -> Fraction | None:
+    """The value of a text that is a number and nothing else; None for any other text."""
+    parts = _VALUE.fullmatch(text)
+    if parts is None:
+        return None
+    sign, whole, above, below = (part and part.replace(",", "") for part in parts.groups())
+    try:
+        value = int(whole or 0) + Fraction(above) / Fraction(below or 1)
+    except (ValueError, ZeroDivisionError):  # no digit, more digits than Python converts, or a division by 0
+        return None
+    return -value if "-" in sign else value
 
 
-def extract_answer(text: str, method: str) -> str | None:
-    """The answer in the last 300 characters of `text`, without commas and $; None if there is none.
+def extract_answer(text: str, method: str) -> Fraction | None:
+    """The answer of a response; None if there is none.
 
-    "strict": the number of the last `#### number`; "flexible": the last number.
+    "strict": the number of the last `#### number`; "flexible": the last number, if it ends in the last 300 characters.
     """
-    numbers = (_STRICT if method == "strict" else _FLEXIBLE).findall(text[-TAIL_CHARACTERS:])
-    return clean_number(numbers[-1]) if numbers else None
+    text = _LATEX_FRACTION.sub(r"\1/\2", _plain(text))
+    numbers = list((_STRICT if method == "strict" else _FLEXIBLE).finditer(text))
+    if not numbers or (method == "flexible" and numbers[-1].end() <= len(text) - TAIL_CHARACTERS):
+        return None
+    return read_number(numbers[-1][numbers[-1].lastindex or 0])
+
+
+def _plain(text: str) -> str:
+    """The text with ASCII's minus, and thousands as in plain text instead of LaTeX."""
+    return text.replace("\u2212", "-").replace("{,}", ",")
 
 
 def accepted_answers(ground_truth: str) -> list[str]:
@@ -44,17 +69,8 @@ def accepted_answers(ground_truth: str) -> list[str]:
     return [text]
 
 
-def _numbers(ground_truth: str) -> list[str]:
-    return [clean_number(answer) for answer in accepted_answers(ground_truth)]
-
-
-def _equal(answer: str, ground_truth: str) -> bool:
-    if answer == ground_truth:
-        return True
-    if not re.fullmatch(_NUMBER, ground_truth):
-        return False
-    # Compare values, so that 72.00 equals 72; Decimal is exact.
-    return Decimal(answer) == Decimal(ground_truth)
+def _numbers(ground_truth: str) -> list[Fraction | None]:
+    return [read_number(_plain(answer)) for answer in accepted_answers(ground_truth)]
 
 
 def gsm8k_score(text: str, ground_truth: str, config: RewardConfig) -> float:
@@ -65,12 +81,12 @@ def gsm8k_score(text: str, ground_truth: str, config: RewardConfig) -> float:
     answer = extract_answer(text, config.method)
     if answer is None:
         return 0.0
-    return config.score if any(_equal(answer, right) for right in _numbers(ground_truth)) else config.format_score
+    return config.score if answer in _numbers(ground_truth) else config.format_score
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gsm8kReward(AnswerReward):
-    """The GSM8K rule (`gsm8k_score`): numbers compared by value, in the last 300 characters of the response."""
+    """The GSM8K rule (`gsm8k_score`): numbers compared by value."""
 
     method: Literal["strict", "flexible"] = "strict"
     """"strict": the answer is the last "#### number"; "flexible": the last number."""
@@ -79,18 +95,20 @@ class Gsm8kReward(AnswerReward):
         super().__post_init__()
         require_choice("method", self.method, "strict", "flexible")
 
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return ("####",) if self.method == "strict" else ()
+
     def __call__(self, response_text: str, prompt: PromptFields, **facts: Any) -> float:
         config = RewardConfig(method=self.method, score=self.score, format_score=self.format_score)
         return gsm8k_score(response_text, prompt.ground_truth, config)
 
-    def answer(self, response_text: str) -> Decimal | None:
-        number = extract_answer(response_text, self.method)
-        return None if number is None else Decimal(number)
+    def answer(self, response_text: str) -> Fraction | None:
+        return extract_answer(response_text, self.method)
 
     def problem(self, ground_truth: str, extra: Mapping[str, Any]) -> str:
         if missing := super().problem(ground_truth, extra):
             return missing
-        if all(re.fullmatch(_NUMBER, answer) for answer in _numbers(ground_truth)):
+        if None not in _numbers(ground_truth):
             return ""
-        shown = ground_truth if len(ground_truth) <= 60 else f"{ground_truth[:57]}..."
-        return f"the answer {shown!r} is no number, which the GSM8K rule needs"
+        return f"the answer {shown(ground_truth)} is no number, which the GSM8K rule needs"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import DataConfigError
-from .base import AnswerReward, PromptFields
+from .base import AnswerReward, PromptFields, tail
 
 _TAIL_CHARACTERS = 1000
 
@@ -36,7 +36,7 @@ class MultipleChoiceReward(AnswerReward):
         return self.score if letter == _letter(prompt.ground_truth) else self.format_score
 
     def answer(self, response_text: str) -> str | None:
-        return self._choice(response_text[-_TAIL_CHARACTERS:])
+        return self._choice(tail(response_text, _TAIL_CHARACTERS))
 
     def problem(self, ground_truth: str, extra: Mapping[str, Any]) -> str:
         if missing := super().problem(ground_truth, extra):

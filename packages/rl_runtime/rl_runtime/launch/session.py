@@ -26,7 +26,7 @@ from ..ranks.trainer_worker import TrainerWorker
 from ..ranks.worker_group import Seat, WorkerGroup
 from .cluster import Reservation, cluster_nodes, join_cluster, read_nodes
 from .gpus import Gpu, read_gpus
-from .local_ray import LocalRay
+from .local_ray import LocalRay, check_local_ray
 from .placement import Node, Placement, Slot, plan_placement
 
 T = TypeVar("T")
@@ -238,14 +238,15 @@ def open_session(
 
 
 def plan_session(
-    trainer: TrainerConfig,
-    rollout: RolloutConfig,
+    trainer: RanksConfig,
+    rollout: RolloutConfig | None = None,
     own_ranks: Mapping[str, int] | None = None,
     sequence_parallel: Mapping[str, int] | None = None,
 ) -> Placement:
     """The placement of the ranks and the servers, on this host or on the nodes of the cluster, which it joins.
 
     Args:
+        rollout: None for an app without servers.
         own_ranks: role -> number of ranks for it alone.
         sequence_parallel: role -> size of its groups of ranks, each of which stays on a node.
 
@@ -257,9 +258,9 @@ def plan_session(
         usable_nodes(trainer),
         device=trainer.device,
         num_ranks=trainer.rank_count,
-        num_servers=0 if rollout.urls else rollout.server_count,
-        tensor_parallel_size=rollout.tensor_parallel_size,
-        colocate=trainer.colocate,
+        num_servers=0 if rollout is None or rollout.urls else rollout.server_count,
+        tensor_parallel_size=1 if rollout is None else rollout.tensor_parallel_size,
+        colocate=getattr(trainer, "colocate", True),
         own_ranks=own_ranks,
         sequence_parallel=sequence_parallel,
         ranks_per_node=trainer.ranks_per_node,
@@ -269,6 +270,7 @@ def plan_session(
 def usable_nodes(trainer: RanksConfig) -> Sequence[Node]:
     """The hosts that the run may use: the nodes of the cluster, which this process joins, or this host."""
     if trainer.ray_address is None:
+        check_local_ray()
         return (Node(gpu_ids=[] if trainer.device == "cpu" else visible_gpus()),)
     join_cluster(trainer.ray_address)
     nodes = cluster_nodes()
@@ -301,18 +303,6 @@ def read_devices(trainer: RanksConfig) -> HostDevices:
     gpus = tuple(gpu for report in reports for gpu in report.gpus)
     least = min(report.free_memory_bytes for report in reports)
     return HostDevices(gpus=gpus, host_cores=cores, host_bytes=len(reports) * least)
-
-
-def plan_ranks(trainer: RanksConfig, *, sequence_parallel: int = 1) -> Placement:
-    """The placement of the ranks alone, for apps without rollout."""
-    return plan_placement(
-        usable_nodes(trainer),
-        device=trainer.device,
-        num_ranks=trainer.rank_count,
-        num_servers=0,
-        sequence_parallel={"actor": sequence_parallel},
-        ranks_per_node=trainer.ranks_per_node,
-    )
 
 
 def _servers(

@@ -82,8 +82,8 @@ class Heartbeat:
     def _send_forever(self) -> None:
         receiver = self._receiver
         while True:
-            beat = {"token": receiver.token, "rank": self._rank, **asdict(self._look())}
-            with suppress(OSError):  # the driver has gone, or the network for a moment
+            with suppress(Exception):  # the driver has gone, or the network or memory for a moment
+                beat = {"token": receiver.token, "rank": self._rank, **asdict(self._look())}
                 self._socket.sendto(json.dumps(beat).encode(), (receiver.host, receiver.port))
             time.sleep(self._interval_s)
 
@@ -159,9 +159,9 @@ class Heartbeats:
         while not self._is_closed:
             try:
                 self._keep(json.loads(self._socket.recv(_MAX_BYTES)))
-            except OSError:
-                return
-            except (ValueError, TypeError, AttributeError, KeyError):
+            except OSError:  # of a closed socket, or for a moment: without this thread every rank would seem to hang
+                time.sleep(0.0 if self._is_closed else 0.1)
+            except Exception:
                 pass  # somebody else's datagram
 
     def _keep(self, message: dict[str, Any]) -> None:

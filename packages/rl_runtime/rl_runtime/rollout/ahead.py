@@ -18,8 +18,7 @@ from ..errors import RolloutFailed
 from ..rules import check_value, value_of
 from ..samples import Phase
 from .dynamic_sampling import is_informative, select_informative
-from .group_state import from_state, to_state
-from .groups import Collected, Finish, largest
+from .groups import Collected, Finish, from_state, largest, to_state
 from .meter import RolloutMeter
 from .schedule import Schedule
 from .step_rollouts import StepRollouts

@@ -9,14 +9,15 @@ from dataclasses import replace
 import torch
 
 from rl_core import DynamicSelection, select_groups
+from rl_data import Prompt
 from rollout_vllm import Sample
 
 from ..errors import RolloutFailed
-from ..samples import PromptLike, group_numbers
+from ..samples import group_numbers
 from .config import DynamicSamplingConfig
 from .groups import Collected, mean_score
 
-DrawPrompts = Callable[[int], Sequence[PromptLike]]
+DrawPrompts = Callable[[int], Sequence[Prompt]]
 """Number of groups that a round shall complete -> the next prompts of the step."""
 
 
@@ -32,7 +33,7 @@ class DynamicSampling:
         self._config, self._num_groups, self._draw = config, num_groups, draw
         self._num_rounds = 1
 
-    def more(self, samples: Sequence[Sample]) -> Sequence[PromptLike]:
+    def more(self, samples: Sequence[Sample]) -> Sequence[Prompt]:
         """The prompts of the next round; none if enough groups are informative or no round is left."""
         selection = _selection(samples, self._config, self._num_groups)
         if not selection.num_missing or self._num_rounds > self._config.max_rounds:

@@ -4,16 +4,16 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any, SupportsFloat
 
+from rl_data import Prompt
 from rollout_vllm import ChatFormat, EnvironmentRollout, EnvironmentSpec, Episode
 from rollout_vllm.episodes.environment_process import EnvironmentProcess
 
 from ..errors import InputError
-from ..samples import PromptLike
 from .config import EpisodeConfig
 from .user_functions import load_attribute, load_function
 
-RolloutFunction = Callable[[Episode, PromptLike, Any], Awaitable[SupportsFloat | None]]
-PlayEpisode = Callable[[Episode, PromptLike], Awaitable[SupportsFloat | None]]
+RolloutFunction = Callable[[Episode, Prompt, Any], Awaitable[SupportsFloat | None]]
+PlayEpisode = Callable[[Episode, Prompt], Awaitable[SupportsFloat | None]]
 
 
 def episode_player(config: EpisodeConfig, tokenizer: Any, chat: ChatFormat | None = None) -> PlayEpisode | None:
@@ -45,7 +45,7 @@ def environment_spec(config: EpisodeConfig) -> EnvironmentSpec:
     )
 
 
-async def reset_once(config: EpisodeConfig, prompt: PromptLike) -> None:
+async def reset_once(config: EpisodeConfig, prompt: Prompt) -> None:
     """Starts the environment in its own process, resets it and ends it.
 
     Raises:

@@ -1,10 +1,11 @@
 """Groups of scored samples: from what the client or an episode generated to what a step trains on."""
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from rl_core import Batch
+from rl_data import Prompt
 from rollout_vllm import Group, Sample
 
 from ..samples import batch_of, with_token_ids
@@ -85,3 +86,21 @@ def score_of(sample: Sample) -> float:
 def mean_score(samples: Sequence[Sample]) -> float:
     """Mean score of scored samples."""
     return sum(map(score_of, samples)) / len(samples)
+
+
+def to_state(group: Group) -> dict[str, Any]:
+    """A group between drawing and training for a checkpoint, JSON-able: prompt, samples so far, and their scores."""
+    prompt = {one.name: getattr(group.request.prompt, one.name) for one in fields(Prompt)}
+    return {"prompt": prompt, **group.to_state()}
+
+
+def from_state(state: Mapping[str, Any]) -> Group:
+    """The inverse of `to_state`, also after JSON."""
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in state["prompt"].items()
+    }
+    group = Group.from_state(state, prompt=Prompt(**values))
+    samples = [
+        replace(sample, prompt=with_token_ids(sample.prompt, sample.prompt_ids.tolist())) for sample in group.samples
+    ]
+    return replace(group, samples=tuple(samples))

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, SupportsFloat
 
 from rl_core import ExtraRollout
+from rl_data import Prompt
 from rollout_vllm import (
     ChatFormat,
     Episode,
@@ -25,16 +26,15 @@ from rollout_vllm import (
 from rollout_vllm.client.transport import gather_or_cancel
 
 from ..errors import RolloutFailed
-from ..samples import Phase, PromptLike
+from ..samples import Phase
 from .config import EpisodeConfig, OversamplingConfig
 from .episodes import episode_player
-from .group_state import from_state, to_state
-from .groups import Collected, Finish, decoded, largest, with_baseline, with_final_scores
+from .groups import Collected, Finish, decoded, from_state, largest, to_state, with_baseline, with_final_scores
 from .meter import RolloutMeter
 from .scoring import Scorer
 from .validation import PromptResult, Validation, prompt_result
 
-MorePrompts = Callable[[Sequence[Sample]], Sequence[PromptLike]]
+MorePrompts = Callable[[Sequence[Sample]], Sequence[Prompt]]
 """All scored samples of a step so far -> the prompts of its next round of generation, none to end."""
 
 
@@ -74,7 +74,7 @@ class RolloutPhase:
 
     def collect(
         self,
-        prompts: Sequence[PromptLike],
+        prompts: Sequence[Prompt],
         sampling: SamplingConfig,
         *,
         step: int,
@@ -142,7 +142,7 @@ class RolloutPhase:
 
     def validate(
         self,
-        prompts: Sequence[PromptLike],
+        prompts: Sequence[Prompt],
         sampling: SamplingConfig,
         *,
         step: int,
@@ -173,10 +173,8 @@ class RolloutPhase:
             )
         return validation
 
-    async def _results(
-        self, prompts: Sequence[PromptLike], groups: Sequence[Group], *, vote: bool
-    ) -> list[PromptResult]:
-        async def one(prompt: PromptLike, group: Group) -> PromptResult:
+    async def _results(self, prompts: Sequence[Prompt], groups: Sequence[Group], *, vote: bool) -> list[PromptResult]:
+        async def one(prompt: Prompt, group: Group) -> PromptResult:
             scores_itself = any(sample.turn_rewards is not None for sample in group.samples)
             return prompt_result(
                 prompt,
@@ -266,7 +264,7 @@ class RolloutPhase:
         else:
             await self._client.generate(requests, sampling, on_group=on_group)
 
-    def request(self, prompt: PromptLike, *, step: int, number: int) -> Request:
+    def request(self, prompt: Prompt, *, step: int, number: int) -> Request:
         """The request for group `number` of those that were drawn for `step`."""
         return Request(
             prompt_id=f"{step}/{number}:{prompt.id}",

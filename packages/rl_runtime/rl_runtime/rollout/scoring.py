@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +18,7 @@ from rollout_vllm import (
     RewardPool,
     Sample,
 )
+from rollout_vllm.episodes.rewards import MAX_REWARD
 
 from ..errors import InputError
 from .config import EpisodeConfig
@@ -168,8 +168,20 @@ class Scorer:
     def read_answer(self, sample: Sample) -> str:
         """The answer that the registry's reward reads in a response, in words; empty if it looks for none."""
         reward = self._answer_reward(sample)
-        answer = None if reward is None else reward.answer(sample.text)
-        return "" if reward is None else "no answer" if answer is None else f"the answer {answer!s:.80}"
+        if reward is None:
+            return ""
+        try:
+            answer = reward.answer(sample.text)
+        except Exception as error:  # of a parser, on a response like any other
+            return f"nothing, because it fails ({type(error).__name__})"
+        return "no answer" if answer is None else f"the answer {answer!s:.80}"
+
+    def advice(self, sample: Sample) -> str:
+        """A setting with which the registry's reward finds more answers; empty if there is none."""
+        first = next(iter(self._config.terms), None)
+        key = "reward.method" if first is None else f"reward.terms.{first}.options.method"
+        is_strict = getattr(self._answer_reward(sample), "method", None) == "strict"
+        return f"{key}=flexible takes the last number" if is_strict else ""
 
     def _answer_reward(self, sample: Sample) -> AnswerReward | None:
         """The reward that `is_full` asks, if it extracts answers."""
@@ -212,8 +224,8 @@ class Scorer:
                 return f"{key}: {outcome.message}" if key else outcome.message
             total += outcome.score * self._config.weight_of(name)
             terms |= {name: outcome.score} if name else {}
-        if not math.isfinite(total):
-            return f"the weighted sum of reward.terms is {total}"
+        if not abs(total) <= MAX_REWARD:  # nor NaN
+            return f"the weighted sum of reward.terms is {total}; allowed: -{MAX_REWARD:g} to {MAX_REWARD:g}"
         return replace(sample, score=float(total), reward_terms=terms)
 
     def close(self) -> None:

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_data import PromptSampler
+from rl_data import Prompt, PromptSampler
 from rollout_vllm import SamplingConfig
 
-from ..samples import Phase, PromptLike
+from ..samples import Phase
 from .config import DynamicSamplingConfig
 from .dynamic_sampling import DrawPrompts, DynamicSampling
 from .groups import Collected, Finish
@@ -21,8 +21,8 @@ class StepRollouts:
 
     phase: RolloutPhase
     sampler: PromptSampler
-    train_prompts: Sequence[PromptLike]
-    val_prompts: Sequence[PromptLike]
+    train_prompts: Sequence[Prompt]
+    val_prompts: Sequence[Prompt]
     train_batch_size: int
     """Prompts of a step."""
     sampling: SamplingConfig
@@ -52,7 +52,7 @@ class StepRollouts:
         collected = self.phase.collect(prompts, self.sampling, step=step, phase=timed, more=dynamic.more)
         return dynamic.select(collected, step=step)
 
-    def draw(self, num_prompts: int) -> list[PromptLike]:
+    def draw(self, num_prompts: int) -> list[Prompt]:
         """The next prompts in the order of the run."""
         return [self.train_prompts[index] for index in self.sampler.next(num_prompts)]
 
@@ -64,7 +64,7 @@ class StepRollouts:
         """
         start, num_drawn = self.sampler.state_dict(), 0
 
-        def draw(num_groups: int) -> list[PromptLike]:
+        def draw(num_groups: int) -> list[Prompt]:
             nonlocal num_drawn
             num_before, num_drawn = num_drawn, num_drawn + self.phase.num_prompts(num_groups)
             if num_before:

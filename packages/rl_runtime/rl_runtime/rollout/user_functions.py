@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+from rollout_vllm.episodes.processes import describe
+
 from ..errors import InputError
 
 
@@ -41,8 +43,7 @@ def load_attribute(name: str, *, key: str, form: str = "package.module:function"
             module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         remedy = "run in the folder of the module, or add it to PYTHONPATH" if isinstance(error, ImportError) else None
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        problem = f"{module_name} cannot be imported ({reason})"
+        problem = f"{module_name} cannot be imported ({describe(error)})"
         raise InputError(problem, field=key, value=name, remedy=remedy) from error
     target = getattr(module, attribute, None)
     if not callable(target):

@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from plinth_base.errors import shown
 from rl_core import majority_vote, pass_at_k
+from rl_data import Prompt
 from rollout_vllm import Sample
 
-from ..samples import PromptLike
 from .groups import score_of
 
 
@@ -68,7 +68,7 @@ class PromptResult:
 
 
 def prompt_result(
-    prompt: PromptLike,
+    prompt: Prompt,
     samples: Iterable[Sample],
     *,
     is_right: Sequence[bool],

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 from rollout_vllm import Endpoint, ServerGroup, ServerWatch
 from rollout_vllm.client.balanced import BalancedClient
@@ -58,11 +58,11 @@ class WatchedServers:
     def _report_until_closed(self) -> None:
         """Reports events in the background, also while the training loop waits for a restart."""
         while not self._closing.wait(0.5):
-            self._report_events()
+            with suppress(Exception):  # `check` reports the same events again, and raises
+                self._report_events()
 
     def _report_events(self) -> None:
         with self._reporting:
-            events = list(self.watch.events)
-            for event in events[self._num_reported :]:
+            for event in list(self.watch.events)[self._num_reported :]:
                 self._report(f"{self._kind} {event.server} {event.kind.replace('_', ' ')}: {event.detail}")
-            self._num_reported = len(events)
+                self._num_reported += 1

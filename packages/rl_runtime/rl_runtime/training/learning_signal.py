@@ -29,8 +29,8 @@ class AnswerReader:
     """For each sample, whether the reward finds an answer in it; None: it looks for none."""
     read: Callable[[Sample], str] = lambda _: ""
     """The answer that the reward finds in a sample, in words; empty: it looks for none."""
-    advice: str = ""
-    """A setting that lets it find more answers."""
+    advice: Callable[[Sample], str] = lambda _: ""
+    """A setting that lets it find more answers; empty: there is none."""
 
 
 class LearningSignal:
@@ -47,7 +47,7 @@ class LearningSignal:
         self._finds_answers = False
 
     def check(self, step: int, samples: Sequence[Sample]) -> None:
-        """Says why the scores of this step teach nothing, if they do."""
+        """Says why the scores of this step teach nothing, or that all responses were cut."""
         reasons = self._reasons(samples)
         self._in_a_row = {reason: self._in_a_row.get(reason, 0) + 1 for reason in _KEYS if reason in reasons}
         reason = next(iter(self._in_a_row), None)
@@ -55,9 +55,10 @@ class LearningSignal:
             return
         one = samples[0]
         answer = self._reader.read(one)
-        keys = [_KEYS[reason], *([self._reader.advice] if reason == "no answer" and self._reader.advice else [])]
+        keys = filter(None, (_KEYS[reason], self._reader.advice(one) if reason == "no answer" else ""))
+        teaches = " teaches nothing" if "equal" in reasons else ""
         self._report(
-            f"warning: step {step} teaches nothing: {reasons[reason]}; {'; or '.join(keys)}. One response, to "
+            f"warning: step {step}{teaches}: {reasons[reason]}; {'; or '.join(keys)}. One response, to "
             f"{one.prompt.id}, ends in {one.text[-_SHOWN_CHARACTERS:]!r}"
             + (f", in which the reward reads {answer}" if answer else "")
             + f": score {score_of(one):g}"

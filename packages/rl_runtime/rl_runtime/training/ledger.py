@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ckpt import Checkpoint
 from rollout_vllm import Group
-from run_kit.tracking.metrics_table import atomic_write, naming_full_disk
+from run_kit.tracking.metrics_table import atomic_write, naming_file
 
 from ..rollout.groups import Collected
 
@@ -59,11 +59,11 @@ class SampleLedger:
         """Records the samples of all groups that ended in this step.
 
         Raises:
-            run_kit.DiskFullError: there is no room.
+            run_kit.RunFolderError: the file cannot be written.
         """
         trained = {(sample.prompt_id, sample.sample_index) for sample in collected.samples}
         rows = [row for group in collected.ended for row in _rows_of(step, group, trained)]
-        with naming_full_disk(self._path), self._path.open("a", encoding="utf-8") as file:
+        with naming_file(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write("".join(row.text() for row in rows))
 
     def _write(self, rows: list[SampleRow]) -> None:

@@ -1,11 +1,11 @@
 """A reward model on the trainer's ranks: its output at the last token of a sample is added to the sample's score."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from rl_core import Batch, pack
 from rollout_vllm import Sample
+from rollout_vllm.episodes.rewards import MAX_REWARD
 
 from ..errors import RolloutFailed
 from ..ranks.model_handle import ModelHandle
@@ -51,12 +51,12 @@ def with_output(sample: Sample, output: float, weight: float) -> Sample:
     """The sample with `weight` times the model's output added to its score; the output itself is a term.
 
     Raises:
-        RolloutFailed: the output, or the score, is not finite.
+        RolloutFailed: the output, or the score, is not finite or too large.
     """
     score = score_of(sample) + weight * output
-    if not math.isfinite(score):
+    if not abs(score) <= MAX_REWARD:  # nor NaN
         raise RolloutFailed(
             f"reward.model gives {output} to sample {sample.sample_index} of prompt {sample.prompt.id}, "
-            f"and {score_of(sample):g} + {weight:g} times that is no finite score"
+            f"and {score_of(sample):g} + {weight:g} times that is no score; allowed: -{MAX_REWARD:g} to {MAX_REWARD:g}"
         )
     return replace(sample, score=score, reward_terms={**sample.reward_terms, MODEL_TERM: output})

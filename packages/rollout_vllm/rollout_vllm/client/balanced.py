@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from plinth_base import Endpoint
 
 from ..config import RolloutConfig
+from ..errors import NoServerError
 from .dispatch import Dispatcher
 from .transport import HttpClient
 
@@ -13,6 +14,8 @@ class BalancedClient(HttpClient):
     """Base class of the clients whose servers a `ServerWatch` can restart."""
 
     def __init__(self, endpoints: Sequence[Endpoint], config: RolloutConfig, *, thread_name: str) -> None:
+        if not endpoints:
+            raise NoServerError("no endpoints: launch a ServerGroup or give urls")
         super().__init__(endpoints, config, thread_name=thread_name)
         self.endpoints, self.config = tuple(endpoints), config
         self._urls = [endpoint.url for endpoint in self.endpoints]

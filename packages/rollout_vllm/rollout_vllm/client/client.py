@@ -11,8 +11,8 @@ import aiohttp
 
 from plinth_base import Endpoint
 
-from ..config import RolloutConfig, SamplingConfig
-from ..errors import ControlError, NoServerError, UnlabeledTokensError
+from ..config import RolloutConfig, SamplingConfig, require
+from ..errors import ControlError, UnlabeledTokensError
 from ..samples import Group, Request
 from .balanced import BalancedClient
 from .group_run import GroupRun
@@ -48,8 +48,6 @@ class RolloutClient(BalancedClient):
     """
 
     def __init__(self, endpoints: Sequence[Endpoint], config: RolloutConfig | None = None) -> None:
-        if not endpoints:
-            raise NoServerError("no endpoints: launch a ServerGroup or give urls")
         super().__init__(endpoints, config or RolloutConfig(), thread_name="rollout-client")
         self._runner = RequestRunner(self.config, self._transport, self._dispatcher, self._suspect)
         self._rates = Rates()
@@ -108,8 +106,7 @@ class RolloutClient(BalancedClient):
         responses complete first, so discarding the others biases the batch towards short responses.
         on_group and deadline_s: as in `generate`; on_group is called for the returned groups only.
         """
-        if not 1 <= num_groups <= len(requests):
-            raise ValueError(f"num_groups={num_groups}: must be in 1..{len(requests)} (the number of requests)")
+        require(1 <= num_groups <= len(requests), "num_groups", num_groups, f"1 to {len(requests)} requests")
         end = None if deadline_s is None else time.monotonic() + deadline_s
         runs = [self._run_of(request, sampling) for request in requests]
         with self._counting_busy_time():
@@ -180,8 +177,12 @@ class RolloutClient(BalancedClient):
 
     def _run_of(self, request: Request | Group, sampling: SamplingConfig) -> GroupRun:
         start = Group.fresh(request, sampling.num_samples) if isinstance(request, Request) else request
-        if len(start.samples) != sampling.num_samples:
-            raise ValueError(f"n={sampling.num_samples}: the group {start.prompt_id} has {len(start.samples)} samples")
+        require(
+            len(start.samples) == sampling.num_samples,
+            "n",
+            sampling.num_samples,
+            f"{len(start.samples)}, as in {start.prompt_id}",
+        )
         return GroupRun(start, sampling, self._runner, self._urls, self.config.max_model_len)
 
     async def _group(self, run: GroupRun, end: float | None) -> Group:

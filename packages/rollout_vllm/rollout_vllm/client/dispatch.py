@@ -18,8 +18,6 @@ class Router:
     """
 
     def __init__(self, num_servers: int, *, max_in_flight: int) -> None:
-        if num_servers < 1:
-            raise ValueError(f"num_servers={num_servers}: must be 1 or more")
         self.num_servers = num_servers
         self.max_in_flight = max_in_flight
         self.load = [0] * num_servers

@@ -35,11 +35,8 @@ def server_metrics(text: str) -> dict[str, float]:
     for family in text_string_to_metric_families(wanted):
         for sample in family.samples:
             totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
-    found: dict[str, float] = {}
-    for ours, names in _SERVER_METRICS.items():
-        if name := next((name for name in names if name in totals), None):
-            found[ours] = totals[name]
-    return found
+    newest = {ours: [name for name in names if name in totals] for ours, names in _SERVER_METRICS.items()}
+    return {ours: totals[present[0]] for ours, present in newest.items() if present}
 
 
 class Rates:

@@ -58,6 +58,8 @@ def completion_body(
         "n": sampling.num_samples,
         "max_tokens": sampling.response_tokens,
         "stop_token_ids": list(sampling.stop_token_ids),
+        "stop": list(sampling.stop),
+        "skip_special_tokens": not sampling.stop,  # those of a stop string are text too; nobody reads the text
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "return_token_ids": True,

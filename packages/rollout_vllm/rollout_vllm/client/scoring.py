@@ -22,7 +22,7 @@ import numpy.typing as npt
 from plinth_base import Endpoint
 
 from ..config import RolloutConfig
-from ..errors import NoServerError, ScoringError
+from ..errors import ScoringError
 from ..samples import id_list
 from .balanced import BalancedClient
 from .protocol import MalformedAnswerError
@@ -51,8 +51,6 @@ class TokenScorer(BalancedClient):
     """
 
     def __init__(self, endpoints: Sequence[Endpoint], config: RolloutConfig | None = None) -> None:
-        if not endpoints:
-            raise NoServerError("no endpoints: launch a ServerGroup or give urls")
         super().__init__(endpoints, config or RolloutConfig(), thread_name="token-scorer")
         self._runner = RequestRunner(self.config, self._transport, self._dispatcher, self._suspect)
 

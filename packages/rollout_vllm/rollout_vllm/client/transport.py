@@ -128,9 +128,10 @@ class LoopThread:
     def _ensure(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True)
-                self._thread.start()
+                loop = asyncio.new_event_loop()
+                thread = threading.Thread(target=_run_until_stopped, args=(loop,), name=self._name, daemon=True)
+                thread.start()  # may raise: then there is no loop, and the next call tries again
+                self._loop, self._thread = loop, thread
             return self._loop
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
@@ -178,6 +179,16 @@ class LoopThread:
     @property
     def running(self) -> bool:
         return self._loop is not None
+
+
+def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
+    """Runs the loop. A task of a user's function that ends with SystemExit or KeyboardInterrupt ends no other task."""
+    while True:
+        try:
+            loop.run_forever()
+        except (SystemExit, KeyboardInterrupt):  # asyncio has given it to the task, and raises it here too
+            continue
+        return
 
 
 async def cancel(tasks: Collection[asyncio.Task[Any]]) -> None:

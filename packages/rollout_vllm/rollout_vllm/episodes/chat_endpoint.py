@@ -162,7 +162,7 @@ class ChatEndpoint:
 
     def _refuse_request(self, error: ConversationError) -> web.Response:
         self._requests.put_nowait(error)
-        return _refusal(str(error), "unsupported")
+        return _refusal(str(error), "unsupported", error.field)
 
     def _accept(self, body: Mapping[str, Any]) -> list[Message]:
         """The new messages of a request, which become part of the conversation."""
@@ -210,9 +210,9 @@ def _shown(message: Message) -> str:
     return f"{message.get('role')}: {str(message.get('content') or '')[:60]!r}"
 
 
-def _refusal(why: str, code: str) -> web.Response:
+def _refusal(why: str, code: str, field: str | None = None) -> web.Response:
     return web.json_response(
-        {"error": {"message": why, "type": "invalid_request_error", "code": code, "param": None}}, status=400
+        {"error": {"message": why, "type": "invalid_request_error", "code": code, "param": field}}, status=400
     )
 
 

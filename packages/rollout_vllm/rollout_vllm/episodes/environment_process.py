@@ -8,11 +8,11 @@ import asyncio
 import importlib
 import inspect
 import json
-import math
-import multiprocessing
+import multiprocessing.util
 import os
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +23,7 @@ from typing import Any, Protocol, Self
 
 from ..errors import RolloutError
 from .processes import describe, end_kept, run_kept
+from .rewards import read_number
 
 Message = Mapping[str, Any]
 """A chat message: role, content, and what else the chat template reads."""
@@ -199,12 +200,26 @@ class EnvironmentProcess:
 
 def _start(spec: EnvironmentSpec, prompt: Any, theirs: socket.socket) -> BaseProcess:
     context = multiprocessing.get_context("forkserver")
+    shorten_socket_paths()
     modules = ["__main__", __name__, *_modules(spec.path), *_imported_by_main()]
     context.set_forkserver_preload(modules)  # before the first start only
     work = partial(_serve, spec.path, dict(spec.options), prompt)
     process = context.Process(target=run_kept, args=(work, theirs), daemon=True)
     process.start()
     return process
+
+
+def shorten_socket_paths() -> None:
+    """Puts multiprocessing's sockets below /tmp if those below TMPDIR would have more than the 107 bytes of Linux."""
+    with _choosing_folder:
+        before = tempfile.tempdir
+        if len(os.fsencode(tempfile.gettempdir())) > 107 - len("/pymp-12345678/listener-12345678"):
+            tempfile.tempdir = "/tmp"
+        multiprocessing.util.get_temp_dir()  # it is chosen once in a process
+        tempfile.tempdir = before
+
+
+_choosing_folder = threading.Lock()
 
 
 def _modules(path: str) -> list[str]:
@@ -305,11 +320,10 @@ def _step(result: Any) -> dict[str, Any]:
 
 
 def _reward(value: Any, method: str) -> float | None:
-    if value is None:
-        return None
-    if not (hasattr(value, "__float__") and math.isfinite(value)):
-        raise TypeError(f"{method} returned the reward {_shown(value)}; allowed: a finite number or None")
-    return float(value)
+    try:
+        return None if value is None else read_number(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{method}: {error}") from None
 
 
 def _observation(value: Any, method: str) -> Observation:

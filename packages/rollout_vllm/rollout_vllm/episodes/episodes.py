@@ -30,6 +30,8 @@ from ..client.transport import call_back, cancel, first_complete, gather_or_canc
 from ..config import SamplingConfig
 from ..errors import RolloutError
 from ..samples import Failure, FailureKind, Group, Request, Sample, VersionSpan, id_list, merge_spans, request_seed
+from .processes import describe
+from .rewards import read_number
 
 
 class TurnFailedError(RolloutError):
@@ -119,17 +121,15 @@ class Episode:
     def reward(self, value: SupportsFloat) -> None:
         """Reward the latest turn, at its last token. Rewards of one turn add up; the score is the sum of all.
 
-        Raises TypeError if value is not a number, ValueError if it is not finite or nothing was generated yet.
+        Raises TypeError if value is not a number, ValueError if it is not finite, if it or the sum of all is larger
+        than a training step can use, or if nothing was generated yet.
         """
-        if not isinstance(value, SupportsFloat):
-            raise TypeError(f"the reward is {str(value)[:80]!r} ({type(value).__name__}), not a number")
-        number = float(value)
-        if not math.isfinite(number):
-            raise ValueError(f"the reward is {number}, not a finite number")
+        number = read_number(value)
         if not any(self.response_mask):
             raise ValueError("a reward was given before the first turn")
         last = sum(self.response_mask) - 1
-        self._rewards[last] = self._rewards.get(last, 0.0) + number
+        self._rewards[last] = read_number(self._rewards.get(last, 0.0) + number)
+        read_number(math.fsum(self._rewards.values()))
 
     def replace_prompt(self, token_ids: Sequence[int]) -> None:
         """Use another prompt than that of the request. Raises ValueError once the response has begun."""
@@ -274,11 +274,11 @@ class EpisodeRuns:
             except TimeoutError as error:
                 if limit.expired():
                     return _failure(episode, "deadline", f"not finished within {self._timeout_s:g} s")
-                return _failure(episode, "rollout", f"TimeoutError: {error}")
+                return _failure(episode, "rollout", describe(error))
             except RolloutError as error:  # of this package: the message says it all
                 return _failure(episode, "rollout", str(error))
             except (Exception, SystemExit) as error:  # sys.exit in the user's function must not end the run
-                return _failure(episode, "rollout", f"{type(error).__name__}: {error}")
+                return _failure(episode, "rollout", describe(error))
 
 
 class _Clock:

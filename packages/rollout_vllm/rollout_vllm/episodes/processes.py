@@ -89,8 +89,12 @@ def end_kept(process: BaseProcess) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """The type and the message of an error on one line, shortened."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    """The type and the message of an error on one line, shortened. Errors of users may have no message to show."""
+    try:
+        message = " ".join(str(error).split())[:300]
+    except BaseException as another:
+        message = f"its __str__ raised {type(another).__name__}"
+    return f"{type(error).__name__}: {message}"
 
 
 def _print_into(reader: int, writer: int) -> None:

@@ -9,7 +9,6 @@ A failure affects only its own sample. The outcome has the same type as that of 
 import asyncio
 import hashlib
 import json
-import math
 import random
 import re
 import time
@@ -27,7 +26,7 @@ from ..client.retry import backoff_s, classify_status
 from ..client.transport import HttpClient
 from ..config import RolloutConfig, require
 from .processes import describe
-from .rewards import RewardOutcome
+from .rewards import RewardOutcome, read_number
 
 _RETRY_BASE_S, _RETRY_MAX_S = 0.2, 5.0
 
@@ -106,12 +105,9 @@ class RemoteReward(HttpClient):
 
     def _read_answer(self, raw: bytes, args: Sequence[Any]) -> RewardOutcome:
         try:
-            score = float(self._read(json.loads(raw), *args))
+            return RewardOutcome(read_number(self._read(json.loads(raw), *args)), "ok")
         except Exception as error:
             return _exception(error, "the answer contains no reward")
-        if not math.isfinite(score):
-            return RewardOutcome(None, "exception", f"the reward is {score}, not a finite number")
-        return RewardOutcome(score, "ok")
 
 
 def _exception(error: Exception, problem: str) -> RewardOutcome:
@@ -130,18 +126,26 @@ def http_reward(url: str, *, api_key: str | None = None, **settings: Any) -> Rem
 
 
 def classification_reward(
-    endpoint: Endpoint, *, label: int = 0, use_activation: bool | None = None, **settings: Any
+    endpoint: Endpoint, *, label: int | None = 0, use_activation: bool | None = None, **settings: Any
 ) -> RemoteReward:
     """A classifier behind vLLM's /classify: `score(text_or_token_ids)` is the probability of class `label`.
 
-    use_activation=False: the logit instead, e.g. for a reward model with one output. None: the model's default.
+    label: None for the only class; a classifier with several gives no score. use_activation=False: the logit instead,
+    e.g. for a reward model with one output. None: the model's default.
     """
+
+    def read(answer: Any) -> float:
+        values = answer["data"][0]["probs"]
+        if label is None and len(values) != 1:
+            raise ValueError(f"the served model has {len(values)} labels; a reward model has one")
+        return float(values[label or 0])
+
     extra = {} if use_activation is None else {"use_activation": use_activation}
     return RemoteReward(
         endpoint,
         "/classify",
         body=lambda item: {"input": item, **extra},
-        read=lambda answer: answer["data"][0]["probs"][label],
+        read=read,
         with_model=True,
         **settings,
     )
@@ -153,21 +157,7 @@ def scalar_reward(endpoint: Endpoint, **settings: Any) -> RemoteReward:
     Serve its folder, a sequence-classification model with one label, with `vllm serve FOLDER --runner pooling`. Token
     ids are read as they are: no special tokens are added. A classifier with several labels gives no score.
     """
-
-    def only(answer: Any) -> float:
-        values = answer["data"][0]["probs"]
-        if len(values) != 1:
-            raise ValueError(f"the served model has {len(values)} labels; a reward model has one")
-        return float(values[0])
-
-    return RemoteReward(
-        endpoint,
-        "/classify",
-        body=lambda item: {"input": item, "use_activation": False},
-        read=only,
-        with_model=True,
-        **settings,
-    )
+    return classification_reward(endpoint, label=None, use_activation=False, **settings)
 
 
 def pooling_reward(endpoint: Endpoint, **settings: Any) -> RemoteReward:

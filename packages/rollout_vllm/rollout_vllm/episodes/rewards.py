@@ -19,7 +19,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,6 +32,10 @@ from .processes import describe, end_kept, run_kept
 
 _TICK_S = 0.02
 """Time between looks for new calls and for late ones while calls are in flight."""
+
+
+MAX_REWARD = 1e30
+"""Training has scores as float32, up to 3.4e38: numbers near that leave no room for sums and differences."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +110,13 @@ class RewardPool:
         self._threads = [
             threading.Thread(target=self._serve, args=(i,), name=f"reward-{i}", daemon=True) for i in range(num_workers)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError:  # no more threads
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            self.close()
+            raise
 
     def submit(self, function: Callable[..., Any], *args: Any, **keywords: Any) -> Future[RewardOutcome]:
         """Queue one call. Failures are reported in RewardOutcome.kind, not raised by the future.
@@ -192,8 +201,11 @@ class RewardPool:
         calls = _Calls(self, self._printed(index))
         closing = False
         while not closing or calls.pending:
-            closing = closing or self._admit(calls)
-            calls.advance()
+            try:
+                closing = closing or self._admit(calls)
+                calls.advance()
+            except Exception as error:  # no memory, descriptors or processes; without its thread calls would never end
+                calls.fail_all(error)
         calls.end()
 
     def _admit(self, calls: "_Calls") -> bool:
@@ -227,8 +239,13 @@ class RewardPool:
 @dataclass
 class _Call:
     job: Job
-    deadline: float
+    begin_s: float  # time.monotonic() at which it was sent, or made once the function was loaded
+    deadline_s: float
     is_loaded: bool = False
+
+    @property
+    def duration_s(self) -> float:
+        return time.monotonic() - self.begin_s
 
 
 class _Calls:
@@ -256,8 +273,8 @@ class _Calls:
         """Send a call to the worker, which is started if there is none."""
         if self._is_stuck and not self._in_flight:
             self.end()
-        number, start_timeout_s = next(self._numbers), self._pool.start_timeout_s
-        self._in_flight[number] = _Call(job, time.monotonic() + start_timeout_s)
+        number, start_timeout_s, now = next(self._numbers), self._pool.start_timeout_s, time.monotonic()
+        self._in_flight[number] = _Call(job, now, now + start_timeout_s)
         message = pickle.dumps((number, job.function, job.num_scores, self._pool.timeout_s))
         self._worker = self._worker or _Worker(self._pool.work, self._pool.timeout_s, self._printed)
         try:
@@ -279,7 +296,7 @@ class _Calls:
         except (EOFError, OSError):
             self._lose("crash", f"the worker process died {self._worker.how_it_died()}")
             return
-        late = [call for call in self._in_flight.values() if time.monotonic() > call.deadline]
+        late = [call for call in self._in_flight.values() if time.monotonic() > call.deadline_s]
         if late and late[0].is_loaded:
             self._lose("timeout", f"no reward within {self._pool.timeout_s:g} s{self._pool.late_words}")
         elif late:
@@ -296,7 +313,8 @@ class _Calls:
             self._is_stuck = True
         elif kind == "loaded":
             call = self._in_flight[number]
-            call.deadline = time.monotonic() + self._pool.timeout_s + self._pool.late_s
+            call.begin_s = time.monotonic()
+            call.deadline_s = call.begin_s + self._pool.timeout_s + self._pool.late_s
             call.is_loaded = True
         elif kind == "scores":
             outcomes = [
@@ -320,7 +338,7 @@ class _Calls:
         message = f"the reward function's process and module were not loaded within {timeout_s:g} s"
         for one in self._given_up():
             if one.job.function == job.function:
-                self._fail(one.job, RewardOutcome(None, "start", message, timeout_s))
+                self._fail(one.job, RewardOutcome(None, "start", message, one.duration_s))
             else:
                 self._alone.append(one.job)
 
@@ -330,9 +348,21 @@ class _Calls:
         if len(calls) > 1:
             self._alone.extend(call.job for call in calls)
         elif calls and kind == "crash" and not calls[0].is_loaded:
-            self._fail(calls[0].job, RewardOutcome(None, "start", message.replace("died", "died before the call")))
+            message = message.replace("died", "died before the call")
+            self._fail(calls[0].job, RewardOutcome(None, "start", message, calls[0].duration_s))
         elif calls:
-            self._fail(calls[0].job, RewardOutcome(None, kind, message, self._pool.timeout_s))
+            self._fail(calls[0].job, RewardOutcome(None, kind, message, calls[0].duration_s))
+
+    def fail_all(self, error: Exception) -> None:
+        """Fails the calls in flight, because this process cannot start a worker or talk to it."""
+        message = f"the worker process cannot be {'used' if self._worker else 'started'}: {describe(error)}"
+        calls = list(self._in_flight.values())
+        self._in_flight.clear()
+        for call in calls:
+            call.job.fail(RewardOutcome(None, "start", message, call.duration_s))
+        with suppress(Exception):
+            self.end()
+        self._worker = None
 
     def _given_up(self) -> list[_Call]:
         """The calls in flight, which end with the worker."""
@@ -356,8 +386,12 @@ class _Worker:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", whole_s, 0))
         arguments = (work, theirs, os.getpid(), printed)
         self.process = context.Process(target=run_kept, args=arguments, daemon=True)
-        self.process.start()
-        theirs.close()
+        with theirs:
+            try:
+                self.process.start()
+            except BaseException:
+                self.pipe.close()
+                raise
 
     def how_it_died(self) -> str:
         self.process.join(timeout=5.0)
@@ -418,7 +452,7 @@ def read_scores(result: Any, num_scores: int | None) -> Scores:
     """
     if num_scores is None:
         return [_read_score(result)]
-    if isinstance(result, (str, bytes)) or not hasattr(result, "__len__"):
+    if isinstance(result, (str, bytes, Mapping, Set)) or not hasattr(result, "__len__"):
         raise TypeError(f"the batched reward is {_name(result)}, not a list of {num_scores} numbers")
     if len(result) != num_scores:
         raise ValueError(f"the batched reward has {len(result)} values for {num_scores} responses")
@@ -426,13 +460,31 @@ def read_scores(result: Any, num_scores: int | None) -> Scores:
 
 
 def _read_score(value: Any) -> tuple[float | None, str]:
-    if isinstance(value, (str, bytes)):
-        return None, f"the reward is {_name(value)}, not a number"
     try:
-        score = float(value)
+        return read_number(value), ""
+    except (TypeError, ValueError) as error:
+        return None, str(error)
+
+
+def read_number(value: Any) -> float:
+    """A reward as a number.
+
+    Raises:
+        TypeError, ValueError: it is no number, not finite, or larger than `MAX_REWARD`.
+    """
+    if isinstance(value, (str, bytes)):
+        raise TypeError(f"the reward is {_name(value)}, not a number")
+    try:
+        number = float(value)
+    except OverflowError:  # of an integer
+        number = math.inf
     except Exception:
-        return None, f"the reward is {_name(value)}, not a number"
-    return (score, "") if math.isfinite(score) else (None, f"the reward is {score}, not a finite number")
+        raise TypeError(f"the reward is {_name(value)}, not a number") from None
+    if not math.isfinite(number):
+        raise ValueError(f"the reward is {number}, not a finite number")
+    if abs(number) > MAX_REWARD:
+        raise ValueError(f"the reward is {number}; allowed: -{MAX_REWARD:g} to {MAX_REWARD:g}")
+    return number
 
 
 def _name(value: Any) -> str:

@@ -74,7 +74,8 @@ class ToolEnvironment:
     `error:`, which the policy reads.
     """
 
-    preload = ("transformers.utils.chat_template_utils",)  # imported once, before processes are forked
+    # Imported once, before processes are forked; transformers looks for torch.Tensor in type hints.
+    preload = ("transformers.utils.chat_template_utils", "torch")
 
     def __init__(
         self, tools: Sequence[ToolFunction | str], *, call_format: str = "hermes", max_result_chars: int = 4000

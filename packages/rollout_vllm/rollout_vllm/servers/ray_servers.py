@@ -146,7 +146,6 @@ def launch_on_ray(
     *,
     log_dir: Path,
     resources_per_server: Mapping[str, float] | None = None,
-    placement_group: Any = None,
     seats: Sequence[ServerSeat] | None = None,
     extra_args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
@@ -154,9 +153,8 @@ def launch_on_ray(
     """Launch a `ServerGroup` on the nodes of the Ray cluster that this process is connected to.
 
     resources_per_server: Ray resources of one server ({"CPU": 2, "GPU": 1, "my_label": 0.01}); None:
-    `default_resources`. placement_group: an existing placement group, server i uses bundle i. seats: strategy and GPUs
-    of every server, for callers that have reserved the GPUs: a server then takes one CPU. Neither: Ray spreads the
-    servers over the nodes. log_dir: a folder on each node.
+    `default_resources`. seats: strategy and GPUs of every server, for callers that have reserved the GPUs (a server
+    then takes one CPU); None: Ray spreads the servers over the nodes. log_dir: a folder on each node.
     `config.host` is ignored: every server binds to the cluster address of its node. The API key protects it, but the
     traffic is not encrypted.
 
@@ -170,20 +168,16 @@ def launch_on_ray(
         raise RolloutConfigError("existing servers do not need Ray", field="urls", value=config.urls, remedy=remedy)
     if not ray.is_initialized():
         raise RolloutConfigError("Ray is not initialized", remedy="call ray.init(address=...) first")
-    if seats is not None and (placement_group is not None or len(seats) != config.server_count):
+    if seats is not None and len(seats) != config.server_count:
         raise RolloutConfigError(
-            f"{len(seats)} seats for num_servers={config.server_count}",
-            field="seats",
-            allowed="one seat per server, and no placement_group",
+            f"there are {len(seats)}", field="seats", allowed=f"{config.server_count}, one per server"
         )
     device: Device = detect_device()[0] if config.device == "auto" else config.device
     check_device_features(config, device)
     resources = dict(resources_per_server or (default_resources(config, device) if seats is None else {"CPU": 1.0}))
-    if placement_group is None and seats is None:
-        _check_resources(resources, config.server_count, ray.cluster_resources())
     if seats is None:
-        numbers = range(config.server_count)
-        seats = [ServerSeat(strategy=_strategy(placement_group, index)) for index in numbers]
+        _check_resources(resources, config.server_count, ray.cluster_resources())
+        seats = [ServerSeat(strategy="SPREAD")] * config.server_count
     settings = {
         "device": device,
         "api_key": config.read_api_key() or secrets.token_urlsafe(32),
@@ -233,14 +227,6 @@ def _check_resources(wanted: Mapping[str, float], num_servers: int, available: M
                 value=num_servers,
                 remedy="lower num_servers or resources_per_server",
             )
-
-
-def _strategy(placement_group: Any, index: int) -> Any:
-    if placement_group is None:
-        return "SPREAD"
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    return PlacementGroupSchedulingStrategy(placement_group, placement_group_bundle_index=index)
 
 
 def _connect(index: int, actor: Any, launched: Any, config: RolloutConfig) -> RayServer:

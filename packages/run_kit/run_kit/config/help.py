@@ -13,6 +13,8 @@ from .schema import MISSING, Key, entries, nearest_paths, type_text
 from .trees import plain_tree
 
 _WIDTH = 110
+ALL = "all"
+"""The word after --help for every key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,7 @@ def help_text(
     presets: Sequence[PresetFile] = (),
     overlays: Sequence[PresetFile] = (),
     examples: Sequence[str] = (),
+    common: Sequence[str] = (),
     under: str = "",
 ) -> str:
     """Help as plain text, at most 110 columns.
@@ -47,10 +50,14 @@ def help_text(
     Args:
         cls: the config dataclass.
         app_name: the app's command, as in `python -m apps.grpo.main`.
-        under: list only the keys whose dotted path contains this text.
+        common: keys that are listed in place of all; those that the configuration lacks are left out.
+        under: list only the keys whose dotted path contains this text; `all` lists every key.
     """
-    listing = _key_lines(cls, under)
+    if under == ALL:
+        common = under = ""
+    listing = _common_lines(cls, common) if common and not under else ["Keys", *_key_lines(cls, under)]
     if under:
+        listing = listing[1:]
         if not listing:
             near = nearest_paths(cls, under)
             listing = [f"No key matches {under!r}." + (f" Nearest: {', '.join(near)}" if near else "")]
@@ -63,14 +70,14 @@ def help_text(
         "  overlay=NAME       then merge the overlay or preset NAME (a smaller size, another machine)",
         "  config=FILE.yaml   merge your own file; overlays and files go left to right",
         "  key=value          then single keys; value is YAML: 1e-4, true, null, text, [a, b], ${other.key}",
-        "  --help [KEY]       print this text, or only the keys that match KEY",
+        "  --help [KEY|all]   print this text, only the keys that match KEY, or this text with every key",
         "  --print-config     print the resolved configuration and stop",
         "",
     ]
     lines += _preset_lines("Presets", presets) + _preset_lines("Overlays", overlays)
     if examples:
         lines += ["Examples", *(f"  {app_name} {example}".rstrip() for example in examples), ""]
-    return "\n".join([*lines, "Keys", *listing]) + "\n"
+    return "\n".join([*lines, *listing]) + "\n"
 
 
 def _preset_lines(title: str, files: Sequence[PresetFile]) -> list[str]:
@@ -86,6 +93,14 @@ def _preset_lines(title: str, files: Sequence[PresetFile]) -> list[str]:
             subsequent_indent=" " * (width + 2),
         )
     return [*lines, ""]
+
+
+def _common_lines(cls: type, common: Sequence[str]) -> list[str]:
+    """The common keys in their order, and how to list the others."""
+    keys = {entry.path: entry for entry in entries(cls) if isinstance(entry, Key)}
+    lines = [line for path in common if path in keys for line in _entry_lines(keys[path])]
+    more = f"--help {ALL} lists all {len(keys)} keys; --help lora those with lora in their name"
+    return ["Common keys", *lines, "", more]
 
 
 def _key_lines(cls: type, under: str) -> list[str]:

@@ -44,9 +44,19 @@ def run_folders(environment: Mapping[str, str], home: Path, here: Path) -> dict[
     return {
         "outputs": here,
         "temporary files": Path(environment.get("TMPDIR") or tempfile.gettempdir()),
+        "Ray's sockets": ray_folder(environment),
         "Hugging Face": Path(environment.get("HF_HOME") or cache / "huggingface"),
         "compiled code": Path(environment.get("PLINTH_CACHE_DIR") or cache / "plinth"),
     }
+
+
+def ray_folder(environment: Mapping[str, str]) -> Path:
+    """The folder of Ray's files: as Ray chooses it, but /tmp/ray where the paths of its sockets would be too long.
+
+    Linux allows 107 bytes, of which Ray adds up to 64 for the session and the socket.
+    """
+    folder = Path(environment.get("RAY_TMPDIR") or environment.get("TMPDIR") or "/tmp").absolute() / "ray"
+    return folder if len(os.fsencode(folder)) <= 107 - 64 else Path("/tmp/ray")
 
 
 def check_folder(use: str, folder: Path) -> Check:

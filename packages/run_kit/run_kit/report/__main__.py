@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from ..errors import ConfigError, ReportError
+from ..errors import ConfigError, ReportError, RunFolderError
 from .data import run_labels
 from .runs import write_comparison, write_report
 
@@ -24,9 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, ReportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except OSError as error:  # a folder that may not be read, a file that cannot be written
+    except (OSError, RunFolderError) as error:  # a folder that may not be read, a file that cannot be written
         path = f"output={outputs[-1]}" if outputs else ", ".join(folders)
-        print(f"error: {path}: {error.strerror or error}; give another path", file=sys.stderr)
+        print(f"error: {path}: {error}; give another path", file=sys.stderr)
         return 2
     return 0
 

@@ -6,11 +6,11 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ..errors import DiskFullError, TrackingError
+from ..errors import DiskFullError, RunFolderError, TrackingError
 
 
 def is_disk_full(error: OSError) -> bool:
@@ -19,13 +19,13 @@ def is_disk_full(error: OSError) -> bool:
 
 
 @contextmanager
-def naming_full_disk(path: Path) -> Iterator[None]:
-    """Context that writes `path`. Raises DiskFullError, which names it and the free space, when there is no room."""
+def naming_file(path: Path) -> Iterator[None]:
+    """Context that writes `path`. Raises RunFolderError, which names it, and DiskFullError when there is no room."""
     try:
         yield
     except OSError as error:
         if not is_disk_full(error):
-            raise
+            raise RunFolderError(f"{path} cannot be written: {error.strerror or error}") from error
         free = shutil.disk_usage(path.parent).free
         raise DiskFullError(
             f"{path} cannot be written: {error.strerror}; {free:,} bytes are free. Free some space on that disk"
@@ -38,17 +38,18 @@ def atomic_write(path: Path, content: str | bytes) -> None:
     A lone surrogate, which a tokenizer can produce and UTF-8 cannot hold, is written as its escape, as in JSON.
 
     Raises:
-        DiskFullError: there is no room; an old file is unchanged.
+        RunFolderError: the file cannot be written; an old one is unchanged.
     """
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with naming_full_disk(path):
+        with naming_file(path):
             temporary.write_bytes(data)
-    except DiskFullError:
-        temporary.unlink(missing_ok=True)
+            os.replace(temporary, path)
+    except RunFolderError:
+        with suppress(OSError):
+            temporary.unlink()
         raise
-    os.replace(temporary, path)
 
 
 def as_number(name: str, value: Any) -> float | int:
@@ -57,18 +58,17 @@ def as_number(name: str, value: Any) -> float | int:
     Raises:
         TrackingError: a metric name that breaks the table, or a value that is no number.
     """
-    if not name or any(c in name for c in "\t\n\r"):
-        raise TrackingError(f"metric name {name!r}: it must be non-empty and without tabs and line breaks")
+    if not name or name == "step" or any(c in name for c in "\t\n\r"):
+        allowed = "a metric's name, not 'step' (the table's own column), without tabs and line breaks"
+        raise TrackingError(field="name", value=name, allowed=allowed)
     if hasattr(value, "item") and not isinstance(value, (int, float)):
-        try:
+        with suppress(ValueError, RuntimeError):  # several numbers
             value = value.item()
-        except (ValueError, RuntimeError) as error:
-            raise TrackingError(f"metric {name!r}: expected one number, got {type(value).__name__}: {error}") from None
     if isinstance(value, bool):
         return int(value)
     if isinstance(value, (int, float)):
         return value
-    raise TrackingError(f"metric {name!r}: expected a number, got {value!r}")
+    raise TrackingError(field=name, value=repr(value), allowed="one number")
 
 
 class MetricsTable:
@@ -126,12 +126,12 @@ class MetricsTable:
             TrackingError: a step before the last one, or a metric that is no number.
         """
         if isinstance(step, bool) or not isinstance(step, int):
-            raise TrackingError(f"step: expected an integer, got {step!r}")
+            raise TrackingError(field="step", value=step, allowed="an integer")
         last = next(reversed(self._rows), None)
         if last is not None and step < last:
-            raise TrackingError(f"step {step} after step {last}: steps are logged in ascending order")
-        if "step" in metrics:
-            raise TrackingError("metric name 'step' is the table's own first column; use another")
+            raise TrackingError(
+                field="step", value=step, allowed=f"{last} or more: steps are logged in ascending order"
+            )
         numbers = {name: as_number(name, value) for name, value in metrics.items()}
         new = [name for name in numbers if name not in self._columns]
         known_step = step in self._rows
@@ -141,7 +141,7 @@ class MetricsTable:
             atomic_write(self.path, self._text())
             self._rewrite = False
         else:
-            with naming_full_disk(self.path), self.path.open("a", encoding="utf-8") as file:
+            with naming_file(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.write(self._line(step))
 
     def truncate_from(self, step: int) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import TrackingError
-from .metrics_table import atomic_write
+from .metrics_table import atomic_write, naming_file
 
 REQUIRED = ("prompt", "response", "reward")
 
@@ -33,10 +33,12 @@ def write_rollouts(folder: Path, step: int, records: Sequence[Mapping[str, Any]]
     """
     for index, record in enumerate(records):
         if missing := [key for key in REQUIRED if key not in record]:
-            raise TrackingError(f"rollout record {index} of step {step} lacks {', '.join(missing)}")
+            problem = f"record {index} of step {step} lacks it"
+            raise TrackingError(problem, field=missing[0], allowed=f"records with {', '.join(REQUIRED)}")
     chosen = choose_sample(len(records), len(records) if count is None else count, seed=step)
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{step:06d}.jsonl"
+    with naming_file(path):
+        folder.mkdir(parents=True, exist_ok=True)
     try:
         lines = [json.dumps({"step": step, **records[index]}, ensure_ascii=False, default=_plain) for index in chosen]
     except TypeError as error:

@@ -17,7 +17,7 @@ from ..config.redaction import redact, yaml_without_secrets
 from ..errors import OWN_PACKAGES, TrackingError
 from ..signals import RunStopped
 from ..terminal import Terminal
-from .metrics_table import atomic_write, is_disk_full
+from .metrics_table import atomic_write
 from .run_state import read_state
 
 EXPERIMENT_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._+=-]*"
@@ -126,7 +126,7 @@ class RunFolder:
         is_orderly = isinstance(error, RunStopped) or (isinstance(error, SystemExit) and error.code in (0, None))
         if self._log and error is not None and not is_orderly:
             self._log.write_text("".join(traceback.format_exception(error)))
-            if not self._log.is_closed:
+            if not self._log.is_closed and self.log_file.exists():
                 error.add_note(f"The traceback is in {self.log_file}")
         self._log = None
         self._stack.close()
@@ -135,7 +135,7 @@ class RunFolder:
 def begun_s(folder: Path) -> float:
     """Seconds since the epoch when a run began: by its `run.json`, else by the time in its name, else 0."""
     state = read_state(folder / "run.json")
-    return name_s(folder.name) if state is None else state.begun
+    return state.begun if state is not None and 0 <= state.begun < 2**36 else name_s(folder.name)
 
 
 def name_s(name: str) -> float:
@@ -180,7 +180,7 @@ class LogFile:
 
     @property
     def is_closed(self) -> bool:
-        """True once `close` was called or the disk was full."""
+        """True once `close` was called or the file could not be written."""
         return self._file.closed
 
     def feed(self, stream: str, text: str) -> None:
@@ -215,8 +215,6 @@ class LogFile:
             self._file.write(redact(visible_line(line)) + "\n")
             self._file.flush()
         except OSError as error:
-            if not is_disk_full(error):
-                raise
             # No error from a print: the run ends where it next saves what it computed, with that file's name.
             with contextlib.suppress(OSError):
                 self._file.close()

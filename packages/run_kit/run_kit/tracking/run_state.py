@@ -5,13 +5,15 @@ import os
 import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from ..config.redaction import redact
+from ..errors import RunFolderError
 from ..signals import stopping_signal
-from .metrics_table import atomic_write
+from .metrics_table import atomic_write, naming_file
 
 HEARTBEAT_S = 30.0
 """Seconds between two signs of life of a run: it sets the file's modification time."""
@@ -91,21 +93,26 @@ class StateFile:
         """Writes how the run ended: with `error`, or finished.
 
         Raises:
-            DiskFullError: there is no room; the file still says that the run is running.
+            RunFolderError: the file cannot be written; it still says that the run is running.
         """
         self._closed.set()
         self._thread.join()
         self._write(state_after(error, {**self._facts, "ended": time.time()}))
 
     def _write(self, state: RunState) -> None:
-        atomic_write(self._path, json.dumps(asdict(state), indent=2) + "\n")
+        text = json.dumps(asdict(state), indent=2) + "\n"
+        try:
+            atomic_write(self._path, text)
+        except RunFolderError:  # in a folder that has become read-only the file itself can still be written
+            if not self._path.exists():
+                raise
+            with naming_file(self._path):
+                self._path.write_text(text)
 
     def _beat(self) -> None:
         while not self._closed.wait(HEARTBEAT_S):
-            try:
+            with suppress(OSError):  # the folder was moved or removed, or is out of reach for a while
                 os.utime(self._path)
-            except OSError:  # the folder was moved or removed, which is for the user to decide
-                return
 
 
 def state_after(error: BaseException | None, facts: dict[str, Any]) -> RunState:
@@ -120,10 +127,12 @@ def state_after(error: BaseException | None, facts: dict[str, Any]) -> RunState:
 
 
 def read_state(path: Path) -> RunState | None:
-    """The state as it was written; None if there is no such file, or one of another version."""
+    """The state as it was written; None if there is no such file, or one that says something else."""
+    from pydantic import TypeAdapter
+
     try:
-        return RunState(**json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError):
+        return TypeAdapter(RunState).validate_json(path.read_bytes())
+    except (OSError, ValueError):
         return None
 
 

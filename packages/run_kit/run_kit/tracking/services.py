@@ -225,8 +225,10 @@ def _chosen(config: TrackingConfig) -> list[str]:
 
 
 def _ids(folder: Path | None) -> dict[str, str]:
-    path = None if folder is None else folder / _IDS_FILE
-    return dict(json.loads(path.read_text())) if path is not None and path.exists() else {}
+    try:
+        return {} if folder is None else dict(json.loads((folder / _IDS_FILE).read_text()))
+    except (OSError, ValueError, TypeError, RecursionError):  # none, or a file that says something else
+        return {}
 
 
 def _last_step(before: Path, known: Mapping[str, str]) -> int:

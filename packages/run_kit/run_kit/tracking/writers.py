@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import TrackingError
-from .metrics_table import naming_full_disk
+from .metrics_table import naming_file
 
 
 class TensorBoardWriter:
@@ -17,7 +17,7 @@ class TensorBoardWriter:
 
     Raises:
         TrackingError: the tensorboard package is not installed.
-        DiskFullError: by every method, when there is no room.
+        RunFolderError: by every method, when the file cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -53,11 +53,11 @@ class TensorBoardWriter:
         return ""
 
     def _add(self, event: Any) -> None:
-        with naming_full_disk(self._path):
+        with naming_file(self._path):
             self._writer.write(event.SerializeToString())
             self._writer.flush()
 
     def close(self, *, failed: bool = False) -> None:
         """Close the file."""
-        with naming_full_disk(self._path):
+        with naming_file(self._path):
             self._writer.close()

@@ -134,9 +134,6 @@ def decode(
     *,
     together: int,
     tile: int = _TILE,
-    stages: int = 2,
-    warps: int = 4,
-    registers: int = _REGISTERS,
 ) -> Tensor:
     """Attention of one new token per request over its tokens in a paged KV cache.
 
@@ -152,9 +149,6 @@ def decode(
         scale: factor of the scores before the softmax.
         together: neighboring requests of one program, 1, 2 or 4, with at most 16 queries of a key head.
         tile: tokens of a tile.
-        stages: of Triton's pipeline of loads.
-        warps: of a program.
-        registers: the most of a thread; 0: as many as the compiler likes.
     """
     requests, heads, width = q.shape
     block, key_heads = k.shape[1:3]
@@ -163,7 +157,7 @@ def decode(
         q.stride(0), q.stride(1), out.stride(0), out.stride(1),
         k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2), table.stride(0),
         BLOCK=block, WIDTH=width, PER_HEAD=heads // key_heads, TOGETHER=together, TILE=tile,
-        ROWS=_ROWS, CHUNK=_TABLE_CHUNK, STAGES=stages, num_warps=warps, maxnreg=registers or None,
+        ROWS=_ROWS, CHUNK=_TABLE_CHUNK, STAGES=2, num_warps=4, maxnreg=_REGISTERS,
     )  # fmt: skip
     return out
 
@@ -334,9 +328,7 @@ def _problem(layer: Any, module: Any, query: Tensor, kv_cache: Tensor, step: Any
         expected = torch.zeros_like(queries)
         stock(layer, module, queries, None, None, cache, case, expected)
         for together in _choices(layer.num_heads, layer.num_kv_heads):
-            computed = torch.zeros_like(
-                queries
-            )  # else rows that are not written would have the result of the size before
+            computed = torch.zeros_like(queries)  # else rows that are not written would keep the last result
             _decode(layer, queries, cache, case, computed, together)
             differences, sizes = (computed.float() - expected.float()).abs(), expected.float().abs()
             error = (differences.amax((1, 2)) / sizes.amax((1, 2))).max().item()  # of many tokens, outputs are small

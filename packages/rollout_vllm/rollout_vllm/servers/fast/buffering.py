@@ -23,7 +23,8 @@ from typing import Any
 import numpy
 
 INTERVAL = 32
-"""Tokens of a request per message. Counters such as `vllm:generation_tokens` advance in these steps."""
+"""Tokens of a request per message. Counters such as `vllm:generation_tokens` advance in these steps. A request with
+stop strings has one token per message: the front end makes text of them, looks for the strings and ends the request."""
 
 PACKED = 2
 """Value of the marker of a client that reads `packed_choice`; with 1 it gets lists."""
@@ -54,7 +55,7 @@ def is_buffered(request: Any, marker: str) -> bool:
         return False
     if not _COMPLETION.match(request.request_id):
         return False
-    needs = (params.logprobs, params.prompt_logprobs, params.logprob_token_ids, params.stop)
+    needs = (params.logprobs, params.prompt_logprobs, params.logprob_token_ids)
     return params.output_kind.name == "FINAL_ONLY" and not any(needs) and params.prompt_logprobs is None
 
 
@@ -95,6 +96,8 @@ class _Unsent:
     client_index: int
     ends: frozenset[int] | None = None
     """Tokens that end the request; None: vLLM looks at each of its tokens."""
+    interval: int = INTERVAL
+    """Tokens per message."""
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
@@ -121,9 +124,11 @@ class TokenBuffer:
             unsent.end_span(self.version)
         self.version = version
 
-    def open(self, request_id: str, client_index: int, ends: frozenset[int] | None = None) -> None:
-        """Buffer a request of front end number `client_index`. ends: see `ending_tokens`."""
-        self._unsent[request_id] = _Unsent(client_index, ends)
+    def open(
+        self, request_id: str, client_index: int, ends: frozenset[int] | None = None, *, interval: int = INTERVAL
+    ) -> None:
+        """Buffer a request of front end number `client_index`. ends: `ending_tokens`. interval: tokens per message."""
+        self._unsent[request_id] = _Unsent(client_index, ends, interval)
 
     def client_of(self, request_id: str) -> int | None:
         """The front end of a request; None if the request is not buffered."""
@@ -162,7 +167,7 @@ class TokenBuffer:
                 or request is None
                 or unsent.ends is None
                 or count != 1
-                or len(unsent.token_ids) + 1 >= INTERVAL
+                or len(unsent.token_ids) + 1 >= unsent.interval
                 or request.status is not running
                 or request.num_preemptions  # its tokens may be stale
                 or request.prefill_stats is not None
@@ -206,11 +211,11 @@ class TokenBuffer:
             starts, (row, length) = log_probs.cu_num_generated_tokens, position
             first = row if starts is None else starts[row]
             unsent.log_probs += column[first : first + length]
-        if len(unsent.token_ids) < INTERVAL and not _carries_more(output):
+        if len(unsent.token_ids) < unsent.interval and not _carries_more(output):
             return False
         output.new_token_ids, output.new_logprobs = unsent.token_ids, self._message(unsent)
         if output.finish_reason is None:
-            self._unsent[output.request_id] = _Unsent(unsent.client_index, unsent.ends)
+            self._unsent[output.request_id] = _Unsent(unsent.client_index, unsent.ends, unsent.interval)
         else:
             del self._unsent[output.request_id]
         return True
@@ -270,7 +275,8 @@ def buffer_in_engine_core(
 
     def add_request(self: Any, request: Any) -> None:
         if is_buffered(request, marker):
-            buffer.open(request.request_id, request.client_index, ending_tokens(request))
+            interval = 1 if request.sampling_params.stop else INTERVAL
+            buffer.open(request.request_id, request.client_index, ending_tokens(request), interval=interval)
         add(self, request)
 
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -349,7 +355,8 @@ def buffer_in_front_end(replace: Replace, marker: str) -> list[Callable[[], None
         request = given["request"]
         if not is_buffered(request, marker):
             return new_state(**given)
-        state = new_state(**given | {"tokenizer": None})  # no text
+        needs_text = bool(request.sampling_params.stop)
+        state = new_state(**(given if needs_text else given | {"tokenizer": None}))
         values: Any = SampledLogProbs()
         state.logprobs_processor = SampledProcessor(None, values, None, None, request.sampling_params.logprobs, None)
         return state

@@ -1,0 +1,201 @@
+"""A pretrained model (SmolLM2-135M-Instruct) on real text: what random weights and made-up words hide."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plinth_testing import run_script
+from rl_data import DataConfig, load_prompts, load_tokenizer
+from rl_data.tasks.fetched import FetchError, fetch
+from tests.run_folders import exact_metrics, metrics_rows, only
+
+pytestmark = pytest.mark.thorough
+
+QUESTIONS = [
+    "What is 7 + 5?",
+    "Name the capital of France.",
+    "Was ist 12 × 7? Antworte mit «Größe».",
+    "日本の首都はどこですか。",
+    "Say 🙂🏳️‍🌈 and e\u0301, then stop.",
+    "كم عدد أيام الأسبوع؟",
+    "def f(x):\n\treturn x  # two\u00a0spaces",
+    "  Is <|im_end|> a word?\r\n",
+]
+MAX_TOKENS = 48
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    try:
+        return fetch("fetched:smollm2")
+    except FetchError as error:
+        pytest.skip(f"no model: {error}")
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    file = tmp_path_factory.mktemp("questions") / "questions.jsonl"
+    file.write_text("".join(json.dumps({"question": text, "answer": "#### 1"}) + "\n" for text in QUESTIONS))
+    return load_prompts([file], load_tokenizer(smollm2), DataConfig(max_prompt_length=128))
+
+
+def test_questions_are_in_their_prompts_to_the_last_character(smollm2: Path, prompts: list[Any]) -> None:
+    tokenizer = load_tokenizer(smollm2)
+    assert len(prompts) == len(QUESTIONS)
+    for prompt, question in zip(prompts, QUESTIONS, strict=True):
+        assert f"<|im_start|>user\n{question}<|im_end|>\n" in prompt.text
+        assert prompt.text.endswith("<|im_start|>assistant\n")
+        assert tokenizer.decode(prompt.token_ids) == prompt.text
+        assert prompt.token_ids.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == prompt.text.count(
+            "<|im_start|>"
+        )
+
+
+MISSING_BYTES = frozenset(b"\x04\x06\x13\x14\x16\x1d\xf1\xf2")
+"""Bytes of UTF-8 that the vocabulary has no token for, and that the tokenizer drops without a word."""
+
+
+def test_text_comes_back_from_its_tokens(smollm2: Path) -> None:
+    tokenizer = load_tokenizer(smollm2)
+
+    @settings(deadline=None, max_examples=200)
+    @given(text=st.text(max_size=60).filter(lambda text: not MISSING_BYTES & set(text.encode())))
+    def check(text: str) -> None:
+        assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
+
+    check()
+    assert tokenizer.decode(tokenizer("a\x04b")["input_ids"]) == "ab"
+
+
+def served(folder: Path, requests: list[Any], log_dir: Path, **sampling: Any) -> list[Any]:
+    """Samples of a float32 server of this folder."""
+    from rollout_vllm import RolloutClient, RolloutConfig, SamplingConfig, ServerGroup
+
+    config = RolloutConfig(max_model_len=256, kv_cache_gib=0.3, dtype="float32", cpu_threads=1, startup_timeout_s=400.0)
+    with ServerGroup.launch(folder, config, log_dir=log_dir) as servers:
+        servers.wait_ready()
+        with RolloutClient(servers.endpoints, config) as client:
+            groups = client.generate_blocking(requests, SamplingConfig(**sampling))
+    assert [failure for group in groups for failure in group.failures] == []
+    return [sample for group in groups for sample in group.samples]
+
+
+def requests_of(prompts: list[Any]) -> list[Any]:
+    from rollout_vllm import Request
+
+    return [Request(prompt_id=one.id, prompt_ids=list(one.token_ids), seed=7 * i) for i, one in enumerate(prompts)]
+
+
+@pytest.fixture(scope="module")
+def samples(smollm2: Path, prompts: list[Any], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Two responses to each question at temperature 1."""
+    folder = tmp_path_factory.mktemp("server")
+    return served(smollm2, requests_of(prompts), folder, n=2, max_tokens=MAX_TOKENS)
+
+
+def log_probs_of_ranks(folder: Path, samples: list[Any], dtype: str, work: Path) -> list[np.ndarray]:
+    (work / "samples.json").write_text(
+        json.dumps([[one.prompt_ids.tolist(), one.response_ids.tolist()] for one in samples])
+    )
+    worker = Path(__file__).with_name("real_model_worker.py")
+    text = run_script(worker, folder, work / "samples.json", dtype, timeout_s=600)
+    line = next(line for line in text.splitlines() if line.startswith("log-probs "))
+    return [np.array(row) for row in json.loads(line.removeprefix("log-probs "))]
+
+
+def stated(name: str, found: list[np.ndarray], samples: list[Any]) -> tuple[float, float, float]:
+    """Mean and largest difference of a token, and the largest of a whole response; prints them."""
+    rows = [theirs - one.log_probs for theirs, one in zip(found, samples, strict=True)]
+    tokens = np.abs(np.concatenate(rows))
+    mean, largest, sequence = float(tokens.mean()), float(tokens.max()), max(abs(float(row.sum())) for row in rows)
+    print(f"{name}: token {mean:.2g} (largest {largest:.2g}), response {sequence:.2g}; {tokens.size} tokens")
+    return mean, largest, sequence
+
+
+def test_log_probs_of_servers_and_ranks_agree_on_real_distributions(
+    smollm2: Path, samples: list[Any], tmp_path: Path
+) -> None:
+    mean, largest, sequence = stated("float32", log_probs_of_ranks(smollm2, samples, "float32", tmp_path), samples)
+    assert mean < 1e-5
+    assert largest < 1e-3
+    assert sequence < 1e-3
+    mean, largest, sequence = stated("bfloat16", log_probs_of_ranks(smollm2, samples, "bfloat16", tmp_path), samples)
+    assert 1e-4 < mean < 0.05, "the ranks of bfloat16 round"
+    assert largest < 1
+
+
+def test_responses_end_with_the_end_token_or_at_the_limit(smollm2: Path, samples: list[Any]) -> None:
+    end = load_tokenizer(smollm2).eos_token_id
+    assert load_tokenizer(smollm2).convert_ids_to_tokens(end) == "<|im_end|>"
+    for sample in samples:
+        ids = sample.response_ids.tolist()
+        assert end not in ids[:-1]
+        assert (sample.finish_reason == "stop") == (ids[-1] == end)
+        assert (sample.finish_reason == "length") == (len(ids) == MAX_TOKENS and ids[-1] != end)
+    assert {sample.finish_reason for sample in samples} == {"stop", "length"}, "both ends occur"
+
+
+def test_a_run_resumes_to_the_bit_and_transformers_and_vllm_load_its_export(
+    smollm2: Path, prompts: list[Any], tmp_path: Path, start_app: Callable[..., Any]
+) -> None:
+    arguments = [
+        "preset=smollm2",
+        "overlay=two_cores",
+        f"model.path={smollm2}",
+        "trainer.num_ranks=1",
+        "rollout.deterministic=true",
+        "batch.train_batch_size=2",
+        "batch.mini_batch_size=1",
+        "sampling.n=4",
+        "sampling.max_tokens=24",
+        "algorithm.entropy_coef=0.01",  # a gradient even where all answers are equally wrong
+        "trainer.total_training_steps=2",
+        "trainer.save_freq=1",
+        "trainer.val_before_train=false",
+        "trainer.val_after_train=false",
+    ]
+    whole = start_app(tmp_path / "whole", *arguments)
+    assert whole.finish() == 0, whole.output
+    stopped = start_app(tmp_path / "stopped", *arguments)
+    stopped.wait_for("step 1/2")
+    stopped.press_ctrl_c()
+    assert stopped.finish() in (0, 130), stopped.output
+    first = only((tmp_path / "stopped").iterdir())
+    if len(metrics_rows(first)) == 1:  # the signal may come too late for step 2
+        resumed = start_app(tmp_path / "resumed", *arguments, "trainer.resume=auto", f"trainer.resume_from={first}")
+        assert resumed.finish() == 0, resumed.output
+        first = only((tmp_path / "resumed").iterdir())
+    run = only((tmp_path / "whole").iterdir())
+    expected, found = exact_metrics(run), exact_metrics(first)
+    assert found == {step: expected[step] for step in found}
+    assert "2" in found
+    weights = only((run / "model").glob("*.safetensors"))
+    assert weights.read_bytes() == (first / "model" / weights.name).read_bytes()
+    for row in metrics_rows(run):
+        print({name: row[name] for name in row if "mismatch" in name})
+        assert float(row["rollout/log_prob_mismatch"]) < 1e-4
+        assert float(row["actor/grad_norm"]) > 0
+    again = served(run / "model", requests_of(prompts[:4]), tmp_path, n=1, max_tokens=16)
+    assert stated("exported", log_probs_of_transformers(run / "model", again), again)[1] < 1e-3
+    moved = np.concatenate(log_probs_of_transformers(smollm2, again)) - np.concatenate([one.log_probs for one in again])
+    assert np.abs(moved).max() > 1e-3, "two steps changed nothing"
+
+
+def log_probs_of_transformers(folder: Path, samples: list[Any]) -> list[np.ndarray]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    rows = []
+    with torch.no_grad():
+        for one in samples:
+            logits_LV = model(torch.tensor([one.token_ids.tolist()])).logits[0, one.prompt_ids.size - 1 : -1]
+            chosen = logits_LV.log_softmax(-1).gather(1, torch.tensor(one.response_ids.tolist())[:, None])
+            rows.append(chosen[:, 0].numpy())
+    return rows
