@@ -266,7 +266,7 @@ def test_help_into_a_closed_pipe_is_quiet(tmp_path: Path) -> None:
     closed = "r, w = os.pipe()\nos.dup2(w, 1)\nos.close(w)\nos.close(r)\nrun_cli(Example, print, app_name='x')\n"
     script = write_app(tmp_path, closed)
     done = subprocess.run([sys.executable, str(script), "--help"], stderr=subprocess.PIPE, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 DISK_FULL = """
