@@ -146,7 +146,7 @@ def run_action(name: str, arguments: Sequence[str]) -> NoReturn:
     config_cls, action, key, example = ACTIONS[name]
     keys = {field.name for field in fields(config_cls)}
     # The name of a run may hold `=`: only an argument `key=value` is a setting.
-    settings = [a for a in arguments if a.startswith("-") or a == "help" or a.partition("=")[0] in keys]
+    settings = [a for a in arguments if a.startswith("-") or a == "help" or ("=" in a and a.partition("=")[0] in keys)]
     runs = [argument for argument in arguments if argument not in settings]
     if len(runs) > 1 and key == "run":
         print(
