@@ -63,8 +63,8 @@ class EvaluateConfig:
     """Only this user can enter the folder (mode 0700); false: as the umask allows."""
 
     def __post_init__(self) -> None:
-        are_counts = all(1 <= k <= self.sampling.n for k in self.pass_at)
-        check_value(self, "pass_at", are_counts, f"1 to sampling.n ({self.sampling.n})")
+        are_counts = all(1 <= k <= self.sampling.num_samples for k in self.pass_at)
+        check_value(self, "pass_at", are_counts, f"1 to sampling.n ({self.sampling.num_samples})")
         check_value(self, "confidence", 0 < self.confidence < 1, "above 0 and below 1")
         check_at_least(1, self, "num_resamples")
         check_at_least(0, self, "seed")

@@ -85,7 +85,7 @@ def evaluate(target: "Target", evaluator: "Evaluator", config: EvaluateConfig, f
     return Evaluation(
         name=target.name,
         step=target.step,
-        num_samples=config.sampling.n,
+        num_samples=config.sampling.num_samples,
         seconds=time.monotonic() - began,
         prompts=validation.prompts,
     )

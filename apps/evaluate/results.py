@@ -18,9 +18,9 @@ import numpy.typing as npt
 from apps.evaluate.config import EvaluateConfig
 from rl_core import BootstrapMean, bootstrap_mean
 from rl_runtime import InputError, PromptResult, SampleResult, prompt_metrics, sample_counts
+from run_kit.tracking.metrics_table import naming_file
 
 SAMPLES = "samples.jsonl"
-
 Intervals = dict[str, BootstrapMean]
 """Metric -> mean with its interval."""
 
@@ -44,9 +44,9 @@ class Evaluation:
 
     def append_to(self, folder: Path) -> None:
         """Adds its lines to the file of samples in `folder`."""
-        facts = asdict(self)
+        facts, path = asdict(self), folder / SAMPLES
         prompts = facts.pop("prompts")
-        with (folder / SAMPLES).open("a", encoding="utf-8", errors="backslashreplace") as file:
+        with naming_file(path), path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.writelines(json.dumps({**facts, **prompt}, ensure_ascii=False) + "\n" for prompt in prompts)
 
 
