@@ -1,4 +1,4 @@
-"""Parts of messages that a chat template drops or changes are refused with their row, in prompts and in demonstrations."""
+"""Parts of messages that a chat template drops or changes are refused with their row, in prompts and demonstrations."""
 
 import json
 from pathlib import Path
