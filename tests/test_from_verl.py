@@ -38,9 +38,9 @@ def code(cell: str) -> list[str]:
 
 def ours() -> Iterator[str]:
     for _, here, _ in rows():
-        found = code(here)
-        assert found or here == "—", here
-        yield from found
+        named = code(here)
+        assert named or here == "—", here
+        yield from named
 
 
 def loads(config: type, *arguments: str, app: str = "") -> None:

@@ -20,6 +20,7 @@ from weight_sync.channel import Channel
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(not is_available(), reason="network namespaces need root and the kernel's permission"),
 ]
 
@@ -55,7 +56,7 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Resources:
-    """What a pusher may leave behind in this process."""
+    """Threads and descriptors that a pusher may leave behind in this process."""
 
     threads: set[str]
     descriptors: list[str]
