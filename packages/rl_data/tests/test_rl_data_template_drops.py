@@ -1,4 +1,4 @@
-"""What a chat template drops or changes is refused with its row and field, in prompts and in demonstrations."""
+"""Parts of messages that a chat template drops or changes are refused with their row, in prompts and demonstrations."""
 
 import json
 from pathlib import Path
