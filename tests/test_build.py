@@ -27,8 +27,9 @@ THROUGH = {
     "markupsafe": {"jinja2"},
     "safetensors": {"transformers"},
     "openenv": {"openenv-core"},
+    "reasoning_gym": {"pyarrow"},  # rl_data.tasks.fetched fetches it
 }
-"""Modules that come with the distribution that is declared."""
+"""Modules that come with a distribution that is declared."""
 
 
 def requirements(folder: Path) -> list[Requirement]:

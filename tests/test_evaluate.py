@@ -368,12 +368,13 @@ def test_an_environment_scores_the_model_of_a_running_server(tmp_path: Path, cap
 def test_checkpoints_of_a_run_on_an_nf4_base_are_the_models_that_it_trained(
     tmp_path: Path, start_app: Callable[..., Any]
 ) -> None:
-    keys = ("trainer.total_training_steps=2", "task.num_val=16", "warm_start.steps=0", "actor.lora.base_format=nf4")
-    keys += ("validation.n=2", "trainer.val_after_train=false", "actor.optim.lr=1e-2")
+    sizes = ("trainer.total_training_steps=2", "task.num_val=16", "warm_start.steps=0", "validation.n=2")
+    keys = (*sizes, "actor.lora.base_format=nf4", "actor.optim.lr=1e-2", "trainer.val_after_train=false")
     run = adapters_of(tmp_path / "trained", start_app, *keys, app="grpo", section="actor")
     assert MetricsTable(run / "metrics.tsv").series("val/pass@2")[0] == [0], "the validation before the first step"
     config, targets, _ = find_targets(sweep(run))
     with targets[-1].open(config, tmp_path) as merged:
+        assert merged is not None
         ours, of_run = (load_file(folder / "model.safetensors") for folder in (merged, run / "model"))
     assert ours.keys() == of_run.keys()
     for name, tensor in ours.items():

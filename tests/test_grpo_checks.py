@@ -7,6 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from safetensors.numpy import save_file
 
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import check
@@ -127,7 +128,7 @@ FILES = {
         ("data.train=no_answer.jsonl", "line 2.*answer"),
         ("data.train=numbers.jsonl", "data.train.*question"),
         ("data.train=lines.csv data.columns.prompt=text reward.method=flexible", "text.*question, answer"),
-        ("data.train=saved", "saved:train"),
+        ("data.train=saved", "saved: cannot be read as a saved data set"),
         ("trainer.seed=1", "data.train"),
         ("data.train=good.jsonl model.path=bert", "BertLMHeadModel cannot be trained"),
         ("data.train=good.jsonl model.path=empty", "tokenizer"),
@@ -148,7 +149,7 @@ def test_files_that_cannot_be_used_are_refused(
     write_random_model("qwen3-tiny", tmp_path / "model")
     for name in ("bert", "empty"):  # a check before loading reads no weights
         (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").write_bytes(b"")
+        save_file({}, tmp_path / name / "model.safetensors")
         (tmp_path / name / "config.json").write_text(json.dumps({"model_type": "bert", "hidden_size": 32} | SMALL))
     (tmp_path / "bert" / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=f"(?s){words}"):

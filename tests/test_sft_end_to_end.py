@@ -215,4 +215,5 @@ def test_uploads_are_kept_as_configured_and_another_host_resumes_from_them(
     assert "step 4/6" not in again.output
     done = start_app(tmp_path / "here", *common, "supervised.steps=4", "trainer.resume=auto", app="sft")
     assert done.finish() == 2, done.output
-    assert "supervised.steps is 4: nothing is left to train; raise it" in done.output
+    assert "error: supervised.steps: got 4" in done.output
+    assert "nothing is left to train" in done.output

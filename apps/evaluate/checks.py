@@ -18,6 +18,7 @@ from rl_runtime.app.reward_model import check_reward_model
 from rl_runtime.config import BUILTIN_MODEL
 from rl_runtime.launch.servers import check_folder_name
 from rl_runtime.ranks.environment import why_cpu
+from rl_runtime.resolve.instruction import resolve_instruction
 from rl_runtime.resolve.resolved import with_fetched_files
 from rl_runtime.rollout.scoring import rewards_of_rows
 from rl_runtime.rules import check_value
@@ -40,7 +41,7 @@ def check(config: EvaluateConfig) -> Plan:
     """Refuses settings that cannot work before any process starts; finds the models."""
     config, targets, notes = find_targets(with_fetched_files(config))
     compared = load_compared(config)
-    resolved = resolve_servers(config, num_gpus=len(usable_gpus(config)))
+    resolved = resolve_instruction(resolve_servers(config, num_gpus=len(usable_gpus(config))))
     if not config.rollout.urls:
         resolved = replace(resolved, warning=why_cpu(config.rollout.device))
     config = resolved.config

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from rl_core import ADVANTAGES, ExtraRollout
-from rl_runtime import InputError, JobConfig, PolicyConfig, TrainerConfig
-from rl_runtime.rules import Feature
+from rl_runtime import JobConfig, PolicyConfig, TrainerConfig
+from rl_runtime.rules import Feature, check_value
 from rl_runtime.training.policy import POLICY_FEATURES
 
 
@@ -14,14 +14,10 @@ class AlgorithmConfig(PolicyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if ADVANTAGES[self.advantage].needs_critic:
-            raise InputError(
-                f"{self.advantage} needs a critic",
-                field="advantage",
-                value=self.advantage,
-                allowed=", ".join(name for name, one in ADVANTAGES.items() if not one.needs_critic),
-                remedy="the PPO app trains a critic (plinth ppo)",
-            )
+        without_critic = [name for name, one in ADVANTAGES.items() if not one.needs_critic]
+        problem, remedy = f"{self.advantage} needs a critic", "the PPO app trains a critic (plinth ppo)"
+        is_allowed = self.advantage in without_critic
+        check_value(self, "advantage", is_allowed, ", ".join(without_critic), problem=problem, remedy=remedy)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,6 @@ from .savers.state_dicts import load_state_dict as load_state_dict
 from .savers.state_dicts import save_state_dict as save_state_dict
 from .store.hosts import HostCheckpoints as HostCheckpoints
 from .store.remote import RemoteCheckpoints as RemoteCheckpoints
-from .store.shared_folder import CheckpointStore as CheckpointStore
 from .store.uploader import AsyncUploader as AsyncUploader
 from .store.uploader import Upload as Upload
 from .tools.deepspeed_export import export_deepspeed as export_deepspeed

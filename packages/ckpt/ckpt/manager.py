@@ -53,8 +53,7 @@ class CheckpointManager(CheckpointReader):
         engine.save_checkpoint(folder, tag="actor")            # every rank
         manager.publish(20, state={"epoch": 1, "sampler": sampler.state_dict()})
         ...
-        newest = manager.latest()                               # None if there is none
-        checkpoint = manager.load(newest.step)                  # verifies every file
+        checkpoint = manager.newest_good()                      # every file verified; None if there is none
     """
 
     def __init__(

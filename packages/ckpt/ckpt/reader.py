@@ -48,25 +48,6 @@ class CheckpointReader:
         steps = (step_of(path) for path in self.root.iterdir() if path.is_dir())
         return sorted(step for step in steps if step is not None)
 
-    def latest(self) -> Checkpoint | None:
-        """The newest published checkpoint, None if there is none.
-
-        Verifies its manifest and state but no other files; `load` verifies all. Raises CheckpointDamagedError when the
-        manifest or the state is damaged.
-        """
-        steps = self.steps()
-        if not steps:
-            return None
-        step = steps[-1]
-        try:
-            manifest = CheckpointManifest.read(self._final(step))
-            problems = tuple(check_files(self._final(step), manifest, [STATE_NAME]))
-        except ManifestError:
-            problems = verify_folder(self._final(step))
-        if problems:
-            self._raise_damaged(step, problems)
-        return self.read(step)
-
     def load(self, step: int, *, verified: Checkpoint | None = None) -> Checkpoint:
         """A published checkpoint, after comparing every file with the manifest.
 

@@ -240,6 +240,11 @@ def test_refused_tensors_and_settings(base: Path, tmp_path: Path) -> None:
     (tmp_path / "out" / "adapter_model.safetensors").rename(tmp_path / "out" / "adapter_model.bin")
     with raises(ExportError, field="adapter_folder"):
         read_adapter(tmp_path / "out")
+    for name, content in (("adapter_config.json", "[" * 100_000), ("adapter_model.safetensors", "torn")):
+        save(tensors, overwrite=True)
+        (tmp_path / "out" / name).write_text(content)
+        with raises(ExportError, field="adapter_folder"):
+            read_adapter(tmp_path / "out")
     save(tensors, overwrite=True)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.json").write_text("{}")

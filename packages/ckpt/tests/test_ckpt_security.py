@@ -61,7 +61,6 @@ def export(manager: CheckpointManager) -> None:
     ("victim", "read", "error"),
     [
         ("manifest.json", lambda manager: manager.load(1), CheckpointDamagedError),
-        ("manifest.json", lambda manager: manager.latest(), CheckpointDamagedError),
         ("state.json", lambda manager: manager.load(1), CheckpointDamagedError),
         (
             "models.json",

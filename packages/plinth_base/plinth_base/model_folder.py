@@ -42,7 +42,7 @@ class StoredTensor(NamedTuple):
 def weight_files(folder: str | Path) -> tuple[Path, ...]:
     """The files from which transformers loads the model of a folder; empty for a folder without weights.
 
-    Warns of other weight files, and of files that an index names but transformers does not read (vLLM reads those).
+    Warns of other weight files.
 
     Raises:
         ModelFolderError: an index is damaged or names a file that is not there.
@@ -53,14 +53,15 @@ def weight_files(folder: str | Path) -> tuple[Path, ...]:
         if (folder / name).is_file():
             files = (folder / name,)
         elif (index := folder / f"{name}.index.json").is_file():
-            files = _files_of_index(index)
+            files = files_of_index(index)
         if files:
             break
     _warn_of_ignored(folder, files)
     return files
 
 
-def _files_of_index(index: Path) -> tuple[Path, ...]:
+def files_of_index(index: Path) -> tuple[Path, ...]:
+    """The files that an index names. Raises ModelFolderError as `weight_files` does."""
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         files = tuple(index.parent / name for name in names)

@@ -1,7 +1,9 @@
 """Configuration of data and rewards. Standard library only, so that it can be checked before heavy imports."""
 
+import glob
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -30,6 +32,26 @@ def require_at_least(minimum: int, field: str, value: int | None) -> None:
         raise DataConfigError(field=field, value=value, allowed=f"at least {minimum}")
 
 
+def expand_files(field: str, names: Sequence[str]) -> tuple[str, ...]:
+    """The names with `~` as the home folder, and the sorted matches in place of each pattern (`*`, `?`, `[...]`, `**`).
+
+    A pattern may end in `:split`. A name that exists is no pattern. Raises DataConfigError for one without a match.
+    """
+    expanded: list[str] = []
+    for name in map(os.path.expanduser, names):
+        if os.path.lexists(name) or not glob.has_magic(name):
+            expanded.append(name)
+            continue
+        matches, split = glob.glob(name, recursive=True), ""
+        if not matches and ":" in name:
+            folders, _, split = name.rpartition(":")
+            matches = glob.glob(folders, recursive=True)
+        if not matches:
+            raise DataConfigError(field=field, value=name, allowed="a pattern that matches a file")
+        expanded += [f"{match}:{split}" if split else match for match in sorted(matches)]
+    return tuple(expanded)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ColumnsConfig:
     """The columns of the data files, where their names are not those of GSM8K or verl."""
@@ -56,8 +78,8 @@ class DataConfig:
     """The prompt files, and how their rows become token ids."""
 
     #: Training files: parquet; JSON lines or an array (.jsonl, .ndjson, .json) or CSV with a header (.csv), these also
-    #: with .gz; or a folder saved by Hugging Face `datasets` (`folder:split` if it has splits). Empty: the caller uses
-    #: the built-in arithmetic task.
+    #: with .gz; or a folder saved by Hugging Face `datasets` (`folder:split` if it has splits). A name may be a pattern
+    #: (`data/*.parquet`) and begin with `~`. Empty: the caller uses the built-in arithmetic task.
     train: tuple[str, ...] = ()
     #: Validation files of the same kinds. Empty: no validation, or the held-out part of the built-in task.
     val: tuple[str, ...] = ()
@@ -77,15 +99,20 @@ class DataConfig:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     #: System message for rows that have none. None adds nothing.
     system_prompt: str | None = None
-    #: User message of a text in `question` or `columns.prompt`; must contain "{question}". For an instruction model
-    #: that was not fine-tuned on the answer format, add a sentence here that asks for "#### " before the final answer.
+    #: User message of a text in `question` or `columns.prompt`; must contain "{question}".
     question_template: str = "{question}"
+    #: Sentence at the end of these user messages. None: if the model has a chat template and the reward scores only
+    #: responses with "####" (`gsm8k` with `method=strict`), one that asks for it, unless `system_prompt` or
+    #: `question_template` is given. "": nothing.
+    instruction: str | None = None
     #: Shuffle the training prompts in each epoch.
     shuffle: bool = True
     #: Maximum number of validation prompts. None: all.
     max_val_prompts: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("train", "val"):
+            object.__setattr__(self, name, expand_files(name, getattr(self, name)))
         require_choice("overlong", self.overlong, "filter", "refuse")
         require_choice("chat_template", self.chat_template, "auto", "always", "never")
         require_at_least(1, "max_prompt_length", self.max_prompt_length)

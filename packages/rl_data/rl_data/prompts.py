@@ -36,6 +36,10 @@ _BATCH_SIZE = 1024
 _SCORE = "or choose the reward in the configuration, such as reward.terms.correct.function=gsm8k."
 
 
+GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+"""The sentence that verl adds to GSM8K's questions."""
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One prompt, ready for rollout.
@@ -160,6 +164,12 @@ def _prompt(label: str, row: Row, messages: tuple[Message, ...], text: str, ids:
         messages=messages,
         tools=row.tools,
     )
+
+
+def first_row(file: str | Path, config: DataConfig) -> Row:
+    """The first row of a file. Raises DataError."""
+    table = open_table(file)
+    return next(read_rows(table, find_schema(table, config)))
 
 
 def check_files(

@@ -29,10 +29,11 @@ _logger = logging.getLogger(__name__)
 
 
 def with_configured(messages: Sequence[Message], config: DataConfig, *, is_question: bool) -> tuple[Message, ...]:
-    """The messages of a row with the configured system prompt and question template."""
+    """The messages of a row with the configured system prompt, question template and instruction."""
     if is_question:
         # str.replace, not str.format: questions contain braces.
         text = config.question_template.replace("{question}", messages[0]["content"])
+        text += f" {config.instruction}" if config.instruction else ""
         messages = [{**messages[0], "content": text}, *messages[1:]]
     if config.system_prompt is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": config.system_prompt}, *messages]

@@ -1,10 +1,12 @@
 """Tokenizers of model folders, and the comparison of their vocabularies."""
 
+import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from plinth_base.model_folder import ModelFolderError, check_model_folder
+from plinth_base.model_folder import ModelFolderError, check_model_folder, find_model_folder
 
 from .errors import DataError
 
@@ -55,6 +57,16 @@ def load_tokenizer(path: str | Path) -> Any:
         problem = "the tokenizer has no end-of-sequence token"
         raise ModelFolderError(problem, value=str(folder), remedy="set `eos_token` in tokenizer_config.json")
     return tokenizer
+
+
+def has_chat_template(path: str | Path) -> bool:
+    """True for a model folder with a chat template, by its files. Raises ModelFolderError for another folder."""
+    folder = check_model_folder(find_model_folder(path), need_weights=False)
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    with suppress(OSError, ValueError):  # a folder without it, or a damaged file, which `load_tokenizer` refuses
+        return bool(json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
+    return False
 
 
 def check_same_vocabulary(tokenizer: Any, other: Any) -> None:

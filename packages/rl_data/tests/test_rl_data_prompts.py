@@ -67,7 +67,7 @@ def test_verl_schema(tmp_path: Path, tokenizer: Any) -> None:
     file = _verl(tmp_path / "v.parquet", rows)
     with raises(DataError, row=1, column="data_source"):
         check_files([file])  # no scoring function is registered for it
-    first, second = load_prompts([file], tokenizer, DataConfig(system_prompt="all", question_template="{question} now"))
+    first, second = load_prompts([file], tokenizer, DataConfig(system_prompt="all", instruction="now"))
     assert first.text == f"all\n{QUESTION}\n", "the question template applies to GSM8K rows only"
     assert (first.ground_truth, first.data_source) == ("7", "openai/gsm8k")
     assert second.text == "in\nbox\n", "a system message in the row is kept"

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ds_engine import EngineConfig, Head
+from rl_data.config import expand_files
 from run_kit import EXPERIMENT_PATTERN
 
 from .errors import InputError
@@ -53,6 +54,17 @@ BUILTIN_MODEL = "builtin:tiny"
 """The name of the model that the project builds."""
 
 
+def expand_folder(field: str, path: str) -> str:
+    """The path with `~` as the home folder, or the folder that a pattern matches.
+
+    Raises DataConfigError for a pattern without a match, InputError for one with several.
+    """
+    folders = expand_files(field, [path])
+    if len(folders) > 1:
+        raise InputError(f"it matches {len(folders)}", field=field, value=path, allowed="a pattern of one folder")
+    return folders[0]
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainedModel:
     """A model that a run trains."""
@@ -80,8 +92,11 @@ class FrozenModel:
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     path: str = BUILTIN_MODEL
-    """A Hugging Face causal LM folder, OWNER/NAME of a model fetched by `hf download`, or `builtin:tiny` for the
-    0.4M-parameter Qwen3 that the project builds."""
+    """A Hugging Face causal LM folder (`~` and patterns such as `runs/*/final` are expanded), OWNER/NAME of a model
+    fetched by `hf download`, or `builtin:tiny` for the 0.4M-parameter Qwen3 that the project builds."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", expand_folder("path", self.path))
 
 
 @dataclass(frozen=True, kw_only=True)

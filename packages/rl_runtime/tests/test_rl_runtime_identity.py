@@ -115,6 +115,7 @@ def nudge(folder: Path) -> None:
     [
         (lambda folder: edit(folder, "tokenizer_config.json", lambda c: c.update(eos_token="<pad>")), "tokenizer"),
         (lambda folder: (folder / "chat_template.jinja").write_text("{{ messages }}"), "template"),
+        (lambda folder: (folder / "chat_template.jinja").unlink(), "template"),
         (lambda folder: edit(folder, "config.json", lambda c: c.update(rope_theta=7.0)), "config.json"),
         (nudge, "weights"),
     ],
@@ -139,6 +140,8 @@ def test_weights_that_no_later_step_reads_may_differ(model: Path, tmp_path: Path
     nudge(model)
     assert any("model.path weights" in line for line in differences(whole, job(model)))
     assert any("model.path weights" in line for line in differences(warmed, job(model, **warm)))
+    with raises(InputError, field="data.train", value=None):
+        check_same_run(whole, JobConfig(), input_digests(JobConfig(), {}), allows_changes=False)
     sections: dict[str, Any] = {"model": ModelConfig(path=str(model)), "data": DataConfig(train=("train.jsonl",))}
     with raises(InputError, field="model.path weights"):
         differences(whole, WithReference(**sections))

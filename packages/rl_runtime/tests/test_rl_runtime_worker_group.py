@@ -35,6 +35,7 @@ def wrong(group: WorkerGroup) -> None:
 
 
 @pytest.mark.slow  # mypy takes seconds with a warm cache, a minute without
+@pytest.mark.thorough
 def test_mypy_refuses_calls_that_the_ranks_would(tmp_path: Path) -> None:
     (tmp_path / "calls.py").write_text(WRONG_CALLS)
     command = [sys.executable, "-m", "mypy", "--no-error-summary", str(tmp_path / "calls.py")]

@@ -358,6 +358,23 @@ def test_model_folder(tmp_path: Path) -> None:
     assert read_model_config(str(tmp_path)) == QWEN
 
 
+@pytest.mark.parametrize("has_index", [False, True])
+def test_weights_that_vllm_would_load_and_the_trainer_would_not_are_named(tmp_path: Path, has_index: bool) -> None:
+    shard = "model-00001-of-00001.safetensors" if has_index else "adapter_model.safetensors"
+    for name in ("tokenizer.json", "model.safetensors", shard):
+        (tmp_path / name).touch()
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    if has_index:
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": shard}}))
+    with pytest.warns(UserWarning, match=shard), raises(ModelFolderError, value=str(tmp_path)) as caught:
+        read_model_config(str(tmp_path))
+    assert shard in caught.value.problem
+    if has_index:  # then both read its files
+        (tmp_path / "model.safetensors").rename(tmp_path / "consolidated.safetensors")
+        with pytest.warns(UserWarning, match="consolidated"):
+            assert read_model_config(str(tmp_path)) == QWEN
+
+
 def test_reserved_ports_are_distinct_and_usable() -> None:
     held = [reserve_port("127.0.0.1", None) for _ in range(20)]
     ports = [s.getsockname()[1] for s in held]

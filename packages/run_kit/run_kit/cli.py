@@ -75,11 +75,19 @@ def run_cli(
     args = list(sys.argv[1:] if argv is None else argv)
     app_name = INVOKED_AS.get() or (app_name if " " in app_name else f"python -m {app_name}")
     try:
-        files = {"presets": list_presets(preset_dir), "overlays": list_presets(preset_dir and preset_dir / "overlays")}
         if any(arg in _HELP for arg in args):
             under = next((arg for arg in args if arg not in _HELP and "=" not in arg), "")
-            texts = {"app_name": app_name, "doc": doc, "under": under}
-            _print_and_exit(help_text(config_cls, examples=examples, common=common_keys, **texts, **files))
+            text = help_text(
+                config_cls,
+                app_name=app_name,
+                doc=doc,
+                presets=list_presets(preset_dir),
+                overlays=list_presets(preset_dir and preset_dir / "overlays"),
+                examples=examples,
+                common=common_keys,
+                under=under,
+            )
+            _print_and_exit(text)
         settings = [arg for arg in args if arg != "--print-config"]
         paths, overrides = _parse(settings, config_cls, preset_dir, default_preset, default_preset_unless)
         config = _load(config_cls, paths, overrides)

@@ -18,7 +18,6 @@ class TimingNode:
 
     name: str
     seconds: float = 0.0
-    count: int = 0
     outside: bool = False
     children: dict[str, "TimingNode"] = field(default_factory=dict)
 
@@ -74,14 +73,10 @@ class PhaseTimer:
 
     Args:
         clock: monotonic seconds; for tests.
-        synchronize: called before each reading of the clock, e.g. `torch.cuda.synchronize`; None times the host only.
     """
 
-    def __init__(
-        self, *, clock: Callable[[], float] = time.perf_counter, synchronize: Callable[[], None] | None = None
-    ) -> None:
-        self._clock = clock
-        self._synchronize = synchronize
+    def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.now = clock
         self._lock = threading.Lock()
         self._root = TimingNode(name="step")
         self._spans: list[Span] = []
@@ -126,23 +121,15 @@ class PhaseTimer:
             end = self.now()
             with self._lock:
                 node.seconds += end - start
-                node.count += 1
                 self._spans.append(Span(name=name, start_s=start, end_s=end))
 
-    def add(self, name: str, seconds: float) -> None:
-        """Add time measured elsewhere (on a rank) as a phase inside the current phase."""
-        node = self._descend(self._open.get(), name)
-        with self._lock:
-            node.seconds += seconds
-            node.count += 1
-
-    def metrics(self, prefix: str = "timing_s/") -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Seconds of the step, of every phase by its path, and of what no top-level phase covers (`other`)."""
-        phases = {f"{prefix}{path}": node.seconds for path, node in self.walk()}
+        phases = {f"timing_s/{path}": node.seconds for path, node in self.walk()}
         tops = self._root.children.values()
         step_s = max(0.0, self._root.seconds - sum(node.seconds for node in tops if node.outside))
         other_s = max(0.0, step_s - sum(node.seconds for node in tops if not node.outside))
-        return {f"{prefix}step": step_s, **phases, f"{prefix}other": other_s}
+        return {"timing_s/step": step_s, **phases, "timing_s/other": other_s}
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -167,9 +154,3 @@ class PhaseTimer:
             for word in path.split("/"):
                 node = node.children.setdefault(word, TimingNode(name=word))
             return node
-
-    def now(self) -> float:
-        """Seconds on the timer's clock, after synchronizing the device."""
-        if self._synchronize is not None:
-            self._synchronize()
-        return self._clock()

@@ -259,19 +259,21 @@ def test_an_existing_table_is_continued(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "metrics", "words"),
+    ("step", "metrics", "fields"),
     [
-        (1, {"a": 1}, "step 1 after step 5"),
-        (6, {"a": "x"}, "metric 'a': expected a number"),
-        (6, {"a": np.ones(2)}, "metric 'a': expected one number"),
-        (6, {"a\tb": 1}, "without tabs"),
-        (6, {"step": 1}, "'step'"),
-        (6.0, {"a": 1}, "expected an integer"),
+        (1, {"a": 1}, {"field": "step", "value": 1}),
+        (6, {"a": "x"}, {"field": "a", "allowed": "one number"}),
+        (6, {"a": np.ones(2)}, {"field": "a", "allowed": "one number"}),
+        (6, {"a\tb": 1}, {"field": "name", "value": "a\tb"}),
+        (6, {"step": 1}, {"field": "name", "value": "step"}),
+        (6.0, {"a": 1}, {"field": "step", "value": 6.0}),
     ],
 )
-def test_bad_metrics_are_refused(table: MetricsTable, step: int, metrics: dict[str, object], words: str) -> None:
+def test_bad_metrics_are_refused(
+    table: MetricsTable, step: int, metrics: dict[str, object], fields: dict[str, object]
+) -> None:
     table.log(5, {"a": 1})
-    with pytest.raises(TrackingError, match=words):
+    with raises(TrackingError, **fields):
         table.log(step, metrics)
 
 
@@ -286,12 +288,11 @@ def test_summaries() -> None:
     values = [0.0, 0.0, 1.0, math.nan, 2.0, 3.0, 10.0]
     assert tail_mean(values, 2) == 6.5
     assert first_mean(values, 3) == pytest.approx(1 / 3)
-    summary = summarize(values, 2)
-    numbers = (summary.change, summary.minimum, summary.maximum, summary.last, summary.num_not_finite)
-    assert numbers == (6.5, 0.0, 10.0, 10.0, 1)
+    summary = summarize(values)
+    assert (summary.first_mean, summary.last_mean) == pytest.approx((6 / 5, 16 / 5))
+    numbers = (summary.change, summary.minimum, summary.maximum, summary.last)
+    assert numbers == pytest.approx((2.0, 0.0, 10.0, 10.0))
     assert math.isnan(summarize([]).last_mean)
-    with pytest.raises(ValueError, match="count"):
-        summarize([1.0], 0)
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------------
@@ -357,7 +358,7 @@ def test_rollouts_are_a_repeatable_sample(tmp_path: Path) -> None:
 
 
 def test_rollouts_need_their_three_keys(tmp_path: Path) -> None:
-    with pytest.raises(TrackingError, match="record 0 of step 1 lacks reward"):
+    with raises(TrackingError, field="reward"):
         write_rollouts(tmp_path, 1, [{"prompt": "p", "response": "r"}])
     with pytest.raises(TrackingError, match="cannot be written as JSON"):
         write_rollouts(tmp_path, 1, [{"prompt": "p", "response": "r", "reward": object()}])

@@ -11,7 +11,8 @@ from ..digest import FileEntry
 from ..errors import CheckpointUsageError
 from ..manager import CheckpointManager, state_to_json
 from ..reader import Checkpoint
-from ..store.shared_folder import CheckpointStore, SharedFolder
+from ..store.hosts import HostCheckpoints
+from ..store.shared_folder import SharedFolder
 from .capture import Capture
 from .coordination import SaveCoordinator, SaverRanks
 from .state_dicts import HostSnapshot
@@ -57,16 +58,15 @@ class AsyncSaver:
 
     def __init__(
         self,
-        manager: CheckpointManager | CheckpointStore,
+        manager: CheckpointManager | HostCheckpoints,
         *,
         ranks: SaverRanks | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
         """`manager` publishes and prunes. Do not call its writing methods while a save is in flight.
 
-        In a process that does not publish, `manager` only names the folder. It may also be another store, such as
-        `HostCheckpoints`. `timeout_s`: with several ranks, how long a process waits for another one during a save
-        before it raises.
+        In a process that does not publish, `manager` only names the folder. `timeout_s`: with several ranks, how long a
+        process waits for another one during a save before it raises.
         """
         self._store = SharedFolder(manager) if isinstance(manager, CheckpointManager) else manager
         self._ranks = ranks if ranks is not None else SaverRanks(num_ranks=1, rank=0, run_id="alone")

@@ -20,7 +20,8 @@ from typing import Any
 from .. import errors
 from ..digest import FileEntry
 from ..errors import CheckpointError, CheckpointUsageError
-from ..store.shared_folder import CheckpointStore
+from ..store.hosts import HostCheckpoints
+from ..store.shared_folder import SharedFolder
 
 COORDINATION_PREFIX = ".async_"
 _SHORTEST_POLL_S = 0.005
@@ -77,7 +78,7 @@ class SaverRanks:
 class SaveCoordinator:
     """Writes the messages of this process and waits for those of the others."""
 
-    def __init__(self, store: CheckpointStore, ranks: SaverRanks, *, timeout_s: float) -> None:
+    def __init__(self, store: SharedFolder | HostCheckpoints, ranks: SaverRanks, *, timeout_s: float) -> None:
         """`timeout_s`: how long to wait for another process in one save before raising."""
         self._storage, self._longest_poll_s = store.storage, store.longest_poll_s
         self._folder = f"{COORDINATION_PREFIX}{ranks.run_id}"

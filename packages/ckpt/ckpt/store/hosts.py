@@ -32,7 +32,7 @@ _log = logging.getLogger("ckpt")
 
 
 class HostCheckpoints:
-    """A `CheckpointStore` for ranks on hosts with local disks; pass one to the `AsyncSaver` of each process.
+    """Checkpoints of ranks on hosts with local disks; pass one to the `AsyncSaver` of each process.
 
         remote = RemoteCheckpoints("s3://bucket/run-7")
         store = HostCheckpoints(Path("run/checkpoints"), remote, retention=keep)     # in every process
@@ -138,7 +138,7 @@ class HostCheckpoints:
 
     def cancel(self) -> None:
         """Repeat no more requests: this process ends with an error."""
-        self._retry.stop()
+        self._retry.limit()
 
     def take_finished(self) -> list[Upload]:
         """The checkpoints that this process published since the last call; seconds from `open` to the manifest."""

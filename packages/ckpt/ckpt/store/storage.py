@@ -31,24 +31,25 @@ class Retry:
 
     def __init__(self, report: Callable[[str], None], *, retry_s: float = math.inf) -> None:
         self.report, self._retry_s = report, retry_s
-        self._last_try_at = math.inf
+        self._limited_at = -math.inf
         self._pausing = threading.Condition()
 
-    def stop(self, after_s: float = 0.0) -> None:
-        """Repeat no request later than that, and one that now pauses at once."""
+    def limit(self, retry_s: float = 0.0) -> None:
+        """From now on, repeat a request for that long; one that pauses is repeated at once."""
         with self._pausing:
-            self._last_try_at = time.monotonic() + after_s
+            self._retry_s, self._limited_at = retry_s, time.monotonic()
             self._pausing.notify_all()
 
     def __call__(self, action: str, request: Callable[[], Any]) -> Any:
         """The result of the request. Raises UploadError, with the storage's last error, when it gives up."""
-        last_try_at, pause = time.monotonic() + self._retry_s, FIRST_PAUSE_S
+        first_failure, pause = math.inf, FIRST_PAUSE_S
         while True:
             try:
                 return request()
             except Exception as error:  # every storage has classes of its own
-                problem = f"{action}: {storage_error(error)}"
-                is_late = time.monotonic() + pause > min(last_try_at, self._last_try_at)
+                problem, now = f"{action}: {storage_error(error)}", time.monotonic()
+                first_failure = min(first_failure, now)
+                is_late = now + pause > max(first_failure, self._limited_at) + self._retry_s
                 if is_late or not threading.main_thread().is_alive():
                     raise UploadError(problem) from error
                 self.report(f"{problem}; next try in {pause:.0f} s")

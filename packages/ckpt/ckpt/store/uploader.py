@@ -47,8 +47,8 @@ class AsyncUploader:
     The retention does not delete a checkpoint while it is uploaded. It may delete one that still waits, which is then
     left out. The retention is applied to the uploads, too, after each upload.
 
-    A failed request is repeated until the block ends, and for `retry_s` seconds more; then UploadError names the steps
-    that the storage lacks. KeyboardInterrupt and SystemExit end the block at once. An upload that is cut off leaves
+    A failed request is repeated until the block ends, then for `retry_s` seconds; UploadError names the steps that the
+    storage lacks. KeyboardInterrupt and SystemExit end the block at once. An upload that is cut off leaves
     nothing that counts as a checkpoint.
     """
 
@@ -67,7 +67,7 @@ class AsyncUploader:
             root: the checkpoint folder.
             retention: the one of the folder's manager; None keeps all.
             report: gets a line for each failure and each checkpoint that is left out, from the thread.
-            retry_s: seconds for which a failing request is repeated after the end of the block.
+            retry_s: seconds for which a failing request is repeated once the block has ended.
         """
         self._retry, self._retry_s = Retry(report), retry_s
         self._remote, self._report, self._retention = remote.with_retry(self._retry), report, retention
@@ -95,7 +95,7 @@ class AsyncUploader:
         if num_waiting := self._queue.qsize():
             self._report(f"waiting for {num_waiting} uploads to {self._remote.url}")
         self._queue.put(None)
-        self._retry.stop(after_s=self._retry_s)
+        self._retry.limit(self._retry_s)
         self._thread.join()
         self._manager.prune()  # what was kept for its upload
         self._manager.close()
@@ -106,7 +106,7 @@ class AsyncUploader:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and not isinstance(error, Exception):
-            self._retry.stop()
+            self._retry.limit()
             self._queue.put(None)
             return
         try:

@@ -78,21 +78,21 @@ def save_adapter(
 def read_adapter(folder: Path) -> tuple[list[tuple[str, torch.Tensor]], dict[str, Any]]:
     """The tensors and the configuration of a PEFT adapter folder. Reads only safetensors.
 
-    Raises ExportError when a file is missing, also when there is only the pickled `adapter_model.bin`.
+    Raises ExportError when a file is missing or damaged, also when there is only the pickled `adapter_model.bin`.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    folder = Path(folder)
-    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-        if not (folder / name).is_file():
-            raise ExportError(
-                f"there is no {name}",
-                field="adapter_folder",
-                value=str(folder),
-                allowed="a PEFT adapter folder saved as safetensors",
-            )
-    config: dict[str, Any] = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    return list(load_file(folder / ADAPTER_WEIGHTS).items()), config
+    try:
+        config: dict[str, Any] = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        return list(load_file(folder / ADAPTER_WEIGHTS).items()), config
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
+        raise ExportError(
+            f"cannot be read: {error}",
+            field="adapter_folder",
+            value=str(folder),
+            allowed=f"a PEFT adapter folder with {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}",
+        ) from error
 
 
 def merge_lora(
@@ -114,12 +114,8 @@ def merge_lora(
     for name, tensor in base:
         change = changes.pop(name, {})
         if "lora_A" in change:
-            yield (
-                name,
-                _merge(_layer(name), config, change.get("base_layer", tensor), change["lora_A"], change["lora_B"]),
-            )
-        else:
-            yield name, change.get("whole", tensor)
+            tensor = _merge(_layer(name), config, change.get("base_layer", tensor), change["lora_A"], change["lora_B"])
+        yield name, change.get("whole", tensor)
     if changes:
         raise _tensor_error(min(changes), "the base model has no such tensor", remedy="give the adapter's base model")
 
@@ -144,16 +140,12 @@ def export_merged(
     Raises ExportError as `merge_lora` and `save_hf_folder` do, for a tensor that the base model lacks, and for logits
     that differ.
     """
+    adapter_folder, base = Path(adapter_folder), Path(base)
     adapters, config = read_adapter(adapter_folder)
-    model = ModelFolder(Path(base))
-    if config.get("init_lora_weights") not in _KEEPS_BASE:
-        value = config["init_lora_weights"]
-        raise ExportError(
-            "this initialization changes the base weights, and the adapter does not hold the change",
-            field="config.init_lora_weights",
-            value=value,
-            remedy=_MERGE_WITH_PEFT,
-        )
+    model = ModelFolder(base)
+    if (init := config.get("init_lora_weights")) not in _KEEPS_BASE:
+        problem = "it changes the base weights, and the adapter does not hold the change"
+        raise ExportError(problem, field="config.init_lora_weights", value=init, remedy=_MERGE_WITH_PEFT)
     _check_settings(config)
     trained = _changes(adapters, config).keys()
     untied = {tied: source for tied, source in model.tied.items() if trained & {tied, source}}
@@ -168,7 +160,7 @@ def export_merged(
         max_shard_bytes=max_shard_bytes,
         overwrite=overwrite,
         config_changes={"tie_word_embeddings": False} if untied else None,
-        check=(lambda folder: prove_merge(Path(adapter_folder), Path(base), folder)) if prove else None,
+        check=(lambda folder: _compare_with_peft(adapter_folder, base, folder)) if prove else None,
     )
 
 
@@ -181,38 +173,39 @@ def _with_copies(
         yield from ((copy, tensor) for copy, source in copies.items() if source == name)
 
 
-def prove_merge(adapter_folder: Path, base: Path, merged: Path) -> None:
+def _compare_with_peft(adapter_folder: Path, base: Path, merged: Path) -> None:
     """Raise ExportError unless the logits of a few tokens are PEFT's, up to the rounding of the dtype."""
-    import torch
-    import transformers
-
     try:
-        import peft
-    except ImportError:
-        warnings.warn(f"{adapter_folder}: the merge is not compared with PEFT's, which is not installed", stacklevel=2)
+        expected = _logits(base, adapter_folder)
+    except Exception as error:  # PEFT is not installed, or transformers does not know the model
+        warnings.warn(f"{adapter_folder}: the merged model is not compared with PEFT's: {error}", stacklevel=2)
         return
-    config = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
-    model_class = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0])
-    ids = torch.arange(1, 9)[None] % config.get_text_config().vocab_size
-
-    def logits(folder: Path, adapter: Path | None = None) -> torch.Tensor:
-        model = model_class.from_pretrained(folder, dtype="auto", trust_remote_code=False)
-        if adapter is not None:
-            model = peft.PeftModel.from_pretrained(model, str(adapter))
-        with torch.no_grad():
-            result: torch.Tensor = model.eval()(input_ids=ids).logits
-        return result.float()
-
-    expected, actual = logits(base, adapter_folder), logits(merged)
-    largest, difference = float(expected.abs().max()), float((actual - expected).abs().max())
-    is_fp32 = all(stored.dtype == "float32" for folder in (base, merged) for stored in stored_tensors(folder).values())
-    if not difference <= (3e-5 if is_fp32 else 0.05) * max(largest, 1.0):
+    largest, difference = float(expected.abs().max()), float((_logits(merged) - expected).abs().max())
+    dtypes = {stored.dtype for folder in (base, merged) for stored in stored_tensors(folder).values()}
+    if not difference <= (0.05 if dtypes & {"bfloat16", "float16"} else 3e-5) * max(largest, 1.0):
         raise ExportError(
             f"the merged model's logits differ from PEFT's by {difference:.3g} (largest: {largest:.3g})",
             field="adapter_folder",
             value=str(adapter_folder),
             remedy=_MERGE_WITH_PEFT,
         )
+
+
+def _logits(folder: Path, adapter: Path | None = None) -> torch.Tensor:
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    kind = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
+    model = kind.from_pretrained(folder, dtype="auto", trust_remote_code=False)
+    if adapter is not None:
+        import peft
+
+        model = peft.PeftModel.from_pretrained(model, str(adapter))
+    with torch.no_grad():
+        ids = torch.arange(1, 9)[None] % config.get_text_config().vocab_size
+        logits: torch.Tensor = model.eval()(input_ids=ids).logits
+    return logits.float()
 
 
 def _check_settings(config: Mapping[str, Any]) -> None:

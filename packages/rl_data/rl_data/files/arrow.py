@@ -1,5 +1,6 @@
 """Parquet files, and data sets that `datasets` saved, read one batch at a time; nothing is downloaded or executed."""
 
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,21 +33,20 @@ def open_saved(folder: Path, file: str, split: str | None) -> Table:
     """
     from datasets import load_from_disk
 
+    index, data = folder / "dataset_dict.json", None
     try:
-        data: Any = load_from_disk(str(folder), keep_in_memory=False)
+        names = json.loads(index.read_text(encoding="utf-8"))["splits"] if index.is_file() else [None]
+        if split in names:  # the other splits may be damaged
+            data = load_from_disk(str(folder / (split or "")), keep_in_memory=False).with_format("arrow")
     except Exception as error:  # datasets raises many kinds for damaged and missing files
-        problem = f"cannot be read as a saved data set ({first_line(error)})"
-        raise DataError(problem, "Save it again.", file=file) from error
-    names = list(data) if isinstance(data, dict) else [None]
-    if split not in names:
-        problem = "has splits" if split is None else f"has no split {split!r}"
+        raise DataError(f"is no saved data set ({first_line(error)})", "Save it again.", file=file) from error
+    if data is None:
         remedy = f"Give {' or '.join(f'{folder}:{name}' if name else str(folder) for name in names)}."
-        raise DataError(problem, remedy, file=file)
-    data = (data if split is None else data[split]).with_format("arrow")
+        raise DataError("has splits" if split is None else f"has no split {split!r}", remedy, file=file)
     if len(data) == 0:
         raise no_rows(file)
-    schema = data.features.arrow_schema
-    return _arrow_table(file, schema, lambda columns: data.select_columns(columns).iter(batch_size=_BATCH_SIZE))
+    read = lambda columns: data.select_columns(columns).iter(batch_size=_BATCH_SIZE)  # noqa: E731
+    return _arrow_table(file, data.features.arrow_schema, read)
 
 
 def _arrow_table(file: str, schema: Any, read_batches: Callable[[list[str]], Iterable[Any]]) -> Table:

@@ -130,7 +130,8 @@ def _write_model(folder: Path) -> None:
     assert package is not None
     assert package.submodule_search_locations
     (file,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
-    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    source |= {"trust_remote_code": False}
     tokenizer: Any = AutoTokenizer.from_pretrained(**source)
     loaded: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     names = ("quantization_config", "_name_or_path", "_model_name_or_path", "dtype")

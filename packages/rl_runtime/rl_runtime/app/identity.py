@@ -92,23 +92,23 @@ def check_same_run(
         InputError: a difference makes this another run, and `allows_changes` is False.
     """
     state = checkpoint.state
-    found = compare_settings(yaml.safe_load(state.get("config") or "{}"), yaml.safe_load(yaml_without_secrets(config)))
-    found += compare_inputs(state.get("inputs", {}), digests, keeps_weights=_keeps_weights(config))
-    defining = [difference for difference in found if difference.is_defining]
+    there, here = (yaml.safe_load(text or "{}") for text in (state.get("config"), yaml_without_secrets(config)))
+    differences, lines = compare_settings(there, here), []
+    if "inputs" in state:
+        differences += compare_inputs(state["inputs"], digests, keeps_weights=_keeps_weights(config))
+    elif digests:
+        lines.append("resume: the checkpoint has no digests of its inputs, which were not compared")
+    defining = [difference for difference in differences if difference.is_defining]
     if defining and not allows_changes:
-        first, others = defining[0], "; ".join(map(str, defining[1:]))
+        first, others = defining[0], [f"; {difference}" for difference in defining[1:]]
         raise InputError(
-            f"the run of {checkpoint.path} cannot be continued with other settings or inputs"
-            + f"; {others}" * bool(others),
+            f"the run of {checkpoint.path} cannot be continued with other settings or inputs{''.join(others)}",
             field=first.key,
             value=first.here,
             allowed=f"{first.there}, as in that run",
             remedy="trainer.allow_changes=true goes on anyway",
         )
-    lines = [f"resume: {difference}" for difference in found]
-    if digests and "inputs" not in state:
-        lines.append("resume: the checkpoint has no digests of its inputs, which were not compared")
-    return lines
+    return [*(f"resume: {difference}" for difference in differences), *lines]
 
 
 def compare_settings(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[Difference]:
@@ -139,14 +139,11 @@ def _different_values(
 
 def compare_inputs(there: Mapping[str, str], here: Mapping[str, str], *, keeps_weights: bool) -> list[Difference]:
     """Differences of digests; `keeps_weights`: the run goes on reading the weights of `model.path`."""
-
-    def is_defining(key: str) -> bool:
-        return key not in _NOT_RESUMED and (keeps_weights or key != "model.path weights")
-
+    unread = (*_NOT_RESUMED, *(() if keeps_weights else ("model.path weights",)))
     return [
-        Difference(key=key, there=there[key], here=here[key], is_defining=is_defining(key))
-        for key in here
-        if key in there and there[key] != here[key]
+        Difference(key=key, there=there.get(key), here=here.get(key), is_defining=key not in unread)
+        for key in dict.fromkeys((*here, *there))
+        if there.get(key) != here.get(key)
     ]
 
 

@@ -28,6 +28,7 @@ from ..ranks.environment import prepare_driver
 from ..rules import value_of
 from ..training.teacher_config import TeacherConfig
 from .engines import resolve_compile, resolve_kernels, resolve_learning_rate
+from .instruction import resolve_instruction
 from .memory import longest_sequence, read_model_shape, resolve_memory, resolve_sizes, samples_per_server
 from .resolved import ResolvedConfig, device_warning, with_fetched_files
 
@@ -60,7 +61,7 @@ def resolve_job(config: JobConfigT) -> ResolvedConfig[JobConfigT]:
         frozen_shapes={model.key: read_model_shape(model.path, key=model.key) for model in frozen},
         untested=untested_vllm(),
     )
-    return replace(resolved, warning=device_warning(config.trainer))
+    return replace(resolve_instruction(resolved), warning=device_warning(config.trainer))
 
 
 def resolve_job_for(

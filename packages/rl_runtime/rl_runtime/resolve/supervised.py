@@ -37,6 +37,7 @@ def resolve_supervised(config: SupervisedJobConfigT) -> ResolvedConfig[Supervise
     prepare_driver(config.trainer.device)
     gpus = read_devices(config.trainer).gpus
     resolved = resolve_supervised_for(config, gpus=gpus, shape=read_model_shape(config.model.path) if gpus else None)
+    resolved = resolved.with_default("data.instruction", "", "no reward reads responses", listed=False)
     return replace(resolved, warning=device_warning(config.trainer))
 
 

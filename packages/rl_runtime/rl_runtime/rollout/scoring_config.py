@@ -11,7 +11,7 @@ from plinth_base.errors import shown
 from rl_data import REWARDS, Reward, RewardConfig, make_reward
 from rollout_vllm.config import read_api_key
 
-from ..config import FrozenModel
+from ..config import FrozenModel, expand_folder
 from ..errors import InputError
 from ..rules import Feature, check_at_least, check_seconds, check_value, only
 from .reward_services import SERVICES
@@ -109,6 +109,8 @@ class ScoringConfig(RewardConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.model is not None:
+            object.__setattr__(self, "model", expand_folder("model", self.model))
         check_value(self, "service", self.service in SERVICES, ", ".join(SERVICES))
         self._check_terms()
         check_value(self, "batched", not self.batched or self.function is not None, "false without function")

@@ -72,16 +72,11 @@ class PolicyConfig:
 
     def __post_init__(self) -> None:
         check_value(self, "gamma", 0 <= self.gamma <= 1, "0 to 1")
-        if self.advantage not in ADVANTAGES:
-            raise InputError(field="advantage", value=self.advantage, allowed=", ".join(ADVANTAGES))
-        if self.gamma != 1 and not ADVANTAGES[self.advantage].discounts:
-            discounting = " and ".join(name for name, one in ADVANTAGES.items() if one.discounts)
-            raise InputError(
-                f"advantage={self.advantage} has one reward per sample and nothing to discount",
-                field="gamma",
-                value=self.gamma,
-                allowed=f"1; {discounting} discount",
-            )
+        check_value(self, "advantage", self.advantage in ADVANTAGES, ", ".join(ADVANTAGES))
+        discounting = [name for name, one in ADVANTAGES.items() if one.discounts]
+        is_read = self.gamma == 1 or self.advantage in discounting
+        problem = f"advantage={self.advantage} has one reward per sample and nothing to discount"
+        check_value(self, "gamma", is_read, f"1; {' and '.join(discounting)} discount", problem=problem)
         self._check_loss()
         self._check_kl()
         self._check_overlong()
@@ -118,18 +113,12 @@ class PolicyConfig:
 
     def _check_loss(self) -> None:
         if self.has_own_loss:
+            problem = f"loss={self.loss} gets its settings from loss_options"
             for key in ("clip_low", "clip_high", "dual_clip"):
-                if getattr(self, key) is not None:
-                    raise InputError(
-                        f"loss={self.loss} gets its settings from loss_options",
-                        field=key,
-                        value=getattr(self, key),
-                        allowed="null",
-                    )
+                check_value(self, key, getattr(self, key) is None, "null", problem=problem)
             return
-        if self.loss not in POLICY_LOSSES:
-            allowed = f"{', '.join(POLICY_LOSSES)}, or package.module:function"
-            raise InputError(field="loss", value=self.loss, allowed=allowed)
+        names = f"{', '.join(POLICY_LOSSES)}, or package.module:function"
+        check_value(self, "loss", self.loss in POLICY_LOSSES, names)
         options = POLICY_LOSSES[self.loss].options
         check_clip(self.clip_low or 0.0, self.clip_high or 0.0, self.dual_clip)
         for key, value in self.loss_settings.items():
@@ -146,25 +135,15 @@ class PolicyConfig:
         check_value(self, "kl_coef", 0 <= self.kl_coef < math.inf, "0 or more")
         if self.kl_target is not None:
             check_value(self, "kl_target", 0 < self.kl_target < math.inf, "above 0, or null")
-            if not self.kl_coef:
-                raise InputError(
-                    "kl_coef is 0 and cannot adapt",
-                    field="kl_target",
-                    value=self.kl_target,
-                    allowed="null",
-                    remedy="give kl_coef a positive start value",
-                )
+            problem, remedy = "kl_coef is 0 and cannot adapt", "give kl_coef a positive start value"
+            check_value(self, "kl_target", self.kl_coef > 0, "null", problem=problem, remedy=remedy)
         check_value(self, "kl_horizon", 0 < self.kl_horizon < math.inf, "above 0")
 
     def _check_overlong(self) -> None:
         check_value(self, "overlong_penalty", 0 <= self.overlong_penalty < math.inf, "0 (none) or more")
-        if self.overlong_buffer is None:
-            return
-        check_value(self, "overlong_buffer", self.overlong_buffer >= 1, "1 or more tokens, or null")
-        if not self.overlong_penalty:
-            raise InputError(
-                field="overlong_buffer", value=self.overlong_buffer, allowed="null where overlong_penalty is 0"
-            )
+        check_at_least(1, self, "overlong_buffer")
+        is_read = self.overlong_buffer is None or self.overlong_penalty > 0
+        check_value(self, "overlong_buffer", is_read, "null where overlong_penalty is 0")
 
 
 POLICY_FEATURES = (

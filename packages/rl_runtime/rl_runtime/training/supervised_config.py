@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from ds_engine import OptimConfig
 from rl_data import TurnsTrained
+from rl_data.config import expand_files
 
 from ..rules import check_at_least, check_value
 
@@ -43,6 +44,7 @@ class SupervisedConfig:
     arXiv:2305.14314); 2e-3 for `builtin:tiny`, which has 0.4M parameters and starts from random weights."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "files", expand_files("files", self.files))
         check_at_least(0, self, "steps")
         check_at_least(1, self, "batch_size")
         check_value(self, "max_length", self.max_length is None or self.max_length >= 2, "2 or more tokens, or null")
@@ -80,6 +82,7 @@ class FineTuningConfig(SupervisedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "val_files", expand_files("val_files", self.val_files))
         check_at_least(0, self, "val_size", "num_samples")
         check_at_least(1, self, "sample_tokens")
         check_value(self, "epochs", 0 < self.epochs < math.inf, "above 0")
@@ -129,4 +132,5 @@ class PreferenceTrainingConfig(FineTuningConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "val_files", expand_files("val_files", self.val_files))
         check_value(self, "turns", self.turns == "all", "all, because a preference is about the last turn")

@@ -6,7 +6,7 @@ from typing import Literal
 from rl_core import DivergenceKind
 from rollout_vllm import RolloutConfig
 
-from ..config import FrozenModel
+from ..config import FrozenModel, expand_folder
 from ..rules import Feature, Rule, check_value, only
 
 Signal = Literal["sampled", "top_k", "full"]
@@ -43,6 +43,8 @@ class TeacherConfig:
     """The teacher's vLLM servers; see `rollout`."""
 
     def __post_init__(self) -> None:
+        if self.model is not None:
+            object.__setattr__(self, "model", expand_folder("model", self.model))
         places = {"sampled": ("server", "ranks"), "top_k": ("server",), "full": ("ranks",)}
         has_signal = self.on in places[self.signal]
         check_value(self, "on", has_signal, f"{' or '.join(places[self.signal])} with signal={self.signal}")

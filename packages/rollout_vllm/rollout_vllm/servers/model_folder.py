@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from plinth_base import ModelFolderError, check_model_folder
+from plinth_base import ModelFolderError, check_model_folder, weight_files
+from plinth_base.model_folder import files_of_index
 
 from ..config import RolloutConfig
 from ..errors import RequestTooLongError
@@ -14,7 +15,8 @@ from ..errors import RequestTooLongError
 def read_model_config(model_path: str, *, load_format: str = "auto") -> dict[str, Any] | None:
     """The folder's config.json. None: `model_path` is a model on the Hub, which is not checked.
 
-    Raises ModelFolderError: the folder does not exist, or has no valid config.json, no tokenizer or no weights.
+    Raises ModelFolderError: the folder does not exist, has no valid config.json, no tokenizer or no weights, or vLLM
+    would load weight files that are not part of the model.
     """
     try:
         folder = Path(model_path).expanduser()
@@ -24,6 +26,8 @@ def read_model_config(model_path: str, *, load_format: str = "auto") -> dict[str
     if not exists and model_path.count("/") == 1 and model_path[0] not in "./~":
         return None
     check_model_folder(folder if model_path else "", need_weights=load_format != "dummy")
+    if load_format != "dummy":
+        _check_same_weights(folder)
     config_file = folder / "config.json"
     try:
         model_config = json.loads(config_file.read_text(encoding="utf-8"))
@@ -33,6 +37,15 @@ def read_model_config(model_path: str, *, load_format: str = "auto") -> dict[str
         kind = type(model_config).__name__
         raise ModelFolderError(f"its config.json is {kind} JSON, not an object", value=model_path)
     return dict(model_config)
+
+
+def _check_same_weights(folder: Path) -> None:
+    """Refuse a folder from which vLLM loads other files than transformers, and so the trainer."""
+    index = folder / "model.safetensors.index.json"
+    loaded = set(files_of_index(index) if index.is_file() else folder.glob("*.safetensors"))
+    if strays := sorted(path.name for path in loaded - set(weight_files(folder))):
+        problem = f"vLLM would load {', '.join(strays[:3])}, from which the trainer does not read the model"
+        raise ModelFolderError(problem, value=str(folder), remedy="move what is not the model out of the folder")
 
 
 def check_context(config: RolloutConfig, model_config: Mapping[str, Any] | None) -> None:

@@ -1,4 +1,4 @@
-"""Which keys several configurations do not share. Pure."""
+"""Keys whose values differ between configurations. Pure."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

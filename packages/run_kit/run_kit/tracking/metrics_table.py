@@ -58,18 +58,17 @@ def as_number(name: str, value: Any) -> float | int:
     Raises:
         TrackingError: a metric name that breaks the table, or a value that is no number.
     """
-    if not name or any(c in name for c in "\t\n\r"):
-        raise TrackingError(f"metric name {name!r}: it must be non-empty and without tabs and line breaks")
+    if not name or name == "step" or any(c in name for c in "\t\n\r"):
+        allowed = "a metric's name, not 'step' (the table's own column), without tabs and line breaks"
+        raise TrackingError(field="name", value=name, allowed=allowed)
     if hasattr(value, "item") and not isinstance(value, (int, float)):
-        try:
+        with suppress(ValueError, RuntimeError):  # several numbers
             value = value.item()
-        except (ValueError, RuntimeError) as error:
-            raise TrackingError(f"metric {name!r}: expected one number, got {type(value).__name__}: {error}") from None
     if isinstance(value, bool):
         return int(value)
     if isinstance(value, (int, float)):
         return value
-    raise TrackingError(f"metric {name!r}: expected a number, got {value!r}")
+    raise TrackingError(field=name, value=repr(value), allowed="one number")
 
 
 class MetricsTable:
@@ -127,12 +126,12 @@ class MetricsTable:
             TrackingError: a step before the last one, or a metric that is no number.
         """
         if isinstance(step, bool) or not isinstance(step, int):
-            raise TrackingError(f"step: expected an integer, got {step!r}")
+            raise TrackingError(field="step", value=step, allowed="an integer")
         last = next(reversed(self._rows), None)
         if last is not None and step < last:
-            raise TrackingError(f"step {step} after step {last}: steps are logged in ascending order")
-        if "step" in metrics:
-            raise TrackingError("metric name 'step' is the table's own first column; use another")
+            raise TrackingError(
+                field="step", value=step, allowed=f"{last} or more: steps are logged in ascending order"
+            )
         numbers = {name: as_number(name, value) for name, value in metrics.items()}
         new = [name for name in numbers if name not in self._columns]
         known_step = step in self._rows

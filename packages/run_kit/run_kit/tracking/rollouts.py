@@ -33,7 +33,8 @@ def write_rollouts(folder: Path, step: int, records: Sequence[Mapping[str, Any]]
     """
     for index, record in enumerate(records):
         if missing := [key for key in REQUIRED if key not in record]:
-            raise TrackingError(f"rollout record {index} of step {step} lacks {', '.join(missing)}")
+            problem = f"record {index} of step {step} lacks it"
+            raise TrackingError(problem, field=missing[0], allowed=f"records with {', '.join(REQUIRED)}")
     chosen = choose_sample(len(records), len(records) if count is None else count, seed=step)
     path = folder / f"step_{step:06d}.jsonl"
     with naming_file(path):

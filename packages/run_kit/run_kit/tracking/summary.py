@@ -20,10 +20,9 @@ _MEASURES = (
 
 @dataclass(frozen=True, kw_only=True)
 class MetricSummary:
-    """A metric over a run. Values that are not finite are left out and counted."""
+    """A metric over a run. Values that are not finite are left out."""
 
     num_values: int
-    num_not_finite: int
     first_mean: float
     last_mean: float
     change: float
@@ -47,19 +46,12 @@ def first_mean(values: Sequence[float], count: int = 5) -> float:
     return tail_mean(_finite(values)[:count], count)
 
 
-def summarize(values: Sequence[float], count: int = 5) -> MetricSummary:
-    """First and last means over `count` values, their difference, extremes and the last value.
-
-    Raises:
-        ValueError: count below 1.
-    """
-    if count < 1:
-        raise ValueError(f"count must be at least 1, got {count}")
+def summarize(values: Sequence[float]) -> MetricSummary:
+    """First and last means over five values, their difference, extremes and the last value."""
     finite = _finite(values)
-    first, last = first_mean(finite, count), tail_mean(finite, count)
+    first, last = first_mean(finite), tail_mean(finite)
     return MetricSummary(
         num_values=len(values),
-        num_not_finite=len(values) - len(finite),
         first_mean=first,
         last_mean=last,
         change=last - first,
