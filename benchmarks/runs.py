@@ -73,10 +73,10 @@ class PeakMemory:
     def _poll(self) -> None:
         while True:
             try:
-                found = subprocess.run(self._query, capture_output=True, text=True, check=True, timeout=20).stdout
+                measured = subprocess.run(self._query, capture_output=True, text=True, check=True, timeout=20).stdout
             except (OSError, subprocess.SubprocessError):
                 return
-            now = [float(line) / 1024 for line in found.split()]
+            now = [float(line) / 1024 for line in measured.split()]
             self.gib = [max(pair) for pair in zip(now, self.gib or now, strict=True)]
             if self._done.wait(_POLL_S):
                 return

@@ -32,7 +32,7 @@ from ckpt import AsyncSaver, CheckpointManager, load_state_dict
 
 
 class Saver(Protocol):
-    """How a loop saves, and how the next start loads."""
+    """One way in which a loop saves and the next start loads."""
 
     def save(self, step: int, state: dict[str, Any]) -> None: ...
     def load(self) -> tuple[int, dict[str, Any]]: ...
@@ -107,7 +107,7 @@ def written(folder: Path) -> list[Path]:
 
 
 def survives_a_kill(kind: str, folder: Path, delay_s: float, hidden: int) -> bool:
-    """Whether the next start finds a checkpoint after SIGKILL, `delay_s` after the first one was written."""
+    """True if the next start finds a checkpoint after SIGKILL, `delay_s` after the first one was written."""
     folder.mkdir()
     process = get_context("fork").Process(target=lambda: train(KINDS[kind](folder), 10**6, hidden))
     process.start()
@@ -121,7 +121,7 @@ def survives_a_kill(kind: str, folder: Path, delay_s: float, hidden: int) -> boo
 
 
 def is_loadable(kind: str, folder: Path) -> bool:
-    """Whether a start finds a checkpoint that it can load."""
+    """True if a start finds a checkpoint that it can load."""
     try:
         KINDS[kind](folder).load()
     except Exception:
@@ -140,7 +140,7 @@ def flip_one_bit(folder: Path) -> None:
 
 
 def after_a_flipped_bit(kind: str, folder: Path, hidden: int) -> str:
-    """What the next start does with a damaged newest checkpoint."""
+    """Outcome of the next start with a damaged newest checkpoint."""
     train(KINDS[kind](folder), 2, hidden)
     flip_one_bit(folder)
     try:

@@ -106,7 +106,7 @@ def step_ms(kind: str, guarded: bool, num_steps: int) -> float:
 
 
 def plant_mistake(kind: str, guarded: bool, limit_s: float) -> dict[int, str]:
-    """What each rank does after the mistake, watched for `limit_s`."""
+    """Outcome of each rank after the mistake, watched for `limit_s`."""
     start = time.perf_counter()
     outcomes: dict[int, str] = {}
     with two_ranks(kind=kind, guarded=guarded, mistake_at=2, num_steps=5) as (results, ranks):

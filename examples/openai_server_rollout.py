@@ -59,7 +59,7 @@ class Response(NamedTuple):
 
 
 class Rollout(NamedTuple):
-    """What came back for all prompts."""
+    """Responses to all prompts."""
 
     responses: list[Response]
     failures: list[str]
@@ -99,8 +99,8 @@ async def with_openai(endpoint: Endpoint, tokenizer: Any, prompts: Sequence[str]
 
 
 def log_probs_of(choice: Any) -> list[float]:
-    found: list[float] = choice.logprobs.token_logprobs
-    return found
+    log_probs: list[float] = choice.logprobs.token_logprobs
+    return log_probs
 
 
 async def with_rollout_client(endpoint: Endpoint, tokenizer: Any, prompts: Sequence[str]) -> Rollout:

@@ -71,7 +71,7 @@ class RLCoreGRPOTrainer(GRPOTrainer):
 
 
 class Measured(NamedTuple):
-    """What one computation of loss and gradients took."""
+    """Loss, gradient, peak memory and time of one computation."""
 
     loss: float
     gradient: Tensor

@@ -98,7 +98,7 @@ class Result:
 
 
 def _functions(text: str, name: str) -> Iterator[tuple[int, int]]:
-    """Where the functions of this name begin and end in a module; `name` may have the class before it."""
+    """Begin and end of each function of this name in a module; `name` may have the class before it."""
     starts = [0]
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))

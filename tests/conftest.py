@@ -79,9 +79,9 @@ class App:
     def survivors(self, grace_s: float = 30) -> list[str]:
         """Processes of this run that are still alive after `grace_s`."""
         deadline = time.monotonic() + grace_s
-        while found := [command[:200] for _, command in self._ours()]:
+        while alive := [command[:200] for _, command in self._ours()]:
             if time.monotonic() > deadline:
-                return found
+                return alive
             time.sleep(0.5)
         return []
 
@@ -100,10 +100,10 @@ class App:
         """Address -> process, for every TCP port on which a process of this run accepts connections."""
         app = psutil.Process(self.process.pid)
         return {
-            f"{found.laddr.ip}:{found.laddr.port}": f"{process.name()} {' '.join(process.cmdline())[-80:]}"
+            f"{connection.laddr.ip}:{connection.laddr.port}": f"{process.name()} {' '.join(process.cmdline())[-80:]}"
             for process in (app, *app.children(recursive=True))
-            for found in process.net_connections("tcp")
-            if found.status == psutil.CONN_LISTEN
+            for connection in process.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN
         }
 
     def stop(self) -> None:

@@ -160,12 +160,12 @@ def check(worker: TrainerWorker, folder: str, out: Path, name: str) -> None:
     if is_reward:
         classifier = cls.from_pretrained(out / "last", dtype=torch.float32)
         responses = rl_runtime.responses_of(pairs)
-        found = rl_runtime.scores(handle, responses, batch_size=4)
+        ours = rl_runtime.scores(handle, responses, batch_size=4)
         with torch.no_grad():
             rows = [torch.tensor([[*one.prompt_ids, *one.response_ids]]) for one in responses]
             theirs = torch.stack([classifier(row).logits[0, 0] for row in rows])
-        torch.testing.assert_close(found, theirs, rtol=1e-4, atol=1e-5)
-        assert rl_core.bradley_terry_loss(*rl_runtime.of_pairs(found)).mean() < 0.69
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        assert rl_core.bradley_terry_loss(*rl_runtime.of_pairs(ours)).mean() < 0.69
     worker.drop("actor")
     dist.barrier()
 

@@ -133,10 +133,10 @@ def state_of(engine: Any) -> State:
     return state
 
 
-def check_equal(found: State, expected: State, where: str) -> None:
-    assert found.keys() == expected.keys()
-    wrong = [name for name, tensor in found.items() if not torch.equal(tensor, expected[name])]
-    assert not wrong, f"{where}: {len(wrong)} of {len(found)} differ: {wrong[:5]}"
+def check_equal(actual: State, expected: State, where: str) -> None:
+    assert actual.keys() == expected.keys()
+    wrong = [name for name, tensor in actual.items() if not torch.equal(tensor, expected[name])]
+    assert not wrong, f"{where}: {len(wrong)} of {len(actual)} differ: {wrong[:5]}"
 
 
 def train_and_save(root: Path) -> None:
@@ -267,11 +267,11 @@ def write_universal(root: Path) -> None:
 def consolidate_with_deepspeed(root: Path) -> None:
     """DeepSpeed's zero_to_fp32.py, which is in every checkpoint folder, reads our checkpoints."""
     for name, settings in SAVED.items():
-        found = get_fp32_state_dict_from_zero_checkpoint(str(root / name))
+        actual = get_fp32_state_dict_from_zero_checkpoint(str(root / name))
         expected = torch.load(root / f"{name}.expected.pt")
         trained = {one.removesuffix(" weight"): tensor for one, tensor in expected.items() if one.endswith(" weight")}
-        assert set(found) - set(trained) <= {"lm_head.weight"}, (name, set(found) ^ set(trained))
-        check_equal({one: found[one].float() for one in trained}, trained, f"zero_to_fp32 of {name}, {settings.dtype}")
+        assert set(actual) - set(trained) <= {"lm_head.weight"}, (name, set(actual) ^ set(trained))
+        check_equal({one: actual[one].float() for one in trained}, trained, f"zero_to_fp32 of {name}, {settings.dtype}")
 
 
 def run_jobs(jobs: list[Callable[[Path], None]], root: Path, rank: int) -> None:

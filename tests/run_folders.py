@@ -39,11 +39,11 @@ def comparable(run: Path) -> dict[str, dict[str, str]]:
     }
 
 
-def assert_equal_runs(found: Path, expected: Path) -> None:
+def assert_equal_runs(actual: Path, expected: Path) -> None:
     """Every step was recorded once, with the same numbers, and the policies are equal to the last bit."""
-    assert comparable(found) == comparable(expected)
+    assert comparable(actual) == comparable(expected)
     weights = only((expected / "model").glob("*.safetensors"))
-    assert weights.read_bytes() == (found / "model" / weights.name).read_bytes()
+    assert weights.read_bytes() == (actual / "model" / weights.name).read_bytes()
 
 
 def check_ledger(rows: list[SampleRow], *, steps: int, groups: int, samples: int, max_staleness: int) -> None:

@@ -131,10 +131,10 @@ def test_killed_and_resumed_equals_uninterrupted(case: str, tmp_path: Path, star
     second = only(path for path in (tmp_path / "killed").iterdir() if path != first)
     uninterrupted = only((tmp_path / "whole").iterdir())
 
-    expected, found = exact_metrics(uninterrupted), exact_metrics(second)
-    assert found, "nothing was left to do after the kill"
-    assert set(found) < set(expected), "the resumed run did everything again"
-    assert found == {step: expected[step] for step in found}
+    expected, repeated = exact_metrics(uninterrupted), exact_metrics(second)
+    assert repeated, "nothing was left to do after the kill"
+    assert set(repeated) < set(expected), "the resumed run did everything again"
+    assert repeated == {step: expected[step] for step in repeated}
     before = exact_metrics(first)
     # SFT adds its validation to the row of a step: the last row may lack it.
     assert before == {step: {name: expected[step][name] for name in row} for step, row in before.items()}

@@ -56,19 +56,19 @@ def test_every_import_of_the_source_is_declared(folder: Path) -> None:
 
 @pytest.mark.parametrize("folder", projects(), ids=lambda folder: folder.name)
 def test_siblings_are_required_at_the_minor_version_in_the_tree(folder: Path) -> None:
-    for found in sibling_requirements(folder):
-        if found.name == name_and_version(folder)[0]:
+    for required in sibling_requirements(folder):
+        if required.name == name_and_version(folder)[0]:
             continue  # its own extras
-        major, minor, _ = VERSIONS[found.name].split(".")
-        assert str(found.specifier) == f"~={major}.{minor}.0", found
-        assert found.specifier.contains(VERSIONS[found.name])
+        major, minor, _ = VERSIONS[required.name].split(".")
+        assert str(required.specifier) == f"~={major}.{minor}.0", required
+        assert required.specifier.contains(VERSIONS[required.name])
 
 
 def test_plinth_requires_every_package_but_the_test_support() -> None:
     needed, reached = [REPO / "apps"], set[str]()
     folders = {name_and_version(folder)[0]: folder for folder in projects()}
     while needed:
-        names = {found.name for found in sibling_requirements(needed.pop())} - reached
+        names = {required.name for required in sibling_requirements(needed.pop())} - reached
         reached |= names
         needed += [folders[name] for name in names]
     assert set(VERSIONS) - reached <= {"plinth-rl", "plinth-testing"}

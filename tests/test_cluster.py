@@ -68,11 +68,11 @@ def test_two_hosts_train_to_the_digit_as_one(
 
     one = start_app(tmp_path / "one", *arguments)
     assert one.finish() == 0, one.output
-    expected, found = only((tmp_path / "one").iterdir()), only((tmp_path / "two").iterdir())
+    expected, actual = only((tmp_path / "one").iterdir()), only((tmp_path / "two").iterdir())
     assert exact_metrics(expected)
-    assert exact_metrics(found) == exact_metrics(expected)
+    assert exact_metrics(actual) == exact_metrics(expected)
     weights = only((expected / "model").glob("*.safetensors"))
-    assert weights.read_bytes() == (found / "model" / weights.name).read_bytes()
+    assert weights.read_bytes() == (actual / "model" / weights.name).read_bytes()
 
 
 def test_what_a_node_lacks_is_said_before_anything_starts(

@@ -37,8 +37,8 @@ def is_in_context(path: str) -> bool:
 
 
 def tracked(*folders: str) -> list[str]:
-    found = subprocess.run(["git", "ls-files", "-z", *folders], cwd=REPO, capture_output=True, text=True, check=True)
-    return [path for path in found.stdout.split("\0") if path]
+    listing = subprocess.run(["git", "ls-files", "-z", *folders], cwd=REPO, capture_output=True, text=True, check=True)
+    return [path for path in listing.stdout.split("\0") if path]
 
 
 def test_everything_copied_is_a_tracked_file_that_reaches_the_build() -> None:

@@ -89,8 +89,8 @@ def finished(app: Any) -> list[dict[str, str]]:
     """The rows of metrics.tsv of a run that ended well and left no process."""
     assert app.finish() == 0, app.output
     assert not app.survivors()
-    [found] = app.output_dir.glob("*/metrics.tsv")
-    with found.open() as file:
+    [metrics] = app.output_dir.glob("*/metrics.tsv")
+    with metrics.open() as file:
         return list(csv.DictReader(file, delimiter="\t"))
 
 
@@ -137,12 +137,12 @@ AHEAD = (
 
 def steps_of(rows: list[dict[str, str]], app: Any, *, steps: int) -> list[dict[str, str]]:
     """The rows of all steps, of which some trained on samples of an older policy, and none twice."""
-    found = [row for row in rows if row.get("actor/loss")]
-    assert len(found) == steps
-    assert max(float(row["staleness/max"]) for row in found) > 0
+    trained = [row for row in rows if row.get("actor/loss")]
+    assert len(trained) == steps
+    assert max(float(row["staleness/max"]) for row in trained) > 0
     [run] = app.output_dir.glob("*/samples.tsv")
     check_ledger(read_samples(run.parent), steps=steps, groups=4, samples=2, max_staleness=2)
-    return found
+    return trained
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from rl_data import DataConfig, build_tiny_model, write_task
 from rl_runtime import InputError, ModelConfig, PromptResult, SampleResult
 from rollout_vllm import RolloutConfig, RolloutConfigError, SamplingConfig, ServerGroup
 from rollout_vllm.servers.device import detect_device
-from run_kit import ConfigError, MetricsTable, load_config
+from run_kit import ConfigError, DiskFullError, MetricsTable, load_config
 from run_kit.runs import list_runs
 
 PRESETS = Path(__file__).resolve().parents[1] / "apps" / "evaluate" / "presets"
@@ -214,6 +214,12 @@ def test_samples_are_read_as_they_were_written(tmp_path: Path) -> None:
     (tmp_path / "samples.jsonl").write_text('{"name": "model"}\n')
     with raises(InputError, field="compare", value=str(tmp_path)):
         load_compared(replace(CONFIG, compare=(str(tmp_path),)))
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    (tmp_path / "samples.jsonl").symlink_to("/dev/full")
+    with pytest.raises(DiskFullError):
+        evaluation(prompt("a", [True])).append_to(tmp_path)
 
 
 def test_the_tsv_has_a_row_for_each_prompt_and_number_of_samples() -> None:

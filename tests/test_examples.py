@@ -77,8 +77,8 @@ def test_zero3_weights_pass_vllms_weight_source_in_one_collective() -> None:
 
 def test_the_engine_keeps_the_gradients_that_deepspeed_alone_loses() -> None:
     text = run_script(EXAMPLES / "ds_engine_own_loop.py")
-    found = re.findall(r"^(.+?) +gradient norm ([\d.]+)$", text, re.MULTILINE)
-    norms = {name: float(norm) for name, norm in found}
+    printed = re.findall(r"^(.+?) +gradient norm ([\d.]+)$", text, re.MULTILINE)
+    norms = {name: float(norm) for name, norm in printed}
     true = norms["plain torch, one backward pass"]
     for stage in (1, 2, 3):
         assert norms[f"ds_engine, ZeRO-{stage}"] == pytest.approx(true, rel=1e-5)
@@ -100,19 +100,19 @@ def test_the_rollout_client_returns_every_sampled_token_where_text_and_the_opena
     served: tuple[Any, Path],
 ) -> None:
     rows = asyncio.run(load("openai_server_rollout").compare(*served, num_prompts=16))
-    found = {(row.case, row.way): row for row in rows}
+    row_of = {(row.case, row.way): row for row in rows}
     for case in ("as is", "one prompt too long", "connections cut"):
-        ours, theirs = found[case, "rollout_vllm"], found[case, "openai"]
+        ours, theirs = row_of[case, "rollout_vllm"], row_of[case, "openai"]
         assert ours.num_responses == 16 * 4
         assert ours.num_wrong == 0
         assert ours.largest < 1e-4
         assert theirs.num_wrong > 0.1 * theirs.num_responses
-    assert not found["as is", "rollout_vllm"].failures
-    too_long = found["one prompt too long", "rollout_vllm"].failures
+    assert not row_of["as is", "rollout_vllm"].failures
+    too_long = row_of["one prompt too long", "rollout_vllm"].failures
     assert len(too_long) == 4
     assert all(failure.startswith("too_long: ") for failure in too_long)
-    assert not found["connections cut", "rollout_vllm"].failures
-    assert len(found["connections cut", "openai"].failures) == 2  # prompts 0 and 8: its retries end before the cuts do
+    assert not row_of["connections cut", "rollout_vllm"].failures
+    assert len(row_of["connections cut", "openai"].failures) == 2  # prompts 0 and 8: its retries end before the cuts do
 
 
 def test_pushed_weights_are_the_trainers_from_a_torch_loop_and_from_a_callback(served: tuple[Any, Path]) -> None:

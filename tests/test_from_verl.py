@@ -38,9 +38,9 @@ def code(cell: str) -> list[str]:
 
 def ours() -> Iterator[str]:
     for _, here, _ in rows():
-        found = code(here)
-        assert found or here == "—", here
-        yield from found
+        named = code(here)
+        assert named or here == "—", here
+        yield from named
 
 
 def loads(config: type, *arguments: str, app: str = "") -> None:
@@ -70,6 +70,8 @@ def test_hints_name_keys_that_exist() -> None:
         (GrpoConfig, "algorithm.adv_estimator", "algorithm.advantage"),
         (GrpoConfig, "actor_rollout_ref.actor.ppo_mini_batch_size", "batch.mini_batch_size"),
         (GrpoConfig, "actor_rollout_ref.model.path", "model.path"),
+        (GrpoConfig, "actor_rollout_ref.rollout.n", "sampling.n"),
+        (EvaluateConfig, "num_generations", "sampling.n"),
         (GrpoConfig, "n_samples_per_prompt", "sampling.n"),
         (GrpoConfig, "learning_rate", "actor.optim.lr"),
         (SftConfig, "learning_rate", "supervised.optim.lr"),

@@ -130,7 +130,7 @@ FILES = {
         ("data.train=lines.csv data.columns.prompt=text reward.method=flexible", "text.*question, answer"),
         ("data.train=saved", "saved: cannot be read as a saved data set"),
         ("trainer.seed=1", "data.train"),
-        ("data.train=good.jsonl model.path=bert", "BertLMHeadModel cannot be trained"),
+        ("data.train=good.jsonl model.path=bert actor.optim.lr=1e-6", "BertLMHeadModel cannot be trained"),
         ("data.train=good.jsonl model.path=empty", "tokenizer"),
         ("reward.function=quits:score", "reward.function.*SystemExit"),
         ("reward.function=broken:score", "reward.function.*SyntaxError"),
@@ -147,7 +147,7 @@ def test_files_that_cannot_be_used_are_refused(
     (tmp_path / "quits.py").write_text("import sys\nsys.exit(0)\n")
     (tmp_path / "broken.py").write_text("def score(:\n")
     write_random_model("qwen3-tiny", tmp_path / "model")
-    for name in ("bert", "empty"):  # a check before loading reads no weights
+    for name in ("bert", "empty"):  # a check before loading reads the headers of safetensors only
         (tmp_path / name).mkdir()
         save_file({}, tmp_path / name / "model.safetensors")
         (tmp_path / name / "config.json").write_text(json.dumps({"model_type": "bert", "hidden_size": 32} | SMALL))

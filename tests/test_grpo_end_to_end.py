@@ -44,11 +44,11 @@ def check_that_strangers_are_kept_out(app: Any) -> None:
 
 def check_stopped(app: Any, number: str) -> None:
     """The last step was finished and saved, whatever save_freq says; the run says how to resume."""
-    (found,) = list_runs(app.output_dir)
-    assert (found.state, found.detail) == ("stopped", f"by {number}")
-    newest = CheckpointManager(app.output_dir / found.name / "checkpoints").newest_good()
+    (recorded,) = list_runs(app.output_dir)
+    assert (recorded.state, recorded.detail) == ("stopped", f"by {number}")
+    newest = CheckpointManager(app.output_dir / recorded.name / "checkpoints").newest_good()
     assert newest is not None
-    assert newest.step == found.step
+    assert newest.step == recorded.step
     stopped, resume = app.output.splitlines()[-2:]
     assert stopped == f"stopped by {number} after step {newest.step}"
     assert resume.startswith(f"To resume after step {newest.step}: python -m apps.grpo.main config=")
@@ -124,8 +124,8 @@ def test_a_dead_rank_is_replaced_a_second_ends_the_run_by_name_and_it_resumes(
     assert steps == list(range(1, len(steps) + 1)), "a step is missing, or was recorded twice"
     (resume,) = (note for note in notes if note.startswith("To resume after step"))
     assert not app.survivors()
-    (found,) = list_runs(tmp_path / "outputs")
-    assert (found.state, f"error: {found.detail}") == ("failed", error[: 7 + 300])
+    (recorded,) = list_runs(tmp_path / "outputs")
+    assert (recorded.state, f"error: {recorded.detail}") == ("failed", error[: 7 + 300])
     newest = checkpoints.newest_good()
     assert newest is not None
 

@@ -83,12 +83,12 @@ def python_files(folder: Path) -> list[Path]:
 
 
 def forbidden_imports(folder: Path, forbidden: tuple[str, ...]) -> list[str]:
-    found = []
+    imports = []
     for path in python_files(folder):
         for line, module in imported_modules(path.read_text(encoding="utf-8")):
             if any(module == name or module.startswith(name + ".") for name in forbidden):
-                found.append(f"{path.relative_to(REPO)}:{line} imports {module}")
-    return found
+                imports.append(f"{path.relative_to(REPO)}:{line} imports {module}")
+    return imports
 
 
 @pytest.mark.parametrize("package", LEAVES)
@@ -106,13 +106,13 @@ def test_plinth_testing_imports_no_other_package() -> None:
 
 
 def test_plinth_base_imports_the_standard_library_alone() -> None:
-    found = {
+    imported = {
         module.partition(".")[0]
         for path in python_files(REPO / "packages" / "plinth_base" / "plinth_base")
         for _, module in imported_modules(path.read_text(encoding="utf-8"))
     }
     # huggingface_hub only to find a download, which nobody has without it
-    assert found - sys.stdlib_module_names <= {"huggingface_hub"}
+    assert imported - sys.stdlib_module_names <= {"huggingface_hub"}
     assert not forbidden_imports(REPO / "packages" / "plinth_base" / "tests", (*LEAVES, "rl_runtime", "apps"))
 
 
@@ -138,8 +138,8 @@ def test_folders_import_only_their_neighbors(package: str) -> None:
     folder = REPO / "packages" / package / package
     graph, allowed = rooms(folder), NEIGHBORS.get(package, {})
     folders = {path.name for path in folder.iterdir() if (path / "__init__.py").is_file()}
-    found = {name: " ".join(sorted(graph.get(name, set()))) for name in folders}
-    assert found == allowed, "a folder imports only its neighbors, and each neighbor listed here is imported"
+    imported = {name: " ".join(sorted(graph.get(name, set()))) for name in folders}
+    assert imported == allowed, "a folder imports only its neighbors, and each neighbor listed here is imported"
     assert cycles(graph) == []
 
 
@@ -213,14 +213,14 @@ def test_no_tracked_file_names_a_machine_path() -> None:
     shared = {Path("/"), Path("/tmp"), Path("/usr"), Path("/usr/src"), Path("/opt"), Path("/srv"), Path("/var/tmp")}
     machine_paths = [rf"{re.escape(str(path))}/" for path in {REPO.parent, Path.home()} - shared]
     pattern = re.compile(r"(?<![\w.>)}-])(?:" + "|".join([*machine_paths, r"/home/\w+/", r"/Users/\w+/"]) + ")")
-    found = []
+    machine_paths_found = []
     for path in tracked_files():
         try:
             text = path.read_text(encoding="utf-8")
         except (UnicodeDecodeError, FileNotFoundError):  # binary, or deleted and not yet committed
             continue
-        found += [f"{path.relative_to(REPO)}: {match.group()}" for match in pattern.finditer(text)]
-    assert found == []
+        machine_paths_found += [f"{path.relative_to(REPO)}: {match.group()}" for match in pattern.finditer(text)]
+    assert machine_paths_found == []
 
 
 def pins(path: Path) -> dict[str, str]:

@@ -83,10 +83,10 @@ def test_a_stopped_run_resumes_on_new_hosts_bit_for_bit(
     assert f"was downloaded from {url}/{name} to {local}/.downloads/{name}" in second.output
     run = only(path for path in local.iterdir() if path.name.startswith("job_"))
     expected = uninterrupted(whole, start_app)
-    found = comparable(run)
-    assert found
-    assert set(found) < set(exact_metrics(expected)), "the resumed run did everything again"
-    assert found == {step: comparable(expected)[step] for step in found}
+    repeated = comparable(run)
+    assert repeated
+    assert set(repeated) < set(exact_metrics(expected)), "the resumed run did everything again"
+    assert repeated == {step: comparable(expected)[step] for step in repeated}
     weights = only((expected / "model").glob("*.safetensors"))
     assert weights.read_bytes() == (run / "model" / weights.name).read_bytes()
 

@@ -81,8 +81,8 @@ def test_micro_batches_share_the_critics_loss() -> None:
     def share(values: list[float], returns: list[float]) -> dict[str, float]:
         columns = {"returns": returns, "values": [0.0] * len(values), "mean_weights": [1 / 3] * len(values)}
         batch = SimpleBatch.pack([([1], list(range(len(values))))], columns)
-        found = critic_loss(ValueOutputs(values_K=torch.tensor(values)), batch, value_clip=0.3)
-        return {"loss": float(found.loss), "clip_fraction": float(found.metrics["clip_fraction"])}
+        output = critic_loss(ValueOutputs(values_K=torch.tensor(values)), batch, value_clip=0.3)
+        return {"loss": float(output.loss), "clip_fraction": float(output.metrics["clip_fraction"])}
 
     assert share([0.1, 0.5], [1.0, 1.0]) == pytest.approx(
         {"loss": (0.5 * 0.9**2 + 0.5 * 0.7**2) / 3, "clip_fraction": 1 / 3}

@@ -224,9 +224,9 @@ def test_a_reward_model_learns_and_transformers_and_vllm_give_its_scores(
     assert app.finish() == 0, app.output
     assert not app.survivors()
     (run,) = tmp_path.iterdir()
-    found = held_out(run)
-    assert len(found) == 5
-    assert found[-1]["val/loss"] < found[0]["val/loss"]
+    rows = held_out(run)
+    assert len(rows) == 5
+    assert rows[-1]["val/loss"] < rows[0]["val/loss"]
     assert "held-out accuracy  " in app.output
 
     config = json.loads((run / "model" / "config.json").read_text())
@@ -240,8 +240,8 @@ def test_a_reward_model_learns_and_transformers_and_vllm_give_its_scores(
             for both in ((pair.chosen, pair.rejected) for pair in pairs)
         ]
     margins = [chosen - rejected for chosen, rejected in scores]
-    assert sum(margins) / len(margins) == pytest.approx(found[-1]["val/margin"], abs=1e-4)
-    assert sum(margin > 0 for margin in margins) / len(margins) == pytest.approx(found[-1]["val/accuracy"], abs=1e-6)
+    assert sum(margins) / len(margins) == pytest.approx(rows[-1]["val/margin"], abs=1e-4)
+    assert sum(margin > 0 for margin in margins) / len(margins) == pytest.approx(rows[-1]["val/accuracy"], abs=1e-6)
 
     # A vLLM server gives the scores of the exported model.
     with torch.no_grad():  # scores of an almost untrained model are near 0, where an activation would be hard to see
@@ -270,11 +270,11 @@ def test_a_policy_learns_from_pairs_and_starts_as_its_reference(tmp_path: Path, 
     app = start_app(tmp_path, "preset=demo", "overlay=tiny", *extra, app="dpo")
     assert app.finish() == 0, app.output
     (run,) = tmp_path.iterdir()
-    found = held_out(run)
-    assert len(found) == 3
-    assert found[0]["val/loss"] == pytest.approx(0.6931, abs=1e-3)
-    assert abs(found[0]["val/chosen_reward"]) < 1e-5
-    assert found[-1]["val/loss"] < found[0]["val/loss"]
+    rows = held_out(run)
+    assert len(rows) == 3
+    assert rows[0]["val/loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert abs(rows[0]["val/chosen_reward"]) < 1e-5
+    assert rows[-1]["val/loss"] < rows[0]["val/loss"]
     assert (run / "model" / "model.safetensors").is_file()
     assert len((run / "rollouts" / "step_000004.jsonl").read_text().splitlines()) == 2
 

@@ -109,9 +109,9 @@ def log_probs_of_ranks(folder: Path, samples: list[Any], dtype: str, work: Path)
     return [np.array(row) for row in json.loads(line.removeprefix("log-probs "))]
 
 
-def stated(name: str, found: list[np.ndarray], samples: list[Any]) -> tuple[float, float, float]:
+def stated(name: str, log_probs: list[np.ndarray], samples: list[Any]) -> tuple[float, float, float]:
     """Mean and largest difference of a token, and the largest of a whole response; prints them."""
-    rows = [theirs - one.log_probs for theirs, one in zip(found, samples, strict=True)]
+    rows = [theirs - one.log_probs for theirs, one in zip(log_probs, samples, strict=True)]
     tokens = np.abs(np.concatenate(rows))
     mean, largest, sequence = float(tokens.mean()), float(tokens.max()), max(abs(float(row.sum())) for row in rows)
     print(f"{name}: token {mean:.2g} (largest {largest:.2g}), response {sequence:.2g}; {tokens.size} tokens")
@@ -172,9 +172,9 @@ def test_a_run_resumes_to_the_bit_and_transformers_and_vllm_load_its_export(
         assert resumed.finish() == 0, resumed.output
         first = only((tmp_path / "resumed").iterdir())
     run = only((tmp_path / "whole").iterdir())
-    expected, found = exact_metrics(run), exact_metrics(first)
-    assert found == {step: expected[step] for step in found}
-    assert "2" in found
+    expected, repeated = exact_metrics(run), exact_metrics(first)
+    assert repeated == {step: expected[step] for step in repeated}
+    assert "2" in repeated
     weights = only((run / "model").glob("*.safetensors"))
     assert weights.read_bytes() == (first / "model" / weights.name).read_bytes()
     for row in metrics_rows(run):

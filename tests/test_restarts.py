@@ -44,14 +44,14 @@ def last_step(run: Path) -> int:
 
 def processes(host: Any, name: str) -> list[int]:
     """Processes on a host whose command line has that name."""
-    found = []
+    pids = []
     for pid in host.pids():
         try:
             if name in " ".join(psutil.Process(pid).cmdline()):
-                found.append(pid)
+                pids.append(pid)
         except psutil.Error:
             continue
-    return found
+    return pids
 
 
 def strike(chance: random.Random, cluster: Any, living: list[int]) -> str:
@@ -100,8 +100,8 @@ def test_twenty_strikes_leave_no_trace(
             cluster.kill_host(1)
             living = [0, 2]
             log.append(f"step {step}: host 1 was lost")
-        elif what := strike(chance, cluster, living):
-            log.append(f"step {step}: {what}")
+        elif event := strike(chance, cluster, living):
+            log.append(f"step {step}: {event}")
     code = struck.process.wait(timeout=1200)
     reader.join(30)
     summary = "\n".join([*log, *re.findall(r".*(?:new ranks continue|training again|were lost).*", struck.output)])

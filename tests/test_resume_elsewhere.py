@@ -57,11 +57,11 @@ def test_two_ranks_at_stage_2_then_one_at_stage_3(case: str, tmp_path: Path, sta
     assert "saved with trainer.num_ranks=2" in app.output
     one = only_run(tmp_path / "one")
     assert samples_of(one, 3) == samples_of(two, 3), "the servers hold the same weights, bit for bit"
-    expected, found = metrics_of(two, 3), metrics_of(one, 3)
+    expected, actual = metrics_of(two, 3), metrics_of(one, 3)
     assert float(expected["actor/grad_norm"]) > 0
     for name in ("actor/grad_norm", "actor/loss", "actor/entropy"):  # sums in another order
-        assert float(found[name]) == pytest.approx(float(expected[name]), rel=1e-3, abs=1e-6), name
-    assert found["actor/lr"] == expected["actor/lr"]
+        assert float(actual[name]) == pytest.approx(float(expected[name]), rel=1e-3, abs=1e-6), name
+    assert actual["actor/lr"] == expected["actor/lr"]
 
     if case == "lora":  # other adapters than were saved are refused
         app = start_app(tmp_path / "other", *moved, f"trainer.resume_from={two}", "actor.lora.rank=8")

@@ -12,9 +12,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.thorough, pytest.ma
 
 def accuracy(output: str) -> tuple[float, float]:
     """Held-out accuracy before and after."""
-    found = re.search(r"held-out accuracy +([\d.]+) before, ([\d.]+) after", output)
-    assert found is not None, output
-    return float(found[1]), float(found[2])
+    printed = re.search(r"held-out accuracy +([\d.]+) before, ([\d.]+) after", output)
+    assert printed is not None, output
+    return float(printed[1]), float(printed[2])
 
 
 def test_a_policy_learns_the_task_from_a_reward_model_of_pairs(tmp_path: Path, start_app: Callable[..., Any]) -> None:

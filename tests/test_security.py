@@ -30,14 +30,14 @@ def calls(path: Path) -> list[ast.Call]:
 
 def test_what_is_unpickled() -> None:
     """In reward workers and their parent only; torch.load is told to read tensors and plain values."""
-    found = set()
+    places = set()
     for path in SOURCES:
         for call in calls(path):
             name = ast.unparse(call.func)
             safe = {"weights_only": "True"}.items() <= {k.arg: ast.unparse(k.value) for k in call.keywords}.items()
             if name.endswith(("pickle.load", "pickle.loads", "Unpickler")) or (name == "torch.load" and not safe):
-                found.add(f"{path.parent.name}/{path.name}")
-    assert found == {"episodes/rewards.py"}
+                places.add(f"{path.parent.name}/{path.name}")
+    assert places == {"episodes/rewards.py"}
 
 
 def test_every_load_by_transformers_refuses_code_of_the_folder() -> None:

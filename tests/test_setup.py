@@ -121,7 +121,7 @@ def test_every_pin_has_hashes_and_no_address(name: str, without: list[str]) -> N
 
 @pytest.mark.parametrize("name", ["cpu", "cuda"])
 def test_pins_are_within_the_tested_versions_and_every_direct_requirement_has_one(name: str) -> None:
-    found = pins(f"{name}.txt")
+    pinned = pins(f"{name}.txt")
     stated = [
         each
         for one in distributions()
@@ -135,9 +135,9 @@ def test_pins_are_within_the_tested_versions_and_every_direct_requirement_has_on
         for line in (LISTS / f"{file}.in").read_text().splitlines()
     ]
     direct = [Requirement(line) for line in lines if line and not line.startswith("-r")]
-    assert {each.name.lower() for each in direct} <= found.keys()
+    assert {each.name.lower() for each in direct} <= pinned.keys()
     for requirement in (*stated, *direct):
-        pin = found.get(requirement.name.lower().replace("_", "-"))
+        pin = pinned.get(requirement.name.lower().replace("_", "-"))
         assert pin is None or requirement.specifier.contains(pin, prereleases=True), requirement
 
 

@@ -93,11 +93,11 @@ def test_ctrl_c_finishes_the_step_and_writes_the_model_and_twice_it_does_not(
             time.sleep(0.01)
         assert app.finish() == 130, app.output
         assert not app.survivors()
-        (found,) = list_runs(tmp_path / name)
-        assert (found.state, found.detail) == ("stopped", "by SIGINT")
-        assert (tmp_path / name / found.name / "model").exists() == (times == 1)
-        assert (tmp_path / name / found.name / "checkpoints" / "latest").exists() == (times == 1)
-        assert (f"stopped by SIGINT after step {found.step} of 100000" in app.output) == (times == 1)
+        (recorded,) = list_runs(tmp_path / name)
+        assert (recorded.state, recorded.detail) == ("stopped", "by SIGINT")
+        assert (tmp_path / name / recorded.name / "model").exists() == (times == 1)
+        assert (tmp_path / name / recorded.name / "checkpoints" / "latest").exists() == (times == 1)
+        assert (f"stopped by SIGINT after step {recorded.step} of 100000" in app.output) == (times == 1)
 
 
 @pytest.mark.thorough

@@ -45,10 +45,10 @@ def steps_of(run: Path) -> list[int]:
 
 def test_two_jobs_on_one_node_are_queued_again_and_train_to_the_end(tmp_path: Path) -> None:
     command = job(tmp_path, "trainer.total_training_steps=3")
-    slurm, found = Slurm(tmp_path / "slurm"), list[FinishedJob]()
+    slurm, finished = Slurm(tmp_path / "slurm"), list[FinishedJob]()
 
     def submit() -> None:
-        found.append(slurm.run(command, env=environment(), USR1=lambda out: "step 1/3" in out))
+        finished.append(slurm.run(command, env=environment(), USR1=lambda out: "step 1/3" in out))
 
     threads = [threading.Thread(target=submit) for _ in range(2)]
     for thread in threads:
@@ -56,7 +56,7 @@ def test_two_jobs_on_one_node_are_queued_again_and_train_to_the_end(tmp_path: Pa
     for thread in threads:
         thread.join()
     runs = {run.name: run for run in list_runs(tmp_path / "runs")}
-    for done in found:
+    for done in finished:
         assert (done.exit_code, done.num_starts, done.survivors) == (0, 2, []), done.output
         second, first = sorted((name for name in runs if f"-{done.job_id}_" in name), reverse=True)
         assert (runs[first].state, runs[first].detail, runs[second].state) == ("stopped", "by SIGUSR1", "finished")

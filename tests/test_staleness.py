@@ -40,14 +40,14 @@ def test_servers_generate_ahead_and_a_resumed_run_loses_nothing(tmp_path: Path, 
     first.finish()
     assert not first.survivors()
     run = only(tmp_path.glob("first_*"))
-    found = start_app(
+    second = start_app(
         tmp_path,
         f"config={run / 'config.yaml'}",
         "trainer.resume=auto",
         f"trainer.resume_from={run}",
         "trainer.experiment=second",
     )
-    assert found.finish() == 0, found.output
+    assert second.finish() == 0, second.output
     assert "algorithm.rollout_correction.mode=truncate" in first.output
     assert "sync.running_requests=keep" in first.output
     rows = read_samples(only(tmp_path.glob("second_*")))
@@ -85,11 +85,11 @@ def test_servers_generate_ahead_with(
     assert set(per_step) == set(range(1, 7))
     assert len(set(per_step.values())) == 1
     assert {row.step - 1 - int(row.oldest_version) for row in rows} == {0, 1}
-    found = [{name: float(value or 0) for name, value in row.items()} for row in exact_metrics(run).values()]
-    mismatches = [row.get("rollout/log_prob_mismatch", 0.0) for row in found]
+    metrics = [{name: float(value or 0) for name, value in row.items()} for row in exact_metrics(run).values()]
+    mismatches = [row.get("rollout/log_prob_mismatch", 0.0) for row in metrics]
     assert max(mismatches) > 0
     # Tokens of the new weights on a cache that older weights filled differ too, but by no more than the older tokens.
-    stale = [row.get("rollout/log_prob_mismatch_stale", 0.0) if requests == "keep" else 0.0 for row in found]
+    stale = [row.get("rollout/log_prob_mismatch_stale", 0.0) if requests == "keep" else 0.0 for row in metrics]
     for fresh, limit in zip(mismatches, stale, strict=True):
         assert fresh < max(1e-3, 1.5 * limit), "a token has the version of other weights"
 
@@ -120,8 +120,8 @@ def test_twenty_kills_of_driver_ranks_and_servers_lose_no_sample(tmp_path: Path,
                 while _last_step(tmp_path) == before and app.process.poll() is None:
                     time.sleep(0.2)
             time.sleep(chance.uniform(0.0, 4.0))
-            if app.process.poll() is None and (what := _kill(chance, app)):
-                log.append(f"step {_last_step(tmp_path)}: {what}")
+            if app.process.poll() is None and (event := _kill(chance, app)):
+                log.append(f"step {_last_step(tmp_path)}: {event}")
         code = app.process.wait(timeout=1200)
         if code != -signal.SIGKILL:
             break

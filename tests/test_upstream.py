@@ -42,7 +42,7 @@ def test_private_parts_are_declared(package: str) -> None:
     """Attributes of objects other than self that begin with an underscore, but for Python's own and the package's."""
     trees = [ast.parse(path.read_text()) for path in (REPO / "packages" / package / package).rglob("*.py")]
     nodes = [node for tree in trees for node in ast.walk(tree)]
-    found = {
+    used = {
         node.attr
         for node in nodes
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
@@ -52,8 +52,8 @@ def test_private_parts_are_declared(package: str) -> None:
     own |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self"}
     rows = RECORDS[package]()
     declared = set(re.findall(r"\w+", " ".join(row["replaces"] + " " + row["reads"] for row in rows)))
-    assert found - own <= declared
-    assert found or package == "ckpt"
+    assert used - own <= declared
+    assert used or package == "ckpt"
 
 
 @pytest.mark.parametrize("package", FENCES)

@@ -17,6 +17,9 @@ class AlgorithmConfig(PolicyConfig):
     """Weight of the reward's advantages (`advantage`) beside the teacher's; 0: the teacher alone. Scores are measured
     in any case."""
 
+    kl_coef: float | None = 0.0
+    """0, because the teacher is the reference."""
+
     @property
     def compares_group(self) -> bool:
         """False without a reward: the teacher compares no samples."""

@@ -23,7 +23,7 @@ def learn(
     teacher: "rl_runtime.ServerTeacher | rl_runtime.RankTeacher",
 ) -> dict[str, float]:
     """One update on samples of the student; returns its metrics."""
-    algorithm, signal, max_tokens = config.algorithm, config.teacher, config.sampling.max_tokens
+    algorithm, signal, max_tokens = config.algorithm, config.teacher, config.sampling.response_tokens
     loss_fn = partial(rl_runtime.distillation_loss, config=algorithm, weight=signal.weight)
     divergence = partial(rl_runtime.teacher_term, kind=signal.divergence, beta=signal.beta)
     head_term = None if signal.signal == "sampled" else divergence

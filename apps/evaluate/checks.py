@@ -68,7 +68,7 @@ def _check_inputs(config: EvaluateConfig) -> None:
     served = f"reward.url=URL of `vllm serve {config.reward.model} --runner pooling`"
     allowed = f"without a trainer's ranks: reward.service=reward_model and {served}"
     check_value(config, "reward.model", not config.reward.model_on_ranks, allowed)
-    longest = config.data.max_prompt_length + config.sampling.max_tokens
+    longest = config.data.max_prompt_length + config.sampling.response_tokens
     check_reward_model(config.model, config.reward, longest=longest)
 
 
@@ -90,6 +90,6 @@ def _check_servers(config: EvaluateConfig) -> None:
             served = build_tiny_model(temporary) if config.model.path == BUILTIN_MODEL else folder
             check_launch(served, rollout, device_key="rollout.device")
     except RequestTooLongError as error:
-        lengths = (config.data.max_prompt_length, config.sampling.max_tokens)
+        lengths = (config.data.max_prompt_length, config.sampling.response_tokens)
         keys = "data.max_prompt_length, sampling.max_tokens"
         raise InputError(f"do not fit the model: {error}", field=keys, value=lengths) from error

@@ -1,10 +1,12 @@
 """Configuration of `apps.evaluate.main`."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from rl_data import DataConfig
-from rl_runtime import InputError, ModelConfig, TaskSize
+from rl_runtime import ModelConfig, TaskSize
 from rl_runtime.config import check_run_name
+from rl_runtime.peer_keys import PEER_KEYS
 from rl_runtime.rollout.config import EpisodeConfig
 from rl_runtime.rollout.scoring_config import ScoringConfig
 from rl_runtime.rules import check_at_least, check_value
@@ -33,6 +35,7 @@ class CheckpointsConfig:
 class EvaluateConfig:
     """Evaluation on held-out prompts: pass@k, mean@n and maj@n with bootstrap intervals over the prompts."""
 
+    PEER_KEYS: ClassVar = PEER_KEYS
     model: ModelConfig = field(default_factory=ModelConfig)
     checkpoints: CheckpointsConfig = field(default_factory=CheckpointsConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -60,8 +63,8 @@ class EvaluateConfig:
     """Only this user can enter the folder (mode 0700); false: as the umask allows."""
 
     def __post_init__(self) -> None:
-        if bad := [k for k in self.pass_at if not 1 <= k <= self.sampling.n]:
-            raise InputError(field="pass_at", value=bad[0], allowed=f"1 to sampling.n ({self.sampling.n})")
+        are_counts = all(1 <= k <= self.sampling.num_samples for k in self.pass_at)
+        check_value(self, "pass_at", are_counts, f"1 to sampling.n ({self.sampling.num_samples})")
         check_value(self, "confidence", 0 < self.confidence < 1, "above 0 and below 1")
         check_at_least(1, self, "num_resamples")
         check_at_least(0, self, "seed")

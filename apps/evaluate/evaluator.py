@@ -32,7 +32,7 @@ def resolve_servers(config: EvaluateConfig, *, num_gpus: int) -> ResolvedConfig[
     if config.rollout.urls:
         return resolved
     size = config.rollout.tensor_parallel_size
-    longest = config.data.max_prompt_length + config.sampling.max_tokens
+    longest = config.data.max_prompt_length + config.sampling.response_tokens
     resolved = resolved.with_consequence("rollout.device", "cuda" if num_gpus else "cpu", "the devices of this host")
     resolved = resolved.with_default("rollout.max_model_len", longest, "the longest prompt and response")
     if not num_gpus:

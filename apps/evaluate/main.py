@@ -51,14 +51,13 @@ def evaluate_all(plan: "Plan", folder: Path) -> "tuple[list[Evaluation], dict[st
     """Evaluates the models on the same servers; returns them, and name -> reason of those that failed."""
     from apps.evaluate.evaluator import Evaluator
     from apps.evaluate.report import interval_text
+    from apps.evaluate.results import intervals
     from ckpt import CheckpointError
     from weight_sync import WeightSyncError
 
     config, evaluations, failed = plan.config, [], {}
-    supervised = rl_runtime.SupervisedConfig()
-    inputs = plan.inputs or rl_runtime.load_inputs(
-        config.model, config.data, supervised, config.task, folder=folder, seed=config.seed
-    )
+    sections = (config.model, config.data, rl_runtime.SupervisedConfig(), config.task)
+    inputs = plan.inputs or rl_runtime.load_inputs(*sections, folder=folder, seed=config.seed)
     with Evaluator(config, inputs, folder) as evaluator:
         for target in plan.targets:
             try:
@@ -69,7 +68,7 @@ def evaluate_all(plan: "Plan", folder: Path) -> "tuple[list[Evaluation], dict[st
                 continue
             evaluation.append_to(folder)
             evaluations.append(evaluation)
-            metrics = evaluation.intervals(config)
+            metrics = intervals(evaluation.columns(config.pass_at), config)
             print(f"{target.name}: {', '.join(f'{k} {interval_text(v)}' for k, v in metrics.items())}", flush=True)
     return evaluations, failed
 
@@ -80,14 +79,13 @@ def evaluate(target: "Target", evaluator: "Evaluator", config: EvaluateConfig, f
 
     with target.open(config, folder) as model:
         evaluator.load(model)
-    began = time.monotonic()
-    validation = evaluator.evaluate()
+    began, validation = time.monotonic(), evaluator.evaluate()
     if num := validation.num_failed:
         print(f"warning: {target.name}: {num} samples failed and are in no metric: {validation.failure}", flush=True)
     return Evaluation(
         name=target.name,
         step=target.step,
-        num_samples=config.sampling.n,
+        num_samples=config.sampling.num_samples,
         seconds=time.monotonic() - began,
         prompts=validation.prompts,
     )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from apps.evaluate.config import EvaluateConfig
-from apps.evaluate.results import Evaluation, Intervals, compare_all
+from apps.evaluate.results import Evaluation, Intervals, compare_all, intervals
 from apps.tables import Row, cell_text, tsv_text
 from ckpt import package_versions
 from rl_core import BootstrapMean
@@ -29,7 +29,7 @@ def write_results(
 ) -> None:
     """Writes all three files. `others`: models of `compare`, by label; the very first model is the baseline."""
     evaluations = {**others, **{one.name: one for one in own}}
-    metrics = {label: one.intervals(config) for label, one in evaluations.items()}
+    metrics = {label: intervals(one.columns(config.pass_at), config) for label, one in evaluations.items()}
     facts = {label: {"label": label, **_facts(one)} for label, one in evaluations.items()}
     comparisons = compare_all(evaluations, config)
     summary = {
@@ -68,8 +68,7 @@ def write_results(
         Section(key="samples", title="Samples", has_records=True),
         Section(key="settings", title="Settings", folded={"config.yaml": yaml_without_secrets(config)}),
     ]
-    note = f"{len(evaluations)} models, {len(records)} samples"
-    page = render(folder.name, sections, note=note, records=fitting(spread(records, MAX_ROLLOUTS)))
+    page = render(folder.name, sections, records=fitting(spread(records, MAX_ROLLOUTS)))
     atomic_write(folder / "results.tsv", tsv_text([row for one in own for row in prompt_rows(one, config)]))
     atomic_write(folder / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
     atomic_write(folder / "report.html", page)

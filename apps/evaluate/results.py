@@ -18,9 +18,9 @@ import numpy.typing as npt
 from apps.evaluate.config import EvaluateConfig
 from rl_core import BootstrapMean, bootstrap_mean
 from rl_runtime import InputError, PromptResult, SampleResult, prompt_metrics, sample_counts
+from run_kit.tracking.metrics_table import naming_file
 
 SAMPLES = "samples.jsonl"
-
 Intervals = dict[str, BootstrapMean]
 """Metric -> mean with its interval."""
 
@@ -42,15 +42,11 @@ class Evaluation:
         counts = [k for k in pass_at if k <= self.num_samples] or sample_counts(self.num_samples)
         return prompt_metrics(self.prompts, num_samples=self.num_samples, pass_at=counts)
 
-    def intervals(self, config: EvaluateConfig) -> Intervals:
-        """Each metric over the prompts."""
-        return intervals(self.columns(config.pass_at), config)
-
     def append_to(self, folder: Path) -> None:
         """Adds its lines to the file of samples in `folder`."""
-        facts = asdict(self)
+        facts, path = asdict(self), folder / SAMPLES
         prompts = facts.pop("prompts")
-        with (folder / SAMPLES).open("a", encoding="utf-8", errors="backslashreplace") as file:
+        with naming_file(path), path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.writelines(json.dumps({**facts, **prompt}, ensure_ascii=False) + "\n" for prompt in prompts)
 
 

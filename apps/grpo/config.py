@@ -40,4 +40,4 @@ class GrpoConfig(JobConfig):
     @property
     def keeps_reference(self) -> bool:
         """With a KL term, unless the adapters can be turned off."""
-        return self.algorithm.kl_coef > 0 and self.actor.lora is None
+        return bool(self.algorithm.kl_coef) and self.actor.lora is None

@@ -26,7 +26,7 @@ def learn(
     kl: "rl_runtime.KlCoefficient",
 ) -> dict[str, float]:
     """One update on scored samples; returns its metrics."""
-    algorithm, max_tokens = config.algorithm, config.sampling.max_tokens
+    algorithm, max_tokens = config.algorithm, config.sampling.response_tokens
     loss_fn = partial(rl_runtime.policy_loss, config=algorithm, kl_coef=kl.value)
     mini_batches = rl_core.split_mini_batches(batch.per_sequence["group_ids"].tolist(), config.batch.mini_batch_size)
     batch.add_columns(**rl_runtime.loss_weights(batch, algorithm, max_tokens=max_tokens, mini_batches=mini_batches))

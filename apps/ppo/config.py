@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ds_engine import EngineConfig
+from ds_engine import EngineConfig, OptimConfig
 from rl_core import ADVANTAGES
 from rl_runtime import InputError, JobConfig, PolicyConfig, TrainedModel, TrainerConfig
 from rl_runtime.config import MAX_RANKS
@@ -65,7 +65,7 @@ class PpoConfig(JobConfig):
     """The PPO app."""
 
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    critic: EngineConfig = field(default_factory=EngineConfig)
+    critic: EngineConfig = field(default_factory=lambda: EngineConfig(optim=OptimConfig(lr=None)))
     trainer: PpoTrainerConfig = field(default_factory=PpoTrainerConfig)
 
     def __post_init__(self) -> None:
@@ -94,4 +94,4 @@ class PpoConfig(JobConfig):
     @property
     def keeps_reference(self) -> bool:
         """With a KL term, unless the adapters can be turned off."""
-        return self.algorithm.kl_coef > 0 and self.actor.lora is None
+        return bool(self.algorithm.kl_coef) and self.actor.lora is None

@@ -37,7 +37,7 @@ def learn(
     kl: "rl_runtime.KlCoefficient",
 ) -> dict[str, float]:
     """One PPO update on scored samples; returns its metrics."""
-    algorithm, max_tokens = config.algorithm, config.sampling.max_tokens
+    algorithm, max_tokens = config.algorithm, config.sampling.response_tokens
     actor_loss = partial(rl_runtime.policy_loss, config=algorithm, kl_coef=kl.value)
     value_loss = partial(critic_loss, value_clip=algorithm.value_clip)
     trains_actor = step > algorithm.critic_warmup_steps

@@ -71,8 +71,8 @@ def main() -> None:
                     rates[name].append(num_bytes / (time.perf_counter() - started) / 1e9)
     assert torch.equal(reused, source)
     print(f"{options.threads} threads, {options.gib} GiB\nway\tmedian_gb_per_s\tbest_gb_per_s")
-    for name, found in rates.items():
-        print(f"{name}\t{statistics.median(found):.1f}\t{max(found):.1f}")
+    for name, measured in rates.items():
+        print(f"{name}\t{statistics.median(measured):.1f}\t{max(measured):.1f}")
 
 
 if __name__ == "__main__":

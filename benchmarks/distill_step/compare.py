@@ -60,8 +60,10 @@ def app_row(folder: Path, case: str) -> str:
 
 def trl_row(log: str) -> str:
     """The run of TRL, from its log."""
-    found = re.findall(r"^trl step \d+: ([\d.]+) s, ([\d.]+) GB", log, re.MULTILINE)
-    return row("TRL, full", [float(seconds) for seconds, _ in found], max((float(gb) for _, gb in found), default=0.0))
+    measured = re.findall(r"^trl step \d+: ([\d.]+) s, ([\d.]+) GB", log, re.MULTILINE)
+    return row(
+        "TRL, full", [float(seconds) for seconds, _ in measured], max((float(gb) for _, gb in measured), default=0.0)
+    )
 
 
 def main() -> None:

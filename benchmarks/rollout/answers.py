@@ -114,11 +114,11 @@ def main() -> None:
     results = [result(args, chooser) for _ in range(args.requests)]
     forms = {"lists": 1, "packed": PACKED}
     rounds = [{name: measure(results, args, mark) for name, mark in forms.items()} for _ in range(args.rounds)]
-    assert all(found["lists"].read == found["packed"].read for found in rounds)
+    assert all(measured["lists"].read == measured["packed"].read for measured in rounds)
     print(f"{args.requests} answers with {args.n} x {args.tokens} tokens; CPU milliseconds, median (range)")
     print("| | front end | client | bytes of an answer |\n| --- | --- | --- | --- |")
     for name in forms:
-        sides = [[found[name].front_end for found in rounds], [found[name].client for found in rounds]]
+        sides = [[measured[name].front_end for measured in rounds], [measured[name].client for measured in rounds]]
         cells = [f"{statistics.median(side):.0f} ({min(side):.0f}-{max(side):.0f})" for side in sides]
         print(f"| {name} | {' | '.join(cells)} | {rounds[0][name].num_bytes:,} |")
 

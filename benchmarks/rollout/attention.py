@@ -170,7 +170,7 @@ def main() -> None:
         together = attention.requests_together(requests, args.heads, args.key_heads, processors)
         choice = f"servers compute {together} together" if together else "servers leave them to FlashAttention"
         print(f"\n{requests} requests ({choice}): {sizes}\n")
-        found, expected = [], None
+        measured, expected = [], None
         for name, make in contestants(args):
             try:
                 call = make(work)
@@ -179,11 +179,11 @@ def main() -> None:
                 result = work.out.clone()
                 expected = result if expected is None else expected
                 error = (result.float() - expected.float()).abs().max().item()
-                found.append((name, time_layer(call), error))
+                measured.append((name, time_layer(call), error))
             except Exception as problem:
                 print(f"{name}: {type(problem).__name__}: {str(problem)[:200]}")
         print(table_header(["", "us per layer", "TB/s of each alone", "largest difference"]))
-        for name, micros, error in [*found[:2], *sorted(found[2:], key=lambda row: row[1])[: args.rows]]:
+        for name, micros, error in [*measured[:2], *sorted(measured[2:], key=lambda row: row[1])[: args.rows]]:
             print(
                 table_row([name, round(micros, 1), round(work.logical_bytes / micros / 1e6, 2), f"{error:.1e}"]),
                 flush=True,

@@ -50,10 +50,11 @@ def main() -> None:
             with dummy_server(
                 tokens=args.tokens, prompt_tokens=256, tokens_per_s=rate / args.concurrency, lists=args.lists
             ) as url:
-                found = measure(url, case)
+                measured = measure(url, case)
             name = f"{rate:.0f} tok/s" if rate else "immediate"
             print(
-                f"| {n} | {name} | {found['tok/s']:.0f} | {found['cores']:.2f} | {found['us/token']:.2f} |", flush=True
+                f"| {n} | {name} | {measured['tok/s']:.0f} | {measured['cores']:.2f} | {measured['us/token']:.2f} |",
+                flush=True,
             )
 
 

@@ -56,10 +56,10 @@ def generator(args: argparse.Namespace, model: Path) -> Callable[..., float]:
 
 def show_functions(profile: cProfile.Profile, steps: int, num_rows: int) -> None:
     """The functions with most time of their own, and the calls that take longest with what they call."""
-    found: Any = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    measured: Any = pstats.Stats(profile).stats  # type: ignore[attr-defined]
     rows: list[tuple[str, int, float, float]] = [
         (name if file == "~" else f"{Path(file).parent.name}/{Path(file).name}:{line} {name}", calls, own, whole)
-        for (file, line, name), (_, calls, own, whole, _) in found.items()
+        for (file, line, name), (_, calls, own, whole, _) in measured.items()
     ]
     orders: dict[str, Callable[[Any], float]] = {
         "own time": lambda row: row[2],

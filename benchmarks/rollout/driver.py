@@ -77,8 +77,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         write_workload(Path(name), model="qwen3-tiny")
         for num_servers in args.servers:
-            found = measure(Path(name), num_servers, args)
-            cells = [f"{statistics.median(row):.2f} ({min(row):.2f}-{max(row):.2f})" for row in found.values()]
+            measured = measure(Path(name), num_servers, args)
+            cells = [f"{statistics.median(row):.2f} ({min(row):.2f}-{max(row):.2f})" for row in measured.values()]
             print(f"| {num_servers} | {num_servers * NUM_PROMPTS * SAMPLES} | {' | '.join(cells)} |", flush=True)
 
 

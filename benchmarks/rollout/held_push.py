@@ -108,16 +108,16 @@ def one_round(client: RolloutClient, trainer: Trainer, way: str, number: int, ar
 
 
 def measure(client: RolloutClient, trainer: Trainer, args: argparse.Namespace) -> dict[str, Found]:
-    found: dict[str, Found] = defaultdict(Found)
+    measured: dict[str, Found] = defaultdict(Found)
     for number in range(-1, args.rounds):
         for index, way in enumerate(WAYS):
             seconds, held, lost, differences = one_round(client, trainer, way, 1 + number * len(WAYS) + index, args)
             if number >= 0:  # the first round warms up
-                found[way].round_s.append(seconds)
-                found[way].held_s.append(held)
-                found[way].prefilled_again.append(lost)
-                found[way].differences += differences
-    return found
+                measured[way].round_s.append(seconds)
+                measured[way].held_s.append(held)
+                measured[way].prefilled_again.append(lost)
+                measured[way].differences += differences
+    return measured
 
 
 def main() -> None:
@@ -153,11 +153,11 @@ def main() -> None:
         with servers:
             servers.wait_ready()
             with RolloutClient(servers.endpoints, config) as client:
-                found = measure(client, Trainer(model, client, args), args)
+                measured = measure(client, Trainer(model, client, args), args)
     print(f"{args.model}, {args.samples} samples of {args.prompt}+{args.tokens} tokens, {args.rounds} rounds per way")
     print("| | round, median s | range s | requests held, median ms | prefilled again | log-prob difference |")
     print("| --- | --- | --- | --- | --- | --- |")
-    for way, each in found.items():
+    for way, each in measured.items():
         spent = f"{statistics.median(each.round_s):.2f} | {min(each.round_s):.2f}-{max(each.round_s):.2f}"
         difference = f"{statistics.mean(each.differences):.1e}" if each.differences else ""
         lost = f"{statistics.median(each.prefilled_again):.0f} tokens"

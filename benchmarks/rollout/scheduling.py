@@ -140,10 +140,10 @@ def decided(scheduled: Any) -> tuple[Any, ...]:
 
 def sent(per_client: dict[int, Any]) -> list[tuple[Any, ...]]:
     """Message of a step to the front end: tokens of requests, with policy versions and log-probs."""
-    found = [(one, one.new_logprobs) for outputs in per_client.values() for one in outputs.outputs]
+    measured = [(one, one.new_logprobs) for outputs in per_client.values() for one in outputs.outputs]
     return [
         (one.request_id, one.new_token_ids, values.logprob_token_ids.tolist(), values.logprobs.tolist())
-        for one, values in found
+        for one, values in measured
     ]
 
 

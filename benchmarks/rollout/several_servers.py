@@ -65,14 +65,14 @@ def main() -> None:
         with ServerGroup.launch(model, config, log_dir=Path(folder), gpu_ids_per_server=gpus) as servers:
             servers.wait_ready()
             half = (os.cpu_count() or 1) // args.num_servers
-            found = {f"server {i} alone": rounds([e], args) for i, e in enumerate(servers.endpoints)}
-            found["all at the same time"] = rounds(servers.endpoints, args)
+            measured = {f"server {i} alone": rounds([e], args) for i, e in enumerate(servers.endpoints)}
+            measured["all at the same time"] = rounds(servers.endpoints, args)
             for cores in (half, 4):
                 pin(servers, per_server=cores)
-                found[f"all, {cores} cores each"] = rounds(servers.endpoints, args)
+                measured[f"all, {cores} cores each"] = rounds(servers.endpoints, args)
     print(f"{args.model}, {args.requests} samples of 256+{args.tokens} tokens per server, {os.cpu_count()} cores")
     print("| | median s | range s |\n| --- | --- | --- |")
-    for name, spent in found.items():
+    for name, spent in measured.items():
         print(f"| {name} | {statistics.median(spent):.2f} | {min(spent):.2f}-{max(spent):.2f} |")
 
 

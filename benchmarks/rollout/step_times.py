@@ -34,8 +34,8 @@ def plugin_folder(folder: Path) -> Path:
 def read(folder: Path) -> dict[str, float]:
     """Totals since the start, by stage; those of the front end are prefixed."""
     core, front = _totals(folder, "core", STAGES), _totals(folder, "front", FRONT_END)
-    found = dict(zip(STAGES, core.tolist(), strict=True))
-    return found | {f"front end: {name}": value for name, value in zip(FRONT_END, front.tolist(), strict=True)}
+    measured = dict(zip(STAGES, core.tolist(), strict=True))
+    return measured | {f"front end: {name}": value for name, value in zip(FRONT_END, front.tolist(), strict=True)}
 
 
 def _totals(folder: Path, role: str, names: tuple[str, ...]) -> Any:
@@ -83,7 +83,7 @@ def _time(
     @functools.wraps(original)
     def timed(*args: Any, **kwargs: Any) -> Any:
         begin = time.perf_counter()
-        found = original(*args, **kwargs)
+        measured = original(*args, **kwargs)
         if only():
             totals[place] += time.perf_counter() - begin
         if count is not None:
@@ -91,6 +91,6 @@ def _time(
         if cpu is not None:
             totals[cpu] = time.process_time()
         then()
-        return found
+        return measured
 
     setattr(owner, name, timed)

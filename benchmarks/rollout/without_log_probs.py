@@ -20,7 +20,7 @@ def seconds(client: RolloutClient, requests: list[Request], sampling: SamplingCo
     groups = client.generate_blocking(requests, sampling)
     took = time.perf_counter() - start
     for sample in (sample for group in groups for sample in group.samples):
-        assert len(sample.response_ids) == sampling.max_tokens
+        assert len(sample.response_ids) == sampling.response_tokens
         assert (sample.log_probs is not None) == client.config.log_probs
     assert all(group.complete for group in groups)
     return took

@@ -66,11 +66,11 @@ def host() -> tuple[str, str]:
     gpus, _ = read_gpus()
     device = f"{len(gpus)} x {gpus[0].name}, driver {gpus[0].driver}" if gpus else "CPU"
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
-    found = {
+    measured = {
         "plinth": commit.strip() or "unknown",
         **{name: own for name in PACKAGES if (own := installed_version(name))},
     }
-    return device, ", ".join(f"{name} {version}" for name, version in found.items())
+    return device, ", ".join(f"{name} {version}" for name, version in measured.items())
 
 
 def measure(start: Start, work: Path, *, num_gpus: int) -> dict[str, Any]:
@@ -132,8 +132,8 @@ def session(plan: Sequence[Measurement], args: argparse.Namespace) -> Mapping[st
     device, versions = host()
     waiting = [each for each in unfinished(plan, records) if not args.only or each.name in args.only]
 
-    def keep(found: Mapping[str, Any]) -> None:
-        record = {**found, "device": device, "versions": versions}
+    def keep(measured: Mapping[str, Any]) -> None:
+        record = {**measured, "device": device, "versions": versions}
         print(f"{record['name']}: {record['ended']} after {record['seconds']} s", flush=True)
         records[record["name"]] = record
         with path.open("a") as file:

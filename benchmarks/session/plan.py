@@ -40,8 +40,8 @@ class Measurement:
     @property
     def lacks(self) -> str:
         """Reason for which it cannot run here; empty: it can."""
-        found = not self.needs or importlib.util.find_spec(self.needs) is not None
-        return "" if found else f"needs {self.needs}, which is not installed"
+        measured = not self.needs or importlib.util.find_spec(self.needs) is not None
+        return "" if measured else f"needs {self.needs}, which is not installed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,13 +65,13 @@ def read_plan(path: Path, *, trial: bool = False) -> list[Measurement]:
         TypeError: a key is missing or unknown.
     """
     content = yaml.safe_load(path.read_text())
-    found = []
+    measured = []
     for row in (content.get("common", {}) | row for row in content["measurements"]):
         words = [content.get("trials", {}).get(word, word) for word in row.pop("trial", "").split()]
-        found.append(Measurement(**row | {"command": " ".join([row["command"], *(words if trial else ())])}))
-    if len({measurement.name for measurement in found}) < len(found):
+        measured.append(Measurement(**row | {"command": " ".join([row["command"], *(words if trial else ())])}))
+    if len({measurement.name for measurement in measured}) < len(measured):
         raise ValueError(f"{path}: two measurements have one name")
-    return found
+    return measured
 
 
 def possible(waiting: Sequence[Measurement], *, num_gpus: int, left_s: float) -> list[Measurement]:
@@ -127,12 +127,12 @@ def share_of_cores(gpus: Sequence[int], *, num_gpus: int, cores: Sequence[int]) 
 
 def calls(plan: Sequence[Measurement], *, num_gpus: int, seconds: float) -> list[list[tuple[float, float, Start]]]:
     """The schedules of all calls that the plan needs if measurements last as expected."""
-    waiting, found = list(plan), []
+    waiting, measured = list(plan), []
     while made := list(schedule(waiting, num_gpus=num_gpus, seconds=seconds, lasts=lambda each: each.seconds)):
-        found.append(made)
+        measured.append(made)
         done = {start.measurement.name for _, _, start in made}
         waiting = [each for each in waiting if each.name not in done]
-    return found
+    return measured
 
 
 def unfinished(plan: Sequence[Measurement], records: Mapping[str, Mapping[str, object]]) -> list[Measurement]:

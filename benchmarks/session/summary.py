@@ -11,14 +11,14 @@ _COLUMNS = ("measurement", "ended", "exit code", "seconds", "GPUs", "GPU peak Gi
 
 def summary(title: str, plan: Sequence[Measurement], records: Mapping[str, Mapping[str, Any]]) -> str:
     """Measurements that ran and that did not, the tables that several measurements share, and what each printed."""
-    found = [records[each.name] for each in plan if each.name in records]
-    parts = [f"# {title}", "\n".join([table_header(_COLUMNS), *map(_row, found)])]
+    measured = [records[each.name] for each in plan if each.name in records]
+    parts = [f"# {title}", "\n".join([table_header(_COLUMNS), *map(_row, measured)])]
     if missing := [each.name for each in plan if each.name not in records]:
         parts.append(f"Not measured: {', '.join(missing)}.")
-    parts += [f"Versions: {versions}." for versions in dict.fromkeys(record["versions"] for record in found)]
-    if joined := joined_tables([record["output"] for record in found]):
+    parts += [f"Versions: {versions}." for versions in dict.fromkeys(record["versions"] for record in measured)]
+    if joined := joined_tables([record["output"] for record in measured]):
         parts += ["## Tables of several measurements", *joined]
-    for record in found:
+    for record in measured:
         parts += [f"## {record['name']}", f"`{record['command']}`", record["output"].strip()]
         if record["ended"] == "failed":
             parts.append(f"```\n{record['errors']}\n```")
@@ -43,11 +43,11 @@ def markdown_tables(text: str) -> Iterator[list[str]]:
 
 def joined_tables(outputs: Sequence[str]) -> list[str]:
     """Tables of cases whose header several outputs have, in one each; of rows of one case the last one stays."""
-    found: dict[str, list[list[str]]] = {}
+    measured: dict[str, list[list[str]]] = {}
     for table in (table for output in outputs for table in markdown_tables(output)):
         if table[0].startswith("| case |"):
-            found.setdefault(table[0], []).append(table)
-    several = {header: tables for header, tables in found.items() if len(tables) > 1}
+            measured.setdefault(table[0], []).append(table)
+    several = {header: tables for header, tables in measured.items() if len(tables) > 1}
     return [
         "\n".join(
             [header, tables[0][1], *{line.split("|")[1]: line for table in tables for line in table[2:]}.values()]

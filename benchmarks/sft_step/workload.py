@@ -21,12 +21,12 @@ PROMPT_LOG_MEAN, RESPONSE_LOG_MEAN, LOG_STD = 5.0, 6.2, 0.8
 def lengths(number: int) -> list[tuple[int, int]]:
     """(prompt tokens, completion tokens) of each demonstration; with the end-of-sequence token at most `MAX_TOKENS`."""
     chance = random.Random(0)
-    found = []
+    measured = []
     for _ in range(number):
         prompt = min(int(chance.lognormvariate(PROMPT_LOG_MEAN, LOG_STD)) + 1, MAX_TOKENS // 2)
         completion = min(int(chance.lognormvariate(RESPONSE_LOG_MEAN, LOG_STD)) + 1, MAX_TOKENS - 1 - prompt)
-        found.append((prompt, completion))
-    return found
+        measured.append((prompt, completion))
+    return measured
 
 
 def rows(number: int) -> list[dict[str, str]]:

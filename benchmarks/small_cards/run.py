@@ -103,9 +103,9 @@ def medians(folder: Path, part: str) -> str:
     """Seconds of each phase and mismatch of log-probs after the first step of the newest run (with one step, of it)."""
     steps = Steps(run_folder(folder, part))
     names = [name for name in (steps.table.columns if steps.table else ()) if name.startswith("timing_s/")]
-    found = [f"{name[9:]} {seconds:.1f} s" for name in names if (seconds := steps.median(name)) >= 0.05]
+    measured = [f"{name[9:]} {seconds:.1f} s" for name in names if (seconds := steps.median(name)) >= 0.05]
     mismatch = steps.median("rollout/log_prob_mismatch")
-    return ", ".join([*found, *([] if math.isnan(mismatch) else [f"mismatch of log-probs {mismatch:.2g}"])])
+    return ", ".join([*measured, *([] if math.isnan(mismatch) else [f"mismatch of log-probs {mismatch:.2g}"])])
 
 
 def measure(folder: Path, part: str, args: argparse.Namespace, extra: Sequence[str]) -> int:

@@ -114,8 +114,8 @@ def differences(heads: int, key_heads: int, head_dim: int, *, device: str = "cud
         strict=True,
     )
     with torch.no_grad():
-        found = [float((ours.float() - theirs).norm() / theirs.norm()) for ours, theirs in pairs]
-    named = dict(zip(("output", "dq", "dk", "dv"), found, strict=True))
-    if not all(each < TOLERANCE for each in found):  # nan is above it, too
+        measured = [float((ours.float() - theirs).norm() / theirs.norm()) for ours, theirs in pairs]
+    named = dict(zip(("output", "dq", "dk", "dv"), measured, strict=True))
+    if not all(each < TOLERANCE for each in measured):  # nan is above it, too
         raise RuntimeError(f"FlashAttention-4 under TRL's attention differs from SDPA: {named}")
     return named

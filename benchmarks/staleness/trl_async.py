@@ -64,8 +64,8 @@ def use_flash4(folder: Path) -> None:
     flash4_for_trl.install(folder / "flash4_for_trl")
     shape = AutoConfig.from_pretrained(folder / "model")
     heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
-    found = ", ".join(f"{name} {value:.4f}" for name, value in flash4_for_trl.differences(*heads).items())
-    print(f"FlashAttention-4 under TRL's attention, relative difference from SDPA in float32: {found}", flush=True)
+    measured = ", ".join(f"{name} {value:.4f}" for name, value in flash4_for_trl.differences(*heads).items())
+    print(f"FlashAttention-4 under TRL's attention, relative difference from SDPA in float32: {measured}", flush=True)
 
 
 def config(args: argparse.Namespace, port: int) -> Any:

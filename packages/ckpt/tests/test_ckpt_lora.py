@@ -72,6 +72,8 @@ def test_peft_reads_adapters_and_merges_equal_its_own(base: Path, tmp_path: Path
     report = save_adapter(tmp_path / "adapter", trained(model), config)
     assert sorted(path.name for path in report.path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     assert report.num_tensors == len(list(trained(model)))
+    written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (written["peft_type"], written["task_type"], written["inference_mode"]) == ("LORA", None, True)
     model.save_pretrained(tmp_path / "theirs")
     ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "theirs"))
     assert ours.keys() == theirs.keys()
@@ -251,11 +253,3 @@ def test_refused_tensors_and_settings(base: Path, tmp_path: Path) -> None:
     with raises(ExportError, field="base"):
         export_merged(tmp_path / "out", tmp_path / "merged", base=tmp_path / "empty")
     assert not (tmp_path / "merged").exists()
-
-
-def test_the_configuration_is_plain_json(base: Path, tmp_path: Path) -> None:
-    model = adapted(base, CASES["plain"])
-    save_adapter(tmp_path / "out", trained(model), model.peft_config["default"].to_dict())
-    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
-    assert config["target_modules"] == ["q_proj", "v_proj"]
-    assert (config["peft_type"], config["task_type"], config["inference_mode"]) == ("LORA", None, True)

@@ -27,9 +27,10 @@ def test_names_and_shapes_are_compared(tmp_path: Path) -> None:
         check_model(checkpoint, "actor", model(bias=False))
     with raises(ArchitectureMismatchError, only_here=("2.weight", "2.bias")):
         check_model(checkpoint, "actor", torch.nn.Sequential(*model(), torch.nn.Linear(1, 1)))
-    (checkpoint.path / "models.json").write_text("{}")
-    with raises(CheckpointDamagedError, files=("models.json",)):
-        check_model(checkpoint, "actor", model())
+    for text in ("{}", "[" * 100_000):
+        (checkpoint.path / "models.json").write_text(text)
+        with raises(CheckpointDamagedError, files=("models.json",)):
+            check_model(checkpoint, "actor", model())
     manager.prepare(2)
     assert not check_model(manager.publish(2, state={}), "actor", model())
 

@@ -112,7 +112,10 @@ def _configured(settings: Sequence[str]) -> EngineConfig:
         section = values
         for part in sections:
             section = section.setdefault(part, {})
-        section[name] = yaml.safe_load(text)
+        try:
+            section[name] = yaml.safe_load(text)
+        except (ValueError, RecursionError, yaml.YAMLError) as error:
+            raise EngineConfigError(f"not YAML: {str(error).splitlines()[0]}", field=key, value=text) from None
     try:
         return TypeAdapter(EngineConfig).validate_python(values)
     except ValidationError as error:

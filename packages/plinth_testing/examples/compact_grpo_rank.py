@@ -18,8 +18,8 @@ def check_a_share(sequences: list[TokenSequence], data: st.DataObject) -> None:
     batch = pad([sequences[row] for row in own] or sequences[:1])
     if not own:  # no sequence on this rank: it takes part with a row that has no response
         batch, advantages = pad([TokenSequence(prompt_ids=(0, 0), response_ids=())]), [0.0]
-    found = example.gradient(batch, advantages, [[row] for row in range(len(advantages))])
-    torch.testing.assert_close(found, example.expected_gradient(sequences))
+    gradient = example.gradient(batch, advantages, [[row] for row in range(len(advantages))])
+    torch.testing.assert_close(gradient, example.expected_gradient(sequences))
 
 
 if __name__ == "__main__":

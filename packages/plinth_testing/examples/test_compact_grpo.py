@@ -78,9 +78,9 @@ def expected_gradient(sequences: list[TokenSequence]) -> Tensor:
 @given(some_batches)
 def test_masked_log_probs_are_those_of_each_response_token_alone(sequences: list[TokenSequence]) -> None:
     policy, batch = TinyPolicy(), pad(sequences, pad_id=3)
-    found = trainer.token_log_probs(policy, batch.input_ids_BL)
+    actual = trainer.token_log_probs(policy, batch.input_ids_BL)
     expected = torch.cat([one_by_one(policy, sequence) for sequence in sequences])
-    torch.testing.assert_close(found[mask_of(batch)], expected)
+    torch.testing.assert_close(actual[mask_of(batch)], expected)
 
 
 @PROPERTY
@@ -97,17 +97,17 @@ def test_any_split_into_micro_batches_gives_the_gradient_of_plain_loops(
     sequences: list[TokenSequence], data: st.DataObject
 ) -> None:
     splits = data.draw(packings([len(sequence.ids) for sequence in sequences], token_budget=12))
-    found = gradient(pad(sequences), some_advantages(len(sequences)), splits)
-    torch.testing.assert_close(found, expected_gradient(sequences))
+    actual = gradient(pad(sequences), some_advantages(len(sequences)), splits)
+    torch.testing.assert_close(actual, expected_gradient(sequences))
 
 
 @PROPERTY
 @given(groups(group_size=4))
 def test_advantages_of_a_group_do_not_depend_on_other_groups(drawn: ScoredGroups) -> None:
     scores = torch.tensor(drawn.scores, dtype=torch.float64)
-    found = trainer.group_advantages(scores, 4)
+    actual = trainer.group_advantages(scores, 4)
     for start in range(0, len(scores), 4):
-        group, own = scores[start : start + 4], found[start : start + 4]
+        group, own = scores[start : start + 4], actual[start : start + 4]
         torch.testing.assert_close(own, trainer.group_advantages(group, 4))
         torch.testing.assert_close(own, (group - group.mean()) / (group.std() + 1e-4))
 

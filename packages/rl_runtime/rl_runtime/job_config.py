@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, TypeVar
 
-from ds_engine import EngineConfig
+from ds_engine import EngineConfig, OptimConfig
 from rl_core import BatchConfig, ExtraRollout
 from rl_data import DataConfig
 from rollout_vllm import RolloutConfig, SamplingConfig
@@ -52,7 +52,7 @@ class JobConfig:
     task: TaskSize = field(default_factory=TaskSize)
     reward: ScoringConfig = field(default_factory=ScoringConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
-    actor: EngineConfig = field(default_factory=EngineConfig)
+    actor: EngineConfig = field(default_factory=lambda: EngineConfig(optim=OptimConfig(lr=None)))
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     episode: EpisodeConfig = field(default_factory=EpisodeConfig)
     oversampling: OversamplingConfig = field(default_factory=OversamplingConfig)

@@ -10,7 +10,10 @@ _THEIRS = {
     "data.columns.ground_truth": "label_key",
     "data.max_prompt_length": "prompt_max_len max_prompt_len",
     "sampling.max_tokens": "max_completion_length max_response_length generate_max_len max_new_tokens",
-    "sampling.n": "num_generations n_samples_per_prompt num_return_sequences",
+    "sampling.n": "rollout.n num_generations n_samples_per_prompt num_return_sequences",
+    "sampling.temperature": "rollout.temperature",
+    "sampling.top_p": "rollout.top_p",
+    "sampling.top_k": "rollout.top_k",
     "batch.train_batch_size": "rollout_batch_size generation_batch_size",
     "batch.mini_batch_size": "ppo_mini_batch_size gradient_accumulation_steps",
     "batch.micro_batch_size": "per_device_train_batch_size micro_train_batch_size ppo_micro_batch_size_per_gpu",
@@ -57,7 +60,8 @@ _THEIRS = {
     "trainer.take_turns": "vllm_enable_sleep vllm_enable_sleep_mode",
     "tracking.wandb_project": "report_to use_wandb project_name logger",
 }
-"""Our dotted key -> their names of it, without sections. `engine` and `optim` have other places in supervised apps."""
+"""Our dotted key -> their names of it, with the sections that matter. `engine` and `optim` have other places in
+supervised apps."""
 
 
 def _by_name() -> dict[str, list[str]]:

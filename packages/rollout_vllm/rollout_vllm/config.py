@@ -162,14 +162,16 @@ def check_request_length(max_prompt_tokens: int, max_tokens: int, max_model_len:
 class SamplingConfig:
     """Sampling settings. Every value is sent with every request, so the model's defaults never apply."""
 
-    n: int = 8  # samples per prompt (the group size)
+    n: int | None = None
+    """Samples per prompt (the group size). null: 8, unless an app chooses it."""
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
     """Samples from the most likely tokens whose probabilities add up to this; 1: all tokens."""
     top_k: int = -1  # -1: all tokens
     min_p: float = 0.0
     """Drops tokens less likely than this fraction of the most likely one; 0: none."""
-    max_tokens: int = 256  # maximum number of response tokens
+    max_tokens: int | None = None
+    """Maximum number of response tokens. null: 256, unless an app chooses it."""
     min_tokens: int = 0
     """Minimum number of response tokens before an end-of-sequence or stop token."""
     stop_token_ids: tuple[int, ...] = ()  # in addition to the model's end-of-sequence token
@@ -181,16 +183,27 @@ class SamplingConfig:
     repetition_penalty: float = 1.0
     """vLLM's penalty of tokens that the prompt or the response contains; 1: none."""
 
+    @property
+    def num_samples(self) -> int:
+        """`n`, or its default."""
+        return 8 if self.n is None else self.n
+
+    @property
+    def response_tokens(self) -> int:
+        """`max_tokens`, or its default."""
+        return 256 if self.max_tokens is None else self.max_tokens
+
     def __post_init__(self) -> None:
-        _require_positive(self, ("n", "max_tokens", "repetition_penalty"))
+        _require_positive(self, ("n", "max_tokens"), or_none=True)
+        _require_positive(self, ("repetition_penalty",))
         require(self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or more")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "greater than 0 and at most 1")
         require(self.top_k == -1 or self.top_k > 0, "top_k", self.top_k, "-1 (all tokens) or greater than 0")
         require(0 <= self.min_p <= 1, "min_p", self.min_p, "in 0..1")
-        ok = 0 <= self.min_tokens <= self.max_tokens
-        require(ok, "min_tokens", self.min_tokens, f"in 0..max_tokens ({self.max_tokens})")
+        ok = 0 <= self.min_tokens <= self.response_tokens
+        require(ok, "min_tokens", self.min_tokens, f"in 0..max_tokens ({self.response_tokens})")
         ids_fit = all(0 <= token < 2**31 for token in self.stop_token_ids)
         require(ids_fit, "stop_token_ids", self.stop_token_ids, "token ids, 0 or more")
         require(all(self.stop), "stop", self.stop, "texts that are not empty")
-        greedy_group = self.temperature == 0 and self.n > 1
-        require(not greedy_group, "n", self.n, "1 when temperature is 0 (greedy samples would all be equal)")
+        greedy_group = self.temperature == 0 and self.num_samples > 1
+        require(not greedy_group, "n", self.num_samples, "1 when temperature is 0 (greedy samples would all be equal)")

@@ -23,7 +23,7 @@ from .config.redaction import redact, secrets_in, yaml_without_secrets
 from .config.schema import all_paths, nearest_paths
 from .errors import OWN_PACKAGES, ConfigError
 from .signals import signals_as_exceptions
-from .terminal import Terminal, encodable, lasting_streams
+from .terminal import lasting_streams
 from .tracking.metrics_table import is_disk_full
 
 ConfigT = TypeVar("ConfigT")
@@ -45,6 +45,7 @@ def _is_own(error: BaseException) -> bool:
     return any(base.__module__.partition(".")[0] in OWN_PACKAGES for base in type(error).__mro__)
 
 
+@lasting_streams()
 def run_cli(
     config_cls: type[ConfigT],
     main: Callable[[ConfigT], int | None],
@@ -120,7 +121,7 @@ def _load(cls: type[ConfigT], files: Sequence[Path], overrides: Sequence[str]) -
 def _run(main: Callable[[ConfigT], int | None], config: ConfigT, app_name: str) -> NoReturn:
     token = INVOKED_AS.set(app_name)
     try:
-        with lasting_streams(), signals_as_exceptions():
+        with signals_as_exceptions():
             code = main(config)
     except KeyboardInterrupt:
         _say("interrupted")
@@ -147,8 +148,8 @@ def _print_redacted(_kind: object, error: BaseException, _trace: object) -> None
 
 
 def _say(text: str) -> None:
-    """Print to stderr without secrets, if there is still one."""
-    print(redact(text), file=Terminal(sys.stderr), flush=True)
+    """Print to stderr without secrets."""
+    print(redact(text), file=sys.stderr, flush=True)
 
 
 def _parse(
@@ -213,12 +214,7 @@ def _named_file(kind: str, name: str, preset_dir: Path | None, problems: list[Co
 
 
 def _print_and_exit(text: str) -> NoReturn:
-    try:
-        sys.stdout.write(encodable(text, sys.stdout))
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # `--help | head` closed the pipe: redirect stdout so that the interpreter's final flush stays quiet.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(text, end="")
     raise SystemExit(0)
 
 

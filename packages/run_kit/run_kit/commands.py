@@ -9,16 +9,14 @@ The function takes the arguments after NAME and returns an exit code, or ends th
 import ast
 import difflib
 import importlib.util
-import io
 import os
-import select
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, distributions, entry_points
 from pathlib import Path
 
 from .cli import INVOKED_AS
+from .terminal import lasting_streams
 
 GROUP = "plinth.commands"
 _HELP = ("--help", "-h", "help")
@@ -36,11 +34,10 @@ def registered() -> dict[str, EntryPoint]:
     return {command.name: command for command in sorted(entry_points(group=GROUP), key=lambda command: command.name)}
 
 
+@lasting_streams()
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command, lists them all, or prints the versions; returns 2 for an unknown command."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # not None, nor a test's
-        sys.stdout.reconfigure(errors="backslashreplace")
     commands = registered()
     if len(arguments) > 1 and arguments[0] in _HELP:
         arguments = [*arguments[1:], "--help"]
@@ -66,13 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     _find_modules_of_working_folder()
     INVOKED_AS.set(f"plinth {name}")
-    try:
-        code = command(arguments[1:])
-        sys.stdout.flush()
-    except BrokenPipeError:
-        if not _has_lost_its_reader():
-            raise
-        return 128 + signal.SIGPIPE
+    code = command(arguments[1:])
     return code if isinstance(code, int) else 0
 
 
@@ -85,16 +76,6 @@ def overview(commands: Mapping[str, EntryPoint]) -> str:
         known = [f"  {name:<{width}}  {summary(commands[name])}" for name in names if name in commands]
         lines += ["", title, *known] if known else []
     return "\n".join(lines)
-
-
-def _has_lost_its_reader() -> bool:
-    """True if stdout is a pipe that nothing reads, as in `plinth doctor | head`; drops the rest of the output then."""
-    stdout = select.poll()
-    stdout.register(1, 0)
-    lost = bool(stdout.poll(0))
-    if lost:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    return lost
 
 
 def versions() -> list[str]:

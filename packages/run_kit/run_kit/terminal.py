@@ -1,6 +1,7 @@
 """Standard streams that cannot end a run: the terminal may be ASCII, be closed, or be a full disk."""
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -54,14 +55,22 @@ class Terminal:
     def log(self) -> None:
         """From now on the text is logged as well."""
         self.is_logged = True
-        if self.lost is not None:
-            self._lose(self.lost)
+        if isinstance(self._stream, Terminal):
+            self._stream.log()
+
+    def end(self) -> None:
+        """Ends the program with 128 + SIGPIPE, or with 1 and the reason, if text was lost that no log has."""
+        self.flush()
+        if self.lost is not None and not self.is_logged:
+            if isinstance(self.lost, BrokenPipeError):
+                raise SystemExit(128 + signal.SIGPIPE)
+            print(f"error: standard output: {self.lost}", file=sys.stderr)
+            raise SystemExit(1)
 
     def _lose(self, error: OSError | ValueError) -> None:
         self.lost = error
-        if self.is_logged:  # else Python fails again when it flushes the stream at the end
-            with suppress(OSError, ValueError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+        with suppress(OSError, ValueError):  # else Python fails again when it flushes the stream at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -69,14 +78,16 @@ class Terminal:
 
 @contextmanager
 def lasting_streams() -> Iterator[None]:
-    """Standard streams of a program as Terminals; the loss of a stdout that no log has is raised at the end."""
+    """Standard streams of a program as Terminals. A program that would end well does not if `stdout.end` says so."""
     stdout, stderr = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = out, err = Terminal(stdout), Terminal(stderr)
     try:
         yield
-        out.flush()
-        if out.lost is not None and not out.is_logged:
-            raise out.lost
+        out.end()
+    except SystemExit as ended:
+        if ended.code in (0, None):
+            out.end()
+        raise
     finally:
         # If other code wrapped the streams later, leave its wrappers in place; these still pass text through.
         sys.stdout = stdout if sys.stdout is out else sys.stdout

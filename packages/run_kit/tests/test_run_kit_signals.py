@@ -147,6 +147,18 @@ def test_a_signal_during_a_call_of_ray_is_the_one_that_ends_the_run(tmp_path: Pa
     assert '"message": "by SIGTERM"' in (run / "run.json").read_text()
 
 
+def test_a_second_signal_does_not_interrupt_the_cleanup(capfd: pytest.CaptureFixture[str]) -> None:
+    cleaned = []
+    with pytest.raises(SystemExit) as ended, signals_as_exceptions():  # noqa: PT012
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            cleaned.append(True)
+    assert (ended.value.code, cleaned) == (143, [True])
+    assert "still cleaning up" in capfd.readouterr().err
+
+
 def test_another_exit_after_a_signal_keeps_its_code() -> None:
     def main() -> None:
         with signals_as_exceptions():

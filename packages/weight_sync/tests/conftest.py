@@ -14,7 +14,7 @@ import weight_sync_helpers as helpers
 
 @pytest.fixture(autouse=True)
 def skip_for_missing_routes() -> Iterator[None]:
-    """What this vLLM cannot be asked is reported as skipped; the rest of the test has run."""
+    """Questions that this vLLM cannot answer are reported as skipped; the rest of the test has run."""
     helpers.UNASKED.clear()
     yield
     if helpers.UNASKED:

@@ -198,9 +198,9 @@ def test_every_family_computes_with_the_pushed_weights(tmp_path: Path) -> None:
     arguments = [f"{name}:{family[-1]}" for name, family in FAMILIES.items()]
     script = Path(__file__).with_name("weight_sync_families_worker.py")
     text = run_script(script, tmp_path, *arguments, timeout_s=1800)
-    found = [json.loads(line.removeprefix("family ")) for line in text.splitlines() if line.startswith("family ")]
-    assert [row["family"] for row in found] == list(FAMILIES)
-    for row in found:
+    reported = [json.loads(line.removeprefix("family ")) for line in text.splitlines() if line.startswith("family ")]
+    assert [row["family"] for row in reported] == list(FAMILIES)
+    for row in reported:
         assert "error" not in row, row
         assert row["moved"] > 0.5, row
         assert max(*row["auto"], *row["layerwise"]) <= 1e-4, row

@@ -55,11 +55,11 @@ class Cache:
         request = Request(f"r{self.num_started}", list(tokens), params, None, block_hasher=hasher)
         self.num_started += 1
         self.policy[request.request_id] = self.version
-        found, num_found, *_ = self.manager.get_computed_blocks(request)
-        assert all(self.computed_by[block.block_id] == self.version for block in found.blocks[0])
+        blocks, num_found, *_ = self.manager.get_computed_blocks(request)
+        assert all(self.computed_by[block.block_id] == self.version for block in blocks.blocks[0])
         self.num_hits += num_found
         count = max(1, min(num_prefilled, len(tokens) - num_found))
-        assert self.manager.allocate_slots(request, count, num_found, found) is not None
+        assert self.manager.allocate_slots(request, count, num_found, blocks) is not None
         self._computed(request, num_found, num_found + count)
         self.running.append(request)
 

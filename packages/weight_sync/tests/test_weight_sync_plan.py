@@ -130,6 +130,20 @@ def test_slots_that_overlap_or_leave_their_bucket_are_rejected(manifest: WeightM
             BucketPlan.from_json(BucketPlan(buckets, plan_module._digest(buckets)).to_json())
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 4.0, True])
+@pytest.mark.parametrize("place", ["shape", "offset", "nbytes", "reserved_bytes", "bucket"])
+def test_sizes_that_are_no_whole_numbers_are_rejected(place: str, number: float) -> None:
+    """Python's JSON has NaN, which no comparison finds too large."""
+    (bucket,) = plan_buckets(WeightManifest.of([TensorEntry(name="w", shape=(4,), dtype="int8")]), 1024).buckets
+    wrong: Any = (number,) if place == "shape" else number
+    if place == "bucket":
+        bucket = dataclasses.replace(bucket, nbytes=wrong)
+    else:
+        bucket = dataclasses.replace(bucket, slots=(dataclasses.replace(bucket.slots[0], **{place: wrong}),))
+    with raises(WeightManifestError, field="buckets.0"):
+        BucketPlan.from_json(BucketPlan((bucket,), plan_module._digest((bucket,))).to_json())
+
+
 def test_errors_can_be_pickled() -> None:
     for error in (ServerError("http://a", "POST /x", 500, "no"), ReceiverError("plan", "w", "wrong", "here")):
         again = pickle.loads(pickle.dumps(error))

@@ -147,12 +147,12 @@ def test_a_module_is_complete_with_the_last_copy_into_its_processed_parameters(m
             with pytest.raises(ReceiverError, match="elements are missing"):
                 arrivals.check_complete("are missing")
         left[id(copy.target)] -= 1
-        found = arrivals.completed_by(copy)
-        completed.update(map(id, found))
-        assert not any(left[id(target)] for target in found)
+        completed_now = arrivals.completed_by(copy)
+        completed.update(map(id, completed_now))
+        assert not any(left[id(target)] for target in completed_now)
         own = [t for t in targets if t.module is copy.target.module and t.received and not t.in_place]
         expected = [copy.target] if copy.target.in_place else own
-        assert found == (expected if not any(left[id(target)] for target in expected) else [])
+        assert completed_now == (expected if not any(left[id(target)] for target in expected) else [])
     arrivals.check_complete("are missing")
     assert completed == dict.fromkeys((id(target) for target in targets if target.received), 1)
 

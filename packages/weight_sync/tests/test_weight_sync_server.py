@@ -240,7 +240,7 @@ class ChangingSource:
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "named"),
     [
         ("model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.gate_up_proj.weight"),
         ("model.embed_tokens.weight", "model.embed_tokens.weight"),
@@ -248,7 +248,7 @@ class ChangingSource:
     ],
 )
 def test_verify_compares_every_byte(
-    recovered: Server, new_model: Any, name: str, found: str, monkeypatch: pytest.MonkeyPatch
+    recovered: Server, new_model: Any, name: str, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SyncConfig, "bucket_bytes", lambda *_: 60_000)
     config = SyncConfig(verify=True)
@@ -256,7 +256,7 @@ def test_verify_compares_every_byte(
         assert pusher.push(1).num_attempts == 1
     assert_serves(recovered, new_model)
     pusher = WeightPusher(ChangingSource(new_model, name), [recovered], config)
-    with pusher, raises(ReceiverError, tensor=found):
+    with pusher, raises(ReceiverError, tensor=named):
         pusher.push(2)
     assert is_paused(recovered)
 

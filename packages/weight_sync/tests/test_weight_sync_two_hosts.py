@@ -55,7 +55,7 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Resources:
-    """What a pusher may leave behind in this process."""
+    """Threads and descriptors that a pusher may leave behind in this process."""
 
     threads: set[str]
     descriptors: list[str]

@@ -90,30 +90,30 @@ def largest_difference(ours: list[float], theirs: list[float]) -> float:
 
 def check(folder: Path, dtype: str) -> dict[str, Any]:
     """Differences of log-probs after pushes, from before and from a fresh start with the pushed weights."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     fresh = Served(folder / "new", dtype).log_probs()
     served = Served(folder / "old", dtype)
     before = served.log_probs()
-    found["moved"] = largest_difference(before, fresh)
+    result["moved"] = largest_difference(before, fresh)
     for layerwise in (False, True):
         served.push(folder / "old", layerwise=layerwise)
         same = largest_difference(served.log_probs(), before)
         served.push(folder / "new", layerwise=layerwise)
         other = largest_difference(served.log_probs(), fresh)
-        found["layerwise" if layerwise else "auto"] = [same, other]
+        result["layerwise" if layerwise else "auto"] = [same, other]
     try:
         served.push(folder / "old", corrupts=True)
     except ReceiverError as error:
-        found["corruption"] = error.kind
-    return found
+        result["corruption"] = error.kind
+    return result
 
 
 if __name__ == "__main__":
     for argument in sys.argv[2:]:
         family, _, dtype = argument.partition(":")
         try:
-            found = check(Path(sys.argv[1]) / family, dtype or "float32")
+            result = check(Path(sys.argv[1]) / family, dtype or "float32")
         except Exception as error:
             traceback.print_exc()
-            found = {"error": f"{type(error).__name__}: {error}"[:2000]}
-        print("family", json.dumps({"family": family, **found}), flush=True)
+            result = {"error": f"{type(error).__name__}: {error}"[:2000]}
+        print("family", json.dumps({"family": family, **result}), flush=True)

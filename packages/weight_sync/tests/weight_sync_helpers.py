@@ -300,7 +300,7 @@ class ServerKillingSource:
 
 
 def is_paused(server: Server) -> bool:
-    """Whether the server is paused."""
+    """True if the server is paused."""
     return bool(call(server, "GET", "/is_paused")[1]["is_paused"])
 
 

@@ -134,6 +134,9 @@ def _check(buckets: Sequence[Bucket]) -> None:
     """Reject a plan from the wire that would read outside its buckets or name a tensor twice."""
     entries = []
     for bucket in buckets:
+        sizes = [n for slot in bucket.slots for n in (*slot.shape, slot.offset, slot.nbytes, slot.reserved_bytes)]
+        if any(type(size) is not int for size in (bucket.nbytes, *sizes)):  # JSON has NaN, which compares as fitting
+            raise WeightManifestError(field=f"buckets.{bucket.index}", allowed="sizes that are whole numbers")
         end = 0
         for slot in bucket.slots:
             entry = TensorEntry(name=slot.name, shape=slot.shape, dtype=slot.dtype)

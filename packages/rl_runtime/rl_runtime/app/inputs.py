@@ -353,10 +353,10 @@ def check_context(model: ModelConfig, samplings: Mapping[str, SamplingConfig]) -
     if not isinstance(most, int) or not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
         return
     for section, sampling in samplings.items():
-        if sampling.max_tokens >= most:
+        if sampling.response_tokens >= most:
             raise InputError(
                 f"the model at {model.path} has {most} positions (max_position_embeddings) for prompt and response",
                 field=f"{section}.max_tokens",
-                value=sampling.max_tokens,
+                value=sampling.response_tokens,
                 allowed=f"at most {most - 1}",
             )

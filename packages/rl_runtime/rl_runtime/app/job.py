@@ -105,7 +105,7 @@ def job_layout(
     check_sequence_parallel(engine, section=section, num_ranks=num_ranks)
     sp = engine.sequence_parallel
     try:
-        return batch_layout(config.batch, samples_per_prompt=config.sampling.n, dp=num_ranks // sp, sp=sp)
+        return batch_layout(config.batch, samples_per_prompt=config.sampling.num_samples, dp=num_ranks // sp, sp=sp)
     except BatchError as error:
         raise InputError(
             error.problem,
@@ -141,7 +141,7 @@ def check_job(config: JobConfig, engines: Mapping[str, tuple[EngineConfig, int]]
     samplings = list(sections.values())
     check_lengths(config.rollout, config.data, samplings)
     check_context(config.model, sections)
-    longest = config.data.max_prompt_length + max(sampling.max_tokens for sampling in samplings)
+    longest = config.data.max_prompt_length + max(sampling.response_tokens for sampling in samplings)
     check_reward_model(config.model, config.reward, longest=longest)
     check_servers(config.model, config.rollout, config.sync, config.trainer, placement)
     check_cluster(config.model, config.trainer, placement)

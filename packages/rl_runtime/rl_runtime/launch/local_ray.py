@@ -65,12 +65,13 @@ def check_local_ray() -> None:
                 remedy="free space there, or set TMPDIR (for Ray alone RAY_TMPDIR) to a short path on another disk",
             )
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if limit != resource.RLIM_INFINITY and limit < _OBJECT_STORE_BYTES:
+    needed = 2 * _OBJECT_STORE_BYTES  # and a bucket of weights
+    if limit != resource.RLIM_INFINITY and limit < needed:
         raise InputError(
-            "Ray's object store is a larger file",
+            "Ray's object store and the buckets of weights are larger files",
             field="ulimit -f",
             value=f"{limit:,} bytes",
-            allowed=f"at least {_OBJECT_STORE_BYTES:,} bytes, and a checkpoint's largest file",
+            allowed=f"at least {needed:,} bytes, and a checkpoint's largest file",
             remedy="ulimit -f unlimited",
         )
 

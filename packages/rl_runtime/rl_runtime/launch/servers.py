@@ -28,7 +28,7 @@ from .placement import Placement
 def check_lengths(rollout: RolloutConfig, data: DataConfig, samplings: Sequence[SamplingConfig]) -> None:
     """Raises rollout_vllm.RequestTooLongError if the longest prompt and response exceed the servers' context."""
     with prefix_fields("rollout"):
-        check_request_length(data.max_prompt_length, max(s.max_tokens for s in samplings), rollout.max_model_len)
+        check_request_length(data.max_prompt_length, max(s.response_tokens for s in samplings), rollout.max_model_len)
 
 
 def check_servers(

@@ -30,6 +30,7 @@ from ..training.teacher_config import TeacherConfig
 from .engines import resolve_compile, resolve_kernels, resolve_learning_rate
 from .instruction import resolve_instruction
 from .memory import longest_sequence, read_model_shape, resolve_memory, resolve_sizes, samples_per_server
+from .own_model import ModelFacts, choose_defaults, read_facts
 from .resolved import ResolvedConfig, device_warning, with_fetched_files
 
 _MOST_SEQUENCES = 512
@@ -60,6 +61,7 @@ def resolve_job(config: JobConfigT) -> ResolvedConfig[JobConfigT]:
         host_cores=devices.host_cores,
         frozen_shapes={model.key: read_model_shape(model.path, key=model.key) for model in frozen},
         untested=untested_vllm(),
+        facts=read_facts(config.model.path),
     )
     return replace(resolve_instruction(resolved), warning=device_warning(config.trainer))
 
@@ -73,6 +75,7 @@ def resolve_job_for(
     host_cores: Sequence[int] = (2,),
     frozen_shapes: Mapping[str, ModelShape | None] = _NO_SHAPES,
     untested: str | None = None,
+    facts: ModelFacts | None = None,
 ) -> ResolvedConfig[JobConfigT]:
     """The rule of `resolve_job`, as a pure function.
 
@@ -82,12 +85,14 @@ def resolve_job_for(
         host_bytes: free memory of this host, or of all hosts; None: unknown, and not limited.
         host_cores: CPU cores of each host.
         frozen_shapes: sizes of `config.frozen_models` by their keys; None: as for `shape`.
+        facts: those from which the defaults of a user's model follow; None: the built-in model.
         untested: why the installed vLLM is none of the tested versions; None: it is one.
 
     Raises:
         InputError: the training states alone exceed a GPU, or what turns move exceeds the host's memory.
     """
     resolved = ResolvedConfig.on_devices(config, gpus).on_trainer_device(on_gpu=bool(gpus))
+    resolved = _resolve_for_model(resolved, facts, on_gpu=bool(gpus))
     resolved = _resolve_processes(resolved, len(gpus))
     resolved = _resolve_correction(resolved)
     resolved = _resolve_running_requests(resolved, untested)
@@ -120,6 +125,26 @@ def resolve_traces(resolved: ResolvedConfig[JobConfigT], run: Path) -> ResolvedC
         return resolved
     folder = str(run / "profile" / "servers")
     return resolved.with_consequence("rollout.profile_dir", folder, "trainer.profile_steps")
+
+
+def _resolve_for_model(
+    resolved: ResolvedConfig[JobConfigT], facts: ModelFacts | None, *, on_gpu: bool
+) -> ResolvedConfig[JobConfigT]:
+    """Learning rates, samples, response length and KL."""
+    config = resolved.config
+    chosen = choose_defaults(
+        facts,
+        lora={model.section: model.engine.lora is not None for model in config.models},
+        prompt_tokens=config.data.max_prompt_length,
+        learned_reward=config.reward.model is not None or config.reward.service != "http",
+        on_gpu=on_gpu,
+    )
+    for key, (value, why) in chosen.items():
+        if hasattr(config, key.partition(".")[0]):
+            resolved = resolved.with_default(key, value, why, listed=facts is not None)
+    resolved = resolved.with_default("validation.n", 1, "the default", listed=False)
+    tokens = resolved.config.sampling.response_tokens
+    return resolved.with_default("validation.max_tokens", tokens, "as sampling.max_tokens", listed=False)
 
 
 # ------------------------------------------------------------------ processes
@@ -156,7 +181,7 @@ def divides(config: JobConfig, num_ranks: int) -> bool:
         if ranks % sp:
             return False
         try:
-            batch_layout(config.batch, samples_per_prompt=config.sampling.n, dp=ranks // sp, sp=sp)
+            batch_layout(config.batch, samples_per_prompt=config.sampling.num_samples, dp=ranks // sp, sp=sp)
         except BatchError:
             return False
     return True
@@ -191,7 +216,7 @@ def _resolve_running_requests(resolved: ResolvedConfig[JobConfigT], untested: st
 
 def _resolve_length_shaping(resolved: ResolvedConfig[JobConfigT]) -> ResolvedConfig[JobConfigT]:
     """DAPO's buffer before the longest response."""
-    algorithm, max_tokens = getattr(resolved.config, "algorithm", None), resolved.config.sampling.max_tokens
+    algorithm, max_tokens = getattr(resolved.config, "algorithm", None), resolved.config.sampling.response_tokens
     if algorithm is None or not algorithm.overlong_penalty:
         return resolved
     why = "a fifth of sampling.max_tokens"
@@ -214,7 +239,7 @@ def _resolve_server_modes(resolved: ResolvedConfig[JobConfigT]) -> ResolvedConfi
     if teacher is None:
         return resolved
     why = "the longest prompt and response, and one token more"
-    longest = resolved.config.data.max_prompt_length + resolved.config.sampling.max_tokens + 1
+    longest = resolved.config.data.max_prompt_length + resolved.config.sampling.response_tokens + 1
     resolved = resolved.with_default("teacher.server.max_model_len", longest, why, listed=False)
     return resolved.with_consequence("teacher.server.log_probs", False, "a teacher samples nothing")
 

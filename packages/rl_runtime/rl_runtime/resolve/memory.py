@@ -64,12 +64,12 @@ def read_model_shape(path: str, *, key: str = "model.path") -> ModelShape | None
 def samples_per_server(config: JobConfig) -> int:
     """Samples of a step that a server generates at most."""
     prompts = config.batch.train_batch_size + config.oversampling.extra_prompts
-    return -(-prompts * config.sampling.n // config.rollout.server_count)
+    return -(-prompts * config.sampling.num_samples // config.rollout.server_count)
 
 
 def longest_sequence(config: JobConfig) -> int:
     """Tokens of the longest prompt and response."""
-    return config.data.max_prompt_length + max(config.sampling.max_tokens, config.validation.max_tokens)
+    return config.data.max_prompt_length + max(config.sampling.response_tokens, config.validation.response_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

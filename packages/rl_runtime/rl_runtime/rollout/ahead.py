@@ -128,7 +128,7 @@ class RolloutsAhead:
             group = self._groups.pop(ticket.number)
             _cancel(group)
             request = group.start if isinstance(group.start, Request) else group.start.request
-            fresh = Group.fresh(request, self._rollouts.sampling.n)
+            fresh = Group.fresh(request, self._rollouts.sampling.num_samples)
             gone.append(fresh.without(fresh.samples, "stale", "its policy has become too old"))
         if gone:
             self._draw(step, len(gone))
@@ -213,14 +213,14 @@ class RolloutsAhead:
         partial = {group.prompt_id: group for group in unfinished}
         return {
             "schedule": self._schedule.state_dict(),
-            "num_samples": self._rollouts.sampling.n,
+            "num_samples": self._rollouts.sampling.num_samples,
             "groups": {str(number): self._group_state(group, partial) for number, group in self._groups.items()},
         }
 
     def _group_state(self, group: _Held, partial: Mapping[str, Group]) -> dict[str, Any]:
         start = partial.get(group.start.prompt_id, group.start)
         if isinstance(start, Request):
-            start = Group.fresh(start, self._rollouts.sampling.n)
+            start = Group.fresh(start, self._rollouts.sampling.num_samples)
         state = to_state(start if group.scored is None else group.scored)
         return state | {"is_scored": group.scored is not None}
 

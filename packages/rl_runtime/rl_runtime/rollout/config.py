@@ -90,7 +90,7 @@ DYNAMIC_SAMPLING = Feature(
         only(
             "dynamic_sampling.max_rounds",
             0,
-            when=lambda c: c.sampling.n < 2,
+            when=lambda c: c.sampling.num_samples < 2,
             why="and with sampling.n=1 no scores are compared within a group",
         ),
     ),

@@ -138,7 +138,7 @@ class RolloutPhase:
 
     def min_samples(self, sampling: SamplingConfig) -> int:
         """Scored samples that a group needs so that they can be compared."""
-        return 1 if self._extra_rollout is not None else min(2, sampling.n)
+        return 1 if self._extra_rollout is not None else min(2, sampling.num_samples)
 
     def validate(
         self,
@@ -163,10 +163,10 @@ class RolloutPhase:
         groups = self._client.run(_all(scoring))
         if finish is not None:
             groups = with_final_scores(groups, finish)
-        results = self._client.run(self._results(prompts, groups, vote=sampling.n > 1))
+        results = self._client.run(self._results(prompts, groups, vote=sampling.num_samples > 1))
         self._client.run(self._meter.read(1.0))  # so that the metrics of the next step exclude the validation
         self.check_scorer(step)
-        validation = Validation(prompts=tuple(results), num_samples_per_prompt=sampling.n)
+        validation = Validation(prompts=tuple(results), num_samples_per_prompt=sampling.num_samples)
         if not validation.num_samples:
             raise RolloutFailed(
                 f"validation after step {step}: no sample was generated and scored: {validation.failure}"
@@ -256,7 +256,7 @@ class RolloutPhase:
             groups = await runs.first(whole, sampling, num_groups=wanted, keep_rest=keep, on_group=on_group)
             ended = {group.prompt_id for group in groups}
             if keep:
-                self._partial = [Group.fresh(one, sampling.n) for one in whole if one.prompt_id not in ended]
+                self._partial = [Group.fresh(one, sampling.num_samples) for one in whole if one.prompt_id not in ended]
         elif num_groups is not None and num_groups < len(requests):
             _, self._partial = await self._client.generate_first(
                 requests, sampling, num_groups=num_groups, keep_rest=keep, on_group=on_group

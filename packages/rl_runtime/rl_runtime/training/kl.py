@@ -13,7 +13,7 @@ class KlCoefficient:
     """The coefficient of the KL term: `kl_coef`, or adapted to `kl_target` after each step and saved in checkpoints."""
 
     def __init__(self, config: PolicyConfig) -> None:
-        start, target, horizon = config.kl_coef, config.kl_target, config.kl_horizon
+        start, target, horizon = config.kl_coef or 0.0, config.kl_target, config.kl_horizon
         self._controller: FixedKL | AdaptiveKL = FixedKL(coefficient=start)
         if target is not None:
             self._controller = AdaptiveKL(coefficient=start, target=target, horizon=horizon)

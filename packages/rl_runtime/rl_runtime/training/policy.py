@@ -44,8 +44,9 @@ class PolicyConfig:
     null: no bound."""
     loss_aggregation: LossAggregation = "token_mean"
     """Aggregation of per-token losses; `fixed_length` (Dr. GRPO) divides by sampling.max_tokens."""
-    kl_coef: float = 0.0
-    """Coefficient of the KL term to the reference model; 0 builds no reference model."""
+    kl_coef: float | None = None
+    """Coefficient of the KL term to the reference model; 0 builds no reference model. null: 0 with rewards of a rule,
+    which cannot be exploited, and 0.01 with a reward model."""
     kl_kind: KLKind = "k3"
     """KL estimator (Schulman, 'Approximating KL divergence')."""
     kl_in: Literal["loss", "reward"] = "loss"
@@ -132,11 +133,11 @@ class PolicyConfig:
                 )
 
     def _check_kl(self) -> None:
-        check_value(self, "kl_coef", 0 <= self.kl_coef < math.inf, "0 or more")
+        check_value(self, "kl_coef", 0 <= (self.kl_coef or 0) < math.inf, "0 or more")
         if self.kl_target is not None:
             check_value(self, "kl_target", 0 < self.kl_target < math.inf, "above 0, or null")
-            problem, remedy = "kl_coef is 0 and cannot adapt", "give kl_coef a positive start value"
-            check_value(self, "kl_target", self.kl_coef > 0, "null", problem=problem, remedy=remedy)
+            problem, remedy = "kl_coef is 0 or null and cannot adapt", "give kl_coef a positive start value"
+            check_value(self, "kl_target", bool(self.kl_coef), "null", problem=problem, remedy=remedy)
         check_value(self, "kl_horizon", 0 < self.kl_horizon < math.inf, "above 0")
 
     def _check_overlong(self) -> None:
@@ -155,7 +156,7 @@ POLICY_FEATURES = (
             Rule(
                 field="sampling.n",
                 allowed="2 or more",
-                holds=lambda c: c.sampling.n >= 2,
+                holds=lambda c: c.sampling.num_samples >= 2,
                 why="which compares the samples of a prompt",
                 remedy="reinforce_pp and remax work with 1",
             ),
@@ -172,7 +173,7 @@ POLICY_FEATURES = (
             Rule(
                 field="algorithm.overlong_buffer",
                 allowed="at most sampling.max_tokens",
-                holds=lambda c: c.algorithm.overlong_buffer <= c.sampling.max_tokens,
+                holds=lambda c: c.algorithm.overlong_buffer <= c.sampling.response_tokens,
             ),
         ),
     ),

@@ -176,8 +176,13 @@ class RolloutClient(BalancedClient):
         return self.run(self.generate(requests, sampling, on_group=on_group, deadline_s=deadline_s))
 
     def _run_of(self, request: Request | Group, sampling: SamplingConfig) -> GroupRun:
-        start = Group.fresh(request, sampling.n) if isinstance(request, Request) else request
-        require(len(start.samples) == sampling.n, "n", sampling.n, f"{len(start.samples)}, as in {start.prompt_id}")
+        start = Group.fresh(request, sampling.num_samples) if isinstance(request, Request) else request
+        require(
+            len(start.samples) == sampling.num_samples,
+            "n",
+            sampling.num_samples,
+            f"{len(start.samples)}, as in {start.prompt_id}",
+        )
         return GroupRun(start, sampling, self._runner, self._urls, self.config.max_model_len)
 
     async def _group(self, run: GroupRun, end: float | None) -> Group:

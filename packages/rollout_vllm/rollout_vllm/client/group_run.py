@@ -30,7 +30,7 @@ def extend(part: Sample, choice: Choice, sampling: SamplingConfig, *, version: i
     if part.log_probs is not None and choice.log_probs is not None:
         log_probs = np.concatenate([part.log_probs, choice.log_probs])
     reason = None if choice.finish_reason == "abort" else choice.finish_reason
-    if reason is None and len(ids) >= sampling.max_tokens:
+    if reason is None and len(ids) >= sampling.response_tokens:
         reason = "length"  # interrupted after its last token
     return dataclasses.replace(
         part,
@@ -45,7 +45,7 @@ def extend(part: Sample, choice: Choice, sampling: SamplingConfig, *, version: i
 def remaining(part: Sample, sampling: SamplingConfig) -> SamplingConfig:
     """The sampling settings of the request that resumes `part`."""
     done = len(part.response_ids)
-    max_tokens = sampling.max_tokens - done
+    max_tokens = sampling.response_tokens - done
     return dataclasses.replace(sampling, n=1, max_tokens=max_tokens, min_tokens=max(0, sampling.min_tokens - done))
 
 
@@ -83,9 +83,9 @@ class GroupRun:
 
     async def run(self) -> None:
         unfinished = self._unfinished(range(len(self.parts)))
-        wanted = len(self.request.prompt_ids) + self._sampling.max_tokens
+        wanted = len(self.request.prompt_ids) + self._sampling.response_tokens
         if unfinished and self._max_len is not None and wanted > self._max_len:
-            sizes = f"prompt of {len(self.request.prompt_ids)} + max_tokens {self._sampling.max_tokens}"
+            sizes = f"prompt of {len(self.request.prompt_ids)} + max_tokens {self._sampling.response_tokens}"
             self._fail(unfinished, "too_long", f"{sizes} > max_model_len {self._max_len}", 0)
             return
         await self._generate(unfinished)

@@ -55,6 +55,8 @@ def completion_body(
     return {
         "prompt": id_list(prompt_ids),
         **vars(sampling),  # its fields have the names of vLLM's parameters
+        "n": sampling.num_samples,
+        "max_tokens": sampling.response_tokens,
         "stop_token_ids": list(sampling.stop_token_ids),
         "stop": list(sampling.stop),
         "skip_special_tokens": not sampling.stop,  # those of a stop string are text too; nobody reads the text

@@ -111,7 +111,7 @@ class RequestRunner:
         """Send the request, with at most `max_retries` retries. None: nothing was sent, since the owner is stopping."""
         avoid = set[int]()
         for attempt in itertools.count(1):
-            server = await self._dispatcher.acquire(request.group, request.sampling.n, avoid)
+            server = await self._dispatcher.acquire(request.group, request.sampling.num_samples, avoid)
             if server is None:
                 return RequestFailure(kind="connection", message="no server is left", num_attempts=attempt)
             version, in_flight = self.policy_version, _Attempt(server, request.owner)
@@ -120,7 +120,7 @@ class RequestRunner:
                     return None
                 outcome = await self._attempt(in_flight, request)
             finally:
-                self._dispatcher.release(server, request.sampling.n)
+                self._dispatcher.release(server, request.sampling.num_samples)
             if isinstance(outcome, list):
                 self._dispatcher.succeeded(server)
                 with self.lock:
@@ -179,7 +179,7 @@ class RequestRunner:
             self._in_flight[request_id] = attempt
         log_probs = self._config.log_probs
         body = partial(completion_body, request.prompt_ids, request.sampling, seed=request.seed, log_probs=log_probs)
-        read = partial(parse_completion, n=request.sampling.n, log_probs=log_probs)
+        read = partial(parse_completion, n=request.sampling.num_samples, log_probs=log_probs)
         try:
             return await self.attempt(attempt.server, body, read, request_id=request_id)
         finally:

@@ -76,7 +76,7 @@ class Episode:
     @property
     def num_tokens_left(self) -> int:
         """Tokens left of sampling.max_tokens, which limits the whole response: turns and context together."""
-        return max(0, self._sampling.max_tokens - len(self.response_ids))
+        return max(0, self._sampling.response_tokens - len(self.response_ids))
 
     async def generate(self, *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()) -> Sample:
         """Sample one turn and append it.
@@ -252,7 +252,7 @@ class EpisodeRuns:
         return [ended[index] for index in sorted(ended)]
 
     async def _group(self, request: Request, sampling: SamplingConfig, gate: Gate | None) -> Group:
-        episodes = [Episode(self._client, request, index, sampling, gate) for index in range(sampling.n)]
+        episodes = [Episode(self._client, request, index, sampling, gate) for index in range(sampling.num_samples)]
         outcomes = await gather_or_cancel(map(self._one, episodes))
         return Group(
             request=request,

@@ -38,7 +38,7 @@ def write_rollouts(folder: Path, step: int, records: Sequence[Mapping[str, Any]]
     chosen = choose_sample(len(records), len(records) if count is None else count, seed=step)
     path = folder / f"step_{step:06d}.jsonl"
     with naming_file(path):
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)  # without parents: a run folder that was removed does not come back
     try:
         lines = [json.dumps({"step": step, **records[index]}, ensure_ascii=False, default=_plain) for index in chosen]
     except TypeError as error:

@@ -234,8 +234,6 @@ class _Tee(Terminal):
         super().__init__(original)
         self._log, self._name = log, name
         self.log()
-        if isinstance(original, Terminal):
-            original.log()
 
     def write(self, text: str) -> int:
         self._log.feed(self._name, text)
