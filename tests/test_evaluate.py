@@ -83,7 +83,7 @@ def test_a_preset_is_that_of_the_training_run(preset: str) -> None:
     trained = load_config(GrpoConfig, presets=[PRESETS.parents[1] / "grpo" / "presets" / f"{preset}.yaml"])
     assert config.model == trained.model
     assert (config.data.val, config.data.max_prompt_length) == (trained.data.val, trained.data.max_prompt_length)
-    assert config.sampling.max_tokens == trained.validation.max_tokens
+    assert config.sampling.response_tokens == trained.validation.response_tokens
     assert (config.reward.method, config.task, config.seed) == (
         trained.reward.method,
         trained.task,
@@ -95,7 +95,7 @@ def test_servers_have_the_gpus_to_themselves() -> None:
     config = replace(CONFIG, rollout=RolloutConfig(tensor_parallel_size=2))
     chosen = resolve_servers(config, num_gpus=8).config.rollout
     assert (chosen.num_servers, chosen.gpu_memory_utilization, chosen.enforce_eager) == (4, 0.9, False)
-    assert chosen.max_model_len == config.data.max_prompt_length + config.sampling.max_tokens
+    assert chosen.max_model_len == config.data.max_prompt_length + config.sampling.response_tokens
     on_cpu = resolve_servers(CONFIG, num_gpus=0).config.rollout
     assert (on_cpu.num_servers, on_cpu.gpu_memory_utilization, on_cpu.enforce_eager) == (1, None, None)
     with raises(InputError, field="rollout.num_servers", value=4):

@@ -15,8 +15,6 @@ from rl_data import DataConfig, load_prompts, load_tokenizer
 from rl_data.tasks.fetched import FetchError, fetch
 from tests.run_folders import exact_metrics, metrics_rows, only
 
-pytestmark = pytest.mark.thorough
-
 QUESTIONS = [
     "What is 7 + 5?",
     "Name the capital of France.",
@@ -45,6 +43,7 @@ def prompts(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any
     return load_prompts([file], load_tokenizer(smollm2), DataConfig(max_prompt_length=128))
 
 
+@pytest.mark.long
 def test_questions_are_in_their_prompts_to_the_last_character(smollm2: Path, prompts: list[Any]) -> None:
     tokenizer = load_tokenizer(smollm2)
     assert len(prompts) == len(QUESTIONS)
@@ -61,6 +60,7 @@ MISSING_BYTES = frozenset(b"\x04\x06\x13\x14\x16\x1d\xf1\xf2")
 """Bytes of UTF-8 that the vocabulary has no token for, and that the tokenizer drops without a word."""
 
 
+@pytest.mark.long
 def test_text_comes_back_from_its_tokens(smollm2: Path) -> None:
     tokenizer = load_tokenizer(smollm2)
 
@@ -118,6 +118,8 @@ def stated(name: str, log_probs: list[np.ndarray], samples: list[Any]) -> tuple[
     return mean, largest, sequence
 
 
+@pytest.mark.slow
+@pytest.mark.thorough
 def test_log_probs_of_servers_and_ranks_agree_on_real_distributions(
     smollm2: Path, samples: list[Any], tmp_path: Path
 ) -> None:
@@ -130,6 +132,8 @@ def test_log_probs_of_servers_and_ranks_agree_on_real_distributions(
     assert largest < 1
 
 
+@pytest.mark.slow
+@pytest.mark.thorough
 def test_responses_end_with_the_end_token_or_at_the_limit(smollm2: Path, samples: list[Any]) -> None:
     end = load_tokenizer(smollm2).eos_token_id
     assert load_tokenizer(smollm2).convert_ids_to_tokens(end) == "<|im_end|>"
@@ -141,6 +145,9 @@ def test_responses_end_with_the_end_token_or_at_the_limit(smollm2: Path, samples
     assert {sample.finish_reason for sample in samples} == {"stop", "length"}, "both ends occur"
 
 
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.thorough
 def test_a_run_resumes_to_the_bit_and_transformers_and_vllm_load_its_export(
     smollm2: Path, prompts: list[Any], tmp_path: Path, start_app: Callable[..., Any]
 ) -> None:
@@ -149,6 +156,8 @@ def test_a_run_resumes_to_the_bit_and_transformers_and_vllm_load_its_export(
         "overlay=two_cores",
         f"model.path={smollm2}",
         "trainer.num_ranks=1",
+        "actor.dtype=float32",  # in bfloat16, log-probs of servers and ranks differ by 0.05 on average
+        "rollout.dtype=float32",
         "rollout.deterministic=true",
         "batch.train_batch_size=2",
         "batch.mini_batch_size=1",

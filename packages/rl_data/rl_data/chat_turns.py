@@ -103,7 +103,7 @@ class ChatTurns:
     def _by_difference(
         self, messages: Sequence[Message], tools: Sequence[Tool], place: Place, turns: Sequence[int]
     ) -> Script:
-        whole = self._renderer(messages, tools, place, trained=turns)
+        whole = self._renderer(messages, tools, place, trained=())  # `_turn` checks those that are trained on
         segments: list[Segment] = []
         done, ends = 0, False
         for index in turns:

@@ -61,9 +61,9 @@ def run(out: Path, *files: Path | str, **options: Any) -> Any:
     return prepare_data(PrepareConfig(files=tuple(map(str, files)), out=str(out), **options))
 
 
-def read(out: Path) -> Rows:
+def read(out: Path, *names: str) -> Rows:
     """The rows of both files."""
-    return [row for name in ("train", "val") for row in pq.read_table(out / f"{name}.parquet").to_pylist()]
+    return [row for name in names or ("train", "val") for row in pq.read_table(out / f"{name}.parquet").to_pylist()]
 
 
 def num_rows(report: Any) -> tuple[int, int]:
@@ -326,7 +326,10 @@ def test_columns_that_would_change_the_schema_are_left_out_and_named(tmp_path: P
 
 
 def test_conversations_keep_tools_tool_calls_and_rows_without_a_response(tmp_path: Path, tokenizer: Any) -> None:
-    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]}
+    call = {
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": None}}}],
+    }
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     turns = [{"role": "user", "content": "Add."}, call, {"role": "tool", "content": "2"}]
     rows = [
@@ -337,6 +340,8 @@ def test_conversations_keep_tools_tool_calls_and_rows_without_a_response(tmp_pat
     assert (num_rows(report), report.num_responses) == ((2, 2), 1)
     assert "1 rows have no response" in (tmp_path / "out" / "card.md").read_text()
     assert check_files([tmp_path / "out" / "train.parquet"], rewards=()) == 2
+    (written,) = [row["prompt"][1] for row in read(tmp_path / "out", "train") if row["tools"]]
+    assert written["tool_calls"][0]["function"]["arguments"] == '{"x": null}'
     again = run(tmp_path / "again", tmp_path / "out" / "train.parquet", validation=0)
     assert (num_rows(again), again.num_responses) == ((2, 2), 1)
 

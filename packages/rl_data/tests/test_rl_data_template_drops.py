@@ -1,4 +1,4 @@
-"""What a chat template drops or changes is refused with its row and field, in prompts and in demonstrations."""
+"""Parts of messages that a chat template drops or changes are refused with their row, in prompts and demonstrations."""
 
 import json
 from pathlib import Path
@@ -97,6 +97,9 @@ def test_a_template_that_knows_thoughts_may_drop_those_of_earlier_turns(tmp_path
         file = write(tmp_path, messages=[*messages, THOUGHT])
         (one,) = load_demonstrations([file], byte_tokenizer, DataConfig(), turns="last")
         assert "one and two" in trained(byte_tokenizer, one)
+        with raises(DataError, row=1) as caught:
+            load_demonstrations([file], byte_tokenizer, DataConfig(), section="supervised")
+        assert "supervised.turns=each" in caught.value.remedy
 
 
 @pytest.mark.parametrize("arguments", [{"a": 1, "b": None, "c": True}, '{"a": 1, "b": null, "c": true}'])

@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import webbrowser
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -134,28 +134,24 @@ def open_report(config: OpenConfig) -> None:
         print("no browser was found here; copy the file, which needs no other file, to a machine that has one")
 
 
-def compare_main(arguments: Sequence[str]) -> NoReturn:
-    """`plinth runs compare`; exits with 2 for runs that do not exist or cannot be read."""
-    runs, settings = _split(arguments, CompareConfig)
-    settings = [*settings, *([f"runs={json.dumps(runs)}"] if runs else [])]
-    example = "grpo_a_20260101_120000 grpo_b_20260101_130000 metrics=actor/*"
-    run_cli(CompareConfig, compare, app_name="plinth runs compare", argv=settings, examples=(example,))
+ACTIONS: dict[str, tuple[type[Any], Callable[[Any], None], str, str]] = {
+    "compare": (CompareConfig, compare, "runs", "grpo_a_20260101_120000 grpo_b_20260101_130000 metrics=actor/*"),
+    "open": (OpenConfig, open_report, "run", "grpo_a_20260101_120000 browser=false"),
+}
+"""Action -> its configuration, its function, the key of its runs, and an example."""
 
 
-def open_main(arguments: Sequence[str]) -> NoReturn:
-    """`plinth runs open`; exits with 2 for a run that does not exist or has no metrics."""
-    runs, settings = _split(arguments, OpenConfig)
-    if len(runs) > 1:
-        print(f"error: open takes one run, got {', '.join(runs)}; compare several with plinth report", file=sys.stderr)
-        raise SystemExit(2)
-    settings = [*settings, *(f"run={json.dumps(run)}" for run in runs)]
-    example = "grpo_a_20260101_120000 browser=false"
-    run_cli(OpenConfig, open_report, app_name="plinth runs open", argv=settings, examples=(example,))
-
-
-def _split(arguments: Sequence[str], cls: type) -> tuple[list[str], list[str]]:
-    """Runs, and settings for `run_cli`. The name of a run may hold `=`: only an argument `key=value` is a setting."""
-    arguments = ["json=true" if argument == "--json" else argument for argument in arguments]
-    keys = {field.name for field in fields(cls)}
+def run_action(name: str, arguments: Sequence[str]) -> NoReturn:
+    """`plinth runs NAME`; exits with 2 for runs that do not exist or cannot be read."""
+    config_cls, action, key, example = ACTIONS[name]
+    keys = {field.name for field in fields(config_cls)}
+    # The name of a run may hold `=`: only an argument `key=value` is a setting.
     settings = [a for a in arguments if a.startswith("-") or a == "help" or ("=" in a and a.partition("=")[0] in keys)]
-    return [argument for argument in arguments if argument not in settings], settings
+    runs = [argument for argument in arguments if argument not in settings]
+    if len(runs) > 1 and key == "run":
+        print(
+            f"error: {name} takes one run, got {', '.join(runs)}; compare several with plinth report", file=sys.stderr
+        )
+        raise SystemExit(2)
+    settings += [f"{key}={json.dumps(runs if key == 'runs' else runs[0])}"] if runs else []
+    run_cli(config_cls, action, app_name=f"plinth runs {name}", argv=settings, examples=(example,))

@@ -15,14 +15,13 @@ from typing import Literal, NoReturn
 
 from .cli import INVOKED_AS, run_cli
 from .errors import TrackingError
-from .run_actions import compare_main, open_main
+from .run_actions import ACTIONS, run_action
 from .text_table import aligned
 from .tracking.progress import duration_text
 from .tracking.run_folder import RunFolder
 from .tracking.run_state import STALE_S, RunState, lives, read_state
 
 _TAIL_BYTES = 64 * 1024
-_ACTIONS = {"compare": compare_main, "open": open_main}
 _COLUMNS = ("run", "state", "step", "checkpoint", "age", "host", "pid", "app")
 
 
@@ -152,16 +151,16 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Lists the runs, or what `compare` and `open` do; exits with 2 if there is no such folder or run."""
     arguments = ["json=true" if a == "--json" else a for a in (sys.argv[1:] if argv is None else argv)]
     name = arguments[0] if arguments else ""
-    if name in _ACTIONS:
+    if name in ACTIONS:
         token = INVOKED_AS.set(f"plinth runs {name}")
         try:
-            _ACTIONS[name](arguments[1:])
+            run_action(name, arguments[1:])
         finally:
             INVOKED_AS.reset(token)
     if name and "=" not in name and name != "help" and not name.startswith("-"):
-        near = get_close_matches(name, _ACTIONS, n=1)
+        near = get_close_matches(name, ACTIONS, n=1)
         hint = f"nearest: {near[0]}; " if near else ""
-        allowed = f"{', '.join(_ACTIONS)}, or output_dir=FOLDER to list the runs of a folder"
+        allowed = f"{', '.join(ACTIONS)}, or output_dir=FOLDER to list the runs of a folder"
         print(f"error: unknown action {name!r}; {hint}allowed: {allowed}", file=sys.stderr)
         raise SystemExit(2)
     run_cli(

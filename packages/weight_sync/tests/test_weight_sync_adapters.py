@@ -10,7 +10,7 @@ from weight_sync_helpers import ChangedSource, Server, assert_serves, flip_bytes
 from plinth_testing import raises
 from weight_sync import Adapter, ModuleSource, ReceiverError, SyncConfig, SyncConfigError, WeightPusher, peft_name
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 RANK = 8
 NAME = "tuned"

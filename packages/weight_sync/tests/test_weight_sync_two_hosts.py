@@ -20,6 +20,7 @@ from weight_sync.channel import Channel
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(not is_available(), reason="network namespaces need root and the kernel's permission"),
 ]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Queue
 from typing import Self, TypeAlias
 
 from ..errors import UploadError
@@ -72,7 +72,7 @@ class AsyncUploader:
         self._retry, self._retry_s = Retry(report), retry_s
         self._remote, self._report, self._retention = remote.with_retry(self._retry), report, retention
         self._manager = CheckpointManager(root, retention=retention)
-        self._queue = SimpleQueue[_Item | None]()
+        self._queue = Queue[_Item | None]()
         self._failed: list[tuple[_Item, str]] = []
         self._finished: deque[Upload] = deque()
         # A daemon: a program that was interrupted does not wait for the storage.
@@ -92,8 +92,8 @@ class AsyncUploader:
 
     def close(self) -> None:
         """Wait for all uploads. Raises UploadError with the steps that the storage lacks."""
-        if num_waiting := self._queue.qsize():
-            self._report(f"waiting for {num_waiting} uploads to {self._remote.url}")
+        if num_open := self._queue.unfinished_tasks:
+            self._report(f"waiting for {num_open} upload{'s' * (num_open > 1)} to {self._remote.url}")
         self._queue.put(None)
         self._retry.limit(self._retry_s)
         self._thread.join()
@@ -129,6 +129,7 @@ class AsyncUploader:
                 if num_bytes is not None:
                     duration_s = time.perf_counter() - started
                     self._finished.append(Upload(name=_name(item), num_bytes=num_bytes, duration_s=duration_s))
+            self._queue.task_done()
 
     def _upload(self, item: _Item) -> int | None:
         """Upload the item and return its bytes; None if the retention has deleted it."""

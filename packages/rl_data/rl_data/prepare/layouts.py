@@ -10,6 +10,7 @@ from typing import Any
 from ..config import ColumnsConfig, DataConfig
 from ..errors import DataError, UnknownDataSourceError
 from ..files.table import Place, Table
+from ..messages import as_text, with_arguments
 from ..rewards.registry import reward_for
 from ..rows import Message, Schema, conversation, find_schema, parse_row, raw_rows
 from .config import PrepareConfig
@@ -118,7 +119,8 @@ def _record(place: Place, raw: dict[str, Any], layout: Layout) -> Record:
     if row.is_question and layout.name in ("question", "math"):
         record = {"question": row.messages[0]["content"], "answer": response["content"] if response else None}
     else:
-        record = {"prompt": list(row.messages), "messages": [*row.messages, response] if response else None}
+        prompt = with_arguments(row.messages, as_text)  # a struct would lose their nulls
+        record = {"prompt": prompt, "messages": [*prompt, response] if response else None}
     return {
         **record,
         "ground_truth": row.ground_truth or None,

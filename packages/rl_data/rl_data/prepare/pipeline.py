@@ -28,9 +28,8 @@ _TEXTS = ("question", "answer", "ground_truth", "data_source")
 def prepare_data(config: PrepareConfig, *, command: str = "") -> Report:
     """Write training and validation files and their data card to `config.out`; return the report that the card shows.
 
-    The same configuration and files give the same bytes. The rows kept do not depend on their order. The card gives
-    `command` to repeat this. Raises DataConfigError if datasketch is not installed; DataError for a file, or without
-    `skip_bad` a row, that cannot be used, if no row is left for training or validation, and if `config.out` exists.
+    The card gives `command` to repeat this. Raises DataConfigError if datasketch is not installed; DataError for files,
+    or without `skip_bad` rows, that cannot be used, without rows for training or validation, and if `out` exists.
     """
     if importlib.util.find_spec("datasketch") is None:
         raise DataConfigError("datasketch is not installed", remedy="pip install 'datasketch>=2'")
