@@ -54,7 +54,7 @@ def test_the_six_cases_have_the_documented_settings() -> None:
         assert config.actor.zero.offload.optimizer == config.critic.zero.offload.optimizer == case.offload
         assert config.critic.zero.step_each_micro == config.actor.zero.step_each_micro == (case.stage == 2)
         assert (config.trainer.total_training_steps, config.trainer.seed) == (7, 7777)
-        assert (config.model.path, config.sampling.n) == ("builtin:tiny", 2)
+        assert (config.model.path, config.sampling.num_samples) == ("builtin:tiny", 2)
 
 
 @pytest.mark.parametrize("app", ["ppo", "grpo"])

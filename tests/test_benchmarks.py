@@ -125,7 +125,9 @@ def test_a_plan_with_a_wrong_measurement_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", distill_step.CASES)
 def test_the_distillation_app_accepts_the_keys_of_its_benchmark(case: str, tmp_path: Path) -> None:
     config = load_config(DistillConfig, overrides=distill_step.settings(tmp_path, case, 3))
-    assert config.batch.mini_batch_size == config.batch.train_batch_size * config.sampling.n, "one update, as the peer"
+    assert config.batch.mini_batch_size == config.batch.train_batch_size * config.sampling.num_samples, (
+        "one update, as the peer"
+    )
 
 
 @pytest.mark.parametrize("case", sft_step.CASES.values())

@@ -83,7 +83,7 @@ def test_a_preset_is_that_of_the_training_run(preset: str) -> None:
     trained = load_config(GrpoConfig, presets=[PRESETS.parents[1] / "grpo" / "presets" / f"{preset}.yaml"])
     assert config.model == trained.model
     assert (config.data.val, config.data.max_prompt_length) == (trained.data.val, trained.data.max_prompt_length)
-    assert config.sampling.max_tokens == trained.validation.max_tokens
+    assert config.sampling.response_tokens == trained.validation.response_tokens
     assert (config.reward.method, config.task, config.seed) == (
         trained.reward.method,
         trained.task,

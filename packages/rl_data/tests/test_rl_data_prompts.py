@@ -68,7 +68,7 @@ def test_verl_schema(tmp_path: Path, tokenizer: Any) -> None:
     with raises(DataError, row=1, column="data_source"):
         check_files([file])  # no scoring function is registered for it
     first, second = load_prompts([file], tokenizer, DataConfig(system_prompt="all", instruction="now"))
-    assert first.text == f"all\n{QUESTION}\n", "the question template applies to GSM8K rows only"
+    assert first.text == f"all\n{QUESTION}\n", "the instruction belongs to GSM8K rows only"
     assert (first.ground_truth, first.data_source) == ("7", "openai/gsm8k")
     assert second.text == "in\nbox\n", "a system message in the row is kept"
     assert second.data_source == "other"
@@ -99,9 +99,9 @@ def test_chat_template(tmp_path: Path, tokenizer: Any) -> None:
     with raises(DataError):
         load_prompts([file], tokenizer, DataConfig(chat_template="always"))
     tokenizer.chat_template = CHAT_TEMPLATE
-    config = DataConfig(system_prompt="all", question_template="{question} now")
+    config = DataConfig(system_prompt="all", question_template="so {question}", instruction="now")
     (prompt,) = load_prompts([file], tokenizer, config)
-    assert prompt.text == "<system>all\n<user>box now\n<assistant>"
+    assert prompt.text == "<system>all\n<user>so box now\n<assistant>"
     (plain,) = load_prompts([file], tokenizer, DataConfig(chat_template="never"))
     assert plain.text == "box\n"
 

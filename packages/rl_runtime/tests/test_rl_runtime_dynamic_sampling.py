@@ -79,7 +79,7 @@ class AnsweringClient(OwnLoop):
         groups = [self._group(request, sampling) for request in requests[:num_groups]]
         for group in groups:
             on_group(group)
-        rest = [r if isinstance(r, Group) else Group.fresh(r, sampling.n) for r in requests[num_groups:]]
+        rest = [r if isinstance(r, Group) else Group.fresh(r, sampling.num_samples) for r in requests[num_groups:]]
         return groups, rest if keep_rest else []
 
     async def sample(self, request: Request, sampling: SamplingConfig) -> Group:
@@ -91,7 +91,7 @@ class AnsweringClient(OwnLoop):
         number = request.prompt_ids[0]
         if sampling.temperature == 0:
             self.greedy_settings.append(sampling)
-        tokens = self.answers[number][: sampling.n] if sampling.temperature else [self.greedy[number]]
+        tokens = self.answers[number][: sampling.num_samples] if sampling.temperature else [self.greedy[number]]
         made = enumerate(tokens)
         return Group(
             request=request,

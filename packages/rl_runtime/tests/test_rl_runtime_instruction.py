@@ -24,6 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("instruction")
     rows: dict[str, dict[str, Any]] = {
         "gsm8k": {"question": "1+1?", "answer": "#### 2"},
+        "asked": {"question": "1+1? End with #### n.", "answer": "#### 2"},
         "verl": {
             "prompt": [{"role": "user", "content": "1+1?"}],
             "reward_model": {"ground_truth": "2"},
@@ -48,6 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("chat", "gsm8k", {}, {"method": "flexible"}, ""),
         ("chat", "gsm8k", {}, {"function": "mine:score"}, ""),
         ("chat", "verl", {}, {}, ""),
+        ("chat", "asked", {}, {}, ""),
         ("plain", "gsm8k", {}, {}, ""),
         ("none", "gsm8k", {}, {}, ""),
     ],
@@ -68,8 +70,10 @@ def test_the_instruction_is_that_of_a_reward_that_needs_its_marker(
 def test_patterns_and_the_home_folder_are_expanded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(folder))
     both = (str(folder / "gsm8k.jsonl"), str(folder / "verl.jsonl"))
-    assert DataConfig(train=("~/*.jsonl",), val=("~/verl.jsonl",)).train == both
+    assert DataConfig(train=("~/[gv]*.jsonl",), val=("~/verl.jsonl",)).train == both
     assert DataConfig(val=("~/pl*n:test",)).val == (f"{folder}/plain:test",)
+    (folder / "set[1]").mkdir(exist_ok=True)
+    assert DataConfig(val=("~/set[1]:test", "\0*")).val == (f"{folder}/set[1]:test", "\0*")
     assert SupervisedConfig(files=("~/[gv]*.jsonl",)).files == both
     assert ModelConfig(path="~/chat").path == ModelConfig(path="~/ch*").path == str(folder / "chat")
     assert ScoringConfig(model="~/pl*").model == str(folder / "plain")

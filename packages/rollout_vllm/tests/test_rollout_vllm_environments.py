@@ -60,7 +60,7 @@ class FakeClient:
     async def sample(self, request: Request, sampling: SamplingConfig) -> Group:
         await asyncio.sleep(0)
         self.prompts.append(bytes(token for token in request.prompt_ids if token != EOS).decode())
-        ids = self.answer[: sampling.max_tokens]
+        ids = self.answer[: sampling.response_tokens]
         return group_of_one(request, ids, log_prob=-0.5, version=3)
 
 

@@ -165,7 +165,7 @@ def run_with_fault(client: RolloutClient, fault: threading.Event, sampling: Samp
     """Generate; `fault` is set when the first group is complete."""
     requests = make_requests(48)
     groups = client.generate_blocking(requests, sampling, on_group=lambda _: fault.set())
-    assert_complete(requests, groups, sampling.n)
+    assert_complete(requests, groups, sampling.num_samples)
     assert all(g.complete for g in groups), [g.failures for g in groups if g.failures]
     return groups
 

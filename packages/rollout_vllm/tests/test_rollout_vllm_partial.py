@@ -108,13 +108,13 @@ class FakeServers:
         version = self.policy_version
         if self._random.random() < 0.5:
             self.policy_version += 1  # the policy is updated while the request is in flight
-        choices = [self._choice(call, index, version) for index in range(call.sampling.n)]
+        choices = [self._choice(call, index, version) for index in range(call.sampling.num_samples)]
         choices = [self._updated(choice, version) for choice in choices] if self._notes_versions else choices
         return Completion(choices=choices, server=0, version=version, num_attempts=1)
 
     def _choice(self, call: CompletionRequest, index: int, version: int) -> Choice:
         done = len(call.prompt_ids) - len(PROMPT)
-        left = call.sampling.max_tokens
+        left = call.sampling.response_tokens
         wanted = min(left, max(1, self._lengths[index % len(self._lengths)] - done))
         stops = wanted < left or done + wanted >= self._lengths[index % len(self._lengths)]
         interrupted = self._random.random() < self._interrupt_rate
@@ -172,9 +172,11 @@ def test_no_token_is_lost_repeated_or_moved(
             assert sample.policy_version == versions[0]
     for call in servers.calls:
         done = len(call.prompt_ids) - len(PROMPT)
-        assert call.sampling.max_tokens + done == 10
+        assert call.sampling.response_tokens + done == 10
         assert call.sampling.min_tokens == max(0, 2 - done)
-    seeds = [call.seed for call in servers.calls if call.sampling.n == 1 and len(call.prompt_ids) > len(PROMPT)]
+    seeds = [
+        call.seed for call in servers.calls if call.sampling.num_samples == 1 and len(call.prompt_ids) > len(PROMPT)
+    ]
     assert not set(seeds) & set(range(40, 40 + n)), "the random numbers of the first tokens were reused"
 
 

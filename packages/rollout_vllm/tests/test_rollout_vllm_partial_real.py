@@ -146,7 +146,7 @@ def test_aborted_answers_hold_tokens_that_the_engine_core_had_not_sent(
         body = completion_body([5 + number, 6, 7], sampling, model=None, seed=number)
         status, text = call(endpoint, "POST", "/v1/completions", body, timeout_s=300)
         assert status == 200, text
-        return parse_completion(json.loads(text), sampling.n)
+        return parse_completion(json.loads(text), sampling.num_samples)
 
     def has_unsent_tokens() -> bool:
         before = client.metrics()["server_0/generation_tokens"]

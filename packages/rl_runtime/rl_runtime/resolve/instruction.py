@@ -31,7 +31,8 @@ def _needs_instruction(config: Any) -> bool:
         return False
     with suppress(PlinthError):  # of a file or a row, which the checks of the run refuse with their keys
         row = first_row((data.train or data.val)[0], data)
-        if row.is_question and has_chat_template(config.model.path):
+        is_asked = "####" in row.messages[0]["content"]
+        if row.is_question and not is_asked and has_chat_template(config.model.path):
             of_rows = rewards_of_rows(config.reward, config.episode)
             rewards = [reward_for(row.data_source, config.reward)] if of_rows is None else of_rows
             return any("####" in reward.markers for reward in rewards)
