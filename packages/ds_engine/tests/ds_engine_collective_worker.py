@@ -85,7 +85,7 @@ def gathered_both_ways(
 
 
 def scattered_both_ways(sizes: list[int], dtype: torch.dtype, travel: torch.dtype) -> bool:
-    """Whether this rank's shares of the mean gradients of these sizes are DeepSpeed's to the last bit."""
+    """True if this rank's shares of the mean gradients of these sizes are DeepSpeed's to the last bit."""
     torch.manual_seed(dist.get_rank())
     gradients = [torch.randn(size, dtype=dtype) for size in sizes]
     group = dist.group.WORLD

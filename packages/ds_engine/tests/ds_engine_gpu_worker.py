@@ -97,9 +97,7 @@ def check_compiled(folder: str, device: torch.device, rank: int) -> None:
         engine.close()
         results[name] = torch.cat(log_probs), torch.tensor(norms)
     errors = {
-        name: [
-            float((found - exact).abs().mean()) for found, exact in zip(results[name], results["exact"], strict=True)
-        ]
+        name: [float((ours - exact).abs().mean()) for ours, exact in zip(results[name], results["exact"], strict=True)]
         for name in ("eager", "compiled")
     }
     say(rank, check="compiled", **errors, graphs=torch._dynamo.utils.counters["stats"]["unique_graphs"])

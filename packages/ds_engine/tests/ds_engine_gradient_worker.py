@@ -112,11 +112,11 @@ def fp32_sums(model_path: str, config: EngineConfig, micro_batches: list[list[Sa
     engine._deepspeed.step()
     held.append(flat.untyped_storage().nbytes())
     norm = float(engine._deepspeed._global_grad_norm)
-    found = (
+    gradients = (
         [deepspeed.utils.safe_get_full_grad(p) for p in engine.module.parameters()] if config.zero.stage == 3 else []
     )
     engine.close()
-    return sums, norm, held, sum(float(gradient.abs().sum()) for gradient in found)
+    return sums, norm, held, sum(float(gradient.abs().sum()) for gradient in gradients)
 
 
 def train_hooked(model_path: str, config: EngineConfig, micro_batches: list[list[Sample]], *, hooked: bool) -> Any:

@@ -65,10 +65,10 @@ def plain(folders: list[str]) -> tuple[dict[str, Tensor], float]:
         of_student = (student(ids).logits[0, rows] / TEMPERATURE).log_softmax(-1)
         with torch.no_grad():
             of_teacher = (teacher(ids).logits[0, rows] / TEMPERATURE).log_softmax(-1)
-        found = reverse_kl(of_student, of_teacher)
-        total = total + abs(sample.weight) * found.sum()
+        divergence_K = reverse_kl(of_student, of_teacher)
+        total = total + abs(sample.weight) * divergence_K.sum()
         total = total + 0.1 * of_student.gather(1, ids[0, sample.num_prompt :, None]).sum()
-        kl += float(found.sum().detach())
+        kl += float(divergence_K.sum().detach())
     total.backward()
     torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
     optimizer.step()
@@ -97,8 +97,8 @@ def check(folders: list[str], rank: int, stage: Any, sp: int, expected: dict[str
         batches, loss, temperature=TEMPERATURE, head_term=partial(term, head=teacher.lm_head())
     )
     assert abs(stats.metrics["kl"] - kl) < 1e-3 * kl, (stage, sp, stats.metrics["kl"], kl)
-    found = dict(student.export_parameters())
-    for name, tensor in found.items():
+    trained = dict(student.export_parameters())
+    for name, tensor in trained.items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 

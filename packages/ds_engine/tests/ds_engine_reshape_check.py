@@ -17,7 +17,7 @@ KINDS = ("weight", "exp_avg", "exp_avg_sq")
 
 @dataclass
 class MemorySource:
-    """What a checkpoint would hold of `state`: [name][kind] -> whole fp32 tensor on the CPU."""
+    """Content of a checkpoint with `state`: [name][kind] -> whole fp32 tensor on the CPU."""
 
     state: Mapping[str, Mapping[str, Tensor]]
     optimizer_steps: int
@@ -67,7 +67,7 @@ def hand_over(
     engine.load_state(MemorySource(state=before, optimizer_steps=2, client_state={"num_steps": 2}))
     after = state_of(engine)
     differing = [n for n in before for kind in KINDS if not torch.equal(before[n][kind], after[n][kind])]
-    found = train(engine, range(2, 3))
+    losses = train(engine, range(2, 3))
     num_steps = engine._num_steps
     engine.close()
-    return {"differing": differing, "expected": expected, "found": found, "num_steps": num_steps}
+    return {"differing": differing, "expected": expected, "losses": losses, "num_steps": num_steps}

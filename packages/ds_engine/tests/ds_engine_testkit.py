@@ -1,4 +1,4 @@
-"""What tests and rank processes share: a tiny model, batches, a reference, and a pool of ranks."""
+"""Shared by tests and rank processes: a tiny model, batches, a reference, and a pool of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks train and answer, for tests that compare it. Run by ds_engine_rank.py."""
+"""Training and answers of ranks, for tests that compare them. Run by ds_engine_rank.py."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def train_traced(**options: Any) -> tuple[dict[str, Any], int]:
 
 
 def train_compiled_ahead(**options: Any) -> tuple[dict[str, Any], int, int]:
-    """What `train_traced` gives, with `compile_ahead` right after the engine is built; and graphs compiled by that."""
+    """Results of `train_traced`, with `compile_ahead` right after the engine is built; and graphs compiled by that."""
     compiled: list[int] = []
     build_only = build
 
@@ -414,21 +414,21 @@ def moved_states(model_path: str, config: EngineConfig) -> dict[str, Any]:
     exported = {name: tensor.clone() for name, tensor in plain.export_parameters()}
     plain.close()
     engine = build(model_path, config)
-    found = train_steps(engine, range(2))
+    losses = train_steps(engine, range(2))
     storages = engine._memory._storages
     moved = storages.offload(engine._memory.movable("cpu", include_params=False))
     during = {name: tensor.clone() for name, tensor in engine.export_parameters()}
     back = storages.reload()
-    found += train_steps(engine, range(2, 4))
+    losses += train_steps(engine, range(2, 4))
     moved_all = storages.offload(engine._memory.movable("cpu", include_params=True))
     storages.reload()
-    found += train_steps(engine, range(4, 6))
+    losses += train_steps(engine, range(4, 6))
     after = dict(engine.export_parameters())
     numel = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
     engine.close()
     return {
         "expected": expected,
-        "found": found,
+        "losses": losses,
         "moved": [moved, back, moved_all],
         "numel": numel,
         "same": all(torch.equal(after[name], tensor) for name, tensor in exported.items()),

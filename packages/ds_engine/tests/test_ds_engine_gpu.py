@@ -71,7 +71,7 @@ def test_engine_on_cuda(tmp_path: Path) -> None:
             assert shared == pytest.approx(alone, rel=tolerance), line
     for line in by_check["reshape"]:
         assert line["differing"] == [], line
-        assert line["found"][0] == pytest.approx(line["expected"][0], rel=1e-4), line
+        assert line["losses"][0] == pytest.approx(line["expected"][0], rel=1e-4), line
     for stage in (2, 3):
         plain, on, _ = (x for x in by_check["checkpointing"] if x["stage"] == stage and x["rank"] == 0)
         assert on["peak_mib"] < plain["peak_mib"]

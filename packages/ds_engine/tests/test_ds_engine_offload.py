@@ -41,6 +41,6 @@ def test_tensors_are_found_in_containers_and_behind_parameters() -> None:
     weight.ds_tensor = torch.zeros(2)  # type: ignore[attr-defined]
     moment, step = torch.zeros(4), torch.zeros(1)
     root = {"state": {weight: {"exp_avg": moment}}, "groups": [{"step": (step, 7, "x")}]}
-    found = list(state_tensors(root, "cpu"))
-    assert {id(t) for t in found} == {id(t) for t in (weight, weight.grad, weight.ds_tensor, moment, step)}  # type: ignore[attr-defined]
+    tensors = list(state_tensors(root, "cpu"))
+    assert {id(t) for t in tensors} == {id(t) for t in (weight, weight.grad, weight.ds_tensor, moment, step)}  # type: ignore[attr-defined]
     assert list(state_tensors(root, "cuda")) == []

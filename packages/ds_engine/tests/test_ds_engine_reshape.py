@@ -33,8 +33,8 @@ def test_state_moves_between_layouts(two_ranks: RankPool, tiny_model: Path) -> N
         for result in results:
             assert result["differing"] == []
             assert result["num_steps"] == 3
-            (expected,), (found,) = result["expected"], result["found"]
-            assert found == pytest.approx(expected, rel=1e-4)
+            (expected,), (loss,) = result["expected"], result["losses"]
+            assert loss == pytest.approx(expected, rel=1e-4)
 
 
 def test_unreadable_state_is_refused_on_every_rank(two_ranks: RankPool, tiny_model: Path) -> None:

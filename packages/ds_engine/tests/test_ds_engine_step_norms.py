@@ -19,9 +19,9 @@ def test_norms_are_not_rounded_to_the_gradients_dtype(dtype: torch.dtype) -> Non
     generator = torch.Generator().manual_seed(0)
     gradients = [(6e4 * torch.rand(n, generator=generator)).to(dtype) for n in (1000, 1, 37)]
     expected = sum(gradient.double().square().sum() for gradient in gradients)
-    found = _square_norm([*gradients, None, torch.empty(0, dtype=dtype)], "cpu")
-    assert found.dtype == torch.float64
-    assert float(found) == pytest.approx(float(expected), rel=1e-6)
+    square = _square_norm([*gradients, None, torch.empty(0, dtype=dtype)], "cpu")
+    assert square.dtype == torch.float64
+    assert float(square) == pytest.approx(float(expected), rel=1e-6)
 
 
 @pytest.mark.slow

@@ -45,7 +45,6 @@ from .importance.mismatch import mismatch_metrics as mismatch_metrics
 from .importance.weights import rollout_weights as rollout_weights
 from .kl.control import AdaptiveKL as AdaptiveKL
 from .kl.control import FixedKL as FixedKL
-from .kl.control import KLController as KLController
 from .kl.divergence import divergence as divergence
 from .kl.estimators import kl_estimate as kl_estimate
 from .kl.estimators import kl_loss as kl_loss

@@ -39,7 +39,8 @@ def expand_files(field: str, names: Sequence[str]) -> tuple[str, ...]:
     """
     expanded: list[str] = []
     for name in map(os.path.expanduser, names):
-        if os.path.lexists(name) or not glob.has_magic(name):
+        exists = os.path.lexists(name) or os.path.isdir(name.rpartition(":")[0])
+        if exists or not glob.has_magic(name) or "\0" in name:
             expanded.append(name)
             continue
         matches, split = glob.glob(name, recursive=True), ""

@@ -119,24 +119,14 @@ class PromptSampler:
         Raises SamplerStateError, without changing anything, if the state belongs to another number of prompts, seed or
         order.
         """
-        missing = sorted(set(self.state_dict()) - set(state))
+        own = self.state_dict()
+        missing = sorted(set(own) - set(state))
         if missing:
             raise SamplerStateError("the sampler state lacks it", field=missing[0])
-        for key, own in (
-            ("version", _STATE_VERSION),
-            ("num_prompts", self.num_prompts),
-            ("seed", self.seed),
-            ("shuffle", self.shuffle),
-        ):
-            if state[key] != own:
-                remedy = "resume with the same data and settings"
-                raise SamplerStateError(
-                    "the sampler state is of another sampler",
-                    field=key,
-                    value=state[key],
-                    allowed=str(own),
-                    remedy=remedy,
-                )
+        for key in ("version", "num_prompts", "seed", "shuffle"):
+            if state[key] != own[key]:
+                problem, remedy = "the sampler state is of another sampler", "resume with the same data and settings"
+                raise SamplerStateError(problem, field=key, value=state[key], allowed=str(own[key]), remedy=remedy)
         if not 0 <= state["position"] < self.num_prompts or state["epoch"] < 0:
             problem = f"the sampler state is impossible with {self.num_prompts} prompts"
             raise SamplerStateError(problem, field="position", value=state["position"])

@@ -72,6 +72,8 @@ def test_patterns_and_the_home_folder_are_expanded(folder: Path, monkeypatch: py
     both = (str(folder / "gsm8k.jsonl"), str(folder / "verl.jsonl"))
     assert DataConfig(train=("~/[gv]*.jsonl",), val=("~/verl.jsonl",)).train == both
     assert DataConfig(val=("~/pl*n:test",)).val == (f"{folder}/plain:test",)
+    (folder / "set[1]").mkdir(exist_ok=True)
+    assert DataConfig(val=("~/set[1]:test", "\0*")).val == (f"{folder}/set[1]:test", "\0*")
     assert SupervisedConfig(files=("~/[gv]*.jsonl",)).files == both
     assert ModelConfig(path="~/chat").path == ModelConfig(path="~/ch*").path == str(folder / "chat")
     assert ScoringConfig(model="~/pl*").model == str(folder / "plain")

@@ -173,6 +173,12 @@ def test_request_overrides_every_server_default() -> None:
     assert json.loads(json.dumps(body)) == body
 
 
+def test_a_request_has_numbers_where_the_configuration_has_none() -> None:
+    body = completion_body([1], SamplingConfig(), model=None, seed=None)
+    assert (body["n"], body["max_tokens"]) == (8, 256)
+    assert None not in body.values()
+
+
 def test_error_message() -> None:
     assert error_message(400, '{"error": {"message": "too\\n long"}}') == "HTTP 400: too long"
     assert error_message(502, "<html>bad gateway</html>") == "HTTP 502: <html>bad gateway</html>"

@@ -1,5 +1,6 @@
 """Short decoding steps: vLLM's scheduler decides and sends, step for step, what it does without the shortcuts."""
 
+import dataclasses
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -227,6 +228,16 @@ def test_most_tokens_take_the_shortcuts_and_preemptions_remain(model: str, monke
     assert 0 < calls["allocate_new_blocks"] < without["allocate_new_blocks"] / 5
     # Those of preempted requests, and those that end a request or complete a message.
     assert 0 < calls["_update_request_with_output"] < without["_update_request_with_output"] / 2
+
+
+@pytest.mark.parametrize("stop_strings", [True, False])
+def test_a_request_with_stop_strings_sends_every_token(model: str, stop_strings: bool) -> None:
+    """The front end makes text of them and ends the request; of others, 32 go at a time, or all at the end."""
+    plan = Plan(((0, 5, 15, 0),), (), 9, 1, prefix_caching=True, sliding_window=False, buffered=True, log_probs=True)
+    with engine_core(shortcuts=True):
+        history, _ = play(model, dataclasses.replace(plan, stop_strings=stop_strings))
+    messages = [len(ids) for sent, *_ in history if isinstance(sent, list) for _, ids, *_ in sent]
+    assert messages == ([1] * 15 if stop_strings else [1, 14])
 
 
 @pytest.mark.parametrize("gone", ["num_in_flight_tokens", "prefill_stats"])

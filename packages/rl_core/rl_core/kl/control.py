@@ -1,20 +1,8 @@
 """Controllers of the KL penalty coefficient. They are immutable; `coefficient` is their whole state."""
 
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from ..errors import require
-
-
-class KLController(Protocol):
-    """Interface of a controller."""
-
-    @property
-    def coefficient(self) -> float: ...
-
-    def updated(self, kl: float, num_samples: int) -> "KLController":
-        """The controller after a batch of `num_samples` sequences with this mean KL (nats)."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

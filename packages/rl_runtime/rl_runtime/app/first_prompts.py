@@ -107,7 +107,7 @@ def check_first_prompts(
         for name, prompt in prompts.items()
         if prompt is known or known is None or prompt.data_source != known.data_source
     }
-    tokenizer = policy_tokenizer(model)
+    tokenizer = policy_tokenizer(model) if inputs is None else inputs.tokenizer
     lines = [] if inputs is None or scores_itself else _format_warnings(inputs, tokenizer, scored, episode, reward)
     return lines + try_rewards(reward, scored, tokenizer=tokenizer, refuses=not scores_itself)
 

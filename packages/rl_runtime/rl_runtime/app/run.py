@@ -68,8 +68,8 @@ def run_job(resolved: ResolvedConfig[JobConfigT], plan: JobPlan, compose: Callab
                 log_dir=run.path / "servers",
                 sync=config.sync,
                 fits=partial(divides, config),
+                mark=start.mark,
             ) as session:
-                start.mark("ranks")
                 job = Job(
                     config=config,
                     session=session,

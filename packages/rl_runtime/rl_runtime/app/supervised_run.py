@@ -142,8 +142,9 @@ def run_supervised(
         start.mark("inputs")
         with open_run_files(trainer, run.path, tracker.info) as files:
             sp = config.engine.sequence_parallel
-            with open_rank_session(plan.placement, trainer=trainer, fits=lambda ranks: ranks % sp == 0) as session:
-                start.mark("ranks")
+            with open_rank_session(
+                plan.placement, trainer=trainer, fits=lambda ranks: ranks % sp == 0, mark=start.mark
+            ) as session:
                 job = SupervisedRun(
                     config=config,
                     session=session,

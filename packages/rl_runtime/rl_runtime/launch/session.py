@@ -61,14 +61,20 @@ class RankSession:
         self.start_ranks()
         return change
 
-    def start_ranks(self) -> None:
-        """Starts all ranks."""
+    def start_ranks(self, mark: Callable[[str], None] = lambda _: None) -> None:
+        """Starts all ranks. `mark`: called with the name of each part of the start when it has ended."""
         self.ranks = self._stack.enter_context(_ranks(self._trainer, self._devices.ranks))
         """The ranks of the actor and of every role without ranks of its own."""
         self.own_ranks = {
             role: self._stack.enter_context(_ranks(self._trainer, seats, name=role))
             for role, seats in self._devices.own_ranks.items()
         }
+        for group in self.rank_groups:
+            group.wait_started()
+        mark("rank processes")
+        for group in self.rank_groups:
+            group.connect()
+        mark("their group" if len(self.rank_groups) == 1 else "their groups")
         """Role -> the ranks that compute for it alone."""
         self._devices.watch()
 
@@ -131,9 +137,9 @@ class Session(RankSession):
             self.servers.wait_ready()
             self._is_ready = True
 
-    def start_ranks(self) -> None:
+    def start_ranks(self, mark: Callable[[str], None] = lambda _: None) -> None:
         """Starts all ranks and the client; the servers stay."""
-        super().start_ranks()
+        super().start_ranks(mark)
         self.client = RolloutClient(self.servers.endpoints, self._rollout)
         self._stack.callback(self.client.close)
 
@@ -187,20 +193,26 @@ class ServerRecorder:
 
 @contextmanager
 def open_rank_session(
-    placement: Placement, *, trainer: TrainingConfig, fits: Callable[[int], bool] = lambda _: True
+    placement: Placement,
+    *,
+    trainer: TrainingConfig,
+    fits: Callable[[int], bool] = lambda _: True,
+    mark: Callable[[str], None] = lambda _: None,
 ) -> Iterator[RankSession]:
     """Starts Ray, or joins the cluster, and starts the trainer ranks in one process group; ends them on exit.
 
     Args:
         fits: whether the model can be trained on a number of ranks, for a run that continues with fewer.
+        mark: called with the name of each part of the start when it has ended.
 
     Raises:
         RankError: a rank could not start.
     """
     with _ray(trainer.ray_address, placement) as devices, ExitStack() as stack:
+        mark("Ray")
         session = RankSession(placement, trainer, devices=devices, fits=fits)
         stack.callback(session.close)
-        session.start_ranks()
+        session.start_ranks(mark)
         yield session
 
 
@@ -214,11 +226,13 @@ def open_session(
     log_dir: Path,
     sync: SyncConfig,
     fits: Callable[[int], bool] = lambda _: True,
+    mark: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Session]:
     """Starts servers and ranks; the servers may still be loading when this yields.
 
     Args:
         fits: whether the batch divides over a number of ranks, for a run that continues with fewer.
+        mark: called with the name of each part of the start when it has ended.
 
     Raises:
         RankError: a rank could not start.
@@ -231,9 +245,10 @@ def open_session(
         servers = stack.enter_context(start(None)) if early else None
         devices = stack.enter_context(_ray(trainer.ray_address, placement))
         servers = servers or stack.enter_context(start(devices.reservation))
+        mark("Ray")
         session = Session(placement, trainer, rollout, devices=devices, servers=servers, fits=fits)
         stack.callback(session.close)
-        session.start_ranks()
+        session.start_ranks(mark)
         yield session
 
 
@@ -342,7 +357,6 @@ def _ranks(trainer: RanksConfig, seats: Sequence[Seat], *, name: str = "") -> It
         name=name,
     )
     try:
-        ranks.connect()
         yield ranks
     finally:
         ranks.close()

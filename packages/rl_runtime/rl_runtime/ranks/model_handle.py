@@ -108,13 +108,16 @@ class ModelHandle:
     ) -> None:
         """`max_skipped_updates` and `report` are those of `SkippedUpdates`."""
         self.ranks, self.name, self._batch, self._temperature = ranks, name, batch, temperature
-        self.skipped = SkippedUpdates(name, max_skipped_updates, report)
+        self._report, self.skipped = report, SkippedUpdates(name, max_skipped_updates, report)
         self._sp = 1
 
     def build(self, model_path: str, config: EngineConfig, *, total_steps: int, head: Head = "lm") -> None:
         """Builds the engine on every rank from a Hugging Face folder, with a new optimizer."""
         self._sp = config.sequence_parallel
-        self.ranks.run(TrainerWorker.build, self.name, model_path, config, total_steps, head)
+        seconds = self.ranks.run(TrainerWorker.build, self.name, model_path, config, total_steps, head)
+        if config.compile:
+            built_s, compiled_s = map(max, zip(*seconds, strict=True))
+            self._report(f"{self.name}: built in {built_s:.1f} s, its layers compiled in {compiled_s:.1f} s")
 
     def build_frozen(self, model_path: str, config: EngineConfig, *, head: Head = "lm") -> None:
         """Builds a frozen engine (a reference or reward model), without gradients and optimizer states."""

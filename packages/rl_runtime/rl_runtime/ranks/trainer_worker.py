@@ -6,6 +6,7 @@ A plain class that tests use without Ray; `WorkerGroup` runs it as a Ray actor.
 import gc
 import logging
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -89,7 +90,9 @@ class TrainerWorker(RankProfiler):
             Heartbeat(heartbeats, rank)
 
     def reserve_port(self, address: str) -> int:
-        """A free port for the process group at this address of rank 0's host; called on rank 0."""
+        """A free port for the process group at this address of rank 0's host; 0 on the other ranks."""
+        if self.rank != 0:
+            return 0
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.create_server((address, 0), family=family) as probe:
             return int(probe.getsockname()[1])
@@ -102,8 +105,13 @@ class TrainerWorker(RankProfiler):
 
     def build(
         self, role: str, model_path: str, config: EngineConfig, total_steps: int | None, head: Head = "lm"
-    ) -> None:
-        """Builds or rebuilds the engine of `role` from a Hugging Face folder; `total_steps=None`: frozen."""
+    ) -> tuple[float, float]:
+        """Builds or rebuilds the engine of `role` from a Hugging Face folder; `total_steps=None`: frozen.
+
+        Returns:
+            Seconds to build it, and to compile its layers.
+        """
+        begin = time.perf_counter()
         self.drop(role)
         self._engines[role] = ZeroEngine.from_pretrained(
             model_path,
@@ -114,10 +122,12 @@ class TrainerWorker(RankProfiler):
             trainable=total_steps is not None,
             head=head,
         )
+        built = time.perf_counter()
         try:
             self._engines[role].compile_ahead()  # while the servers start
         except Exception as error:  # the first step compiles then, and reports what is really wrong
             logging.getLogger(__name__).warning("the layers of %s are not compiled ahead: %r", role, error)
+        return built - begin, time.perf_counter() - built
 
     def drop(self, role: str) -> None:
         """Frees the engine of `role`, if there is one."""

@@ -61,7 +61,7 @@ class WorkerGroup:
         stall_timeout_s: float = 600.0,
         name: str = "",
     ) -> None:
-        """Starts the processes; `connect` waits for them.
+        """Starts the processes; `wait_started` waits for them, and `connect` joins them.
 
         Args:
             seats: one for each rank, in rank order.
@@ -93,10 +93,13 @@ class WorkerGroup:
             for rank, seat in enumerate(seats)
         ]
 
+    def wait_started(self) -> None:
+        """Waits until every process has imported what a rank needs."""
+        self._port = self.run(TrainerWorker.reserve_port, self._address)[0]
+
     def connect(self) -> None:
-        """Waits for the processes and joins them in one process group."""
-        port = self._wait([self._actors[0].reserve_port.remote(self._address)], "reserve_port")[0]
-        self.run(TrainerWorker.connect, self._address, port)
+        """Joins the started processes in one process group."""
+        self.run(TrainerWorker.connect, self._address, self._port)
 
     def run(self, method: Callable[Concatenate[TrainerWorker, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Runs `method` with the same arguments on every rank; results in rank order.

@@ -66,7 +66,7 @@ def unasked_formats(
             key, reads = ("reward.terms", "") if config.terms else ("reward.method", ", or set reward.method=flexible")
             return [
                 f"warning: {key}: only responses with {' and '.join(absent)} score, which neither the first prompt of "
-                f"{dataset} ({prompt.id}) nor a demonstration mentions. Ask for it in data.system_prompt{reads}"
+                f"{dataset} ({prompt.id}) nor a demonstration mentions. Ask for it in data.instruction{reads}"
             ]
     return []
 

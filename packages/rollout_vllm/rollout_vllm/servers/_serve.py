@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -115,6 +116,7 @@ def end_forks_with_parent() -> None:
 def main() -> None:
     import runpy
 
+    begin = time.perf_counter()
     end_forks_with_parent()
 
     _load(AUTH_MODULE, "auth.py")
@@ -132,6 +134,7 @@ def main() -> None:
         os.environ[BUFFER_VARIABLE] = "1"  # both halves or none
         buffer_tokens(patch, front_end=True)  # the engine core is forked, or does it again
         versions.PolicyVersionMiddleware.enabled = True
+    print(f"vLLM's engine was imported in {time.perf_counter() - begin:.1f} s", flush=True)
     sys.argv[0] = "plinth-rollout-server"
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=False)
 

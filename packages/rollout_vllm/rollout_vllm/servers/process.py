@@ -100,7 +100,8 @@ class ServerProcess:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self._log_start = log.tell()
-            head = f"command: {' '.join(server)}\n{describe_environment(env)}\n\n"
+            began = time.strftime("%m-%d %H:%M:%S")  # as vLLM writes it
+            head = f"command: {' '.join(server)}\nstarted at {began}\n{describe_environment(env)}\n\n"
             log.write(head.encode())
             log.flush()
             self._process = subprocess.Popen(
