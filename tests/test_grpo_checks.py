@@ -128,7 +128,7 @@ FILES = {
         ("data.train=no_answer.jsonl", "line 2.*answer"),
         ("data.train=numbers.jsonl", "data.train.*question"),
         ("data.train=lines.csv data.columns.prompt=text reward.method=flexible", "text.*question, answer"),
-        ("data.train=saved", "saved: cannot be read as a saved data set"),
+        ("data.train=saved", "saved:train"),
         ("trainer.seed=1", "data.train"),
         ("data.train=good.jsonl model.path=bert actor.optim.lr=1e-6", "BertLMHeadModel cannot be trained"),
         ("data.train=good.jsonl model.path=empty", "tokenizer"),
@@ -176,7 +176,7 @@ def test_a_reward_with_the_parameters_of_another_library_is_refused(
     assert not any("own_rewards" in line for line in good.lines)
 
 
-@pytest.mark.parametrize(("name", "batched"), [("of_verl", False), ("of_trl", True), ("of_trl_chat", True)])
+@pytest.mark.parametrize(("name", "batched"), [("of_verl", False), ("of_trl", True)])
 def test_the_adapters_of_the_page_are_accepted(
     name: str, batched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,7 +106,5 @@ def to_markdown(packages: Mapping[str, Sequence[Row]]) -> str:
         lines += [f"## {package}", "", f"Tested with `{'`, `'.join(tested)}`.", ""]
         for row in rows:
             lines.append(f"* **{row['name']}** (otherwise {row['otherwise']}): {row['reason']}.")
-            if row["replaces"]:
-                lines.append(f"  Replaces `{row['replaces'].replace('; ', '`; `')}`")
         lines.append("")
     return "\n".join(lines)

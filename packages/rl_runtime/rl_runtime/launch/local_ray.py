@@ -124,8 +124,9 @@ class LocalRay:
                         logging_level=logging.ERROR,
                         object_store_memory=_OBJECT_STORE_BYTES,
                         _temp_dir=str(ray_folder(os.environ)),
-                        # Ray lowers the priority of its workers; the ranks need the normal one.
-                        _system_config={"worker_niceness": 0},
+                        # Ray lowers the priority of its workers; the ranks need the normal one. And it starts workers
+                        # ahead, which no rank uses, since ranks have environments of their own.
+                        _system_config={"worker_niceness": 0, "prestart_worker_first_driver": False},
                     )
                 self.watch()
                 _say_what_is_open()
