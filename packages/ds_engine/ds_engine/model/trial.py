@@ -233,9 +233,12 @@ def silenced_transformers() -> Iterator[None]:
     """Context without transformers' remarks, such as those about a new head or missing kernels of a small copy."""
     from transformers.utils import logging
 
-    level = logging.get_verbosity()
+    level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(level)
+        if has_bars:
+            logging.enable_progress_bar()
