@@ -29,7 +29,7 @@ STEPS = [make_samples(n, seed=s) for n, s in ((6, 1), (4, 2))]
 class StandIn:
     """DeepSpeed's contract: gradients are averaged over ranks and kept up to the boundary; only a step there counts.
 
-    Without boundaries each backward pass starts anew, as in stages 1 and 2 of DeepSpeed.
+    Without boundaries each backward pass starts from zero, as in stages 1 and 2 of DeepSpeed.
     """
 
     def __init__(self, module: Any, optimizer: torch.optim.Optimizer, config: EngineConfig) -> None:
