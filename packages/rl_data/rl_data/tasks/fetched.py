@@ -63,6 +63,7 @@ def cache_folder() -> Path:
 
 
 def is_fetched(value: object) -> bool:
+    """True for a name that `fetch` takes."""
     return isinstance(value, str) and value.startswith(PREFIX)
 
 

@@ -19,7 +19,7 @@ from ..config import BUILTIN_MODEL
 _REFERENCE = (7e9, 1e-6)
 """Parameters and learning rate of a model whose policy-gradient recipes agree (verl, DAPO: arXiv:2503.14476)."""
 _EXPONENT = 0.6
-"""Smaller models take larger rates: 135M parameters learned fastest at 1e-5, ten times the rate of 7B."""
+"""Smaller models take larger rates: 135M parameters learn at 1e-5 (docs/first_model.md), ten times the rate of 7B."""
 _RATES = (3e-7, 1e-5)
 """Smallest and largest rate for all weights."""
 _LORA_FACTOR = 10.0
