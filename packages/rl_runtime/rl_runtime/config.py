@@ -192,10 +192,7 @@ class TrainingConfig(RanksConfig):
     """Validate once after the last step."""
     max_restarts: int = 3
     """Restarts of the trainer ranks after one of them died or hangs, from the newest checkpoint of the run; the servers
-    stay. 0, or no checkpoint although steps are done: a lost rank ends the run."""
-    min_ranks: int | None = None
-    """After nodes of a cluster were lost, continue with at least this many ranks, as many as the batch divides by.
-    null: only with as many as before, if other nodes have room."""
+    stay. A run that has lost a node of its ranks ends. 0, or no checkpoint although steps are done: a lost rank ends the run."""
     test_freq: int = -1
     """Validate every `test_freq` steps; -1: only before and after training."""
     save_freq: int = 0
@@ -246,9 +243,6 @@ class TrainingConfig(RanksConfig):
         check_at_least(1, self, "keep_checkpoints")
         check_at_least(0, self, "save_freq", "keep_every", "keep_best", "max_restarts")
         check_value(self, "test_freq", self.test_freq != 0 and self.test_freq >= -1, "-1 (never) or 1 and more")
-        most = MAX_RANKS if self.num_ranks is None else self.num_ranks
-        fits = self.min_ranks is None or 1 <= self.min_ranks <= most
-        check_value(self, "min_ranks", fits, f"1 to num_ranks ({most}), or null for all of them")
         for name in ("checkpoint_url", "resume_from"):
             _check_storage(name, getattr(self, name))
         has_url = self.checkpoint_url is None or is_url(self.checkpoint_url)

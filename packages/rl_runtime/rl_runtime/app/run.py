@@ -11,7 +11,7 @@ from run_kit.timing import Laps
 from ..job_config import JobConfig, JobConfigT
 from ..launch.session import open_session
 from ..ranks.model_handle import ModelHandle
-from ..resolve.job import divides, resolve_traces
+from ..resolve.job import resolve_traces
 from ..resolve.resolved import ResolvedConfig
 from ..rollout.ahead import RolloutsAhead
 from ..rollout.memory_turns import MemoryTurns, put_to_sleep, sleep_level
@@ -67,7 +67,6 @@ def run_job(resolved: ResolvedConfig[JobConfigT], plan: JobPlan, compose: Callab
                 model_path=str(inputs.model_path),
                 log_dir=run.path / "servers",
                 sync=config.sync,
-                fits=partial(divides, config),
                 mark=start.mark,
             ) as session:
                 job = Job(

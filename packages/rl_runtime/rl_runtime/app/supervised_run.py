@@ -141,10 +141,7 @@ def run_supervised(
             tracker.info(line)
         start.mark("inputs")
         with open_run_files(trainer, run.path, tracker.info) as files:
-            sp = config.engine.sequence_parallel
-            with open_rank_session(
-                plan.placement, trainer=trainer, fits=lambda ranks: ranks % sp == 0, mark=start.mark
-            ) as session:
+            with open_rank_session(plan.placement, trainer=trainer, mark=start.mark) as session:
                 job = SupervisedRun(
                     config=config,
                     session=session,
