@@ -235,8 +235,8 @@ class TrainingConfig(RanksConfig):
     export_model: bool = True
     """Write the final policy to `<run folder>/model` as a Hugging Face folder."""
     profile_steps: tuple[int, ...] = ()
-    """Steps to trace: the phases of the loop, every rank, and the servers on this host, on one clock in one file for
-    Perfetto, `<run folder>/profile/step_000003.json.gz`."""
+    """Steps to trace: every rank, and the servers on this host, each in a file for Perfetto in
+    `<run folder>/profile/step_000003`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -48,7 +48,7 @@ def run_job(resolved: ResolvedConfig[JobConfigT], plan: JobPlan, compose: Callab
     resolved = resolve_traces(resolved, run.path)
     config, trainer = resolved.config, resolved.config.trainer
     num_steps = trainer.total_training_steps
-    with open_run(run, resolved, plan, num_steps=num_steps) as (tracker, memory):
+    with open_run(run, resolved, plan, num_steps=num_steps) as (tracker, memory, name_others):
         tracker.info(f"run folder {run.path}; starting {config.trainer.rank_count} ranks and the servers")
         for line in (*resolved.lines(), *plan.lines):
             tracker.info(line)
@@ -81,6 +81,7 @@ def run_job(resolved: ResolvedConfig[JobConfigT], plan: JobPlan, compose: Callab
                     stop=stop,
                     start=start,
                     files=files,
+                    name_others=name_others,
                 )
                 result = Restarts(job).attempts(partial(_run_attempt, compose=compose))
             tracker.summary(result)  # ranks and servers are gone; uploads continue to the end of the outer block

@@ -4,6 +4,7 @@ They end on success, on errors and on Ctrl-C; no process is left.
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -150,12 +151,10 @@ class RankRecorder:
         """Starts to record."""
         self._ranks.run(TrainerWorker.start_profile)
 
-    def stop(self, folder: Path) -> Mapping[str, Path]:
+    def stop(self, folder: Path) -> None:
         """Stops, and writes the traces on this host."""
-        names = [f"{self._role} rank {rank}".strip() for rank in range(self._ranks.world_size)]
-        paths = [folder / f"{name.replace(' ', '_')}.json.gz" for name in names]
-        self._ranks.run_each(TrainerWorker.stop_profile, [str(path) for path in paths])
-        return dict(zip(names, paths, strict=True))
+        names = [f"{self._role}_rank_{rank}".lstrip("_") for rank in range(self._ranks.world_size)]
+        self._ranks.run_each(TrainerWorker.stop_profile, [str(folder / f"{name}.json.gz") for name in names])
 
 
 class ServerRecorder:
@@ -170,15 +169,14 @@ class ServerRecorder:
         self._known = set(self._folder.iterdir())
         control.start_profile(self._servers.endpoints)
 
-    def stop(self, folder: Path) -> Mapping[str, Path]:
+    def stop(self, folder: Path) -> None:
         """Stops; the traces are those that the servers wrote since `start`."""
         control.stop_profile(self._servers.endpoints)
-        traces: dict[str, Path] = {}
+        kinds = Counter[str]()
         for path in sorted(set(self._folder.glob("*.json.gz")) - self._known):
-            kind = "server front end" if ".async_llm." in path.name else "server engine"
-            number = sum(name.startswith(kind) for name in traces) + 1
-            traces[f"{kind} {number}"] = path.rename(folder / path.name)
-        return traces
+            kind = "server_front_end" if ".async_llm." in path.name else "server_engine"
+            kinds[kind] += 1
+            path.rename(folder / f"{kind}_{kinds[kind]}.json.gz")
 
 
 @contextmanager
