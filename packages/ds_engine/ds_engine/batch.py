@@ -22,6 +22,9 @@ class TokenBatch(Protocol):
     """One micro batch: sequences packed into a single row without padding.
 
     A batch without sequences (T = S = K = 0) is allowed; the engine runs the same collectives for it.
+
+    It may have an attribute `prefixes` (`Prefixes` of model/prefix_tree.py, or None): tokens of prefixes that sequences
+    share are then computed once, by an engine that can (`ZeroEngine.shares_prefixes`). Everything else stays as it is.
     """
 
     @property
