@@ -13,6 +13,11 @@ from torch import Tensor
 
 from ds_engine.simple import SimpleBatch
 
+GROUP = ([-1, -1, 0, 0, 0, 1, 1], [5, 9, 4, 1, 7, 6, 2])
+"""Parents and numbers of tokens: two prompts with three and two responses."""
+DEEP = ([-1, -1, 0, 1, 1, 2, 2, 4], [3, 2, 4, 5, 1, 2, 6, 3])
+"""Four levels; the nodes with children are not contiguous."""
+
 
 def draw_tree(data: Any, *, max_levels: int = 4, max_nodes: int = 4) -> list[int]:
     """The parent of each node, level by level, children in their parents' order."""

@@ -3,6 +3,8 @@ the two functions that run them here; ds_engine_gpu_worker.py runs the real ones
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from itertools import pairwise
 from types import ModuleType
@@ -62,6 +64,29 @@ def backward(
         for grad, by_head in ((dk, ds_hLM.mT @ q_hLd), (dv, p_hLM.mT @ g_hLd)):
             grad[keys] = by_head.unflatten(0, (k.shape[1], -1)).sum(1).transpose(0, 1)
     return dq, dk, dv
+
+
+MERGE = """
+import torch
+from ds_engine.model.flash4 import merge
+from ds_engine.model.flash4_merge import merge_on_gpu
+
+generator = torch.Generator().manual_seed(0)
+for queries, heads, dim, dtype in ((37, 3, 16, torch.float32), (5, 2, 24, torch.bfloat16)):
+    out, other = (torch.randn(queries + 4, heads, dim, generator=generator).to(dtype) for _ in range(2))
+    lse, other_lse = (20 * torch.randn(heads, queries + 4, generator=generator) for _ in range(2))
+    parts = [[x.clone() for x in (out, lse)] for _ in range(2)]
+    for function, (first, second) in zip((merge_on_gpu, merge), parts):
+        function(first[4:], second[:, 4:], other[4:], other_lse[:, 4:])
+    for ours, expected in zip(*parts):
+        torch.testing.assert_close(ours, expected)
+"""
+
+
+def test_interpreted_merge_kernel_equals_torch() -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    result = subprocess.run([sys.executable, "-c", MERGE], env=env, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from ds_engine_architectures import PACKED, ROWS, tiny_architecture, write_architecture
 from ds_engine_testkit import distance, token_loss
-from ds_engine_trees import draw_tree, tree_batch
+from ds_engine_trees import DEEP, GROUP, draw_tree, tree_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -24,13 +24,11 @@ from ds_engine.model.trial import try_model
 from plinth_testing import RankPool, raises
 
 CPU = torch.device("cpu")
-GROUP = ([-1, -1, 0, 0, 0, 1, 1], [5, 9, 4, 1, 7, 6, 2])
-DEEP = ([-1, -1, 0, 1, 1, 2, 2, 4], [3, 2, 4, 5, 1, 2, 6, 3])
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, Any]:
-    """fp64 models (but norms and rotations): one that attends to all tokens, one with sliding windows of 8 tokens in some layers."""
+    """In fp64, but for norms and rotations: one attends to all tokens, one to windows of 8 tokens in some layers."""
     windows = write_architecture(tmp_path_factory.mktemp("windows"), "gemma3_text", PACKED["gemma3_text"])
     made = {}
     for name, folder in (("full", tiny_model), ("windows", windows)):

@@ -21,7 +21,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..errors import EngineConfigError, ModelError
 from .flash4 import KERNELS, flash4_attention
-from .prefix_tree import Borders, Crossings, TreeLayout, crossings, gather_rows, tree_layout
+from .prefix_tree import Borders, Crossings, TreeLayout, gather_rows, make_crossings, tree_layout
 from .sequence_parallel import SequenceGroup, gather_heads, scatter_heads
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def packed_layout(
         kernel=kernel,
         sp_group=sp_group,
         tree=None if parents is None else tree_layout(parents, lengths, device),
-        crossings=crossings(parents or [-1], lengths, device) if kernel == "flash4" else None,
+        crossings=make_crossings(parents or [-1] * len(lengths), lengths, device) if kernel == "flash4" else None,
     )
 
 
@@ -216,8 +216,11 @@ than queries is causal from the bottom right."""
 def _flash4(
     q: Tensor, k: Tensor, v: Tensor, packing: PackedLayout, keys: Borders, scale: float, sliding_window: int | None
 ) -> Tensor:
-    assert packing.crossings is not None
-    return flash4_attention(q, k, v, packing.borders, keys, packing.crossings, scale, sliding_window)
+    crossings = packing.crossings
+    assert crossings is not None
+    if sliding_window is not None:  # keys are those of the paths: nothing is left to cross
+        crossings = replace(crossings, table_C=torch.zeros_like(crossings.table_C))
+    return flash4_attention(q, k, v, packing.borders, keys, crossings, scale, sliding_window)
 
 
 def _flash(

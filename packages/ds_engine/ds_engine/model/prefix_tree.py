@@ -110,7 +110,7 @@ def tree_layout(parents: Sequence[int], lengths: Sequence[int], device: torch.de
     return TreeLayout(path_rows=torch.cat(paths).to(device), paths=Borders.make([len(path) for path in paths], device))
 
 
-def crossings(parents: Sequence[int], lengths: Sequence[int], device: torch.device) -> Crossings:
+def make_crossings(parents: Sequence[int], lengths: Sequence[int], device: torch.device) -> Crossings:
     """The calls for nodes with these parents and numbers of tokens."""
     starts = [0, *accumulate(lengths)]
     lines = _ancestors(parents)
