@@ -198,19 +198,46 @@ def _runs_of_experiment(trainer: TrainingConfig) -> list[_Run]:
     ]
 
 
-def note_resume(former: Path, run: Path) -> list[str]:
-    """Adds `run` to the runs that resume `former`; a warning for each of them, and for `former`, that is running."""
-    file = former / _RESUMED_BY
-    with suppress(OSError), file.open("a", encoding="utf-8") as log:  # another user's folder
-        log.write(f"{run}\n")
-    others = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    states = {path: read_run(RunFolder(path), time.time()) for path in dict.fromkeys((str(former), *others))}
-    return [
-        f"warning: {path} is running, too, in process {one.pid} of {one.host}: it "
-        + ("may remove the checkpoint that is resumed" if path == str(former) else f"resumes {former} as well")
-        for path, one in states.items()
-        if one.state == "running" and path != str(run)
-    ]
+class OtherRuns:
+    """Living runs that share checkpoints with `run`: the one it resumes, others that resume that one, and those that
+    resume `run`.
+
+    Args:
+        former: the run that `run` resumes, whose folder notes it; None: a new run.
+    """
+
+    def __init__(self, run: Path, former: Path | None) -> None:
+        self._run, self._former = run, former
+        self._named = {str(run)}
+        if former is not None:
+            with suppress(OSError), (former / _RESUMED_BY).open("a", encoding="utf-8") as log:  # another user's folder
+                log.write(f"{run}\n")
+
+    def warnings(self) -> list[str]:
+        """A line for each that is running and was not named before. They come and go: ask again during the run."""
+        roles: dict[str, str] = {}
+        if self._former is not None:
+            roles[str(self._former)] = "may remove the checkpoint that is resumed"
+            roles |= dict.fromkeys(_resuming(self._former), f"resumes {self._former} as well")
+        roles |= dict.fromkeys(_resuming(self._run), "resumes this run, which goes on")
+        lines = []
+        for path in (path for path in roles if path not in self._named):
+            now = time.time()
+            with suppress(OSError):  # its folder is removed meanwhile
+                if (other := read_run(RunFolder(path), now)).state == "running":
+                    begun = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(now - (other.age_s or 0)))
+                    where = other.detail or f"in process {other.pid} of {other.host}"
+                    lines.append(f"warning: {path} is running, too, since {begun} UTC, {where}: it {roles[path]}")
+                    self._named.add(path)
+        return lines
+
+
+def _resuming(run: Path) -> list[str]:
+    """The folders of the runs that resume `run`."""
+    try:
+        return (run / _RESUMED_BY).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
 
 
 def _downloads(trainer: TrainingConfig) -> Path:

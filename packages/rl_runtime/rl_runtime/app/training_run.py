@@ -4,7 +4,7 @@ import json
 import shlex
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -37,7 +37,7 @@ from ..training.supervised import train_supervised
 from ..training.supervised_config import SupervisedConfig
 from .identity import INPUTS_FILE, check_same_run, input_digests
 from .inputs import Inputs
-from .resume import find_checkpoint, note_resume
+from .resume import OtherRuns, find_checkpoint
 
 
 class AppConfig(Protocol):
@@ -124,6 +124,8 @@ class TrainingRun:
     """Seconds of the parts of the start."""
     files: RunFiles
     """Brings files to other hosts and to the storage."""
+    name_others: Callable[[], None] = lambda: None
+    """Says which other runs share the checkpoints, once each."""
 
     @property
     def trainer(self) -> TrainingConfig:
@@ -186,6 +188,7 @@ class TrainingRun:
             inputs=self.digests,
             unsavable=nvme,  # `check_states` refuses it with save_freq
             files=self.files,
+            on_save=self.name_others,
         )
 
     def record(self, ledger: SampleLedger | None = None) -> RunRecord:
@@ -208,8 +211,9 @@ def create_run_folder(trainer: TrainingConfig, resumed: Checkpoint | None) -> Ru
 @contextmanager
 def open_run(
     run: RunFolder, resolved: ResolvedConfig[Any], plan: JobPlan, *, num_steps: int
-) -> Iterator[tuple[Tracker, MemorySampler]]:
-    """The tracker of a new run folder, and the memory of this process, which computes on one thread.
+) -> Iterator[tuple[Tracker, MemorySampler, Callable[[], None]]]:
+    """The tracker of a new run folder, the memory of this process, which computes on one thread, and a function that
+    names the other runs that share the checkpoints.
 
     An error that ends the run gets the command that resumes it, if there is a checkpoint.
     """
@@ -222,14 +226,21 @@ def open_run(
         MemorySampler(interval_s=config.tracking.memory_interval_s) as memory,
         Tracker(run, config, num_steps=num_steps, comment=resolved.comment(), resumes=former) as tracker,
     ):
-        for line in () if former is None else note_resume(former, run.path):
-            tracker.info(line)
+        others = OtherRuns(run.path, former)
+
+        def name_others() -> None:
+            for line in others.warnings():
+                tracker.info(line)
+
+        name_others()
         try:
-            yield tracker, memory
+            yield tracker, memory, name_others
         except Exception as error:
             if command := resume_command(run, trainer):
                 error.add_note(command)
             raise
+        finally:
+            name_others()
 
 
 @contextmanager
