@@ -16,7 +16,7 @@ from torch import Tensor
 from .errors import BatchError
 
 if TYPE_CHECKING:
-    from .model.prefix_tree import Prefixes
+    from .batch import Prefixes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,8 +29,7 @@ from .rotary import rotary_per_sequence
 from .sequence_parallel import SequenceGroup, TargetShare, gather_outputs, share_targets
 
 if TYPE_CHECKING:
-    from ..batch import HeadTerm, LogProbFn, TokenBatch
-    from .prefix_tree import Prefixes
+    from ..batch import HeadTerm, LogProbFn, Prefixes, TokenBatch
 
 
 HIDDEN = "hidden"

@@ -15,32 +15,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import BatchError
-
-
-class Prefixes(Protocol):
-    """Shared prefixes of a batch of T tokens. Parents come before their children, level by level."""
-
-    @property
-    def computed_U(self) -> Tensor:
-        """int64 places among the T tokens of those that are computed, node after node."""
-
-    @property
-    def place_T(self) -> Tensor:
-        """int64 place among the U computed tokens of each of the T tokens."""
-
-    @property
-    def cu_seqlens_N1(self) -> Tensor:
-        """int32 borders of the nodes among the U tokens."""
-
-    @property
-    def parents_N(self) -> Sequence[int]:
-        """The parent of each node; -1 for a root."""
 
 
 @dataclass(frozen=True, kw_only=True)
