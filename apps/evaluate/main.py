@@ -15,6 +15,7 @@ import rl_runtime
 import run_kit
 from apps.evaluate.config import EvaluateConfig
 from rl_runtime.app.cli import COMMON_KEYS
+from rl_runtime.ranks.environment import prepare_imports
 from run_kit.cli import INVOKED_AS
 from run_kit.tracking.run_state import StateFile
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 def main(config: EvaluateConfig) -> int:
     """Evaluates all models and writes the report; returns 1 if a model could not be evaluated."""
+    prepare_imports()
     from apps.evaluate.checks import check
     from apps.evaluate.report import write_results
 

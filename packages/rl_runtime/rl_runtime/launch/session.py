@@ -36,31 +36,22 @@ T = TypeVar("T")
 class RankSession:
     """The trainer ranks of a run, which can be started again. Made by `open_rank_session`."""
 
-    def __init__(
-        self, placement: Placement, trainer: TrainingConfig, *, devices: "_Devices", fits: Callable[[int], bool]
-    ) -> None:
+    def __init__(self, placement: Placement, trainer: TrainingConfig, *, devices: "_Devices") -> None:
         self.placement = placement
-        self._trainer, self._devices, self._fits = trainer, devices, fits
+        self._trainer, self._devices = trainer, devices
         self._stack = ExitStack()
 
-    def restart_ranks(self) -> str:
-        """Starts new ranks, in place of those that run.
-
-        Returns:
-            How the ranks differ from those before, in one line; empty: they have the same devices.
+    def restart_ranks(self) -> None:
+        """Starts new ranks on the devices of those that run, and ends these.
 
         Raises:
             RankError: a rank could not start.
-            PlacementError: too little is left of the cluster.
+            PlacementError: a node of the cluster was lost.
         """
         self.close()
-        change = ""
-        if (reservation := self._devices.reservation) is not None:
-            least = self._trainer.min_ranks or len(self._devices.ranks)
-            change = reservation.replace_lost(min_ranks=least, fits=self._fits)
-            self._devices.ranks = reservation.ranks
+        if self._devices.reservation is not None:
+            self._devices.reservation.check_living()
         self.start_ranks()
-        return change
 
     def start_ranks(self, mark: Callable[[str], None] = lambda _: None) -> None:
         """Starts all ranks. `mark`: called with the name of each part of the start when it has ended."""
@@ -115,9 +106,8 @@ class Session(RankSession):
         *,
         devices: "_Devices",
         servers: ServerGroup,
-        fits: Callable[[int], bool],
     ) -> None:
-        super().__init__(placement, trainer, devices=devices, fits=fits)
+        super().__init__(placement, trainer, devices=devices)
         self.servers = servers
         self.profile_dir = None if rollout.profile_dir is None or not servers.servers else Path(rollout.profile_dir)
         """Folder to which the servers write traces; None: they are not traced."""
@@ -194,13 +184,11 @@ def open_rank_session(
     placement: Placement,
     *,
     trainer: TrainingConfig,
-    fits: Callable[[int], bool] = lambda _: True,
     mark: Callable[[str], None] = lambda _: None,
 ) -> Iterator[RankSession]:
     """Starts Ray, or joins the cluster, and starts the trainer ranks in one process group; ends them on exit.
 
     Args:
-        fits: whether the model can be trained on a number of ranks, for a run that continues with fewer.
         mark: called with the name of each part of the start when it has ended.
 
     Raises:
@@ -208,7 +196,7 @@ def open_rank_session(
     """
     with _ray(trainer.ray_address, placement) as devices, ExitStack() as stack:
         mark("Ray")
-        session = RankSession(placement, trainer, devices=devices, fits=fits)
+        session = RankSession(placement, trainer, devices=devices)
         stack.callback(session.close)
         session.start_ranks(mark)
         yield session
@@ -223,13 +211,11 @@ def open_session(
     model_path: str,
     log_dir: Path,
     sync: SyncConfig,
-    fits: Callable[[int], bool] = lambda _: True,
     mark: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Session]:
     """Starts servers and ranks; the servers may still be loading when this yields.
 
     Args:
-        fits: whether the batch divides over a number of ranks, for a run that continues with fewer.
         mark: called with the name of each part of the start when it has ended.
 
     Raises:
@@ -244,7 +230,7 @@ def open_session(
         devices = stack.enter_context(_ray(trainer.ray_address, placement))
         servers = servers or stack.enter_context(start(devices.reservation))
         mark("Ray")
-        session = Session(placement, trainer, rollout, devices=devices, servers=servers, fits=fits)
+        session = Session(placement, trainer, rollout, devices=devices, servers=servers)
         stack.callback(session.close)
         session.start_ranks(mark)
         yield session
