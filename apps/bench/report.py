@@ -1,4 +1,4 @@
-"""Writes `report.md`, `curves.png` and `report.html` about all cases."""
+"""Writes `report.md` and `report.html` about all cases."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,13 +7,13 @@ from apps.bench.config import BenchConfig, StageGateConfig
 from apps.bench.results import compare_rows, key_metric_rows, overall_rows
 from apps.tables import Row, markdown_table
 from ckpt import package_versions
-from run_kit import MetricsTable, write_compared_curves, write_comparison
+from run_kit import MetricsTable, write_comparison
 from run_kit.config.redaction import yaml_without_secrets
 from run_kit.tracking.metrics_table import atomic_write
 
 
 def write_report(config: BenchConfig, summary: Sequence[Row], folder: Path, *, command: str) -> None:
-    """Write the three files from the rows of `summary.tsv` and the cases' metrics."""
+    """Write the two files from the rows of `summary.tsv` and the cases' metrics."""
     from torch.utils.collect_env import get_pretty_env_info
 
     runs = {path.parent.name: path.parent for row in summary for path in folder.glob(f"{row['case']}/metrics.tsv")}
@@ -38,11 +38,9 @@ def write_report(config: BenchConfig, summary: Sequence[Row], folder: Path, *, c
             markdown_table(pairs),
         ]
     parts += ["## Key metrics", markdown_table(key_metric_rows(tables))]
-    if write_compared_curves(tables, folder / "curves.png", title=folder.name) is not None:
-        parts += ["## Curves", "![curves of all cases](curves.png)"]
     if len(runs) > 1:
         write_comparison(runs, folder / "report.html", title=folder.name)
-        parts.append("All metrics, time by phase and rollouts: [report.html](report.html).")
+        parts.append("Curves, all metrics, time by phase and rollouts: [report.html](report.html).")
     versions = ", ".join(f"{name} {version}" for name, version in package_versions().items())
     parts += ["## Environment", versions, f"```\n{get_pretty_env_info()}\n```"]
     parts += ["## Configuration", f"```yaml\n{yaml_without_secrets(config)}```"]

@@ -229,44 +229,9 @@ def api_page(package: str) -> str:
 # The upgrade guide
 
 
-def renamed_keys() -> dict[tuple[str, str], str]:
-    """(command, old key with dots) -> new key, of all configurations."""
-    renamed: dict[tuple[str, str], str] = {}
-    for command, cls in config_classes().items():
-        for prefix, section in [
-            ("", cls),
-            *((f"{e.path}.", e.cls) for e in entries(cls) if isinstance(e, Section)),
-        ]:
-            for old, new in getattr(section, "RENAMED_KEYS", {}).items():
-                renamed[command, f"{prefix}{old}"] = f"{prefix}{new}"
-    return renamed
-
-
-def renamed_names() -> dict[str, str]:
-    """Public names of packages that have a new name: `ckpt.Ranks` -> `ckpt.SaverRanks`."""
-    renamed: dict[str, str] = {}
-    for package in packages():
-        module = ast.parse((REPO / "packages" / package / package / "__init__.py").read_text(encoding="utf-8"))
-        for node in module.body:
-            if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["_RENAMED"]:
-                for old, new in ast.literal_eval(node.value).items():
-                    renamed[f"{package}.{old}"] = f"{package}.{new}"
-    return renamed
-
-
 def upgrade_tables() -> str:
-    """Tables below the text of the upgrade guide: old and new names, and the newest changes of every package."""
-    keys: dict[tuple[str, str], list[str]] = {}
-    for (command, old), new in renamed_keys().items():
-        keys.setdefault((old, new), []).append(command)
-    blocks = []
-    if keys:
-        rows = [f"| `{old}` | `{new}` | {', '.join(names)} |" for (old, new), names in sorted(keys.items())]
-        blocks += ["## Renamed keys", "\n".join(["| old | new | commands |", "| --- | --- | --- |", *rows])]
-    if names := renamed_names():
-        rows = [f"| `{old}` | `{new}` |" for old, new in names.items()]
-        blocks += ["## Renamed public names", "\n".join(["| old | new |", "| --- | --- |", *rows])]
-    blocks.append("## Newest changes")
+    """The text below the upgrade guide: the newest changes of every package."""
+    blocks = ["## Newest changes"]
     for package in packages():
         version, text = _newest_changes(REPO / "packages" / package / "CHANGELOG.md")
         blocks += [f"### {package} {version}", text]

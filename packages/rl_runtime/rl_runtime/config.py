@@ -192,10 +192,7 @@ class TrainingConfig(RanksConfig):
     """Validate once after the last step."""
     max_restarts: int = 3
     """Restarts of the trainer ranks after one of them died or hangs, from the newest checkpoint of the run; the servers
-    stay. 0, or no checkpoint although steps are done: a lost rank ends the run."""
-    min_ranks: int | None = None
-    """After nodes of a cluster were lost, continue with at least this many ranks, as many as the batch divides by.
-    null: only with as many as before, if other nodes have room."""
+    stay. A lost node ends the run, and so does a lost rank with 0, or without a checkpoint although steps are done."""
     test_freq: int = -1
     """Validate every `test_freq` steps; -1: only before and after training."""
     save_freq: int = 0
@@ -238,17 +235,14 @@ class TrainingConfig(RanksConfig):
     export_model: bool = True
     """Write the final policy to `<run folder>/model` as a Hugging Face folder."""
     profile_steps: tuple[int, ...] = ()
-    """Steps to trace: the phases of the loop, every rank, and the servers on this host, on one clock in one file for
-    Perfetto, `<run folder>/profile/step_000003.json.gz`."""
+    """Steps to trace: every rank, and the servers on this host, each in a file for Perfetto in
+    `<run folder>/profile/step_000003`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(1, self, "keep_checkpoints")
         check_at_least(0, self, "save_freq", "keep_every", "keep_best", "max_restarts")
         check_value(self, "test_freq", self.test_freq != 0 and self.test_freq >= -1, "-1 (never) or 1 and more")
-        most = MAX_RANKS if self.num_ranks is None else self.num_ranks
-        fits = self.min_ranks is None or 1 <= self.min_ranks <= most
-        check_value(self, "min_ranks", fits, f"1 to num_ranks ({most}), or null for all of them")
         for name in ("checkpoint_url", "resume_from"):
             _check_storage(name, getattr(self, name))
         has_url = self.checkpoint_url is None or is_url(self.checkpoint_url)
@@ -294,16 +288,13 @@ LOCAL_DISKS = Feature(
 class TrainerConfig(TrainingConfig):
     """The reinforcement-learning loop."""
 
-    total_training_steps: int = 30
-    """Number of steps; a step is rollout, scoring, update and weight sync."""
+    total_training_steps: int | None = None
+    """Number of steps; a step is rollout, scoring, update and weight sync. null: one epoch, as many as see every prompt
+    of `data.train` once."""
     max_staleness: int = 0
     """Policy versions by which the oldest token of a sample may be behind the weights that train on it. 0: rollout and
     training alternate. 1 and more: servers generate for that many later steps while the trainer learns (with
     over-sampling for one less), and `algorithm.rollout_correction` corrects for it."""
-    stale_groups: Literal["finish", "drop"] = "finish"
-    """With over-sampling and `max_staleness`: groups that the next step could no longer train on. `finish`: the step
-    waits for them, and they finish under its weights. `drop`: they are given up and replaced by other prompts, which
-    favors short responses."""
     colocate: bool = True
     """Rollout servers share the trainer's GPUs (true) or use the GPUs after them (false). Ignored on the CPU."""
     take_turns: Literal["never", "servers", "both"] | None = None
@@ -321,8 +312,14 @@ class TrainerConfig(TrainingConfig):
         check_at_least(0, self, "max_server_restarts", "max_staleness")
 
     @property
-    def last_step(self) -> int:
+    def last_step(self) -> int | None:
         """`total_training_steps`."""
+        return self.total_training_steps
+
+    @property
+    def num_steps(self) -> int:
+        """`total_training_steps`, once it is decided."""
+        assert self.total_training_steps is not None
         return self.total_training_steps
 
     @property
@@ -360,23 +357,6 @@ STALENESS = Feature(
             "oversampling.partial_rollouts",
             True,
             when=lambda c: c.oversampling.extra_prompts > 0,
-            remedy="trainer.stale_groups=drop gives up groups that are too old",
-        ),
-    ),
-)
-DROPPED_GROUPS = Feature(
-    key="trainer.stale_groups",
-    is_on=lambda c: c.trainer.stale_groups != "finish",
-    rules=(
-        Rule(
-            field="trainer.stale_groups",
-            allowed="finish with trainer.max_staleness=0",
-            holds=lambda c: c.trainer.max_staleness > 0,
-        ),
-        Rule(
-            field="trainer.stale_groups",
-            allowed="finish without oversampling.extra_prompts, where each step waits for all of its groups",
-            holds=lambda c: c.oversampling.extra_prompts > 0,
         ),
     ),
 )

@@ -10,7 +10,7 @@ from rollout_vllm import RolloutConfig, SamplingConfig
 from run_kit import TrackingConfig
 from weight_sync import SyncConfig
 
-from .config import DROPPED_GROUPS, STALENESS, TURNS, FrozenModel, ModelConfig, TaskSize, TrainedModel, TrainerConfig
+from .config import STALENESS, TURNS, FrozenModel, ModelConfig, TaskSize, TrainedModel, TrainerConfig
 from .peer_keys import PEER_KEYS
 from .rollout.config import (
     DYNAMIC_SAMPLING,
@@ -32,7 +32,6 @@ FEATURES = (
     QUANTIZED_CACHE,
     QUANTIZED_SERVERS,
     SERVED_ADAPTERS,
-    DROPPED_GROUPS,
     STALENESS,
     TURNS,
     GREEDY_BASELINE,

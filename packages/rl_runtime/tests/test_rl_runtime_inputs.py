@@ -6,17 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import given
 
 from plinth_testing import raises
-from rl_core import BatchConfig
-from rl_data import DataConfig, DataError, PromptSampler, build_tiny_model, load_tokenizer
-from rl_runtime import InputError, JobConfig, ModelConfig, SupervisedConfig
-from rl_runtime.app.inputs import describe_repeats, load_ahead, log_lines
-from rl_runtime.app.run import _repeats
-from rl_runtime.app.supervised_run import _describe, _load
+from rl_data import DataConfig, DataError, build_tiny_model, load_tokenizer
+from rl_runtime import InputError, ModelConfig, SupervisedConfig
+from rl_runtime.app.inputs import load_ahead, log_lines
+from rl_runtime.app.supervised_run import _load
 from rl_runtime.config import TaskSize
 from rl_runtime.supervised_job_config import SupervisedJobConfig
 from rl_runtime.training.supervised_config import FineTuningConfig
@@ -61,43 +57,6 @@ def test_lines_of_the_log_are_collected_once_and_the_log_is_as_before(caplog: py
     assert (lines, caplog.records) == (["warning: 2 rows", "read"], [])
     logger.warning("later")
     assert (len(lines), [record.getMessage() for record in caplog.records]) == (2, ["later"])
-
-
-@given(num=st.integers(1, 20), batch_size=st.integers(1, 70), num_batches=st.integers(1, 4))
-def test_the_line_comes_if_and_only_if_a_step_repeats_an_example(num: int, batch_size: int, num_batches: int) -> None:
-    line = describe_repeats(num, batch_size, noun="prompts", key="batch.train_batch_size")
-    sampler = PromptSampler(num, seed=1)
-    for _ in range(num_batches):
-        drawn = sampler.next(batch_size)
-        assert bool(line) == (len(set(drawn)) < len(drawn))
-        assert not line or f"each of the {num} prompts {len(drawn) / num:.3g} times on average" in line
-
-
-def test_repeated_prompts_and_demonstrations_are_named_with_their_keys(folder: Path, tmp_path: Path) -> None:
-    prompts = write(tmp_path, "prompts", *[{"question": "2+3", "answer": "#### 5"}] * 3)
-    chat = write(tmp_path, "chat", *[{"question": "2+3", "answer": "5"}] * 2)
-    model, data = ModelConfig(path=str(folder)), DataConfig(train=(prompts,))
-    warm_start = SupervisedConfig(steps=1, files=(chat,), batch_size=4)
-    batch = BatchConfig(train_batch_size=16, mini_batch_size=16)
-    config = JobConfig(model=model, data=data, warm_start=warm_start, batch=batch)
-    inputs = load_ahead(model, data, warm_start, TaskSize(), seed=1)
-    assert inputs is not None
-    assert _repeats(config, inputs) == [
-        "warning: a step has each of the 3 prompts 5.33 times on average, because batch.train_batch_size is 16; for "
-        "no repeats: at most 3",
-        "warning: a step has each of the 2 demonstrations 2 times on average, because warm_start.batch_size is 4; for "
-        "no repeats: at most 2",
-    ]
-
-    def described(**settings: Any) -> list[str]:
-        given = SupervisedJobConfig(model=model, supervised=FineTuningConfig(files=(chat,), **settings))
-        return _describe(given, _load(given, tmp_path), 1)
-
-    assert described(steps=1)[1].startswith("warning: a step has each of the 2 demonstrations 32 times on average, bec")
-    assert described()[1].startswith(
-        "warning: a step has each of the 2 demonstrations 2 times on"
-    )  # 2 epochs in one step
-    assert len(described(batch_size=2)) == 1
 
 
 @pytest.mark.parametrize("section", ["supervised", "warm_start"])

@@ -9,7 +9,7 @@ from rl_runtime_samples import group, sample
 from ckpt import Checkpoint
 from rl_runtime.rollout.groups import Collected
 from rl_runtime.training.ledger import FILE_NAME, SampleLedger, SampleRow, read_samples
-from rollout_vllm import Group, Request
+from rollout_vllm import Group
 
 
 def whole(key: str, num_samples: int = 2, **failed: Any) -> Group:
@@ -26,16 +26,12 @@ def collected(*ended: Group, trained: tuple[str, ...]) -> Collected:
 def test_every_sample_of_a_group_that_ended_has_an_outcome(tmp_path: Path) -> None:
     ledger = SampleLedger(tmp_path)
     mixed = sample(2, prompt_id="1/0:a", sample_index=0, spans=[(2, 1), (3, 1)])
-    first, fresh = group([mixed], num_failed=1), Group.fresh(Request(prompt_id="1/2:c", prompt_ids=[1]), 2)
-    stale = fresh.without(fresh.samples, "stale", "too old")
-    ledger.add(4, collected(first, whole("1/1:b"), stale, trained=("1/0:a",)))
+    ledger.add(4, collected(group([mixed], num_failed=1), whole("1/1:b"), trained=("1/0:a",)))
     assert read_samples(tmp_path) == [
         SampleRow(4, "1/0:a", 0, "trained", "2", "3"),
         SampleRow(4, "1/0:a", 1, "failed", "", ""),
         SampleRow(4, "1/1:b", 0, "left_out", "3", "3"),
         SampleRow(4, "1/1:b", 1, "left_out", "3", "3"),
-        SampleRow(4, "1/2:c", 0, "stale", "", ""),
-        SampleRow(4, "1/2:c", 1, "stale", "", ""),
     ]
 
 

@@ -132,34 +132,3 @@ def test_the_prompt_of_validation_is_scored_if_its_data_source_differs(tmp_path:
     assert len(lines) == differs
     if differs:
         assert "the first prompt of validation (val:1;" in lines[0]
-
-
-@pytest.mark.parametrize(
-    ("reward", "question", "answer", "absent"),
-    [
-        (ScoringConfig(), "2 + 3", "", "####"),
-        (ScoringConfig(), "2 + 3. End with #### and the number.", "", None),
-        (ScoringConfig(), "2 + 3", "It is 5. #### 5", None),
-        (ScoringConfig(method="flexible"), "2 + 3", "", None),
-        (
-            ScoringConfig(terms={"shape": RewardTermConfig(function="format", options={"pattern": "<a>.*</a>"})}),
-            "x",
-            "",
-            "<a>",
-        ),
-        (ScoringConfig(function=f"{MODULE}:strict"), "2 + 3", "", None),
-    ],
-)
-def test_a_format_that_nothing_asks_for_is_said(
-    tmp_path: Path, reward: ScoringConfig, question: str, answer: str, absent: str | None
-) -> None:
-    model = ModelConfig(path=str(build_tiny_model(tmp_path / "model")))
-    row = {"question": question, "ground_truth": "5", "data_source": "openai/gsm8k"}
-    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
-    (tmp_path / "shown.jsonl").write_text(json.dumps({"question": "1 + 1", "answer": answer or "2"}) + "\n")
-    data = DataConfig(train=(str(tmp_path / "train.jsonl"),))
-    demonstrations = SupervisedConfig(files=(str(tmp_path / "shown.jsonl"),), steps=1)
-    inputs = load_ahead(model, data, demonstrations, TaskSize(), seed=1)
-    lines = check_first_prompts(inputs, model, data, TaskSize(), episode=EpisodeConfig(), reward=reward, seed=1)
-    assert [line for line in lines if absent and absent in line and "train:1" in line] == lines
-    assert bool(lines) == (absent is not None)

@@ -207,17 +207,15 @@ class AheadMachine(RuleBasedStateMachine):
         batch_size=st.integers(1, 3),
         staleness=st.integers(1, 3),
         extra=st.integers(0, 2),
-        drop=st.booleans(),
         rounds=st.integers(0, 2),
     )
-    def begin(self, batch_size: int, staleness: int, extra: int, drop: bool, rounds: int) -> None:
+    def begin(self, batch_size: int, staleness: int, extra: int, rounds: int) -> None:
         self.rounds = 0 if extra else rounds
         self.settings: dict[str, Any] = {
             "batch_size": batch_size,
             "max_staleness": staleness,
             "last_step": LAST_STEP,
             "extra_groups": min(extra, batch_size),
-            "stale": "drop" if drop and extra else "finish",
             "replaces": self.rounds > 0,
         }
         ahead_module._CHECK_S = 0.0  # nothing else happens while the loop waits
@@ -380,8 +378,6 @@ SECTIONS: dict[str, Any] = {
     [
         ({"trainer": {"max_staleness": -1}}, "max_staleness"),
         ({"trainer": STALE | {"take_turns": "both"}}, "trainer.take_turns"),
-        ({"trainer": {"stale_groups": "drop"}}, "trainer.stale_groups"),
-        ({"trainer": STALE | {"stale_groups": "drop"}}, "trainer.stale_groups"),
         ({"trainer": STALE, "rollout": {"deterministic": True}}, "rollout.deterministic"),
         (
             {"trainer": STALE, "dynamic_sampling": {"max_rounds": 2}, "oversampling": {"extra_prompts": 1}},

@@ -24,7 +24,6 @@ FailureKind = Literal[
     "deadline",  # the caller's deadline passed
     "rollout",  # the user's rollout function raised
     "reward",  # generated, and not scored
-    "stale",  # given up, because its policy has become too old
 ]
 
 

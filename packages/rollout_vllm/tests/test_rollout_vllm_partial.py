@@ -229,10 +229,8 @@ def test_waiting_requests_end_in_spite_of_a_pause_when_no_server_is_left() -> No
         dispatcher.pause()
         tasks = [asyncio.ensure_future(dispatcher.acquire(f"g{number}", 2)) for number in range(2)]
         await asyncio.sleep(0)
-        assert (dispatcher.num_waiting, dispatcher.samples_waiting) == (2, 4)
         tasks.pop().cancel()
         await asyncio.sleep(0)
-        assert dispatcher.samples_waiting == 2
         dispatcher.retire(0)
         assert await tasks[0] is None
 
@@ -280,7 +278,7 @@ def test_requests_after_a_pause_do_not_overtake_those_before_it(
         assert set(range(len(sizes))) - set(order) <= cancelled
         for number in order[released:]:
             dispatcher.release(0, sizes[number])
-        assert (dispatcher.samples_in_flight, dispatcher.num_waiting) == (0, 0)
+        assert dispatcher.samples_in_flight == 0
 
     asyncio.run(main())
 

@@ -149,13 +149,13 @@ def test_aborted_answers_hold_tokens_that_the_engine_core_had_not_sent(
         return parse_completion(json.loads(text), sampling.num_samples)
 
     def has_unsent_tokens() -> bool:
-        before = client.metrics()["server_0/generation_tokens"]
+        before = client.metrics()["generation_tokens"]
         with ThreadPoolExecutor(6) as pool:
             answers = []
             for number in range(6):
                 answers.append(pool.submit(send, number))
                 time.sleep(0.02)  # so that the requests have different numbers of tokens
-            wait_until(lambda: client.metrics()["server_0/generation_tokens"] > before + 6 * INTERVAL)
+            wait_until(lambda: client.metrics()["generation_tokens"] > before + 6 * INTERVAL)
             assert call(endpoint, "POST", route, {}, timeout_s=300)[0] == 200
             aborted = [c for answer in answers for c in answer.result(300) if c.finish_reason == "abort"]
         assert call(endpoint, "POST", "/resume", timeout_s=300)[0] == 200

@@ -93,16 +93,10 @@ def test_groups_of_samples(client: RolloutClient) -> None:
     assert set(served.values()) == {48}, served  # the load is balanced and groups are not split
     figures = client.metrics()
     assert figures["client/num_samples"] == 96
-    assert figures["client/tokens_per_s"] > 0
     assert figures["generation_tokens"] >= sum(len(s.response_ids) for s in samples)
-    for server in ("", "server_0/", "server_1/"):
-        for name in ("num_running", "num_waiting", "num_preemptions", "prefix_cache_hits", "kv_cache_usage"):
-            assert figures[server + name] >= 0
-    assert figures["server_1/client_samples_in_flight"] == figures["server_0/client_retries"] == 0
+    assert all(figures[name] >= 0 for name in ("num_running", "num_waiting", "num_preemptions", "prefix_cache_hits"))
     client.generate_blocking(requests, sampling)
     later = client.metrics()
-    assert later["generation_tokens_per_s"] > 0
-    assert later["server_0/generation_tokens_per_s"] > 0
     assert later["prefix_cache_queries"] > figures["prefix_cache_queries"]
 
 

@@ -20,7 +20,6 @@ from .signals import StopRequest as StopRequest
 from .timing import PhaseTimer as PhaseTimer
 from .tracker import Tracker as Tracker
 from .tracking.config import TrackingConfig as TrackingConfig
-from .tracking.curves import write_compared_curves as write_compared_curves
 from .tracking.curves import write_curves as write_curves
 from .tracking.metrics_table import MetricsTable as MetricsTable
 from .tracking.progress import Progress as Progress

@@ -11,7 +11,6 @@ import difflib
 import os
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from pathlib import Path
@@ -91,7 +90,7 @@ def run_cli(
             _print_and_exit(text)
         settings = [arg for arg in args if arg != "--print-config"]
         paths, overrides = _parse(settings, config_cls, preset_dir, default_preset, default_preset_unless)
-        config = _load(config_cls, paths, overrides)
+        config = load_config(config_cls, presets=paths, overrides=overrides)
         if len(settings) < len(args):
             _print_and_exit(yaml_without_secrets(config))
     except ConfigError as error:
@@ -103,19 +102,6 @@ def run_cli(
             file=sys.stderr,
         )
     _run(main, config, app_name)
-
-
-def _load(cls: type[ConfigT], files: Sequence[Path], overrides: Sequence[str]) -> ConfigT:
-    """The configuration; deprecated keys are named on stderr, where Python itself would hide the warning."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", DeprecationWarning)
-        config = load_config(cls, presets=files, overrides=overrides)
-    for warning in caught:
-        if issubclass(warning.category, DeprecationWarning):
-            print(f"warning: {warning.message}", file=sys.stderr)
-        else:
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-    return config
 
 
 def _run(main: Callable[[ConfigT], int | None], config: ConfigT, app_name: str) -> NoReturn:

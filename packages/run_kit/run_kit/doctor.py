@@ -1,6 +1,6 @@
-"""Checks this machine for training and says what to change: `plinth doctor [--markdown FILE]`.
+"""Checks this machine for training and says what to change: `plinth doctor`.
 
-It checks GPUs and their driver, package versions, compilers, cores, memory and disks, and lists the private
+It checks GPUs and their driver, package versions, compilers, memory and disks, and lists the private
 parts of other packages that the installed packages rely on. A package registers a function for its parts
 through an entry point: `[project.entry-points."plinth.upstream"]`, `NAME = "module:function"`. It returns rows with the
 keys name, state, problem, replaces, reads, reason, tested and otherwise.
@@ -11,7 +11,6 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
-from pathlib import Path
 
 from .machine.check import Check
 from .machine.gpus import read_gpus
@@ -33,10 +32,7 @@ Row = Mapping[str, str]
 def main(argv: Sequence[str] | None = None) -> int:
     """Print all checks and parts; returns 1 if a run is not possible or a part is refused here, otherwise 0."""
     parser = argparse.ArgumentParser(prog="plinth doctor", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--markdown", type=Path, metavar="FILE", help="write the tables of parts below FILE's introduction"
-    )
-    options = parser.parse_args(argv)
+    parser.parse_args(argv)
     checks: list[Check] = []
     for title, section in check_machine():
         print(title)
@@ -48,9 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     checks += failed
     print("private parts of other packages", *failed, to_text(packages), sep="\n")
     print(summary(checks, packages))
-    if options.markdown is not None:
-        introduction = options.markdown.read_text(encoding="utf-8").partition("## ")[0]
-        options.markdown.write_text(introduction + to_markdown(packages), encoding="utf-8")
     return int(summary(checks, packages).endswith("not possible"))
 
 
@@ -96,15 +89,3 @@ def to_text(packages: Mapping[str, Sequence[Row]]) -> str:
             if row["problem"]:
                 lines.append(f"{'':<28}{row['problem']}")
     return "\n".join(lines) + "\n"
-
-
-def to_markdown(packages: Mapping[str, Sequence[Row]]) -> str:
-    """The tables of docs/upstream.md; the same wherever they are made."""
-    lines: list[str] = []
-    for package, rows in packages.items():
-        tested = sorted({version for row in rows for version in row["tested"].split(", ")})
-        lines += [f"## {package}", "", f"Tested with `{'`, `'.join(tested)}`.", ""]
-        for row in rows:
-            lines.append(f"* **{row['name']}** (otherwise {row['otherwise']}): {row['reason']}.")
-        lines.append("")
-    return "\n".join(lines)

@@ -1,7 +1,6 @@
 """`plinth runs compare RUN RUN...` and `plinth runs open RUN`: compares runs on the terminal, opens a report."""
 
 import json
-import math
 import os
 import sys
 import webbrowser
@@ -33,8 +32,6 @@ class CompareConfig:
     """Parent of the run folders."""
     metrics: tuple[str, ...] = ()
     """Further metrics, as names or patterns such as actor/*: the mean of each run's last five steps."""
-    json: bool = False
-    """Print JSON; `--json` is the same."""
 
     def __post_init__(self) -> None:
         if len(self.runs) < 2:
@@ -77,10 +74,7 @@ def compare(config: CompareConfig) -> None:
     data = {label: read_run(Path(folder)) for label, folder in folders.items()}
     measures = [*overview([run.table for run in data.values()]), *_further(data, config.metrics)]
     differences = config_differences({label: run.config_text for label, run in data.items()})
-    if config.json:
-        print(json.dumps(_tree(list(data), measures, differences), indent=2))
-    else:
-        print(comparison_text(list(data), measures, differences))
+    print(comparison_text(list(data), measures, differences))
 
 
 def _further(data: Mapping[str, RunData], patterns: Sequence[str]) -> list[Measure]:
@@ -105,21 +99,6 @@ def comparison_text(
         return "\n".join([*lines, "", "the configurations differ in nothing but the names of the runs"])
     rows = [(key, *(value or "-" for value in values)) for key, values in differences.items()]
     return "\n".join([*lines, "", *aligned([("keys that differ", *labels), *rows])])
-
-
-def _tree(
-    labels: Sequence[str], measures: Sequence[Measure], differences: Mapping[str, Sequence[str]]
-) -> dict[str, Any]:
-    """The comparison as JSON; a metric that a run does not have is null."""
-    rows = [
-        {
-            "metric": measure.metric,
-            "title": measure.title,
-            "values": [None if math.isnan(value) else value for value in measure.values],
-        }
-        for measure in measures
-    ]
-    return {"runs": list(labels), "metrics": rows, "config": dict(differences)}
 
 
 def open_report(config: OpenConfig) -> None:

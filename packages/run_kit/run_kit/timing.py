@@ -22,15 +22,6 @@ class TimingNode:
     children: dict[str, "TimingNode"] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """One stretch of a phase, in seconds of the timer's clock."""
-
-    name: str
-    start_s: float
-    end_s: float
-
-
 class Laps:
     """Seconds between marks, for what happens once.
 
@@ -76,18 +67,16 @@ class PhaseTimer:
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.now = clock
+        self._now = clock
         self._lock = threading.Lock()
         self._root = TimingNode(name="step")
-        self._spans: list[Span] = []
         self._open: ContextVar[TimingNode | None] = ContextVar("open_phase", default=None)
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Time one step; clears the phases of the previous step."""
         root = self._root = TimingNode(name="step")
-        self._spans = []
-        with self._timed(root, "step", inner=None):
+        with self._timed(root, inner=None):
             yield
 
     @contextmanager
@@ -106,22 +95,20 @@ class PhaseTimer:
             raise ValueError(f"phase {name!r} is marked outside the step, but lies within phase {parent.name!r}")
         node = self._descend(parent, name)
         node.outside = outside
-        with self._timed(node, name, inner=node):
+        with self._timed(node, inner=node):
             yield
 
     @contextmanager
-    def _timed(self, node: TimingNode, name: str, *, inner: TimingNode | None) -> Iterator[None]:
+    def _timed(self, node: TimingNode, *, inner: TimingNode | None) -> Iterator[None]:
         """Add the time of the block to `node`; phases in it are those of `inner` (None: of the step)."""
-        start = self.now()
+        start = self._now()
         token = self._open.set(inner)
         try:
             yield
         finally:
             self._open.reset(token)
-            end = self.now()
             with self._lock:
-                node.seconds += end - start
-                self._spans.append(Span(name=name, start_s=start, end_s=end))
+                node.seconds += self._now() - start
 
     def metrics(self) -> dict[str, float]:
         """Seconds of the step, of every phase by its path, and of what no top-level phase covers (`other`)."""
@@ -130,11 +117,6 @@ class PhaseTimer:
         step_s = max(0.0, self._root.seconds - sum(node.seconds for node in tops if node.outside))
         other_s = max(0.0, step_s - sum(node.seconds for node in tops if not node.outside))
         return {"timing_s/step": step_s, **phases, "timing_s/other": other_s}
-
-    @property
-    def spans(self) -> tuple[Span, ...]:
-        """Start and end of the last step and of each of its phases, ordered by end time."""
-        return tuple(self._spans)
 
     def walk(self) -> list[tuple[str, TimingNode]]:
         """All phases of the last step with their paths, parents before children."""

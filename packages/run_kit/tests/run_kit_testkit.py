@@ -1,7 +1,7 @@
 """Shared by the tests of run_kit: a configuration of every shape the loader knows, and a clock."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
 from plinth_base import PlinthError
 
@@ -16,9 +16,9 @@ class Zero:
 
     stage: Literal[1, 2, 3] = 2
     """ZeRO stage."""
-    offload: Literal["none", "cpu", "off"] = "none"  # device of the optimizer states
-    #: Bytes of a bucket.
-    #: Above 0.
+    offload: Literal["none", "cpu", "off"] = "none"
+    """Device of the optimizer
+    states."""
     bucket_bytes: int = 1000
 
     def __post_init__(self) -> None:
@@ -47,8 +47,6 @@ class Actor:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    RENAMED_KEYS: ClassVar[dict[str, str]] = {"prompt": "system_prompt"}
-
     train: tuple[str, ...] = ()
     """Parquet files."""
     weights: list[float] = field(default_factory=list)
@@ -62,7 +60,8 @@ class Example:
 
     experiment: str = "run"
     """Name of the run."""
-    seed: int = field(default=1, metadata={"doc": "Seed of everything."})
+    seed: int = 1
+    """Seed of everything."""
     actor: Actor = field(default_factory=Actor)
     critic: Actor | None = None
     slow: Actor = Actor(optim=Optim(lr=0.5), enabled=False)

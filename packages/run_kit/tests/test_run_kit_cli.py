@@ -187,13 +187,6 @@ def test_user_errors_are_value_errors_of_these_packages(capsys: pytest.CaptureFi
     assert capsys.readouterr().err == "error: no such folder\n"
 
 
-def test_a_deprecated_key_is_named_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    status, (config,) = run("data.prompt=hi")
-    assert (status, config.data.system_prompt) == (0, "hi")
-    expected = "warning: data.prompt is deprecated: write data.system_prompt (from command line)\n"
-    assert capsys.readouterr().err == expected
-
-
 def test_other_errors_keep_their_traceback() -> None:
     with pytest.raises(ValueError, match="a bug"):
         run_cli(Example, failing(ValueError("a bug")), app_name="x", argv=[])

@@ -108,7 +108,6 @@ def test_memory_in_use_and_missing_bfloat16_are_warnings() -> None:
 
 
 AMOUNTS: list[Callable[[int], Check]] = [
-    lambda amount: host.check_cores(float(amount)),
     lambda amount: host.check_memory(2**60, amount),
     lambda amount: host.check_shared_memory(amount, num_gpus=8),
 ]

@@ -232,14 +232,6 @@ def test_compare_shows_last_metrics_and_the_keys_that_differ(
         ["trainer.seed", "1", "2"],
         ["data", "null", "[1, 2]"],
     ]
-    code, text = ending(["compare", "a=1", "b", folder, "--json"], capsys)
-    printed = json.loads(text)
-    assert (code, printed["runs"], printed["config"]) == (
-        0,
-        ["a=1", "b"],
-        {"trainer.seed": ["1", "2"], "data": ["null", "[1, 2]"]},
-    )
-    assert {"metric": "critic/score/mean", "title": "score, last five", "values": [0.25, 0.5]} in printed["metrics"]
     for arguments, words in (
         (["a=1", "bb"], "run: got 'bb'; neither a folder nor a run in"),
         (["a=1", "bb"], "nearest: b"),

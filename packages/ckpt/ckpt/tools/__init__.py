@@ -1,1 +1,1 @@
-"""Command line, remote storage, universal checkpoints, exports of DeepSpeed checkpoints and LoRA adapters."""
+"""Command line, exports of DeepSpeed checkpoints, merges of LoRA adapters."""

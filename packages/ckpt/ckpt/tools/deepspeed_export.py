@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ExportError
 from ..hf_export import HfExport, save_hf_folder
 from ..zero.zero_checkpoint import ZeroCheckpoint
-from .lora_export import merge_lora
+from .lora_merge import merge_lora
 from .model_folder import ModelFolder, read_folder
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def export_deepspeed(
                     f"{name} of {shards.folder} belongs to a LoRA adapter",
                     field="lora",
                     value=None,
-                    remedy="pass the adapter's settings, or write it with save_adapter and merge it with export_merged",
+                    remedy="pass the adapter's settings",
                 )
             for folder_name, part in model.parts(name, tensor):
                 yield folder_name, part if dtype is not None else part.to(model.dtype(folder_name))

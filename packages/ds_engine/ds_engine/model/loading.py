@@ -22,7 +22,7 @@ from .compilation import compile_layers
 from .folder_names import drop_unused_conversions
 from .lora import add_adapters
 from .nf4 import nf4_weights, quantize_base, round_to_nf4
-from .packed_model import install_packed_forward, mark_rows
+from .packed_model import install_packed_forward, mark_way
 from .parts import VALUE_HEAD
 from .recomputation import enable_checkpointing
 from .sequence_parallel import check_model_heads
@@ -143,7 +143,7 @@ def load_model(
         model = _read_folder(model_path, torch_dtype(config.model_dtype), head, options, seed=drawn_with)
     if config.lora is not None and config.lora.base_format == "nf4":
         quantize_base(model, device=device)
-    mark_rows(model, trial.way == "rows")
+    mark_way(model, rows=trial.way == "rows", shares_prefixes=not trial.why_not_shared)
     if not sharded:
         return model.to(device)
     drop_unused_conversions(model)

@@ -33,10 +33,6 @@ class FormatReward(Reward):
                 str(error), field="pattern", value=self.pattern, allowed="a regular expression"
             ) from None
 
-    @property
-    def markers(self) -> tuple[str, ...]:
-        return tuple(re.findall(r"<\w+>", self.pattern))
-
     def __call__(self, response_text: str, prompt: PromptFields, **facts: Any) -> float:
         if self.match == "full":
             return float(re.fullmatch(self.pattern, response_text.strip(), re.DOTALL) is not None)

@@ -8,6 +8,7 @@ from typing import NoReturn, TypeVar
 from run_kit import run_cli
 
 from ..job_config import JobConfig
+from ..ranks.environment import prepare_imports
 from ..supervised_job_config import SupervisedJobConfig
 
 COMMON_KEYS = (
@@ -47,9 +48,14 @@ def run_job_cli(
     preset_dir = preset_dir or Path(inspect.getfile(config_cls)).with_name("presets")
     has_gpu = next(Path("/dev").glob("nvidia[0-9]*"), None) is not None
     data = "supervised.files" if issubclass(config_cls, SupervisedJobConfig) else "data.train"
+
+    def prepared(config: AppConfigT) -> None:
+        prepare_imports()  # before the app imports a library
+        main(config)
+
     run_cli(
         config_cls,
-        main,
+        prepared,
         app_name=app_name or f"{config_cls.__module__.rpartition('.')[0]}.main",
         preset_dir=preset_dir,
         argv=argv,

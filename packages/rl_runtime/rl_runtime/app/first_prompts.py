@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 from urllib.parse import urlsplit
 
 from plinth_base.errors import prefix_fields
@@ -16,14 +15,11 @@ from ..errors import InputError
 from ..launch.reachability import why_unreachable
 from ..rollout.config import EpisodeConfig
 from ..rollout.episodes import load_environment, load_rollout, reset_once
-from ..rollout.reward_trial import has_functions, try_rewards, unasked_formats
-from ..rollout.scoring import load_answer, load_functions, prepare_rewards, rewards_of_rows
+from ..rollout.reward_trial import has_functions, try_rewards
+from ..rollout.scoring import load_answer, load_functions, prepare_rewards
 from ..rollout.scoring_config import ScoringConfig
 from ..training.supervised_config import SupervisedConfig
 from .inputs import Inputs, load_inputs, policy_tokenizer
-
-_NUM_READ = 100
-"""Demonstrations that are read for the formats that a reward needs."""
 
 
 def check_functions(episode: EpisodeConfig, reward: ScoringConfig) -> None:
@@ -86,15 +82,14 @@ def check_first_prompts(
 ) -> list[str]:
     """Tries the environment and the user's reward functions on the first prompts; returns warnings.
 
-    The prompt of validation is scored if its data source differs from that of training. A warning also names the format
-    that a reward needs, if neither these prompts nor demonstrations mention it.
+    The prompt of validation is scored if its data source differs from that of training.
 
     Args:
         inputs: what is loaded; None for the built-in model.
 
     Raises InputError.
     """
-    if episode.environment is None and not has_functions(reward) and inputs is None:
+    if episode.environment is None and not has_functions(reward):
         return []
     prompts = first_prompts(inputs, model, data, task, seed=seed)
     if episode.environment is not None:
@@ -108,12 +103,4 @@ def check_first_prompts(
         if prompt is known or known is None or prompt.data_source != known.data_source
     }
     tokenizer = policy_tokenizer(model) if inputs is None else inputs.tokenizer
-    lines = [] if inputs is None or scores_itself else _format_warnings(inputs, tokenizer, scored, episode, reward)
-    return lines + try_rewards(reward, scored, tokenizer=tokenizer, refuses=not scores_itself)
-
-
-def _format_warnings(
-    inputs: Inputs, tokenizer: Any, prompts: Mapping[str, Prompt], episode: EpisodeConfig, reward: ScoringConfig
-) -> list[str]:
-    shown = "".join(tokenizer.decode(one.response_ids) for one in inputs.demonstrations[:_NUM_READ])
-    return unasked_formats(rewards_of_rows(reward, episode), reward, prompts, shown=shown)
+    return try_rewards(reward, scored, tokenizer=tokenizer, refuses=not scores_itself)

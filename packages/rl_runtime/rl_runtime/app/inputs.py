@@ -228,22 +228,6 @@ def vocab_size(folder: Path) -> int:
     return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
 
 
-def describe_repeats(num: int, batch_size: int, *, noun: str, key: str, num_drawn: int | None = None) -> str:
-    """A line for the user if a step of `batch_size` examples has each of the `num` several times; else empty.
-
-    Args:
-        key: the configuration key of `batch_size`.
-        num_drawn: examples of the whole run, if they may be fewer than a step has.
-    """
-    per_step = batch_size if num_drawn is None else min(batch_size, num_drawn)
-    if num >= per_step:
-        return ""
-    return (
-        f"warning: a step has each of the {num} {noun} {per_step / num:.3g} times on average, because {key} is "
-        f"{batch_size}; for no repeats: at most {num}"
-    )
-
-
 def chat_format(tokenizer: Any, data: DataConfig) -> ChatFormat:
     """The format in which turns of a conversation become tokens, as in the prompts of `load_prompts`."""
     with_template = uses_chat_template(tokenizer, data)

@@ -63,18 +63,16 @@ class Restarts(Generic[RunT]):
 
         Raises:
             RankLost: a new rank was lost, too.
-            RankError: too little is left of the cluster.
+            RankError: a node of the cluster was lost.
         """
         if self._are_running:
             return
         if self.run.resumed is None:
             restore_rng(self._rng)
         try:
-            change = self.run.session.restart_ranks()
+            self.run.session.restart_ranks()
         except PlacementError as error:  # no mistake of the user's
             raise RankError(error.problem, field=error.field, value=error.value) from error
-        if change:
-            self.run.tracker.info(change)
         self._are_running = True
 
     def attempts(self, attempt: Callable[[RunT, Restart | None], ResultT]) -> ResultT:

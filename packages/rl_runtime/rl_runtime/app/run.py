@@ -8,10 +8,10 @@ from rl_data import PromptSampler
 from run_kit import StopRequest
 from run_kit.timing import Laps
 
-from ..job_config import JobConfig, JobConfigT
+from ..job_config import JobConfigT
 from ..launch.session import open_session
 from ..ranks.model_handle import ModelHandle
-from ..resolve.job import divides, resolve_traces
+from ..resolve.job import resolve_traces
 from ..resolve.resolved import ResolvedConfig
 from ..rollout.ahead import RolloutsAhead
 from ..rollout.memory_turns import MemoryTurns, put_to_sleep, sleep_level
@@ -25,7 +25,7 @@ from ..training.ledger import SampleLedger
 from ..training.loop import LoopResult, Restart, TrainingLoop
 from ..training.reward_model import RewardModel
 from ..training.run_files import open_run_files
-from .inputs import Inputs, chat_format, describe_repeats, load_inputs
+from .inputs import chat_format, load_inputs
 from .job import Algorithm, Job
 from .restarts import Restarts
 from .training_run import JobPlan, create_run_folder, end_stopped, open_run
@@ -47,15 +47,17 @@ def run_job(resolved: ResolvedConfig[JobConfigT], plan: JobPlan, compose: Callab
     run = create_run_folder(resolved.config.trainer, plan.resume_from)
     resolved = resolve_traces(resolved, run.path)
     config, trainer = resolved.config, resolved.config.trainer
-    num_steps = trainer.total_training_steps
+    num_steps = trainer.num_steps
     with open_run(run, resolved, plan, num_steps=num_steps) as (tracker, memory, name_others):
         tracker.info(f"run folder {run.path}; starting {config.trainer.rank_count} ranks and the servers")
+        if why := resolved.reasons.get("trainer.total_training_steps"):
+            tracker.info(f"{num_steps} steps: {why}")
         for line in (*resolved.lines(), *plan.lines):
             tracker.info(line)
         inputs = plan.inputs or load_inputs(
             config.model, config.data, config.warm_start, config.task, folder=run.path, seed=config.trainer.seed
         )
-        for line in (*inputs.lines, *_repeats(config, inputs)):
+        for line in inputs.lines:
             tracker.info(line)
         start.mark("inputs")
         with open_run_files(trainer, run.path, tracker.info) as files:
@@ -67,7 +69,6 @@ def run_job(resolved: ResolvedConfig[JobConfigT], plan: JobPlan, compose: Callab
                 model_path=str(inputs.model_path),
                 log_dir=run.path / "servers",
                 sync=config.sync,
-                fits=partial(divides, config),
                 mark=start.mark,
             ) as session:
                 job = Job(
@@ -88,19 +89,6 @@ def run_job(resolved: ResolvedConfig[JobConfigT], plan: JobPlan, compose: Callab
             tracker.summary(result)  # ranks and servers are gone; uploads continue to the end of the outer block
         if stop.signal and result.stopped_after is not None:
             end_stopped(run, tracker, trainer, stop.signal, f"{result.stopped_after}")
-
-
-def _repeats(config: JobConfig, inputs: Inputs) -> list[str]:
-    """A line for prompts, and one for demonstrations, that are several times in a step."""
-    lines = [
-        describe_repeats(
-            len(inputs.train_prompts), config.batch.train_batch_size, noun="prompts", key="batch.train_batch_size"
-        )
-    ]
-    if inputs.demonstrations:
-        size, num = config.warm_start.batch_size, len(inputs.demonstrations)
-        lines.append(describe_repeats(num, size, noun="demonstrations", key="warm_start.batch_size"))
-    return [line for line in lines if line]
 
 
 def _run_attempt(job: Job, restart: Restart | None, *, compose: Callable[[Job], Algorithm]) -> LoopResult:
@@ -214,8 +202,7 @@ def _rollouts(
         batch_size=config.batch.train_batch_size,
         extra_groups=config.oversampling.extra_prompts,
         max_staleness=config.trainer.max_staleness,
-        last_step=config.trainer.total_training_steps,
-        stale=config.trainer.stale_groups,
+        last_step=config.trainer.num_steps,
         replaces=config.dynamic_sampling.max_rounds > 0,
     )
     return RolloutsAhead(rollouts, job.session.client, schedule, check=servers.check)

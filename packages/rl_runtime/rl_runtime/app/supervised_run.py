@@ -31,7 +31,6 @@ from .inputs import (
     Inputs,
     check_prompt_files,
     check_supervised,
-    describe_repeats,
     load_examples,
     load_inputs,
     log_lines,
@@ -137,14 +136,16 @@ def run_supervised(
         num_train = len(examples.train)
         last_step = _check_steps(config, num_train, plan.resume_from)
         tracker.expect(last_step)
-        for line in (*examples.lines, *_describe(config, examples, last_step)):
+        for line in examples.lines:
             tracker.info(line)
+        num_epochs = config.supervised.num_drawn(num_train) / num_train
+        tracker.info(
+            f"{num_train} {config.noun}, {len(examples.held_out)} held out; {last_step} steps of "
+            f"{config.supervised.batch_size}, {num_epochs:.4g} epochs"
+        )
         start.mark("inputs")
         with open_run_files(trainer, run.path, tracker.info) as files:
-            sp = config.engine.sequence_parallel
-            with open_rank_session(
-                plan.placement, trainer=trainer, fits=lambda ranks: ranks % sp == 0, mark=start.mark
-            ) as session:
+            with open_rank_session(plan.placement, trainer=trainer, mark=start.mark) as session:
                 job = SupervisedRun(
                     config=config,
                     session=session,
@@ -188,21 +189,6 @@ def hold_out(examples: Sequence[T], size: int, *, seed: int, noun: str = "demons
     for index, example in enumerate(examples):
         parts[index in chosen].append(example)
     return parts
-
-
-def _describe(config: SupervisedJobConfig, examples: Examples, last_step: int) -> list[str]:
-    """The numbers of examples and steps, and lines for examples that are several times in a step."""
-    supervised, num = config.supervised, len(examples.train)
-    drawn = supervised.num_drawn(num)
-    lines = [
-        f"{num} {config.noun}, {len(examples.held_out)} held out; {last_step} steps of {supervised.batch_size}, "
-        f"{drawn / num:.4g} epochs",
-        describe_repeats(num, supervised.batch_size, noun=config.noun, key="supervised.batch_size", num_drawn=drawn),
-    ]
-    if config.first_stage.trains:
-        first, num_first = config.first_stage, len(examples.inputs.demonstrations)
-        lines.append(describe_repeats(num_first, first.batch_size, noun="demonstrations", key="warm_start.batch_size"))
-    return [line for line in lines if line]
 
 
 def _load(config: SupervisedJobConfig, folder: Path) -> Examples:

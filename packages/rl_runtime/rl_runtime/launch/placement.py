@@ -48,10 +48,6 @@ class Placement:
     servers: tuple[Slot, ...] = ()
     own_ranks: Mapping[str, tuple[Slot, ...]] = field(default_factory=dict)
     """Role -> the ranks that compute for it alone."""
-    group_size: int = 1
-    """Neighbors among `ranks` that stay on one node: the size of a sequence-parallel group."""
-    ranks_per_node: int | None = None
-    """Ranks on a node at most."""
 
     @property
     def on_gpu(self) -> bool:
@@ -133,14 +129,7 @@ def plan_placement(
     if len(servers) < num_servers:
         room = f"room for {len(servers)} servers: {has}"
         raise PlacementError(needed, field="rollout.num_servers", value=num_servers, allowed=room, remedy=_REMEDY)
-    group_size = (sequence_parallel or {}).get("actor", 1)
-    return Placement(
-        ranks=placed.pop("actor"),
-        servers=servers,
-        own_ranks=placed,
-        group_size=group_size,
-        ranks_per_node=ranks_per_node,
-    )
+    return Placement(ranks=placed.pop("actor"), servers=servers, own_ranks=placed)
 
 
 class _Room:

@@ -4,6 +4,7 @@ They end on success, on errors and on Ctrl-C; no process is left.
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -35,31 +36,22 @@ T = TypeVar("T")
 class RankSession:
     """The trainer ranks of a run, which can be started again. Made by `open_rank_session`."""
 
-    def __init__(
-        self, placement: Placement, trainer: TrainingConfig, *, devices: "_Devices", fits: Callable[[int], bool]
-    ) -> None:
+    def __init__(self, placement: Placement, trainer: TrainingConfig, *, devices: "_Devices") -> None:
         self.placement = placement
-        self._trainer, self._devices, self._fits = trainer, devices, fits
+        self._trainer, self._devices = trainer, devices
         self._stack = ExitStack()
 
-    def restart_ranks(self) -> str:
-        """Starts new ranks, in place of those that run.
-
-        Returns:
-            How the ranks differ from those before, in one line; empty: they have the same devices.
+    def restart_ranks(self) -> None:
+        """Starts new ranks on the devices of those that run, and ends these.
 
         Raises:
             RankError: a rank could not start.
-            PlacementError: too little is left of the cluster.
+            PlacementError: a node of the cluster was lost.
         """
         self.close()
-        change = ""
-        if (reservation := self._devices.reservation) is not None:
-            least = self._trainer.min_ranks or len(self._devices.ranks)
-            change = reservation.replace_lost(min_ranks=least, fits=self._fits)
-            self._devices.ranks = reservation.ranks
+        if self._devices.reservation is not None:
+            self._devices.reservation.check_living()
         self.start_ranks()
-        return change
 
     def start_ranks(self, mark: Callable[[str], None] = lambda _: None) -> None:
         """Starts all ranks. `mark`: called with the name of each part of the start when it has ended."""
@@ -114,9 +106,8 @@ class Session(RankSession):
         *,
         devices: "_Devices",
         servers: ServerGroup,
-        fits: Callable[[int], bool],
     ) -> None:
-        super().__init__(placement, trainer, devices=devices, fits=fits)
+        super().__init__(placement, trainer, devices=devices)
         self.servers = servers
         self.profile_dir = None if rollout.profile_dir is None or not servers.servers else Path(rollout.profile_dir)
         """Folder to which the servers write traces; None: they are not traced."""
@@ -160,12 +151,10 @@ class RankRecorder:
         """Starts to record."""
         self._ranks.run(TrainerWorker.start_profile)
 
-    def stop(self, folder: Path) -> Mapping[str, Path]:
+    def stop(self, folder: Path) -> None:
         """Stops, and writes the traces on this host."""
-        names = [f"{self._role} rank {rank}".strip() for rank in range(self._ranks.world_size)]
-        paths = [folder / f"{name.replace(' ', '_')}.json.gz" for name in names]
-        self._ranks.run_each(TrainerWorker.stop_profile, [str(path) for path in paths])
-        return dict(zip(names, paths, strict=True))
+        names = [f"{self._role}_rank_{rank}".lstrip("_") for rank in range(self._ranks.world_size)]
+        self._ranks.run_each(TrainerWorker.stop_profile, [str(folder / f"{name}.json.gz") for name in names])
 
 
 class ServerRecorder:
@@ -180,15 +169,14 @@ class ServerRecorder:
         self._known = set(self._folder.iterdir())
         control.start_profile(self._servers.endpoints)
 
-    def stop(self, folder: Path) -> Mapping[str, Path]:
+    def stop(self, folder: Path) -> None:
         """Stops; the traces are those that the servers wrote since `start`."""
         control.stop_profile(self._servers.endpoints)
-        traces: dict[str, Path] = {}
+        kinds = Counter[str]()
         for path in sorted(set(self._folder.glob("*.json.gz")) - self._known):
-            kind = "server front end" if ".async_llm." in path.name else "server engine"
-            number = sum(name.startswith(kind) for name in traces) + 1
-            traces[f"{kind} {number}"] = path.rename(folder / path.name)
-        return traces
+            kind = "server_front_end" if ".async_llm." in path.name else "server_engine"
+            kinds[kind] += 1
+            path.rename(folder / f"{kind}_{kinds[kind]}.json.gz")
 
 
 @contextmanager
@@ -196,13 +184,11 @@ def open_rank_session(
     placement: Placement,
     *,
     trainer: TrainingConfig,
-    fits: Callable[[int], bool] = lambda _: True,
     mark: Callable[[str], None] = lambda _: None,
 ) -> Iterator[RankSession]:
     """Starts Ray, or joins the cluster, and starts the trainer ranks in one process group; ends them on exit.
 
     Args:
-        fits: whether the model can be trained on a number of ranks, for a run that continues with fewer.
         mark: called with the name of each part of the start when it has ended.
 
     Raises:
@@ -210,7 +196,7 @@ def open_rank_session(
     """
     with _ray(trainer.ray_address, placement) as devices, ExitStack() as stack:
         mark("Ray")
-        session = RankSession(placement, trainer, devices=devices, fits=fits)
+        session = RankSession(placement, trainer, devices=devices)
         stack.callback(session.close)
         session.start_ranks(mark)
         yield session
@@ -225,13 +211,11 @@ def open_session(
     model_path: str,
     log_dir: Path,
     sync: SyncConfig,
-    fits: Callable[[int], bool] = lambda _: True,
     mark: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Session]:
     """Starts servers and ranks; the servers may still be loading when this yields.
 
     Args:
-        fits: whether the batch divides over a number of ranks, for a run that continues with fewer.
         mark: called with the name of each part of the start when it has ended.
 
     Raises:
@@ -246,7 +230,7 @@ def open_session(
         devices = stack.enter_context(_ray(trainer.ray_address, placement))
         servers = servers or stack.enter_context(start(devices.reservation))
         mark("Ray")
-        session = Session(placement, trainer, rollout, devices=devices, servers=servers, fits=fits)
+        session = Session(placement, trainer, rollout, devices=devices, servers=servers)
         stack.callback(session.close)
         session.start_ranks(mark)
         yield session

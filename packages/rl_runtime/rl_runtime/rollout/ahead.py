@@ -64,7 +64,8 @@ class RolloutsAhead:
 
     def __exit__(self, *_: object) -> None:
         for group in self._groups.values():
-            _cancel(group)
+            if group.task is not None:
+                group.task.cancel()
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -93,7 +94,6 @@ class RolloutsAhead:
         """
         started = time.perf_counter()
         with timed("gen"):
-            given_up = self._give_up(step)
             num_awaited = len([ticket for ticket in self._schedule.awaited(step) if not ticket.has_ended])
             self._wait(step)
             metrics = self._client.run(self._meter.read())
@@ -118,21 +118,7 @@ class RolloutsAhead:
         }
         if self._schedule.extra_groups:
             metrics["rollout/num_stale_awaited"] = float(num_awaited)
-            metrics["rollout/num_stale_dropped"] = float(len(given_up))
-        return replace(collected, metrics=metrics, ended=(*given_up, *collected.ended))
-
-    def _give_up(self, step: int) -> list[Group]:
-        """Cancels the groups that are too old, and draws others in their place; returns them without samples."""
-        gone = []
-        for ticket in self._schedule.give_up(step):
-            group = self._groups.pop(ticket.number)
-            _cancel(group)
-            request = group.start if isinstance(group.start, Request) else group.start.request
-            fresh = Group.fresh(request, self._rollouts.sampling.num_samples)
-            gone.append(fresh.without(fresh.samples, "stale", "its policy has become too old"))
-        if gone:
-            self._draw(step, len(gone))
-        return gone
+        return replace(collected, metrics=metrics)
 
     def _replace(self) -> None:
         """Dynamic sampling: draws a group for each whose scores do not differ, in all rounds of a step at most."""
@@ -178,11 +164,9 @@ class RolloutsAhead:
 
     def _end(self, number: int) -> None:
         """Notes the result of a group; raises what ended its task."""
-        group = self._groups.get(number)
-        if group is None or group.task is None:
-            return  # given up
-        group.scored = group.task.result()
-        group.task = None
+        group = self._groups[number]
+        assert group.task is not None, "a group ends once"
+        group.scored, group.task = group.task.result(), None
         versions = [sample.policy_version for sample in group.scored.samples]
         self._schedule.end(number, min(versions, default=None))
 
@@ -261,8 +245,3 @@ def check_groups(state: Mapping[str, Any], config: Any) -> None:
 def _held(state: Mapping[str, Any]) -> _Held:
     group = from_state({name: value for name, value in state.items() if name != "is_scored"})
     return _Held(start=group, scored=group if state["is_scored"] else None)
-
-
-def _cancel(group: _Held) -> None:
-    if group.task is not None:
-        group.task.cancel()

@@ -8,9 +8,7 @@ as the servers hold version s - 1 - `max_staleness`.
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
-
-StaleGroups = Literal["finish", "drop"]
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +30,9 @@ class Schedule:
 
     A step trains on `batch_size` of the groups that were drawn for it or for earlier steps. With `extra_groups` it does
     not wait for that many groups; they stay for the next step, and one of the `max_staleness` versions is kept for
-    that, so the servers work one step less ahead.
+    that, so the servers work one step less ahead. A step waits for the groups that would be too old for the next one.
 
     Args:
-        stale: `finish`: a step waits for the groups that would be too old for the next one. `drop`: it does not, and
-            groups that have become too old are given up and replaced.
         replaces: groups are replaced when their scores turn out to teach nothing (`replacements`). A step is then ready
             when all groups that were drawn for it have ended, and takes them all; no `extra_groups`.
     """
@@ -48,12 +44,11 @@ class Schedule:
         max_staleness: int,
         last_step: int,
         extra_groups: int = 0,
-        stale: StaleGroups = "finish",
         replaces: bool = False,
     ) -> None:
         assert not (replaces and extra_groups), "a step would not take all of its groups"
         self.batch_size, self.extra_groups, self.max_staleness = batch_size, extra_groups, max_staleness
-        self._last_step, self._stale, self._replaces = last_step, stale, replaces
+        self._last_step, self._replaces = last_step, replaces
         self._num_ahead = max_staleness - bool(extra_groups)
         self._version = 0
         self._drawn_for = 0
@@ -110,13 +105,6 @@ class Schedule:
         missing = {step: min(count, at_most) - (drawn[step] - self.batch_size) for step, count in wanted.items()}
         return [(step, count) for step, count in sorted(missing.items()) if count > 0]
 
-    def give_up(self, step: int) -> list[Ticket]:
-        """Removes the groups that are too old for `step`; the caller draws as many for it in their place."""
-        gone = [t for t in self._window(step) if self._staleness(t, step) > self.max_staleness]
-        for ticket in gone:
-            del self._tickets[ticket.number]
-        return gone
-
     def is_ready(self, step: int) -> bool:
         """True if the groups of `step` have ended."""
         window = self._window(step)
@@ -127,8 +115,6 @@ class Schedule:
 
     def awaited(self, step: int) -> list[Ticket]:
         """The groups that `step` has to wait for, because they would be too old for the next one."""
-        if self._stale == "drop":
-            return []
         return [t for t in self._window(step) if self._staleness(t, step) >= self.max_staleness]
 
     def take(self, step: int) -> list[Ticket]:

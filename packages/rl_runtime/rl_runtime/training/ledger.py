@@ -30,7 +30,7 @@ class SampleRow(NamedTuple):
     """Its index in the group."""
     outcome: str
     """`trained`; `failed`: not generated or scored; `left_out`: nothing to compare it with, or dropped by dynamic
-    sampling; `stale`: given up because it was too old."""
+    sampling."""
     oldest_version: str
     """Policy version of its oldest token; empty if it has none."""
     newest_version: str
@@ -79,9 +79,7 @@ def read_samples(folder: Path) -> list[SampleRow]:
 
 def _rows_of(step: int, group: Group, trained: set[tuple[str, int]]) -> Iterator[SampleRow]:
     rows = {
-        failure.sample_index: SampleRow(
-            step, group.prompt_id, failure.sample_index, "stale" if failure.kind == "stale" else "failed", "", ""
-        )
+        failure.sample_index: SampleRow(step, group.prompt_id, failure.sample_index, "failed", "", "")
         for failure in group.failures
     }
     for sample in group.samples:

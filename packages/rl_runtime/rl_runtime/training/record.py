@@ -56,7 +56,7 @@ class RunRecord:
     def step(self, step: int) -> Iterator[PhaseTimer]:
         """Times a step; traces it if `trainer.profile_steps` names it."""
         timer = PhaseTimer()
-        with self._profiler.step(step, timer), timer.step():
+        with self._profiler.step(step), timer.step():
             yield timer
 
     def log_samples(self, step: int, collected: Collected) -> None:

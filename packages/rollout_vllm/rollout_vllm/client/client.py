@@ -16,7 +16,7 @@ from ..errors import ControlError, UnlabeledTokensError
 from ..samples import Group, Request
 from .balanced import BalancedClient
 from .group_run import GroupRun
-from .metrics import ClientCounters, Rates, combine, server_metrics
+from .metrics import ClientCounters, combine, server_metrics
 from .protocol import error_message
 from .request_runner import RequestRunner
 from .transport import call_back, cancel, first_complete, gather_or_cancel
@@ -50,7 +50,6 @@ class RolloutClient(BalancedClient):
     def __init__(self, endpoints: Sequence[Endpoint], config: RolloutConfig | None = None) -> None:
         super().__init__(endpoints, config or RolloutConfig(), thread_name="rollout-client")
         self._runner = RequestRunner(self.config, self._transport, self._dispatcher, self._suspect)
-        self._rates = Rates()
         self._num_running, self._running_since = 0, 0.0
         self._listed: dict[GroupRun, None] = {}  # in the order of the requests
 
@@ -296,34 +295,18 @@ class RolloutClient(BalancedClient):
         self._runner.model = model
 
     async def fetch_metrics(self) -> dict[str, float]:
-        """The client's counters ("client/...") and the servers' metrics, summed and per server ("server_0/...").
-
-        Tokens per second are measured since the previous call. A server that does not answer is left out.
-        """
+        """The client's counters ("client/...") and the servers' metrics, summed over those that answer."""
 
         async def one(server: int) -> dict[str, float]:
             with suppress(TimeoutError, aiohttp.ClientError, ValueError):
                 status, _, raw = await self._transport.exchange(server, "GET", "/metrics", timeout_s=_METRICS_TIMEOUT_S)
                 if status == 200:
-                    figures = server_metrics(raw.decode("utf-8", "replace"))
-                    return figures | self._rates.update(server, figures, time.monotonic())
+                    return server_metrics(raw.decode("utf-8", "replace"))
             return {}
 
         per_server = await asyncio.gather(*(one(server) for server in range(len(self.endpoints))))
-        load = self._dispatcher.load
         with self._runner.lock:
-            own = self.counters.as_dict()
-            retries = [self.counters.retries_by_server.get(server, 0) for server in range(len(load))]
-        own["client/samples_in_flight"] = float(sum(load))
-        own["client/groups_waiting"] = float(self._dispatcher.num_waiting)
-        totals = combine(
-            [
-                f | {"client_retries": float(r), "client_samples_in_flight": float(n)}
-                for f, r, n in zip(per_server, retries, load, strict=True)
-            ]
-        )
-        own["queue_depth"] = self._dispatcher.samples_waiting + totals.get("num_waiting", 0.0)
-        return own | totals
+            return self.counters.as_dict() | combine(per_server)
 
     def metrics(self) -> dict[str, float]:
         """`fetch_metrics` for callers without an event loop."""

@@ -172,18 +172,6 @@ class Dispatcher:
         with self._lock:
             return list(self._router.load)
 
-    @property
-    def num_waiting(self) -> int:
-        """Number of requests in the queue."""
-        with self._lock:
-            return sum(not waiter.done() for _, waiter, _ in self._waiters)
-
-    @property
-    def samples_waiting(self) -> int:
-        """Number of samples of the requests in the queue."""
-        with self._lock:
-            return sum(cost for _, waiter, cost in self._waiters if not waiter.done())
-
     def _wake_one(self) -> None:
         with self._lock:
             if (self._paused or self._called) and not self._router.all_retired:

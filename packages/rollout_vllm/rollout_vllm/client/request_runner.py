@@ -217,7 +217,7 @@ class RequestRunner:
     async def back_off(self, server: int, failure: AttemptFailure, attempt: int) -> set[int]:
         """Count a retry, update the state of the server, and wait. Returns the servers to avoid in the next attempt."""
         with self.lock:
-            self.counters.count_retry(server)
+            self.counters.num_retries += 1
         if failure.maybe_stale and attempt == 1:
             return {server}  # which is not at fault
         if failure.decision.blame_server:

@@ -5,7 +5,6 @@ right. OmegaConf resolves `${other.key}`; `validation` validates with pydantic. 
 """
 
 import functools
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -19,7 +18,6 @@ from .schema import (
     allowed_words,
     alternatives,
     choices,
-    current_key,
     field_default,
     field_hints,
     inner_hint,
@@ -50,9 +48,6 @@ def load_config(cls: type[ConfigT], *, presets: Sequence[Path | str] = (), overr
 
     Raises:
         ConfigError: unreadable file, unknown key, missing or invalid value; reports all of them at once.
-
-    Warns:
-        DeprecationWarning: a key under its old name (`RENAMED_KEYS` of its config class).
     """
     problems: list[ConfigError] = []
     layers = [layer for path in presets for layer in _file_layers(cls, Path(path), problems)]
@@ -161,18 +156,8 @@ def _known_part(root: type, value: Any, hint: Any, path: str, source: str, probl
             return MISSING
         return value
     out = {}
-    for given, inner in value.items():
-        key = current_key(nested, given)
+    for key, inner in value.items():
         inner_path = f"{path}.{key}" if path else key
-        if key != given:
-            old_path = f"{path}.{given}" if path else given
-            if key in value:
-                message = f"given twice: {old_path} is its old name; give one of them"
-                problems.append(ConfigError(message, field=inner_path, source=source))
-                continue
-            warnings.warn(
-                f"{old_path} is deprecated: write {inner_path} (from {source})", DeprecationWarning, stacklevel=2
-            )
         if key not in field_hints(nested):
             for unknown, leaf in leaves(inner, inner_path):
                 near = nearest_paths(root, unknown.partition("[")[0])

@@ -43,12 +43,6 @@ def field_hints(cls: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
 
 
-def current_key(cls: type, key: str) -> str:
-    """The name of a key today: a config class maps keys it renamed in `RENAMED_KEYS`, old name -> new name."""
-    renamed: Mapping[str, str] = getattr(cls, "RENAMED_KEYS", {})
-    return renamed.get(key, key)
-
-
 def field_default(cls: type, name: str) -> Any:
     """Default value of a field, or MISSING."""
     field = cls.__dataclass_fields__[name]  # type: ignore[attr-defined]
@@ -115,7 +109,7 @@ def inner_hint(hint: Any, key: str | int) -> Any | None:
     if isinstance(key, int):
         return item_hint(hint, key)
     nested = section_class(hint)
-    return value_hint(hint) if nested is None else field_hints(nested).get(current_key(nested, key))
+    return value_hint(hint) if nested is None else field_hints(nested).get(key)
 
 
 def wants_text(hint: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Cores, memory, shared memory and disks of this host, or of the container that this process is in."""
+"""Memory, shared memory and disks of this host, or of the container that this process is in."""
 
 import os
 import shutil
@@ -12,16 +12,10 @@ from .check import GIB, MIB, Check, at_least
 
 def check_host(*, num_gpus: int, environment: Mapping[str, str]) -> Iterator[Check]:
     """All checks of this file for this process."""
-    yield check_cores(_cores())
     yield check_memory(*_memory())
     yield check_shared_memory(shutil.disk_usage("/dev/shm").free, num_gpus=num_gpus)
     for use, folder in run_folders(environment, Path.home(), Path.cwd()).items():
         yield check_folder(use, folder)
-
-
-def check_cores(cores: float) -> Check:
-    """Cores that this process may use."""
-    return at_least("cores", f"{cores:g}", cores, warn=2, refuse=0, remedy="ranks and servers need 2 or more cores")
 
 
 def check_memory(total: int, available: int) -> Check:
@@ -67,13 +61,6 @@ def check_folder(use: str, folder: Path) -> Check:
         return Check(use, f"no right to write {existing}", "problem", remedy)
     free = shutil.disk_usage(existing).free
     return at_least(use, f"{_size(free)} free: {folder}", free, warn=5 * GIB, refuse=GIB, remedy=remedy)
-
-
-def _cores() -> float:
-    """Cores that this process may use: its affinity, or the cgroup's quota if that is less."""
-    cores = float(len(os.sched_getaffinity(0)))
-    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
-    return min(cores, int(quota) / int(period)) if quota.isdecimal() and period.isdecimal() else cores
 
 
 def _memory() -> tuple[int, int]:

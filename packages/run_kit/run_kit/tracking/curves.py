@@ -1,4 +1,4 @@
-"""Curves of one run or several: `curves.png`, and the SVG figures of the report. Drawn by matplotlib."""
+"""Curves: `curves.png` of a run, and the SVG figures of reports. Drawn by matplotlib."""
 
 import io
 import itertools
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .metrics_table import MetricsTable, atomic_write
-from .panels import Panel, choose_panels, measured_columns, single_panels
+from .panels import Panel, choose_panels, measured_columns
 from .summary import smooth, tail_mean
 
 # Okabe and Ito's palette, which color-blind readers can tell apart, and four of Tol's colors for runs with many phases.
@@ -47,39 +47,10 @@ def write_curves(table: MetricsTable, path: Path, *, title: str = "") -> Path | 
 
     Returns None, and writes nothing, for a table without finite values.
     """
-
-    def draw(axes: Any, panel: Panel) -> None:
-        if panel.kind == "stack":
-            draw_stack(axes, table, panel)
-            return
-        draw_lines(axes, lines_of(table, panel))
-        if len(panel.metrics) == 1:
-            axes.set_title(panel.metrics[0], fontsize=7.5, loc="right", color="#666666")
-
-    return _write_grid(choose_panels(measured_columns([table])), path, title, draw)
-
-
-def write_compared_curves(tables: Mapping[str, MetricsTable], path: Path, *, title: str = "") -> Path | None:
-    """Draw the main metrics of several runs, given by name: one plot per metric, one line per run."""
-    columns = measured_columns(list(tables.values()))
-    main = {panel.title for panel in single_panels(columns, each=1)} | {"perf/max_memory_reserved_gb"}
-    panels = [panel for panel in single_panels(columns) if panel.title in main]
-
-    def draw(axes: Any, panel: Panel) -> None:
-        draw_lines(axes, lines_of_runs(tables, panel), legend=panel is panels[0], smoothed=False)
-
-    return _write_grid(panels, path, title, draw)
-
-
-def lines_of_runs(tables: Mapping[str, MetricsTable], panel: Panel) -> list[Line]:
-    """The panel's only metric, one line per run; a run without it has an empty line and keeps its color."""
-    return [Line(label, *table.series(panel.metrics[0], gaps=True)) for label, table in tables.items()]
-
-
-def _write_grid(panels: Sequence[Panel], path: Path, title: str, draw: Callable[[Any, Panel], None]) -> Path | None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    panels = choose_panels(measured_columns([table]))
     if not panels:
         return None
     num_columns = min(_NUM_COLUMNS, len(panels))
@@ -97,22 +68,35 @@ def _write_grid(panels: Sequence[Panel], path: Path, title: str, draw: Callable[
     for axes, panel in itertools.zip_longest(grid.flat, panels):
         if panel is None:
             axes.set_visible(False)
-            continue
-        axes.set_title(panel.title, fontsize=9.5, loc="left", fontweight="bold")
-        axes.set_xlabel("step", fontsize=8)
-        axes.set_ylabel(panel.unit, fontsize=8)
-        _frame(axes)
-        draw(axes, panel)
-        _finish(axes)
+        else:
+            _draw_panel(axes, table, panel)
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
     atomic_write(path, picture.getvalue())
     return path
 
 
+def _draw_panel(axes: Any, table: MetricsTable, panel: Panel) -> None:
+    axes.set_title(panel.title, fontsize=9.5, loc="left", fontweight="bold")
+    axes.set_xlabel("step", fontsize=8)
+    axes.set_ylabel(panel.unit, fontsize=8)
+    _frame(axes)
+    if panel.kind == "stack":
+        draw_stack(axes, table, panel)
+    else:
+        draw_lines(axes, lines_of(table, panel))
+        if len(panel.metrics) == 1:
+            axes.set_title(panel.metrics[0], fontsize=7.5, loc="right", color="#666666")
+    _finish(axes)
+
+
+def lines_of_runs(tables: Mapping[str, MetricsTable], panel: Panel) -> list[Line]:
+    """The panel's only metric, one line per run; a run without it has an empty line and keeps its color."""
+    return [Line(label, *table.series(panel.metrics[0], gaps=True)) for label, table in tables.items()]
+
+
 def to_svg(draw: Callable[[Any], None], *, title: str, size: tuple[float, float] = (4.0, 2.2)) -> str:
     """An `<svg>` element for a page: transparent, with text as text. Not for threads: it changes matplotlib's settings.
-
 
     Args:
         draw: draws into matplotlib axes.
@@ -186,19 +170,19 @@ def _finish(axes: Any) -> None:
     axes.margins(x=0.02)
 
 
-def draw_lines(axes: Any, lines: Sequence[Line], *, legend: bool = True, smoothed: bool = True) -> None:
+def draw_lines(axes: Any, lines: Sequence[Line]) -> None:
     """Draws lines in the order of the palette; a single long line is drawn raw and smoothed."""
     for line, color in zip(lines, itertools.cycle(COLORS), strict=False):
         if not line.steps:
             continue
         is_few = len(line.values) <= _FEW
-        is_noisy = smoothed and len(lines) == 1 and not is_few
+        is_noisy = len(lines) == 1 and not is_few
         style = {"linewidth": 1.0, "alpha": 0.4} if is_noisy else {"linewidth": 1.6}
         marker = "o" if is_few else None
         axes.plot(line.steps, line.values, color=color, label=line.label, marker=marker, markersize=3.5, **style)
         if is_noisy:
             axes.plot(line.steps, smooth(list(line.values)), color=color, linewidth=1.8)
-    if legend and len(lines) > 1:
+    if len(lines) > 1:
         axes.legend(fontsize=7.5, frameon=False, loc="best", ncols=1 if len(lines) < 4 else 2)
 
 

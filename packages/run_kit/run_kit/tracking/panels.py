@@ -81,16 +81,12 @@ def choose_panels(columns: Sequence[str], *, limit: int = 12) -> list[Panel]:
     return (panels or [_panel(name, name) for name in columns])[:limit]
 
 
-def single_panels(columns: Sequence[str], *, each: int | None = None) -> list[Panel]:
-    """One panel per metric, for comparing runs; step times give a single panel (the whole step).
-
-    Args:
-        each: at most so many of a panel's metrics; None takes all.
-    """
+def single_panels(columns: Sequence[str]) -> list[Panel]:
+    """One panel per metric, for comparing runs; step times give a single panel (the whole step)."""
     singles = []
     for panel in choose_panels(columns):
         is_stack = panel.kind == "stack"
-        for name in ("timing_s/step",) if is_stack else panel.metrics[:each]:
+        for name in ("timing_s/step",) if is_stack else panel.metrics:
             singles.append(_panel(name, name, _unit(panel, (name,)), "curves" if is_stack else panel.section))
     return singles
 
