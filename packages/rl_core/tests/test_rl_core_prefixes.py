@@ -215,10 +215,10 @@ def test_without_shared_prefixes_the_plan_is_the_same(lens: list[int], num_ranks
     assert planned(batch, num_ranks, limits)[0] == plan_micro_batches(lens, num_ranks=num_ranks, **limits)
 
 
-def groups_of(num_groups: int, size: int, prompt: int, response: int, template: int = 0) -> Batch:
-    """Groups whose members share a prompt, in a mixed order; all prompts begin with a template."""
+def groups_of(num_groups: int, size: int, prompt: int, response: int) -> Batch:
+    """Groups whose members share a prompt, in a mixed order."""
     ids = np.arange(10_000_000)
-    prompts = [np.concatenate([ids[:template], 10_000 * (n + 1) + ids[: prompt - template]]) for n in range(num_groups)]
+    prompts = [10_000 * (n + 1) + ids[:prompt] for n in range(num_groups)]
     places = [n for _ in range(size) for n in range(num_groups)]
     responses = [1_000_000 + 1_000 * n + ids[:response] for n in range(len(places))]
     return pack([prompts[n] for n in places], responses)
@@ -254,11 +254,14 @@ def test_one_group_is_split_over_two_ranks_and_fixed_sizes_keep_it_together() ->
 
 
 def test_a_tree_is_split_where_the_fewest_tokens_are_computed_twice() -> None:
-    batch = groups_of(2, 2, 300, 50, template=40)
-    plan, order = planned(batch, 1, {"token_budget": 600}, 32)
-    # whole: 40 + 2 * (260 + 2 * 50) = 760; split between the prompts, so that only the template is computed twice
-    assert sorted(plan.assignment[0]) == [(0, 2), (1, 3)]
-    assert [computed(batch, order, micro) for micro in plan.assignment[0]] == [400, 400]
+    """Seven responses to a prompt and one to another, both of a template: parts of equal size would compute more."""
+    template, ids = list(range(40)), iter(range(1_000, 10_000))
+    one, other = ([next(ids) for _ in range(60)] for _ in range(2))
+    prompts = [template + (other if n == 3 else one) for n in range(8)]
+    batch = pack(prompts, [[next(ids) for _ in range(50)] for _ in range(8)])
+    plan, order = planned(batch, 1, {"token_budget": 500}, 32)
+    assert sorted(plan.assignment[0], key=len) == [(3,), (0, 1, 2, 4, 5, 6, 7)]
+    assert sorted(computed(batch, order, micro) for micro in plan.assignment[0]) == [150, 450]
 
 
 def test_thousands_of_sequences_take_less_than_a_second() -> None:
