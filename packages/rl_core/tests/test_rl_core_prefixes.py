@@ -253,6 +253,16 @@ def test_one_group_is_split_over_two_ranks_and_fixed_sizes_keep_it_together() ->
     assert {computed(batch, order, micro) for rank in plan.assignment for micro in rank} == {100 + 4 * 50}
 
 
+def test_only_as_many_runs_are_split_as_micro_batches_are_missing() -> None:
+    """One of two groups does not fit; on two ranks three micro batches become four, not six with one sequence each."""
+    responses = [[100 + 20 * n + t for t in range(length)] for n, length in enumerate((9, 4, 14, 7, 11, 5))]
+    batch = pack([[1 + n % 2] * 40 for n in range(6)], responses)
+    plan, order = planned(batch, 2, {"token_budget": 64})
+    sizes = [computed(batch, order, micro) for rank in plan.assignment for micro in rank]
+    assert len(sizes) == 4
+    assert sum(sizes) == 4 * 40 + 50
+
+
 def test_a_tree_is_split_where_the_fewest_tokens_are_computed_twice() -> None:
     """Seven responses to a prompt and one to another, both of a template: parts of equal size would compute more."""
     template, ids = list(range(40)), iter(range(1_000, 10_000))

@@ -286,13 +286,16 @@ def _bins_of_prefixes(
         counts = [end - start for start, end in runs]
         bins = _bins_within_budget(sizes, num_ranks, budget, max_items, counts)
         yield sum(sizes), [[i for run in members for i in order[slice(*runs[run])]] for members in bins]
-        largest = max((size for size, count in zip(sizes, counts, strict=True) if count > 1), default=0)
-        if not largest:
+        splittable = sorted((run for run, count in enumerate(counts) if count > 1), key=lambda run: -sizes[run])
+        if not splittable:
             return
+        # as many as there are empty bins, else the largest ones
+        largest = sizes[splittable[0]]
+        split = set(splittable[: _num_empty(bins)] or [run for run in splittable if 8 * sizes[run] > 7 * largest])
         runs = [
             part
-            for run, size in zip(runs, sizes, strict=True)
-            for part in (_cut(lens, shared, run, size - 1, None) if 8 * size > 7 * largest else [run])
+            for run, span in enumerate(runs)
+            for part in (_cut(lens, shared, span, sizes[run] - 1, None) if run in split else [span])
         ]
 
 
