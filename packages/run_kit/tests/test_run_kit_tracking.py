@@ -307,23 +307,6 @@ def test_panels_come_in_order_and_only_when_there_is_data() -> None:
     assert choose_panels([]) == []
 
 
-@pytest.mark.parametrize("num_steps", [1, 40])
-def test_curves_are_a_picture(table: MetricsTable, tmp_path: Path, num_steps: int) -> None:
-    rest = {"timing_s/gen": 1.0, "timing_s/other": 0.5, "val/accuracy": math.nan}
-    for step in range(num_steps):
-        table.log(step, {"critic/score/mean": step, **rest})
-    path = write_curves(table, tmp_path / "curves.png", title="run")
-    assert path is not None
-    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["curves.png", "m.tsv"]
-
-
-def test_no_curves_of_nothing(table: MetricsTable, tmp_path: Path) -> None:
-    table.log(1, {"a": math.inf})
-    assert write_curves(table, tmp_path / "curves.png") is None
-    assert not (tmp_path / "curves.png").exists()
-
-
 def test_values_that_are_not_finite_are_gaps(table: MetricsTable, tmp_path: Path) -> None:
     for step, value in enumerate([1.0, 2.0, math.nan, math.inf, 3.0, 4.0], start=1):
         table.log(step, {"actor/loss": value})
