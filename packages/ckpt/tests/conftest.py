@@ -1,12 +1,10 @@
 """Storages for tests; makes ckpt_ranks.py importable, which the tests and the scripts that they run share."""
 
 import os
-import socket
 import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 

@@ -229,8 +229,9 @@ def test_a_second_writer_is_refused_and_a_dead_one_is_not_in_the_way(tmp_path: P
             assert process.stdout is not None
             assert process.stdout.readline() == "writing\n"
             for attempt in (lambda: ours.prepare(2), lambda: ours.discard_after(0)):
-                with pytest.raises(CheckpointLockedError, match=rf"process {process.pid} on .* is writing"):
+                with raises(CheckpointLockedError, field="root", value=str(tmp_path)) as caught:
                     attempt()
+                assert f"process {process.pid} on" in str(caught.value)
             assert ours.load(1).step == 1, "reading needs no lock"
             assert (tmp_path / ".partial_step_00000007").is_dir(), "the other's save under way is untouched"
         finally:

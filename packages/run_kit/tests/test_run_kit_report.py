@@ -155,7 +155,7 @@ def test_reports_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
     assert "both.html" in capsys.readouterr().out
     assert "one" in (tmp_path / "both.html").read_text()
     assert report_command([str(one), str(tmp_path / "none")]) == 2
-    assert "no run folder" in capsys.readouterr().err
+    assert "no such run folder" in capsys.readouterr().err
     (two / "config.yaml").write_text("a: &a [*a]\n")
     assert report_command([str(one), str(two)]) == 2
     assert "config.yaml of two: " in capsys.readouterr().err
@@ -191,7 +191,7 @@ def test_invalid_run_folders(tmp_path: Path, files: dict[str, str], words: str) 
         (tmp_path / name).write_text(text, errors="surrogateescape")
     with pytest.raises(ReportError, match=words):
         write_report(tmp_path)
-    with pytest.raises(ReportError, match="no run folder"):
+    with pytest.raises(ReportError, match="no such run folder"):
         write_report(tmp_path / "none")
 
 
