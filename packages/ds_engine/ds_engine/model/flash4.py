@@ -50,9 +50,10 @@ def flash4_attention(
     Returns:
         [T, heads, head dim]
     """
-    options = (queries.longest, keys.longest, scale, window)
     borders = (queries.cu_seqlens, keys.cu_seqlens)
-    return torch.ops.ds_engine.flash4(q, k, v, *borders, *crossings, *options)[0]  # type: ignore[no-any-return]
+    calls = (crossings.table_C, crossings.borders, crossings.key_rows)
+    out: Tensor = torch.ops.ds_engine.flash4(q, k, v, *borders, *calls, queries.longest, keys.longest, scale, window)[0]
+    return out
 
 
 def _kernel_options(

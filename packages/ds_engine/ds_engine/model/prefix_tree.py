@@ -50,9 +50,6 @@ class Crossings:
     key_rows: Tensor
     """int64, rows of the keys of the calls whose ancestors are not contiguous."""
 
-    def __iter__(self) -> Any:
-        return iter((self.table_C, self.borders, self.key_rows))
-
 
 class Crossing(NamedTuple):
     """A row of the table: queries [q_start, q_end) and the keys of `num` ancestors."""
