@@ -1,5 +1,4 @@
 import errno
-import io
 import json
 import logging
 import math
@@ -348,16 +347,16 @@ def test_samples_have_no_repeats(num: int, count: int, seed: int) -> None:
 # --- progress ---------------------------------------------------------------------------------------------------------
 
 
-def test_progress_lines() -> None:
-    clock, out = Clock(), io.StringIO()
-    progress = Progress(30, stream=out, clock=clock)
+def test_progress_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    progress = Progress(30, clock=clock)
     clock.now += 4 + 110
     progress.step(1, score=0.5, throughput=1234.4, step_s=3.9)
     clock.now += 6
     progress.step(2, score=-0.25, extra={"kl": 0.0123456})
     clock.now += 4
     progress.step(30, score=1.0)
-    assert out.getvalue() == (
+    assert capsys.readouterr().out == (
         "step  1/30  score  0.500    1,234 tok/s    3.9 s/step   1m53s left\n"
         "step  2/30  score -0.250    6.0 s/step  kl 0.0123   2m19s left\n"
         "step 30/30  score  1.000    4.0 s/step    done\n"
@@ -366,7 +365,7 @@ def test_progress_lines() -> None:
 
 def test_a_resumed_run_estimates_from_its_own_steps() -> None:
     clock = Clock()
-    progress = Progress(100, first_step=91, stream=io.StringIO(), clock=clock)
+    progress = Progress(100, first_step=91, clock=clock)
     assert math.isnan(progress.time_left_s)
     clock.now += 2
     progress.step(91, score=0)
