@@ -9,9 +9,9 @@ from typing import NoReturn, TypeVar
 from run_kit import run_cli
 
 from ..job_config import JobConfig
-from ..launch.servers_ahead import servers_ahead
 from ..ranks.environment import prepare_imports
 from ..supervised_job_config import SupervisedJobConfig
+from .servers_ahead import servers_ahead
 
 COMMON_KEYS = (
     *("model.path", "checkpoints.folder", "teacher.model", "data.train", "data.val"),
