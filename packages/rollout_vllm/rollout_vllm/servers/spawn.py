@@ -122,8 +122,9 @@ class PreparedServer:
 
     def close(self) -> None:
         """Ends the process."""
-        with suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGTERM)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.send_signal(signal.SIGTERM)
         end_server(self._process, self._grace_s)
         shutil.rmtree(self.sockets, ignore_errors=True)
 
