@@ -2,7 +2,7 @@
 
 `--help all` lists all keys. It samples `sampling.n` responses to each prompt, scores them as training scores them, and
 reports pass@k, mean@n and maj@n with bootstrap intervals over the prompts. `checkpoints.folder` evaluates all
-checkpoints of a run on the same servers, `rollout.urls` existing servers; `compare` shows how much models differ.
+checkpoints of a run on the same servers and shows how much they differ; `rollout.urls` evaluates existing servers.
 """
 
 import time
@@ -42,7 +42,7 @@ def main(config: EvaluateConfig) -> int:
         print("\n".join([f"{run.path}: {len(plan.targets)} models", *plan.notes]), flush=True)
         evaluations, failed = evaluate_all(plan, run.path)
         if evaluations:
-            write_results(run.path, plan.config, evaluations, plan.compared)
+            write_results(run.path, plan.config, evaluations)
             print(f"{run.path / 'report.html'}, with results.tsv, summary.json and samples.jsonl")
         for name, reason in failed.items():
             print(f"failed: {name}: {reason}")

@@ -178,7 +178,6 @@ def test_what_is_no_plan_is_rejected(junk: object) -> None:
         *(("timeout_s", value) for value in (0.0, "2", float("inf"), float("nan"))),
         ("pause_timeout_s", None),
         *(("transport", value) for value in (["shm"], "smoke")),
-        ("quantize", "int3"),
         ("running_requests", "freeze"),
     ],
 )

@@ -118,12 +118,6 @@ def test_mismatched_plan_is_rejected_by_tensor_name(
     assert is_paused(recovered)
 
 
-def test_fp8_is_rejected_by_an_unquantized_server(recovered: Server, new_model: Any) -> None:
-    pusher = WeightPusher(ModuleSource(new_model), [recovered], SyncConfig(quantize="fp8_blocks"))
-    with pusher, raises(ReceiverError, kind="plan", tensor="model.layers.0.self_attn.q_proj.weight"):
-        pusher.push(2)
-
-
 def test_check_server_on_a_real_server(server: Server) -> None:
     check_server(server)
     with raises(ServerError, step="GET /get_world_size", status=0):
