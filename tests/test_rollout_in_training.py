@@ -80,6 +80,7 @@ def test_tools_and_a_users_reward_survive_a_killed_server_and_the_run_folder_is_
 
     (run,) = tmp_path.iterdir()
     assert planted_secrets.leaks(app.output, run) == []
+    assert (run / "servers" / "server_0.log").read_text().count("started ahead: ") == 1  # not the restarted one
     for name in ("config.yaml", "train.log", "curves.png"):
         assert (run / name).stat().st_size > 0, name
     assert list((run / "tensorboard").iterdir())

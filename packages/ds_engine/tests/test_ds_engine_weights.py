@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +79,40 @@ def test_tied_embeddings_and_fused_experts_are_complete(tmp_path: Path) -> None:
     folder = changed(tmp_path / "moe", without("experts.1.up_proj"))
     with raises(ModelError, field="model_path", value=folder):
         check_model(folder, CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("change", "unused"),
+    [
+        ({}, ""),
+        ({"num_hidden_layers": 1, "layer_types": ["full_attention"]}, "model.layers.1."),
+        ({"attention_bias": False}, "model.layers.0.self_attn.k_proj.bias"),
+    ],
+)
+def test_tensors_that_the_model_has_no_weight_for_are_said(tmp_path: Path, change: Any, unused: str) -> None:
+    """The configuration of a smaller model leaves out layers and biases."""
+    folder = write_tiny_model(tmp_path, attention_bias=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    lines = list[str]()
+    check_model(str(folder), CONFIG, report=lines.append)
+    check_model(str(folder), CONFIG, head="value", report=lines.append)
+    assert [unused in line for line in lines] == [True, True] * bool(unused)
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_weights_that_the_configuration_ties_are_equal(tmp_path: Path, factor: float) -> None:
+    """Where they differ, transformers does not tie them, and vLLM does."""
+    folder = changed(
+        write_tiny_model(tmp_path, tie_word_embeddings=True),
+        lambda weights: weights | {"lm_head.weight": factor * weights["model.embed_tokens.weight"]},
+    )
+    if factor == 1:
+        check_model(folder, CONFIG)
+    else:
+        with raises(ModelError, field="model_path", value=folder) as caught:
+            check_model(folder, CONFIG)
+        assert "lm_head.weight" in caught.value.problem
 
 
 def test_damaged_files_are_named_at_once(tmp_path: Path) -> None:

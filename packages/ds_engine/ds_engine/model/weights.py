@@ -1,11 +1,11 @@
 """Weights of a model folder, compared with the model before a process loads them: names and shapes, and their values.
 
-transformers draws what a folder lacks at random, with a warning at most.
+transformers draws what a folder lacks at random and leaves out what the model lacks, with a warning at most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ import torch
 from plinth_base.model_folder import ModelFolderError, stored_tensors, weight_files
 
 from ..errors import ModelError
-from ..upstream import transformers_message
+from ..upstream import transformers_message, warn_on_first_rank
 from .parts import VALUE_HEAD
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _NUM_SHOWN = 3
 _NEW_HEAD = f"{VALUE_HEAD}.weight"
+_HEADS = ("lm_head.", "embed_out.", f"{VALUE_HEAD}.")
 
 
 def read_config(model_path: str) -> Any:
@@ -42,17 +43,26 @@ def read_config(model_path: str) -> Any:
         raise ModelError(problem, field="model_path", value=model_path) from error
 
 
-def check_weights(model_path: str, *, head: Head = "lm", new_head: bool = True) -> None:
-    """Check that the safetensors files hold every weight of the model in its shape. Reads only their headers.
+def check_weights(
+    model_path: str,
+    *,
+    head: Head = "lm",
+    new_head: bool = True,
+    report: Callable[[str], None] = warn_on_first_rank,
+) -> None:
+    """Check that the safetensors files hold every weight of the model in its shape. Reads only their headers, and both
+    of two tied weights.
 
     transformers itself loads the files' tensors without data into the model without data, so that its renaming and
     fusing of tensors applies. Folders without safetensors are checked when they are loaded.
 
     Args:
         new_head: the value head may be missing, and is drawn.
+        report: gets a line about tensors in the files that the model has no weight for.
 
     Raises:
-        ModelError: a weight is missing or has another shape, or a file is damaged.
+        ModelError: a weight is missing or has another shape, two that the configuration ties differ, or a file is
+            damaged.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -71,8 +81,8 @@ def check_weights(model_path: str, *, head: Head = "lm", new_head: bool = True) 
                     name: torch.empty(one.shape, dtype=getattr(torch, one.dtype, torch.uint8))
                     for name, one in stored.items()
                 }
-                model_class = type(auto_class.from_config(model_config, trust_remote_code=False))
-            _, info = model_class.from_pretrained(
+                model = auto_class.from_config(model_config, trust_remote_code=False)
+            _, info = type(model).from_pretrained(
                 None,
                 config=model_config,
                 state_dict=tensors,
@@ -86,6 +96,13 @@ def check_weights(model_path: str, *, head: Head = "lm", new_head: bool = True) 
         problem = f"its tensors do not become a {model_config.model_type}: {transformers_message(error)}"
         raise ModelError(problem, field="model_path", value=model_path) from error
     refuse_incomplete(model_path, info, new_head=head == "value" and new_head)
+    for name, source in getattr(model, "all_tied_weights_keys", {}).items():
+        if name in stored and source in stored and not _are_equal(model_path, name, source):
+            problem = f"{name} and {source} differ, and its configuration ties them (tie_word_embeddings)"
+            remedy = "set tie_word_embeddings to false in config.json, or remove the tensor that is not used"
+            raise ModelError(problem, field="model_path", value=model_path, remedy=remedy)
+    if unused := [name for name in info["unexpected_keys"] if not name.startswith(_HEADS)]:
+        report(f"{model_path}: tensors that are no weights of the model are not used ({len(unused)}): {_some(unused)}")
 
 
 def refuse_incomplete(model_path: str, info: Mapping[str, Any], *, new_head: bool) -> bool:
@@ -115,6 +132,17 @@ def refuse_incomplete(model_path: str, info: Mapping[str, Any], *, new_head: boo
 def _some(names: Collection[str]) -> str:
     more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
     return ", ".join(sorted(names)[:_NUM_SHOWN]) + more
+
+
+def _are_equal(model_path: str, *names: str) -> bool:
+    """True if two stored tensors have the same values."""
+    from safetensors import safe_open
+
+    tensors = []
+    for path in weight_files(model_path):
+        with safe_open(path, "pt") as file:
+            tensors += [file.get_tensor(name) for name in names if name in file.keys()]  # noqa: SIM118
+    return torch.equal(*tensors)
 
 
 def check_finite(model_path: str) -> None:
