@@ -68,7 +68,6 @@ def run_job(resolved: ResolvedConfig[JobConfigT], plan: JobPlan, compose: Callab
                 rollout=config.rollout,
                 model_path=str(inputs.model_path),
                 log_dir=run.path / "servers",
-                sync=config.sync,
                 mark=start.mark,
             ) as session:
                 job = Job(

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.util import MAGIC_NUMBER, find_spec
 from itertools import takewhile
+from pathlib import Path
 
 from run_kit.machine.gpus import Gpu, find_gpu, read_gpus
 
@@ -115,6 +116,13 @@ def _keeps_bytecode(package: str) -> bool:
         return False
     stat = os.stat(spec.origin)
     return magic == MAGIC_NUMBER and (flags != 0 or source == [int(stat.st_mtime), stat.st_size])
+
+
+def listed_gpus() -> int:
+    """Number of NVIDIA GPUs that this process can probably use, without asking CUDA."""
+    devices = sum(1 for _ in Path("/dev").glob("nvidia[0-9]*"))
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return devices if listed is None else min(devices, len(_listed_gpus(listed)))
 
 
 def visible_gpus() -> list[GpuId]:
