@@ -163,7 +163,7 @@ def test_episodes_that_a_step_does_not_wait_for_are_held_and_start_again_after_a
 
 def test_a_users_reward_that_fails_leaves_the_sample_out() -> None:
     names = ["fine", "raises", "nan", "dies", "hangs", "fine too"]
-    config = ScoringConfig(function="rl_runtime_user_functions:moody_reward", num_workers=2, timeout_s=3.0)
+    config = ScoringConfig(function="rl_runtime_user_functions:moody_reward", num_workers=2, timeout_s=1.0)
     client = ScriptedClient([[2]] * len(names), n=1)
     with Scorer(config) as scorer:
         collected = phase(client, scorer).collect([Prompt(name) for name in names], SamplingConfig(n=1), step=1)

@@ -76,8 +76,8 @@ def test_deadline_fails_hanging_requests_and_keeps_the_others(proxy: FaultyProxy
     requests = make_requests(4)
     begin = time.monotonic()
     with RolloutClient([proxy.endpoint], quick()) as client:
-        groups = client.generate_blocking(requests, SHORT, deadline_s=5.0)
-    assert 4.5 < time.monotonic() - begin < 60
+        groups = client.generate_blocking(requests, SHORT, deadline_s=3.0)
+    assert 2.5 < time.monotonic() - begin < 60
     assert_complete(requests, groups, 3)
     assert sorted(len(g.samples) for g in groups) == [0, 3, 3, 3]
     assert {f.kind for g in groups for f in g.failures} == {"deadline"}
