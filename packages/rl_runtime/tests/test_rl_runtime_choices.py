@@ -473,12 +473,6 @@ OPEN: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-def value(tree: Any, key: str) -> Any:
-    for name in key.split("."):
-        tree = getattr(tree, name)
-    return tree
-
-
 @settings(deadline=None, derandomize=True, max_examples=50)
 @given(
     data=st.data(),
@@ -509,12 +503,12 @@ def test_given_settings_win_and_the_plan_fits(
         assert shape is QWEN2_7B or gib == 16
         return
     for name, chosen in by_hand.items():
-        assert value(choice.config, name) == chosen
+        assert value_of(choice.config, name) == chosen
         assert name not in choice.reasons
     filled = set(OPEN) - {"rollout.kv_cache_gib", "rollout.gpu_memory_utilization"}
     if not number:
         filled -= {"rollout.max_num_seqs", "rollout.max_model_len"}
-    assert all(value(choice.config, name) is not None for name in filled)
+    assert all(value_of(choice.config, name) is not None for name in filled)
     assert set(choice.reasons) <= set(OPEN)
     if number and "trainer.num_ranks" not in by_hand:
         assert choice.config.trainer.rank_count <= number

@@ -71,7 +71,7 @@ class Scorer:
     ) -> None:
         """
         Args:
-            report: gets a line for what rewards have to say at the start, and for functions that hang.
+            report: gets a line for what rewards have to say at the start.
             printed_dir: folder for what functions print, created if missing; None: it is dropped.
         """
         self._config = config
@@ -87,7 +87,6 @@ class Scorer:
             "start_timeout_s": config.start_timeout_s,
             "printed_dir": None if printed_dir is None else str(printed_dir),
         }
-        self._report = report
         self._sources = {name: self._function(function) for name, function in functions.items()}
         if config.url is not None:
             self._service = connect_service(config, config.url)
@@ -107,9 +106,7 @@ class Scorer:
 
     def _guard(self, call: Call, source: str, at_once: int, *, whole_groups: bool = False) -> HangGuard:
         timeout_s = self._config.timeout_s
-        return HangGuard(
-            call, source, whole_groups=whole_groups, at_once=at_once, timeout_s=timeout_s, report=self._report
-        )
+        return HangGuard(call, source, whole_groups=whole_groups, at_once=at_once, timeout_s=timeout_s)
 
     def _pool(self, is_coroutine: bool) -> RewardPool:
         """The pool for coroutine functions or that for others, started when it is first asked for."""
