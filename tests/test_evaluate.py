@@ -17,7 +17,7 @@ from apps.evaluate.config import CheckpointsConfig, EvaluateConfig
 from apps.evaluate.evaluator import resolve_servers
 from apps.evaluate.main import cli
 from apps.evaluate.report import prompt_rows, write_results
-from apps.evaluate.results import Comparison, Evaluation, compare_all, load_compared
+from apps.evaluate.results import Evaluation, compare_all
 from apps.evaluate.targets import find_targets
 from apps.tables import tsv_text
 from plinth_base import PlinthError
@@ -171,7 +171,6 @@ def test_folders_that_are_no_runs_are_refused(tmp_path: Path, has_checkpoints: b
     [
         (EvaluateConfig(model=ModelConfig(path="/models/a")), "data.val"),
         (EvaluateConfig(rollout=RolloutConfig(urls=("http://127.0.0.1:9",))), "model.path"),
-        (EvaluateConfig(compare=("nowhere",)), "compare"),
         (
             EvaluateConfig(sampling=SamplingConfig(n=1), rollout=RolloutConfig(max_model_len=100)),
             "rollout.max_model_len",
@@ -199,23 +198,6 @@ def test_lengths_that_exceed_the_models_context_are_named_by_their_keys(tmp_path
         check(replace(config, data=DataConfig(val=(str(task.val),))))
 
 
-def test_samples_are_read_as_they_were_written(tmp_path: Path) -> None:
-    first = evaluation(prompt("a", [True, False], votes=(0, 1)), prompt("b", []), step=1)
-    second = evaluation(prompt("a", [True]), name="other")
-    for one in (first, second):
-        one.append_to(tmp_path)
-    label = tmp_path.name
-    assert load_compared(replace(CONFIG, compare=(str(tmp_path),))) == {
-        f"{label}/model": first,
-        f"{label}/other": second,
-    }
-    with raises(InputError, field="compare"):  # the labels would be the same
-        load_compared(replace(CONFIG, compare=(str(tmp_path), str(tmp_path))))
-    (tmp_path / "samples.jsonl").write_text('{"name": "model"}\n')
-    with raises(InputError, field="compare", value=str(tmp_path)):
-        load_compared(replace(CONFIG, compare=(str(tmp_path),)))
-
-
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     (tmp_path / "samples.jsonl").symlink_to("/dev/full")
     with pytest.raises(DiskFullError):
@@ -237,51 +219,29 @@ def test_the_tsv_has_a_row_for_each_prompt_and_number_of_samples() -> None:
     assert {(row["model"], row["step"]) for row in rows} == {("model", "4")}
 
 
-def compared(before: Evaluation, after: Evaluation) -> Comparison:
-    (comparison,) = compare_all({"before": before, "after": after}, CONFIG)
-    return comparison
-
-
 def test_a_comparison_pairs_the_prompts_and_counts_flips_both_ways() -> None:
-    before = evaluation(
-        prompt("a", [True, True]),
-        prompt("b", [False, False]),
-        prompt("c", [True, False], text="old template"),
-        prompt("d", []),
-        prompt("e", [True, True]),
-    )
-    after = evaluation(
-        prompt("d", [True, True]),
-        prompt("c", [True, False], text="new template"),
-        prompt("b", [True, True]),
-        prompt("a", [True, False]),
-        prompt("f", [True, True]),
-    )
-    one = compared(before, after)
-    assert (one.num_gains, one.num_losses, one.num_prompts, one.num_unmatched, one.num_other_text) == (1, 1, 4, 2, 1)
+    marks = [([True, True], [True, False]), ([False, False], [True, True]), ([True, False], [True, False])]
+    before = evaluation(*(prompt(str(i), one) for i, (one, _) in enumerate(marks)), prompt("d", []), name="a")
+    after = evaluation(*(prompt(str(i), one) for i, (_, one) in enumerate(marks)), prompt("d", [True, True]), name="b")
+    one, same = compare_all([before, after, before], CONFIG)
+    assert (one.baseline, one.other, one.num_gains, one.num_losses) == ("a", "b", 1, 1)
     assert one.differences["pass@1"].mean == pytest.approx((-0.5 + 1.0 + 0.0) / 3)
     assert one.differences["pass@1"].num_values == 3
-
-
-def test_a_model_compared_with_itself_has_no_difference_and_one_without_common_prompts_no_value() -> None:
-    one = evaluation(*(prompt(str(i), [i % 2 == 0, i % 3 == 0]) for i in range(20)))
-    same = compared(one, one)
     assert (same.num_gains, same.num_losses) == (0, 0)
     assert all((d.mean, d.low, d.high) == (0, 0, 0) for d in same.differences.values())
-    assert compared(one, evaluation(prompt("other", [True]))).differences == {}
 
 
 def test_page_and_summary_compare_the_models(tmp_path: Path) -> None:
     before = evaluation(prompt("a", [True, True]), prompt("b", [False, False]), name="step_1", step=1)
     after = evaluation(prompt("a", [False, False]), prompt("b", [True, False]), name="step_2", step=2)
     config = replace(CONFIG, rollout=RolloutConfig(api_key="hidden-key"))
-    write_results(tmp_path, config, [after], {"earlier/step_1": before})
+    write_results(tmp_path, config, [before, after])
     text = (tmp_path / "report.html").read_text()
     assert "<b>True</b>" not in text, "responses are text, not markup"
     assert "-0.250 [" in text
     assert not any("hidden-key" in path.read_text() for path in tmp_path.iterdir())
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert [model["label"] for model in summary["models"]] == ["earlier/step_1", "step_2"]
+    assert [model["label"] for model in summary["models"]] == ["step_1", "step_2"]
     assert summary["models"][0]["metrics"]["pass@1"]["mean"] == 0.5
     assert (summary["comparisons"][0]["num_gains"], summary["comparisons"][0]["num_losses"]) == (1, 1)
     assert summary["comparisons"][0]["differences"]["pass@1"]["mean"] == -0.25
@@ -331,9 +291,7 @@ def test_a_sweep_pushes_every_checkpoint_to_one_server(
     assert not list(sweep_of_run.glob("export_*"))
     (state,) = list_runs(tmp_path / "sweep")
     assert state.state == "finished"
-    code, exported = evaluated(
-        tmp_path / "exported", f"model.path={run / 'model'}", f"compare=[{sweep_of_run}]", *prompts
-    )
+    code, exported = evaluated(tmp_path / "exported", f"model.path={run / 'model'}", *prompts)
     assert code == 0, capfd.readouterr().out
     first, last = (responses(sweep_of_run, f"step_0000000{step}") for step in (1, 3))
     # The same seeds and weights: only rounding could differ between a started server and a pushed model.
@@ -341,11 +299,11 @@ def test_a_sweep_pushes_every_checkpoint_to_one_server(
     assert np.mean([one == other for one, other in zip(last, responses(exported, "model"), strict=True)]) > 0.9
     assert len(first) == 36
     assert first != last
-    summary = json.loads((exported / "summary.json").read_text())
-    labels = [f"{sweep_of_run.name}/step_00000001", f"{sweep_of_run.name}/step_00000003", "model"]
-    assert [model["label"] for model in summary["models"]] == labels
-    assert {model["num_failed"] for model in summary["models"]} == {0}
-    assert set(summary["models"][0]["metrics"]) == {"pass@1", "pass@2", "pass@3", "mean@3", "maj@3"}
+    (model,) = json.loads((exported / "summary.json").read_text())["models"]
+    assert (model["label"], model["num_failed"]) == ("model", 0)
+    assert set(model["metrics"]) == {"pass@1", "pass@2", "pass@3", "mean@3", "maj@3"}
+    swept = json.loads((sweep_of_run / "summary.json").read_text())
+    assert [one["label"] for one in swept["models"]] == ["step_00000001", "step_00000003"]
 
 
 @pytest.mark.slow

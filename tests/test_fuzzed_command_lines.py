@@ -56,27 +56,27 @@ class App:
     check: Callable[[Any], object]
 
 
-def rl_app(config_cls: type, check: Callable[[Any], object], name: str) -> App:
-    presets = APPS / name / "presets"
-    return App(
-        config_cls=config_cls, start=partial(rl_runtime.run_job_cli, app_name=name, preset_dir=presets), check=check
+def demo_app(config_cls: type, check: Callable[[Any], object], name: str) -> App:
+    """Without `rl_runtime.run_job_cli`, which starts a process of vLLM for each configuration."""
+    start = partial(
+        run_cli,
+        app_name=name,
+        preset_dir=APPS / name / "presets",
+        default_preset="demo",
+        default_preset_unless=("model.path", "data.train", "supervised.files"),
     )
+    return App(config_cls=config_cls, start=start, check=check)
 
 
 def supervised_app(config_cls: type, check: Callable[[Any], object], name: str) -> App:
-    start = partial(run_cli, app_name=name, preset_dir=APPS / name / "presets", default_preset="demo")
-    return App(
-        config_cls=config_cls,
-        start=start,
-        check=lambda config: check(rl_runtime.resolve_supervised(config).config),
-    )
+    return demo_app(config_cls, lambda config: check(rl_runtime.resolve_supervised(config).config), name)
 
 
 BENCH = partial(run_cli, app_name="bench", preset_dir=APPS / "bench" / "presets")
 BY_NAME = {
-    "grpo": rl_app(GrpoConfig, grpo.check, "grpo"),
-    "ppo": rl_app(PpoConfig, ppo.check, "ppo"),
-    "distill": rl_app(DistillConfig, distill.check, "distill"),
+    "grpo": demo_app(GrpoConfig, grpo.check, "grpo"),
+    "ppo": demo_app(PpoConfig, ppo.check, "ppo"),
+    "distill": demo_app(DistillConfig, distill.check, "distill"),
     "sft": supervised_app(SftConfig, sft.check, "sft"),
     "reward": supervised_app(RewardConfig, reward.check, "reward"),
     "dpo": supervised_app(DpoConfig, rl_runtime.check_run, "dpo"),

@@ -153,7 +153,9 @@ def test_files_that_cannot_be_used_are_refused(
         (tmp_path / name / "config.json").write_text(json.dumps({"model_type": "bert", "hidden_size": 32} | SMALL))
     (tmp_path / "bert" / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=f"(?s){words}"):
-        check(load_config(GrpoConfig, overrides=["model.path=model", *settings.split()]))
+        check(
+            load_config(GrpoConfig, overrides=["model.path=model", "trainer.total_training_steps=1", *settings.split()])
+        )
 
 
 SMALL = {"num_attention_heads": 2, "num_hidden_layers": 1}
@@ -238,7 +240,7 @@ def test_a_data_source_without_a_reward_is_refused_with_its_row(tmp_path: Path) 
         for source in ("openai/gsm8k", "somebody/else")
     ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
-    overrides = [f"model.path={model}", f"data.train={tmp_path / 'train.parquet'}"]
+    overrides = ["trainer.total_training_steps=1", f"model.path={model}", f"data.train={tmp_path / 'train.parquet'}"]
     with pytest.raises(ValueError, match=r"data.train: .*train.parquet: row 1.*somebody/else"):
         check(load_config(GrpoConfig, presets=[], overrides=overrides))
 

@@ -6,7 +6,6 @@ from tempfile import TemporaryDirectory
 
 from apps.evaluate.config import EvaluateConfig
 from apps.evaluate.evaluator import resolve_servers, usable_gpus
-from apps.evaluate.results import Evaluation, load_compared
 from apps.evaluate.targets import Target, find_targets
 from plinth_base.errors import prefix_fields
 from plinth_base.model_folder import find_model_folder
@@ -27,11 +26,10 @@ from rollout_vllm import RequestTooLongError, check_launch, check_running
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The models to evaluate and to compare, and a configuration without open settings."""
+    """The models to evaluate, and a configuration without open settings."""
 
     config: EvaluateConfig
     targets: tuple[Target, ...]
-    compared: dict[str, Evaluation]
     notes: list[str]
     inputs: Inputs | None
     """None: those of the built-in model, which the evaluation writes into its folder."""
@@ -40,7 +38,6 @@ class Plan:
 def check(config: EvaluateConfig) -> Plan:
     """Refuses settings that cannot work before any process starts; finds the models."""
     config, targets, notes = find_targets(with_fetched_files(config))
-    compared = load_compared(config)
     resolved = resolve_instruction(resolve_servers(config, num_gpus=len(usable_gpus(config))))
     if not config.rollout.urls:
         resolved = replace(resolved, warning=why_cpu(config.rollout.device))
@@ -54,7 +51,7 @@ def check(config: EvaluateConfig) -> Plan:
         inputs, config.model, config.data, config.task, episode=config.episode, reward=config.reward, seed=config.seed
     )
     notes = [*notes, *resolved.lines(), *warnings, *(inputs.lines if inputs is not None else ())]
-    return Plan(config=config, targets=targets, compared=compared, notes=notes, inputs=inputs)
+    return Plan(config=config, targets=targets, notes=notes, inputs=inputs)
 
 
 def _check_inputs(config: EvaluateConfig) -> None:

@@ -51,8 +51,6 @@ class EvaluateConfig:
     """Confidence of the bootstrap intervals."""
     num_resamples: int = 10_000
     """Bootstrap resamples of the prompts."""
-    compare: tuple[str, ...] = ()
-    """Folders of earlier evaluations for the report to compare with; the first model of the first is the baseline."""
     seed: int = 1
     """Seed of sampling and of the bootstrap; each model of a sweep samples with the same seeds."""
     experiment: str = "evaluate"

@@ -2,7 +2,7 @@
 
 `--help all` lists all keys. It samples `sampling.n` responses to each prompt, scores them as training scores them, and
 reports pass@k, mean@n and maj@n with bootstrap intervals over the prompts. `checkpoints.folder` evaluates all
-checkpoints of a run on the same servers, `rollout.urls` existing servers; `compare` shows how much models differ.
+checkpoints of a run on the same servers and shows how much they differ; `rollout.urls` evaluates existing servers.
 """
 
 import time
@@ -15,6 +15,7 @@ import rl_runtime
 import run_kit
 from apps.evaluate.config import EvaluateConfig
 from rl_runtime.app.cli import COMMON_KEYS
+from rl_runtime.ranks.environment import prepare_imports
 from run_kit.cli import INVOKED_AS
 from run_kit.tracking.run_state import StateFile
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 def main(config: EvaluateConfig) -> int:
     """Evaluates all models and writes the report; returns 1 if a model could not be evaluated."""
+    prepare_imports()
     from apps.evaluate.checks import check
     from apps.evaluate.report import write_results
 
@@ -40,7 +42,7 @@ def main(config: EvaluateConfig) -> int:
         print("\n".join([f"{run.path}: {len(plan.targets)} models", *plan.notes]), flush=True)
         evaluations, failed = evaluate_all(plan, run.path)
         if evaluations:
-            write_results(run.path, plan.config, evaluations, plan.compared)
+            write_results(run.path, plan.config, evaluations)
             print(f"{run.path / 'report.html'}, with results.tsv, summary.json and samples.jsonl")
         for name, reason in failed.items():
             print(f"failed: {name}: {reason}")

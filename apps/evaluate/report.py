@@ -21,16 +21,13 @@ from run_kit.report.page import Section, Table, render
 from run_kit.tracking.metrics_table import atomic_write
 
 _FACTS = ("num_prompts", "samples_per_prompt", "num_failed", "mean_tokens", "truncated")
-_COUNTS = ("num_gains", "num_losses", "num_prompts", "num_unmatched", "num_other_text")
+_COUNTS = ("num_gains", "num_losses")
 
 
-def write_results(
-    folder: Path, config: EvaluateConfig, own: Sequence[Evaluation], others: Mapping[str, Evaluation]
-) -> None:
-    """Writes all three files. `others`: models of `compare`, by label; the very first model is the baseline."""
-    evaluations = {**others, **{one.name: one for one in own}}
-    metrics = {label: intervals(one.columns(config.pass_at), config) for label, one in evaluations.items()}
-    facts = {label: {"label": label, **_facts(one)} for label, one in evaluations.items()}
+def write_results(folder: Path, config: EvaluateConfig, evaluations: Sequence[Evaluation]) -> None:
+    """Writes all three files; the first model is the baseline of the differences."""
+    metrics = {one.name: intervals(one.columns(config.pass_at), config) for one in evaluations}
+    facts = {one.name: {"label": one.name, **_facts(one)} for one in evaluations}
     comparisons = compare_all(evaluations, config)
     summary = {
         "command": INVOKED_AS.get(),
@@ -44,9 +41,9 @@ def write_results(
         "comparisons": [asdict(one) for one in comparisons],
     }
     records = [
-        {"step": one.step or 0, "run": label, "prompt": prompt.prompt, "ground_truth": prompt.ground_truth}
+        {"step": one.step or 0, "run": one.name, "prompt": prompt.prompt, "ground_truth": prompt.ground_truth}
         | {"prompt_id": prompt.prompt_id, "reward": sample.score, **asdict(sample)}
-        for label, one in evaluations.items()
+        for one in evaluations
         for prompt in one.prompts
         for sample in prompt.samples
     ]
@@ -61,15 +58,15 @@ def write_results(
         Section(
             key="differences",
             title="Differences",
-            note=f"Against {next(iter(evaluations))}: paired bootstrap of the difference over the prompts of both; an "
-            "interval without 0 is a difference.",
+            note=f"Against {evaluations[0].name}: paired bootstrap of the difference over the prompts; an interval "
+            "without 0 is a difference.",
             table=_table({one.other: _texts(one.differences, vars(one), _COUNTS, "+.3f") for one in comparisons}),
         ),
         Section(key="samples", title="Samples", has_records=True),
         Section(key="settings", title="Settings", folded={"config.yaml": yaml_without_secrets(config)}),
     ]
     page = render(folder.name, sections, records=fitting(spread(records, MAX_ROLLOUTS)))
-    atomic_write(folder / "results.tsv", tsv_text([row for one in own for row in prompt_rows(one, config)]))
+    atomic_write(folder / "results.tsv", tsv_text([row for one in evaluations for row in prompt_rows(one, config)]))
     atomic_write(folder / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
     atomic_write(folder / "report.html", page)
 

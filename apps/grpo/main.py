@@ -50,7 +50,7 @@ def learn(
 def num_updates(config: GrpoConfig) -> int:
     """Optimizer steps of the whole run."""
     per_step = rl_runtime.job_layout(config).num_mini_batches * config.algorithm.num_epochs
-    return per_step * config.trainer.total_training_steps
+    return per_step * config.trainer.num_steps
 
 
 def check(config: GrpoConfig) -> "rl_runtime.JobPlan":

@@ -70,12 +70,13 @@ class PpoConfig(JobConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.algorithm.critic_warmup_steps >= self.trainer.total_training_steps:
+        steps = self.trainer.total_training_steps
+        if steps is not None and self.algorithm.critic_warmup_steps >= steps:
             raise InputError(
                 "the actor would never train",
                 field="algorithm.critic_warmup_steps",
                 value=self.algorithm.critic_warmup_steps,
-                allowed=f"fewer than trainer.total_training_steps ({self.trainer.total_training_steps})",
+                allowed=f"fewer than trainer.total_training_steps ({steps})",
             )
 
     @property

@@ -80,7 +80,7 @@ def learn(
 def num_updates(config: PpoConfig) -> tuple[int, int]:
     """Optimizer steps of the actor and of the critic over the whole run."""
     per_step = rl_runtime.job_layout(config).num_mini_batches * config.algorithm.num_epochs
-    steps = config.trainer.total_training_steps
+    steps = config.trainer.num_steps
     return per_step * (steps - config.algorithm.critic_warmup_steps), per_step * steps
 
 

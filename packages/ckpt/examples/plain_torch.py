@@ -36,7 +36,8 @@ def main() -> None:
     if newest is not None:
         model.load_state_dict(load_state_dict(newest.path / "model.safetensors"))
         optimizer.load_state_dict(load_state_dict(newest.path / "optimizer.safetensors"))
-        restore_rng(newest.state["rng"], generators={"shuffle": shuffle})
+        restore_rng(newest.state["rng"])
+        shuffle.set_state(load_state_dict(newest.path / "shuffle.safetensors"))
         manager.discard_after(newest.step)
         first = newest.step + 1
         print(f"resumed after step {newest.step}")
@@ -51,8 +52,8 @@ def main() -> None:
             if step % options.save_every == 0 or step == options.steps:
                 stall_s = saver.save(
                     step,
-                    {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
-                    state={"rng": capture_rng(generators={"shuffle": shuffle})},
+                    {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "shuffle": shuffle.get_state()},
+                    state={"rng": capture_rng()},
                     metrics={"loss": loss.item()},
                 )
                 print(

@@ -88,7 +88,8 @@ class Training:
         assert path is not None
         self.samples.waiting = list(checkpoint.state["waiting"])
         rng = load_state_dict(checkpoint.path / rank_file("rng", self.rank))
-        restore_rng(rng, generators={"samples": self.samples.generator})
+        restore_rng(rng)
+        self.samples.generator.set_state(load_state_dict(checkpoint.path / rank_file("samples", self.rank)))
         self.first = checkpoint.step + 1
 
     def step(self, saver: AsyncSaver) -> str:
@@ -116,9 +117,9 @@ class Training:
                 measured = self.step(saver)
                 if self.rank == 0:
                     file.write(f"{number} {measured}\n")
-                rng = capture_rng(generators={"samples": self.samples.generator})
+                states = {"actor": actor, "rng": capture_rng(), "samples": self.samples.generator.get_state()}
                 state = {"waiting": self.samples.waiting, "measured": measured}
-                saver.save(number, {"actor": actor, "rng": rng}, state=state, copy_in_background=True)
+                saver.save(number, states, state=state, copy_in_background=True)
                 if self.rank == 0:
                     os.write(pipe, b"%d\n" % number)
                 number += 1

@@ -5,7 +5,7 @@ Shapes: T packed tokens, S sequences (S1 = S + 1 boundaries), K predicted tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
@@ -22,6 +22,9 @@ class TokenBatch(Protocol):
     """One micro batch: sequences packed into a single row without padding.
 
     A batch without sequences (T = S = K = 0) is allowed; the engine runs the same collectives for it.
+
+    It may have an attribute `prefixes` (`Prefixes` or None): tokens of prefixes that sequences
+    share are then computed once, by an engine that can (`ZeroEngine.shares_prefixes`). Everything else stays as it is.
     """
 
     @property
@@ -54,6 +57,26 @@ class TokenBatch(Protocol):
 
     def to(self, device: torch.device | str) -> Self:
         """The same batch on `device`."""
+
+
+class Prefixes(Protocol):
+    """Shared prefixes of a batch of T tokens. Parents come before their children, level by level."""
+
+    @property
+    def computed_U(self) -> Tensor:
+        """int64 places among the T tokens of those that are computed, node after node."""
+
+    @property
+    def place_T(self) -> Tensor:
+        """int64 place among the U computed tokens of each of the T tokens."""
+
+    @property
+    def cu_seqlens_N1(self) -> Tensor:
+        """int32 borders of the nodes among the U tokens."""
+
+    @property
+    def parents_N(self) -> Sequence[int]:
+        """The parent of each node; -1 for a root."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from .micro_batch import MicroBatches
 from .model.attention import choose_kernel
 from .model.loading import check_offload, load_model, prepare_model, torch_dtype
 from .model.lora import NamedTensor, adapter_settings, adapter_tensors, adapters_off, has_adapters, whole_tensors
-from .model.packed_model import HIDDEN, lm_head_of, row_kernel
+from .model.packed_model import HIDDEN, lm_head_of, row_kernel, shares_prefixes
 from .model.sequence_parallel import join_sequence_group
 from .optimizers import OPTIMIZERS
 from .simple import SimpleBatch
@@ -92,6 +92,7 @@ class ZeroEngine:
             kernel=kernel,
             sp_group=self._sp_group,
             step_each_micro=config.zero.step_each_micro,
+            shares_prefixes=shares_prefixes(module),
         )
         self._memory = EngineMemory(module, self._optimizer, self._deepspeed)
         self._loss_scale = LossScale(getattr(self._deepspeed, "optimizer", None))
@@ -307,6 +308,12 @@ class ZeroEngine:
                 self._micro_batches.rehearse(batch, weight)
 
     # ------------------------------------- export, checkpoints, offload, memory
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Prefixes that a micro batch says its sequences share (`TokenBatch`) are computed once. False for a model that
+        is not exact with them (`check_model`): it computes every sequence whole."""
+        return self._micro_batches.shares_prefixes
 
     @property
     def deepspeed(self) -> Any:

@@ -35,6 +35,7 @@ class MicroBatches:
     kernel: str
     sp_group: SequenceGroup | None
     step_each_micro: bool
+    shares_prefixes: bool = False
     has_partial_gradient: bool = False
     num_backward: int = 0
     """Backward passes of this rank so far."""
@@ -99,7 +100,12 @@ class MicroBatches:
 
     def _inputs(self, batch: TokenBatch, *, with_columns: bool = False) -> tuple[PackedInputs, int]:
         return packed_inputs(
-            batch, device=self.device, kernel=self.kernel, sp_group=self.sp_group, with_columns=with_columns
+            batch,
+            device=self.device,
+            kernel=self.kernel,
+            sp_group=self.sp_group,
+            prefixes=getattr(batch, "prefixes", None) if self.shares_prefixes else None,
+            with_columns=with_columns,
         )
 
     def _forward(

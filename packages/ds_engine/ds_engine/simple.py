@@ -8,11 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .errors import BatchError
+
+if TYPE_CHECKING:
+    from .batch import Prefixes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +30,7 @@ class SimpleBatch:
     target_index_K: Tensor
     target_ids_K: Tensor
     columns: Mapping[str, Tensor] = field(default_factory=dict)
+    prefixes: Prefixes | None = None
 
     @classmethod
     def pack(

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from ds_engine_reshape_check import hand_over
 from ds_engine_testkit import make_batch, make_samples, token_loss
+from ds_engine_trees import DEEP, GROUP, tree_batch
 
 import ds_engine
 from ds_engine import (
@@ -26,6 +27,10 @@ from ds_engine import (
     ZeroEngine,
     dense_log_prob,
 )
+from ds_engine.model.attention import choose_kernel
+from ds_engine.model.compilation import compile_layers
+from ds_engine.model.loading import load_model
+from ds_engine.model.packed_model import install_packed_forward, packed_inputs
 
 
 def weighted_loss(outputs: Any, batch: Any) -> LossOutput:
@@ -101,6 +106,39 @@ def check_compiled(folder: str, device: torch.device, rank: int) -> None:
         for name in ("eager", "compiled")
     }
     say(rank, check="compiled", **errors, graphs=torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def check_prefixes(folder: str, device: torch.device, rank: int) -> None:
+    """Log-probs and gradients of bf16 with and without shared prefixes, and with graphs, against fp64."""
+    batches = [tree_batch(parents, [40 * n for n in lengths], seed=rank) for parents, lengths in ((*GROUP,), (*DEEP,))]
+    results: dict[str, list[torch.Tensor]] = {}
+    for name, dtype, kernel, share in (
+        ("exact", "float64", "sdpa", False),
+        ("whole", "bfloat16", "auto", False),
+        ("shared", "bfloat16", "auto", True),
+        ("again", "bfloat16", "auto", True),
+        ("gathered", "bfloat16", "varlen", True),
+        ("compiled", "bfloat16", "auto", True),
+    ):
+        config = EngineConfig(dtype="float32" if dtype == "float64" else dtype)
+        model = load_model(folder, config, device=device, ds_config={}).to(device, getattr(torch, dtype))
+        kernel = choose_kernel(kernel, device_type="cuda", dtype=torch.bfloat16)
+        if name == "compiled":
+            compile_layers(model, device_type="cuda", kernel=kernel)
+        install_packed_forward(model, dense_log_prob, count_calls=name != "compiled")
+        outputs = []
+        for batch in batches:
+            inputs, _ = packed_inputs(batch, device=device, kernel=kernel, prefixes=batch.prefixes if share else None)
+            rows_RK = model(packed=inputs)
+            token_loss(rows_RK[0], rows_RK[1], batch.columns["weights"].to(device)).backward()
+            outputs.append(rows_RK[0].detach())
+        gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        results[name] = [torch.cat(outputs).double(), gradients.double()]
+    errors = {
+        name: [float((a - b).norm() / b.norm()) for a, b in zip(result, results["exact"], strict=True)]
+        for name, result in results.items()
+    }
+    say(rank, check="prefixes", same=results["again"][0].equal(results["shared"][0]), errors=errors)
 
 
 def check_offload(folder: str, device: torch.device, rank: int) -> None:
@@ -189,6 +227,7 @@ def main() -> None:
     check_stages(folder, device, rank)
     check_attention(folder, device, rank)
     check_compiled(folder, device, rank)
+    check_prefixes(folder, device, rank)
     check_offload(folder, device, rank)
     check_checkpointing(folder, device, rank)
     check_sequence_parallel(folder, device, rank, size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +16,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ds_engine_reshape_check import MemorySource, hand_over, state_of
 from ds_engine_testkit import Sample, make_batch, make_samples, token_loss
+from ds_engine_trees import tree_batch
 
 import ds_engine
 import ds_engine.model.loading
@@ -66,6 +68,25 @@ def train(
             engine.save_checkpoint(save_to, "tag")
         weights = {name: tensor.clone() for name, tensor in engine.export_parameters(torch.float32)}
         return {"stats": stats, "weights": weights, "outputs": outputs, "memory": engine.memory_stats()}
+    finally:
+        engine.close()
+
+
+def train_trees(model_path: str, config: EngineConfig, steps: list[list[Any]], share: bool) -> dict[str, Any]:
+    """Train on `steps` (of this rank: a list of micro batches each, (parents, lengths, seed) of a tree)."""
+    engine = build(model_path, config)
+    try:
+        batches = [[tree_batch(*tree[:2], seed=tree[2]) for tree in micro] for micro in steps]
+        if not share:
+            batches = [[replace(batch, prefixes=None) for batch in micro] for micro in batches]
+        outputs = engine.log_probs(batches[0])
+        stats = [engine.train_mini_batch(micro, weighted_loss) for micro in batches]
+        return {
+            "shares": engine.shares_prefixes,
+            "stats": [(s.loss, s.grad_norm) for s in stats],
+            "outputs": torch.cat([torch.stack([o.log_probs_K, o.entropy_K]) for o in outputs], dim=1),
+            "weights": {name: tensor.clone() for name, tensor in engine.export_parameters(torch.float32)},
+        }
     finally:
         engine.close()
 

@@ -27,7 +27,7 @@ from ds_engine import (
     ZeroConfig,
     dense_log_prob,
 )
-from ds_engine.model.attention import PackedLayout
+from ds_engine.model.attention import packed_layout
 from ds_engine.model.compilation import FUNCTORCH_CONFIG, compile_layers
 from ds_engine.model.loading import load_model
 from ds_engine.model.lora import add_adapters
@@ -131,8 +131,7 @@ def test_compiled_layers_save_fewer_activations(tmp_path: Path) -> None:
     tokens, hidden, inner = 24, model.config.hidden_size, model.config.intermediate_size
     x = torch.randn(1, tokens, hidden, requires_grad=True)
     rotary = model.model.rotary_emb(x, torch.arange(tokens)[None])
-    borders = torch.tensor([0, tokens], dtype=torch.int32)
-    packing = PackedLayout(cu_seqlens_S1=borders, lengths=(tokens,), max_seqlen=tokens, kernel="sdpa")
+    packing = packed_layout([tokens], device=CPU, kernel="sdpa")
 
     def results(settings: dict[str, Any]) -> tuple[list[torch.Tensor], int]:
         kept: list[int] = []

@@ -3,61 +3,90 @@ the two functions that run them here; ds_engine_gpu_worker.py runs the real ones
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from ds_engine_trees import draw_tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
-from ds_engine.model.attention import PackedLayout, packed_attention
+from ds_engine.model.attention import packed_attention, packed_layout
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
 
-def segments(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, scale: float, left: int | None) -> Any:
-    """For each sequence: its slice, queries, keys and values per query head, and probabilities."""
+def segments(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Any:
+    """For each sequence: the slices of queries and keys, these and values per query head, and scores, which are -inf
+    where a query does not see a key. Causal from the bottom right."""
     groups = q.shape[1] // k.shape[1]
-    for a, b in zip(borders.tolist(), borders.tolist()[1:], strict=False):
-        seen_LL = torch.ones(b - a, b - a, dtype=torch.bool).tril().triu(-(b - a) if left is None else -left)
-        q_hLd, k_hLd, v_hLd = (x[a:b].transpose(0, 1) for x in (q, k, v))
-        k_hLd, v_hLd = k_hLd.repeat_interleave(groups, 0), v_hLd.repeat_interleave(groups, 0)
-        p_hLL = (q_hLd @ k_hLd.mT * scale).masked_fill(~seen_LL, -torch.inf).softmax(-1)
-        yield slice(a, b), q_hLd, k_hLd, v_hLd, p_hLL
+    q_borders, k_borders = (options[f"cu_seqlens_{x}"].tolist() for x in "qk")
+    assert options["max_seqlen_q"] == max(b - a for a, b in pairwise(q_borders))
+    assert options["max_seqlen_k"] == max(b - a for a, b in pairwise(k_borders))
+    for (a, b), (c, d) in zip(pairwise(q_borders), pairwise(k_borders), strict=True):
+        seen_LM = torch.ones(b - a, d - c, dtype=torch.bool)
+        if options["causal"]:
+            left = options["window_size_left"]
+            seen_LM = seen_LM.tril(d - c - b + a).triu(-(d + b) if left is None else d - c - b + a - left)
+        q_hLd, k_hMd, v_hMd = q[a:b].transpose(0, 1), *(x[c:d].transpose(0, 1) for x in (k, v))
+        k_hMd, v_hMd = k_hMd.repeat_interleave(groups, 0), v_hMd.repeat_interleave(groups, 0)
+        scores_hLM = (q_hLd @ k_hMd.mT * options["softmax_scale"]).masked_fill(~seen_LM, -torch.inf)
+        yield slice(a, b), slice(c, d), q_hLd, k_hMd, v_hMd, scores_hLM
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, softmax_scale: float, causal: bool, window_size_left: int | None, return_lse: bool,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    assert causal
+def forward(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Any) -> tuple[Tensor | None, ...]:
     assert return_lse
-    assert cu_seqlens_q.equal(cu_seqlens_k)
-    assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max())
-    out = torch.empty_like(q)
-    lse = torch.arange(q.shape[0] * q.shape[1], dtype=torch.float32).reshape(q.shape[1], q.shape[0])
-    for part, _, _, v_hLd, p_hLL in segments(q, k, v, cu_seqlens_q, softmax_scale, window_size_left):
-        out[part] = (p_hLL @ v_hLd).transpose(0, 1)
+    out, lse = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0])
+    for part, _, _, _, v_hMd, scores_hLM in segments(q, k, v, options):
+        out[part] = (scores_hLM.softmax(-1) @ v_hMd).transpose(0, 1)
+        lse[:, part] = scores_hLM.logsumexp(-1)
     return out, lse, None, None, None
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, *, cu_seqlens_q: Tensor,
-    softmax_scale: float, window_size_left: int | None, deterministic: bool, **_: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, *, deterministic: bool, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Probabilities are those of `lse`, not of the scores alone, as in the kernel."""
     assert not deterministic
-    assert lse[-1, -1] == q.shape[0] * q.shape[1] - 1
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    for part, q_hLd, k_hLd, v_hLd, p_hLL in segments(q, k, v, cu_seqlens_q, softmax_scale, window_size_left):
+    for part, keys, q_hLd, k_hMd, v_hMd, scores_hLM in segments(q, k, v, options):
+        p_hLM = (scores_hLM - lse[:, part, None]).exp()
         g_hLd, o_hLd = dout[part].transpose(0, 1), out[part].transpose(0, 1)
-        ds_hLL = p_hLL * (g_hLd @ v_hLd.mT - (g_hLd * o_hLd).sum(-1, keepdim=True)) * softmax_scale
-        dq[part] = (ds_hLL @ k_hLd).transpose(0, 1)
-        for grad, by_head in ((dk, ds_hLL.mT @ q_hLd), (dv, p_hLL.mT @ g_hLd)):
-            grad[part] = by_head.unflatten(0, (k.shape[1], -1)).sum(1).transpose(0, 1)
+        ds_hLM = p_hLM * (g_hLd @ v_hMd.mT - (g_hLd * o_hLd).sum(-1, keepdim=True)) * options["softmax_scale"]
+        dq[part] = (ds_hLM @ k_hMd).transpose(0, 1)
+        for grad, by_head in ((dk, ds_hLM.mT @ q_hLd), (dv, p_hLM.mT @ g_hLd)):
+            grad[keys] = by_head.unflatten(0, (k.shape[1], -1)).sum(1).transpose(0, 1)
     return dq, dk, dv
+
+
+MERGE = """
+import torch
+from ds_engine.model.flash4 import merge
+from ds_engine.model.flash4_merge import merge_on_gpu
+
+generator = torch.Generator().manual_seed(0)
+for queries, heads, dim, dtype in ((37, 3, 16, torch.float32), (5, 2, 24, torch.bfloat16)):
+    out, other = (torch.randn(queries + 4, heads, dim, generator=generator).to(dtype) for _ in range(2))
+    lse, other_lse = (20 * torch.randn(heads, queries + 4, generator=generator) for _ in range(2))
+    parts = [[x.clone() for x in (out, lse)] for _ in range(2)]
+    for function, (first, second) in zip((merge_on_gpu, merge), parts):
+        function(first[4:], second[:, 4:], other[4:], other_lse[:, 4:])
+    for ours, expected in zip(*parts):
+        torch.testing.assert_close(ours, expected)
+"""
+
+
+def test_interpreted_merge_kernel_equals_torch() -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    result = subprocess.run([sys.executable, "-c", MERGE], env=env, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -70,7 +99,9 @@ def stand_in() -> Any:
         yield
 
 
-def attend(lengths: list[int], window: int | None, kernel: str, *, compiled: bool = False) -> list[Tensor]:
+def attend(
+    lengths: list[int], window: int | None, kernel: str, *, parents: list[int] | None = None, compiled: bool = False
+) -> list[Tensor]:
     """Output and gradients of the inputs, which are used a second time."""
     total = sum(lengths)
     generator = torch.Generator().manual_seed(total)
@@ -78,8 +109,7 @@ def attend(lengths: list[int], window: int | None, kernel: str, *, compiled: boo
         torch.randn(1, heads, total, DIM, generator=generator, requires_grad=True)
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
-    borders = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-    packing = PackedLayout(cu_seqlens_S1=borders, lengths=tuple(lengths), max_seqlen=max(lengths), kernel=kernel)
+    packing = packed_layout(lengths, device=torch.device("cpu"), kernel=kernel, parents=parents)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return packed_attention(None, q.sin(), k.cos(), v, None, sliding_window=window, packing=packing)[0]
@@ -90,16 +120,49 @@ def attend(lengths: list[int], window: int | None, kernel: str, *, compiled: boo
     return [out, *torch.autograd.grad(out, (q, k, v), torch.randn(out.shape, generator=generator))]
 
 
+def check_equal(lengths: list[int], window: int | None, **options: Any) -> None:
+    compiled = options.pop("compiled", False)
+    ours, expected = (
+        attend(lengths, window, "flash4", compiled=compiled, **options),
+        attend(lengths, window, "sdpa", **options),
+    )
+    for result, wanted in zip(ours, expected, strict=True):
+        torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-5)
+
+
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5), window=st.none() | st.integers(1, 10))
 @settings(deadline=None, max_examples=30)
 def test_operator_equals_sdpa(lengths: list[int], window: int | None) -> None:
-    for ours, expected in zip(attend(lengths, window, "flash4"), attend(lengths, window, "sdpa"), strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    check_equal(lengths, window)
+
+
+@given(data=st.data(), window=st.none() | st.integers(1, 20))
+@settings(deadline=None, max_examples=60)
+def test_operator_equals_sdpa_with_shared_prefixes(data: st.DataObject, window: int | None) -> None:
+    """Any tree: also one whose nodes with children are not contiguous."""
+    parents = draw_tree(data)
+    lengths = data.draw(st.lists(st.integers(1, 5), min_size=len(parents), max_size=len(parents)))
+    check_equal(lengths, window, parents=parents)
 
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_operator_in_one_graph(window: int | None) -> None:
     for lengths in ([5, 1, 9], [7, 2, 20, 1]):
-        plain = attend(lengths, window, "sdpa")
-        for ours, expected in zip(attend(lengths, window, "flash4", compiled=True), plain, strict=True):
-            torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+        check_equal(lengths, window, compiled=True)
+
+
+def test_one_graph_serves_rows_with_and_without_shared_prefixes() -> None:
+    """The first step is compiled ahead without them."""
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    call = torch.compile(packed_attention, dynamic=True, fullgraph=True, backend=counter)
+    for lengths, parents in (
+        ([4, 6], None),
+        ([5, 3, 8], [-1, 0, 0]),
+        ([2, 3, 4, 5, 6], [-1, -1, 0, 1, 2]),
+        ([3], None),
+    ):
+        q, k, v = (torch.randn(1, heads, sum(lengths), DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        packing = packed_layout(lengths, device=torch.device("cpu"), kernel="flash4", parents=parents)
+        call(None, q, k, v, None, packing=packing)
+    assert counter.frame_count == 1

@@ -58,6 +58,11 @@ def test_engine_on_cuda(tmp_path: Path) -> None:
         for compiled, eager in zip(line["compiled"], line["eager"], strict=True):
             assert compiled < 1.25 * eager, line
         assert line["graphs"] <= 6, line
+    for line in by_check["prefixes"]:
+        assert line["same"], line
+        for name in ("shared", "gathered", "compiled"):
+            for ours, whole in zip(line["errors"][name], line["errors"]["whole"], strict=True):
+                assert ours < 1.1 * whole, (name, line)
     for line in by_check["offload"]:
         assert line["equal"], line
         # fp32 weights and two moments of this rank's shard; with the parameters, at least a shard of these too.

@@ -16,7 +16,7 @@ from ds_engine import EngineConfig, EngineConfigError, ModelError, OffloadConfig
 from ds_engine.config import Attention
 from ds_engine.errors import BatchError
 from ds_engine.model import attention
-from ds_engine.model.attention import PackedLayout, choose_kernel, packed_attention
+from ds_engine.model.attention import choose_kernel, packed_attention, packed_layout
 from ds_engine.model.loading import abandoned_locks, check_offload, load_model
 from ds_engine.model.packed_model import install_packed_forward, packed_inputs
 from ds_engine.model.recomputation import enable_checkpointing
@@ -126,8 +126,7 @@ def test_attention_per_sequence(seed: int) -> None:
     lengths = torch.randint(1, 12, (5,)).tolist()
     total = sum(lengths)
     tensors = [torch.randn(1, heads, total, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
-    borders = torch.tensor([0, *lengths]).cumsum(0).int()
-    packing = PackedLayout(cu_seqlens_S1=borders, lengths=tuple(lengths), max_seqlen=max(lengths), kernel="sdpa")
+    packing = packed_layout(lengths, device=CPU, kernel="sdpa")
     out, _ = packed_attention(None, *tensors, None, scaling=0.3, packing=packing)
     segment = torch.repeat_interleave(torch.arange(5), torch.tensor(lengths))
     mask = (segment[:, None] == segment[None, :]).tril()
@@ -143,7 +142,7 @@ def test_attention_per_sequence(seed: int) -> None:
 
 def test_missing_sequence_lengths_and_unknown_scores_are_refused() -> None:
     q = torch.randn(1, 2, 3, 4)
-    packing = PackedLayout(cu_seqlens_S1=torch.tensor([0, 3]), lengths=(3,), max_seqlen=3, kernel="sdpa")
+    packing = packed_layout([3], device=CPU, kernel="sdpa")
     with raises(ModelError):
         packed_attention(None, q, q, q, None)
     with raises(ModelError):

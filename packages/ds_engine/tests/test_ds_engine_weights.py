@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,6 +81,40 @@ def test_tied_embeddings_and_fused_experts_are_complete(tmp_path: Path) -> None:
         check_model(folder, CONFIG)
 
 
+@pytest.mark.parametrize(
+    ("change", "unused"),
+    [
+        ({}, ""),
+        ({"num_hidden_layers": 1, "layer_types": ["full_attention"]}, "model.layers.1."),
+        ({"attention_bias": False}, "model.layers.0.self_attn.k_proj.bias"),
+    ],
+)
+def test_tensors_that_the_model_has_no_weight_for_are_said(tmp_path: Path, change: Any, unused: str) -> None:
+    """The configuration of a smaller model leaves out layers and biases."""
+    folder = write_tiny_model(tmp_path, attention_bias=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    lines = list[str]()
+    check_model(str(folder), CONFIG, report=lines.append)
+    check_model(str(folder), CONFIG, head="value", report=lines.append)
+    assert [unused in line for line in lines] == [True, True] * bool(unused)
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_weights_that_the_configuration_ties_are_equal(tmp_path: Path, factor: float) -> None:
+    """Where they differ, transformers does not tie them, and vLLM does."""
+    folder = changed(
+        write_tiny_model(tmp_path, tie_word_embeddings=True),
+        lambda weights: weights | {"lm_head.weight": factor * weights["model.embed_tokens.weight"]},
+    )
+    if factor == 1:
+        check_model(folder, CONFIG)
+    else:
+        with raises(ModelError, field="model_path", value=folder) as caught:
+            check_model(folder, CONFIG)
+        assert "lm_head.weight" in caught.value.problem
+
+
 def test_damaged_files_are_named_at_once(tmp_path: Path) -> None:
     file = write_tiny_model(tmp_path) / "model.safetensors"
     whole = file.read_bytes()
@@ -106,3 +142,22 @@ def test_one_weight_that_is_not_finite_is_named(tmp_path: Path, value: float, dt
     with raises(ModelError, field="model_path", value=folder) as caught:
         check_finite(folder)
     assert "model.layers.1.mlp.up_proj.weight in model.safetensors" in caught.value.problem
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "before torch 1.6"])
+def test_weights_in_torchs_own_files_are_finite_too(tmp_path: Path, zipped: bool) -> None:
+    folder = write_tiny_model(tmp_path)
+    weights, file = load_file(folder / "model.safetensors"), folder / "pytorch_model.bin"
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, file, _use_new_zipfile_serialization=zipped)
+    check_finite(str(folder))
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
+    torch.save(weights, file, _use_new_zipfile_serialization=zipped)
+    with raises(ModelError, field="model_path", value=str(folder)) as caught:
+        check_finite(str(folder))
+    assert "model.layers.1.mlp.up_proj.weight in pytorch_model.bin" in caught.value.problem
+    for content in (file.read_bytes()[: file.stat().st_size // 2], b"version https://git-lfs.github.com/spec/v1"):
+        file.write_bytes(content)
+        with raises(ModelError, field="model_path", value=str(folder)) as caught:
+            check_finite(str(folder))
+        assert "pytorch_model.bin" in caught.value.problem

@@ -25,6 +25,10 @@ from .batching.plan import MicroBatchPlan as MicroBatchPlan
 from .batching.plan import balanced_partition as balanced_partition
 from .batching.plan import plan_micro_batches as plan_micro_batches
 from .batching.plan import split_mini_batches as split_mini_batches
+from .batching.prefixes import PrefixOrder as PrefixOrder
+from .batching.prefixes import PrefixTree as PrefixTree
+from .batching.prefixes import find_prefixes as find_prefixes
+from .batching.prefixes import order_prefixes as order_prefixes
 from .batching.segments import broadcast_to_tokens as broadcast_to_tokens
 from .batching.segments import flatten_padded as flatten_padded
 from .batching.segments import pad_flat as pad_flat

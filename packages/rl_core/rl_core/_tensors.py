@@ -50,3 +50,14 @@ def group_range(scores_N: Tensor, index_N: Tensor, num_groups: int) -> tuple[Ten
     low_G = scores_N.new_full((num_groups,), torch.inf).scatter_reduce_(0, index_N, scores_N, "amin")
     high_G = scores_N.new_full((num_groups,), -torch.inf).scatter_reduce_(0, index_N, scores_N, "amax")
     return low_G, high_G
+
+
+def offsets(lens_S: Tensor) -> Tensor:
+    """int64 [S + 1], 0 and the cumulative sums."""
+    return torch.cat([lens_S.new_zeros(1), lens_S.cumsum(0)])
+
+
+def ranges(starts_S: Tensor, lens_S: Tensor) -> Tensor:
+    """The indices start, start + 1, … of each range, one range after another."""
+    shift_S = starts_S - offsets(lens_S)[:-1]
+    return shift_S.repeat_interleave(lens_S) + torch.arange(int(lens_S.sum()))

@@ -13,7 +13,7 @@ Parts are tokenized one by one, as during generation, and a response ends with t
 template has ended it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,8 @@ from .config import DataConfig, TurnsTrained
 from .errors import DataError
 from .files.opening import open_table
 from .files.table import Place, Table
+from .lost_characters import compared
+from .messages import leaves
 from .prompts import batches, dotted, report_filtered, too_long
 from .rendering import Renderer, encode, with_configured
 from .rows import Message, Tool, conversation, tools_of
@@ -51,6 +53,14 @@ class AnsweredRow:
     """The response as texts of the model and a tool in turn; None: it is in the messages."""
     num_before: int = 0
     """Without parts: number of messages before those that are trained on."""
+    columns: tuple[str, str]
+    """The columns of the prompt and of the response; the same for a conversation."""
+
+    def column_of(self, characters: Collection[str]) -> str:
+        """The column that has some of these `compared` characters; that of the prompt if a template adds them."""
+        response = self.messages[self.num_before :] if self.parts is None else self.parts
+        has_some = any(not compared(text).keys().isdisjoint(characters) for text in leaves(list(response)))
+        return self.columns[has_some]
 
 
 @dataclass(frozen=True)
@@ -111,35 +121,37 @@ def of_question(place: Place, row: dict[str, Any], answer: str = "answer") -> An
     question, parts = row.get("question"), _parts(row.get(answer))
     if not is_text(question) or parts is None:
         raise place.error("no text", _FILL_IN, column=answer if is_text(question) else "question")
-    return AnsweredRow(place=place, messages=({"role": "user", "content": question},), is_question=True, parts=parts)
+    messages = ({"role": "user", "content": question},)
+    return AnsweredRow(place=place, messages=messages, is_question=True, parts=parts, columns=("question", answer))
 
 
 def of_messages(place: Place, row: dict[str, Any], column: str = "messages") -> AnsweredRow:
     """A conversation in `column`."""
     messages = conversation(place, row.get(column), column)
     _require_response(place, messages, column)
-    return AnsweredRow(place=place, messages=messages, tools=tools_of(place, row.get("tools"), "tools"))
+    tools = tools_of(place, row.get("tools"), "tools")
+    return AnsweredRow(place=place, messages=messages, tools=tools, columns=(column, column))
 
 
 def of_completion(place: Place, row: dict[str, Any], column: str = "completion") -> AnsweredRow:
     """A prompt and what follows it in `column`."""
-    prompt, completion = row.get("prompt"), row.get(column)
+    prompt, completion, columns = row.get("prompt"), row.get(column), ("prompt", column)
     if is_text(prompt):
         if not is_text(completion):
             raise place.error("no text after a prompt that is text", _FILL_IN, column=column)
-        return AnsweredRow(place=place, prompt=str(prompt), parts=(str(completion),))
+        return AnsweredRow(place=place, prompt=str(prompt), parts=(str(completion),), columns=columns)
     before, tools = conversation(place, prompt, "prompt"), tools_of(place, row.get("tools"), "tools")
     if is_text(completion):
-        return AnsweredRow(place=place, messages=before, tools=tools, parts=(str(completion),))
+        return AnsweredRow(place=place, messages=before, tools=tools, parts=(str(completion),), columns=columns)
     messages = (*before, *conversation(place, completion, column))
     _require_response(place, messages, column)
-    return AnsweredRow(place=place, messages=messages, tools=tools, num_before=len(before))
+    return AnsweredRow(place=place, messages=messages, tools=tools, num_before=len(before), columns=columns)
 
 
 def _of_text(place: Place, row: dict[str, Any]) -> AnsweredRow:
     if not is_text(row.get("text")):
         raise place.error("no text", _FILL_IN, column="text")
-    return AnsweredRow(place=place, parts=(row["text"],))
+    return AnsweredRow(place=place, parts=(row["text"],), columns=("text", "text"))
 
 
 def _require_response(place: Place, messages: Sequence[Message], column: str) -> None:
@@ -212,7 +224,8 @@ class RowEncoder:
         """The sequences of each row, in order: several if each turn is one. Raises DataError."""
         made = [(row, one) for row in rows for one in self._scripts(row)]
         sequences = _encode([one for _, one in made], self._tokenizer, self._known)
-        for (row, _), (ids, mask) in zip(made, sequences, strict=True):
+        for (row, script), (ids, mask) in zip(made, sequences, strict=True):
+            self.renderer.lost.check(script.text, ids, row.place, row.column_of)
             demonstration = _demonstration(ids, mask)
             if demonstration is None:
                 raise row.place.error("it has no token to train on", _FILL_IN)

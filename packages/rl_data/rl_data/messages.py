@@ -97,14 +97,15 @@ def _parts(message: Message, template: str) -> Iterator[tuple[str, str]]:
     for call in message.get("tool_calls") or ():
         function = _function(call)
         shown = [function.get("name") or "", as_object(function.get("arguments") or {})]
-        for leaf in _leaves(shown if function else call):
+        for leaf in leaves(shown if function else call):
             yield "tool_calls", leaf
 
 
-def _leaves(value: Any) -> Iterator[str]:
+def leaves(value: Any) -> Iterator[str]:
+    """The texts in a JSON value, and its numbers and constants as JSON."""
     if isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _leaves(item)
+            yield from leaves(item)
     elif not isinstance(value, str):
         yield json.dumps(value)
     elif value.strip():

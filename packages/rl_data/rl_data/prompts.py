@@ -144,6 +144,7 @@ def load_prompts(
                 if too_long(row.place, len(ids), config):
                     num_filtered += 1
                     continue
+                renderer.lost.check(text, ids, row.place, schema.column_of)
                 prompts.append(_prompt(label, row, messages, text, ids))
                 if len(prompts) == max_prompts:
                     renderer.report()

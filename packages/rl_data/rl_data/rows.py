@@ -70,6 +70,10 @@ class Schema:
         """The columns that are not extra unless they are named."""
         return {self.prompt, self.ground_truth[0], self.data_source or self.prompt, self.tools or self.prompt}
 
+    def column_of(self, _: Collection[str]) -> str:
+        """The column of all characters of a prompt."""
+        return self.prompt
+
 
 def find_schema(table: Table, config: DataConfig) -> Schema:
     """The schema of a table. Raises DataError for a column that is missing, occurs twice, or cannot be extra."""

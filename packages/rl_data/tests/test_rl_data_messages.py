@@ -114,7 +114,8 @@ def test_one_line_says_how_messages_became_text(
                 load_demonstrations([texts], tokenizer, config)
             else:
                 load_prompts([prompts], tokenizer, config)
-        return [(record.levelname, record.getMessage()) for record in caplog.records]
+        rendering = [record for record in caplog.records if record.name == "rl_data.rendering"]
+        return [(record.levelname, record.getMessage()) for record in rendering]
 
     ((level, line),) = lines(DataConfig())
     assert (level, line) == (

@@ -48,6 +48,11 @@ def score(name: str, text: str, truth: str = "", num_tokens: int = 0, **options:
         ("\\boxed{(0, 1]}", "[0,1)", 0.1),
         ("\\boxed{10} or \\boxed{11}", "11", 0.1),  # a list of guesses is a set, which is not 11
         ("\\boxed{3}", '["2", "3"]', 1.0),
+        ("\\boxed{3}", "[1, 2, 3]", 1.0),
+        ("\\boxed{[-2,7]}", "[-2, 7]", 1.0),  # an interval, not two right answers
+        ("\\boxed{7}", "[-2, 7]", 0.1),
+        ("\\boxed{(-2,7)}", "[-2, 7]", 0.1),
+        ("\\boxed{7}", '["-2", "7"]', 1.0),
         ("\\boxed{x = 3}", "3", 1.0),
         ("\\boxed{x + y}", "y + x", 1.0),
         ("\\boxed{9^{9^{9^{9}}}}", "1", 0.1),  # too large to evaluate
@@ -70,6 +75,10 @@ def test_math_compares_values(text: str, truth: str, expected: float) -> None:
         ("\\boxed{C} no, \\boxed{B}", 1.0),
         ("The answer is B.", 1.0),
         ("the answer is (b)", 1.0),
+        ("the answer is b, as", 1.0),
+        ("the answer is b \nA long day", 1.0),
+        ("the answer is a prime number\n(B)", 1.0),
+        ("the answer is a prime number", 0.0),
         ("Answer: B", 1.0),
         ("Answer: **B**", 1.0),
         ("#### B", 1.0),
@@ -139,6 +148,11 @@ def test_a_megabyte_of_text_is_scored_soon(name: str, piece: str) -> None:
         ("length", "limit", {"limit": True}),
         ("length", "margin", {"target": 3, "margin": 1}),
         ("length", "unit", {"limit": 3, "unit": "words"}),
+        ("math", "score", {"score": float("inf")}),
+        ("length", "target", {"target": float("inf")}),
+        ("length", "margin", {"limit": 3, "margin": float("nan")}),
+        ("code", "memory_mb", {"memory_mb": 0.5}),
+        ("code", "num_processes", {"num_processes": 0.5}),
         ("code", "timeout_s", {"timeout_s": 0}),
         ("code", "column", {"column": ""}),
         ("code", "isolation", {"isolation": "none"}),
@@ -154,6 +168,7 @@ def test_wrong_options_are_refused(name: str, field: str | None, options: dict[s
     [
         ("gsm8k", {}, "", {}, "no ground truth"),
         ("gsm8k", {}, "seven", {}, "no number"),
+        ("gsm8k", {}, "[]", {}, "no number"),
         ("math", {}, " ", {}, "no ground truth"),
         ("math", {}, "\\pi", {}, ""),
         ("multiple_choice", {}, "F", {}, "no letter from A to E"),
@@ -164,6 +179,13 @@ def test_wrong_options_are_refused(name: str, field: str | None, options: dict[s
         ("code", {}, "assert f(1)", {}, ""),
         ("code", {"column": "tests"}, "", {}, "no column 'tests'"),
         ("code", {"column": "tests"}, "", {"tests": [{"input": "1"}]}, "neither Python code nor an input"),
+        (
+            "code",
+            {"column": "tests"},
+            "",
+            {"tests": [{"input": "1", "output": None}]},
+            "neither Python code nor an input",
+        ),
         ("code", {"column": "tests"}, "", {"tests": ["assert f(1)"]}, ""),
     ],
 )
@@ -195,6 +217,7 @@ def test_every_form_of_tests_is_read() -> None:
     pairs = {"inputs": ["1", ["2", "3"]], "outputs": ["4", 5]}
     for value in (pairs, json.dumps(pairs), [{"input": "1", "output": "4"}, {"input": "2\n3", "output": "5"}]):
         assert [(test.stdin, test.stdout) for test in read_tests(value)] == [("1", "4"), ("2\n3", "5")]
+    assert [(test.stdin, test.stdout) for test in read_tests([{"input": None, "output": 3}])] == [("", "3")]
     assert [test.code for test in read_tests(["assert a", "assert b"])] == ["assert a", "assert b"]
     assert [test.code for test in read_tests("[x for x in y]")] == ["[x for x in y]"]
     for wrong in (None, [], {}, [1], {**pairs, "fn_name": "f"}, {"inputs": [1], "outputs": []}, 3):
@@ -220,6 +243,11 @@ def test_equal_answers_have_equal_votes(name: str, texts: list[str], expected: l
 def test_votes_are_equal_where_numbers_are(numbers: list[Any]) -> None:
     votes = make_reward("gsm8k").votes([f"#### {number}" for number in numbers])  # type: ignore[attr-defined]
     assert votes == [numbers.index(number) for number in numbers]
+
+
+def test_a_length_in_tokens_needs_their_number() -> None:
+    with raises(DataConfigError, field="num_tokens"):
+        make_reward("length", {"limit": 3})("a long response", Fields())
 
 
 def test_rewards_of_the_registry_are_documented() -> None:

@@ -288,8 +288,9 @@ LOCAL_DISKS = Feature(
 class TrainerConfig(TrainingConfig):
     """The reinforcement-learning loop."""
 
-    total_training_steps: int = 30
-    """Number of steps; a step is rollout, scoring, update and weight sync."""
+    total_training_steps: int | None = None
+    """Number of steps; a step is rollout, scoring, update and weight sync. null: one epoch, as many as see every prompt
+    of `data.train` once."""
     max_staleness: int = 0
     """Policy versions by which the oldest token of a sample may be behind the weights that train on it. 0: rollout and
     training alternate. 1 and more: servers generate for that many later steps while the trainer learns (with
@@ -311,8 +312,14 @@ class TrainerConfig(TrainingConfig):
         check_at_least(0, self, "max_server_restarts", "max_staleness")
 
     @property
-    def last_step(self) -> int:
+    def last_step(self) -> int | None:
         """`total_training_steps`."""
+        return self.total_training_steps
+
+    @property
+    def num_steps(self) -> int:
+        """`total_training_steps`, once it is decided."""
+        assert self.total_training_steps is not None
         return self.total_training_steps
 
     @property

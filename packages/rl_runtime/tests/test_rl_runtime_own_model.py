@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -11,7 +12,13 @@ from hypothesis import given, settings
 
 from ds_engine import OptimConfig
 from plinth_testing import write_tiny_model
+from plinth_testing.errors import raises
+from rl_core import BatchConfig
+from rl_data import DataConfig
+from rl_runtime import InputError, JobConfig, TrainerConfig
 from rl_runtime.resolve.own_model import ModelFacts, choose_defaults, learning_rate, read_facts, response_length
+from rl_runtime.resolve.resolved import ResolvedConfig
+from rl_runtime.resolve.steps import resolve_steps
 from rollout_vllm import SamplingConfig
 
 SIZES = st.integers(1_000_000, 1_000_000_000_000)
@@ -75,3 +82,20 @@ def test_facts_are_read_without_loading_the_model(tmp_path: Path) -> None:
     assert facts == ModelFacts(num_parameters=facts and facts.num_parameters, context=300, thinks=True)
     assert facts.num_parameters
     assert 10_000 < facts.num_parameters < 100_000
+
+
+def test_a_run_without_steps_sees_every_prompt_once(tmp_path: Path) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_text(130 * '{"question": "1 + 1?", "answer": "#### 2"}\n')
+    own = JobConfig(data=DataConfig(train=(str(file),)), batch=BatchConfig(train_batch_size=64))
+    resolved = resolve_steps(ResolvedConfig(config=own))
+    assert resolved.config.trainer.num_steps == 3
+    assert "130" in resolved.reasons["trainer.total_training_steps"]
+    assert "total_training_steps=3: " in resolved.comment()
+    given = replace(own, trainer=TrainerConfig(total_training_steps=7))
+    assert resolve_steps(ResolvedConfig(config=given)).config == given
+    built_in = resolve_steps(ResolvedConfig(config=JobConfig())).config
+    assert built_in.trainer.num_steps * built_in.batch.train_batch_size >= built_in.task.num_train
+    file.unlink()
+    with raises(InputError, field="data.train"):
+        resolve_steps(ResolvedConfig(config=own))

@@ -1,4 +1,7 @@
 import os
+import py_compile
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -284,10 +287,43 @@ def test_segments_of_gpu_ranks_grow_unless_the_user_says_otherwise(monkeypatch: 
     assert "PYTORCH_ALLOC_CONF" not in rank_env([0], 1)
 
 
-def test_compiled_code_is_kept_in_one_folder_if_it_can_be_written(tmp_path: Path) -> None:
+def test_compiled_code_is_kept_in_one_folder_if_it_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
     folder = tmp_path / "cache"
     kept = cache_variables({"PLINTH_CACHE_DIR": str(folder), "XDG_CACHE_HOME": "/proc/nowhere"})
     assert {name for name, value in kept.items() if not value.startswith(f"{folder}/")} == {
         "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
     }
     assert cache_variables({"XDG_CACHE_HOME": "/proc/nowhere"}) == {}
+
+
+def test_bytecode_that_python_would_not_keep_is_kept_with_the_other_compiled_code(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    for name in ("torch", "transformers", "vllm"):
+        (site / name).mkdir(parents=True)
+        (site / name / "__init__.py").write_text("")
+    code = "import rl_runtime.ranks.environment as e; e.prepare_imports(); import torch; print(torch.__cached__)"
+    path = os.pathsep.join([str(site), *sys.path])
+
+    def where(**variables: str) -> Path:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        env = inherited | {"PYTHONPATH": path, "PLINTH_CACHE_DIR": str(tmp_path / "cache")} | variables
+        run = subprocess.run([sys.executable, "-c", code], env=env, check=True, text=True, capture_output=True)
+        return Path(run.stdout.strip())
+
+    kept = where(PYTHONDONTWRITEBYTECODE="1")  # as in container images
+    assert kept.is_file()
+    assert kept.is_relative_to(tmp_path / "cache" / "bytecode")
+    assert where(PYTHONDONTWRITEBYTECODE="1") == kept  # the next run reads it
+    (site / "another-1.0.dist-info").mkdir()  # an upgrade may keep the time and the size of a source
+    assert where(PYTHONDONTWRITEBYTECODE="1") != kept
+    chosen = where(PYTHONDONTWRITEBYTECODE="1", PYTHONPYCACHEPREFIX=str(tmp_path / "own"))
+    assert chosen.is_relative_to(tmp_path / "own")
+    assert where(PYTHONDONTWRITEBYTECODE="").is_relative_to(site / "torch")  # Python keeps it itself
+    for name in ("torch", "transformers", "vllm"):
+        py_compile.compile(str(site / name / "__init__.py"))
+    assert where(PYTHONDONTWRITEBYTECODE="1").is_relative_to(site / "torch")  # the image has it
+    os.utime(site / "torch" / "__init__.py", (0, 0))
+    assert where(PYTHONDONTWRITEBYTECODE="1").is_relative_to(tmp_path / "cache")  # what it has is out of date

@@ -18,8 +18,8 @@ from rollout_vllm_helpers import is_running
 import rollout_vllm
 from plinth_testing import raises, wait_until
 from rollout_vllm import Endpoint, ServerGroup, ServerStartError
-from rollout_vllm.servers import process
-from rollout_vllm.servers.process import ServerProcess, _socket_folder
+from rollout_vllm.servers import process, spawn
+from rollout_vllm.servers.process import ServerProcess
 
 SUPERVISE = str(Path(rollout_vllm.__file__).with_name("servers") / "_supervise.py")
 
@@ -182,7 +182,7 @@ def test_each_server_has_a_folder_of_sockets_that_goes_with_it(tmp_path: Path) -
     os.makedirs(long)
     tempfile.tempdir = long
     try:
-        folder = Path(_socket_folder(None))
+        folder = Path(spawn.socket_folder(None))
     finally:
         tempfile.tempdir = None
     assert len(str(folder)) <= 70
@@ -217,7 +217,7 @@ def test_a_server_that_hangs_after_its_engine_core_failed_is_stopped(
 ) -> None:
     (tmp_path / "_serve.py").write_text(FAILED_ENGINE_CORE)
     (tmp_path / "_supervise.py").symlink_to(SUPERVISE)
-    monkeypatch.setattr(process, "_HERE", tmp_path)
+    monkeypatch.setattr(spawn, "HERE", tmp_path)
     monkeypatch.setattr(process, "_EXIT_GRACE_S", 2.0)
     endpoint, pid, env = Endpoint("http://127.0.0.1:9"), tmp_path / "pid", os.environ | {"PYTHONUNBUFFERED": "1"}
     server = ServerProcess(0, endpoint, [str(pid)], env, tmp_path / "server.log", stop_grace_s=0.5)

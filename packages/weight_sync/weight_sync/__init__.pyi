@@ -21,8 +21,6 @@ from .push.server import check_server as check_server
 from .push.server import server_args as server_args
 from .push.server import server_env as server_env
 from .sources.base import TensorSource as TensorSource
-from .sources.fp8 import dequantize_blocks as dequantize_blocks
-from .sources.fp8 import quantize_blocks as quantize_blocks
 from .sources.hf_folder import HfFolderSource as HfFolderSource
 from .sources.module import ModuleSource as ModuleSource
 from .sources.zero import ZeroSource as ZeroSource

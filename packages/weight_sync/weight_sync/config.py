@@ -51,10 +51,6 @@ class SyncConfig:
     """Way in which a server loads the tensors. ``auto``: dense unquantized models directly, others through vLLM's
     layerwise reload. ``layerwise``: always through the layerwise reload."""
 
-    quantize: Literal["none", "fp8_blocks"] = "none"
-    """``fp8_blocks``: the trainer quantizes linear weights to 8 bits with one scale per 128 x 128 block, for servers of
-    a checkpoint in that format. A server of another format rejects them by name. Not tested on a GPU yet."""
-
     running_requests: Literal["auto", "wait", "keep", "recompute"] = "auto"
     """Treatment of the requests that a server runs during a push. ``auto``: ``wait``, unless an app that trains while
     servers generate chooses another one. ``wait``: they finish first, under the old weights.

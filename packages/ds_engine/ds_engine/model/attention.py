@@ -11,13 +11,17 @@ mask is built. Four kernels compute the same result:
 On the CPU, 128 sequences of about 32 tokens take the same time one by one as in one padded [S, L] call (25 to 27 ms per
 layer, forward and backward, one core), and sequences of unequal length take less, so there is no padded variant.
 `Tensor.split` is essential: each slice would scatter a full-length gradient in the backward pass (5x slower).
+
+With shared prefixes the sequences of a layout are the nodes of a tree, and keys those of each node's path
+(prefix_tree.py): flash4 reads them in place, the others and sliding windows gather them.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +30,7 @@ from torch import Tensor
 
 from ..errors import EngineConfigError, ModelError
 from .flash4 import KERNELS, flash4_attention
+from .prefix_tree import Borders, Crossings, TreeLayout, gather_rows, make_crossings, tree_layout
 from .sequence_parallel import SequenceGroup, gather_heads, scatter_heads
 
 if TYPE_CHECKING:
@@ -40,20 +45,47 @@ _SCORE_MODIFIERS = ("softcap", "s_aux", "position_bias", "cum_seq_lens")
 
 @dataclass(frozen=True, kw_only=True)
 class PackedLayout:
-    """Boundaries of the sequences in a packed row, and the attention kernel to run."""
+    """Boundaries of the sequences in a packed row, or of the nodes of a tree, and the attention kernel to run."""
 
-    cu_seqlens_S1: Tensor
-    """int32 cumulative sequence lengths, starting with 0, on the device of the tokens."""
-    lengths: tuple[int, ...]
-    """Number of tokens of each sequence."""
-    max_seqlen: int
-    """Number of tokens of the longest sequence."""
+    borders: Borders
+    """Of the sequences, or nodes."""
     kernel: str
     """flash4, flash, varlen or sdpa."""
     sp_group: SequenceGroup | None = None
     """Ranks that share the row (sequence parallelism). Lengths describe the whole row, not this rank's slice."""
     calls: list[int] | None = None
     """Set in a model's first forward: packed attention appends the id of each module that calls it."""
+    tree: TreeLayout | None = None
+    """Set where sequences share prefixes."""
+    crossings: Crossings | None = None
+    """Set with flash4, also without a tree."""
+
+    @property
+    def keys(self) -> Borders:
+        """Borders of the keys of each sequence or node."""
+        return self.borders if self.tree is None else self.tree.paths
+
+
+def packed_layout(
+    lengths: Sequence[int],
+    *,
+    device: torch.device,
+    kernel: str,
+    sp_group: SequenceGroup | None = None,
+    parents: Sequence[int] | None = None,
+) -> PackedLayout:
+    """The layout of sequences, or of the nodes of a tree, with these numbers of tokens.
+
+    Args:
+        parents: the parent of each node, -1 for a root; None without shared prefixes.
+    """
+    return PackedLayout(
+        borders=Borders.make(lengths, device),
+        kernel=kernel,
+        sp_group=sp_group,
+        tree=None if parents is None else tree_layout(parents, lengths, device),
+        crossings=make_crossings(parents or [-1] * len(lengths), lengths, device) if kernel == "flash4" else None,
+    )
 
 
 def choose_kernel(wanted: Attention, *, device_type: str, dtype: torch.dtype) -> str:
@@ -152,7 +184,7 @@ def packed_attention(
         )
     if packing.calls is not None:
         packing.calls.append(id(module))
-    if sliding_window is not None and sliding_window >= packing.max_seqlen:
+    if sliding_window is not None and sliding_window >= packing.keys.longest:
         sliding_window = None
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     # Latent attention has smaller values than queries, which all-to-alls, flash-attn and varlen do not know.
@@ -163,7 +195,12 @@ def packed_attention(
     q_Thd, k_Thd, v_Thd = (x[0].transpose(0, 1) for x in (query, key, value))
     if packing.sp_group is not None:
         q_Thd, k_Thd, v_Thd = scatter_heads(q_Thd, k_Thd, v_Thd, packing.sp_group)
-    out = _KERNELS[packing.kernel](q_Thd, k_Thd, v_Thd, packing, scale, sliding_window)
+    keys = packing.borders
+    in_place = packing.kernel == "flash4" and sliding_window is None  # asked first: compiled graphs then know no tree
+    if not in_place and packing.tree is not None:
+        k_Thd, v_Thd = (gather_rows(x, packing.tree.path_rows) for x in (k_Thd, v_Thd))
+        keys = packing.tree.paths
+    out = _KERNELS[packing.kernel](q_Thd, k_Thd, v_Thd, packing, keys, scale, sliding_window)
     if packing.sp_group is not None:
         out = gather_heads(out, packing.sp_group)
     if padded:
@@ -171,34 +208,41 @@ def packed_attention(
     return out.unsqueeze(0), None
 
 
+Kernel = Callable[[Tensor, Tensor, Tensor, PackedLayout, Borders, float, "int | None"], Tensor]
+"""(query, key, value, layout, borders of the keys, scale, window) -> [T, heads, head dim]. A sequence with more keys
+than queries is causal from the bottom right."""
+
+
 def _flash4(
-    q_Thd: Tensor, k_Thd: Tensor, v_Thd: Tensor, packing: PackedLayout, scale: float, sliding_window: int | None
+    q: Tensor, k: Tensor, v: Tensor, packing: PackedLayout, keys: Borders, scale: float, sliding_window: int | None
 ) -> Tensor:
-    return flash4_attention(q_Thd, k_Thd, v_Thd, packing.cu_seqlens_S1, packing.max_seqlen, scale, sliding_window)
+    crossings = packing.crossings
+    assert crossings is not None
+    if sliding_window is not None:  # keys are those of the paths: nothing is left to cross
+        crossings = replace(crossings, table_C=torch.zeros_like(crossings.table_C))
+    return flash4_attention(q, k, v, packing.borders, keys, crossings, scale, sliding_window)
 
 
 def _flash(
-    q_Thd: Tensor, k_Thd: Tensor, v_Thd: Tensor, packing: PackedLayout, scale: float, sliding_window: int | None
+    q: Tensor, k: Tensor, v: Tensor, packing: PackedLayout, keys: Borders, scale: float, sliding_window: int | None
 ) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
     window = (sliding_window - 1, 0) if sliding_window is not None else (-1, -1)
     options: dict[str, Any] = {"softmax_scale": scale, "causal": True, "window_size": window}
-    cu_seqlens, max_seqlen = packing.cu_seqlens_S1, packing.max_seqlen
-    out: Tensor = flash_attn_varlen_func(q_Thd, k_Thd, v_Thd, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
+    out: Tensor = flash_attn_varlen_func(q, k, v, *_varlen_borders(packing, keys), **options)
     return out
 
 
 def _varlen(
-    q_Thd: Tensor, k_Thd: Tensor, v_Thd: Tensor, packing: PackedLayout, scale: float, sliding_window: int | None
+    q: Tensor, k: Tensor, v: Tensor, packing: PackedLayout, keys: Borders, scale: float, sliding_window: int | None
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     known = varlen_parameters()
-    num_groups = q_Thd.shape[1] // k_Thd.shape[1]
     options: dict[str, Any] = {"scale": scale}
     if "enable_gqa" in known:
-        options["enable_gqa"] = num_groups > 1
+        options["enable_gqa"] = q.shape[1] != k.shape[1]
     if "window_size" in known:
         options["window_size"] = (sliding_window - 1 if sliding_window is not None else -1, 0)
     elif sliding_window is not None:
@@ -206,10 +250,13 @@ def _varlen(
         raise ModelError(problem, field="attention", value="varlen", allowed="flash or sdpa")
     else:
         options["is_causal"] = True
-    cu_seqlens, max_seqlen = packing.cu_seqlens_S1, packing.max_seqlen
-    out = varlen_attn(q_Thd, k_Thd, v_Thd, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
+    out = varlen_attn(q, k, v, *_varlen_borders(packing, keys), **options)
     assert isinstance(out, Tensor), "no auxiliary output was requested"
     return out
+
+
+def _varlen_borders(packing: PackedLayout, keys: Borders) -> tuple[Tensor, Tensor, int, int]:
+    return packing.borders.cu_seqlens, keys.cu_seqlens, packing.borders.longest, keys.longest
 
 
 def varlen_parameters() -> tuple[str, ...]:
@@ -220,23 +267,23 @@ def varlen_parameters() -> tuple[str, ...]:
 
 
 def _sdpa_per_sequence(
-    q_Thd: Tensor, k_Thd: Tensor, v_Thd: Tensor, packing: PackedLayout, scale: float, sliding_window: int | None
+    q: Tensor, k: Tensor, v: Tensor, packing: PackedLayout, keys: Borders, scale: float, sliding_window: int | None
 ) -> Tensor:
-    lengths = list(packing.lengths)
-    enable_gqa = q_Thd.shape[1] != k_Thd.shape[1]
-    query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (q_Thd, k_Thd, v_Thd))
+    enable_gqa = q.shape[1] != k.shape[1]
+    queries = q.transpose(0, 1).unsqueeze(0).split(list(packing.borders.lengths), 2)
+    paths = [x.transpose(0, 1).unsqueeze(0).split(list(keys.lengths), 2) for x in (k, v)]
     outs = []
-    for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True):
-        length = q.shape[2]
-        if sliding_window is not None and length > sliding_window:
-            mask_LL = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
-            mask_LL = mask_LL.triu(1 - sliding_window)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_LL, scale=scale, enable_gqa=enable_gqa)
-        else:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
-        outs.append(out)
+    for query, key, value in zip(queries, *paths, strict=True):
+        num_queries, num_keys = query.shape[2], key.shape[2]
+        mask = None
+        if num_keys > min(num_queries, sliding_window or num_keys):
+            mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - num_queries)
+            if sliding_window is not None:
+                mask = mask.triu(1 + num_keys - num_queries - sliding_window)
+        options: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None}
+        outs.append(F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=enable_gqa, **options))
     # Contiguous, as upstream's: some models take views of it, and the others would copy it in their reshape.
     return torch.cat(outs, dim=2)[0].transpose(0, 1).contiguous()
 
 
-_KERNELS = {"flash4": _flash4, "flash": _flash, "varlen": _varlen, "sdpa": _sdpa_per_sequence}
+_KERNELS: dict[str, Kernel] = {"flash4": _flash4, "flash": _flash, "varlen": _varlen, "sdpa": _sdpa_per_sequence}

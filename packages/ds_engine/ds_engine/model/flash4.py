@@ -1,6 +1,7 @@
 """FlashAttention-4 (flash-attn-4, CuTe DSL) on packed rows, as a custom operator that torch.compile can trace.
 
 Runs on Hopper and Blackwell. The kernels implement grouped-query attention, so keys and values are not repeated.
+Shared prefixes are read in place: one causal call of all nodes, and for each pair of levels one call without a mask.
 Source: Dao-AILab/flash-attention, flash_attn/cute/interface.py; torch.nn.attention.activate_flash_attention_impl calls
 the same two functions.
 """
@@ -8,12 +9,14 @@ the same two functions.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..upstream import FENCE
+from .prefix_tree import Borders, Crossing, Crossings
 
 KERNELS = FENCE.patch(
     name="FlashAttention-4",
@@ -27,37 +30,72 @@ warnings.filterwarnings("ignore", r"Argument aux_data .*cannot be converted to a
 
 
 def flash4_attention(
-    q_Thd: Tensor, k_Thd: Tensor, v_Thd: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Borders,
+    keys: Borders,
+    crossings: Crossings,
+    scale: float,
+    window: int | None,
 ) -> Tensor:
-    """Compute causal attention within each sequence; returns [T, heads, head dim].
+    """Compute causal attention within each sequence or node, and to the ancestors of a node.
 
     Args:
-        cu_seqlens: [S + 1] int32 cumulative sequence lengths.
-        max_seqlen: number of tokens of the longest sequence.
+        q: [T, heads, head dim]; k and v: [rows of `keys`, kv heads, head dim].
+        keys: the borders of `queries`, or more keys than queries for each node: causal from the bottom right.
+        crossings: attention of nodes to their ancestors; only where k and v are those of the T tokens.
         window: number of tokens a token attends to, itself included; None attends to all tokens before it.
+
+    Returns:
+        [T, heads, head dim]
     """
-    return torch.ops.ds_engine.flash4(q_Thd, k_Thd, v_Thd, cu_seqlens, max_seqlen, scale, window)[0]  # type: ignore[no-any-return]
+    borders = (queries.cu_seqlens, keys.cu_seqlens)
+    calls = (crossings.table_C, crossings.borders, crossings.key_rows)
+    out: Tensor = torch.ops.ds_engine.flash4(q, k, v, *borders, *calls, queries.longest, keys.longest, scale, window)[0]
+    return out
 
 
-def _kernel_options(cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None) -> dict[str, Any]:
+def _kernel_options(
+    cu_seqlens: tuple[Tensor, Tensor], longest: tuple[int, int], scale: float, window: int | None, *, causal: bool
+) -> dict[str, Any]:
     return {
-        "cu_seqlens_q": cu_seqlens,
-        "cu_seqlens_k": cu_seqlens,
-        "max_seqlen_q": max_seqlen,
-        "max_seqlen_k": max_seqlen,
+        "cu_seqlens_q": cu_seqlens[0],
+        "cu_seqlens_k": cu_seqlens[1],
+        "max_seqlen_q": longest[0],
+        "max_seqlen_k": longest[1],
         "softmax_scale": scale,
-        "causal": True,
+        "causal": causal,
         "window_size_left": None if window is None else window - 1,
     }
 
 
+def _calls(table_C: Tensor, borders: Tensor, key_rows: Tensor) -> Iterator[tuple[slice, slice | Tensor, Any, Any]]:
+    """For each crossing its queries, its keys, their borders and their longest lengths."""
+    for row in map(Crossing._make, table_C.tolist()):
+        if row.num == 0:
+            continue
+        keys: slice | Tensor = slice(row.k_start, row.k_start + row.num_keys)
+        if row.k_start < 0:
+            keys = key_rows[row.rows_start : row.rows_start + row.num_keys]
+        size, start = row.num + 1, row.borders_start
+        cu_seqlens = (borders[start : start + size], borders[start + size : start + 2 * size])
+        yield slice(row.q_start, row.q_end), keys, cu_seqlens, (row.longest_q, row.longest_k)
+
+
 @torch.library.custom_op("ds_engine::flash4", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, table_C: Tensor, borders: Tensor, key_rows: Tensor,
+    longest_q: int, longest_k: int, scale: float, window: int | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    out, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **_kernel_options(cu_seqlens, max_seqlen, scale, window))
+    options = _kernel_options((cu_q, cu_k), (longest_q, longest_k), scale, window, causal=True)
+    out, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **options)
+    for part, keys, cu_seqlens, longest in _calls(table_C, borders, key_rows):
+        options = _kernel_options(cu_seqlens, longest, scale, None, causal=False)
+        other, other_lse, *_ = _flash_attn_fwd(q[part], k[keys], v[keys], return_lse=True, **options)
+        merge(out[part], lse[:, part], other, other_lse)
     return out, lse
 
 
@@ -68,14 +106,24 @@ def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("ds_engine::flash4_backward", mutates_args=())
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor, max_seqlen: int,
-    scale: float, window: int | None,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor,
+    table_C: Tensor, borders: Tensor, key_rows: Tensor, longest_q: int, longest_k: int, scale: float,
+    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from flash_attn.cute.interface import _flash_attn_bwd
 
     deterministic = torch.are_deterministic_algorithms_enabled()
-    options = _kernel_options(cu_seqlens, max_seqlen, scale, window) | {"deterministic": deterministic}
-    dq, dk, dv, *_ = _flash_attn_bwd(q, k, v, out, grad.contiguous(), lse, **options)
+    grad = grad.contiguous()
+    options = _kernel_options((cu_q, cu_k), (longest_q, longest_k), scale, window, causal=True)
+    dq, dk, dv, *_ = _flash_attn_bwd(q, k, v, out, grad, lse, **options, deterministic=deterministic)
+    for part, keys, cu_seqlens, longest in _calls(table_C, borders, key_rows):
+        options = _kernel_options(cu_seqlens, longest, scale, None, causal=False)
+        # With the merged output and log-sum-exp the probabilities of this part are those of the whole softmax.
+        inputs = (q[part], k[keys], v[keys], out[part], grad[part], lse[:, part].contiguous())
+        part_dq, part_dk, part_dv, *_ = _flash_attn_bwd(*inputs, **options, deterministic=deterministic)
+        dq[part] += part_dq
+        dk[keys] += part_dk  # the rows of `keys` are distinct
+        dv[keys] += part_dv
     return dq, dk, dv
 
 
@@ -85,13 +133,31 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, T
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_seqlens, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
+    q, k, v, *tensors = inputs[:-4]
+    ctx.options = inputs[-4:]
+    ctx.save_for_backward(q, k, v, *output, *tensors)
 
 
 def _autograd_backward(ctx: Any, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     del grad_lse  # the log-sum-exp is not an output of flash4_attention
-    return (*torch.ops.ds_engine.flash4_backward(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None)
+    gradients = torch.ops.ds_engine.flash4_backward(grad, *ctx.saved_tensors, *ctx.options)
+    return (*gradients, *[None] * 9)
 
 
 _forward.register_autograd(_autograd_backward, setup_context=_save_for_backward)
+
+
+def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """Merge attention to other keys into `out` [Q, heads, d] and `lse` [heads, Q], in place and in fp32.
+
+    The log-sum-exp of both is that of the exponentials' sum, and each output weighs as much as its part of it.
+    """
+    if not out.is_cuda:
+        total = torch.logaddexp(lse, other_lse)
+        share, other_share = ((x - total).exp().T[..., None] for x in (lse, other_lse))
+        out.copy_(out.float() * share + other.float() * other_share)
+        lse.copy_(total)
+        return
+    from .flash4_merge import merge_on_gpu
+
+    merge_on_gpu(out, lse, other, other_lse)

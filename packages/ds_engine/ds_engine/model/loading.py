@@ -22,7 +22,7 @@ from .compilation import compile_layers
 from .folder_names import drop_unused_conversions
 from .lora import add_adapters
 from .nf4 import nf4_weights, quantize_base, round_to_nf4
-from .packed_model import install_packed_forward, mark_rows
+from .packed_model import install_packed_forward, mark_way
 from .parts import VALUE_HEAD
 from .recomputation import enable_checkpointing
 from .sequence_parallel import check_model_heads
@@ -143,7 +143,7 @@ def load_model(
         model = _read_folder(model_path, torch_dtype(config.model_dtype), head, options, seed=drawn_with)
     if config.lora is not None and config.lora.base_format == "nf4":
         quantize_base(model, device=device)
-    mark_rows(model, trial.way == "rows")
+    mark_way(model, rows=trial.way == "rows", shares_prefixes=not trial.why_not_shared)
     if not sharded:
         return model.to(device)
     drop_unused_conversions(model)
@@ -176,13 +176,21 @@ def nf4_base(model_path: str, config: EngineConfig) -> Callable[[str, torch.Tens
     return lambda name, tensor: round_to_nf4(tensor, dtype) if name in rounded else tensor
 
 
-def check_model(model_path: str, config: EngineConfig, *, head: Head = "lm", new_head: bool = True) -> Trial:
+def check_model(
+    model_path: str,
+    config: EngineConfig,
+    *,
+    head: Head = "lm",
+    new_head: bool = True,
+    report: Callable[[str], None] = warn_on_first_rank,
+) -> Trial:
     """Check that the folder has all weights, and that the engine computes the model exactly; says how.
 
     Needs no GPU and no process group, and reads no weights (see `check_finite`).
 
     Args:
         new_head: a value head may be missing, as for `load_model`.
+        report: gets a line about tensors in the files that the model has no weight for.
 
     Raises:
         ModelError: transformers does not know the model, a weight is missing, has another shape or is in a damaged
@@ -190,7 +198,7 @@ def check_model(model_path: str, config: EngineConfig, *, head: Head = "lm", new
         UntriedModelError: the architecture cannot be tried here; a rank with a GPU tries again when it loads the model.
         EngineConfigError: a setting does not suit the architecture.
     """
-    check_weights(model_path, head=head, new_head=new_head)
+    check_weights(model_path, head=head, new_head=new_head, report=report)
     return _checked_trial(read_config(model_path), config, head, torch.device("cpu"))
 
 

@@ -16,20 +16,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import BatchError, ModelError
-from .attention import PackedLayout
+from .attention import PackedLayout, packed_layout
 from .parts import VALUE_HEAD, find_backbone, transformer_layers
+from .prefix_tree import check_order, gather_rows
 from .rotary import rotary_per_sequence
 from .sequence_parallel import SequenceGroup, TargetShare, gather_outputs, share_targets
 
 if TYPE_CHECKING:
-    from ..batch import HeadTerm, LogProbFn, TokenBatch
+    from ..batch import HeadTerm, LogProbFn, Prefixes, TokenBatch
 
 
 HIDDEN = "hidden"
@@ -65,14 +65,20 @@ class PackedInputs:
     """Set with sequence parallelism: T and K are then this rank's part, and `share` says how to gather all outputs."""
 
 
-def mark_rows(model: nn.Module, rows: bool) -> None:
-    """Record on `model` that it computes padded rows, for `row_kernel`."""
+def mark_way(model: nn.Module, *, rows: bool, shares_prefixes: bool) -> None:
+    """Record on `model` that it computes padded rows, and whether it is exact where sequences share prefixes."""
     model.computes_padded_rows = rows  # type: ignore[assignment]
+    model.shares_prefixes = shares_prefixes  # type: ignore[assignment]
 
 
 def row_kernel(model: nn.Module) -> str | None:
     """`ROWS` if `model` computes padded rows; None if it has packed attention."""
     return ROWS if getattr(model, "computes_padded_rows", False) else None
+
+
+def shares_prefixes(model: nn.Module) -> bool:
+    """True if `model` was tried with shared prefixes and is exact."""
+    return getattr(model, "shares_prefixes", False) is True
 
 
 def packed_inputs(
@@ -81,6 +87,7 @@ def packed_inputs(
     device: torch.device,
     kernel: str,
     sp_group: SequenceGroup | None = None,
+    prefixes: Prefixes | None = None,
     with_columns: bool = False,
 ) -> tuple[PackedInputs, int]:
     """Build the model's inputs for `batch` and count its targets; with `sp_group`, inputs are this rank's slice.
@@ -88,9 +95,12 @@ def packed_inputs(
     A batch without targets becomes one token that predicts one token: the cheapest forward that runs every module and
     so takes part in every collective. The caller must multiply its output by zero. `with_columns` is for a head term.
 
+    Args:
+        prefixes: the shared prefixes of the sequences, which are computed once; not with kernel `ROWS`.
+
     Raises:
-        BatchError: `cu_seqlens_S1` does not describe the tokens of `input_ids_T`, or, with kernel `ROWS`, the positions
-            of a sequence do not count its tokens from 0.
+        BatchError: `cu_seqlens_S1` does not describe the tokens of `input_ids_T`, `prefixes` no tree of them, or, with
+            kernel `ROWS`, the positions of a sequence do not count its tokens from 0.
     """
     num_targets = batch.target_ids_K.numel()
     if num_targets == 0:
@@ -106,11 +116,16 @@ def packed_inputs(
                 allowed="positive lengths that add up",
             )
     columns = dict(batch.columns) if with_columns else {}
-    share = rows = None
+    share = rows = parents = None
+    if prefixes is not None and num_targets:
+        ids, positions, lengths, index = _computed(prefixes, ids, positions, index)
+        parents = list(prefixes.parents_N)
     if kernel == ROWS:
         rows, index = _padded_rows(ids, positions, lengths, index, device)
     if sp_group is not None:
         ids, positions, lengths = _pad(ids, positions, lengths, sp_group.size)
+        if parents is not None:
+            parents += [-1] * (len(lengths) - len(parents))
         part = len(ids) // sp_group.size
         start = sp_group.rank * part
         ids, positions = ids[start : start + part], positions[start : start + part]
@@ -120,13 +135,7 @@ def packed_inputs(
         index, targets = (index[own] - start).clamp(0, part - 1), targets[own]
         columns = {name: column[own] for name, column in columns.items()} if num_targets else columns
         share = share.to(device)
-    packing = PackedLayout(
-        cu_seqlens_S1=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device),
-        lengths=tuple(lengths),
-        max_seqlen=max(lengths),
-        kernel=kernel,
-        sp_group=sp_group,
-    )
+    packing = packed_layout(lengths, device=device, kernel=kernel, sp_group=sp_group, parents=parents)
     return PackedInputs(
         input_ids_1T=ids.to(device).unsqueeze(0),
         position_ids_1T=positions.to(device).unsqueeze(0),
@@ -137,6 +146,20 @@ def packed_inputs(
         rows=rows,
         share=share,
     ), num_targets
+
+
+def _computed(
+    prefixes: Prefixes, ids_T: Tensor, positions_T: Tensor, index_K: Tensor
+) -> tuple[Tensor, Tensor, list[int], Tensor]:
+    """(ids, positions, lengths of the nodes, target indices) of the computed tokens."""
+    lengths = prefixes.cu_seqlens_N1.diff().tolist()
+    rows_U, place_T = prefixes.computed_U, prefixes.place_T
+    if sum(lengths) != len(rows_U) or min(lengths) < 1 or len(lengths) != len(prefixes.parents_N):
+        raise BatchError("nodes, their borders and their tokens differ", field="prefixes", value=lengths[:8])
+    check_order(prefixes.parents_N)
+    if len(place_T) != len(ids_T) or not ids_T[rows_U][place_T].equal(ids_T):
+        raise BatchError("its computed tokens are not those of the batch", field="prefixes.place_T")
+    return ids_T[rows_U], positions_T[rows_U], lengths, place_T[index_K]
 
 
 def _padded_rows(
@@ -216,7 +239,11 @@ def install_packed_forward(model: Any, log_prob_fn: LogProbFn | None, *, count_c
     ) -> Any:
         if packed is None:
             return original(*args, **kwargs)
-        hidden_KH = hidden_states(packed).index_select(0, packed.target_index_K)
+        hidden_TH = hidden_states(packed)
+        if packed.packing.tree is None:
+            hidden_KH = hidden_TH.index_select(0, packed.target_index_K)
+        else:  # the last token of a shared prefix predicts several targets
+            hidden_KH = gather_rows(hidden_TH, packed.target_index_K)
         if hidden_scale != 1.0:
             hidden_KH = hidden_KH * hidden_scale
         if head_term == HIDDEN:

@@ -35,6 +35,8 @@ def rotary_per_sequence(backbone: nn.Module) -> Callable[[PackedLayout], None]:
                 value=packing.sp_group.size,
                 allowed="1",
             )
+        if modules and packing.tree is not None:
+            raise ModelError("rotary positions that depend on the sequence's length cannot share prefixes")
         layout = packing
 
     def install(module: Any) -> None:
@@ -47,12 +49,14 @@ def rotary_per_sequence(backbone: nn.Module) -> Callable[[PackedLayout], None]:
         def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             if layout is None:
                 return original(x, position_ids, *args, **kwargs)
-            if position_ids.shape[1] == sum(layout.lengths) and len(position_ids) == 1:
-                parts = [alone(x, part, *args, **kwargs) for part in position_ids.split(list(layout.lengths), dim=1)]
+            if position_ids.shape[1] == sum(layout.borders.lengths) and len(position_ids) == 1:
+                parts = [
+                    alone(x, part, *args, **kwargs) for part in position_ids.split(list(layout.borders.lengths), dim=1)
+                ]
                 return torch.cat([cos for cos, _ in parts], dim=1), torch.cat([sin for _, sin in parts], dim=1)
             # Padded rows: row s has lengths[s] tokens.
-            rows = position_ids.expand(len(layout.lengths), -1)
-            parts = [alone(x, rows[s : s + 1, :n], *args, **kwargs) for s, n in enumerate(layout.lengths)]
+            rows = position_ids.expand(len(layout.borders.lengths), -1)
+            parts = [alone(x, rows[s : s + 1, :n], *args, **kwargs) for s, n in enumerate(layout.borders.lengths)]
             pad = nn.utils.rnn.pad_sequence
             return pad([cos[0] for cos, _ in parts], True), pad([sin[0] for _, sin in parts], True)
 

@@ -1,7 +1,8 @@
 """Tries an architecture on a small random copy before it is trained: packed must equal each sequence alone.
 
-Two sequences are computed by upstream's own forward, each alone with full logits, and by ours, first packed, then as
-padded rows. Outputs and all gradients must be equal. Ours runs in training mode and upstream's in evaluation mode, so
+Two sequences are computed by upstream's own forward, each alone with full logits, and by ours, packed, packed with
+their shared prefix computed once, and, where packed is not exact, as padded rows. Outputs and all gradients must be
+equal. Ours runs in training mode and upstream's in evaluation mode, so
 that noise in training is found too. The copy is in fp32 on the CPU, or on the GPU if its kernels need one.
 """
 
@@ -37,6 +38,8 @@ TOLERANCE_ON_GPU = 1e-2
 """The same for kernels that round fp32 inputs to tf32."""
 LENGTHS = (13, 8)
 """Tokens of the two sequences: both are longer than the copy's windows, one than its `ORIGINAL_LENGTH`."""
+NUM_SHARED = 3
+"""Tokens with which both begin."""
 _MAX_PARAMETERS = 60_000_000
 
 
@@ -49,13 +52,16 @@ class Trial:
     """packed: one row of all sequences. rows: one padded row per sequence, by upstream's own forward."""
     why_not_packed: str
     """Empty if packed."""
+    why_not_shared: str
+    """Empty if a prefix that packed sequences share can be computed once."""
     seconds: float
     """Duration of the trial."""
 
     def __str__(self) -> str:
         cost = f"tried on a small random copy in {self.seconds:.1f} s"
         if self.way == "packed":
-            return f"{self.architecture}: packed sequences equal each one alone ({cost})"
+            shared = f"; without shared prefixes, as each {self.why_not_shared}" if self.why_not_shared else ""
+            return f"{self.architecture}: packed sequences equal each one alone{shared} ({cost})"
         return (
             f"{self.architecture}: each sequence is a padded row of transformers' own forward, exact but slower, as "
             f"packed {self.why_not_packed} ({cost})"
@@ -108,10 +114,14 @@ def _try(config: Any, head: Head, device: torch.device) -> Trial:
         for way in ("packed", "rows"):
             reasons[way] = _inexactness(way, small, model, sequences, head, expected)
             if not reasons[way]:
+                is_packed = way == "packed"
                 return Trial(
                     architecture=architecture,
                     way=cast("Any", way),
                     why_not_packed=reasons["packed"],
+                    why_not_shared=_inexactness("shared", small, model, sequences, head, expected)
+                    if is_packed
+                    else f"packed {reasons['packed']}",
                     seconds=time.monotonic() - started,
                 )
     raise ModelError(f"{architecture} cannot be trained: packed {reasons['packed']}; in padded rows {reasons['rows']}")
@@ -125,14 +135,15 @@ def _inexactness(way: str, small: Any, reference: Any, sequences: list[Tensor], 
     """Why sequences computed in this way do not equal each one alone; empty if they do."""
     try:
         register_packed_attention()
-        options = {"attn_implementation": ATTENTION_NAME} if way == "packed" else {}
+        options = {} if way == "rows" else {"attn_implementation": ATTENTION_NAME}
         model = _build(small, head, **options)
         model.load_state_dict(reference.state_dict())
         install_packed_forward(model.train(), dense_log_prob if head == "lm" else None)
         with CPU:
             batch = SimpleBatch.pack([_split(ids, head) for ids in sequences])
-            kernel = "sdpa" if way == "packed" else ROWS
-            inputs, _ = packed_inputs(batch, device=sequences[0].device, kernel=kernel)
+            kernel = ROWS if way == "rows" else "sdpa"
+            prefixes = _SHARED if way == "shared" else None
+            inputs, _ = packed_inputs(batch, device=sequences[0].device, kernel=kernel, prefixes=prefixes)
         outputs, gradients = _outputs_and_gradients(model, [model(packed=inputs)])
     except ModelError as error:
         return f"it is refused: {error}"
@@ -193,7 +204,20 @@ def _sequences(model: Any) -> list[Tensor]:
     generator = torch.Generator("cpu").manual_seed(1)
     ids_T = torch.randint(4, int(config.vocab_size), (sum(LENGTHS),), generator=generator, device=CPU)
     ids_T[ids_T == getattr(config, "pad_token_id", None)] = 3
+    ids_T[LENGTHS[0] : LENGTHS[0] + NUM_SHARED] = ids_T[:NUM_SHARED]
     return list(ids_T.to(next(model.parameters()).device).split(list(LENGTHS)))
+
+
+class _SharedPrefix:
+    """The two sequences as a tree: their prefix, then what follows it in each."""
+
+    computed_U = torch.tensor([*range(LENGTHS[0]), *range(LENGTHS[0] + NUM_SHARED, sum(LENGTHS))])
+    place_T = torch.tensor([*range(LENGTHS[0]), *range(NUM_SHARED), *range(LENGTHS[0], sum(LENGTHS) - NUM_SHARED)])
+    cu_seqlens_N1 = torch.tensor([0, NUM_SHARED, LENGTHS[0], sum(LENGTHS) - NUM_SHARED])
+    parents_N = (-1, 0, 0)
+
+
+_SHARED = _SharedPrefix()
 
 
 def _split(ids_T: Tensor, head: Head) -> tuple[list[int], list[int]]:

@@ -1,12 +1,13 @@
 """Weights of a model folder, compared with the model before a process loads them: names and shapes, and their values.
 
-transformers draws what a folder lacks at random, with a warning at most.
+transformers draws what a folder lacks at random and leaves out what the model lacks, with a warning at most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from plinth_base.model_folder import ModelFolderError, stored_tensors, weight_files
 
 from ..errors import ModelError
-from ..upstream import transformers_message
+from ..upstream import transformers_message, warn_on_first_rank
 from .parts import VALUE_HEAD
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _NUM_SHOWN = 3
 _NEW_HEAD = f"{VALUE_HEAD}.weight"
+_HEADS = ("lm_head.", "embed_out.", f"{VALUE_HEAD}.")
 
 
 def read_config(model_path: str) -> Any:
@@ -42,17 +44,26 @@ def read_config(model_path: str) -> Any:
         raise ModelError(problem, field="model_path", value=model_path) from error
 
 
-def check_weights(model_path: str, *, head: Head = "lm", new_head: bool = True) -> None:
-    """Check that the safetensors files hold every weight of the model in its shape. Reads only their headers.
+def check_weights(
+    model_path: str,
+    *,
+    head: Head = "lm",
+    new_head: bool = True,
+    report: Callable[[str], None] = warn_on_first_rank,
+) -> None:
+    """Check that the safetensors files hold every weight of the model in its shape. Reads only their headers, and both
+    of two tied weights.
 
     transformers itself loads the files' tensors without data into the model without data, so that its renaming and
     fusing of tensors applies. Folders without safetensors are checked when they are loaded.
 
     Args:
         new_head: the value head may be missing, and is drawn.
+        report: gets a line about tensors in the files that the model has no weight for.
 
     Raises:
-        ModelError: a weight is missing or has another shape, or a file is damaged.
+        ModelError: a weight is missing or has another shape, two that the configuration ties differ, or a file is
+            damaged.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -71,8 +82,8 @@ def check_weights(model_path: str, *, head: Head = "lm", new_head: bool = True) 
                     name: torch.empty(one.shape, dtype=getattr(torch, one.dtype, torch.uint8))
                     for name, one in stored.items()
                 }
-                model_class = type(auto_class.from_config(model_config, trust_remote_code=False))
-            _, info = model_class.from_pretrained(
+                model = auto_class.from_config(model_config, trust_remote_code=False)
+            _, info = type(model).from_pretrained(
                 None,
                 config=model_config,
                 state_dict=tensors,
@@ -86,6 +97,13 @@ def check_weights(model_path: str, *, head: Head = "lm", new_head: bool = True) 
         problem = f"its tensors do not become a {model_config.model_type}: {transformers_message(error)}"
         raise ModelError(problem, field="model_path", value=model_path) from error
     refuse_incomplete(model_path, info, new_head=head == "value" and new_head)
+    for name, source in getattr(model, "all_tied_weights_keys", {}).items():
+        if name in stored and source in stored and not _are_equal(model_path, name, source):
+            problem = f"{name} and {source} differ, and its configuration ties them (tie_word_embeddings)"
+            remedy = "set tie_word_embeddings to false in config.json, or remove the tensor that is not used"
+            raise ModelError(problem, field="model_path", value=model_path, remedy=remedy)
+    if unused := [name for name in info["unexpected_keys"] if not name.startswith(_HEADS)]:
+        report(f"{model_path}: tensors that are no weights of the model are not used ({len(unused)}): {_some(unused)}")
 
 
 def refuse_incomplete(model_path: str, info: Mapping[str, Any], *, new_head: bool) -> bool:
@@ -117,25 +135,47 @@ def _some(names: Collection[str]) -> str:
     return ", ".join(sorted(names)[:_NUM_SHOWN]) + more
 
 
+def _are_equal(model_path: str, *names: str) -> bool:
+    """True if two stored tensors have the same values."""
+    tensors = [tensor for path in weight_files(model_path) for _, tensor in _tensors(path, names)]
+    return torch.equal(*tensors)
+
+
 def check_finite(model_path: str) -> None:
-    """Check that no weight in the safetensors files is inf or NaN. Reads all of them: 4 to 8 GB a second and core.
+    """Check that no weight in the files is inf or NaN. Reads all of them: 4 to 8 GB a second and core.
 
     Raises:
         ModelError: a weight is, or a file is damaged.
     """
+    _stored(model_path)
+    for path in weight_files(model_path):
+        for name, tensor in _tensors(path):
+            if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+                continue
+            # Far faster than isfinite, and passes NaN on.
+            if tensor.numel() and not all(bool(end.isfinite()) for end in torch.aminmax(tensor)):
+                problem = f"{name} in {path.name} contains inf or NaN"
+                raise ModelError(problem, field="model_path", value=model_path)
+
+
+def _tensors(path: Path, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a weight file with their names; None: all. Raises ModelError for a damaged .bin file."""
     from safetensors import safe_open
 
-    stored = _stored(model_path)
-    for path in weight_files(model_path) if stored else ():
+    if path.suffix == ".safetensors":
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118  # the file is no mapping
-                tensor = file.get_tensor(name)
-                if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-                    continue
-                # Far faster than isfinite, and passes NaN on.
-                if tensor.numel() and not all(bool(end.isfinite()) for end in torch.aminmax(tensor)):
-                    problem = f"{name} in {path.name} contains inf or NaN"
-                    raise ModelError(problem, field="model_path", value=model_path)
+                if names is None or name in names:
+                    yield name, file.get_tensor(name)
+        return
+    try:
+        with path.open("rb") as stream:
+            is_zip = stream.read(2) == b"PK"  # torch's own format since 1.6, which can be mapped
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except (OSError, EOFError, RuntimeError, ValueError, AttributeError, UnpicklingError) as error:
+        problem = f"{path.name} cannot be read: {transformers_message(error)}"
+        raise ModelError(problem, field="model_path", value=str(path.parent), remedy="copy it again") from error
+    yield from ((name, tensor) for name, tensor in tensors.items() if names is None or name in names)
 
 
 def _stored(model_path: str) -> Mapping[str, Any]:

@@ -15,7 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .._tensors import offsets, ranges
 from ..errors import ArgumentError, ShapeError
+from .prefixes import MIN_SHARED_TOKENS, PrefixTree, find_prefixes
 
 IntRow: TypeAlias = Sequence[int] | NDArray[np.integer] | Tensor
 BoolRow: TypeAlias = Sequence[bool] | NDArray[np.bool_] | Tensor
@@ -46,6 +48,8 @@ class Batch:
     """Values per target by name, [K] or [K, ...]."""
     per_sequence: Mapping[str, Tensor] = field(default_factory=dict)
     """Values per sequence by name, [S]: facts about a sample, such as its score."""
+    prefixes: PrefixTree | None = None
+    """The tokens to compute if sequences share prefixes; None: all. Nothing else of the batch depends on it."""
 
     @property
     def num_sequences(self) -> int:
@@ -64,6 +68,11 @@ class Batch:
         """int64 [S], tokens of each sequence, with its prompt."""
         return self.cu_seqlens_S1.diff().long()
 
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens that a model computes: each shared prefix counts once."""
+        return self.num_tokens if self.prefixes is None else self.prefixes.num_tokens
+
     def add_columns(self, **columns: Tensor) -> None:
         """Adds [K] or [K, ...] columns as they are, float64 as float32.
 
@@ -81,12 +90,17 @@ class Batch:
         """The same sequences, with their values and without columns."""
         return replace(self, columns={})
 
+    def with_prefixes(self, *, min_tokens: int = MIN_SHARED_TOKENS) -> "Batch":
+        """The same batch, with the prefixes that its sequences share, if there are any; see `find_prefixes`."""
+        tree = find_prefixes(self.input_ids_T, self.cu_seqlens_S1, min_tokens=min_tokens)
+        return replace(self, prefixes=tree if tree.num_tokens < self.num_tokens else None)
+
     def select(self, sequences: Sequence[int]) -> "Batch":
-        """The sequences at these indices, in the order given, with their columns and values."""
+        """The sequences at these indices, in the order given, with their columns and values, without `prefixes`."""
         chosen = torch.as_tensor(sequences, dtype=torch.int64)
         starts_S, lens_S = self.cu_seqlens_S1[:-1].long()[chosen], self.seq_lens_S[chosen]
-        keep_T, keep_K = _ranges(starts_S, lens_S), self.target_places(sequences)
-        borders_S1 = _borders(lens_S)
+        keep_T, keep_K = ranges(starts_S, lens_S), self.target_places(sequences)
+        borders_S1 = offsets(lens_S)
         num_targets_S = self.response_lens_S[chosen]
         moved_S = borders_S1[:-1] - starts_S
         return Batch(
@@ -104,8 +118,8 @@ class Batch:
     def target_places(self, sequences: Sequence[int]) -> Tensor:
         """int64, the places among the K of the targets of these sequences, in the order given."""
         chosen = torch.as_tensor(sequences, dtype=torch.int64)
-        starts_S = _borders(self.response_lens_S)[:-1]
-        return _ranges(starts_S[chosen], self.response_lens_S[chosen])
+        starts_S = offsets(self.response_lens_S)[:-1]
+        return ranges(starts_S[chosen], self.response_lens_S[chosen])
 
     def split(self, values_K: Tensor) -> list[Tensor]:
         """A [K] tensor as one view per sequence, in order. Raises `ShapeError` for another length."""
@@ -120,7 +134,8 @@ class Batch:
             name: {key: value.to(device) for key, value in getattr(self, name).items()}
             for name in ("columns", "per_sequence")
         }
-        return replace(self, **moved, **mappings)
+        prefixes = None if self.prefixes is None else self.prefixes.to(device)
+        return replace(self, prefixes=prefixes, **moved, **mappings)
 
 
 def pack(
@@ -191,14 +206,3 @@ def _mask_row(mask: BoolRow, index: int, length: int) -> NDArray[np.bool_]:
     if array.shape != (length,):
         raise ShapeError(field=f"mask of sequence {index}", value=array.shape, allowed=f"({length},)")
     return array
-
-
-def _borders(lens_S: Tensor) -> Tensor:
-    """int64 [S + 1], 0 and the cumulative sums."""
-    return torch.cat([lens_S.new_zeros(1), lens_S.cumsum(0)])
-
-
-def _ranges(starts_S: Tensor, lens_S: Tensor) -> Tensor:
-    """The indices start, start + 1, … of each range, one range after another."""
-    shift_S = starts_S - _borders(lens_S)[:-1]
-    return shift_S.repeat_interleave(lens_S) + torch.arange(int(lens_S.sum()))

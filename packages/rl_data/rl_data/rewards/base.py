@@ -1,5 +1,6 @@
 """The interface of every reward in the registry: a call that scores a response, and checks of a row of data."""
 
+import math
 import operator
 import re
 from abc import ABC, abstractmethod
@@ -127,8 +128,8 @@ def equal_answers(answers: Sequence[Any], same: Callable[[Any, Any], bool] = ope
 
 
 def require_number(field: str, value: object, *, above: float | None = None) -> None:
-    """Raises DataConfigError unless `value` is a number, larger than `above`."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise DataConfigError(field=field, value=value, allowed="a number")
+    """Raises DataConfigError unless `value` is a finite number, larger than `above`."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        raise DataConfigError(field=field, value=value, allowed="a finite number")
     if above is not None and not value > above:
         raise DataConfigError(field=field, value=value, allowed=f"above {above:g}")

@@ -70,12 +70,14 @@ def _from_json(text: str) -> Any:
 def _read_test(item: Any) -> Test:
     if isinstance(item, str) and item.strip():
         return Test(code=item)
-    if isinstance(item, Mapping) and "input" in item and "output" in item:
+    if isinstance(item, Mapping) and "input" in item and item.get("output") is not None:
         return Test(stdin=_lines(item["input"]), stdout=_lines(item["output"]))
     raise DataError(f"neither Python code nor an input with its output: {shown(item)}")
 
 
 def _lines(value: Any) -> str:
+    if value is None:  # no input
+        return ""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
@@ -123,6 +125,9 @@ class CodeReward(Reward):
             raise DataConfigError(field="column", value=self.column, allowed=allowed)
         for field in ("timeout_s", "test_timeout_s", "memory_mb", "num_processes"):
             require_number(field, getattr(self, field), above=0)
+        for field in ("memory_mb", "num_processes"):
+            if getattr(self, field) < 1:
+                raise DataConfigError(field=field, value=getattr(self, field), allowed="at least 1")
 
     def __call__(self, response_text: str, prompt: PromptFields, **facts: Any) -> float:
         program = last_code_block(response_text)

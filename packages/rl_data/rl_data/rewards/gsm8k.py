@@ -63,7 +63,7 @@ def accepted_answers(ground_truth: str) -> list[str]:
     text = ground_truth.strip()
     if text.startswith("["):
         try:
-            return [str(item).strip() for item in json.loads(text)]
+            return [str(item).strip() for item in json.loads(text)] or [text]
         except (ValueError, RecursionError):
             pass
     return [text]

@@ -18,7 +18,8 @@ class MultipleChoiceReward(AnswerReward):
 
     Read in this order, the last one each: `\\boxed{B}` (also `\\boxed{\\text{(B)}}`); `answer is B`, `Answer: (B)` or
     `#### B`; a line that is only a letter, as `B`, `(B)`, `**B.**` or `B) some text`. Letters are capital, but after
-    `answer`. The ground truth is a letter, such as `B` or `(b)`.
+    `answer` one at the end of a line or before a punctuation mark (`answer is a prime` has none). The ground truth is a
+    letter, such as `B` or `(b)`.
     """
 
     num_choices: int = 5
@@ -48,10 +49,10 @@ class MultipleChoiceReward(AnswerReward):
 
     def _choice(self, text: str) -> str | None:
         letters = string.ascii_uppercase[: self.num_choices]
-        either = f"{letters}{letters.lower()}"
+        either = rf"[{letters}](?![A-Za-z0-9'])|[{letters.lower()}](?=[).,;:*]|[ \t]*$)"
         patterns = (
             rf"\\boxed{{\s*(?:\\\w+{{)?\s*\(?([{letters}])\)?\s*}}",
-            rf"(?:\b[Aa]nswer\b(?:\s+is)?\s*:?|####)[\s*(]*([{either}])(?![A-Za-z0-9'])",
+            rf"(?:\b[Aa]nswer\b(?:\s+is)?\s*:?|####)[\s*(]*({either})",
             rf"^[ *(]*([{letters}])(?:[ *.):]*$|[.):] )",
         )
         matches = (re.findall(pattern, text, re.MULTILINE | re.ASCII) for pattern in patterns)

@@ -64,8 +64,12 @@ class LengthReward(Reward):
         if self.margin < 0 or (self.margin and self.limit is None):
             raise DataConfigError(field="margin", value=self.margin, allowed="0 or more with limit, and 0 with target")
 
-    def __call__(self, response_text: str, prompt: PromptFields, *, num_tokens: int = 0, **facts: Any) -> float:
+    def __call__(
+        self, response_text: str, prompt: PromptFields, *, num_tokens: int | None = None, **facts: Any
+    ) -> float:
         length = num_tokens if self.unit == "tokens" else len(response_text)
+        if length is None:
+            raise DataConfigError(field="num_tokens", value=None, allowed="the number of tokens with unit=tokens")
         if self.target is not None:
             return max(0.0, 1 - abs(length - self.target) / self.target)
         assert self.limit is not None

@@ -2,13 +2,16 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from run_kit import run_cli
 
 from ..job_config import JobConfig
+from ..ranks.environment import prepare_imports
 from ..supervised_job_config import SupervisedJobConfig
+from .servers_ahead import servers_ahead
 
 COMMON_KEYS = (
     *("model.path", "checkpoints.folder", "teacher.model", "data.train", "data.val"),
@@ -45,11 +48,17 @@ def run_job_cli(
         preset_dir: default: the folder `presets` beside that module.
     """
     preset_dir = preset_dir or Path(inspect.getfile(config_cls)).with_name("presets")
-    has_gpu = next(Path("/dev").glob("nvidia[0-9]*"), None) is not None
+    has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
     data = "supervised.files" if issubclass(config_cls, SupervisedJobConfig) else "data.train"
+
+    def prepared(config: AppConfigT) -> None:
+        prepare_imports()  # before the app imports a library
+        with servers_ahead(config) if isinstance(config, JobConfig) else nullcontext():
+            main(config)
+
     run_cli(
         config_cls,
-        main,
+        prepared,
         app_name=app_name or f"{config_cls.__module__.rpartition('.')[0]}.main",
         preset_dir=preset_dir,
         argv=argv,

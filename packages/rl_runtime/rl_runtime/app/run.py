@@ -47,9 +47,11 @@ def run_job(resolved: ResolvedConfig[JobConfigT], plan: JobPlan, compose: Callab
     run = create_run_folder(resolved.config.trainer, plan.resume_from)
     resolved = resolve_traces(resolved, run.path)
     config, trainer = resolved.config, resolved.config.trainer
-    num_steps = trainer.total_training_steps
+    num_steps = trainer.num_steps
     with open_run(run, resolved, plan, num_steps=num_steps) as (tracker, memory, name_others):
         tracker.info(f"run folder {run.path}; starting {config.trainer.rank_count} ranks and the servers")
+        if why := resolved.reasons.get("trainer.total_training_steps"):
+            tracker.info(f"{num_steps} steps: {why}")
         for line in (*resolved.lines(), *plan.lines):
             tracker.info(line)
         inputs = plan.inputs or load_inputs(
@@ -66,7 +68,6 @@ def run_job(resolved: ResolvedConfig[JobConfigT], plan: JobPlan, compose: Callab
                 rollout=config.rollout,
                 model_path=str(inputs.model_path),
                 log_dir=run.path / "servers",
-                sync=config.sync,
                 mark=start.mark,
             ) as session:
                 job = Job(
@@ -195,7 +196,7 @@ def _rollouts(
         batch_size=config.batch.train_batch_size,
         extra_groups=config.oversampling.extra_prompts,
         max_staleness=config.trainer.max_staleness,
-        last_step=config.trainer.total_training_steps,
+        last_step=config.trainer.num_steps,
         replaces=config.dynamic_sampling.max_rounds > 0,
     )
     return RolloutsAhead(rollouts, job.session.client, schedule, check=servers.check)

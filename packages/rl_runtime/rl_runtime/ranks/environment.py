@@ -1,11 +1,16 @@
 """Environment variables of the driver and the ranks. No other module of this package reads or sets any."""
 
+import hashlib
 import os
 import secrets
 import socket
+import struct
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.util import MAGIC_NUMBER, find_spec
 from itertools import takewhile
+from pathlib import Path
 
 from run_kit.machine.gpus import Gpu, find_gpu, read_gpus
 
@@ -15,7 +20,8 @@ GpuId = int | str
 """A GPU as CUDA_VISIBLE_DEVICES names it: its index in nvidia-smi, or the UUID of a MIG instance or a GPU."""
 
 CACHE_VARIABLE = "PLINTH_CACHE_DIR"
-"""Folder of everything that is compiled: layers, Triton and attention kernels, vLLM's graphs. It serves later runs."""
+"""Folder of everything that is compiled: layers, Triton and attention kernels, vLLM's graphs, and bytecode of modules
+that Python cannot keep beside their sources. It serves later runs."""
 
 # Turns off progress bars, usage reports and warnings of libraries, which would disturb the output of the run.
 _QUIET = {
@@ -42,10 +48,19 @@ def prepare_driver(device: str) -> None:
     Call it before the libraries are imported: several read their variables only at import. `device`: "auto", "cpu"
     or "cuda".
     """
-    for name, value in {**_QUIET, **_ORDER, **cache_variables(os.environ)}.items():
-        os.environ.setdefault(name, value)
+    prepare_imports()
     # transformers imports DeepSpeed, which would search for an accelerator and warn if it finds none.
     os.environ.setdefault("DS_ACCELERATOR", "cpu" if device == "cpu" or not visible_gpus() else "cuda")
+
+
+def prepare_imports() -> None:
+    """The part of `prepare_driver` that imports no library."""
+    compiled = cache_variables(os.environ)
+    if "PYTHONPYCACHEPREFIX" in compiled:  # this process has started without it
+        sys.pycache_prefix, sys.dont_write_bytecode = compiled["PYTHONPYCACHEPREFIX"], False
+        os.environ["PYTHONDONTWRITEBYTECODE"] = ""
+    for name, value in {**_QUIET, **_ORDER, **compiled}.items():
+        os.environ.setdefault(name, value)
 
 
 def cache_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -67,7 +82,47 @@ def cache_variables(environment: Mapping[str, str]) -> dict[str, str]:
         # FlashAttention-4 compiles its kernels in every process unless it is told to keep them.
         "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
         "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": os.path.join(folder, "flash_attention_4"),
+        **_bytecode_variables(os.path.join(folder, "bytecode")),
     }
+
+
+@cache
+def _bytecode_variables(folder: str) -> dict[str, str]:
+    """Keep bytecode in `folder` if the large libraries have no current one and Python would keep none: their folder
+    cannot be written, or PYTHONDONTWRITEBYTECODE is set, as in many container images.
+
+    Every process would compile their sources again, which takes longer than all other work of an import.
+    """
+    if sys.pycache_prefix is not None or all(map(_keeps_bytecode, ("torch", "transformers", "vllm"))):
+        return {}
+    # Python compares a source's time and size, which two images may share: each set of releases has a folder.
+    listings = (os.listdir(entry) for entry in sys.path if os.access(entry, os.R_OK) and os.path.isdir(entry))
+    releases = sorted(name for names in listings for name in names if name.endswith((".dist-info", ".egg-info")))
+    key = hashlib.sha256("\n".join(releases).encode()).hexdigest()[:16]
+    return {"PYTHONPYCACHEPREFIX": os.path.join(folder, key), "PYTHONDONTWRITEBYTECODE": ""}
+
+
+def _keeps_bytecode(package: str) -> bool:
+    """True if there is current bytecode of the package, or Python will write it; also without such a package."""
+    spec = find_spec(package)
+    if spec is None or spec.origin is None or spec.cached is None:
+        return True
+    if not sys.dont_write_bytecode and os.access(os.path.dirname(spec.origin), os.W_OK):
+        return True
+    try:  # an image may have changed the times of its files after they were compiled
+        with open(spec.cached, "rb") as file:
+            magic, flags, *source = struct.unpack("<4sIII", file.read(16))
+    except (OSError, struct.error):
+        return False
+    stat = os.stat(spec.origin)
+    return magic == MAGIC_NUMBER and (flags != 0 or source == [int(stat.st_mtime), stat.st_size])
+
+
+def listed_gpus() -> int:
+    """Number of NVIDIA GPUs that this process can probably use, without asking CUDA."""
+    devices = sum(1 for _ in Path("/dev").glob("nvidia[0-9]*"))
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return devices if listed is None else min(devices, len(_listed_gpus(listed)))
 
 
 def visible_gpus() -> list[GpuId]:

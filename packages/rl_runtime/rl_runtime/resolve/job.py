@@ -32,6 +32,7 @@ from .instruction import resolve_instruction
 from .memory import longest_sequence, read_model_shape, resolve_memory, resolve_sizes, samples_per_server
 from .own_model import ModelFacts, choose_defaults, read_facts
 from .resolved import ResolvedConfig, device_warning, with_fetched_files
+from .steps import resolve_steps
 
 _MOST_SEQUENCES = 512
 """Sequences for which vLLM captures CUDA graphs."""
@@ -63,7 +64,7 @@ def resolve_job(config: JobConfigT) -> ResolvedConfig[JobConfigT]:
         untested=untested_vllm(),
         facts=read_facts(config.model.path),
     )
-    return replace(resolve_instruction(resolved), warning=device_warning(config.trainer))
+    return replace(resolve_steps(resolve_instruction(resolved)), warning=device_warning(config.trainer))
 
 
 def resolve_job_for(

@@ -143,6 +143,5 @@ SERVED_ADAPTERS = Feature(
             holds=lambda c: c.actor.lora.rank <= c.rollout.max_lora_rank,
             remedy="rollout.max_lora_rank=null merges adapters into the weights that are pushed",
         ),
-        only("sync.quantize", "none", why="and adapters cannot be quantized"),
     ),
 )

@@ -113,7 +113,7 @@ def check_architectures(
     key: str = "model.path",
 ) -> list[str]:
     """Checks that the model's files hold all of its weights, none of them NaN, and that the engines compute it exactly,
-    on a small random copy; returns a line for each way.
+    on a small random copy; returns a line for each way, and a warning of tensors that the models do not use.
 
     Args:
         engines: configuration section -> engine.
@@ -131,12 +131,12 @@ def check_architectures(
     if model.path == BUILTIN_MODEL:
         return []
     folder = str(find_model_folder(model.path))
-    lines = []
+    lines, unused = list[str](), list[str]()
     for section, engine in engines.items():
         head: Head = "value" if section in value_heads else "lm"
         try:
             with naming_engine(section, key=key, path=model.path):
-                lines.append(str(check_model(folder, engine, head=head, new_head=trained)))
+                lines.append(str(check_model(folder, engine, head=head, new_head=trained, report=unused.append)))
         except ModelError as error:
             if not (on_gpu and isinstance(error, UntriedModelError)):
                 if error.field in (None, "model_path"):
@@ -147,4 +147,4 @@ def check_architectures(
         check_finite(folder)
     except ModelError as error:
         raise InputError(error.problem, field=key, value=model.path, remedy=error.remedy) from error
-    return list(dict.fromkeys(lines))
+    return list(dict.fromkeys([*(f"warning: {line}" for line in unused), *lines]))

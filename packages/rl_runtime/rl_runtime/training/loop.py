@@ -132,15 +132,15 @@ class TrainingLoop:
             accuracy_before=before,
             accuracy_after=after,
             num_steps=last - done,
-            stopped_after=last if last < trainer.total_training_steps else None,
+            stopped_after=last if last < trainer.num_steps else None,
         )
 
     def _steps(self, first: int, learn: Learn, stop: StopRequest) -> tuple[int, float | None]:
         """The steps from `first` on; returns the last step taken and the last held-out accuracy."""
         trainer = self._trainer
         after = None
-        for step in range(first, trainer.total_training_steps + 1):
-            last = step == trainer.total_training_steps
+        for step in range(first, trainer.num_steps + 1):
+            last = step == trainer.num_steps
             metrics = self._step(step, learn)
             if (last and trainer.val_after_train) or (
                 not stop.signal and trainer.test_freq > 0 and step % trainer.test_freq == 0
@@ -151,7 +151,7 @@ class TrainingLoop:
                     with self._servers.changing_weights():
                         save_or_say(self._checkpoints, step, metrics, self._record.info)
                 return step, after
-        return trainer.total_training_steps, after
+        return trainer.num_steps, after
 
     def _step(self, step: int, learn: Learn) -> dict[str, float]:
         """One step; returns its metrics."""

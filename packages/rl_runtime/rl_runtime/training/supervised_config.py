@@ -67,7 +67,7 @@ class FineTuningConfig(SupervisedConfig):
 
     steps: int = 0
     """Number of optimizer steps; 0: as many as `epochs` have."""
-    epochs: float = 2.0
+    epochs: float = 1.0
     """Passes over the demonstrations, where `steps` is 0; the last step has what is left of them."""
     val_files: tuple[str, ...] = ()
     """Files of held-out demonstrations, for the validation loss; empty: `val_size`."""
@@ -113,8 +113,6 @@ class PreferenceTrainingConfig(FineTuningConfig):
     """Files of preferences, of the kinds of `data.train`; empty: those of the built-in task. Pairs have the columns
     `question` or `prompt`, `chosen`, `rejected` and optionally `margin`; labeled responses (KTO) `prompt`, `completion`
     and `label` (docs/data.md)."""
-    epochs: float = 1.0
-    """Passes over the preferences, where `steps` is 0; the last step has what is left of them."""
     val_files: tuple[str, ...] = ()
     """Files of held-out preferences; empty: `val_size`, or those of the built-in task."""
     val_size: int = 0

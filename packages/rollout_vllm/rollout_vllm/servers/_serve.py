@@ -6,6 +6,7 @@ as their main module.
 
 import ctypes
 import importlib.util
+import json
 import os
 import signal
 import sys
@@ -113,6 +114,27 @@ def end_forks_with_parent() -> None:
     os.register_at_fork(before=before, after_in_child=in_child)
 
 
+def take_over() -> None:
+    """Become the server whose settings `spawn.PreparedServer` sends; end if it sends none."""
+    begin = time.perf_counter()
+    line = sys.stdin.readline()
+    if not line:
+        sys.exit()
+    settings = json.loads(line)
+    for name, value in settings["environment"].items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    sys.argv[1:] = settings["arguments"]
+    log, nothing = os.open(settings["log"], os.O_WRONLY | os.O_APPEND), os.open(os.devnull, os.O_RDONLY)
+    os.write(log, os.pread(1, os.fstat(1).st_size, 0))  # what was printed so far
+    for source, target in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    os.close(log)
+    os.close(nothing)
+    print(f"started ahead: waited {time.perf_counter() - begin:.1f} s for its settings", flush=True)
+
+
 def main() -> None:
     import runpy
 
@@ -135,6 +157,8 @@ def main() -> None:
         buffer_tokens(patch, front_end=True)  # the engine core is forked, or does it again
         versions.PolicyVersionMiddleware.enabled = True
     print(f"vLLM's engine was imported in {time.perf_counter() - begin:.1f} s", flush=True)
+    if sys.argv[1:] == ["--prepared"]:
+        take_over()
     sys.argv[0] = "plinth-rollout-server"
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=False)
 

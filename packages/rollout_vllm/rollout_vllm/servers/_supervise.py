@@ -91,7 +91,7 @@ def main() -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     # This process has a single thread, so running code between fork and exec is safe.
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_before_exec)
+    process = subprocess.Popen(command, preexec_fn=_before_exec)  # a prepared server reads stdin
     child, status = process.pid, None
     process.returncode = 0  # _reap collects it; prevents Popen from waiting for it
     while status is None and os.getppid() == parent:

@@ -16,6 +16,7 @@ from ..errors import RolloutConfigError, ServerDiedError
 from .existing import wait_for_existing
 from .launch import build_server, check_launch
 from .process import Server
+from .spawn import close_prepared
 
 
 class ServerGroup:
@@ -82,6 +83,8 @@ class ServerGroup:
         except BaseException:
             group.stop()
             raise
+        finally:
+            close_prepared()
         return group
 
     def wait_ready(self) -> None:

@@ -7,8 +7,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,13 +20,12 @@ from ..errors import PortInUseError, RolloutConfigError, ServerStartError
 from .blocking_http import try_generation
 from .command import describe_environment
 from .diagnose import diagnose, engine_core_failed
+from .spawn import end_server, server_command, socket_folder, spawn_server, take_prepared, with_sockets
 
-_HERE = Path(__file__).resolve().parent
 _MAX_LOG_BYTES = 4 << 20  # how much of the log is read for a diagnosis
 _POLL_S = 0.1
 _LOOK_S = 1.0  # between two looks at the log of a server that starts
 _EXIT_GRACE_S = 15.0  # for a server to exit after its engine core has failed
-_MAX_SOCKET_FOLDER = 70  # characters: a socket's path has at most 107, and vLLM's names have 36
 
 
 class Server(Protocol):
@@ -77,6 +74,8 @@ class ServerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._sockets = ""
         self._log_start = 0
+        self._handed_over_at: int | None = None
+        """Size of the log when a prepared process became this server."""
         self._owner_pid = os.getpid()
         self._stopped = False
 
@@ -92,25 +91,23 @@ class ServerProcess:
     def start(self) -> None:
         """Start the server in the background, or start it again after `stop`, with the same port and log file."""
         assert not self.alive, "already running"
-        script = str(_HERE / "_supervise.py")
-        supervisor = [sys.executable, "-S", "-E", script, str(os.getpid()), str(self._stop_grace_s)]
-        server = [sys.executable, "-P", str(_HERE / "_serve.py"), *self._arguments]
-        self._sockets = _socket_folder(self._env.get("VLLM_RPC_BASE_PATH"))
-        env = self._env | {"VLLM_RPC_BASE_PATH": self._sockets, "PLINTH_SERVER_SOCKETS": self._sockets}
+        prepared = take_prepared(self._env, self._stop_grace_s)
+        self._sockets = prepared.sockets if prepared else socket_folder(self._env.get("VLLM_RPC_BASE_PATH"))
+        env = with_sockets(self._env, self._sockets)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self._log_start = log.tell()
             began = time.strftime("%m-%d %H:%M:%S")  # as vLLM writes it
-            head = f"command: {' '.join(server)}\nstarted at {began}\n{describe_environment(env)}\n\n"
-            log.write(head.encode())
+            command = " ".join(server_command(self._arguments))
+            log.write(f"command: {command}\nstarted at {began}\n{describe_environment(env)}\n\n".encode())
             log.flush()
-            self._process = subprocess.Popen(
-                [*supervisor, *server],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=env,
-                start_new_session=True,
+            self._handed_over_at = log.tell() if prepared else None
+            self._process = (
+                prepared.hand_over(self._arguments, env, self.log_path.absolute())
+                if prepared
+                else spawn_server(
+                    self._arguments, env, grace_s=self._stop_grace_s, stdin=subprocess.DEVNULL, output=log
+                )
             )
         self._stopped = False
 
@@ -138,6 +135,8 @@ class ServerProcess:
         """
         next_look, give_up = 0.0, math.inf
         while True:
+            if not self.alive and self._was_not_taken_over():
+                self.start()
             if not self.alive:
                 raise ServerStartError(self.reason(), self.index, self.log_path)
             now = time.monotonic()
@@ -161,6 +160,10 @@ class ServerProcess:
                     raise ServerStartError(problem, self.index, self.log_path)
             time.sleep(_POLL_S)
 
+    def _was_not_taken_over(self) -> bool:
+        """True if a prepared process ended before it had the settings of this server."""
+        return not self._stopped and self.log_path.stat().st_size == self._handed_over_at
+
     def _listening(self) -> bool:
         parts = urlsplit(self.endpoint.url)
         try:
@@ -181,29 +184,13 @@ class ServerProcess:
         if self._process is None or os.getpid() != self._owner_pid:
             return
         self.ask_to_stop()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(self._stop_grace_s + 10.0)
-        # A supervisor that exits normally leaves no processes. Kill the group only if the supervisor hangs or was
-        # killed: otherwise the id of the process group may already be in use by another process.
-        if self._process.returncode is None or self._process.returncode < 0:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        end_server(self._process, self._stop_grace_s)
         shutil.rmtree(self._sockets, ignore_errors=True)  # a supervisor that was killed left it
 
     def release_port(self) -> None:
         if self._reservation is not None:
             self._reservation.close()
             self._reservation = None
-
-
-def _socket_folder(base: str | None) -> str:
-    """A new folder for one server's sockets, which the supervisor removes."""
-    folder = tempfile.mkdtemp(prefix="plinth-vllm-", dir=base)
-    if len(folder) <= _MAX_SOCKET_FOLDER or base is not None:
-        return folder
-    os.rmdir(folder)
-    return tempfile.mkdtemp(prefix="plinth-vllm-", dir="/tmp")
 
 
 def reserve_port(host: str, port: int | None) -> socket.socket:

@@ -19,7 +19,6 @@ from ..config import SyncConfig
 from ..errors import ReceiverError, SyncConfigError, WeightManifestError, WeightSyncError
 from ..plan import BucketPlan, plan_buckets
 from ..sources.base import TensorSource
-from ..sources.fp8 import Fp8Source
 from ..transports.routes import choose_transports
 from ..transports.select import transport_kind
 from .server import Endpoint, ServerControl
@@ -81,7 +80,7 @@ class WeightPusher:
         adapter: Adapter | None = None,
     ) -> None:
         self._config = config or SyncConfig()
-        self._source = Fp8Source(source) if self._config.quantize == "fp8_blocks" else source
+        self._source = source
         self._rank = rank
         self._group = group
         self._device = torch.device(device)

@@ -1,0 +1,44 @@
+"""Triton kernel that merges two parts of an attention by their log-sum-exp: two reads and one write of the output."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ROWS = 16
+
+
+def merge_on_gpu(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """`merge` of flash4.py. `out` and `other` are [Q, heads, d], contiguous in d; the others [heads, Q]."""
+    num_queries, heads, dim = out.shape
+    _merge_kernel[(triton.cdiv(num_queries, _ROWS), heads)](
+        out, lse, other, other_lse, num_queries, dim,
+        out.stride(0), out.stride(1), lse.stride(0), lse.stride(1),
+        other.stride(0), other.stride(1), other_lse.stride(0), other_lse.stride(1),
+        ROWS=_ROWS, DIM=triton.next_power_of_2(dim),
+    )  # fmt: skip
+
+
+@triton.jit
+def _merge_kernel(
+    out_ptr, lse_ptr, other_ptr, other_lse_ptr, num_queries, dim,
+    out_q, out_h, lse_h, lse_q, other_q, other_h, other_lse_h, other_lse_q,
+    ROWS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    head = tl.program_id(1)
+    columns = tl.arange(0, DIM)
+    inside_q = rows < num_queries
+    inside = inside_q[:, None] & (columns < dim)[None, :]
+    lse_ptrs = lse_ptr + head * lse_h + rows * lse_q
+    a = tl.load(lse_ptrs, inside_q, 0.0)
+    b = tl.load(other_lse_ptr + head * other_lse_h + rows * other_lse_q, inside_q, 0.0)
+    largest = tl.maximum(a, b)
+    total = largest + tl.log(tl.exp(a - largest) + tl.exp(b - largest))
+    out_ptrs = out_ptr + rows[:, None] * out_q + head * out_h + columns[None, :]
+    x = tl.load(out_ptrs, inside, 0.0).to(tl.float32)
+    y = tl.load(other_ptr + rows[:, None] * other_q + head * other_h + columns[None, :], inside, 0.0).to(tl.float32)
+    merged = x * tl.exp(a - total)[:, None] + y * tl.exp(b - total)[:, None]
+    tl.store(out_ptrs, merged.to(out_ptr.dtype.element_ty), inside)
+    tl.store(lse_ptrs, total, inside_q)

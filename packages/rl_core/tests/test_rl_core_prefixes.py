@@ -1,0 +1,162 @@
+"""Shared prefixes: the tree of a batch, its order, and selections of both."""
+
+import time
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rl_core import ArgumentError, Batch, PrefixTree, find_prefixes, order_prefixes, pack
+
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=150)
+
+
+@st.composite
+def sequences(draw: st.DrawFn) -> list[list[int]]:
+    """Sequences that branch from earlier ones anywhere, repeat them, or are their prefixes; shuffled."""
+    rows: list[list[int]] = []
+    for _ in range(draw(st.integers(0, 9))):
+        start = draw(st.sampled_from(rows))[: draw(st.integers(0, 12))] if rows and draw(st.booleans()) else []
+        row = start + draw(st.lists(st.integers(-1, 2), min_size=not start, max_size=7))
+        rows.append(row)
+    return draw(st.permutations(rows))
+
+
+def packed(rows: list[list[int]]) -> Batch:
+    """All but the first token of each sequence are targets."""
+    return pack([row[:1] for row in rows], [row[1:] for row in rows])
+
+
+def tree_of(rows: list[list[int]], min_tokens: int) -> tuple[Batch, PrefixTree]:
+    batch = packed(rows)
+    return batch, find_prefixes(batch.input_ids_T, batch.cu_seqlens_S1, min_tokens=min_tokens)
+
+
+def path(tree: PrefixTree, node: int) -> list[int]:
+    return [] if node < 0 else [*path(tree, tree.parents_N[node]), node]
+
+
+def common(a: Tensor, b: Tensor) -> int:
+    """Length of the longest common prefix."""
+    length = min(len(a), len(b))
+    return int((a[:length] == b[:length]).long().cumprod(0).sum())
+
+
+@PROPERTY
+@given(sequences(), st.integers(1, 5))
+def test_the_path_of_a_sequence_is_its_tokens_at_its_positions(rows: list[list[int]], min_tokens: int) -> None:
+    batch, tree = tree_of(rows, min_tokens)
+    borders = tree.cu_seqlens_N1.tolist()
+    assert borders[-1] == len(tree.computed_U) == tree.num_tokens
+    assert all(start < end for start, end in pairwise(borders)), "a node is empty"
+    assert len(tree.place_T) == batch.num_tokens
+    assert {tree.computed_U.dtype, tree.place_T.dtype} == {torch.int64}
+    # a computed token has the id and the position of every token that it stands for
+    source_T = tree.computed_U[tree.place_T]
+    assert torch.equal(batch.input_ids_T[source_T], batch.input_ids_T)
+    assert torch.equal(batch.position_ids_T[source_T], batch.position_ids_T)
+    assert sorted(set(tree.place_T.tolist())) == list(range(len(tree.computed_U))), "it is computed for nothing"
+    node_U = torch.arange(len(borders) - 1).repeat_interleave(tree.cu_seqlens_N1.diff().long())
+    for places in tree.place_T.split(batch.seq_lens_S.tolist()):
+        nodes = path(tree, int(node_U[places[-1]]))
+        on_path = [place for node in nodes for place in range(borders[node], borders[node + 1])]
+        assert places.tolist() == on_path[: len(places)]
+
+
+@PROPERTY
+@given(sequences(), st.integers(1, 5))
+def test_nodes_stand_level_by_level_and_branch(rows: list[list[int]], min_tokens: int) -> None:
+    _, tree = tree_of(rows, min_tokens)
+    levels = [len(path(tree, node)) for node in range(len(tree.parents_N))]
+    assert levels == sorted(levels)
+    assert list(tree.parents_N) == sorted(tree.parents_N)
+    assert all(parent < node for node, parent in enumerate(tree.parents_N))
+    parents = [parent for parent in tree.parents_N if parent >= 0]
+    assert all(parents.count(parent) > 1 for parent in parents), "a node with one child is not merged with it"
+    lens = tree.cu_seqlens_N1.diff().tolist()
+    assert all(lens[parent] >= min_tokens for parent in parents)
+
+
+@PROPERTY
+@given(sequences(), st.integers(1, 5))
+def test_fewer_than_min_tokens_of_a_common_prefix_are_computed_twice(rows: list[list[int]], min_tokens: int) -> None:
+    batch, tree = tree_of(rows, min_tokens)
+    ids, places = (x.split(batch.seq_lens_S.tolist()) for x in (batch.input_ids_T, tree.place_T))
+    for i in range(len(rows)):
+        for j in range(i):
+            assert common(ids[i], ids[j]) - min_tokens < common(places[i], places[j]) <= common(ids[i], ids[j])
+    if min_tokens == 1:
+        assert tree.num_tokens == len({tuple(row[:end]) for row in rows for end in range(1, len(row) + 1)})
+
+
+@PROPERTY
+@given(sequences(), st.integers(1, 5))
+def test_the_mask_is_causal_along_each_path(rows: list[list[int]], min_tokens: int) -> None:
+    batch, tree = tree_of(rows, min_tokens)
+    expected_UU = torch.zeros(tree.num_tokens, tree.num_tokens, dtype=torch.bool)
+    for places in tree.place_T.split(batch.seq_lens_S.tolist()):
+        for end in range(len(places)):
+            expected_UU[places[end], places[: end + 1]] = True
+    assert torch.equal(tree.mask(), expected_UU)
+
+
+@PROPERTY
+@given(sequences(), st.integers(1, 5), st.data())
+def test_a_selection_shares_the_same_prefixes(rows: list[list[int]], min_tokens: int, data: st.DataObject) -> None:
+    batch = packed(rows)
+    order = order_prefixes(batch.input_ids_T, batch.cu_seqlens_S1, min_tokens=min_tokens)
+    chosen = data.draw(st.permutations(range(len(rows))))[: data.draw(st.integers(0, len(rows)))]
+    part, whole = batch.select(chosen), order.tree(batch.cu_seqlens_S1)
+    selected = order.select(chosen)
+    tree = selected.tree(part.cu_seqlens_S1)
+    assert torch.equal(part.input_ids_T[tree.computed_U][tree.place_T], part.input_ids_T)
+    places = [whole.place_T.split(batch.seq_lens_S.tolist())[i] for i in chosen]
+    assert tree.num_tokens == len({int(place) for row in places for place in row})
+    assert tree.num_tokens == part.num_tokens - selected.shared_S.sum()
+    same_TT = tree.place_T[:, None] == tree.place_T
+    places_T = torch.cat([*places, torch.zeros(0, dtype=torch.int64)])
+    assert torch.equal(same_TT, places_T[:, None] == places_T)
+
+
+def test_prefixes_of_prefixes_and_duplicates_need_no_node() -> None:
+    _, tree = tree_of([[1, 2, 3, 4], [1, 2], [1, 2, 3, 4], [1]], 1)
+    assert tree.parents_N == (-1,)
+    assert tree.computed_U.numel() == 4
+    _, tree = tree_of([[1, 2, 5], [1, 2], [1, 2, 6], [1, 2, 6]], 2)
+    assert tree.parents_N == (-1, 0, 0)
+    assert tree.computed_U.numel() == 4
+
+
+def test_a_batch_carries_its_tree() -> None:
+    batch = pack([[1, 2, 3]] * 2 + [[7]], [[4], [5], [8]], columns={"a": torch.arange(3.0)}).with_prefixes(min_tokens=3)
+    assert batch.prefixes is not None
+    assert (batch.num_tokens, batch.num_computed_tokens) == (10, 7)
+    assert batch.to("cpu").prefixes is not None
+    assert batch.without_columns().prefixes is not None
+    assert batch.select([0, 1]).prefixes is None
+    assert batch.with_prefixes().prefixes is None, "nothing is shared, so there is no tree"
+    assert pack([], []).with_prefixes(min_tokens=1).prefixes is None
+    with pytest.raises(ArgumentError):
+        batch.with_prefixes(min_tokens=0)
+
+
+@pytest.mark.parametrize(("prompt", "ratio"), [(248, 1.4), (1024, 2.4), (4096, 4.5)])
+def test_groups_of_eight_compute_so_many_times_fewer_tokens(prompt: int, ratio: float) -> None:
+    rng = np.random.default_rng(0)
+    prompts = [ids for ids in rng.integers(0, 150_000, (4, prompt)) for _ in range(8)]
+    batch = pack(prompts, list(rng.integers(0, 150_000, (32, 512)))).with_prefixes()
+    assert batch.num_computed_tokens == 4 * (prompt + 8 * 512)
+    assert batch.num_tokens / batch.num_computed_tokens == pytest.approx(ratio, abs=0.05)
+
+
+def test_thousands_of_sequences_take_less_than_a_second() -> None:
+    rng = np.random.default_rng(0)
+    prompts = [ids for ids in rng.integers(0, 150_000, (256, 1024)) for _ in range(8)]
+    batch = pack(prompts, list(rng.integers(0, 150_000, (2048, 512))))
+    begin = time.process_time()
+    order_prefixes(batch.input_ids_T, batch.cu_seqlens_S1)
+    assert time.process_time() - begin < 1

@@ -1,0 +1,57 @@
+"""The command line of an app: what happens between the configuration and the app."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from rl_runtime.app import servers_ahead
+from rl_runtime.app.cli import run_job_cli
+from rl_runtime.job_config import JobConfig
+from rl_runtime.ranks import environment
+
+CPU = ["trainer.device=cpu"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "arguments", "expected"),
+    [
+        (0, [], [("cpu", 1)]),
+        (0, ["rollout.num_servers=2"], [("cpu", 2)]),
+        (4, [], [("cuda", 4)]),
+        (4, ["rollout.tensor_parallel_size=2"], [("cuda", 2)]),
+        (4, ["rollout.num_servers=1"], [("cuda", 1)]),
+        (4, CPU, [("cpu", 1)]),
+        (4, ["trainer.ray_address=10.0.0.1:6379"], []),  # the servers are on other hosts
+        (4, ["rollout.urls=[http://10.0.0.1:8000]", "rollout.api_key=k"], []),
+    ],
+)
+def test_processes_of_the_servers_start_before_the_app(
+    gpus: int, arguments: list[str], expected: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[str, int]] = []
+    seen: list[list[tuple[str, int]]] = []
+
+    @contextmanager
+    def prepare(_: object, *, device: str, number: int, env: Any) -> Iterator[None]:
+        started.append((device, number))
+        yield
+
+    monkeypatch.setattr(servers_ahead, "prepare_servers", prepare)
+    monkeypatch.setattr(servers_ahead, "listed_gpus", lambda: gpus)
+    argv = ["model.path=m", "data.train=[d]", *arguments]
+    with pytest.raises(SystemExit) as ended:
+        run_job_cli(JobConfig, lambda _: seen.append(list(started)), argv, app_name="app")
+    assert (ended.value.code, seen) == (0, [expected])
+
+
+def test_gpus_are_counted_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment.Path, "glob", lambda *_: iter(["nvidia0", "nvidia1", "nvidia2"]))
+    for listed, number in (("0,1", 2), ("", 0), ("-1", 0), ("0,1,2,3", 3), ("GPU-5,MIG-7", 2)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+        assert environment.listed_gpus() == number
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert environment.listed_gpus() == 3
