@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--token-budget", type=int, help="computed tokens of a micro batch")
     parser.add_argument("--rounds", type=int, default=3, help="calls that are timed")
     parser.add_argument("--seconds", type=float, default=6.0, help="no further round (of 2 at least) after so many")
-    parser.add_argument("--memory-seconds", type=float, default=25.0, help="no further attempt after so many")
+    parser.add_argument("--memory-seconds", type=float, default=20.0, help="no further attempt after so many")
     parser.add_argument("--longest", type=int, default=131072, help="longest prompt that is tried")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--jobs", nargs="+", help=argparse.SUPPRESS)

@@ -21,4 +21,4 @@ def servers_ahead(config: JobConfig) -> AbstractContextManager[None]:
     num_gpus = 0 if "cpu" in (trainer.device, rollout.device) else listed_gpus()
     device: Device = "cuda" if num_gpus else "cpu"
     number = rollout.num_servers or max(1, num_gpus // rollout.tensor_parallel_size)
-    return prepare_servers(rollout, device=device, number=number, env=server_env(config.sync, device))
+    return prepare_servers(rollout, device=device, number=number, env=server_env(device))
