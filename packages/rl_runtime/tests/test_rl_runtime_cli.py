@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ def test_processes_of_the_servers_start_before_the_app(
 
 
 def test_gpus_are_counted_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment.Path, "glob", lambda *_: iter(["nvidia0", "nvidia1", "nvidia2"]))
+    monkeypatch.setattr(Path, "glob", lambda *_: iter(["nvidia0", "nvidia1", "nvidia2"]))
     for listed, number in (("0,1", 2), ("", 0), ("-1", 0), ("0,1,2,3", 3), ("GPU-5,MIG-7", 2)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
         assert environment.listed_gpus() == number
