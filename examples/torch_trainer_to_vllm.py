@@ -35,7 +35,7 @@ from trl import SFTConfig, SFTTrainer
 
 from plinth_testing import write_tiny_model, write_word_tokenizer
 from rollout_vllm import Endpoint, Request, RolloutClient, RolloutConfig, SamplingConfig, ServerGroup
-from weight_sync import ModuleSource, SyncConfig, WeightPusher, server_args, server_env
+from weight_sync import ModuleSource, WeightPusher, server_args, server_env
 
 
 class PushToVllm(TrainerCallback):
@@ -143,7 +143,7 @@ class Row(NamedTuple):
 def running_server(folder: Path, logs: Path) -> Iterator[Endpoint]:
     """A vLLM server on the CPU that takes pushed weights."""
     config = RolloutConfig(max_model_len=128, dtype="float32", cpu_threads=1, kv_cache_gib=0.1, control_routes=True)
-    args, env = server_args(SyncConfig(), "cpu"), server_env(SyncConfig(), "cpu")
+    args, env = server_args(), server_env("cpu")
     with ServerGroup.launch(folder, config, log_dir=logs, extra_args=args, env=env) as servers:
         servers.wait_ready()
         yield servers.endpoints[0]

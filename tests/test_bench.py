@@ -27,6 +27,7 @@ from apps.bench.runner import completed_row
 from apps.grpo.config import GrpoConfig
 from apps.ppo.config import PpoConfig
 from apps.tables import Row, tsv_text
+from plinth_testing import raises
 from rl_runtime import InputError
 from run_kit import load_config
 
@@ -90,7 +91,7 @@ def test_the_gate_runs_both_stages_with_every_seed(app: str) -> None:
     ],
 )
 def test_bad_settings_are_refused_by_name(values: dict[str, Any], word: str) -> None:
-    with pytest.raises(ValueError, match=word):
+    with raises(InputError, field=word):
         StageGateConfig(**values)
 
 

@@ -30,7 +30,7 @@ def models() -> list[Any]:
 def client(models: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The client of one server."""
     from rollout_vllm import RolloutClient, RolloutConfig, ServerGroup
-    from weight_sync import SyncConfig, server_args, server_env
+    from weight_sync import server_args, server_env
 
     folder = tmp_path_factory.mktemp("held")
     models[0].save_pretrained(folder / "model")
@@ -38,7 +38,7 @@ def client(models: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Itera
     config = RolloutConfig(
         max_model_len=1536, kv_cache_gib=0.1, dtype="float32", cpu_threads=1, startup_timeout_s=400.0
     )
-    args, env = server_args(SyncConfig(), "cpu"), server_env(SyncConfig(), "cpu")
+    args, env = server_args(), server_env("cpu")
     with ServerGroup.launch(folder / "model", config, log_dir=folder, extra_args=args, env=env) as servers:
         servers.wait_ready()
         with RolloutClient(servers.endpoints, config) as client:

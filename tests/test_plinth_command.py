@@ -1,7 +1,6 @@
 """The `plinth` command over the installed packages and apps."""
 
 import contextvars
-import re
 import subprocess
 import sys
 import tomllib
@@ -24,14 +23,6 @@ def test_every_command_is_registered(capsys: pytest.CaptureFixture[str]) -> None
     assert set(listed) >= COMMANDS
     assert len(set(listed)) == len(listed), "two packages register one name"
     assert "Other commands" not in text, "each has a place"
-
-
-def test_help_of_an_app_fits_a_screen_or_two(capsys: pytest.CaptureFixture[str]) -> None:
-    for name, few in (("grpo", 30), ("sft", 21), ("evaluate", 17)):
-        with pytest.raises(SystemExit):
-            contextvars.copy_context().run(main, [name, "--help"])
-        keys = re.findall(r"^  ([a-z_.]+): ", capsys.readouterr().out.partition("Common keys")[2], re.MULTILINE)
-        assert abs(len(keys) - few) <= 5
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))

@@ -5,16 +5,13 @@ import shlex
 from pathlib import Path
 
 import pytest
-import torch
 
 from apps.grpo.config import GrpoConfig
 from apps.sft.config import SftConfig
 from benchmarks.random_model import CONFIGS
-from ds_engine import EngineConfig, EngineConfigError, ModelShape, ZeroConfig, check_deepspeed
+from ds_engine import ModelShape
 from plinth_testing import raises
-from rl_runtime import InputError, PlacementError
 from rl_runtime.launch.gpus import Gpu
-from rl_runtime.ranks.environment import gpu_ids, visible_gpus
 from rl_runtime.resolve.job import resolve_job_for
 from rl_runtime.resolve.supervised import resolve_supervised_for
 from rollout_vllm import RolloutConfig
@@ -24,7 +21,6 @@ from rollout_vllm.servers.device import check_device_features
 from run_kit import ConfigError, load_config
 
 REPO = Path(__file__).resolve().parents[1]
-QUOTED = (REPO / "docs" / "troubleshooting.md").read_text()
 QWEN2_7B = ModelShape.read(CONFIGS["qwen2-7b"])
 
 
@@ -91,29 +87,3 @@ def test_a_server_with_a_rounded_base() -> None:
     for override in ("rollout.max_lora_rank=null", "rollout.load_format=dummy"):  # nothing could be pushed to it
         with pytest.raises(ConfigError):
             config_of(f"{SMALL_CARDS} {override}")
-
-
-def provoke(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if kind == "duplicate":
-        gpu_ids(["0", "0"], [])
-    elif kind == "slurm":
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "21000,21001")
-        monkeypatch.setattr(torch.version, "cuda", "13.0")
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-        visible_gpus()
-    elif kind == "memory":
-        resolve_job_for(config_of("plinth grpo"), gpus=cards(2, 11, (8, 6)), shape=QWEN2_7B)
-    elif kind == "key":
-        check_deepspeed(EngineConfig(zero=ZeroConfig(stage=3, deepspeed={"stage3_max_live_parameter": 1})))
-    else:
-        given = config_of("plinth grpo actor.dtype=bfloat16")
-        resolve_job_for(given, gpus=cards(2, 24, (7, 5)), shape=QWEN2_7B)
-
-
-@pytest.mark.parametrize("kind", ["duplicate", "slurm", "memory", "key", "dtype"])
-def test_quoted_messages_are_those_printed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises((PlacementError, InputError, EngineConfigError)) as caught:
-        provoke(kind, monkeypatch)
-    message = str(caught.value)
-    blocks = re.findall(r"^```\w*\n(.*?)\n```$", QUOTED, re.MULTILINE | re.DOTALL)
-    assert any(block in message for block in blocks), message

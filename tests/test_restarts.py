@@ -1,19 +1,12 @@
-"""Runs that lose ranks, servers and hosts, and continue by themselves."""
+"""Runs that lose a host or fill a disk."""
 
-import os
-import random
 import re
-import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-
-from tests.run_folders import assert_equal_runs, only
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.thorough]
 
@@ -33,78 +26,6 @@ ARGUMENTS = (
     "trainer.save_freq=1",
     "trainer.stall_timeout_s=30",
 )
-
-
-def last_step(run: Path) -> int:
-    path = run / "metrics.tsv"
-    return (
-        max((int(line.split("\t")[0]) for line in path.read_text().splitlines()[1:]), default=0) if path.exists() else 0
-    )
-
-
-def processes(host: Any, name: str) -> list[int]:
-    """Processes on a host whose command line has that name."""
-    pids = []
-    for pid in host.pids():
-        try:
-            if name in " ".join(psutil.Process(pid).cmdline()):
-                pids.append(pid)
-        except psutil.Error:
-            continue
-    return pids
-
-
-def strike(chance: random.Random, cluster: Any) -> str:
-    """Kills or stops a random rank or server on a random host."""
-    victims = [
-        (kind, pid)
-        for host in cluster.hosts
-        for kind, name in (("rank", "ray::TrainerWorker"), ("server", "_serve.py"))
-        for pid in processes(host, name)[:1]
-    ]
-    if not victims:
-        return ""
-    kind, pid = chance.choice(victims)
-    number = signal.SIGSTOP if kind == "rank" and chance.random() < 0.2 else signal.SIGKILL
-    os.kill(pid, number)
-    return f"{number.name} to a {kind}"
-
-
-@pytest.mark.timeout(3600)
-def test_twenty_strikes_leave_no_trace(
-    tmp_path: Path, start_app: Callable[..., Any], start_cluster: Callable[..., Any]
-) -> None:
-    """Ranks and servers on two hosts are killed or stopped at random instants."""
-    steps = 60
-    total = f"trainer.total_training_steps={steps}"
-    whole = start_app(tmp_path / "whole", *ARGUMENTS, total)
-    whole.read_in_background()
-    assert whole.process.wait(timeout=1200) == 0, whole.output
-
-    chance = random.Random(os.environ.get("PLINTH_STRIKES_SEED", "1"))
-    cluster = start_cluster(2)
-    limits = ("trainer.ranks_per_node=1", "trainer.max_restarts=40", "trainer.max_server_restarts=40")
-    struck = start_app(tmp_path / "struck", *ARGUMENTS, total, *limits, cluster=cluster)
-    struck.wait_for("step  2/60")
-    log = []
-    reader = struck.read_in_background()
-    run = only((tmp_path / "struck").iterdir())
-    while struck.process.poll() is None and len(log) < 20:
-        before = last_step(run)
-        if chance.random() < 0.75:  # else the next strike may meet the recovery from the last
-            while last_step(run) == before and struck.process.poll() is None:
-                time.sleep(0.2)
-        time.sleep(chance.uniform(0.0, 5.0))
-        step = last_step(run)
-        if event := strike(chance, cluster):
-            log.append(f"step {step}: {event}")
-    code = struck.process.wait(timeout=1200)
-    reader.join(30)
-    summary = "\n".join([*log, *re.findall(r".*(?:new ranks continue|training again).*", struck.output)])
-    print(summary)
-    assert code == 0, f"{summary}\n{struck.output[-6000:]}"
-    assert len(log) == 20, summary
-    assert_equal_runs(run, only((tmp_path / "whole").iterdir()))
 
 
 def test_a_lost_host_ends_the_run(

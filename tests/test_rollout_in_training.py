@@ -132,18 +132,17 @@ def test_existing_servers_and_an_existing_judge(
     from rl_data import build_tiny_model
     from rollout_vllm import RolloutConfig, ServerGroup
     from rollout_vllm.servers.blocking_http import call
-    from weight_sync import SyncConfig, server_args, server_env
+    from weight_sync import server_args, server_env
 
     config = RolloutConfig(max_model_len=68, kv_cache_gib=0.1, dtype="float32", cpu_threads=1, api_key="the key")
-    sync = SyncConfig()
     with (
         reward_service() as judge,
         ServerGroup.launch(
             build_tiny_model(tmp_path / "theirs"),
             config,
             log_dir=tmp_path,
-            extra_args=server_args(sync, "cpu"),
-            env=server_env(sync, "cpu"),
+            extra_args=server_args(),
+            env=server_env("cpu"),
         ) as group,
     ):
         group.wait_ready()

@@ -108,7 +108,7 @@ class Evaluator(ExitStack):
             raise
 
     def _launch(self, model: Path) -> ServerGroup:
-        config, sync, gpus = self._config.rollout, self._config.sync, usable_gpus(self._config)
+        config, gpus = self._config.rollout, usable_gpus(self._config)
         size, pushes = config.tensor_parallel_size, self._config.checkpoints.folder is not None
         shares = [gpus[i * size : (i + 1) * size] for i in range(config.server_count)]
         with prefix_fields("rollout"):
@@ -116,7 +116,7 @@ class Evaluator(ExitStack):
                 model,
                 config,
                 log_dir=self._folder / "servers",
-                extra_args=server_args(sync, config.device) if pushes else (),
-                env=server_env(sync, config.device) if pushes else None,
+                extra_args=server_args() if pushes else (),
+                env=server_env(config.device) if pushes else None,
                 gpu_ids_per_server=shares if gpus else None,
             )

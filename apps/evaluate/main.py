@@ -33,9 +33,8 @@ def main(config: EvaluateConfig) -> int:
     from apps.evaluate.checks import check
     from apps.evaluate.report import write_results
 
-    pushes = config.checkpoints.folder is not None
     with ExitStack() as stack:
-        stack.enter_context(servers_ahead(config.rollout, config.sync if pushes else None))
+        stack.enter_context(servers_ahead(config.rollout, pushes=config.checkpoints.folder is not None))
         plan = check(config)
         run = run_kit.RunFolder.create(config.output_dir, config.experiment, private=config.private_output)
         run.write_config(plan.config)

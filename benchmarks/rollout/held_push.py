@@ -142,13 +142,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = write_random_model(args.model, folder / "model")
-        sync = SyncConfig()
         servers = ServerGroup.launch(
             model,
             config,
             log_dir=folder,
-            extra_args=server_args(sync, args.device),
-            env=server_env(sync, args.device),
+            extra_args=server_args(),
+            env=server_env(args.device),
         )
         with servers:
             servers.wait_ready()

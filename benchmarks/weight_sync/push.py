@@ -280,14 +280,13 @@ def server(config: Any, args: argparse.Namespace, parent: Path, vllm_engine: str
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(config.vocab_size)}, unk_token="w1"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0").save_pretrained(folder)
     port = free_port()
-    sync = SyncConfig()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", args.dtype, "--load-format", "dummy"]
     command += ["--served-model-name", "policy", "--max-model-len", "512", "--max-num-seqs", "8", "--enforce-eager"]
     command += ["--tensor-parallel-size", str(args.tensor_parallel)]
     kind = "cpu" if args.device == "cpu" else "cuda"
-    command += [*(vllm_engines.server_args(vllm_engine) or server_args(sync, kind)), *args.server_arg]
-    env = {**inherited_environment(os.environ), **server_env(sync, kind), "HF_HUB_OFFLINE": "1"}
+    command += [*(vllm_engines.server_args(vllm_engine) or server_args()), *args.server_arg]
+    env = {**inherited_environment(os.environ), **server_env(kind), "HF_HUB_OFFLINE": "1"}
     env |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if vllm_engine else {}  # its IPC handles are pickled
     if args.device == "cpu":
         env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

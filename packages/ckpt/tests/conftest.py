@@ -1,12 +1,10 @@
 """Storages for tests; makes ckpt_ranks.py importable, which the tests and the scripts that they run share."""
 
 import os
-import socket
 import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -54,41 +52,10 @@ def bucket() -> Iterator[str]:
     server.stop()
 
 
-@pytest.fixture(scope="session")
-def google_bucket() -> Iterator[str]:
-    """A Google Cloud Storage bucket on an emulator; needs `pip install gcsfs gcp-storage-emulator`."""
-    with pytest.MonkeyPatch.context() as patched:
-        # Otherwise gcsfs queries the bucket type over gRPC, which the emulator does not support.
-        patched.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-        pytest.importorskip("gcsfs")
-        emulator: Any = pytest.importorskip("gcp_storage_emulator.server")
-        objects: Any = pytest.importorskip("gcp_storage_emulator.handlers.objects")
-        import fsspec
-
-        def move(request: Any, response: Any, storage: Any, *_: Any, **__: Any) -> None:
-            request.params["dest_bucket_name"] = request.params["bucket_name"]
-            objects.copy(request, response, storage)
-            storage.delete_file(request.params["bucket_name"], request.params["object_id"])
-
-        # The emulator lacks this route; gcsfs would retry for half a minute, then copy and delete.
-        route = (r"^/storage/v1/b/(?P<bucket_name>[-.\w]+)/o/(?P<object_id>.+)/moveTo/o/(?P<dest_object_id>.+)$",)
-        patched.setattr(emulator, "HANDLERS", ((*route, {"POST": move}), *emulator.HANDLERS))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        server = emulator.create_server("127.0.0.1", port, in_memory=True, default_bucket="bucket")
-        server.start()
-        settings = {"endpoint_url": f"http://127.0.0.1:{port}", "token": "anon", "project": "test"}
-        patched.setitem(fsspec.config.conf, "gs", settings)
-        yield "gs://bucket"
-        server.stop()
-
-
-@pytest.fixture(params=["memory", "local", "s3", "gs"])
+@pytest.fixture(params=["memory", "local", "s3"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "memory":
         return f"memory://{uuid.uuid4().hex}/run"
-    if request.param in ("s3", "gs"):
-        bucket = request.getfixturevalue("bucket" if request.param == "s3" else "google_bucket")
-        return f"{bucket}/{uuid.uuid4().hex}"
+    if request.param == "s3":
+        return f"{request.getfixturevalue('bucket')}/{uuid.uuid4().hex}"
     return f"file://{tmp_path}/remote/run"

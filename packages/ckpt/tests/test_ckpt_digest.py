@@ -10,7 +10,7 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt import CheckpointManager, FileEntry, digest
+from ckpt import FileEntry, digest
 from ckpt.digest import HashedFile, hash_files
 from ckpt.threads import Pool
 
@@ -75,15 +75,3 @@ def test_a_pool_works_without_new_threads() -> None:
     assert pool.submit(sum, [1, 2]).result() == 3  # shut down, as at interpreter exit
     with pytest.raises(ZeroDivisionError):
         pool.submit(divmod, 1, 0).result()
-
-
-def test_versions_of_packages_are_recorded(tmp_path: Path) -> None:
-    import platform
-    from importlib.metadata import version
-
-    manager = CheckpointManager(tmp_path)
-    manager.prepare(1)
-    manager.publish(1, state={})
-    packages = manager.manifest(1).packages
-    assert packages["python"] == platform.python_version()
-    assert packages["torch"] == version("torch")

@@ -120,17 +120,6 @@ VICTIMS = st.frozensets(st.sampled_from(["driver", "rank 0", "rank 1"]), min_siz
 def test_the_newest_checkpoint_is_whole_whoever_dies_at_any_request(
     instant: int, victims: frozenset[str], after: bool
 ) -> None:
-    die_and_continue(instant, victims, after)
-
-
-@pytest.mark.thorough
-@settings(deadline=None, max_examples=300)
-@given(instant=st.integers(1, 160), victims=VICTIMS, after=st.booleans())
-def test_of_many_deaths_none_leaves_a_part_that_counts(instant: int, victims: frozenset[str], after: bool) -> None:
-    die_and_continue(instant, victims, after)
-
-
-def die_and_continue(instant: int, victims: frozenset[str], after: bool) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder, url = Path(name), f"file://{name}/storage/run"
         Job(folder / "hosts", url, "first").run([1])

@@ -1,5 +1,6 @@
 """Merges of LoRA adapters equal PEFT's own, and what is not plain LoRA is refused by name."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from ckpt import ExportError, export_deepspeed, merge_lora
@@ -107,21 +108,62 @@ def test_tensors_that_do_not_fit_are_refused(base: Path) -> None:
             list(merge_lora(adapters.items(), weights.items(), CASES["plain"]))
 
 
-def test_adapters_of_a_deepspeed_checkpoint_are_merged_and_cast_once(base: Path, tmp_path: Path) -> None:
-    model = adapted(base, CASES["plain"])
-    config = model.peft_config["default"].to_dict()
-    # PEFT's layers injected into a model that keeps its own names.
-    weights = {name.removeprefix("base_model.model."): tensor.detach() for name, tensor in trained(model)}
+def write_checkpoint(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    """A checkpoint of ZeRO-1 on one rank that trains these weights."""
     states = {
         "zero_stage": 1,
         "partition_count": 1,
         "single_partition_of_fp32_groups": [torch.cat([tensor.reshape(-1) for tensor in weights.values()])],
         "base_optimizer_state": {"state": {}, "param_groups": [{"params": [0]}]},
     }
-    (tmp_path / "actor").mkdir()
-    torch.save({"optimizer_state_dict": states}, tmp_path / "actor" / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    folder.mkdir()
+    torch.save({"optimizer_state_dict": states}, folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
     shapes = {name: tensor.shape for name, tensor in weights.items()}
-    torch.save({"module": {}, "param_shapes": [shapes]}, tmp_path / "actor" / "mp_rank_00_model_states.pt")
+    torch.save({"module": {}, "param_shapes": [shapes]}, folder / "mp_rank_00_model_states.pt")
+
+
+def test_a_trained_weight_beside_the_adapters_is_not_left_out(base: Path, tmp_path: Path) -> None:
+    model = adapted(base, CASES["plain"])
+    weights = {name.removeprefix("base_model.model."): tensor.detach() for name, tensor in trained(model)}
+    write_checkpoint(tmp_path / "actor", weights | {"score.weight": torch.ones(1, 24)})
+    config = model.peft_config["default"].to_dict()
+    with raises(ExportError, field="tensors", value="score.weight"):
+        export_deepspeed(tmp_path / "actor", tmp_path / "out", model_files_from=base, lora=config)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_is_a_whole_model_of_the_folders_shapes(base: Path, tmp_path: Path) -> None:
+    """A folder with more layers or other sizes has all names of a smaller model."""
+    weights = dict(read_folder(base))
+    part = {name: tensor for name, tensor in weights.items() if ".layers.1." not in name}
+    wrong = weights | {"model.norm.weight": torch.ones(3)}
+    for name, stored, value in (
+        ("part", part, "model.layers.1.input_layernorm.weight"),
+        ("wrong", wrong, "model.norm.weight"),
+    ):
+        write_checkpoint(tmp_path / name, stored)
+        with raises(ExportError, field="model_files_from", value=value):
+            export_deepspeed(tmp_path / name, tmp_path / "out", model_files_from=base)
+        assert not (tmp_path / "out").exists()
+    write_checkpoint(tmp_path / "whole", weights)
+    assert export_deepspeed(tmp_path / "whole", tmp_path / "out", model_files_from=base).num_tensors == len(weights)
+
+
+def test_a_folder_that_stores_a_tied_weight_twice_is_exported_once(base: Path, tmp_path: Path) -> None:
+    folder, weights = Path(shutil.copytree(base, tmp_path / "base")), dict(read_folder(base))
+    twice = weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+    save_file(twice, folder / "model.safetensors", {"format": "pt"})
+    write_checkpoint(tmp_path / "whole", weights)
+    report = export_deepspeed(tmp_path / "whole", tmp_path / "out", model_files_from=folder)
+    assert report.num_tensors == len(weights)
+
+
+def test_adapters_of_a_deepspeed_checkpoint_are_merged_and_cast_once(base: Path, tmp_path: Path) -> None:
+    model = adapted(base, CASES["plain"])
+    config = model.peft_config["default"].to_dict()
+    # PEFT's layers injected into a model that keeps its own names.
+    weights = {name.removeprefix("base_model.model."): tensor.detach() for name, tensor in trained(model)}
+    write_checkpoint(tmp_path / "actor", weights)
     with raises(ExportError, field="lora"):
         export_deepspeed(tmp_path / "actor", tmp_path / "out", model_files_from=base)
     (tmp_path / "empty").mkdir()

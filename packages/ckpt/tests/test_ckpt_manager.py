@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ def test_save_and_load(tmp_path: Path) -> None:
         assert (actual.step, actual.state, actual.path) == (20, state, published.path)
     assert (manager.root / "latest").read_text() == "step_00000020\n"
     assert set(manager.manifest(20).files) == {"rank0.bin", "state.json"}
+    assert manager.manifest(20).packages["torch"] == version("torch")
     save(manager, 30)
     assert manager.steps() == [20, 30]
     assert newest_step(manager) == 30

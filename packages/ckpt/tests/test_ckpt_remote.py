@@ -149,9 +149,9 @@ def test_a_storage_is_written_to_before_it_is_used(tmp_path: Path, url: str) -> 
     (tmp_path / "file").write_text("")
     with raises(CheckpointUsageError, field="url", value=f"file://{tmp_path}/file/run"):
         RemoteCheckpoints(f"file://{tmp_path}/file/run").check_writable()
-    if url.startswith(("s3:", "gs:")):
+    if url.startswith("s3:"):
         with raises(CheckpointUsageError, field="url"):
-            RemoteCheckpoints(f"{url[:2]}://no-such-bucket/run").check_writable()
+            RemoteCheckpoints("s3://no-such-bucket/run").check_writable()
 
 
 def test_unknown_storage() -> None:

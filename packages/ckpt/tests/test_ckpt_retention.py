@@ -229,8 +229,9 @@ def test_a_second_writer_is_refused_and_a_dead_one_is_not_in_the_way(tmp_path: P
             assert process.stdout is not None
             assert process.stdout.readline() == "writing\n"
             for attempt in (lambda: ours.prepare(2), lambda: ours.discard_after(0)):
-                with pytest.raises(CheckpointLockedError, match=rf"process {process.pid} on .* is writing"):
+                with raises(CheckpointLockedError, field="root", value=str(tmp_path)) as caught:
                     attempt()
+                assert f"process {process.pid} on" in str(caught.value)
             assert ours.load(1).step == 1, "reading needs no lock"
             assert (tmp_path / ".partial_step_00000007").is_dir(), "the other's save under way is untouched"
         finally:
@@ -288,27 +289,3 @@ def test_a_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
             os._exit(7)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-
-
-_WRITER_WITH_A_CHILD = """
-import os, pathlib, sys, time
-from ckpt import CheckpointManager
-manager = CheckpointManager(pathlib.Path(sys.argv[1]))
-manager.prepare(7)
-if os.fork() == 0:
-    print(os.getpid(), flush=True)
-time.sleep(120)
-"""
-
-
-def test_a_killed_writer_frees_the_lock_although_its_forked_child_lives(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", _WRITER_WITH_A_CHILD, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        child = int(process.stdout.readline())
-        try:
-            process.kill()
-            process.wait()
-            assert CheckpointManager(tmp_path).prepare(8).is_dir()
-        finally:
-            os.kill(child, signal.SIGKILL)

@@ -105,26 +105,6 @@ def test_stage_3(groups, num_ranks: int, one_buffer: bool) -> None:
         check_every_range(layout, ranks, group)
 
 
-@PROPERTY
-@given(GROUPS, st.integers(1, 9), st.integers(1, 9), st.sampled_from([(2, 3), (3, 2), (2, 2), (3, 3)]))
-def test_round_trip_through_another_layout(groups, first: int, second: int, stages: tuple[int, int]) -> None:
-    """Shard, read, shard for other ranks and another stage, read: the parameters are equal."""
-    tensors = numbered(groups)
-    shapes = tuple({name: tuple(t.shape) for name, t in group.items()} for group in tensors)
-    current = tensors
-    for stage, num_ranks in zip(stages, (first, second), strict=True):
-        ranks = (
-            cut_each(current, num_ranks) if stage == 3 else cut_flat(current, num_ranks, align=1, keep_padding=False)[0]
-        )
-        layout = ZeroLayout(stage=stage, num_ranks=num_ranks, groups=shapes)
-        current = [
-            {n: gather(layout, ranks, n, 0, math.prod(shape)).reshape(shape) for n, shape in group.items()}
-            for group in shapes
-        ]
-    for before, after in zip(tensors, current, strict=True):
-        assert all(torch.equal(before[name], after[name]) for name in before)
-
-
 def test_sizes_that_do_not_add_up() -> None:
     flat = ZeroLayout(stage=2, num_ranks=2, groups=({"a": (5,), "b": (4,)},))
     flat.check([[6], [3]])

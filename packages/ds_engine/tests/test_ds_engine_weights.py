@@ -142,3 +142,22 @@ def test_one_weight_that_is_not_finite_is_named(tmp_path: Path, value: float, dt
     with raises(ModelError, field="model_path", value=folder) as caught:
         check_finite(folder)
     assert "model.layers.1.mlp.up_proj.weight in model.safetensors" in caught.value.problem
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "before torch 1.6"])
+def test_weights_in_torchs_own_files_are_finite_too(tmp_path: Path, zipped: bool) -> None:
+    folder = write_tiny_model(tmp_path)
+    weights, file = load_file(folder / "model.safetensors"), folder / "pytorch_model.bin"
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, file, _use_new_zipfile_serialization=zipped)
+    check_finite(str(folder))
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
+    torch.save(weights, file, _use_new_zipfile_serialization=zipped)
+    with raises(ModelError, field="model_path", value=str(folder)) as caught:
+        check_finite(str(folder))
+    assert "model.layers.1.mlp.up_proj.weight in pytorch_model.bin" in caught.value.problem
+    for content in (file.read_bytes()[: file.stat().st_size // 2], b"version https://git-lfs.github.com/spec/v1"):
+        file.write_bytes(content)
+        with raises(ModelError, field="model_path", value=str(folder)) as caught:
+            check_finite(str(folder))
+        assert "pytorch_model.bin" in caught.value.problem

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,18 +16,6 @@ from plinth_testing.network_hosts import is_available
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="network namespaces need root and the kernel's permission")
 
-PORT = 4321
-SERVE = f"""
-import socket
-with socket.create_server(("0.0.0.0", {PORT})) as server, socket.socket(socket.AF_UNIX) as local:
-    local.bind("\\0plinth-test-hosts")
-    local.listen()
-    print("ready", flush=True)
-    while True:
-        server.accept()[0].close()
-"""
-CONNECT = f"import socket, sys; socket.create_connection((sys.argv[1], {PORT}), timeout=5)"
-LOCAL = "import socket; socket.socket(socket.AF_UNIX).connect('\\0plinth-test-hosts')"
 DAEMON = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(600)"
 KILLED = """
 import os, signal
@@ -48,20 +34,6 @@ def ends_with(code: str, *arguments: str, host: NetworkHost | None = None) -> in
     command = [sys.executable, "-S", "-c", code, *arguments]
     command = host.command(*command) if host else command
     return subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60).returncode
-
-
-def test_hosts_and_the_machine_reach_each_other_but_share_no_abstract_socket(tmp_path: Path) -> None:
-    with network_hosts(2) as (one, two), contextlib.closing(socket.create_server((one.machine_address, PORT))):
-        start_process(one.command(sys.executable, "-S", "-c", SERVE), tmp_path / "log")
-        wait_until((tmp_path / "log").read_text, 30)
-        assert ends_with(CONNECT, one.address) == 0
-        assert ends_with(CONNECT, one.address, host=two) == 0
-        assert ends_with(CONNECT, "127.0.0.1", host=one) == 0
-        assert ends_with(CONNECT, one.machine_address, host=two) == 0
-        assert ends_with(CONNECT, two.address) == 1, "nobody listens there"
-        assert ends_with(CONNECT, "127.0.0.1", host=two) == 1
-        assert ends_with(LOCAL, host=one) == 0
-        assert ends_with(LOCAL, host=two) == 1
 
 
 def test_networks_side_by_side_differ_and_nothing_is_left_of_them() -> None:

@@ -17,6 +17,15 @@ def test_a_cached_name_is_its_path_and_needs_no_index(tmp_path, monkeypatch):
     assert fetched.fetch("fetched:sums/val") == folder / "val.parquet"
 
 
+def test_a_cache_that_cannot_be_written_is_an_error_of_the_name(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PLINTH_CACHE", str(tmp_path / "file"))
+    with pytest.raises(fetched.FetchError) as caught:
+        fetched.fetch("fetched:sums/train")
+    assert caught.value.value == "fetched:sums"
+    assert "PLINTH_CACHE" in str(caught.value.remedy)
+
+
 @pytest.mark.parametrize("name", ["fetched:smollm3", "fetched:sums", "fetched:sums/test", "fetched:smollm2/train"])
 def test_an_unknown_name_is_refused_with_those_that_exist(name):
     with pytest.raises(DataConfigError) as caught:

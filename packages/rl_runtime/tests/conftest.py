@@ -1,4 +1,4 @@
-"""Closes the event loops of scripted clients after each test."""
+"""Two real ranks that tests share; closes the event loops of scripted clients after each test."""
 
 import gc
 import sys
@@ -10,6 +10,15 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # pytest's importlib mode leaves test folders off the path
 
 from rl_runtime_client_loops import close_loops
+
+from plinth_testing import RankPool, RankServer
+
+
+@pytest.fixture(scope="session")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    script, folder = Path(__file__).with_name("rl_runtime_rank.py"), tmp_path_factory.mktemp("two_ranks")
+    with RankServer(script, folder) as server, RankPool(server, 2, folder) as pool:
+        yield pool
 
 
 @pytest.fixture(autouse=True)

@@ -1,16 +1,12 @@
-"""Two ranks: GSPO gives the same update with and without sequence parallelism, and with its own log-probs as old ones.
+"""Two ranks: GSPO updates alike with and without sequence parallelism, and with its own log-probs as old ones."""
 
-Run by test_rl_runtime_policy_loss.py with the folder of a model.
-"""
-
-import os
-import sys
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from ds_engine import EngineConfig, LossFn, OptimConfig, ZeroConfig
-from plinth_testing import SpmdGroup, run_ranks
+from plinth_testing import SpmdGroup
 from rl_core import BatchConfig, pack
 from rl_runtime.ranks.model_handle import ModelHandle
 from rl_runtime.ranks.old_log_probs import OldLogProbs
@@ -65,9 +61,8 @@ def on_policy_update(
     return {"loss": stats.loss, "grad_norm": stats.grad_norm, "later": later.loss, **stats.metrics}, old_K
 
 
-def main(folder: str, rank: int) -> None:
-    worker = TrainerWorker(rank, 2, device="cpu", num_threads=1)
-    worker.connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+def update_with_gspo(folder: str) -> None:
+    worker = TrainerWorker(dist.get_rank(), 2, device="cpu", num_threads=1)
     ranks = SpmdGroup(worker)
     loss = partial(policy_loss, config=PolicyConfig(loss="gspo"), kl_coef=0.0)
     whole, shared = update(ranks, folder, loss, 1), update(ranks, folder, loss, 2)
@@ -84,12 +79,4 @@ def main(folder: str, rank: int) -> None:
         assert abs(own["later"] - own["loss"]) > 1e-5, own
         for key, value in apart.items():
             assert abs(own[key] - value) <= 1e-5 + 1e-4 * abs(value), (sp, key, value, own[key])
-
-
-if __name__ == "__main__":
-    # Before the fork: otherwise every rank imports them.
-    import deepspeed  # noqa: F401
-    import torch._dynamo
-    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
-
-    run_ranks(partial(main, sys.argv[1]))
+    worker.drop("actor")

@@ -1,17 +1,12 @@
-"""Two ranks: the actor without its adapters computes what a frozen engine of its base model computes.
+"""Two ranks: the actor without its adapters computes what a frozen engine of its base model computes."""
 
-Run by test_rl_runtime_reference.py with the folder of a model.
-"""
-
-import os
-import sys
-from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ds_engine import EngineConfig, LoraConfig, OptimConfig, ZeroConfig
-from plinth_testing import SpmdGroup, run_ranks
+from plinth_testing import SpmdGroup
 from rl_core import BatchConfig, pack
 from rl_runtime.ranks.model_handle import ModelHandle, WithoutAdapters
 from rl_runtime.ranks.train_batch import TrainBatch
@@ -53,17 +48,9 @@ def compare(ranks: SpmdGroup, folder: str, stage: Any, sp: int, dtype: Any) -> N
     assert (trained_K - ours_K).abs().max() > 0.1, "the adapters have learned nothing"
 
 
-def main(folder: str, rank: int) -> None:
-    worker = TrainerWorker(rank, 2, device="cpu", num_threads=1)
-    worker.connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+def compare_references(folder: str) -> None:
+    worker = TrainerWorker(dist.get_rank(), 2, device="cpu", num_threads=1)
     for stage, sp, dtype in CASES:
         compare(SpmdGroup(worker), folder, stage, sp, dtype)
-
-
-if __name__ == "__main__":
-    # Before the fork: otherwise every rank imports them.
-    import deepspeed  # noqa: F401
-    import peft  # noqa: F401
-    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
-
-    run_ranks(partial(main, sys.argv[1]))
+    for role in ("actor", "ref"):
+        worker.drop(role)

@@ -1,22 +1,13 @@
-"""Two ranks: a frozen reward model scores samples; a folder without a head is refused.
+"""Two ranks: a frozen reward model scores samples; a folder without a head is refused."""
 
-Run by test_rl_runtime_reward_model.py with the folder of a reward model, that of a causal LM, and a file for the
-scores.
-"""
-
-import json
-import os
-import sys
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+import torch.distributed as dist
 from rl_runtime_samples import prompt, sample
 
 from ds_engine import EngineConfig, ModelError, ZeroConfig
-from plinth_testing import SpmdGroup, run_ranks
+from plinth_testing import SpmdGroup, raises
 from rl_core import BatchConfig
 from rl_runtime.ranks.model_handle import ModelHandle
 from rl_runtime.ranks.train_batch import TrainBatch
@@ -55,20 +46,10 @@ def scores(worker: TrainerWorker, folder: str, stage: Any, sp: int) -> list[floa
     return values_K.tolist()
 
 
-def main(folder: str, headless: str, output: str, rank: int) -> None:
-    worker = TrainerWorker(rank, 2, device="cpu", num_threads=1)
-    worker.connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    values = {str(case): scores(worker, folder, *case) for case in STAGES}
-    if rank == 0:
-        Path(output).write_text(json.dumps(values))
-    with pytest.raises(ModelError, match=r"has no value head \(score.weight\)"):
+def reward_scores(folder: str, headless: str) -> dict[tuple[int, int], list[float]]:
+    worker = TrainerWorker(dist.get_rank(), 2, device="cpu", num_threads=1)
+    values = {case: scores(worker, folder, *case) for case in STAGES}
+    with raises(ModelError, field="model_path", value=headless):
         worker.build("reward", headless, EngineConfig(dtype="float32"), None, "value")
-
-
-if __name__ == "__main__":
-    # Before the fork: otherwise every rank imports them.
-    import deepspeed  # noqa: F401
-    import torch._dynamo
-    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
-
-    run_ranks(partial(main, *sys.argv[1:]))
+    worker.drop("reward")
+    return values

@@ -38,16 +38,7 @@ class ScriptedClient(OwnLoop):
         return Group(
             request=request,
             samples=tuple(sample(request, i, token) for i, token in enumerate(tokens)),
-            failures=tuple(
-                Failure(
-                    prompt_id=request.prompt_id,
-                    sample_index=i,
-                    kind="connection",
-                    message="server gone",
-                    num_attempts=1,
-                )
-                for i in range(len(tokens), self.n)
-            ),
+            failures=tuple(failure(request, i) for i in range(len(tokens), self.n)),
         )
 
     async def sample(self, request: Request, sampling: SamplingConfig) -> Group:
@@ -75,6 +66,12 @@ class ScriptedClient(OwnLoop):
 
     async def fetch_metrics(self) -> dict[str, float]:
         return {"client/response_tokens": float(len(self.requests)), "client/num_retries": 0.0}
+
+
+def failure(request: Request, index: int) -> Failure:
+    return Failure(
+        prompt_id=request.prompt_id, sample_index=index, kind="connection", message="server gone", num_attempts=1
+    )
 
 
 def sample(request: Request, index: int, token: int) -> Sample:

@@ -1,11 +1,5 @@
-"""Two ranks: supervised steps, held-out loss and greedy responses against transformers on the exported model.
+"""Two ranks: supervised steps, held-out loss and greedy responses against transformers on the exported model."""
 
-Run by test_rl_runtime_supervised.py with the folder of a model and an empty folder.
-"""
-
-import os
-import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ds_engine import EngineConfig, LoraConfig, OffloadConfig, OptimConfig, ZeroConfig
-from plinth_testing import SpmdGroup, run_ranks
+from plinth_testing import SpmdGroup
 from rl_core import BatchConfig, linear_log_prob
 from rl_data import Demonstration
 from rl_runtime.ranks import trainer_worker
@@ -109,17 +103,8 @@ def compare(out: Path, demonstrations: list[Demonstration], loss: float, respons
     assert abs(loss - total / count) < 1e-4, (name, loss, total / count)
 
 
-def main(folder: str, out: str, rank: int) -> None:
-    worker = TrainerWorker(rank, 2, device="cpu", num_threads=1)
-    worker.connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+def train_supervised(folder: str, out: Path) -> None:
+    worker = TrainerWorker(dist.get_rank(), 2, device="cpu", num_threads=1)
     for name in CASES:
-        check(worker, folder, Path(out) / name.replace(" ", "_"), name)
-
-
-if __name__ == "__main__":
-    # Before the fork: otherwise every rank imports them.
-    import deepspeed  # noqa: F401
-    import peft  # noqa: F401
-    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
-
-    run_ranks(partial(main, sys.argv[1], sys.argv[2]))
+        check(worker, folder, out / name.replace(" ", "_"), name)
+    trainer_worker.linear_log_prob = linear_log_prob

@@ -29,11 +29,12 @@ from rl_runtime.rollout.scoring_config import ScoringConfig
 from rl_runtime.rollout.step_rollouts import StepRollouts
 from rl_runtime.training.metrics import rollout_metrics
 from rl_runtime.training.policy import PolicyConfig
-from rollout_vllm import Failure, Group, Request, Sample, SamplingConfig
+from rollout_vllm import Group, Request, SamplingConfig
 
 sys.path.insert(0, str(Path(__file__).parent))  # where a user's own functions are
 
 from rl_runtime_client_loops import CLOSES_LOOPS, OwnLoop
+from rl_runtime_scripted_client import failure, sample
 from rl_runtime_user_functions import Prompt
 
 pytestmark = CLOSES_LOOPS
@@ -61,7 +62,6 @@ class AnsweringClient(OwnLoop):
     greedy: Answers = ()
     rounds: list[list[Any]] = field(default_factory=list)
     greedy_settings: list[SamplingConfig] = field(default_factory=list)
-    version: int = 0
 
     async def generate(self, requests: list[Any], sampling: SamplingConfig, *, on_group: Any) -> list[Group]:
         if sampling.temperature:
@@ -95,24 +95,12 @@ class AnsweringClient(OwnLoop):
         made = enumerate(tokens)
         return Group(
             request=request,
-            samples=tuple(self._sample(request, i, token) for i, token in made if token is not None),
+            samples=tuple(sample(request, i, token) for i, token in made if token is not None),
             failures=tuple(failure(request, i) for i, token in enumerate(tokens) if token is None),
-        )
-
-    def _sample(self, request: Request, index: int, token: int) -> Sample:
-        fresh = Group.fresh(request, index + 1).samples[index]
-        return replace(
-            fresh, response_ids=[token], log_probs=[-0.5], finish_reason="stop", last_policy_version=self.version
         )
 
     async def fetch_metrics(self) -> dict[str, float]:
         return {"client/response_tokens": float(sum(map(len, self.rounds))), "client/num_retries": 0.0}
-
-
-def failure(request: Request, index: int) -> Failure:
-    return Failure(
-        prompt_id=request.prompt_id, sample_index=index, kind="connection", message="server gone", num_attempts=1
-    )
 
 
 @pytest.fixture(scope="module")

@@ -42,8 +42,9 @@ def test_one_line_says_how_messages_of_all_files_became_text(folder: Path, tmp_p
     (line,) = inputs.lines
     assert line.startswith(PLAIN)
     assert "data.chat_template=auto; always refuses this" in line
-    with pytest.raises(DataError, match=r"^data.chat_template=always, but the model's tokenizer has no chat template"):
+    with pytest.raises(DataError) as caught:
         load_ahead(model, DataConfig(train=(prompts,), chat_template="always"), SupervisedConfig(), TaskSize(), seed=1)
+    assert caught.value.problem.startswith("data.chat_template=always")
     assert load_ahead(ModelConfig(), DataConfig(), SupervisedConfig(), TaskSize(), seed=1) is None
 
 
@@ -74,9 +75,9 @@ def test_errors_of_turns_name_the_key_of_their_section(tmp_path: Path, section: 
         "warm_start": lambda: load_ahead(model, DataConfig(), warm_start, TaskSize(), seed=1),
         "supervised": lambda: _load(SupervisedJobConfig(model=model, supervised=supervised), tmp_path),
     }
-    message = rf"^{section}\.files: .*chat.jsonl: line 1, .*\({section}\.turns=each\) or .*\({section}\.turns=last\)"
-    with pytest.raises(InputError, match=message):
+    with raises(InputError, field=f"{section}.files") as caught:
         loads[section]()
+    assert all(part in str(caught.value) for part in ("line 1", f"({section}.turns=each)", f"({section}.turns=last)"))
 
 
 def test_tokens_without_a_row_in_the_model_are_refused(tmp_path: Path) -> None:

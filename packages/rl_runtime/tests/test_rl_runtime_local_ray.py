@@ -70,6 +70,7 @@ def test_a_full_temporary_folder_and_a_limit_of_file_sizes_are_refused_before_ra
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_ray_starts_with_a_temporary_folder_whose_path_is_long(tmp_path: Path) -> None:
     folder = tmp_path / ("x" * 90)
     folder.mkdir()

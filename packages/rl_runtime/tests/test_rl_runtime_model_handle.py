@@ -159,10 +159,9 @@ def test_updates_that_are_skipped_are_counted_named_once_and_end_the_run(monkeyp
     assert (metrics["actor/num_updates"], metrics["actor/num_skipped_updates"]) == (1, 4)
     assert (metrics["actor/loss"], metrics["actor/kl"], metrics["actor/grad_norm"]) == (0.5, 0.5, 1.0)
     assert math.isnan(update_metrics("actor", updates[:2])["actor/loss"]), "nothing was computed: a gap in the curve"
-    with pytest.raises(DivergedError, match="last 2 updates are not finite; nothing was exported"):
-        actor.export("folder", "model")
-    with pytest.raises(DivergedError, match=r"actor has diverged: .* last 3 .*trainer.max_skipped_updates \(3\)"):
-        actor.update(mini_batch, any_loss)
+    for call in (lambda: actor.export("folder", "model"), lambda: actor.update(mini_batch, any_loss)):
+        with raises(DivergedError, field="trainer.max_skipped_updates", value=3):
+            call()
 
 
 def test_fp16_may_search_its_loss_scale() -> None:
@@ -174,7 +173,7 @@ def test_fp16_may_search_its_loss_scale() -> None:
     assert len(lines) == 1
     assert "fp16 lowers its loss scale, 65536, which is normal at the start" in lines[0]
     skipped.count(stats(norm=math.inf))
-    with pytest.raises(DivergedError, match="critic"):
+    with raises(DivergedError, field="trainer.max_skipped_updates", value=2):
         skipped.count(stats(norm=math.inf))
     assert len(lines) == 2
     unlimited = SkippedUpdates("critic", 0, lines.append)
@@ -325,7 +324,7 @@ def test_deferred_log_probs_need_the_update_of_their_mini_batch_first() -> None:
     with TrainBatch(make_batch([2, 1]), mini_batches=[[0], [1]]) as train_batch:
         old = OldLogProbs(actor, train_batch, defer_first=True)
         old.compute()
-        with pytest.raises(ValueError, match="before 0"):
+        with pytest.raises(ValueError):
             old.update(train_batch.mini_batches[1], any_loss)
 
 

@@ -1,6 +1,5 @@
 """The policy loss by name: the micro batches' shares, the bounds, losses of users, filtered responses."""
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from rl_runtime_samples import sample
 
 from ds_engine import TokenOutputs
-from plinth_testing import raises, write_tiny_model
+from plinth_testing import RankPool, raises, write_tiny_model
 from rl_core import Batch, cispo_loss, gspo_loss, pack, ppo_clip_loss, rollout_weights
 from rl_runtime import InputError, PolicyConfig, check_loss, loss_weights, policy_loss
 from rl_runtime.samples import batch_of
@@ -165,9 +164,6 @@ def test_a_mini_batch_of_filtered_responses_has_a_loss_of_zero() -> None:
 
 
 @pytest.mark.slow
-def test_sequence_parallel_ranks_make_the_same_update_with_gspo(tmp_path: Path) -> None:
+def test_sequence_parallel_ranks_make_the_same_update_with_gspo(two_ranks: RankPool, tmp_path: Path) -> None:
     """It needs whole sequences: every rank gets all outputs of a micro batch, whatever slice it computes."""
-    script = Path(__file__).with_name("rl_runtime_policy_loss_worker.py")
-    command = [sys.executable, str(script), str(write_tiny_model(tmp_path))]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-4000:]
+    two_ranks.run("update_with_gspo", folder=str(write_tiny_model(tmp_path)))

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from plinth_base.errors import PlinthError
+from plinth_testing import raises
 from rl_runtime.config import TrainerConfig
 from rl_runtime.ranks.trainer_worker import RankProfiler
 from run_kit.profiling import StepProfiler
@@ -45,5 +47,5 @@ def test_a_traced_step_has_a_trace_of_each_process_and_others_none(tmp_path: Pat
 
 @pytest.mark.parametrize("steps", [(0,), (4,)])
 def test_profile_steps_outside_the_run_are_refused(steps: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="profile_steps"):
+    with raises(PlinthError, field="profile_steps"):
         TrainerConfig(total_training_steps=3, profile_steps=steps)

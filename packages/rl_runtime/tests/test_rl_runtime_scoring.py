@@ -107,13 +107,13 @@ def test_a_sum_that_float32_cannot_hold_is_no_score() -> None:
 
 def test_coroutine_functions_wait_together() -> None:
     drafts = [draft("x", Prompt(name)) for name in ["fine"] * 200 + ["hangs", "raises"]]
-    config = ScoringConfig(function=f"{MODULE}:slow_reward", timeout_s=3.0)
+    config = ScoringConfig(function=f"{MODULE}:slow_reward", timeout_s=2.0)
     scores(config, drafts[:1])
     begin = time.monotonic()
     scored = scores(config, drafts)
     assert time.monotonic() - begin < 50, "one after the other the 200 would take 60 seconds"
     assert [one.score for one in scored.samples] == [1.0] * 200
-    assert messages(scored) == ["no reward: no reward within 3 s", "no reward: RuntimeError: no idea"]
+    assert messages(scored) == ["no reward: no reward within 2 s", "no reward: RuntimeError: no idea"]
 
 
 def test_a_batched_function_gets_its_group(tmp_path: Path) -> None:

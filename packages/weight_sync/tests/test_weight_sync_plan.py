@@ -3,8 +3,6 @@
 import dataclasses
 import itertools
 import json
-import pickle
-import re
 from typing import Any
 
 import pytest
@@ -15,8 +13,6 @@ from plinth_base.dtypes import DTYPE_BYTES
 from plinth_testing import raises
 from plinth_testing.strategies import json_values, shapes
 from weight_sync import (
-    ReceiverError,
-    ServerError,
     SyncConfig,
     SyncConfigError,
     TensorEntry,
@@ -126,7 +122,7 @@ def test_slots_that_overlap_or_leave_their_bucket_are_rejected(manifest: WeightM
     outside = dataclasses.replace(moved, offset=bucket.nbytes)
     for wrong in (overlapping, outside):
         buckets = (dataclasses.replace(bucket, slots=(*slots[:index], wrong, *slots[index + 1 :])),)
-        with pytest.raises(WeightManifestError, match=re.escape(f"{moved.name}: ")):
+        with raises(WeightManifestError, field=moved.name):
             BucketPlan.from_json(BucketPlan(buckets, plan_module._digest(buckets)).to_json())
 
 
@@ -142,22 +138,6 @@ def test_sizes_that_are_no_whole_numbers_are_rejected(place: str, number: float)
         bucket = dataclasses.replace(bucket, slots=(dataclasses.replace(bucket.slots[0], **{place: wrong}),))
     with raises(WeightManifestError, field="buckets.0"):
         BucketPlan.from_json(BucketPlan((bucket,), plan_module._digest((bucket,))).to_json())
-
-
-def test_errors_can_be_pickled() -> None:
-    for error in (ServerError("http://a", "POST /x", 500, "no"), ReceiverError("plan", "w", "wrong", "here")):
-        again = pickle.loads(pickle.dumps(error))
-        assert str(again) == str(error)
-        assert type(again) is type(error)
-
-
-def test_importing_the_package_is_cheap() -> None:
-    import subprocess
-    import sys
-
-    code = "import sys, weight_sync, weight_sync.config; print('torch' in sys.modules, 'vllm' in sys.modules)"
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
-    assert output.split() == ["False", "False"]
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)

@@ -144,7 +144,7 @@ def test_a_module_is_complete_with_the_last_copy_into_its_processed_parameters(m
     left, completed = Counter(id(copy.target) for copy in copies), Counter[int]()
     for copy in copies:
         if any(left.values()):
-            with pytest.raises(ReceiverError, match="elements are missing"):
+            with raises(ReceiverError, kind="count"):
                 arrivals.check_complete("are missing")
         left[id(copy.target)] -= 1
         completed_now = arrivals.completed_by(copy)
@@ -260,12 +260,10 @@ def test_unchanged_weights_are_written_in_place(monkeypatch: pytest.MonkeyPatch)
     assert model.quant_method.num_calls == 1
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"), [("hidden", "changed quant_method, which"), ("random", "gives other weights when it is rep")]
-)
-def test_processing_that_cannot_be_repeated_is_refused(kind: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["hidden", "random"])
+def test_processing_that_cannot_be_repeated_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "_num_tensor_ranks", lambda: 1)
-    with pytest.raises(ReceiverError, match=reason):
+    with raises(ReceiverError, kind="plan"):
         push(experts(kind))
     push(experts(kind), layerwise=True)
 

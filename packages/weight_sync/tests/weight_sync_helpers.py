@@ -24,7 +24,7 @@ import torch
 import plinth_testing as testing
 from plinth_testing import NetworkHost, free_port, start_process, stop_process
 from plinth_testing.processes import CPU_ENVIRONMENT, die_with_parent
-from weight_sync import SyncConfig, TensorSource, WeightManifest, server_args, server_env
+from weight_sync import TensorSource, WeightManifest, server_args, server_env
 from weight_sync.channel import MAX_HELLO_BYTES, Listener
 from weight_sync.push.session import PushSession
 
@@ -143,7 +143,6 @@ def start_server(
     host: NetworkHost | None = None,
 ) -> Server:
     """Start a server without waiting for it, on this host or on another one."""
-    config = SyncConfig()
     port = port or free_port()
     address = host.address if host else "127.0.0.1"
     arguments = ["--model", str(folder)]
@@ -151,7 +150,7 @@ def start_server(
     arguments += ["--max-num-seqs", "8", "--enforce-eager", "--served-model-name", "policy"]
     arguments += ["--kv-cache-memory-bytes", "64M", "--no-enable-chunked-prefill"]
     arguments += ["--logprobs-mode", "processed_logprobs"]
-    arguments += [*server_args(config, "cpu"), *extra_args]
+    arguments += [*server_args(), *extra_args]
     if api_key:
         arguments += ["--api-key", api_key]
     url = f"http://{address}:{port}"
@@ -171,7 +170,7 @@ def _server_env() -> dict[str, str]:
     # vLLM compiles two functions of its sampler even in eager mode, and the engine busy-waits for a worker in another
     # process; both cost too much on the two cores of a test run.
     env = {"TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-    return server_env(SyncConfig()) | env | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "CUDA_VISIBLE_DEVICES": ""}
+    return server_env() | env | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "CUDA_VISIBLE_DEVICES": ""}
 
 
 @functools.cache

@@ -142,10 +142,9 @@ def _check(buckets: Sequence[Bucket]) -> None:
             entry = TensorEntry(name=slot.name, shape=slot.shape, dtype=slot.dtype)
             entries.append(entry)
             if slot.offset < end or slot.offset % dtype_bytes(slot.dtype) or entry.num_bytes != slot.nbytes:
-                raise WeightManifestError(
-                    f"{slot.name}: offset {slot.offset} or size {slot.nbytes} does not fit its shape"
-                )
+                problem = f"offset {slot.offset} or size {slot.nbytes} does not fit its shape"
+                raise WeightManifestError(problem, field=slot.name)
             end = slot.offset + slot.reserved_bytes
             if slot.nbytes > slot.reserved_bytes or end > bucket.nbytes:
-                raise WeightManifestError(f"{slot.name}: ends at byte {end} of a bucket of {bucket.nbytes}")
+                raise WeightManifestError(f"ends at byte {end} of a bucket of {bucket.nbytes}", field=slot.name)
     WeightManifest.of(entries)

@@ -55,19 +55,22 @@ def export_deepspeed(
     with which the adapters were trained, where it differs (a quantized base).
 
     Raises ShardError as `ZeroCheckpoint` does, ExportError as `save_hf_folder` and `merge_lora` do, for LoRA adapters
-    without `lora`, for a tensor that the model folder lacks, and without a `dtype` where the folder states none.
+    without `lora`, for a tensor that the model folder or the checkpoint lacks, one of another shape, and without a
+    `dtype` where the folder states none.
     """
     shards = ZeroCheckpoint(Path(checkpoint), tag)
     model = ModelFolder(Path(model_files_from))
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         stored = iterate_deepspeed_weights(shards)
-        if lora is not None:  # a checkpoint holds the adapters; its base model is the folder
-            adapters = ((name, tensor) for name, tensor in stored if ".lora_" in name)
+        if lora is not None:  # a checkpoint trains the adapters; their base model is the folder
+            shards.check()
+            adapters = ((name, shards.whole(name)) for name in shards.shapes)
             used = (
                 (name, tensor if base is None else base(name, tensor)) for name, tensor in read_folder(model_files_from)
             )
             stored = merge_lora(adapters, used, lora)
+        written = list[str]()
         for name, tensor in stored:
             if ".lora_" in name:
                 raise ExportError(
@@ -77,7 +80,9 @@ def export_deepspeed(
                     remedy="pass the adapter's settings",
                 )
             for folder_name, part in model.parts(name, tensor):
+                written.append(folder_name)
                 yield folder_name, part if dtype is not None else part.to(model.dtype(folder_name))
+        model.check_complete(written)
 
     return save_hf_folder(
         out,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,7 @@ class ModelFolder:
         """Raises ExportError for a torn or foreign file."""
         self._folder = folder
         try:
-            self._dtypes = {name: stored.dtype for name, stored in stored_tensors(folder).items()}
+            self._stored = stored_tensors(folder)
         except ModelFolderError as error:
             raise _export_error(error) from error
 
@@ -53,26 +53,37 @@ class ModelFolder:
     def tied(self) -> dict[str, str]:
         """Tensors that the folder lacks, and the one that the model uses in their place."""
         tied: dict[str, str] = getattr(self._meta_model, "all_tied_weights_keys", {})
-        return {name: source for name, source in tied.items() if name not in self._dtypes}
+        return {name: source for name, source in tied.items() if name not in self._stored}
 
     def parts(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of the folder that the model's tensor `name` holds. Raises ExportError if it has none."""
+        """The tensors of the folder that the model's tensor `name` holds. Raises ExportError if it has none, or one of
+        another shape."""
         parts = {name: tensor}
-        if name not in self._dtypes and (model := self._meta_model) is not None:
+        if name not in self._stored and (model := self._meta_model) is not None:
             from transformers.core_model_loading import revert_weight_conversion
 
             parts = revert_weight_conversion(model, parts)
         for part_name, part in parts.items():
-            if self._dtypes and part_name not in self._dtypes and part_name not in self.tied:
-                remedy = "give the folder of the model that was trained, and its --tag"
-                raise ExportError("has no such tensor", field="model_files_from", value=part_name, remedy=remedy)
+            if self._stored and part_name not in self._stored and part_name not in self.tied:
+                raise _foreign("has no such tensor", part_name)
+            if part_name in self._stored and (shape := self._stored[part_name].shape) != tuple(part.shape):
+                raise _foreign(f"it has shape {list(shape)}, in the checkpoint {list(part.shape)}", part_name)
             yield part_name, part
+
+    def check_complete(self, written: Collection[str]) -> None:
+        """Raises ExportError for a weight of the folder's model that is not among the written tensors."""
+        if not (left := self._stored.keys() - set(written)) or (model := self._meta_model) is None:
+            return
+        tied = getattr(model, "all_tied_weights_keys", {})
+        missing = sorted((left & model.state_dict().keys()) - tied.keys() - set(tied.values()))
+        if missing:
+            raise _foreign(f"the checkpoint lacks it, and {len(missing) - 1} other weights", missing[0])
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a tensor of the folder, or else of config.json."""
         import torch
 
-        dtype: torch.dtype = getattr(torch, self._dtypes.get(name) or self._config_dtype)
+        dtype: torch.dtype = getattr(torch, self._stored[name].dtype if name in self._stored else self._config_dtype)
         return dtype
 
     @cached_property
@@ -107,3 +118,8 @@ class ModelFolder:
 
 def _export_error(error: ModelFolderError) -> ExportError:
     return ExportError(error.problem, field="model_files_from", value=error.value, remedy=error.remedy)
+
+
+def _foreign(problem: str, name: str) -> ExportError:
+    remedy = "give the folder of the model that was trained, and its --tag"
+    return ExportError(problem, field="model_files_from", value=name, remedy=remedy)

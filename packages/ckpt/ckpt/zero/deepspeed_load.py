@@ -5,7 +5,7 @@ code in the training job. All files of a usual checkpoint are read by the engine
 replaces during a call.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -36,15 +36,14 @@ ENGINE = FENCE.patch(
 
 
 @contextmanager
-def loading_without_pickle(engine: Any, *, classes: Sequence[type] = ()) -> Iterator[None]:
+def loading_without_pickle(engine: Any) -> Iterator[None]:
     """Inside, `engine.load_checkpoint` opens files with `weights_only`: tensors, plain values, DeepSpeed's own classes.
 
         with loading_without_pickle(engine):
             engine.load_checkpoint(str(checkpoint.path / "actor"), tag="actor")
 
-    `classes`: further classes that the files may hold, such as those of a client state. A file with any other class
-    raises UntrustedFileError with the file's name, before anything in it is used or executed. Outside the context
-    DeepSpeed loads as usual.
+    A file with any other class raises UntrustedFileError with the file's name, before anything in it is used or
+    executed. Outside the context DeepSpeed loads as usual.
 
     Raises CheckpointUsageError for universal checkpoints and mixtures of experts, whose files DeepSpeed opens without
     its checkpoint engine, and for a DeepSpeed whose checkpoint engine is not the tested one.
@@ -55,7 +54,7 @@ def loading_without_pickle(engine: Any, *, classes: Sequence[type] = ()) -> Iter
             "DeepSpeed unpickles the files of universal checkpoints and of mixtures of experts without its checkpoint "
             "engine: load them without loading_without_pickle, and only from a folder you trust"
         )
-    restore = ENGINE.replace(engine, checkpoint_engine=_SafeReader(engine.checkpoint_engine, classes))
+    restore = ENGINE.replace(engine, checkpoint_engine=_SafeReader(engine.checkpoint_engine))
     try:
         yield
     finally:
@@ -65,9 +64,9 @@ def loading_without_pickle(engine: Any, *, classes: Sequence[type] = ()) -> Iter
 class _SafeReader:
     """Replaces a checkpoint engine: reads with `weights_only`, forwards everything else to the original."""
 
-    def __init__(self, original: Any, classes: Sequence[type]) -> None:
+    def __init__(self, original: Any) -> None:
         self._original = original
-        self._classes = [*classes, *(getattr(import_module(module), name) for module, name in _DEEPSPEED_CLASSES)]
+        self._classes = [getattr(import_module(module), name) for module, name in _DEEPSPEED_CLASSES]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)

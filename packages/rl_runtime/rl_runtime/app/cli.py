@@ -70,4 +70,4 @@ def run_job_cli(
 
 def _servers_ahead(config: JobConfig) -> AbstractContextManager[None]:
     trainer = config.trainer
-    return servers_ahead(config.rollout, config.sync, device=trainer.device, ray_address=trainer.ray_address)
+    return servers_ahead(config.rollout, device=trainer.device, ray_address=trainer.ray_address)

@@ -20,7 +20,7 @@ from ..rollout.schedule import Schedule
 from ..rollout.scoring import Scorer
 from ..rollout.servers import RolloutServers
 from ..rollout.step_rollouts import StepRollouts
-from ..training.learning_signal import AnswerReader, LearningSignal
+from ..training.learning_signal import LearningSignal
 from ..training.ledger import SampleLedger
 from ..training.loop import LoopResult, Restart, TrainingLoop
 from ..training.reward_model import RewardModel
@@ -68,7 +68,6 @@ def run_job(resolved: ResolvedConfig[JobConfigT], plan: JobPlan, compose: Callab
                 rollout=config.rollout,
                 model_path=str(inputs.model_path),
                 log_dir=run.path / "servers",
-                sync=config.sync,
                 mark=start.mark,
             ) as session:
                 job = Job(
@@ -124,22 +123,17 @@ def _train(job: Job, algorithm: Algorithm, reward_model: RewardModel | None, res
             checkpoints=job.checkpoints(algorithm.roles, {**rollouts.parts, **algorithm.state}),
             record=job.record(SampleLedger(job.folder, job.resumed)),
             reward_model=reward_model,
-            signal=_signal(job, scorer),
+            signal=_signal(job),
         )
         return loop.run(algorithm.learn, job.resumed, stop=job.stop, restart=restart)
 
 
-def _signal(job: Job, scorer: Scorer) -> LearningSignal | None:
+def _signal(job: Job) -> LearningSignal | None:
     """The warning of scores that teach nothing; None for a run that does not learn from scores."""
     algorithm = getattr(job.config, "algorithm", None)
     if algorithm is None or not algorithm.learns_from_scores:
         return None
-    reader = AnswerReader(
-        has_answer=lambda samples: job.session.client.run(scorer.has_answer(samples)),
-        read=scorer.read_answer,
-        advice=scorer.advice,
-    )
-    return LearningSignal(job.tracker.info, reader, compares_group=algorithm.compares_group)
+    return LearningSignal(job.tracker.info, compares_group=algorithm.compares_group)
 
 
 def _servers(job: Job, actor: ModelHandle) -> RolloutServers:

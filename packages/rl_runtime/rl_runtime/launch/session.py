@@ -19,7 +19,7 @@ from plinth_base.errors import prefix_fields
 from rollout_vllm import RolloutClient, RolloutConfig, ServerGroup, launch_on_ray
 from rollout_vllm.servers import control
 from run_kit.profiling import TraceRecorder
-from weight_sync import SyncConfig, server_args, server_env
+from weight_sync import server_args, server_env
 
 from ..config import RanksConfig, TrainerConfig, TrainingConfig
 from ..ranks.environment import visible_gpus
@@ -210,7 +210,6 @@ def open_session(
     rollout: RolloutConfig,
     model_path: str,
     log_dir: Path,
-    sync: SyncConfig,
     mark: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Session]:
     """Starts servers and ranks; the servers may still be loading when this yields.
@@ -222,7 +221,7 @@ def open_session(
         RankError: a rank could not start.
     """
     with ExitStack() as stack:
-        start = partial(_servers, placement, rollout, model_path, log_dir, sync)
+        start = partial(_servers, placement, rollout, model_path, log_dir)
         # A run waits longest for its servers, so they start first where they do not need Ray's nodes. Not on the CPU:
         # Ray's processes must start within 30 s, and vLLM's start uses every core.
         early = placement.on_gpu and trainer.ray_address is None
@@ -309,12 +308,11 @@ def _servers(
     rollout: RolloutConfig,
     model_path: str,
     log_dir: Path,
-    sync: SyncConfig,
     reservation: Reservation | None,
 ) -> ServerGroup:
     """Starts the servers on this host, or on the reserved nodes of the cluster; they may still be loading."""
     device = "cuda" if placement.on_gpu else "cpu"
-    extra_args, env = server_args(sync, device), server_env(sync, device)
+    extra_args, env = server_args(), server_env(device)
     if reservation is not None and not rollout.urls:
         seats = reservation.servers
         with prefix_fields("rollout"):

@@ -79,17 +79,19 @@ class SkippedUpdates:
             self._report(f"warning: skipped an update of the {self._model}, because its gradient is not finite: {why}")
         self.in_a_row += not scaled
         if self._limit and self.in_a_row >= self._limit:
-            raise self.error(f"allowed: fewer than trainer.max_skipped_updates ({self._limit}) in a row")
+            raise self._error()
 
     def check(self) -> None:
         """Raises DivergedError if the last update was skipped."""
         if self.in_a_row and self._limit:
-            raise self.error("nothing was exported")
+            raise self._error()
 
-    def error(self, consequence: str) -> DivergedError:
+    def _error(self) -> DivergedError:
         return DivergedError(
-            f"the {self._model} has diverged: the gradients of its last {self.in_a_row} updates are not finite; "
-            f"{consequence}. Lower its learning rate, or look for the step in which its loss exploded"
+            f"the {self._model} has diverged: the gradients of its last {self.in_a_row} updates are not finite",
+            field="trainer.max_skipped_updates",
+            value=self._limit,
+            remedy="lower its learning rate, or look for the step in which its loss exploded",
         )
 
 

@@ -5,8 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from rollout_vllm import RewardOutcome, Sample
 
-_CALLS_WITHOUT_ANSWER, _ROUNDS_WITHOUT_ANSWER = 4, 2
-_CALLS_AFTER_AN_ANSWER, _ROUNDS_AFTER_AN_ANSWER = 16, 4
+_CALLS, _ROUNDS = 8, 4
 """Timeouts in a row after which scoring is given up: so many, and so many for each call that is made at a time."""
 
 
@@ -17,26 +16,15 @@ Call = Callable[[Sequence[Sample]], Awaitable[Sequence[RewardOutcome]]]
 class HangGuard:
     """Makes the calls of one function or service, counts its timeouts in a row, and gives up where they do not end."""
 
-    def __init__(
-        self,
-        call: Call,
-        source: str,
-        *,
-        whole_groups: bool,
-        at_once: int,
-        timeout_s: float,
-        report: Callable[[str], None],
-    ) -> None:
+    def __init__(self, call: Call, source: str, *, whole_groups: bool, at_once: int, timeout_s: float) -> None:
         """
         Args:
             source: the configuration key and its value, for messages.
             whole_groups: call it once with all samples of a group; else once for each sample.
-            at_once: number of calls that are made at the same time. After so many timeouts in a row `report` gets a
-                line.
+            at_once: number of calls that are made at the same time.
         """
-        self._call, self._source, self._whole_groups = call, source, whole_groups
-        self._at_once, self._timeout_s, self._report = at_once, timeout_s, report
-        self._num_timeouts, self._has_answered = 0, False
+        self._call, self._source, self._whole_groups, self._timeout_s = call, source, whole_groups, timeout_s
+        self._limit, self._num_timeouts = max(_CALLS, _ROUNDS * at_once), 0
         self._calls: set[asyncio.Future[Sequence[RewardOutcome]]] = set()
         self.gave_up = ""
         """Why no call is made any more; empty while calls are made."""
@@ -68,21 +56,12 @@ class HangGuard:
         return [RewardOutcome(None, "timeout", self.gave_up)] * len(samples)
 
     def count(self, outcome: RewardOutcome) -> None:
-        """Counts a call; reports timeouts in a row, and gives up where they do not end."""
-        if outcome.kind != "timeout":
-            self._num_timeouts, self._has_answered = 0, self._has_answered or outcome.kind == "ok"
-            return
-        self._num_timeouts += 1
-        limit = max(_CALLS_WITHOUT_ANSWER, _ROUNDS_WITHOUT_ANSWER * self._at_once)
-        if self._has_answered:
-            limit = max(_CALLS_AFTER_AN_ANSWER, _ROUNDS_AFTER_AN_ANSWER * self._at_once)
-        hangs = (
-            f"{self._source} hangs: its last {self._num_timeouts} calls took longer than "
-            f"reward.timeout_s={self._timeout_s:g}"
-        )
-        if self._num_timeouts == self._at_once:
-            self._report(f"warning: {hangs}; the run ends after {limit} such calls in a row")
-        elif self._num_timeouts >= limit and not self.gave_up:
-            self.gave_up = f"{hangs}; fix it, raise reward.timeout_s, or score more at a time (reward.num_workers)"
+        """Counts a call; gives up where timeouts do not end, also on calls that still wait for a worker."""
+        self._num_timeouts = self._num_timeouts + 1 if outcome.kind == "timeout" else 0
+        if self._num_timeouts >= self._limit and not self.gave_up:
+            self.gave_up = (
+                f"{self._source} hangs: its last {self._num_timeouts} calls took longer than reward.timeout_s="
+                f"{self._timeout_s:g}; fix it, raise reward.timeout_s, or score more at a time (reward.num_workers)"
+            )
             for call in self._calls:
                 call.cancel()

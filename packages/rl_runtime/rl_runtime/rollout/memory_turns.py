@@ -134,7 +134,7 @@ class MemoryTurns:
 
     def _go(self, before: Turn, after: Turn) -> None:
         if self.turn is not before:
-            raise RlRuntimeError(f"memory turns: {after.value!r} does not follow {self.turn.value!r}")
+            raise RlRuntimeError(field="turn", value=self.turn.value, allowed=f"{before.value}, before {after.value}")
         self.turn = after
 
     def _try(self, call: Callable[[], None]) -> None:
@@ -151,6 +151,5 @@ def _check_awake(server: Endpoint, timeout_s: float) -> None:
 
 
 def _raise(error: ControlError) -> None:
-    raise RlRuntimeError(
-        f"trainer.take_turns: {error}; trainer.max_server_restarts above 0 restarts such servers"
-    ) from error
+    remedy = "set trainer.max_server_restarts above 0, which restarts such servers"
+    raise RlRuntimeError(str(error), field="trainer.take_turns", remedy=remedy) from error

@@ -71,7 +71,7 @@ class Scorer:
     ) -> None:
         """
         Args:
-            report: gets a line for what rewards have to say at the start, and for functions that hang.
+            report: gets a line for what rewards have to say at the start.
             printed_dir: folder for what functions print, created if missing; None: it is dropped.
         """
         self._config = config
@@ -87,7 +87,6 @@ class Scorer:
             "start_timeout_s": config.start_timeout_s,
             "printed_dir": None if printed_dir is None else str(printed_dir),
         }
-        self._report = report
         self._sources = {name: self._function(function) for name, function in functions.items()}
         if config.url is not None:
             self._service = connect_service(config, config.url)
@@ -107,9 +106,7 @@ class Scorer:
 
     def _guard(self, call: Call, source: str, at_once: int, *, whole_groups: bool = False) -> HangGuard:
         timeout_s = self._config.timeout_s
-        return HangGuard(
-            call, source, whole_groups=whole_groups, at_once=at_once, timeout_s=timeout_s, report=self._report
-        )
+        return HangGuard(call, source, whole_groups=whole_groups, at_once=at_once, timeout_s=timeout_s)
 
     def _pool(self, is_coroutine: bool) -> RewardPool:
         """The pool for coroutine functions or that for others, started when it is first asked for."""
@@ -153,35 +150,6 @@ class Scorer:
         call = self._pool(False).submit_batch(vote, texts, num_scores=len(texts))
         numbers = [outcome.score for outcome in await asyncio.wrap_future(call)]
         return None if None in numbers else [int(vote) for vote in numbers if vote is not None]
-
-    async def has_answer(self, samples: Sequence[Sample]) -> list[bool] | None:
-        """For each sample, whether its response gives an answer; None: nothing extracts answers, or it failed to."""
-        reward = self._answer_reward(samples[0])
-        extract = reward.answer if self._answer is None and reward is not None else self._answer
-        if extract is None or samples[0].turn_rewards is not None:
-            return None
-        texts = [sample.text for sample in samples]
-        call = self._pool(False).submit_batch(partial(_has_answer, extract), texts, num_scores=len(texts))
-        numbers = [outcome.score for outcome in await asyncio.wrap_future(call)]
-        return None if None in numbers else [bool(number) for number in numbers]
-
-    def read_answer(self, sample: Sample) -> str:
-        """The answer that the registry's reward reads in a response, in words; empty if it looks for none."""
-        reward = self._answer_reward(sample)
-        if reward is None:
-            return ""
-        try:
-            answer = reward.answer(sample.text)
-        except Exception as error:  # of a parser, on a response like any other
-            return f"nothing, because it fails ({type(error).__name__})"
-        return "no answer" if answer is None else f"the answer {answer!s:.80}"
-
-    def advice(self, sample: Sample) -> str:
-        """A setting with which the registry's reward finds more answers; empty if there is none."""
-        first = next(iter(self._config.terms), None)
-        key = "reward.method" if first is None else f"reward.terms.{first}.options.method"
-        is_strict = getattr(self._answer_reward(sample), "method", None) == "strict"
-        return f"{key}=flexible takes the last number" if is_strict else ""
 
     def _answer_reward(self, sample: Sample) -> AnswerReward | None:
         """The reward that `is_full` asks, if it extracts answers."""
@@ -245,11 +213,6 @@ class Scorer:
 def _votes_by(answer: Callable[[str], Any], response_texts: Sequence[str]) -> list[int]:
     """Votes by the function `reward.answer`; called in a scoring process."""
     return equal_answers([answer(text) for text in response_texts])
-
-
-def _has_answer(extract: Callable[[str], Any], response_texts: Sequence[str]) -> list[int]:
-    """1 for each response with an answer, else 0; called in a scoring process."""
-    return [int(extract(text) is not None) for text in response_texts]
 
 
 async def call_function(

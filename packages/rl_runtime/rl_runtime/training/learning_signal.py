@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from rollout_vllm import Sample
 
@@ -13,24 +12,13 @@ _SAID_AT = (1, 3)
 _SHOWN_CHARACTERS = 200
 _KEYS = {
     "cut": "raise sampling.max_tokens, or ask for short responses (data.system_prompt)",
-    "no answer": "ask for the format that the reward reads (data.system_prompt, docs/rewards.md)",
-    "zero": "use easier prompts, warm_start, or a reward with partial credit (reward.format_score, reward.terms)",
+    "zero": "ask for the format that the reward reads (data.system_prompt, docs/rewards.md), use easier prompts, "
+    "warm_start, or a reward that reads more (reward.method=flexible) or gives partial credit (reward.format_score, "
+    "reward.terms)",
     "equal": "raise sampling.n or sampling.temperature, use prompts of other difficulty, or replace such groups with "
     "dynamic_sampling.max_rounds",
 }
 """Reason, the most specific first -> settings that help."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AnswerReader:
-    """The reward's view of responses."""
-
-    has_answer: Callable[[Sequence[Sample]], Sequence[bool] | None] = lambda _: None
-    """For each sample, whether the reward finds an answer in it; None: it looks for none."""
-    read: Callable[[Sample], str] = lambda _: ""
-    """The answer that the reward finds in a sample, in words; empty: it looks for none."""
-    advice: Callable[[Sample], str] = lambda _: ""
-    """A setting that lets it find more answers; empty: there is none."""
 
 
 class LearningSignal:
@@ -41,10 +29,9 @@ class LearningSignal:
         compares_group: only differences within a group are learned from, not those in the whole batch.
     """
 
-    def __init__(self, report: Callable[[str], None], reader: AnswerReader, *, compares_group: bool) -> None:
-        self._report, self._reader, self._compares_group = report, reader, compares_group
+    def __init__(self, report: Callable[[str], None], *, compares_group: bool) -> None:
+        self._report, self._compares_group = report, compares_group
         self._in_a_row: Mapping[str, int] = {}
-        self._finds_answers = False
 
     def check(self, step: int, samples: Sequence[Sample]) -> None:
         """Says why the scores of this step teach nothing, or that all responses were cut."""
@@ -54,14 +41,10 @@ class LearningSignal:
         if reason is None or self._in_a_row[reason] not in _SAID_AT:
             return
         one = samples[0]
-        answer = self._reader.read(one)
-        keys = filter(None, (_KEYS[reason], self._reader.advice(one) if reason == "no answer" else ""))
         teaches = " teaches nothing" if "equal" in reasons else ""
         self._report(
-            f"warning: step {step}{teaches}: {reasons[reason]}; {'; or '.join(keys)}. One response, to "
-            f"{one.prompt.id}, ends in {one.text[-_SHOWN_CHARACTERS:]!r}"
-            + (f", in which the reward reads {answer}" if answer else "")
-            + f": score {score_of(one):g}"
+            f"warning: step {step}{teaches}: {reasons[reason]}; {_KEYS[reason]}. One response, to "
+            f"{one.prompt.id}, ends in {one.text[-_SHOWN_CHARACTERS:]!r}: score {score_of(one):g}"
         )
 
     def _reasons(self, samples: Sequence[Sample]) -> dict[str, str]:
@@ -70,11 +53,6 @@ class LearningSignal:
         scores = [score_of(sample) for sample in samples]
         if all(sample.finish_reason == "length" for sample in samples):
             reasons["cut"] = f"all {count} responses were cut at sampling.max_tokens"
-        if not self._finds_answers or not any(scores):
-            answers = self._reader.has_answer(samples)
-            self._finds_answers = answers is None or any(answers)
-            if not self._finds_answers:
-                reasons["no answer"] = f"the reward finds no answer in any of {count} responses"
         if not any(scores):
             reasons["zero"] = f"the score of all {count} responses is 0"
         if not differ(samples, compares_group=self._compares_group):

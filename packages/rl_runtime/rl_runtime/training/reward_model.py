@@ -56,7 +56,9 @@ def with_output(sample: Sample, output: float, weight: float) -> Sample:
     score = score_of(sample) + weight * output
     if not abs(score) <= MAX_REWARD:  # nor NaN
         raise RolloutFailed(
-            f"reward.model gives {output} to sample {sample.sample_index} of prompt {sample.prompt.id}, "
-            f"and {score_of(sample):g} + {weight:g} times that is no score; allowed: -{MAX_REWARD:g} to {MAX_REWARD:g}"
+            f"the output for sample {sample.sample_index} of prompt {sample.prompt.id} is {output}, and "
+            f"{score_of(sample):g} + {weight:g} times that is no score",
+            field="reward.model",
+            allowed=f"-{MAX_REWARD:g} to {MAX_REWARD:g}",
         )
     return replace(sample, score=score, reward_terms={**sample.reward_terms, MODEL_TERM: output})

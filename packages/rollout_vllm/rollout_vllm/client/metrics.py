@@ -40,7 +40,7 @@ def combine(per_server: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Totals over the servers."""
     totals = Counter[str]()
     for figures in per_server:
-        totals.update(figures)  # type: ignore[arg-type]
+        totals.update(figures)
     return dict(totals)
 
 

@@ -5,7 +5,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from statistics import median
-from typing import TextIO
 
 
 def duration_text(seconds: float) -> str:
@@ -30,21 +29,12 @@ class Progress:
     Args:
         total_steps: last step number.
         first_step: number of the first step of this process (a resumed run starts later).
-        stream: output stream; None takes the current sys.stdout at each print.
         clock: monotonic seconds; for tests.
     """
 
-    def __init__(
-        self,
-        total_steps: int,
-        *,
-        first_step: int = 1,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, total_steps: int, *, first_step: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
         self.total_steps = total_steps
         self._next_step = first_step
-        self._stream = stream
         self._clock = clock
         self._last = clock()
         self._durations: deque[float] = deque(maxlen=10)
@@ -92,7 +82,7 @@ class Progress:
 
     def message(self, text: str) -> None:
         """Print a line of text between the step lines."""
-        print(text, file=self._stream, flush=True)
+        print(text, flush=True)
 
     def restart_clock(self) -> None:
         """Start the next step's time now (after validation or a recovery, which are not part of it)."""

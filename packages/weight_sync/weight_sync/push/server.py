@@ -8,7 +8,7 @@ from urllib.parse import urlencode, urlsplit
 
 from plinth_base.endpoint import Endpoint as Endpoint
 
-from ..config import BACKEND, SyncConfig
+from ..config import BACKEND
 from ..errors import ServerError, SyncConfigError
 
 _SERVER_ARGS = ("--weight-transfer-config", json.dumps({"backend": BACKEND}))
@@ -17,18 +17,16 @@ _SERVER_ARGS = ("--weight-transfer-config", json.dumps({"backend": BACKEND}))
 _DEFAULT_TIMEOUT = -1.0
 
 
-def server_args(config: SyncConfig, device_type: str) -> list[str]:
-    """Command-line arguments for ``python -m vllm.entrypoints.openai.api_server`` (device_type ``cpu`` or ``cuda``)."""
-    del config, device_type  # one engine supports all transports on both devices; the pusher chooses per sync
+def server_args() -> list[str]:
+    """Command-line arguments for ``python -m vllm.entrypoints.openai.api_server``, for all transports and devices."""
     return list(_SERVER_ARGS)
 
 
-def server_env(config: SyncConfig, device_type: str = "cuda") -> dict[str, str]:
+def server_env(device_type: str = "cuda") -> dict[str, str]:
     """Environment variables of the server process. They open vLLM's control routes: keep the port private.
 
     For ``cpu`` they also enable huge pages in the C library, which makes packing large layers up to 1.8 times faster.
     """
-    del config
     huge_pages = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if device_type == "cpu" else {}
     return {"VLLM_SERVER_DEV_MODE": "1", **huge_pages}
 

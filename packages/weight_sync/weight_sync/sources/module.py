@@ -43,8 +43,8 @@ class ModuleSource:
         with torch.no_grad():
             for slot, param in zip(bucket.slots, params, strict=True):
                 if param is None or tuple(param.shape) != slot.shape:
-                    change = "is gone" if param is None else f"has shape {tuple(param.shape)}"
-                    raise SourceError(f"{slot.name}: planned with shape {slot.shape}, now {change}")
+                    shape = None if param is None else tuple(param.shape)
+                    raise SourceError(field=slot.name, value=shape, allowed=f"shape {slot.shape}, as planned")
                 full = param.full_tensor() if hasattr(param, "full_tensor") else param
                 if out is not None:
                     full_params.append(full.detach())
