@@ -6,17 +6,30 @@ PEAK_FLOPS = 989e12
 """Dense bf16 operations per second of an H100 or H200 (NVIDIA's data sheet)."""
 
 
-def training_mfu(shape: ModelShape, *, prompt: float, response: float, sequences: float, gpu_seconds: float) -> float:
-    """MFU of updates: a backward pass costs two forward passes, and recomputation does not count."""
-    return 3 * sequences * forward_flops(shape, prompt, response) / (gpu_seconds * PEAK_FLOPS)
+def training_mfu(
+    shape: ModelShape,
+    *,
+    prompt: float,
+    response: float,
+    sequences: float,
+    gpu_seconds: float,
+    shared_by: float = 1,
+) -> float:
+    """MFU of updates: a backward pass costs two forward passes, and recomputation does not count.
+
+    Args:
+        shared_by: so many sequences share a prompt that is computed once.
+    """
+    return 3 * sequences * forward_flops(shape, prompt, response, shared_by=shared_by) / (gpu_seconds * PEAK_FLOPS)
 
 
-def forward_flops(shape: ModelShape, prompt: float, response: float) -> float:
+def forward_flops(shape: ModelShape, prompt: float, response: float, *, shared_by: float = 1) -> float:
     """Operations of the forward pass of one sequence, of which the response has logits: two for each weight and token.
 
-    In causal attention a token attends to half of the sequence on average, with two operations per feature for its
-    scores and two for its output.
+    In causal attention a token attends to half of its own part on average, and a response to its whole prompt, with two
+    operations per feature for the scores and two for the output. Only computed tokens count.
     """
-    tokens = prompt + response
-    layer = sum(weight.size for weight in shape.linear_layers()) + shape.query_width * tokens
-    return 2 * shape.num_layers * layer * tokens + 2 * shape.vocab * shape.hidden * response
+    tokens = prompt / shared_by + response
+    attended = prompt * prompt / 2 / shared_by + response * (prompt + response / 2)
+    layer = sum(weight.size for weight in shape.linear_layers()) * tokens + 2 * shape.query_width * attended
+    return 2 * shape.num_layers * layer + 2 * shape.vocab * shape.hidden * response

@@ -19,6 +19,7 @@ from apps.evaluate.config import EvaluateConfig
 from apps.grpo.config import GrpoConfig
 from apps.sft.config import SftConfig
 from benchmarks.distill_step import compare as distill_step
+from benchmarks.flops import training_mfu
 from benchmarks.grpo_step import workload
 from benchmarks.grpo_step.cases import Result, mfu, planned_gib
 from benchmarks.random_model import CONFIGS
@@ -29,6 +30,7 @@ from benchmarks.session.plan import PLANS, read_plan
 from benchmarks.session.summary import joined_tables
 from benchmarks.sft_step import compare as sft_step
 from benchmarks.small_cards.run import PRESETS, keys
+from ds_engine import ModelShape
 from run_kit import MetricsTable, load_config
 
 APPS = Path(__file__).resolve().parents[1] / "apps"
@@ -141,7 +143,9 @@ def test_columns_read_logs_and_metrics(tmp_path: Path) -> None:
     made.mkdir(parents=True)
     for step, seconds in enumerate((9.0, 2.0, 4.0), 1):
         lengths = {"prompt_length/mean": 100.0, "response_length/mean": 300.0, "rollout/num_samples": 8}
-        values = {"timing_s/step": seconds, "timing_s/update_actor": seconds / 2, **lengths}
+        # eight responses of 300 tokens share a prompt of 100
+        tokens = {"actor/tokens_per_update": 3200, "actor/computed_tokens_per_update": 2500}
+        values = {"timing_s/step": seconds, "timing_s/update_actor": seconds / 2, **lengths, **tokens}
         MetricsTable(made / "metrics.tsv").log(step, values)
     (made / "config.yaml").write_text("trainer: {num_ranks: 2}\n")
     (tmp_path / "model").mkdir()
@@ -156,7 +160,10 @@ def test_columns_read_logs_and_metrics(tmp_path: Path) -> None:
     assert planned_gib(result) == pytest.approx(92.7)
     run.started = datetime(2025, 12, 31, 23, 59, 52).astimezone().timestamp()
     assert first_step_s(run, result.folder) == pytest.approx(8 + 29.5)
-    assert mfu(result) > 0
+    shape = ModelShape.read(result.model)
+    work = {"response": 300.0, "sequences": 8.0, "gpu_seconds": 2 * 1.5}
+    assert mfu(result) == pytest.approx(training_mfu(shape, prompt=100.0, shared_by=8, **work))
+    assert 0 < training_mfu(shape, prompt=0.0, **work) < mfu(result) < training_mfu(shape, prompt=100.0, **work)
     row = {name: column(result) for name, column in COLUMNS.items()}
     assert (row["step"], row["divergences"], row["restarts of ranks"]) == (3.0, 1, 0)
     assert math.isnan(float(row["sync"]))

@@ -89,6 +89,29 @@ def test_a_pair_is_in_one_micro_batch_and_every_pair_counts_once(
         assert budget is None or num_tokens <= budget or len(micro) == 2
 
 
+@given(lens=LENS, num_replicas=st.integers(1, 4), limit=LIMITS)
+def test_pairs_that_share_prompts_stay_whole_within_the_limits(
+    lens: list[tuple[int, int]], num_replicas: int, limit: BatchConfig
+) -> None:
+    """Every other pair has the prompt of the one before, and its chosen response goes on from that one's."""
+    rows: list[list[int]] = []
+    for number, sizes in enumerate(lens):
+        begin = [1, 2, number // 2, *([0] * (number % 2))]
+        rows += [begin + [10 * number + side] * size for side, size in enumerate(sizes)]
+    batch = rl_core.pack([row[:1] for row in rows], [row[1:] for row in rows])
+    order = batch.order_prefixes(min_tokens=1)
+    lengths, size, budget = batch.seq_lens_S.tolist(), limit.micro_batch_size, limit.token_budget
+    plan = assignment(lengths, range(len(rows)), num_replicas, limit, 1, group_size=2, prefixes=order)
+    assert len({len(replica) for replica in plan}) == 1, "ranks have different numbers of micro batches"
+    micros = [micro for replica in plan for micro in replica]
+    assert sorted(index for micro in micros for index in micro) == list(range(len(rows)))
+    for micro in micros:
+        assert [index + 1 for index in micro[0::2]] == micro[1::2], "a pair is divided"
+        assert size is None or len(micro) <= 2 * size
+        num_tokens = batch.select(micro).with_prefixes(order.select(micro)).num_computed_tokens
+        assert budget is None or num_tokens <= budget or len(micro) == 2
+
+
 @given(lens=LENS, num_replicas=st.integers(1, 4), limit=LIMITS, kind=st.sampled_from(["dpo", "ipo", "kto"]))
 def test_preference_losses_are_the_mean_over_the_batch_whatever_its_split(
     lens: list[tuple[int, int]], num_replicas: int, limit: BatchConfig, kind: Any

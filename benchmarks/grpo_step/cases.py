@@ -80,14 +80,18 @@ def metric(name: str, *, skip: int = 1) -> Column:
 
 
 def mfu(result: Result) -> float:
-    """That of the updates, on the ranks' GPUs."""
+    """That of the updates, on the ranks' GPUs; tokens of shared prompts count once."""
     if result.folder is None or not len(result.steps) or not (result.folder / "config.yaml").is_file():
         return math.nan
     num_ranks = int(yaml.safe_load((result.folder / "config.yaml").read_text())["trainer"]["num_ranks"])
+    prompt, response = (result.steps.median(f"{part}_length/mean") for part in ("prompt", "response"))
+    computed, tokens = (result.steps.median(f"actor/{name}_per_update") for name in ("computed_tokens", "tokens"))
+    computed_of_prompt = max(1, (prompt + response) * computed / tokens - response)
     return training_mfu(
         ModelShape.read(result.model),
-        prompt=result.steps.median("prompt_length/mean"),
-        response=result.steps.median("response_length/mean"),
+        prompt=prompt,
+        response=response,
+        shared_by=prompt / computed_of_prompt,
         sequences=result.steps.median("rollout/num_samples"),
         gpu_seconds=result.steps.median("timing_s/update_actor") * num_ranks,
     )

@@ -46,3 +46,11 @@ def test_hugging_face_log_probs_agree() -> None:
     assert differences["log_probs"] < 1e-5
     assert differences["entropy"] < 1e-5
     assert differences["gradient"] < 1e-5
+
+
+def test_shared_prompts_change_neither_loss_nor_gradients() -> None:
+    pytest.importorskip("transformers")
+    results = load("shared_prompts").compare()
+    assert results["loss"] < 1e-6
+    assert results["gradient"] < 1e-6
+    assert results["token ratio"] == 8 * (96 + 32) / (96 + 8 * 32)

@@ -10,16 +10,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rl_core import ArgumentError, Batch, PrefixTree, find_prefixes, order_prefixes, pack
+from rl_core import (
+    ArgumentError,
+    Batch,
+    MicroBatchPlan,
+    PrefixOrder,
+    PrefixTree,
+    find_prefixes,
+    order_prefixes,
+    pack,
+    plan_micro_batches,
+)
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=150)
 
 
 @st.composite
-def sequences(draw: st.DrawFn) -> list[list[int]]:
+def sequences(draw: st.DrawFn, *, least: int = 0, most: int = 9) -> list[list[int]]:
     """Sequences that branch from earlier ones anywhere, repeat them, or are their prefixes; shuffled."""
     rows: list[list[int]] = []
-    for _ in range(draw(st.integers(0, 9))):
+    for _ in range(draw(st.integers(least, most))):
         start = draw(st.sampled_from(rows))[: draw(st.integers(0, 12))] if rows and draw(st.booleans()) else []
         row = start + draw(st.lists(st.integers(-1, 2), min_size=not start, max_size=7))
         rows.append(row)
@@ -153,10 +163,123 @@ def test_groups_of_eight_compute_so_many_times_fewer_tokens(prompt: int, ratio: 
     assert batch.num_tokens / batch.num_computed_tokens == pytest.approx(ratio, abs=0.05)
 
 
+limits_strategy = st.one_of(
+    st.fixed_dictionaries({"token_budget": st.integers(1, 60)}),
+    st.fixed_dictionaries({"micro_batch_size": st.integers(1, 5)}),
+    st.fixed_dictionaries({"token_budget": st.integers(1, 60), "micro_batch_size": st.integers(1, 5)}),
+)
+
+
+def planned(
+    batch: Batch, num_ranks: int, limits: dict[str, int], min_tokens: int = 1
+) -> tuple[MicroBatchPlan, PrefixOrder]:
+    order = order_prefixes(batch.input_ids_T, batch.cu_seqlens_S1, min_tokens=min_tokens)
+    return plan_micro_batches(batch.seq_lens_S.tolist(), num_ranks=num_ranks, prefixes=order, **limits), order
+
+
+def computed(batch: Batch, order: PrefixOrder, micro: tuple[int, ...]) -> int:
+    """Tokens of the tree of a micro batch."""
+    return order.select(micro).tree(batch.select(micro).cu_seqlens_S1).num_tokens
+
+
+@PROPERTY
+@given(sequences(least=1, most=20), st.integers(1, 4), limits_strategy, st.integers(1, 3))
+def test_plans_keep_their_limits_in_computed_tokens(
+    rows: list[list[int]], num_ranks: int, limits: dict[str, int], min_tokens: int
+) -> None:
+    batch = packed(rows)
+    plan, order = planned(batch, num_ranks, limits, min_tokens)
+    micros = [micro for rank in plan.assignment for micro in rank]
+    assert sorted(i for micro in micros for i in micro) == list(range(len(rows)))
+    assert {len(rank) for rank in plan.assignment} == {plan.num_micro_batches}
+    assert sum(not micro for micro in micros) == max(0, len(micros) - len(rows))
+    sizes = [[computed(batch, order, micro) for micro in rank] for rank in plan.assignment]
+    for micro, size in zip(micros, [size for rank in sizes for size in rank], strict=True):
+        assert len(micro) <= limits.get("micro_batch_size", len(rows))
+        assert len(micro) <= 1 or size <= limits.get("token_budget", size)
+    if "token_budget" not in limits:
+        assert plan.num_micro_batches == -(-len(rows) // (num_ranks * limits["micro_batch_size"]))
+        assert max(map(len, micros)) - min(map(len, micros)) <= 1
+    totals, flat = [sum(rank) for rank in sizes], [size for rank in sizes for size in rank]
+    assert max(totals) - min(totals) <= max(flat) - min(flat)
+    for earlier, later in pairwise(zip(*sizes, strict=True)):
+        assert min(earlier) >= max(later)
+    without = plan_micro_batches(batch.seq_lens_S.tolist(), num_ranks=num_ranks, **limits)
+    assert max(totals) <= max(sum(len(rows[i]) for i in without.rank_samples(rank)) for rank in range(num_ranks))
+
+
+@PROPERTY
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 4), limits_strategy)
+def test_without_shared_prefixes_the_plan_is_the_same(lens: list[int], num_ranks: int, limits: dict[str, int]) -> None:
+    batch = packed([[number] * length for number, length in enumerate(lens)])
+    assert planned(batch, num_ranks, limits)[0] == plan_micro_batches(lens, num_ranks=num_ranks, **limits)
+
+
+def groups_of(num_groups: int, size: int, prompt: int, response: int) -> Batch:
+    """Groups whose members share a prompt, in a mixed order."""
+    ids = np.arange(10_000_000)
+    prompts = [10_000 * (n + 1) + ids[:prompt] for n in range(num_groups)]
+    places = [n for _ in range(size) for n in range(num_groups)]
+    responses = [1_000_000 + 1_000 * n + ids[:response] for n in range(len(places))]
+    return pack([prompts[n] for n in places], responses)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "budget", "num_micro_batches", "largest"),
+    [
+        (1, 16_384, 3, 8 * 4344),  # three groups of 4,344 fit
+        (4, 16_384, 1, 2 * 4344),
+        (8, 16_384, 1, 4344),
+        (4, 4_096, 4, 4 * (248 + 4 * 512)),  # a group does not fit, its halves do
+        (16, 16_384, 1, 248 + 4 * 512),  # half a group per rank, though whole ones fit
+    ],
+)
+def test_groups_stay_whole_unless_they_do_not_fit_or_leave_ranks_idle(
+    num_ranks: int, budget: int, num_micro_batches: int, largest: int
+) -> None:
+    batch = groups_of(8, 8, 248, 512)
+    plan, order = planned(batch, num_ranks, {"token_budget": budget})
+    sizes = [sum(computed(batch, order, micro) for micro in rank) for rank in plan.assignment]
+    assert plan.num_micro_batches == num_micro_batches
+    assert max(sizes) == largest
+
+
+def test_one_group_is_split_over_two_ranks_and_fixed_sizes_keep_it_together() -> None:
+    batch = groups_of(1, 8, 4096, 64)
+    plan, order = planned(batch, 2, {"token_budget": 16_384})
+    assert [[len(micro) for micro in rank] for rank in plan.assignment] == [[4], [4]]
+    batch = groups_of(4, 4, 100, 50)
+    plan, order = planned(batch, 2, {"micro_batch_size": 4})
+    assert {computed(batch, order, micro) for rank in plan.assignment for micro in rank} == {100 + 4 * 50}
+
+
+def test_only_as_many_runs_are_split_as_micro_batches_are_missing() -> None:
+    """One of two groups does not fit; on two ranks three micro batches become four, not six with one sequence each."""
+    responses = [[100 + 20 * n + t for t in range(length)] for n, length in enumerate((9, 4, 14, 7, 11, 5))]
+    batch = pack([[1 + n % 2] * 40 for n in range(6)], responses)
+    plan, order = planned(batch, 2, {"token_budget": 64})
+    sizes = [computed(batch, order, micro) for rank in plan.assignment for micro in rank]
+    assert len(sizes) == 4
+    assert sum(sizes) == 4 * 40 + 50
+
+
+def test_a_tree_is_split_where_the_fewest_tokens_are_computed_twice() -> None:
+    """Seven responses to a prompt and one to another, both of a template: parts of equal size would compute more."""
+    template, ids = list(range(40)), iter(range(1_000, 10_000))
+    one, other = ([next(ids) for _ in range(60)] for _ in range(2))
+    prompts = [template + (other if n == 3 else one) for n in range(8)]
+    batch = pack(prompts, [[next(ids) for _ in range(50)] for _ in range(8)])
+    plan, order = planned(batch, 1, {"token_budget": 500}, 32)
+    assert sorted(plan.assignment[0], key=len) == [(3,), (0, 1, 2, 4, 5, 6, 7)]
+    assert sorted(computed(batch, order, micro) for micro in plan.assignment[0]) == [150, 450]
+
+
 def test_thousands_of_sequences_take_less_than_a_second() -> None:
     rng = np.random.default_rng(0)
     prompts = [ids for ids in rng.integers(0, 150_000, (256, 1024)) for _ in range(8)]
     batch = pack(prompts, list(rng.integers(0, 150_000, (2048, 512))))
     begin = time.process_time()
-    order_prefixes(batch.input_ids_T, batch.cu_seqlens_S1)
+    order = order_prefixes(batch.input_ids_T, batch.cu_seqlens_S1)
     assert time.process_time() - begin < 1
+    plan_micro_batches(batch.seq_lens_S.tolist(), num_ranks=8, token_budget=16_384, prefixes=order)
+    assert time.process_time() - begin < 3

@@ -32,6 +32,8 @@ class SupervisedJobConfig:
     own. Gradients of the micro batches of a step are accumulated. null: chosen by memory, 16,384 on the CPU."""
     micro_batch_size: int | None = None
     """Demonstrations (or pairs) per micro batch of a GPU, instead of `token_budget`."""
+    share_prefixes: bool = True
+    """Compute tokens with which several sequences of a micro batch begin (the prompt of a pair) once."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     """The engine; its optimizer is `supervised.optim`."""
     trainer: TrainingConfig = field(
@@ -97,7 +99,11 @@ class SupervisedJobConfig:
     @property
     def batch(self) -> BatchConfig:
         """The limits of a micro batch."""
-        return BatchConfig(token_budget=self.token_budget, micro_batch_size=self.micro_batch_size)
+        return BatchConfig(
+            token_budget=self.token_budget,
+            micro_batch_size=self.micro_batch_size,
+            share_prefixes=self.share_prefixes,
+        )
 
 
 _OF_PREFERENCES = "preferences have columns of fixed names: question or prompt, chosen and rejected"

@@ -1,4 +1,5 @@
-"""Two ranks: GSPO updates alike with and without sequence parallelism, and with its own log-probs as old ones."""
+"""Two ranks: GSPO updates alike with and without sequence parallelism, with its own log-probs as old ones, and with the
+prompts of groups computed once."""
 
 from functools import partial
 
@@ -18,8 +19,12 @@ from rl_runtime.training.policy_loss import policy_loss
 LENS = (9, 4, 14, 7, 11, 5)
 
 
-def make_batch(*names: str) -> TrainBatch:
-    """Six sequences in several micro batches; old log-probs far enough away that bounds are active."""
+def make_batch(*names: str, groups: bool = False) -> TrainBatch:
+    """Six sequences in several micro batches; old log-probs far enough away that bounds are active.
+
+    Args:
+        groups: two prompts of 40 tokens with three sequences each, in place of a short prompt of each.
+    """
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 64, (100,), generator=random).tolist()
     num_tokens = sum(LENS)
@@ -29,7 +34,7 @@ def make_batch(*names: str) -> TrainBatch:
         "weights": torch.full((num_tokens,), 1 / num_tokens),
         "mean_weights": torch.full((num_tokens,), 1 / num_tokens),
     }
-    prompts = [ids[n : n + 3] for n, _ in enumerate(LENS)]
+    prompts = [ids[n % 2 : n % 2 + 40] if groups else ids[n : n + 3] for n, _ in enumerate(LENS)]
     responses = [ids[n : n + length] for n, length in enumerate(LENS)]
     return TrainBatch(pack(prompts, responses, columns={name: columns[name] for name in names or columns}))
 
@@ -45,6 +50,16 @@ def update(ranks: SpmdGroup, folder: str, loss: LossFn, sp: int) -> dict[str, fl
     with make_batch() as train_batch:
         stats = actor.update(train_batch.mini_batches[0], loss)
     return {"loss": stats.loss, "grad_norm": stats.grad_norm, **stats.metrics}
+
+
+def update_of_groups(ranks: SpmdGroup, folder: str, loss: LossFn, sp: int, *, share: bool) -> dict[str, float]:
+    """Statistics of two updates, after which the weights are compared too, by the mean log-prob."""
+    actor = ModelHandle(ranks, "actor", BatchConfig(token_budget=64, share_prefixes=share))  # type: ignore[arg-type]
+    actor.build(folder, engine_config(sp), total_steps=2)
+    with make_batch(groups=True) as train_batch:
+        first, second = (actor.update(train_batch.mini_batches[0], loss) for _ in range(2))
+        mean = float(actor.log_probs(train_batch).mean())
+    return {"grad_norm": first.grad_norm, "later": second.grad_norm, "mean": mean, **second.metrics}
 
 
 def on_policy_update(
@@ -70,6 +85,12 @@ def update_with_gspo(folder: str) -> None:
     assert 0 < whole["clip_fraction"] < 1, "the bounds are not active"
     for key, value in whole.items():
         assert abs(shared[key] - value) <= 1e-5 + 1e-4 * abs(value), (key, value, shared[key])
+    for sp in (1, 2):
+        whole, once = (update_of_groups(ranks, folder, loss, sp, share=share) for share in (False, True))
+        assert whole.pop("computed_tokens_per_update") == whole["tokens_per_update"] == 6 * 40 + sum(LENS)
+        assert once.pop("computed_tokens_per_update") <= 4 * 40 + sum(LENS)
+        for key, value in whole.items():
+            assert abs(once[key] - value) <= 1e-5 + 1e-4 * abs(value), (sp, key, value, once[key])
     for sp in (1, 2):
         (apart, old_K), (own, own_K) = (
             on_policy_update(ranks, folder, loss, sp, defer_first=defer_first) for defer_first in (False, True)

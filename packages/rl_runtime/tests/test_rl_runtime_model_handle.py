@@ -44,6 +44,7 @@ class EchoEngine:
     """
 
     def __init__(self) -> None:
+        self.shares_prefixes = True
         self.given: list[Any] = []
         self.trained: list[list[Any]] = []
         self.losses: list[list[LossOutput]] = []
@@ -213,6 +214,32 @@ def test_ranks_of_a_replica_get_the_same_micro_batches(world_size: int, sp: int,
     assert sum(tokens) == batch.num_tokens
     sizes = [len(micro.cu_seqlens_S1) - 1 for micros in given for micro in micros]
     assert max(sizes) <= 2 * sp if micro_batch_size else max(tokens) <= 16 * sp
+
+
+def groups_with_a_prompt(num_prompt_tokens: int) -> Batch:
+    """Four groups of three samples; the groups of samples that follow each other differ."""
+    prompts = [prompt(tuple(range(1000 * group, 1000 * group + num_prompt_tokens))) for group in range(4)] * 3
+    return batch_of([sample([9000 + n, n, n], prompt=prompts[n], group=n % 4) for n in range(12)])
+
+
+@pytest.mark.parametrize("limit", [{"token_budget": 60}, {"micro_batch_size": 3}])
+@pytest.mark.parametrize("reason", ["shared", "off", "a model cannot", "few tokens"])
+def test_prompts_of_groups_are_computed_once_where_every_model_of_the_ranks_can(
+    limit: dict[str, int], reason: str
+) -> None:
+    ranks = InProcessRanks(2, "actor", "critic")
+    ranks.engines("critic")[1].shares_prefixes = reason != "a model cannot"
+    config = BatchConfig(**limit, share_prefixes=reason != "off")
+    actor, batch = handle(ranks, "actor", batch=config), groups_with_a_prompt(20 if reason == "few tokens" else 40)
+    with TrainBatch(batch, mini_batches=[range(12)]) as train_batch:
+        assert actor.log_probs(train_batch).tolist() == batch.target_ids_K.tolist()
+        stats = actor.update(train_batch.mini_batches[0], any_loss)
+    micros = [micro for engine in ranks.engines("actor") for micro in engine.given]
+    shared = 4 * (40 + 3 * 3) if reason == "shared" else batch.num_tokens
+    assert sum(micro.num_computed_tokens for micro in micros) == stats.metrics["computed_tokens_per_update"] == shared
+    assert stats.metrics["tokens_per_update"] == batch.num_tokens
+    assert {micro.prefixes is not None for micro in micros} == {reason == "shared"}
+    assert max(micro.num_computed_tokens for micro in micros) <= limit.get("token_budget", 200)
 
 
 def test_log_probs_and_updates_use_the_temperature_of_the_rollout() -> None:

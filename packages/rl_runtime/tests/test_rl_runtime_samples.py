@@ -13,6 +13,7 @@ from rl_runtime_samples import prompt, sample
 from ds_engine import TokenOutputs
 from rl_core import Batch, BatchConfig, LossAggregation, gae, split_mini_batches, token_rewards
 from rl_runtime.ranks.train_batch import TrainBatch
+from rl_runtime.ranks.trainer_worker import TrainerWorker
 from rl_runtime.samples import batch_of
 from rl_runtime.training.policy import PolicyConfig
 from rl_runtime.training.policy_loss import loss_weights, policy_loss
@@ -41,6 +42,10 @@ def micro_batches(batch: Batch, num_ranks: int, budget: int) -> list[list[Batch]
 
     class Ranks:
         world_size = num_ranks
+
+        def run(self, method: Any) -> list[bool]:
+            assert method is TrainerWorker.shares_prefixes
+            return [True]
 
         def run_each(self, method: Any, parts: list[list[list[Batch]]], number: int) -> None:
             held.extend(part[0] for part in parts)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._tensors import offsets, ranges
 from ..errors import ArgumentError, ShapeError
-from .prefixes import MIN_SHARED_TOKENS, PrefixTree, find_prefixes
+from .prefixes import MIN_SHARED_TOKENS, PrefixOrder, PrefixTree, order_prefixes
 
 IntRow: TypeAlias = Sequence[int] | NDArray[np.integer] | Tensor
 BoolRow: TypeAlias = Sequence[bool] | NDArray[np.bool_] | Tensor
@@ -90,9 +90,17 @@ class Batch:
         """The same sequences, with their values and without columns."""
         return replace(self, columns={})
 
-    def with_prefixes(self, *, min_tokens: int = MIN_SHARED_TOKENS) -> "Batch":
-        """The same batch, with the prefixes that its sequences share, if there are any; see `find_prefixes`."""
-        tree = find_prefixes(self.input_ids_T, self.cu_seqlens_S1, min_tokens=min_tokens)
+    def order_prefixes(self, *, min_tokens: int = MIN_SHARED_TOKENS) -> PrefixOrder:
+        """See `rl_core.order_prefixes`."""
+        return order_prefixes(self.input_ids_T, self.cu_seqlens_S1, min_tokens=min_tokens)
+
+    def with_prefixes(self, order: PrefixOrder | None = None, *, min_tokens: int = MIN_SHARED_TOKENS) -> "Batch":
+        """The same batch, with the prefixes that its sequences share, if there are any.
+
+        Args:
+            order: the order of its sequences, which has found them already; None finds them.
+        """
+        tree = (order or self.order_prefixes(min_tokens=min_tokens)).tree(self.cu_seqlens_S1)
         return replace(self, prefixes=tree if tree.num_tokens < self.num_tokens else None)
 
     def select(self, sequences: Sequence[int]) -> "Batch":

@@ -30,8 +30,11 @@ class BatchConfig:
     micro_batch_size: int | None = None
     """Sequences per forward/backward on one GPU. None packs up to `token_budget` tokens instead."""
     token_budget: int | None = None
-    """Maximum packed tokens (prompt + response) per micro batch; a longer sequence gets its own. At least 1. None:
-    16,384, unless an app chooses it."""
+    """Maximum packed tokens (prompt + response) per micro batch; a longer sequence gets its own. A prefix that
+    sequences share counts once. At least 1. None: 16,384, unless an app chooses it."""
+    share_prefixes: bool = True
+    """Compute tokens with which several sequences of a micro batch begin (the prompt of a group) once. It changes no
+    result except by rounding. Models that cannot do it compute every sequence whole."""
 
     @property
     def max_packed_tokens(self) -> int:

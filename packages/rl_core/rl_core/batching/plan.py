@@ -6,12 +6,20 @@ Pure Python and deterministic.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from ..errors import BatchError
 
+if TYPE_CHECKING:  # it needs torch
+    from .prefixes import PrefixOrder
+
 Bins = list[list[int]]
+
+_MAX_ROUNDS = 32
+"""Attempts to balance a plan by splitting prefixes; the first few are the best ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +50,12 @@ def plan_micro_batches(
     num_ranks: int,
     token_budget: int | None = None,
     micro_batch_size: int | None = None,
+    prefixes: "PrefixOrder | None" = None,
 ) -> MicroBatchPlan:
     """Spread samples over `num_ranks` (dp) ranks and micro batches, balanced by tokens.
 
-    `lengths` are the tokens of each sample. The plan guarantees:
+    `lengths` are the tokens of each sample. With `prefixes`, the order of these samples, tokens are those that a micro
+    batch computes: each prefix that its samples share counts once. The plan guarantees:
 
     * Every rank gets the same number of micro batches, and every sample is computed exactly once.
     * `token_budget`: no micro batch holds more tokens, except that a longer sample gets a micro batch of its own.
@@ -54,6 +64,9 @@ def plan_micro_batches(
     * A micro batch is empty only if there are fewer samples than num_ranks * count.
     * The k-th micro batches of all ranks, which run at the same time, are of similar size. The tokens of two ranks
       differ by at most the spread of the micro batches (largest minus smallest).
+    * Samples that share a prefix are in one micro batch if they fit, else they are split where the fewest tokens are
+      computed twice. They are also split where that makes the rank with the most tokens faster; that rank never
+      computes more tokens than in the plan without `prefixes`.
 
     Raises `BatchError` without samples, without a limit, or for a length or limit below 1.
     """
@@ -77,8 +90,16 @@ def plan_micro_batches(
         bins = balanced_partition(lengths, num_ranks * count)
     else:
         raise BatchError(field="token_budget", value=None, allowed="a number, unless micro_batch_size is one")
-    ranks = balanced_partition([sum(lengths[i] for i in members) for members in bins], num_ranks)
-    assignment = tuple(tuple(tuple(sorted(bins[place])) for place in rank) for rank in ranks)
+    largest, ranks = _spread(bins, lengths, num_ranks, prefixes)
+    if prefixes is not None and prefixes.shared_S.any():
+        for total, whole in _bins_of_prefixes(
+            lengths, prefixes, num_ranks, token_budget, micro_batch_size, num_bins=len(bins)
+        ):
+            if total > largest * num_ranks:
+                break  # the prefixes are split further and further, so the next ones compute even more
+            if _num_empty(whole) == max(0, len(whole) - len(lengths)):
+                largest, ranks = min((largest, ranks), _spread(whole, lengths, num_ranks, prefixes), key=_cost)
+    assignment = tuple(tuple(tuple(sorted(micro)) for micro in rank) for rank in ranks)
     return MicroBatchPlan(assignment=assignment, num_samples=len(lengths))
 
 
@@ -116,43 +137,57 @@ def balanced_partition(sizes: Sequence[int], num_bins: int) -> Bins:
     return bins
 
 
-def first_fit(sizes: Sequence[int], capacity: int, max_items: int | None = None) -> Bins:
+def first_fit(
+    sizes: Sequence[int], capacity: int, max_items: int | None = None, counts: Sequence[int] | None = None
+) -> Bins:
     """First-fit-decreasing bin packing: no bin exceeds `capacity` or `max_items`.
 
     An item larger than `capacity` gets a bin of its own. Without `max_items`, it uses at most 11/9 of the minimum
-    number of bins, plus one (Johnson 1973).
+    number of bins, plus one (Johnson 1973). `counts`: how many items of `max_items` each one is, 1 by default.
     """
     bins: Bins = []
     loads: list[int] = []
+    held: list[int] = []
+    counts = counts or [1] * len(sizes)
     for item in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         for place, load in enumerate(loads):
-            if load + sizes[item] <= capacity and (max_items is None or len(bins[place]) < max_items):
+            if load + sizes[item] <= capacity and (max_items is None or held[place] + counts[item] <= max_items):
                 bins[place].append(item)
                 loads[place] += sizes[item]
+                held[place] += counts[item]
                 break
         else:
             bins.append([item])
             loads.append(sizes[item])
+            held.append(counts[item])
     return bins
 
 
-def level_bins(sizes: Sequence[int], num_bins: int, capacity: int, max_items: int | None = None) -> Bins | None:
+def level_bins(
+    sizes: Sequence[int],
+    num_bins: int,
+    capacity: int,
+    max_items: int | None = None,
+    counts: Sequence[int] | None = None,
+) -> Bins | None:
     """Distribute item indices over `num_bins` bins of nearly equal sums within the limits; None if this fails.
 
     Greedy: largest item first, into the lightest bin that can take another item. An item larger than `capacity` gets a
     bin of its own. No bin is empty if there are at least `num_bins` items.
     """
     bins: Bins = [[] for _ in range(num_bins)]
+    held, counts = [0] * num_bins, counts or [1] * len(sizes)
     heap = [(0, place) for place in range(num_bins)]
     for item in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         if not heap:
             return None
         load, place = heapq.heappop(heap)
-        load += sizes[item]
-        if load > capacity and bins[place]:
+        load, held[place] = load + sizes[item], held[place] + counts[item]
+        full = max_items is not None and held[place] > max_items
+        if bins[place] and (load > capacity or full):
             return None
         bins[place].append(item)
-        if load < capacity and (max_items is None or len(bins[place]) < max_items):
+        if load < capacity and (max_items is None or held[place] < max_items):
             heapq.heappush(heap, (load, place))
     return bins
 
@@ -174,12 +209,18 @@ def listed(sizes: Sequence[int]) -> str:
     return ", ".join(map(str, sizes))
 
 
-def _bins_within_budget(lengths: Sequence[int], num_ranks: int, budget: int, max_items: int | None) -> Bins:
+def _bins_within_budget(
+    lengths: Sequence[int],
+    num_ranks: int,
+    budget: int,
+    max_items: int | None,
+    counts: Sequence[int] | None = None,
+) -> Bins:
     """Bins within the limits; their number is a multiple of `num_ranks`. Bins are empty only if samples are too few."""
-    packed = first_fit(lengths, budget, max_items)
+    packed = first_fit(lengths, budget, max_items, counts)
     num_bins = -(-len(packed) // num_ranks) * num_ranks
     # level_bins can fail on tight budgets; the bins of first_fit, some of them halved to reach the multiple, never do
-    return level_bins(lengths, num_bins, budget, max_items) or _split_to(packed, lengths, num_bins)
+    return level_bins(lengths, num_bins, budget, max_items, counts) or _split_to(packed, lengths, num_bins)
 
 
 def _split_to(bins: Bins, lengths: Sequence[int], num_bins: int) -> Bins:
@@ -195,3 +236,90 @@ def _split_to(bins: Bins, lengths: Sequence[int], num_bins: int) -> Bins:
         halves = balanced_partition([lengths[i] for i in members], 2)
         bins += [[members[i] for i in half] for half in halves]
     return bins
+
+
+def _spread(
+    bins: Bins, lengths: Sequence[int], num_ranks: int, prefixes: "PrefixOrder | None"
+) -> tuple[int, list[Bins]]:
+    """The bins of each rank, and the computed tokens of the rank with the most."""
+    sizes = [sum(lengths[i] for i in members) for members in bins]
+    if prefixes is not None:
+        sizes = [size - int(prefixes.select(members).shared_S.sum()) for size, members in zip(sizes, bins, strict=True)]
+    ranks = balanced_partition(sizes, num_ranks)
+    largest = max(sum(sizes[place] for place in rank) for rank in ranks)
+    return largest, [[bins[place] for place in rank] for rank in ranks]
+
+
+def _cost(spread: tuple[int, list[Bins]]) -> tuple[int, int]:
+    """Tokens of the largest rank, then the number of micro batches."""
+    largest, ranks = spread
+    return largest, len(ranks[0])
+
+
+def _num_empty(bins: Bins) -> int:
+    return sum(not members for members in bins)
+
+
+def _bins_of_prefixes(
+    lengths: Sequence[int],
+    prefixes: "PrefixOrder",
+    num_ranks: int,
+    budget: int | None,
+    max_items: int | None,
+    *,
+    num_bins: int,
+) -> Iterator[tuple[int, Bins]]:
+    """Bins in which prefixes are whole, then such in which they are split into smaller and smaller runs.
+
+    A run is a sequence of neighbors in the order of `prefixes`. Each comes with the sum of the tokens of all runs.
+    Without a budget there is one candidate, runs of equally many samples (within one) in `num_bins` bins.
+    """
+    order, shared = prefixes.order_S.tolist(), prefixes.shared_S.tolist()
+    lens, total = [lengths[i] for i in order], len(order)
+    if budget is None:
+        cuts = [total * place // num_bins for place in range(num_bins + 1)]
+        yield 0, [order[start:end] for start, end in pairwise(cuts)]
+        return
+    runs = _cut(lens, shared, (0, total), budget, max_items)
+    for _ in range(_MAX_ROUNDS):
+        sizes = [sum(lens[start:end]) - sum(shared[start + 1 : end]) for start, end in runs]
+        counts = [end - start for start, end in runs]
+        bins = _bins_within_budget(sizes, num_ranks, budget, max_items, counts)
+        yield sum(sizes), [[i for run in members for i in order[slice(*runs[run])]] for members in bins]
+        splittable = sorted((run for run, count in enumerate(counts) if count > 1), key=lambda run: -sizes[run])
+        if not splittable:
+            return
+        # as many as there are empty bins, else the largest ones
+        largest = sizes[splittable[0]]
+        split = set(splittable[: _num_empty(bins)] or [run for run in splittable if 8 * sizes[run] > 7 * largest])
+        runs = [
+            part
+            for run, span in enumerate(runs)
+            for part in (_cut(lens, shared, span, sizes[run] - 1, None) if run in split else [span])
+        ]
+
+
+def _cut(
+    lens: Sequence[int], shared: Sequence[int], run: tuple[int, int], capacity: int, max_items: int | None
+) -> list[tuple[int, int]]:
+    """Cuts a run into runs within the limits, so that the fewest tokens are computed twice, then of similar sizes.
+
+    A cut costs the tokens that the sample after it shares with the one before. A longer sample gets a run of its own.
+    """
+    first, last = run
+    best: list[tuple[int, int, int]] = [(0, 0, first)]  # tokens computed twice, sum of squares, start of the last run
+    for end in range(first + 1, last + 1):
+        size, options = 0, []
+        for start in range(end - 1, first - 1, -1):
+            size += lens[start] - (shared[start + 1] if start + 1 < end else 0)
+            if end - start > 1 and (size > capacity or (max_items is not None and end - start > max_items)):
+                break
+            twice, squares, _ = best[start - first]
+            options.append((twice + (shared[start] if start > first else 0), squares + size * size, start))
+            if not shared[start]:
+                break  # a longer run shares nothing more
+        best.append(min(options))
+    cuts = [last]
+    while cuts[-1] > first:
+        cuts.append(best[cuts[-1] - first][2])
+    return list(pairwise(cuts[::-1]))

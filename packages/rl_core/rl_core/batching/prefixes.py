@@ -9,7 +9,7 @@ Shapes: T tokens, S sequences (S1 = S + 1 borders), N nodes (N1 = N + 1 borders)
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -59,7 +59,8 @@ class PrefixTree:
 
     def to(self, device: torch.device | str) -> "PrefixTree":
         """A copy with every tensor on `device`."""
-        return replace(self, **{name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)})
+        moved: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -207,7 +207,8 @@ class ModelHandle:
         results = self.ranks.run_each(
             TrainerWorker.train, columns, number, self.name, index, loss, self._temperature, **options
         )
-        stats = results[0][0]
+        stats: StepStats = results[0][0]
+        stats = replace(stats, metrics=stats.metrics | batch.token_counts(self._layout, index))
         self.skipped.count(stats)
         return stats, [own_Kr for _, own_Kr in results]
 

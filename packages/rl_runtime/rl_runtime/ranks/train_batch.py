@@ -11,13 +11,14 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from rl_core import Batch, BatchConfig, plan_micro_batches
+from rl_core import Batch, BatchConfig, PrefixOrder, plan_micro_batches
 
 from .trainer_worker import TrainerWorker
 from .worker_group import WorkerGroup
@@ -26,6 +27,10 @@ Layout = tuple[WorkerGroup, int, BatchConfig]
 """The ranks of a model, how many of them share a sequence (sp), and the limits of a micro batch."""
 Assignment = list[list[list[int]]]
 """[replica][micro batch] -> sequences of a mini batch."""
+
+MIN_SHARED_SHARE = 0.05
+"""A batch of which shared prefixes save a smaller share of the tokens is computed without them: a tree costs attention
+more calls."""
 
 T = TypeVar("T")
 _numbers = itertools.count(1)
@@ -69,6 +74,8 @@ class TrainBatch:
         """(mini batch, column) pairs that the ranks have."""
         self._numbers: dict[Layout, int] = {}
         """The name of each copy on its ranks."""
+        self._computed: dict[Layout, list[int]] = {}
+        """Tokens that the ranks compute of each mini batch."""
 
     @property
     def mini_batches(self) -> tuple["MiniBatch", ...]:
@@ -82,13 +89,32 @@ class TrainBatch:
         ranks, sp, config = layout
         dp = ranks.world_size // sp
         lens = self.batch.seq_lens_S.tolist()
-        plans = [assignment(lens, mini, dp, config, sp, group_size=self._group_size) for mini in self._minis]
+        share = config.share_prefixes and all(ranks.run(TrainerWorker.shares_prefixes))
+        order = self._prefixes if share else None
+        plans = [
+            assignment(lens, mini, dp, config, sp, group_size=self._group_size, prefixes=order) for mini in self._minis
+        ]
         bare = self.batch.without_columns()
-        parts = [[[bare.select(micro) for micro in plan[replica]] for plan in plans] for replica in range(dp)]
+        parts = [[[_part(bare, micro, order) for micro in plan[replica]] for plan in plans] for replica in range(dp)]
+        self._computed[layout] = [
+            sum(micro.num_computed_tokens for part in parts for micro in part[mini]) for mini in range(len(plans))
+        ]
         number = next(_numbers)
         ranks.run_each(TrainerWorker.hold_batch, _for_each_rank(parts, sp), number)
         self._assignments[layout], self._sent[layout], self._numbers[layout] = plans, set(), number
         return number
+
+    @cached_property
+    def _prefixes(self) -> PrefixOrder | None:
+        """The prefixes that the sequences share; None if these are few tokens."""
+        order = self.batch.order_prefixes()
+        return order if order.shared_S.sum() >= MIN_SHARED_SHARE * self.batch.num_tokens else None
+
+    def token_counts(self, layout: Layout, mini_batch: int) -> dict[str, float]:
+        """Metrics of an update: tokens of the sequences of a mini batch, and those that the ranks compute."""
+        num_tokens = int(self.batch.seq_lens_S[list(self._minis[mini_batch])].sum())
+        computed = self._computed[layout][mini_batch]
+        return {"tokens_per_update": float(num_tokens), "computed_tokens_per_update": float(computed)}
 
     def missing_columns(self, layout: Layout, mini_batch: int) -> list[dict[str, Tensor]]:
         """For each rank the columns that its part of a mini batch lacks, [K_r] each, which an update takes along."""
@@ -144,6 +170,7 @@ def assignment(
     sp: int,
     *,
     group_size: int = 1,
+    prefixes: PrefixOrder | None = None,
 ) -> Assignment:
     """The sequences of a mini batch by replica and micro batch, the same number of micro batches on every replica.
 
@@ -152,16 +179,28 @@ def assignment(
 
     Args:
         lens: tokens of every sequence of the train batch.
+        prefixes: of the train batch, if its shared prefixes are computed once.
     """
     size, budget = config.micro_batch_size, config.max_packed_tokens
     groups = [mini_batch[start : start + group_size] for start in range(0, len(mini_batch), group_size)]
+    sizes = [sum(lens[i] for i in group) for group in groups]
+    if prefixes is not None:  # a group shares with others at least what its first sequence does
+        sizes = [size - int(prefixes.select(group).shared_S.sum()) for size, group in zip(sizes, groups, strict=True)]
+        prefixes = prefixes.select([group[0] for group in groups])
     plan = plan_micro_batches(
-        [sum(lens[i] for i in group) for group in groups],
+        sizes,
         num_ranks=num_replicas,
         token_budget=None if size else budget * sp,
         micro_batch_size=size * sp if size else None,
+        prefixes=prefixes,
     )
     return [[[i for group in micro for i in groups[group]] for micro in replica] for replica in plan.assignment]
+
+
+def _part(batch: Batch, micro: Sequence[int], prefixes: PrefixOrder | None) -> Batch:
+    """The sequences of a micro batch, with their part of the tree."""
+    part = batch.select(micro)
+    return part if prefixes is None else part.with_prefixes(prefixes.select(micro))
 
 
 def _for_each_rank(parts: Sequence[T], sp: int) -> list[T]:

@@ -144,6 +144,10 @@ class TrainerWorker(RankProfiler):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def shares_prefixes(self) -> bool:
+        """True if all models of this rank compute shared prefixes once; they share the rank's copy of a batch."""
+        return all(engine.shares_prefixes for engine in self._engines.values())
+
     def hold_batch(self, mini_batches: list[list[Batch]], number: int) -> None:
         """Keeps this rank's part of a train batch, [mini batch][micro batch], until `drop_batch`."""
         self._batches[number] = mini_batches
