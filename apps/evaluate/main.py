@@ -15,6 +15,7 @@ import rl_runtime
 import run_kit
 from apps.evaluate.config import EvaluateConfig
 from rl_runtime.app.cli import COMMON_KEYS
+from rl_runtime.app.servers_ahead import servers_ahead
 from rl_runtime.ranks.environment import prepare_imports
 from run_kit.cli import INVOKED_AS
 from run_kit.tracking.run_state import StateFile
@@ -32,11 +33,12 @@ def main(config: EvaluateConfig) -> int:
     from apps.evaluate.checks import check
     from apps.evaluate.report import write_results
 
-    plan = check(config)
-    run = run_kit.RunFolder.create(config.output_dir, config.experiment, private=config.private_output)
-    run.write_config(plan.config)
-    state = StateFile(run.state_file, app=INVOKED_AS.get(), num_steps=len(plan.targets))
     with ExitStack() as stack:
+        stack.enter_context(servers_ahead(config.rollout, pushes=config.checkpoints.folder is not None))
+        plan = check(config)
+        run = run_kit.RunFolder.create(config.output_dir, config.experiment, private=config.private_output)
+        run.write_config(plan.config)
+        state = StateFile(run.state_file, app=INVOKED_AS.get(), num_steps=len(plan.targets))
         stack.push(lambda _, error, __: state.close(error))
         stack.enter_context(run)
         print("\n".join([f"{run.path}: {len(plan.targets)} models", *plan.notes]), flush=True)

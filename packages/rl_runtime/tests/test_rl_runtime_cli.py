@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rl_runtime.app import servers_ahead
-from rl_runtime.app.cli import run_job_cli
+from rl_runtime.app import cli, servers_ahead
 from rl_runtime.job_config import JobConfig
 from rl_runtime.ranks import environment
 
@@ -32,24 +32,26 @@ CPU = ["trainer.device=cpu"]
 def test_processes_of_the_servers_start_before_the_app(
     gpus: int, arguments: list[str], expected: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[tuple[str, int]] = []
-    seen: list[list[tuple[str, int]]] = []
+    events: list[object] = []
 
     @contextmanager
     def prepare(_: object, *, device: str, number: int, env: Any) -> Iterator[None]:
-        started.append((device, number))
+        events.append((device, number))
         yield
+        events.append("ended")
 
+    monkeypatch.setattr(cli, "prepare_imports", lambda: events.append("variables"))
     monkeypatch.setattr(servers_ahead, "prepare_servers", prepare)
     monkeypatch.setattr(servers_ahead, "listed_gpus", lambda: gpus)
     argv = ["model.path=m", "data.train=[d]", *arguments]
     with pytest.raises(SystemExit) as ended:
-        run_job_cli(JobConfig, lambda _: seen.append(list(started)), argv, app_name="app")
-    assert (ended.value.code, seen) == (0, [expected])
+        cli.run_job_cli(JobConfig, lambda _: events.append("app"), argv, app_name="app")
+    assert ended.value.code == 0
+    assert events == ["variables", *expected, "app", *(["ended"] if expected else [])]
 
 
 def test_gpus_are_counted_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment.Path, "glob", lambda *_: iter(["nvidia0", "nvidia1", "nvidia2"]))
+    monkeypatch.setattr(Path, "glob", lambda *_: iter(["nvidia0", "nvidia1", "nvidia2"]))
     for listed, number in (("0,1", 2), ("", 0), ("-1", 0), ("0,1,2,3", 3), ("GPU-5,MIG-7", 2)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
         assert environment.listed_gpus() == number

@@ -16,8 +16,8 @@ from rollout_vllm_helpers import is_running
 
 from plinth_testing import raises, wait_until
 from rollout_vllm import Endpoint, RolloutConfig, ServerStartError
-from rollout_vllm.servers import spawn
 from rollout_vllm.servers._supervise import descendants
+from rollout_vllm.servers.command import server_environment
 from rollout_vllm.servers.process import ServerProcess
 from rollout_vllm.servers.spawn import prepare_servers
 
@@ -45,7 +45,7 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def new_server(tmp_path: Path, **variables: str) -> ServerProcess:
-    env = spawn.server_environment(os.environ, CONFIG, device="cuda", api_key="key", num_cores=2, gpu_ids=[3])
+    env = server_environment(os.environ, CONFIG, device="cuda", api_key="key", num_cores=2, gpu_ids=[3])
     return ServerProcess(
         0, Endpoint("http://127.0.0.1:9"), ["--port", "9"], env | variables, tmp_path / "log", stop_grace_s=1.0
     )

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -53,7 +53,7 @@ def run_job_cli(
 
     def prepared(config: AppConfigT) -> None:
         prepare_imports()  # before the app imports a library
-        with servers_ahead(config) if isinstance(config, JobConfig) else nullcontext():
+        with _servers_ahead(config) if isinstance(config, JobConfig) else nullcontext():
             main(config)
 
     run_cli(
@@ -66,3 +66,8 @@ def run_job_cli(
         default_preset="smollm2" if has_gpu and (preset_dir / "smollm2.yaml").is_file() else "demo",
         default_preset_unless=("model.path", data),
     )
+
+
+def _servers_ahead(config: JobConfig) -> AbstractContextManager[None]:
+    trainer = config.trainer
+    return servers_ahead(config.rollout, device=trainer.device, ray_address=trainer.ray_address)

@@ -162,7 +162,9 @@ class ServerProcess:
 
     def _was_not_taken_over(self) -> bool:
         """True if a prepared process ended before it had the settings of this server."""
-        return not self._stopped and self.log_path.stat().st_size == self._handed_over_at
+        if self._stopped or self._handed_over_at is None:
+            return False
+        return self.log_path.stat().st_size == self._handed_over_at
 
     def _listening(self) -> bool:
         parts = urlsplit(self.endpoint.url)
