@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from csv import DictReader
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from plinth_testing import run_script
 from rl_data import DataConfig, load_prompts, load_tokenizer
 from rl_data.lost_characters import LostCharacters, compared
 from rl_data.tasks.fetched import FetchError, fetch
+from tests.conftest import App
+from tests.real_model_game import RETORTS
 from tests.run_folders import exact_metrics, metrics_rows, only
 
 QUESTIONS = [
@@ -81,6 +84,30 @@ def test_text_comes_back_from_its_tokens(smollm2: Path) -> None:
 
     check()
     assert tokenizer.decode(tokenizer("a\x04b")["input_ids"]) == "ab"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ends", [True, False])
+def test_turns_continue_with_the_tokens_of_the_whole_conversation(smollm2: Path, ends: bool) -> None:
+    from rollout_vllm import ChatFormat
+
+    tokenizer = load_tokenizer(smollm2)
+    chat = ChatFormat(tokenizer)
+    conversation: list[dict[str, str]] = []
+    ids: list[int] = []
+    for question, answer in zip(QUESTIONS, reversed(QUESTIONS), strict=True):
+        turn: list[int] = []
+        if conversation:
+            content = conversation[-1]["content"]
+            turn = tokenizer(content + "<|im_end|>" * ends, add_special_tokens=False)["input_ids"]
+            assert chat.text(turn) == content
+        conversation.append({"role": "user", "content": question})
+        ids += [*turn, *chat.context_ids(turn, question)] if turn else chat.prompt_ids(question)
+        rendered = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        assert tokenizer.decode(ids) == rendered
+        assert ids == tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        # A turn is sampled behind the line break of the template; encoded again, spaces at its start would join it.
+        conversation.append({"role": "assistant", "content": answer.lstrip()})
 
 
 def served(folder: Path, requests: list[Any], log_dir: Path, **sampling: Any) -> list[Any]:
@@ -155,6 +182,20 @@ def test_responses_end_with_the_end_token_or_at_the_limit(smollm2: Path, samples
     assert {sample.finish_reason for sample in samples} == {"stop", "length"}, "both ends occur"
 
 
+GRPO = (
+    "preset=smollm2",
+    "overlay=two_cores",
+    "actor.dtype=float32",  # in bfloat16, log-probs of servers and ranks differ by 0.05 on average
+    "rollout.dtype=float32",
+    "rollout.deterministic=true",
+    "batch.train_batch_size=2",
+    "sampling.max_tokens=24",
+    "algorithm.entropy_coef=0.01",  # a gradient even where all answers are equally wrong
+    "trainer.total_training_steps=2",
+)
+"""Two steps of at most 24 tokens a response in float32."""
+
+
 @pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.thorough
@@ -162,19 +203,11 @@ def test_a_run_resumes_to_the_bit_and_transformers_and_vllm_load_its_export(
     smollm2: Path, prompts: list[Any], tmp_path: Path, start_app: Callable[..., Any]
 ) -> None:
     arguments = [
-        "preset=smollm2",
-        "overlay=two_cores",
+        *GRPO,
         f"model.path={smollm2}",
         "trainer.num_ranks=1",
-        "actor.dtype=float32",  # in bfloat16, log-probs of servers and ranks differ by 0.05 on average
-        "rollout.dtype=float32",
-        "rollout.deterministic=true",
-        "batch.train_batch_size=2",
         "batch.mini_batch_size=1",
         "sampling.n=4",
-        "sampling.max_tokens=24",
-        "algorithm.entropy_coef=0.01",  # a gradient even where all answers are equally wrong
-        "trainer.total_training_steps=2",
         "trainer.save_freq=1",
         "trainer.val_before_train=false",
         "trainer.val_after_train=false",
@@ -218,3 +251,150 @@ def log_probs_of_transformers(folder: Path, samples: list[Any]) -> list[np.ndarr
             chosen = logits_LV.log_softmax(-1).gather(1, torch.tensor(one.response_ids.tolist())[:, None])
             rows.append(chosen[:, 0].numpy())
     return rows
+
+
+ONE_RANK = "one rank"
+ZERO_RUNS = {
+    ONE_RANK: ("trainer.num_ranks=1", "engine.zero.stage=2"),
+    **{f"ZeRO-{stage}": ("trainer.num_ranks=2", f"engine.zero.stage={stage}") for stage in (1, 2, 3)},
+}
+
+
+@pytest.fixture(scope="module")
+def supervised(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of runs of two supervised steps on the same four solutions each."""
+    arguments = (
+        "preset=small",
+        f"model.path={smollm2}",
+        "supervised.files=[fetched:gsm_symbolic/train]",
+        "supervised.steps=2",
+        "supervised.batch_size=4",
+        "supervised.num_samples=0",
+        "engine.dtype=float32",
+        "supervised.optim.warmup_steps=0",
+        "trainer.device=cpu",
+        "trainer.save_freq=0",
+    )
+    folder = tmp_path_factory.mktemp("supervised")
+    for name, keys in ZERO_RUNS.items():
+        app = App(folder / name, *arguments, *keys, app="sft")
+        assert app.finish() == 0, app.output
+    return {name: only((folder / name).iterdir()) for name in ZERO_RUNS}
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.thorough
+@pytest.mark.timeout(1500)
+def test_one_rank_and_all_zero_stages_of_two_take_the_same_steps(supervised: dict[str, Path]) -> None:
+    values = {
+        name: [[float(row[key]) for key in ("train/loss", "train/grad_norm")] for row in metrics_rows(run)]
+        for name, run in supervised.items()
+    }
+    print(values)
+    (first_loss, _), (second_loss, _) = values[ONE_RANK]
+    assert 0.5 < second_loss < 3, "the model has read such text before"
+    assert first_loss != second_loss
+    for name, steps in values.items():
+        np.testing.assert_allclose(steps, values[ONE_RANK], rtol=1e-4, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.thorough
+@pytest.mark.timeout(1500)
+def test_adapters_alone_reach_the_servers_and_merged_checkpoints_evaluate_alike(
+    supervised: dict[str, Path], tmp_path: Path, start_app: Callable[..., Any]
+) -> None:
+    """A supervised model, GRPO of its adapters by two ranks at ZeRO-3, then `plinth evaluate` of both checkpoints."""
+    train = start_app(
+        tmp_path / "grpo",
+        *GRPO,
+        f"model.path={supervised['ZeRO-2'] / 'model'}",
+        "trainer.num_ranks=2",
+        "actor.zero.stage=3",
+        "actor.lora.rank=8",
+        "actor.optim.lr=1e-3",
+        "rollout.max_lora_rank=8",
+        "batch.mini_batch_size=2",
+        "sampling.n=2",
+        "data.max_val_prompts=8",
+        "validation.max_tokens=24",
+        "trainer.save_freq=1",
+        "trainer.keep_checkpoints=2",
+    )
+    assert train.finish() == 0, train.output
+    run = only((tmp_path / "grpo").iterdir())
+    start, *steps = metrics_rows(run)
+    for row in steps:
+        print({name: row[name] for name in row if "mismatch" in name or name == "sync/num_bytes"})
+        assert float(row["rollout/log_prob_mismatch"]) < 1e-4
+        assert float(row["actor/grad_norm"]) > 0
+        assert 0 < float(row["sync/num_bytes"]) < 10e6, "more than the adapters"
+    after = float(steps[-1]["val/accuracy"])
+    test = start_app(
+        tmp_path / "evaluate",
+        f"checkpoints.folder={run}",
+        "data.max_val_prompts=8",
+        "reward.method=flexible",
+        "sampling.temperature=0",
+        "sampling.max_tokens=24",
+        "rollout.dtype=float32",
+        "rollout.deterministic=true",
+        app="evaluate",
+    )
+    assert test.finish() == 0, test.output
+    folder = only((tmp_path / "evaluate").iterdir())
+    rows = list(DictReader((folder / "results.tsv").open(), delimiter="\t"))
+    assert [(row["num_samples"], row["num_failed"]) for row in rows] == [("1", "0")] * 16
+    right = {step: sum(int(row["num_right"]) for row in rows if row["step"] == step) for step in ("1", "2")}
+    print(start["val/accuracy"], right, after)
+    assert right["2"] == round(8 * after)
+    first, second = (
+        [
+            sample["response"]
+            for record in map(json.loads, (folder / "samples.jsonl").open())
+            for sample in record["samples"]
+            if record["step"] == step
+        ]
+        for step in (1, 2)
+    )
+    assert first != second, "the second step changed nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.thorough
+def test_turns_of_an_environment_continue_the_tokens_of_the_chat_template(
+    smollm2: Path, tmp_path: Path, start_app: Callable[..., Any]
+) -> None:
+    app = start_app(
+        tmp_path,
+        *GRPO,
+        f"model.path={smollm2}",
+        "trainer.num_ranks=1",
+        "sampling.n=2",
+        "sampling.max_tokens=160",
+        "rollout.max_model_len=288",
+        "episode.environment=tests.real_model_game:Doubter",
+        "trainer.val_before_train=false",
+        "trainer.val_after_train=false",
+    )
+    assert app.finish() == 0, app.output
+    run = only(tmp_path.iterdir())
+    for row in metrics_rows(run):
+        assert float(row["rollout/num_failed"]) == 0
+        assert float(row["rollout/log_prob_mismatch"]) < 1e-4, "ranks and servers read the same tokens"
+    records = [json.loads(line) for file in (run / "rollouts").iterdir() for line in file.open()]
+    tokenizer = load_tokenizer(smollm2)
+    contexts = [f"<|im_end|>\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" for text in RETORTS]
+    for record in records:
+        rest, num_tokens = record["response"], 0
+        for context in contexts[: record["num_turns"] - 1]:
+            turn, separator, rest = rest.partition(context)
+            assert separator, record
+            assert "<|im_start|>" not in turn
+            num_tokens += len(tokenizer(context.removeprefix("<|im_end|>"))["input_ids"])
+        assert record["num_context_tokens"] == num_tokens
+        assert contexts[0] not in rest
+    assert max(record["num_turns"] for record in records) == len(RETORTS) + 1
