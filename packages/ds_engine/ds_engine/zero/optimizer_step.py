@@ -70,7 +70,9 @@ LOSS_SCALE = FENCE.patch(
     },
 )
 _CHUNK = 2**24
-"""Elements of a flat gradient whose squares are summed in fp32; the sums of chunks are added in fp64."""
+"""Elements of a gradient whose squares are summed in fp32; the sums of chunks are added in fp64."""
+_CPU_CHUNK = 2**16
+"""The same on a CPU, where torch adds squares one after another: a norm of 2**24 is off by 6e-4, of 2**16 by 2e-6."""
 
 
 def fuse_grad_norm(zero_optimizer: Any) -> None:
@@ -122,9 +124,13 @@ def _divisor(norm: Tensor, loss_scale: float, max_norm: float) -> Tensor | None:
 def _square_norm(gradients: Iterable[Tensor | None] | None, device: torch.device | str) -> Tensor:
     """Sum of squares, 0-d fp64 on `device`."""
     flat: Tensor | None = getattr(gradients, "flat_partition", None)
-    if flat is not None:
-        gradients = flat.split(_CHUNK)
-    present = [gradient for gradient in gradients or () if gradient is not None and gradient.numel() > 0]
+    whole = (flat,) if flat is not None else gradients or ()
+    present = [
+        chunk
+        for gradient in whole
+        if gradient is not None and gradient.numel() > 0
+        for chunk in gradient.flatten().split(_CPU_CHUNK if gradient.is_cpu else _CHUNK)
+    ]
     if not present:
         return torch.zeros((), dtype=torch.float64, device=device)
     # fp32: bf16 would round the norms, and fp16 would overflow long before an element does.
