@@ -1,6 +1,9 @@
 """A pretrained model (SmolLM2-135M-Instruct) on real text: what random weights and made-up words hide."""
 
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from csv import DictReader
 from pathlib import Path
@@ -15,7 +18,6 @@ from plinth_testing import run_script
 from rl_data import DataConfig, load_prompts, load_tokenizer
 from rl_data.lost_characters import LostCharacters, compared
 from rl_data.tasks.fetched import FetchError, fetch
-from tests.conftest import App
 from tests.real_model_game import RETORTS
 from tests.run_folders import exact_metrics, metrics_rows, only
 
@@ -189,6 +191,8 @@ GRPO = (
     "rollout.dtype=float32",
     "rollout.deterministic=true",
     "batch.train_batch_size=2",
+    "batch.mini_batch_size=2",
+    "sampling.n=2",
     "sampling.max_tokens=24",
     "algorithm.entropy_coef=0.01",  # a gradient even where all answers are equally wrong
     "trainer.total_training_steps=2",
@@ -253,6 +257,8 @@ def log_probs_of_transformers(folder: Path, samples: list[Any]) -> list[np.ndarr
     return rows
 
 
+NUM_ADAPTER_WEIGHTS = 8 * 30 * (2 * (576 + 576) + 2 * (576 + 192) + 3 * (576 + 1536))
+"""Rank 8, 30 layers: in and out of the queries and the output, keys and values, the three of the MLP."""
 ONE_RANK = "one rank"
 ZERO_RUNS = {
     ONE_RANK: ("trainer.num_ranks=1", "engine.zero.stage=2"),
@@ -262,13 +268,13 @@ ZERO_RUNS = {
 
 @pytest.fixture(scope="module")
 def supervised(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of runs of two supervised steps on the same four solutions each."""
+    """Folders of runs of two supervised steps on the same two solutions each."""
     arguments = (
         "preset=small",
         f"model.path={smollm2}",
         "supervised.files=[fetched:gsm_symbolic/train]",
         "supervised.steps=2",
-        "supervised.batch_size=4",
+        "supervised.batch_size=2",
         "supervised.num_samples=0",
         "engine.dtype=float32",
         "supervised.optim.warmup_steps=0",
@@ -277,8 +283,8 @@ def supervised(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     )
     folder = tmp_path_factory.mktemp("supervised")
     for name, keys in ZERO_RUNS.items():
-        app = App(folder / name, *arguments, *keys, app="sft")
-        assert app.finish() == 0, app.output
+        command = [sys.executable, "-m", "apps.sft.main", f"trainer.output_dir={folder / name}", *arguments, *keys]
+        subprocess.run(command, cwd=Path(__file__).parents[1], check=True, timeout=600)
     return {name: only((folder / name).iterdir()) for name in ZERO_RUNS}
 
 
@@ -288,7 +294,7 @@ def supervised(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 @pytest.mark.timeout(1500)
 def test_one_rank_and_all_zero_stages_of_two_take_the_same_steps(supervised: dict[str, Path]) -> None:
     values = {
-        name: [[float(row[key]) for key in ("train/loss", "train/grad_norm")] for row in metrics_rows(run)]
+        name: [[float(row[key]) for key in ("sft/loss", "sft/grad_norm")] for row in metrics_rows(run)]
         for name, run in supervised.items()
     }
     print(values)
@@ -296,7 +302,7 @@ def test_one_rank_and_all_zero_stages_of_two_take_the_same_steps(supervised: dic
     assert 0.5 < second_loss < 3, "the model has read such text before"
     assert first_loss != second_loss
     for name, steps in values.items():
-        np.testing.assert_allclose(steps, values[ONE_RANK], rtol=1e-4, err_msg=name)
+        np.testing.assert_allclose(steps, values[ONE_RANK], rtol=1e-5, err_msg=name)
 
 
 @pytest.mark.slow
@@ -314,11 +320,9 @@ def test_adapters_alone_reach_the_servers_and_merged_checkpoints_evaluate_alike(
         "trainer.num_ranks=2",
         "actor.zero.stage=3",
         "actor.lora.rank=8",
-        "actor.optim.lr=1e-3",
+        "actor.optim.lr=3e-4",
         "rollout.max_lora_rank=8",
-        "batch.mini_batch_size=2",
-        "sampling.n=2",
-        "data.max_val_prompts=8",
+        "data.max_val_prompts=16",
         "validation.max_tokens=24",
         "trainer.save_freq=1",
         "trainer.keep_checkpoints=2",
@@ -330,12 +334,12 @@ def test_adapters_alone_reach_the_servers_and_merged_checkpoints_evaluate_alike(
         print({name: row[name] for name in row if "mismatch" in name or name == "sync/num_bytes"})
         assert float(row["rollout/log_prob_mismatch"]) < 1e-4
         assert float(row["actor/grad_norm"]) > 0
-        assert 0 < float(row["sync/num_bytes"]) < 10e6, "more than the adapters"
+        assert float(row["sync/num_bytes"]) == 4 * NUM_ADAPTER_WEIGHTS
     after = float(steps[-1]["val/accuracy"])
     test = start_app(
         tmp_path / "evaluate",
         f"checkpoints.folder={run}",
-        "data.max_val_prompts=8",
+        "data.max_val_prompts=16",
         "reward.method=flexible",
         "sampling.temperature=0",
         "sampling.max_tokens=24",
@@ -346,10 +350,10 @@ def test_adapters_alone_reach_the_servers_and_merged_checkpoints_evaluate_alike(
     assert test.finish() == 0, test.output
     folder = only((tmp_path / "evaluate").iterdir())
     rows = list(DictReader((folder / "results.tsv").open(), delimiter="\t"))
-    assert [(row["num_samples"], row["num_failed"]) for row in rows] == [("1", "0")] * 16
+    assert [(row["num_samples"], row["num_failed"]) for row in rows] == [("1", "0")] * 32
     right = {step: sum(int(row["num_right"]) for row in rows if row["step"] == step) for step in ("1", "2")}
     print(start["val/accuracy"], right, after)
-    assert right["2"] == round(8 * after)
+    assert right["2"] == round(16 * after)
     first, second = (
         [
             sample["response"]
@@ -373,28 +377,28 @@ def test_turns_of_an_environment_continue_the_tokens_of_the_chat_template(
         *GRPO,
         f"model.path={smollm2}",
         "trainer.num_ranks=1",
-        "sampling.n=2",
         "sampling.max_tokens=160",
         "rollout.max_model_len=288",
+        "trainer.total_training_steps=1",
         "episode.environment=tests.real_model_game:Doubter",
         "trainer.val_before_train=false",
         "trainer.val_after_train=false",
     )
     assert app.finish() == 0, app.output
     run = only(tmp_path.iterdir())
-    for row in metrics_rows(run):
-        assert float(row["rollout/num_failed"]) == 0
-        assert float(row["rollout/log_prob_mismatch"]) < 1e-4, "ranks and servers read the same tokens"
+    (row,) = metrics_rows(run)
+    assert float(row["rollout/num_failed"]) == 0
+    assert float(row["rollout/log_prob_mismatch"]) < 1e-4, "ranks and servers read other tokens"
     records = [json.loads(line) for file in (run / "rollouts").iterdir() for line in file.open()]
     tokenizer = load_tokenizer(smollm2)
-    contexts = [f"<|im_end|>\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" for text in RETORTS]
+    contexts = [f"\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" for text in RETORTS]
+    written = [re.sub("<[|].*?[|]>", "", context) for context in contexts]  # records leave special tokens out
     for record in records:
-        rest, num_tokens = record["response"], 0
-        for context in contexts[: record["num_turns"] - 1]:
-            turn, separator, rest = rest.partition(context)
+        rest, num_retorts = record["response"], record["num_turns"] - 1
+        for text in written[:num_retorts]:
+            _, separator, rest = rest.partition(text)
             assert separator, record
-            assert "<|im_start|>" not in turn
-            num_tokens += len(tokenizer(context.removeprefix("<|im_end|>"))["input_ids"])
+        assert not any(text in rest for text in written)
+        num_tokens = sum(len(tokenizer(context)["input_ids"]) for context in contexts[:num_retorts])
         assert record["num_context_tokens"] == num_tokens
-        assert contexts[0] not in rest
     assert max(record["num_turns"] for record in records) == len(RETORTS) + 1
