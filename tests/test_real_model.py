@@ -257,6 +257,14 @@ def log_probs_of_transformers(folder: Path, samples: list[Any]) -> list[np.ndarr
     return rows
 
 
+def run_of(app: str, folder: Path, *keys: str) -> Path:
+    """The folder of a run of this app that succeeded."""
+    output = "output_dir" if app == "evaluate" else "trainer.output_dir"
+    command = [sys.executable, "-m", f"apps.{app}.main", f"{output}={folder}", *keys]
+    subprocess.run(command, cwd=Path(__file__).parents[1], check=True, timeout=600)
+    return only(folder.iterdir())
+
+
 NUM_ADAPTER_WEIGHTS = 8 * 30 * (2 * (576 + 576) + 2 * (576 + 192) + 3 * (576 + 1536))
 """Rank 8, 30 layers: in and out of the queries and the output, keys and values, the three of the MLP."""
 ONE_RANK = "one rank"
@@ -268,7 +276,7 @@ ZERO_RUNS = {
 
 @pytest.fixture(scope="module")
 def supervised(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of runs of two supervised steps on the same two solutions each."""
+    """Folders of runs of the same two supervised steps, with two solutions a step."""
     arguments = (
         "preset=small",
         f"model.path={smollm2}",
@@ -282,10 +290,7 @@ def supervised(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
         "trainer.save_freq=0",
     )
     folder = tmp_path_factory.mktemp("supervised")
-    for name, keys in ZERO_RUNS.items():
-        command = [sys.executable, "-m", "apps.sft.main", f"trainer.output_dir={folder / name}", *arguments, *keys]
-        subprocess.run(command, cwd=Path(__file__).parents[1], check=True, timeout=600)
-    return {name: only((folder / name).iterdir()) for name in ZERO_RUNS}
+    return {name: run_of("sft", folder / name, *arguments, *keys) for name, keys in ZERO_RUNS.items()}
 
 
 @pytest.mark.slow
@@ -310,10 +315,11 @@ def test_one_rank_and_all_zero_stages_of_two_take_the_same_steps(supervised: dic
 @pytest.mark.thorough
 @pytest.mark.timeout(1500)
 def test_adapters_alone_reach_the_servers_and_merged_checkpoints_evaluate_alike(
-    supervised: dict[str, Path], tmp_path: Path, start_app: Callable[..., Any]
+    supervised: dict[str, Path], tmp_path: Path
 ) -> None:
     """A supervised model, GRPO of its adapters by two ranks at ZeRO-3, then `plinth evaluate` of both checkpoints."""
-    train = start_app(
+    run = run_of(
+        "grpo",
         tmp_path / "grpo",
         *GRPO,
         f"model.path={supervised['ZeRO-2'] / 'model'}",
@@ -327,8 +333,6 @@ def test_adapters_alone_reach_the_servers_and_merged_checkpoints_evaluate_alike(
         "trainer.save_freq=1",
         "trainer.keep_checkpoints=2",
     )
-    assert train.finish() == 0, train.output
-    run = only((tmp_path / "grpo").iterdir())
     start, *steps = metrics_rows(run)
     for row in steps:
         print({name: row[name] for name in row if "mismatch" in name or name == "sync/num_bytes"})
@@ -336,7 +340,8 @@ def test_adapters_alone_reach_the_servers_and_merged_checkpoints_evaluate_alike(
         assert float(row["actor/grad_norm"]) > 0
         assert float(row["sync/num_bytes"]) == 4 * NUM_ADAPTER_WEIGHTS
     after = float(steps[-1]["val/accuracy"])
-    test = start_app(
+    folder = run_of(
+        "evaluate",
         tmp_path / "evaluate",
         f"checkpoints.folder={run}",
         "data.max_val_prompts=16",
@@ -345,10 +350,7 @@ def test_adapters_alone_reach_the_servers_and_merged_checkpoints_evaluate_alike(
         "sampling.max_tokens=24",
         "rollout.dtype=float32",
         "rollout.deterministic=true",
-        app="evaluate",
     )
-    assert test.finish() == 0, test.output
-    folder = only((tmp_path / "evaluate").iterdir())
     rows = list(DictReader((folder / "results.tsv").open(), delimiter="\t"))
     assert [(row["num_samples"], row["num_failed"]) for row in rows] == [("1", "0")] * 32
     right = {step: sum(int(row["num_right"]) for row in rows if row["step"] == step) for step in ("1", "2")}
@@ -369,10 +371,9 @@ def test_adapters_alone_reach_the_servers_and_merged_checkpoints_evaluate_alike(
 @pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.thorough
-def test_turns_of_an_environment_continue_the_tokens_of_the_chat_template(
-    smollm2: Path, tmp_path: Path, start_app: Callable[..., Any]
-) -> None:
-    app = start_app(
+def test_turns_of_an_environment_continue_the_tokens_of_the_chat_template(smollm2: Path, tmp_path: Path) -> None:
+    run = run_of(
+        "grpo",
         tmp_path,
         *GRPO,
         f"model.path={smollm2}",
@@ -384,8 +385,6 @@ def test_turns_of_an_environment_continue_the_tokens_of_the_chat_template(
         "trainer.val_before_train=false",
         "trainer.val_after_train=false",
     )
-    assert app.finish() == 0, app.output
-    run = only(tmp_path.iterdir())
     (row,) = metrics_rows(run)
     assert float(row["rollout/num_failed"]) == 0
     assert float(row["rollout/log_prob_mismatch"]) < 1e-4, "ranks and servers read other tokens"
