@@ -1,9 +1,10 @@
 """Rules on which packages agree although none imports the other.
 
-PEFT's names (ds_engine, weight_sync) and scale (ds_engine, ckpt; PEFT itself is the reference), the names and sizes of
-dtypes (torch is the reference), and the tensors that ds_engine names and weight_sync sends.
+PEFT's names and scale (ds_engine, ckpt, weight_sync; PEFT itself is the reference), the names and sizes of dtypes
+(torch is the reference), and the tensors that ds_engine names and weight_sync sends.
 """
 
+import tempfile
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 
 import ds_engine.model.loading
 import weight_sync.tensors
-from ckpt import merge_lora
+from ckpt import merge_lora, save_adapter
+from ckpt.tools.lora_export import read_adapter
 from ds_engine import EngineConfig, LoraConfig
 from ds_engine.model.lora import adapter_settings, adapter_tensors, add_adapters, whole_tensors
 from plinth_base.dtypes import DTYPE_BYTES, Dtype
@@ -46,12 +48,17 @@ def adapted(lora: LoraConfig) -> Any:
 
 @given(lora=LORA)
 @FEW
-def test_adapters_have_pefts_names_in_two_packages(lora: LoraConfig) -> None:
+def test_adapters_have_pefts_names_in_three_packages(lora: LoraConfig) -> None:
     model = adapted(lora)
     expected = {f"base_model.model.{name}" for name in peft.get_peft_model_state_dict(model)}
     parameters = dict(model.named_parameters())
     assert {tensor.name for tensor in adapter_tensors(model)} == expected
     assert {peft_name(f"base_model.model.{name}") for name in parameters} - {None} == expected
+    with tempfile.TemporaryDirectory() as folder:
+        trained = ((name, tensor) for name, tensor in parameters.items() if tensor.requires_grad)
+        save_adapter(Path(folder) / "adapter", trained, adapter_settings(model))
+        tensors, _ = read_adapter(Path(folder) / "adapter")
+    assert {name for name, _ in tensors} == expected
 
 
 @given(lora=LORA)

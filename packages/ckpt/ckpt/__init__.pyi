@@ -39,6 +39,10 @@ from .store.remote import RemoteCheckpoints as RemoteCheckpoints
 from .store.uploader import AsyncUploader as AsyncUploader
 from .store.uploader import Upload as Upload
 from .tools.deepspeed_export import export_deepspeed as export_deepspeed
-from .tools.lora_merge import merge_lora as merge_lora
+from .tools.lora_export import export_merged as export_merged
+from .tools.lora_export import merge_lora as merge_lora
+from .tools.lora_export import save_adapter as save_adapter
+from .tools.universal import UniversalCheckpoint as UniversalCheckpoint
+from .tools.universal import write_universal as write_universal
 from .zero.deepspeed_load import loading_without_pickle as loading_without_pickle
 from .zero.zero_checkpoint import ZeroCheckpoint as ZeroCheckpoint

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,6 +115,7 @@ def save_hf_folder(
     max_shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
     config_changes: Mapping[str, Any] | None = None,
+    check: Callable[[Path], None] | None = None,
 ) -> HfExport:
     """Write the model folder `out`, loadable by transformers and vLLM.
 
@@ -123,7 +124,8 @@ def save_hf_folder(
     dtypes. A shard holds at most `max_shard_bytes` of tensors (a larger tensor gets its own shard). A single shard is
     named `model.safetensors`; several get an index. Configuration, tokenizer and other files without weights are
     copied from `model_files_from`; `config_changes` replaces entries of config.json, such as `architectures` for
-    another head. The folder appears by rename; after an error nothing is left.
+    another head.
+    `check` gets the written folder before it appears. The folder appears by rename; after an error nothing is left.
 
     Raises CheckpointSpaceError when the disk is full, and ExportError if `out` exists and is not empty (unless
     `overwrite`), `model_files_from` has no config.json, a name occurs twice, or there are no tensors.
@@ -142,6 +144,8 @@ def save_hf_folder(
             for name, tensor in tensors:
                 writer.add(name, tensor)
             num_tensors, num_bytes, num_shards = writer.finish()
+            if check is not None:
+                check(partial)
     except OSError as error:
         if not is_disk_full(error):
             raise

@@ -1,4 +1,4 @@
-"""DeepSpeed checkpoints of two gloo ranks: saved in the background, resumed, exported offline."""
+"""DeepSpeed checkpoints of two gloo ranks: saved in the background, resumed, exported offline, reshaped."""
 
 import os
 import shutil
@@ -152,6 +152,30 @@ def test_command_line(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "--overwrite" in capsys.readouterr().err
     assert main([*base, "--tag", "critic", "--overwrite"]) == 2
     assert "critic" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_universal_checkpoint(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], stage: int) -> None:
+    expected = torch.load(saved / f"plain{stage}.expected.pt")
+    command = ["reshape", str(saved / f"plain{stage}"), str(tmp_path / "universal")]
+    assert main(command) == 0
+    assert "'actor' of 23 parameters after 2 steps" in capsys.readouterr().out
+    assert (tmp_path / "universal" / "latest_universal").read_text() == "actor"
+    folders = [path for path in (tmp_path / "universal" / "actor" / "zero").iterdir() if path.is_dir()]
+    assert len(folders) == 23
+    source = ZeroCheckpoint(saved / f"plain{stage}")
+    assert source.client_state == {"num_steps": 2}
+    for folder in folders:
+        state = {path.stem: torch.load(path, weights_only=True) for path in folder.iterdir()}
+        assert state.pop("step") == 2
+        assert torch.equal(state["fp32"]["param"], expected[folder.name])
+        for kind in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(state[kind]["param"], source.whole(folder.name, kind))
+            assert state[kind]["param"].count_nonzero() > 0
+        assert (folder / "fp32.pt").stat().st_size < 4 * expected[folder.name].numel() + 4096, "a tensor, not a file"
+    assert main(command) == 2
+    assert main([*command, "--overwrite"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["universal"]
 
 
 def test_missing_and_torn_and_foreign_files(saved: Path, tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""Command line, exports of DeepSpeed checkpoints, merges of LoRA adapters."""
+"""Command line, remote storage, universal checkpoints, exports of DeepSpeed checkpoints and LoRA adapters."""

@@ -1,4 +1,4 @@
-"""Lists, verifies, exports and uploads checkpoints on the command line.
+"""Lists, verifies, exports, reshapes and uploads checkpoints on the command line.
 
 Exit codes: 0 success, 1 a checkpoint is damaged, 2 wrong usage or any other error.
 """
@@ -101,6 +101,18 @@ def _export(options: argparse.Namespace) -> int:
     return 0
 
 
+def _reshape(options: argparse.Namespace) -> int:
+    source = _source(options)
+    from .universal import write_universal
+
+    report = write_universal(source, options.out, tag=options.tag, overwrite=options.overwrite)
+    print(
+        f"{report.path}: universal checkpoint {report.tag!r} of {report.num_parameters} parameters after "
+        f"{report.optimizer_steps} steps, {report.num_bytes:,} bytes of fp32 weights and optimizer states"
+    )
+    return 0
+
+
 def _upload(options: argparse.Namespace) -> int:
     from ..store.remote import RemoteCheckpoints
 
@@ -130,10 +142,12 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--step", type=int, help="one step of the folder")
     source = "folder of checkpoints, one checkpoint, or a DeepSpeed checkpoint"
     export = add(_export, "write a Hugging Face folder from a DeepSpeed checkpoint", source)
-    export.add_argument("out", type=Path, help="output folder")
-    export.add_argument("--step", type=int, help="step (default: the newest)")
-    export.add_argument("--tag", help="model to read if the checkpoint holds several, e.g. actor")
-    export.add_argument("--overwrite", action="store_true", help="replace OUT")
+    reshape = add(_reshape, "write a DeepSpeed universal checkpoint, for any ZeRO stage and number of ranks", source)
+    for command in (export, reshape):
+        command.add_argument("out", type=Path, help="output folder")
+        command.add_argument("--step", type=int, help="step (default: the newest)")
+        command.add_argument("--tag", help="model to read if the checkpoint holds several, e.g. actor")
+        command.add_argument("--overwrite", action="store_true", help="replace OUT")
     export.add_argument("--model-files-from", type=Path, required=True, metavar="MODEL", help="folder with config.json")
     export.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the model folder's")
     upload = add(_upload, "upload the checkpoints that a storage lacks", "folder of checkpoints")

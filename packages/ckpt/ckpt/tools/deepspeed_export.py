@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ExportError
 from ..hf_export import HfExport, save_hf_folder
 from ..zero.zero_checkpoint import ZeroCheckpoint
-from .lora_merge import merge_lora
+from .lora_export import merge_lora
 from .model_folder import ModelFolder, read_folder
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def export_deepspeed(
                     f"{name} of {shards.folder} belongs to a LoRA adapter",
                     field="lora",
                     value=None,
-                    remedy="pass the adapter's settings",
+                    remedy="pass the adapter's settings, or write it with save_adapter and merge it with export_merged",
                 )
             for folder_name, part in model.parts(name, tensor):
                 written.append(folder_name)

@@ -34,6 +34,7 @@ _DEEPSPEED_KEYS = {
     *("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "universal_checkpoint_info"),
     *("ds_config", "ds_version"),
 }
+_TENSOR_KEYS = {"module", "optimizer", "frozen_param_fragments"}
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
@@ -123,6 +124,7 @@ class ZeroCheckpoint:
         first = _load(self._optimizer_files[0])
         self._first: dict[str, Any] = first.get("optimizer_state_dict", {})
         self.deepspeed_config: Mapping[str, Any] = first.get("ds_config") or {}
+        self.deepspeed_version = str(first.get("ds_version", ""))
         self._model = _load(self._model_files[0])
         self.layout = self._read_layout()
         self._check_ranks()
@@ -136,6 +138,11 @@ class ZeroCheckpoint:
     def client_state(self) -> dict[str, Any]:
         """The client state passed to DeepSpeed's save_checkpoint."""
         return {name: value for name, value in self._model.items() if name not in _DEEPSPEED_KEYS}
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """All values of a rank's model file except tensors."""
+        return {name: value for name, value in self._model.items() if name not in _TENSOR_KEYS}
 
     @property
     def counters(self) -> dict[str, int]:
@@ -152,6 +159,12 @@ class ZeroCheckpoint:
         """The model's persistent buffers."""
         module = self._model.get("module") or {}
         return {name: module[name] for name in self._model.get("buffer_names") or () if name in module}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's settings (lr, betas, weight_decay, ...) of each group."""
+        groups = self._base_state(self._first)["param_groups"]
+        return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
     @property
     def states(self) -> tuple[str, ...]:
