@@ -242,6 +242,19 @@ def test_prompts_of_groups_are_computed_once_where_every_model_of_the_ranks_can(
     assert max(micro.num_computed_tokens for micro in micros) <= limit.get("token_budget", 200)
 
 
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_a_micro_batch_has_no_more_targets_than_its_budget_where_responses_are_equal(group_size: int) -> None:
+    """The head computes each target, though equal responses are computed once."""
+    ranks = InProcessRanks(1, "actor")
+    actor = handle(ranks, "actor", batch=BatchConfig(token_budget=128))
+    batch = batch_of([sample(list(range(40)), prompt=prompt((1, 2)), group=0)] * 12)
+    with TrainBatch(batch, group_size=group_size) as train_batch:
+        assert actor.log_probs(train_batch).tolist() == batch.target_ids_K.tolist()
+    [engine] = ranks.engines("actor")
+    assert [micro.num_computed_tokens for micro in engine.given] == [42] * len(engine.given)
+    assert max(micro.num_targets for micro in engine.given) == {1: 120, 2: 80}[group_size], "below 128"
+
+
 def test_log_probs_and_updates_use_the_temperature_of_the_rollout() -> None:
     ranks = InProcessRanks(2, "actor")
     actor = ModelHandle(ranks, "actor", BatchConfig(token_budget=16), temperature=0.7)  # type: ignore[arg-type]

@@ -91,8 +91,10 @@ class TrainBatch:
         lens = self.batch.seq_lens_S.tolist()
         share = config.share_prefixes and all(ranks.run(TrainerWorker.shares_prefixes))
         order = self._prefixes if share else None
+        targets = self.batch.response_lens_S.tolist()
         plans = [
-            assignment(lens, mini, dp, config, sp, group_size=self._group_size, prefixes=order) for mini in self._minis
+            assignment(lens, targets, mini, dp, config, sp, group_size=self._group_size, prefixes=order)
+            for mini in self._minis
         ]
         bare = self.batch.without_columns()
         parts = [[[_part(bare, micro, order) for micro in plan[replica]] for plan in plans] for replica in range(dp)]
@@ -164,6 +166,7 @@ class MiniBatch:
 
 def assignment(
     lens: Sequence[int],
+    targets: Sequence[int],
     mini_batch: Sequence[int],
     num_replicas: int,
     config: BatchConfig,
@@ -179,13 +182,16 @@ def assignment(
 
     Args:
         lens: tokens of every sequence of the train batch.
+        targets: those among them that are predicted.
         prefixes: of the train batch, if its shared prefixes are computed once.
     """
     size, budget = config.micro_batch_size, config.max_packed_tokens
     groups = [mini_batch[start : start + group_size] for start in range(0, len(mini_batch), group_size)]
     sizes = [sum(lens[i] for i in group) for group in groups]
+    num_targets = [sum(targets[i] for i in group) for group in groups]
     if prefixes is not None:  # a group shares with others at least what its first sequence does
-        sizes = [size - int(prefixes.select(group).shared_S.sum()) for size, group in zip(sizes, groups, strict=True)]
+        saved = [int(prefixes.select(group).shared_S.sum()) for group in groups]
+        sizes = [max(size - n, k) for size, n, k in zip(sizes, saved, num_targets, strict=True)]
         prefixes = prefixes.select([group[0] for group in groups])
     plan = plan_micro_batches(
         sizes,
@@ -193,6 +199,7 @@ def assignment(
         token_budget=None if size else budget * sp,
         micro_batch_size=size * sp if size else None,
         prefixes=prefixes,
+        num_targets=num_targets,
     )
     return [[[i for group in micro for i in groups[group]] for micro in replica] for replica in plan.assignment]
 
