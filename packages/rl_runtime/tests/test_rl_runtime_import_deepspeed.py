@@ -1,4 +1,4 @@
-"""`plinth import-accelerate`: configs as `accelerate config` and its users write them become presets that load."""
+"""`plinth import-deepspeed`: configs of DeepSpeed and accelerate become presets that load."""
 
 import json
 import re
@@ -10,8 +10,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plinth_testing import deepspeed_configs
 from rl_runtime import SupervisedJobConfig
-from rl_runtime.app.import_accelerate import CONFIGS, convert, main, preset_text
+from rl_runtime.app.import_deepspeed import CONFIGS, app_entries, main, preset_text
 from run_kit import load_config
 
 COMMON = """
@@ -86,7 +87,7 @@ def imported(folder: Path, text: str, app: Any = "grpo") -> Any:
     """The preset of a file, loaded; every key of the file is in it."""
     file = folder / "accelerate.yaml"
     file.write_text(text)
-    entries = convert(file, app=app)
+    entries = app_entries(file, CONFIGS[app])
     preset = folder / "preset.yaml"
     preset.write_text(preset_text(entries, source=file.name))
     for entry in entries:
@@ -122,13 +123,29 @@ def test_a_deepspeed_json_file_is_read(tmp_path: Path) -> None:
     assert zero.deepspeed == {"sub_group_size": 10**9}
     assert (config.micro_batch_size, config.supervised.batch_size) == (4, 64)
     assert (config.supervised.optim.lr, config.supervised.optim.betas) == (5e-6, (0.9, 0.95))
+    assert (config.supervised.optim.schedule, config.supervised.optim.warmup_steps) == ("constant", 10)
+    assert config.trainer.export_model
     refused = re.findall(r"^# refused: (\S+):", (tmp_path / "preset.yaml").read_text(), re.MULTILINE)
-    assert refused == ["ds.json:scheduler", "ds.json:flops_profiler"]
+    assert refused == ["ds.json:flops_profiler"]
 
 
 def test_several_machines_join_a_cluster(tmp_path: Path) -> None:
     config = imported(tmp_path, ZERO_2.replace("num_machines: 1", "num_machines: 2"))
     assert config.trainer.ray_address == "auto"
+
+
+@pytest.mark.parametrize("app", ["grpo", "sft"])
+@pytest.mark.parametrize("name", deepspeed_configs.CONFIGS)
+def test_public_configs_become_presets_that_load(tmp_path: Path, name: str, app: str) -> None:
+    tree, settings, refused = deepspeed_configs.CONFIGS[name]
+    config = imported(tmp_path, yaml.safe_dump(tree), app)
+    engine, optim = (config.engine, config.supervised.optim) if app == "sft" else (config.actor, config.actor.optim)
+    assert engine.zero.stage == settings.get("zero.stage", engine.zero.stage)
+    assert optim.lr == settings.get("optim.lr", optim.lr)
+    assert config.trainer.num_ranks == tree.get("num_processes", config.trainer.num_ranks)
+    shown = re.findall(r"^# refused: (\S+):", (tmp_path / "preset.yaml").read_text(), re.MULTILINE)
+    counts_responses = app == "grpo" and isinstance(tree.get("train_batch_size"), int)
+    assert sorted(shown) == sorted([*refused, *(["train_batch_size"] if counts_responses else [])])
 
 
 @given(
@@ -158,13 +175,13 @@ def test_all_answers_of_accelerate_config_load(
     ("text", "word"),
     [
         ("distributed_type: FSDP\n", "distributed_type: got 'FSDP'"),
-        ("a: 1\n", "distributed_type"),
+        ("a: 1\n", "no key"),
         (": :", "cannot be read"),
         ("- a\n", "cannot be read"),
         (COMMON + "  deepspeed_config_file: missing.json\n", "missing.json"),
         (ZERO_3.replace("offload_optimizer_device: cpu", "offload_optimizer_device: none"), "offload.optimizer"),
         (ZERO_2.replace("zero_stage: 2", "zero_stage: 4"), "actor.zero.stage"),
-        (ZERO_2.replace("zero_stage: 2", "zero_stage: {}"), "file.yaml"),
+        (ZERO_2.replace("zero_stage: 2", "zero_stage: {}"), "zero_optimization.stage"),
     ],
 )
 def test_files_that_cannot_be_converted_are_refused(
