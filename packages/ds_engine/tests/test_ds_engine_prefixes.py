@@ -173,6 +173,7 @@ def test_a_step_of_real_ranks_equals_one_without_sharing(two_ranks: RankPool, ti
         for share in (True, False)
     )
     assert shared[0]["shares"] is True
+    assert shared[0]["copies"] is True, "the kernel on a CPU gathers"
     for ours, expected in zip(shared, whole, strict=True):
         assert distance(ours["outputs"], expected["outputs"]) < 1e-6
         torch.testing.assert_close(ours["stats"], expected["stats"], rtol=1e-5, atol=1e-7)

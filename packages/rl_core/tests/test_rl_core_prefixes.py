@@ -176,10 +176,10 @@ def planned(
     num_ranks: int,
     limits: dict[str, int],
     min_tokens: int = 1,
-    num_targets: Sequence[int] | None = None,
+    loads: Sequence[int] | None = None,
 ) -> tuple[MicroBatchPlan, PrefixOrder]:
     order = order_prefixes(batch.input_ids_T, batch.cu_seqlens_S1, min_tokens=min_tokens)
-    options = {"num_ranks": num_ranks, "prefixes": order, "num_targets": num_targets}
+    options = {"num_ranks": num_ranks, "prefixes": order, "loads": loads}
     return plan_micro_batches(batch.seq_lens_S.tolist(), **options, **limits), order
 
 
@@ -274,7 +274,7 @@ def test_only_as_many_runs_are_split_as_micro_batches_are_missing() -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_targets_of_equal_responses_fit_the_budget_though_they_are_computed_once(num_ranks: int) -> None:
     batch = packed([list(range(100))] * 64)
-    plan, _ = planned(batch, num_ranks, {"token_budget": 800}, num_targets=[50] * 64)
+    plan, _ = planned(batch, num_ranks, {"token_budget": 800}, loads=[50] * 64)
     assert [[len(micro) for micro in rank] for rank in plan.assignment] == [[16] * (4 // num_ranks)] * num_ranks
 
 
