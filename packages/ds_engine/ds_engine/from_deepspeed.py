@@ -56,15 +56,16 @@ class Entry:
     def comment(self) -> str:
         """The key and its fate, on one line."""
         counterpart = "; ".join(filter(None, (self.ours, self.why)))
-        return f"# {self.fate}: {self.theirs}: {json.dumps(self.value)[:60]}: {counterpart}"
+        return f"# {self.fate}: {self.theirs}: {json.dumps(self.value, default=str)[:60]}: {counterpart}"
 
 
 _DTYPES = {"no": "float32", False: "float32", "fp16": "float16", "bf16": "bfloat16"}  # YAML reads a bare no as false
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_OFFLOAD_DEVICES = ("zero_optimization.offload_", "offload_", "zero.offload.")
 _SECTIONS = (
     *("deepspeed_config", "zero_optimization", "fp16", "bf16", "bfloat16", "data_types"),
     *("zero_optimization.offload_param", "zero_optimization.offload_optimizer"),
-    *("optimizer", "optimizer.params", "scheduler", "scheduler.params"),
+    *("optimizer", "optimizer.params", "scheduler", "scheduler.params", "compile"),
 )
 _NO_EFFECT = {
     "whoever starts the ranks decides it (the apps: trainer.num_ranks, on several nodes trainer.ray_address)": (
@@ -73,7 +74,8 @@ _NO_EFFECT = {
         "deepspeed_exclusion_filter mpirun_config gpu_ids num_processes num_machines use_cpu enable_cpu_affinity"
     ),
     "each call gives its own batches": "train_batch_size train_micro_batch_size_per_gpu",
-    "it follows from the batch sizes and ranks": "gradient_accumulation_steps is_train_batch_min dataloader_drop_last",
+    "it follows from the ranks and from the batch size, which you give (the apps: batch.mini_batch_size, "
+    "supervised.batch_size)": "gradient_accumulation_steps is_train_batch_min dataloader_drop_last",
     "the engine decides it": "zero3_init_flag zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
     "zero_optimization.ignore_unused_parameters disable_allgather disable_python_gc bf16.immediate_grad_update "
     "bf16.check_grad_overflow optimizer.params.torch_adam optimizer.params.fused optimizer.legacy_fusion "
@@ -86,6 +88,7 @@ _NO_EFFECT = {
     "dump_state timers log_level zero_optimization.log_trace_cache_warnings",
     "Hugging Face models do not call deepspeed.checkpointing; set gradient_checkpointing": "activation_checkpointing",
     "NVMe is read with DeepSpeed's defaults": "aio",
+    "torch.compile has its defaults": "compile.kwargs",
     "the engine exports whole weights at every stage": "zero3_save_16bit_model",
     "the engine gathers whole transformer layers": "deepspeed_moe_layer_cls_names transformer_moe_cls_names",
     "its keys are below": "deepspeed_config_file",
@@ -97,9 +100,6 @@ _REFUSED = {
     "; optimizer states and master weights are fp32": "bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states "
     "fp16.fp16_master_weights_and_grads",
     "; give the DeepSpeed or accelerate file itself": "deepspeed",
-    "; set zero.stage": "fsdp_config",
-    "; set sequence_parallel": "parallelism_config",
-    "; set compile": "compile",
     "; the apps write metrics: tracking.wandb_project": "tensorboard wandb csv_monitor comet",
     "; the apps profile: trainer.profile_steps": "flops_profiler comms_logger",
     "; a rollout is vLLM's": "hybrid_engine",
@@ -125,11 +125,22 @@ def _integer(value: Any) -> int:
 
 
 def _switched_on(value: Any) -> bool:
-    return bool(value.get("enabled", value)) if isinstance(value, Mapping) else bool(value)
+    enabled = value.get("enabled", value) if isinstance(value, Mapping) else value
+    return bool(enabled) and enabled != "auto"
 
 
-def table(*, stage: int = 2, dtype: str = "bfloat16", reduce_dtype: str = "bfloat16") -> dict[str, Key]:
-    """Dotted key of DeepSpeed or accelerate (of its `deepspeed_config` without that word) -> its counterpart."""
+def table(
+    *,
+    stage: int = 2,
+    dtype: str = "bfloat16",
+    reduce_dtype: str = "bfloat16",
+    uses_nvme: bool = False,
+    is_full_precision: bool = False,
+) -> dict[str, Key]:
+    """Dotted key of DeepSpeed or accelerate (of its `deepspeed_config` without that word) -> its counterpart.
+
+    The arguments are what the other keys say.
+    """
     zero, element_bytes = "zero_optimization", dtype_bytes(reduce_dtype)
 
     def section(prefix: str, keys: Mapping[str, Key]) -> dict[str, Key]:
@@ -144,9 +155,6 @@ def table(*, stage: int = 2, dtype: str = "bfloat16", reduce_dtype: str = "bfloa
     def at_stage_3(ours: str, convert: Callable[[Any], Any]) -> Key:
         return Key(ours, convert, f"DeepSpeed ignores it at stage {stage}", lambda _: stage == 3)
 
-    def path(value: Any) -> bool:
-        return value not in (None, "none", "None")
-
     offload = dict.fromkeys(
         (
             *("pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "pipeline", "pipeline_read"),
@@ -156,14 +164,14 @@ def table(*, stage: int = 2, dtype: str = "bfloat16", reduce_dtype: str = "bfloa
     )
     own = {key: Key(why=why) for key, why in OWNED.items()}
     own |= {key: lacks(OWNED[key]) for key in _OPTIONAL}
-    own["zenflow"] = lacks(OWNED["zenflow"], lambda _: True)  # an empty section switches it on
+    own["zenflow"] = lacks(OWNED["zenflow"], lambda value: value is not None)  # an empty section switches it on
     own["zero_hpz_partition_size"] = lacks(OWNED["zero_hpz_partition_size"], lambda value: _integer(value) > 1)
     own["mics_shard_size"] = lacks(OWNED["mics_shard_size"], lambda value: _integer(value) > 0)
     device = {
         "optimizer": Key("zero.offload.optimizer", lambda value: value or "none"),
         "param": at_stage_3("zero.offload.param", lambda value: value or "none"),
     }
-    nvme = Key("zero.offload.nvme_path", str, "nothing is on NVMe", path)
+    nvme = Key("zero.offload.nvme_path", str, "nothing is on NVMe", lambda _: uses_nvme)
     persistence = at_stage_3("zero.param_persistence_elements", _integer)
     further = (
         *("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size"),
@@ -204,8 +212,13 @@ def table(*, stage: int = 2, dtype: str = "bfloat16", reduce_dtype: str = "bfloa
     decays = lacks("AdamW decouples weight decay", lambda value: not value, "optim.weight_decay")
     warm_up = lacks("warm-up is linear, from lr / warmup_steps", lambda value: _number(value) > 0, "optim.warmup_steps")
     precision = {
-        section_name: switch("dtype", dtype_name, "another key gives the dtype")
-        for section_name, dtype_name in (("fp16", "float16"), ("bf16", "bfloat16"), ("bfloat16", "bfloat16"))
+        f"{name}.enabled": switch(
+            "dtype",
+            "float32" if is_full_precision else low,
+            "another key gives the dtype",
+            lambda value: bool(value) or is_full_precision,
+        )
+        for name, low in (("fp16", "float16"), ("bf16", "bfloat16"), ("bfloat16", "bfloat16"))
     }
     return {
         **{key: lacks(f"not supported{why}") for why, keys in _REFUSED.items() for key in keys.split()},
@@ -214,16 +227,25 @@ def table(*, stage: int = 2, dtype: str = "bfloat16", reduce_dtype: str = "bfloa
         "zero_stage": stage_key,
         **{f"offload_{part}_device": key for part, key in device.items()},
         **dict.fromkeys(("offload_optimizer_nvme_path", "offload_param_nvme_path"), nvme),
-        **{f"{name}.enabled": key for name, key in precision.items()},
+        **precision,
         "fp16.loss_scale": lacks("the loss scale is dynamic; use 0", lambda value: _number(value) != 0),
         "mixed_precision": Key("dtype", lambda value: _DTYPES.get(value, value)),
         "gradient_clipping": Key("optim.grad_clip", lambda value: _number(value) or None),
         "gradient_predivide_factor": lacks("gradients are averaged by tokens", lambda value: _number(value) != 1),
-        "communication_data_type": Key("zero.fp32_reduce", lambda value: value == "fp32"),
+        "communication_data_type": switch(
+            "zero.fp32_reduce", True, "gradients are reduced in the model's dtype", lambda value: value == "fp32"
+        ),
         "data_types.grad_accum_dtype": Key("zero.fp32_grad_accum", lambda value: value == "fp32" or dtype == "float32"),
+        "fsdp_config": lacks("DeepSpeed shards", ours="zero.stage"),
+        "parallelism_config": lacks("ranks are divided by one setting", ours="sequence_parallel"),
         "sequence_parallel_size": Key("sequence_parallel", _integer),
         "debug": switch("collective_guard", "auto", "off is the default"),
-        "dynamo_config": switch("compile", True, "not compiled", lambda value: value.get("dynamo_backend") != "NO"),
+        "dynamo_config": switch(
+            "compile", True, "not compiled", lambda value: value.get("dynamo_backend", "NO") != "NO"
+        ),
+        "compile.disable": Key("compile", lambda value: not value),
+        "compile.backend": lacks("the backend is inductor", lambda value: value != "inductor"),
+        "compile.deepcompile": lacks("DeepCompile is not supported", ours="compile"),
         "optimizer": lacks(f"known here: {', '.join(OPTIMIZERS)}", ours="optim.name"),
         "optimizer.type": Key("optim.name", _optimizer),
         **section(
@@ -343,7 +365,18 @@ def _context(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
     dtype = given.get("dtype") or _DTYPES.get(values.get("mixed_precision"), "float16" if is_fp16 else "bfloat16")
     reduces_fp32 = values.get("communication_data_type") == "fp32"
     number = _converted("zero_optimization.stage", 2 if stage == "auto" else stage, _integer)
-    return {"stage": number, "dtype": dtype, "reduce_dtype": "float32" if reduces_fp32 else dtype}
+    switches = [value for key, value in values.items() if key in ("fp16.enabled", "bf16.enabled", "bfloat16.enabled")]
+    is_full_precision = "mixed_precision" not in values and bool(switches) and not any(switches)
+    if is_full_precision:
+        dtype = given.get("dtype") or "float32"
+    devices = [value for key, value in {**values, **given}.items() if key.startswith(_OFFLOAD_DEVICES)]
+    return {
+        "stage": number,
+        "dtype": dtype,
+        "reduce_dtype": "float32" if reduces_fp32 else dtype,
+        "uses_nvme": "nvme" in devices,
+        "is_full_precision": is_full_precision,
+    }
 
 
 def _flattened(
@@ -402,7 +435,7 @@ def _unknown(path: str, known: Collection[str]) -> str:
     last = path.rpartition(".")[2]
     near = [key for key in known if key.rpartition(".")[2] == last]
     near = near or difflib.get_close_matches(path, (*known, *_SECTIONS), n=1)
-    return f"unknown; nearest: {near[0]}" if near else "unknown to DeepSpeed and accelerate"
+    return f"unknown; nearest: {near[0]}" if near else "unknown"
 
 
 def _read(file: Path) -> dict[str, Any]:

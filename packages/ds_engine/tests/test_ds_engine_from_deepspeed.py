@@ -114,6 +114,7 @@ def test_given_settings_override_the_file_and_say_so() -> None:
         ({"distributed_type": "FSDP"}, "distributed_type", "FSDP"),
         ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "optimizer.params.adam_w_mode", False),
         ({"optimizer": "adam"}, "optimizer", "adam"),
+        ({"compile": {"deepcompile": True}, "zero_optimization": {"stage": 3}}, "compile.deepcompile", True),
         ({"scheduler": {"type": "OneCycle"}}, "scheduler", {"type": "OneCycle"}),
         ({"zero_optimization": {"stage": 2, "mics_shard_size": 8}}, "zero_optimization.mics_shard_size", 8),
     ],
@@ -122,6 +123,26 @@ def test_a_value_that_cannot_be_used_is_refused_with_its_key(tree: dict[str, Any
     with pytest.raises(EngineConfigError) as error:
         config_from_deepspeed(tree)
     assert (error.value.field, error.value.value) == (field, value)
+
+
+@pytest.mark.parametrize(
+    ("tree", "dtype", "bucket"),
+    [
+        ({"fp16": {"enabled": False}}, "float32", 4000),
+        ({"fp16": {"enabled": False}, "bf16": {"enabled": False}}, "float32", 4000),
+        ({"fp16": {"enabled": False}, "bf16": {"enabled": True}}, "bfloat16", 2000),
+        ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}, None, 2000),
+        ({"fp16": {"enabled": False}, "bf16": {"enabled": "auto"}}, None, 2000),
+        ({"mixed_precision": "no", "bf16": {"enabled": False}}, "float32", 4000),
+        ({"bf16": {"enabled": True}, "communication_data_type": "fp32"}, "bfloat16", 4000),
+    ],
+)
+def test_the_dtype_is_that_of_the_file_and_buckets_keep_their_elements(
+    tree: dict[str, Any], dtype: str | None, bucket: int
+) -> None:
+    config = config_from_deepspeed({**tree, "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}})
+    assert (config.dtype, config.zero.reduce_bucket_bytes) == (dtype, bucket)
+    assert config.reduce_bucket_elements == 1000
 
 
 def test_accelerates_deepspeed_file_is_read_from_its_folder(tmp_path: Path) -> None:

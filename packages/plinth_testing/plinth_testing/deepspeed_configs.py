@@ -92,6 +92,7 @@ CONFIGS: Mapping[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
             "zero_optimization": {**_STAGE_3, "offload_optimizer": _CPU, "offload_param": _CPU},
             "steps_per_print": 2000,
             "wall_clock_breakdown": False,
+            "amp": {"enabled": "auto", "opt_level": "auto"},
         },
         {
             "zero.stage": 3,
@@ -156,8 +157,8 @@ CONFIGS: Mapping[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
             "zero_optimization": {
                 **_STAGE_3,
                 "overlap_comm": False,
-                "offload_optimizer": _CPU,
-                "offload_param": _CPU,
+                "offload_optimizer": {**_CPU, "nvme_path": "/local_nvme"},
+                "offload_param": {**_CPU, "nvme_path": "/local_nvme"},
             },
         },
         {"zero.overlap_comm": False, "zero.offload.optimizer": "cpu"},
@@ -171,8 +172,8 @@ CONFIGS: Mapping[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
             "compile": {"disable": False, "backend": "inductor"},
             "wall_clock_breakdown": False,
         },
-        {"zero.stage": 1},
-        ["compile"],
+        {"zero.stage": 1, "compile": True},
+        [],
     ),
     "axolotl_zero3_params": (
         {
