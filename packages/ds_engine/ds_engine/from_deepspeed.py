@@ -110,7 +110,7 @@ _REFUSED = {
     "optimizer.params.amsgrad",
 }
 """Remedy -> features that the engine lacks; a value that switches one off has no effect."""
-_OPTIONAL = ("zenflow", "zero_quantized_gradients", "zero_quantized_weights", "zero_quantized_nontrainable_weights")
+_OPTIONAL = ("zero_quantized_gradients", "zero_quantized_weights", "zero_quantized_nontrainable_weights")
 """Keys of `OWNED` that ask for a feature; the others have no effect on the result."""
 
 
@@ -156,6 +156,7 @@ def table(*, stage: int = 2, dtype: str = "bfloat16", reduce_dtype: str = "bfloa
     )
     own = {key: Key(why=why) for key, why in OWNED.items()}
     own |= {key: lacks(OWNED[key]) for key in _OPTIONAL}
+    own["zenflow"] = lacks(OWNED["zenflow"], lambda _: True)  # an empty section switches it on
     own["zero_hpz_partition_size"] = lacks(OWNED["zero_hpz_partition_size"], lambda value: _integer(value) > 1)
     own["mics_shard_size"] = lacks(OWNED["mics_shard_size"], lambda value: _integer(value) > 0)
     device = {

@@ -12,7 +12,11 @@ from hypothesis import strategies as st
 
 from plinth_testing import deepspeed_configs
 from rl_runtime import SupervisedJobConfig
+from rl_runtime.app.cli import run_job_cli
 from rl_runtime.app.import_deepspeed import CONFIGS, app_entries, main, preset_text
+from rl_runtime.job_config import JobConfig
+from rl_runtime.resolve.resolved import ResolvedConfig
+from rl_runtime.rules import value_of
 from run_kit import load_config
 
 COMMON = """
@@ -146,6 +150,81 @@ def test_public_configs_become_presets_that_load(tmp_path: Path, name: str, app:
     shown = re.findall(r"^# refused: (\S+):", (tmp_path / "preset.yaml").read_text(), re.MULTILINE)
     counts_responses = app == "grpo" and isinstance(tree.get("train_batch_size"), int)
     assert sorted(shown) == sorted([*refused, *(["train_batch_size"] if counts_responses else [])])
+
+
+CLI = {
+    "zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1e8, "reduce_bucket_size": 1e8},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "weight_decay": "auto"}},
+}
+
+
+def started(config_cls: Any, *argv: str) -> tuple[Any, list[tuple[Any, str]]]:
+    """The exit code of an app's command line, and the configuration and comment of its config.yaml."""
+    seen: list[tuple[Any, str]] = []
+
+    def app(config: Any) -> None:
+        seen.append((config, ResolvedConfig(config=config).comment()))
+
+    with pytest.raises(SystemExit) as ended:
+        run_job_cli(
+            config_cls, app, ["model.path=m", *argv, "trainer.device=cpu"], app_name="app", preset_dir=Path("/nowhere")
+        )
+    return ended.value.code, seen
+
+
+@pytest.mark.parametrize(
+    ("config_cls", "section", "optim"),
+    [(JobConfig, "actor", "actor.optim"), (SupervisedJobConfig, "engine", "supervised.optim")],
+)
+def test_an_app_takes_the_file_below_keys_of_the_command_line(
+    tmp_path: Path, config_cls: Any, section: str, optim: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(CLI))
+    data = {"actor": "data.train=[d]", "engine": "supervised.files=[d]"}[section]
+    given = f"{data} {optim}.lr=2e-6 {section}.deepspeed={file}".split()
+    code, [(config, comment)] = started(config_cls, *given)
+    assert code == 0
+    assert value_of(config, f"{section}.zero.stage") == 3
+    assert value_of(config, f"{section}.zero.deepspeed") == {"stage3_max_live_parameters": 10**8}
+    assert value_of(config, f"{optim}.lr") == 2e-6
+    assert capsys.readouterr().err == f"{optim}.lr overrides optimizer.params.lr=1e-05 of {file}\n"
+    assert comment.splitlines()[:2] == [
+        "Given by files:",
+        f"{section}.zero.stage=3: zero_optimization.stage of {file}",
+    ]
+    assert f"{optim}.lr" not in comment
+    own = tmp_path / "own.yaml"
+    own.write_text(f"{section}: {{zero: {{stage: 2}}}}\n")
+    code, [(config, comment)] = started(config_cls, *given, f"config={own}")
+    assert value_of(config, f"{section}.zero.stage") == 2
+    assert value_of(config, f"{section}.zero.deepspeed") == {}, "DeepSpeed reads it at stage 3 only"
+    assert f"{section}.zero.stage overrides" in capsys.readouterr().err
+
+
+def test_an_app_refuses_keys_of_the_file_before_it_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ds.json"
+    tree = {**CLI, "train_batch_size": 64, "zero_optimization": {"stage": 2, "zenflow": {}, "overlap_com": True}}
+    file.write_text(json.dumps(tree))
+    code, seen = started(JobConfig, f"actor.deepspeed={file}")
+    assert (code, seen) == (2, [])
+    printed = capsys.readouterr().err
+    for text in (
+        "train_batch_size: got 64",
+        "set batch.mini_batch_size",
+        "zenflow: got {}",
+        "nearest: zero_optimization.overlap_comm",
+    ):
+        assert text in printed
+    file.write_text(json.dumps({**CLI, "zero_optimization": {"stage": 4}}))
+    assert started(JobConfig, f"actor.deepspeed={file}") == (2, [])
+    printed = capsys.readouterr().err
+    assert "actor.zero.stage: got 4" in printed
+    assert f"(from actor.deepspeed={file})" in printed
+    assert started(JobConfig, "actor.deepspeed=missing.json") == (2, [])
+    assert "actor.deepspeed: got 'missing.json'" in capsys.readouterr().err
+    file.write_text(json.dumps({**CLI, "train_batch_size": 64}))
+    assert started(JobConfig, f"actor.deepspeed={file}", "batch.mini_batch_size=16")[0] == 0
 
 
 @given(

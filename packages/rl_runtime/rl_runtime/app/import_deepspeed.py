@@ -11,15 +11,18 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ds_engine import EngineConfigError
+from ds_engine import EngineConfig, EngineConfigError
 from ds_engine.from_deepspeed import Entry, Key, imported
 from run_kit import ConfigError, load_config
+from run_kit.cli import FileKey
+from run_kit.config.schema import field_hints
+from run_kit.config.trees import nested
 
 from ..job_config import JobConfig
 from ..supervised_job_config import PreferenceJobConfig, SupervisedJobConfig
@@ -84,12 +87,49 @@ def app_entries(file: Path, config_cls: type, section: str = "", given: Mapping[
 
 def preset_text(entries: Sequence[Entry], *, source: str) -> str:
     """The preset as YAML, with every key of the file in a comment."""
-    tree: dict[str, Any] = {}
-    for entry in (entry for entry in entries if entry.fate == "mapped"):
-        *sections, name = entry.ours.split(".")
-        reduce(lambda section, part: section.setdefault(part, {}), sections, tree)[name] = entry.our_value
+    tree = nested({entry.ours: entry.our_value for entry in entries if entry.fate == "mapped"})
     lines = [f"# From {source} by plinth import-deepspeed. Add the model, the data and batch sizes."]
     return "\n".join([*lines, *(entry.comment() for entry in entries), yaml.safe_dump(tree, sort_keys=False)])
+
+
+def file_keys(config_cls: type, origins: dict[str, str]) -> dict[str, FileKey]:
+    """`actor.deepspeed`, and the same for every other trained model of an app; the first one's is the run's as well.
+
+    Args:
+        origins: is given our key -> theirs and the file, for the settings that come from files.
+    """
+    sections = [name for name, hint in field_hints(config_cls).items() if hint is EngineConfig]
+
+    def read(section: str, file: Path, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        key = f"{section}.deepspeed"
+        try:
+            entries = app_entries(file, config_cls, "" if section == sections[0] else section, given)
+        except EngineConfigError as error:
+            own = error.under(section) if error.field == "deepspeed" else error
+            fields = {name: getattr(own, name) for name in ("field", "value", "allowed", "remedy")}
+            raise ConfigError(own.problem, source=f"{key}={file}", **fields) from None
+        refused = [
+            ConfigError(
+                entry.why,
+                field=entry.theirs,
+                value=entry.value,
+                remedy=f"set {entry.ours}" if entry.ours else f"remove it from {file.name}",
+                source=f"{key}={file}",
+            )
+            for entry in entries
+            if entry.fate == "refused"
+        ]
+        if refused:
+            raise ConfigError.of(refused)
+        for entry in entries:
+            if entry.fate == "overridden":
+                print(f"{entry.ours} overrides {entry.theirs}={entry.value} of {file}", file=sys.stderr)
+        mapped = [entry for entry in entries if entry.fate == "mapped"]
+        origins.update({entry.ours: f"{entry.theirs} of {file}" for entry in mapped})
+        return {entry.ours: entry.our_value for entry in mapped}
+
+    doc = "the settings of a config of DeepSpeed or accelerate"
+    return {f"{section}.deepspeed": FileKey(doc=doc, read=partial(read, section)) for section in sections}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
