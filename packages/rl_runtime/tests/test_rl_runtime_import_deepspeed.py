@@ -227,6 +227,12 @@ def test_an_app_refuses_keys_of_the_file_before_it_starts(tmp_path: Path, capsys
     assert started(JobConfig, f"actor.deepspeed={file}", "batch.mini_batch_size=16")[0] == 0
 
 
+@pytest.mark.parametrize("key", ["deepspeed", "actor.deepspeed", "critic.deepspeed"])
+def test_the_key_of_another_program_or_app_names_that_of_this_one(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert started(SupervisedJobConfig, "supervised.files=[d]", f"{key}=ds.json") == (2, [])
+    assert f"{key}: unknown key; nearest: engine.deepspeed " in capsys.readouterr().err
+
+
 @given(
     stage=st.sampled_from([1, 2, 3]),
     optimizer=st.sampled_from(["none", "cpu"]),

@@ -174,7 +174,12 @@ def _parse(
         elif key in file_keys:
             foreign.append((key, value))
         elif key not in _SOURCES:
-            overrides.append(arg)
+            same = [own for own in file_keys if own.rpartition(".")[2] == key.rpartition(".")[2]]
+            if same and key not in all_paths(cls):
+                remedy = f"nearest: {', '.join(same)}"
+                problems.append(ConfigError("unknown key", field=key, remedy=remedy, source="command line"))
+            else:
+                overrides.append(arg)
         elif key == "config":
             later.append(Path(os.path.expanduser(value)))  # Path.expanduser raises for ~nobody
         else:
