@@ -7,8 +7,19 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ds_engine import EngineConfigError, check_deepspeed, config_from_deepspeed
+from ds_engine import (
+    EngineConfig,
+    EngineConfigError,
+    OffloadConfig,
+    OptimConfig,
+    ZeroConfig,
+    check_deepspeed,
+    config_from_deepspeed,
+    deepspeed_config,
+)
 from ds_engine.from_deepspeed import imported, table
 from plinth_testing.deepspeed_configs import CONFIGS
 
@@ -71,6 +82,41 @@ def test_every_key_that_accelerate_writes_is_in_the_table() -> None:
 
     names = {*ClusterConfig.__dataclass_fields__, *DeepSpeedPlugin.__dataclass_fields__}
     assert names - table().keys() == {"deepspeed_config", "hf_ds_config"}
+
+
+OFFLOADS = [
+    OffloadConfig(),
+    OffloadConfig(optimizer="cpu"),
+    OffloadConfig(optimizer="cpu", param="cpu"),
+    OffloadConfig(optimizer="nvme", param="nvme", nvme_path="/nvme"),
+]
+
+
+@given(
+    stage=st.sampled_from([1, 2, 3]),
+    offload=st.sampled_from(OFFLOADS),
+    dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
+    fp32=st.tuples(st.booleans(), st.booleans()),
+    bucket=st.integers(1024, 10**9),
+    persistence=st.integers(0, 10**6),
+    clip=st.sampled_from([None, 0.5]),
+)
+def test_the_config_that_the_engine_gives_deepspeed_reads_back(
+    stage: Any, offload: OffloadConfig, dtype: Any, fp32: tuple[bool, bool], bucket: int, persistence: int, clip: Any
+) -> None:
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "fp32_reduce": fp32[0],
+        "fp32_grad_accum": fp32[1],
+        "reduce_bucket_bytes": bucket,
+    }
+    if stage == 3:
+        zero |= {"offload": offload, "param_persistence_elements": persistence}
+    config = EngineConfig(zero=ZeroConfig(**zero), dtype=dtype, optim=OptimConfig(grad_clip=clip))
+    theirs = deepspeed_config(config, device_type="cpu")
+    read = config_from_deepspeed(theirs, given={"dtype": dtype})
+    assert deepspeed_config(read, device_type="cpu") == theirs
+    assert read.zero.offload == config.zero.offload
 
 
 @pytest.mark.parametrize(
