@@ -86,7 +86,8 @@ ENTRIES = {entry.path: isinstance(entry, Key) for cls in pages.config_classes().
 NAMED = re.compile(r"(?<![\w./:-])([a-z_]+(?:\.\w+)+)(?![\w./(*\u2026-])")
 """`section.key`, and not a part of an address, a path, a call or a pattern."""
 OTHERS = {"algorithm.clip_hihg", "actor.zero.stag", "batch.columns", "batch.response_lens_S"}
-"""Typos that a page shows on purpose, and attributes of Python objects."""
+OTHERS |= {f"{section}.deepspeed" for section in ("actor", "critic", "engine")}
+"""Typos that a page shows on purpose, attributes of Python objects, and keys of files (`run_kit.cli.FileKey`)."""
 
 
 def unknown_keys(text: str) -> set[str]:

@@ -22,7 +22,7 @@ from apps.sft.config import SftConfig
 from rl_data import build_tiny_model
 from rl_runtime import JobConfig, SupervisedJobConfig, job_layout
 from run_kit import load_config
-from run_kit.config.loader import given_keys
+from run_kit.config.loader import given_values
 
 APPS = Path(__file__).resolve().parents[1] / "apps"
 CONFIGS: dict[str, type[JobConfig]] = {"grpo": GrpoConfig, "ppo": PpoConfig, "distill": DistillConfig}
@@ -130,7 +130,7 @@ def test_a_preset_has_the_documented_values(app: str, preset: str) -> None:
 
 @pytest.mark.parametrize(("app", "preset"), ALGORITHMS)
 def test_an_algorithm_preset_sets_the_algorithm_alone_over_any_run(app: str, preset: str) -> None:
-    given = given_keys(CONFIGS[app], [preset_file(app, preset)])
+    given = given_values(CONFIGS[app], [preset_file(app, preset)])
     assert {key.partition(".")[0] for key in given} <= {"algorithm", "dynamic_sampling"}
     for run in ("demo", "gsm8k"):
         config = load(app, run, preset_file(app, preset))

@@ -27,7 +27,7 @@ class Call:
 
 
 def reader() -> _SafeReader:
-    return _SafeReader(SimpleNamespace(), ())
+    return _SafeReader(SimpleNamespace())
 
 
 @pytest.mark.parametrize("stage", list(ZeroStageEnum), ids=lambda stage: stage.name)

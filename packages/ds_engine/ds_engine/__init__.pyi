@@ -27,6 +27,7 @@ from .errors import ModelError as ModelError
 from .errors import PlanMismatchError as PlanMismatchError
 from .errors import RankStalledError as RankStalledError
 from .errors import UntriedModelError as UntriedModelError
+from .from_deepspeed import config_from_deepspeed as config_from_deepspeed
 from .guard.collective_guard import CollectiveGuard as CollectiveGuard
 from .guard.collective_guard import mark as mark
 from .guard.collective_guard import record_collectives as record_collectives

@@ -63,8 +63,9 @@ def agree_on_plan(method: str, micro_batches: Sequence[TokenBatch], device: torc
 def _checksum(micro_batches: Sequence[TokenBatch]) -> int:
     value = 0
     for batch in micro_batches:
-        prefixes = getattr(batch, "prefixes", None)
-        shared = [] if prefixes is None else [prefixes.computed_U, prefixes.cu_seqlens_N1]
+        shared: list[Tensor] = []
+        if (prefixes := getattr(batch, "prefixes", None)) is not None:
+            shared = [prefixes.computed_U, prefixes.place_T, prefixes.cu_seqlens_N1, torch.tensor(prefixes.parents_N)]
         for tensor in (batch.input_ids_T, batch.cu_seqlens_S1, batch.target_index_K, batch.target_ids_K, *shared):
             value = crc32(tensor.cpu().numpy().tobytes(), value)
     return value

@@ -316,6 +316,14 @@ class ZeroEngine:
         return self._micro_batches.shares_prefixes
 
     @property
+    def copies_prefixes(self) -> bool:
+        """Attention keeps a copy of the keys and values of a shared prefix for each sequence until the backward pass;
+        False with FlashAttention-4 without sliding windows, which reads them in place."""
+        config: Any = self.module.config
+        has_windows = getattr(config.get_text_config(), "sliding_window", None) is not None
+        return has_windows or self._micro_batches.kernel != "flash4"
+
+    @property
     def deepspeed(self) -> Any:
         """The engine that `deepspeed.initialize` returned; the model itself at stages 1 and 2 with trainable=False."""
         return self._deepspeed

@@ -83,6 +83,7 @@ def train_trees(model_path: str, config: EngineConfig, steps: list[list[Any]], s
         stats = [engine.train_mini_batch(micro, weighted_loss) for micro in batches]
         return {
             "shares": engine.shares_prefixes,
+            "copies": engine.copies_prefixes,
             "stats": [(s.loss, s.grad_norm) for s in stats],
             "outputs": torch.cat([torch.stack([o.log_probs_K, o.entropy_K]) for o in outputs], dim=1),
             "weights": {name: tensor.clone() for name, tensor in engine.export_parameters(torch.float32)},

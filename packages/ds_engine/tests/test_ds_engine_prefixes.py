@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_engine import BatchError, EngineConfig, LoraConfig, OptimConfig, ZeroConfig
+from ds_engine import BatchError, EngineConfig, LoraConfig, OptimConfig, PlanMismatchError, ZeroConfig
+from ds_engine.agreement import _checksum
 from ds_engine.model.loading import load_model
 from ds_engine.model.packed_model import install_packed_forward, packed_inputs
 from ds_engine.model.prefix_tree import gather_rows
@@ -173,8 +174,32 @@ def test_a_step_of_real_ranks_equals_one_without_sharing(two_ranks: RankPool, ti
         for share in (True, False)
     )
     assert shared[0]["shares"] is True
+    assert shared[0]["copies"] is True, "the kernel on a CPU gathers"
     for ours, expected in zip(shared, whole, strict=True):
         assert distance(ours["outputs"], expected["outputs"]) < 1e-6
         torch.testing.assert_close(ours["stats"], expected["stats"], rtol=1e-5, atol=1e-7)
     for name, weight in whole[0]["weights"].items():
         assert distance(shared[0]["weights"][name], weight) < 1e-6, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sp", [1, 2])
+def test_ranks_of_which_one_has_prefixes_end_in_an_error_if_they_share_sequences(
+    two_ranks: RankPool, tiny_model: Path, sp: int
+) -> None:
+    """Replicas compute their own sequences, each as it likes."""
+    config = EngineConfig(dtype="float32", sequence_parallel=sp, zero=ZeroConfig(stage=3, param_persistence_elements=0))
+    per_rank = [{"steps": [[(*GROUP, 1)]], "share": rank == 0} for rank in range(2)]
+    results = two_ranks.run("train_trees", per_rank, model_path=str(tiny_model), config=config)
+    if sp == 2:
+        assert [type(error) for error in results] == [PlanMismatchError] * 2
+    else:
+        assert distance(results[0]["outputs"], results[1]["outputs"]) < 1e-6
+
+
+def test_ranks_that_share_sequences_compare_all_of_a_tree() -> None:
+    """Equal nodes with other parents attend to other tokens."""
+    batch = tree_batch([-1, -1, 0], [4, 4, 2], seed=1)
+    assert batch.prefixes is not None
+    trees = [replace(batch.prefixes, parents_N=(-1, -1, parent)) for parent in (0, 1)]
+    assert len({_checksum([replace(batch, prefixes=tree)]) for tree in trees}) == 2

@@ -223,8 +223,8 @@ def test_slices_are_those_of_the_padded_row(sp: int) -> None:
     ids = torch.cat([part.input_ids_1T[0] for part in parts])
     num_tokens = len(batch.input_ids_T)
     assert torch.equal(ids[:num_tokens], batch.input_ids_T)
-    assert len(ids) == -(-num_tokens // sp) * sp == sum(parts[0].packing.lengths)
+    assert len(ids) == -(-num_tokens // sp) * sp == sum(parts[0].packing.borders.lengths)
     assert len({part.input_ids_1T.shape for part in parts}) == 1
-    assert parts[0].packing.lengths[: len(STEPS[0])] == tuple(batch.cu_seqlens_S1.diff().tolist())
+    assert parts[0].packing.borders.lengths[: len(STEPS[0])] == tuple(batch.cu_seqlens_S1.diff().tolist())
     targets = [part.target_ids_K[: len(part.share.own_k)] for part in parts]  # a rank without one has a stand-in
     assert torch.equal(torch.cat(targets), batch.target_ids_K)

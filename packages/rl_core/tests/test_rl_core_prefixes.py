@@ -1,6 +1,7 @@
 """Shared prefixes: the tree of a batch, its order, and selections of both."""
 
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -171,10 +172,15 @@ limits_strategy = st.one_of(
 
 
 def planned(
-    batch: Batch, num_ranks: int, limits: dict[str, int], min_tokens: int = 1
+    batch: Batch,
+    num_ranks: int,
+    limits: dict[str, int],
+    min_tokens: int = 1,
+    loads: Sequence[int] | None = None,
 ) -> tuple[MicroBatchPlan, PrefixOrder]:
     order = order_prefixes(batch.input_ids_T, batch.cu_seqlens_S1, min_tokens=min_tokens)
-    return plan_micro_batches(batch.seq_lens_S.tolist(), num_ranks=num_ranks, prefixes=order, **limits), order
+    options = {"num_ranks": num_ranks, "prefixes": order, "loads": loads}
+    return plan_micro_batches(batch.seq_lens_S.tolist(), **options, **limits), order
 
 
 def computed(batch: Batch, order: PrefixOrder, micro: tuple[int, ...]) -> int:
@@ -188,7 +194,8 @@ def test_plans_keep_their_limits_in_computed_tokens(
     rows: list[list[int]], num_ranks: int, limits: dict[str, int], min_tokens: int
 ) -> None:
     batch = packed(rows)
-    plan, order = planned(batch, num_ranks, limits, min_tokens)
+    targets = [max(0, len(row) - 2) for row in rows]
+    plan, order = planned(batch, num_ranks, limits, min_tokens, targets)
     micros = [micro for rank in plan.assignment for micro in rank]
     assert sorted(i for micro in micros for i in micro) == list(range(len(rows)))
     assert {len(rank) for rank in plan.assignment} == {plan.num_micro_batches}
@@ -197,6 +204,7 @@ def test_plans_keep_their_limits_in_computed_tokens(
     for micro, size in zip(micros, [size for rank in sizes for size in rank], strict=True):
         assert len(micro) <= limits.get("micro_batch_size", len(rows))
         assert len(micro) <= 1 or size <= limits.get("token_budget", size)
+        assert len(micro) <= 1 or sum(targets[i] for i in micro) <= limits.get("token_budget", sum(targets))
     if "token_budget" not in limits:
         assert plan.num_micro_batches == -(-len(rows) // (num_ranks * limits["micro_batch_size"]))
         assert max(map(len, micros)) - min(map(len, micros)) <= 1
@@ -261,6 +269,13 @@ def test_only_as_many_runs_are_split_as_micro_batches_are_missing() -> None:
     sizes = [computed(batch, order, micro) for rank in plan.assignment for micro in rank]
     assert len(sizes) == 4
     assert sum(sizes) == 4 * 40 + 50
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_targets_of_equal_responses_fit_the_budget_though_they_are_computed_once(num_ranks: int) -> None:
+    batch = packed([list(range(100))] * 64)
+    plan, _ = planned(batch, num_ranks, {"token_budget": 800}, loads=[50] * 64)
+    assert [[len(micro) for micro in rank] for rank in plan.assignment] == [[16] * (4 // num_ranks)] * num_ranks
 
 
 def test_a_tree_is_split_where_the_fewest_tokens_are_computed_twice() -> None:

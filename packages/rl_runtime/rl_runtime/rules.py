@@ -1,6 +1,6 @@
 """Rules of a configuration: the values of one setting, and what a feature needs of other settings."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,9 @@ from .errors import InputError
 
 
 def value_of(config: Any, key: str) -> Any:
-    """The value of a dotted key."""
+    """The value of a dotted key, also of one in a mapping."""
     for name in key.split("."):
-        config = getattr(config, name)
+        config = config[name] if isinstance(config, Mapping) else getattr(config, name)
     return config
 
 

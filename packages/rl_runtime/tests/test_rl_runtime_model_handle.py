@@ -44,7 +44,7 @@ class EchoEngine:
     """
 
     def __init__(self) -> None:
-        self.shares_prefixes = True
+        self.shares_prefixes, self.copies_prefixes = True, False
         self.given: list[Any] = []
         self.trained: list[list[Any]] = []
         self.losses: list[list[LossOutput]] = []
@@ -240,6 +240,31 @@ def test_prompts_of_groups_are_computed_once_where_every_model_of_the_ranks_can(
     assert stats.metrics["tokens_per_update"] == batch.num_tokens
     assert {micro.prefixes is not None for micro in micros} == {reason == "shared"}
     assert max(micro.num_computed_tokens for micro in micros) <= limit.get("token_budget", 200)
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_a_micro_batch_has_no_more_targets_than_its_budget_where_responses_are_equal(group_size: int) -> None:
+    """The head computes each target, though equal responses are computed once."""
+    ranks = InProcessRanks(1, "actor")
+    actor = handle(ranks, "actor", batch=BatchConfig(token_budget=128))
+    batch = batch_of([sample(list(range(40)), prompt=prompt((1, 2)), group=0)] * 12)
+    with TrainBatch(batch, group_size=group_size) as train_batch:
+        assert actor.log_probs(train_batch).tolist() == batch.target_ids_K.tolist()
+    [engine] = ranks.engines("actor")
+    assert [micro.num_computed_tokens for micro in engine.given] == [42] * len(engine.given)
+    assert max(micro.num_targets for micro in engine.given) == {1: 120, 2: 80}[group_size], "below 128"
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_where_attention_copies_prefixes_a_micro_batch_has_four_budgets_of_sequences(copies: bool) -> None:
+    ranks = InProcessRanks(2, "actor", "critic")
+    ranks.engines("critic")[1].copies_prefixes = copies
+    actor = handle(ranks, "actor", batch=BatchConfig(token_budget=100))
+    batch = batch_of([sample([900 + n], prompt=prompt(tuple(range(63))), group=0) for n in range(32)])
+    with TrainBatch(batch) as train_batch:
+        assert actor.log_probs(train_batch).tolist() == batch.target_ids_K.tolist()
+    sizes = [micro.num_tokens for engine in ranks.engines("actor") for micro in engine.given]
+    assert sizes == ([6 * 64, 5 * 64, 5 * 64] * 2 if copies else [16 * 64] * 2)
 
 
 def test_log_probs_and_updates_use_the_temperature_of_the_rollout() -> None:

@@ -44,7 +44,7 @@ def micro_batches(batch: Batch, num_ranks: int, budget: int) -> list[list[Batch]
         world_size = num_ranks
 
         def run(self, method: Any) -> list[bool]:
-            assert method is TrainerWorker.shares_prefixes
+            assert method in (TrainerWorker.shares_prefixes, TrainerWorker.copies_prefixes)
             return [True]
 
         def run_each(self, method: Any, parts: list[list[list[Batch]]], number: int) -> None:

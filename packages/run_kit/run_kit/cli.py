@@ -11,15 +11,18 @@ import difflib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from types import MappingProxyType
+from typing import Any, NoReturn, TypeVar
 
 from .config.help import PresetFile, help_text, list_presets
-from .config.loader import given_keys, load_config
+from .config.loader import given_values, load_config
 from .config.redaction import redact, secrets_in, yaml_without_secrets
 from .config.schema import all_paths, nearest_paths
+from .config.trees import Layer, nested
 from .errors import OWN_PACKAGES, ConfigError
 from .signals import signals_as_exceptions
 from .terminal import lasting_streams
@@ -32,6 +35,15 @@ _SOURCES = ("preset", "overlay", "config")
 
 INVOKED_AS: ContextVar[str] = ContextVar("INVOKED_AS", default="")
 """The command the user typed, such as `plinth grpo` or `python -m apps.grpo.main`; empty outside of `run_cli`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileKey:
+    """A key of the command line whose value is a file with settings in another format."""
+
+    doc: str
+    read: Callable[[Path, Mapping[str, Any]], Mapping[str, Any]]
+    """Dotted settings of a file, beside dotted settings that override it. Raises ConfigError."""
 
 
 def is_user_error(error: BaseException) -> bool:
@@ -57,6 +69,7 @@ def run_cli(
     common_keys: Sequence[str] = (),
     default_preset: str | None = None,
     default_preset_unless: Sequence[str] = (),
+    file_keys: Mapping[str, FileKey] = MappingProxyType({}),
 ) -> NoReturn:
     """Run an app from its command line; always raises SystemExit with the exit code.
 
@@ -71,6 +84,7 @@ def run_cli(
         common_keys: keys that `--help` lists; `--help all` lists every key. Empty: `--help` lists all.
         default_preset: preset below all others, unless a preset, a config file or an override gives one of the keys
             `default_preset_unless`. Overlays do not count: they change a preset.
+        file_keys: keys of files in other formats; they are merged after presets, before overlays and config files.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     app_name = INVOKED_AS.get() or (app_name if " " in app_name else f"python -m {app_name}")
@@ -85,11 +99,12 @@ def run_cli(
                 overlays=list_presets(preset_dir and preset_dir / "overlays"),
                 examples=examples,
                 common=common_keys,
+                file_keys={key: value.doc for key, value in file_keys.items()},
                 under=under,
             )
             _print_and_exit(text)
         settings = [arg for arg in args if arg != "--print-config"]
-        paths, overrides = _parse(settings, config_cls, preset_dir, default_preset, default_preset_unless)
+        paths, overrides = _parse(settings, config_cls, preset_dir, default_preset, default_preset_unless, file_keys)
         config = load_config(config_cls, presets=paths, overrides=overrides)
         if len(settings) < len(args):
             _print_and_exit(yaml_without_secrets(config))
@@ -144,30 +159,44 @@ def _parse(
     preset_dir: Path | None,
     default_preset: str | None,
     default_preset_unless: Sequence[str],
-) -> tuple[list[Path], list[str]]:
-    """The YAML files in the order of their merge, and the overrides."""
+    file_keys: Mapping[str, FileKey],
+) -> tuple[list[Path | Layer], list[str]]:
+    """The files in the order of their merge, and the overrides."""
     problems: list[ConfigError] = []
     presets: list[Path] = []
     later: list[Path] = []
     overrides: list[str] = []
+    foreign: list[tuple[str, str]] = []
     for arg in args:
         key, equals, value = arg.partition("=")
         if not equals or arg.startswith(("-", "+")):
             problems.append(ConfigError(_not_an_override(arg, cls)))
+        elif key in file_keys:
+            foreign.append((key, value))
         elif key not in _SOURCES:
-            overrides.append(arg)
+            same = [own for own in file_keys if own.rpartition(".")[2] == key.rpartition(".")[2]]
+            if same and key not in all_paths(cls):
+                remedy = f"nearest: {', '.join(same)}"
+                problems.append(ConfigError("unknown key", field=key, remedy=remedy, source="command line"))
+            else:
+                overrides.append(arg)
         elif key == "config":
             later.append(Path(os.path.expanduser(value)))  # Path.expanduser raises for ~nobody
         else:
             path = _named_file(key, value, preset_dir, problems)
             (presets if key == "preset" else later).append(path)
     own_files = [*presets, *(Path(os.path.expanduser(arg[7:])) for arg in args if arg.startswith("config="))]
-    own_keys = {arg.partition("=")[0] for arg in overrides} | given_keys(cls, own_files)
+    own_keys = {arg.partition("=")[0] for arg in overrides} | given_values(cls, own_files).keys()
     if default_preset is not None and own_keys.isdisjoint(default_preset_unless):
         presets.insert(0, _named_file("preset", default_preset, preset_dir, problems))
     if problems:
         raise ConfigError.of(problems)
-    return [*presets, *later], overrides
+    given = given_values(cls, later, overrides) if foreign else {}
+    layers = [
+        Layer(source=f"{key}={value}", tree=nested(file_keys[key].read(Path(os.path.expanduser(value)), given)))
+        for key, value in foreign
+    ]
+    return [*presets, *layers, *later], overrides
 
 
 def _not_an_override(arg: str, cls: type) -> str:

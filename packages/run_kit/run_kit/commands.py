@@ -22,7 +22,7 @@ GROUP = "plinth.commands"
 _HELP = ("--help", "-h", "help")
 _GROUPS = {
     "Train": ("grpo", "ppo", "sft", "reward", "dpo", "distill"),
-    "Before a run": ("doctor", "prepare", "plan", "import-accelerate"),
+    "Before a run": ("doctor", "prepare", "plan", "import-deepspeed"),
     "Runs and models": ("runs", "report", "evaluate", "ckpt"),
     "Clusters and benchmarks": ("slurm", "bench"),
 }

@@ -72,7 +72,7 @@ def _kernel_options(
 
 def _calls(table_C: Tensor, borders: Tensor, key_rows: Tensor) -> Iterator[tuple[slice, slice | Tensor, Any, Any]]:
     """For each crossing its queries, its keys, their borders and their longest lengths."""
-    for row in map(Crossing._make, table_C.tolist()):
+    for row in (Crossing(*line) for line in table_C.tolist()):
         if row.num == 0:
             continue
         keys: slice | Tensor = slice(row.k_start, row.k_start + row.num_keys)

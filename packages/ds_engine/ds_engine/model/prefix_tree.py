@@ -120,7 +120,7 @@ def make_crossings(parents: Sequence[int], lengths: Sequence[int], device: torch
             borders += [0, *accumulate(num_queries), 0, *accumulate(num_keys)]
     # Filled up to sizes that are no model's: torch.compile makes sizes of 0 and 1 constants of a graph, and takes two
     # sizes that are equal in its first call, such as this and a number of heads, for the same one.
-    calls += [[0] * len(Crossing._fields)] * max(0, 11 - len(calls))
+    calls += [[0] * 9] * max(0, 11 - len(calls))
     borders += [0] * max(0, 13 - len(borders))
     key_rows.append(torch.zeros(17, dtype=torch.int64))
     return Crossings(

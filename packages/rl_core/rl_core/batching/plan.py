@@ -51,14 +51,17 @@ def plan_micro_batches(
     token_budget: int | None = None,
     micro_batch_size: int | None = None,
     prefixes: "PrefixOrder | None" = None,
+    loads: Sequence[int] | None = None,
 ) -> MicroBatchPlan:
     """Spread samples over `num_ranks` (dp) ranks and micro batches, balanced by tokens.
 
     `lengths` are the tokens of each sample. With `prefixes`, the order of these samples, tokens are those that a micro
-    batch computes: each prefix that its samples share counts once. The plan guarantees:
+    batch computes: each prefix that its samples share counts once. `loads`: what the budget limits beside them and
+    samples cannot share, such as the targets of each sample, which a head computes. The plan guarantees:
 
     * Every rank gets the same number of micro batches, and every sample is computed exactly once.
-    * `token_budget`: no micro batch holds more tokens, except that a longer sample gets a micro batch of its own.
+    * `token_budget`: no micro batch holds more tokens, or more load, except that a longer sample gets a micro batch
+      of its own.
     * `micro_batch_size`: no micro batch holds more samples. Without a budget their sizes also differ by at most one,
       and the count is ceil(samples / (num_ranks * micro_batch_size)). With both, both limits hold.
     * A micro batch is empty only if there are fewer samples than num_ranks * count.
@@ -93,7 +96,7 @@ def plan_micro_batches(
     largest, ranks = _spread(bins, lengths, num_ranks, prefixes)
     if prefixes is not None and prefixes.shared_S.any():
         for total, whole in _bins_of_prefixes(
-            lengths, prefixes, num_ranks, token_budget, micro_batch_size, num_bins=len(bins)
+            lengths, prefixes, loads, num_ranks, token_budget, micro_batch_size, num_bins=len(bins)
         ):
             if total > largest * num_ranks:
                 break  # the prefixes are split further and further, so the next ones compute even more
@@ -263,6 +266,7 @@ def _num_empty(bins: Bins) -> int:
 def _bins_of_prefixes(
     lengths: Sequence[int],
     prefixes: "PrefixOrder",
+    loads: Sequence[int] | None,
     num_ranks: int,
     budget: int | None,
     max_items: int | None,
@@ -276,16 +280,18 @@ def _bins_of_prefixes(
     """
     order, shared = prefixes.order_S.tolist(), prefixes.shared_S.tolist()
     lens, total = [lengths[i] for i in order], len(order)
+    load = [0 if loads is None else loads[i] for i in order]
     if budget is None:
         cuts = [total * place // num_bins for place in range(num_bins + 1)]
         yield 0, [order[start:end] for start, end in pairwise(cuts)]
         return
-    runs = _cut(lens, shared, (0, total), budget, max_items)
+    runs = _cut(lens, shared, load, (0, total), budget, max_items)
     for _ in range(_MAX_ROUNDS):
-        sizes = [sum(lens[start:end]) - sum(shared[start + 1 : end]) for start, end in runs]
+        computed = [sum(lens[start:end]) - sum(shared[start + 1 : end]) for start, end in runs]
+        sizes = [max(size, sum(load[start:end])) for size, (start, end) in zip(computed, runs, strict=True)]
         counts = [end - start for start, end in runs]
         bins = _bins_within_budget(sizes, num_ranks, budget, max_items, counts)
-        yield sum(sizes), [[i for run in members for i in order[slice(*runs[run])]] for members in bins]
+        yield sum(computed), [[i for run in members for i in order[slice(*runs[run])]] for members in bins]
         splittable = sorted((run for run, count in enumerate(counts) if count > 1), key=lambda run: -sizes[run])
         if not splittable:
             return
@@ -295,12 +301,17 @@ def _bins_of_prefixes(
         runs = [
             part
             for run, span in enumerate(runs)
-            for part in (_cut(lens, shared, span, sizes[run] - 1, None) if run in split else [span])
+            for part in (_cut(lens, shared, load, span, sizes[run] - 1, None) if run in split else [span])
         ]
 
 
 def _cut(
-    lens: Sequence[int], shared: Sequence[int], run: tuple[int, int], capacity: int, max_items: int | None
+    lens: Sequence[int],
+    shared: Sequence[int],
+    loads: Sequence[int],
+    run: tuple[int, int],
+    capacity: int,
+    max_items: int | None,
 ) -> list[tuple[int, int]]:
     """Cuts a run into runs within the limits, so that the fewest tokens are computed twice, then of similar sizes.
 
@@ -309,9 +320,11 @@ def _cut(
     first, last = run
     best: list[tuple[int, int, int]] = [(0, 0, first)]  # tokens computed twice, sum of squares, start of the last run
     for end in range(first + 1, last + 1):
-        size, options = 0, []
+        computed, load, options = 0, 0, []
         for start in range(end - 1, first - 1, -1):
-            size += lens[start] - (shared[start + 1] if start + 1 < end else 0)
+            computed += lens[start] - (shared[start + 1] if start + 1 < end else 0)
+            load += loads[start]
+            size = max(computed, load)
             if end - start > 1 and (size > capacity or (max_items is not None and end - start > max_items)):
                 break
             twice, squares, _ = best[start - first]

@@ -11,6 +11,7 @@ from run_kit import run_cli
 from ..job_config import JobConfig
 from ..ranks.environment import prepare_imports
 from ..supervised_job_config import SupervisedJobConfig
+from .import_deepspeed import file_keys
 from .servers_ahead import servers_ahead
 
 COMMON_KEYS = (
@@ -51,10 +52,18 @@ def run_job_cli(
     has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
     data = "supervised.files" if issubclass(config_cls, SupervisedJobConfig) else "data.train"
 
+    origins: dict[str, str] = {}
+
     def prepared(config: AppConfigT) -> None:
         prepare_imports()  # before the app imports a library
-        with _servers_ahead(config) if isinstance(config, JobConfig) else nullcontext():
-            main(config)
+        from ..resolve.resolved import ORIGINS
+
+        token = ORIGINS.set(origins)
+        try:
+            with _servers_ahead(config) if isinstance(config, JobConfig) else nullcontext():
+                main(config)
+        finally:
+            ORIGINS.reset(token)
 
     run_cli(
         config_cls,
@@ -65,6 +74,7 @@ def run_job_cli(
         common_keys=COMMON_KEYS,
         default_preset="smollm2" if has_gpu and (preset_dir / "smollm2.yaml").is_file() else "demo",
         default_preset_unless=("model.path", data),
+        file_keys=file_keys(config_cls, origins),
     )
 
 

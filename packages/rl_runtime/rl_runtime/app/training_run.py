@@ -22,7 +22,7 @@ from run_kit.memory import MemorySampler
 from run_kit.profiling import StepProfiler
 from run_kit.timing import Laps
 from run_kit.tracking.metrics_table import atomic_write
-from run_kit.tracking.run_folder import name_s
+from run_kit.tracking.run_folder import begun_s
 
 from ..config import TrainedModel, TrainingConfig
 from ..launch.placement import Placement
@@ -199,7 +199,7 @@ class TrainingRun:
 
 def create_run_folder(trainer: TrainingConfig, resumed: Checkpoint | None) -> RunFolder:
     """A new folder with the name of the experiment, and of a later time than the run that is resumed."""
-    earliest = 0.0 if resumed is None else name_s(resumed.path.parents[1].name) + 1
+    earliest = 0.0 if resumed is None else begun_s(resumed.path.parents[1]) + 1
     return RunFolder.create(
         trainer.output_dir,
         trainer.experiment,

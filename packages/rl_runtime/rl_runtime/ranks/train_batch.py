@@ -32,6 +32,10 @@ MIN_SHARED_SHARE = 0.05
 """A batch of which shared prefixes save a smaller share of the tokens is computed without them: a tree costs attention
 more calls."""
 
+COPIED_TOKENS = 4
+"""Where attention copies a prefix for each sequence, a micro batch has at most so many tokens of sequences per token of
+its budget: each adds a key and a value to every layer, a computed token several times as much."""
+
 T = TypeVar("T")
 _numbers = itertools.count(1)
 
@@ -91,8 +95,13 @@ class TrainBatch:
         lens = self.batch.seq_lens_S.tolist()
         share = config.share_prefixes and all(ranks.run(TrainerWorker.shares_prefixes))
         order = self._prefixes if share else None
+        # Of each sequence what the budget limits beside computed tokens: its targets, and copies of keys and values.
+        loads = self.batch.response_lens_S.tolist()
+        if order is not None and any(ranks.run(TrainerWorker.copies_prefixes)):
+            loads = [max(load, length // COPIED_TOKENS) for load, length in zip(loads, lens, strict=True)]
         plans = [
-            assignment(lens, mini, dp, config, sp, group_size=self._group_size, prefixes=order) for mini in self._minis
+            assignment(lens, loads, mini, dp, config, sp, group_size=self._group_size, prefixes=order)
+            for mini in self._minis
         ]
         bare = self.batch.without_columns()
         parts = [[[_part(bare, micro, order) for micro in plan[replica]] for plan in plans] for replica in range(dp)]
@@ -164,6 +173,7 @@ class MiniBatch:
 
 def assignment(
     lens: Sequence[int],
+    loads: Sequence[int],
     mini_batch: Sequence[int],
     num_replicas: int,
     config: BatchConfig,
@@ -179,13 +189,16 @@ def assignment(
 
     Args:
         lens: tokens of every sequence of the train batch.
+        loads: with `prefixes`, what the budget limits beside computed tokens, such as targets.
         prefixes: of the train batch, if its shared prefixes are computed once.
     """
     size, budget = config.micro_batch_size, config.max_packed_tokens
     groups = [mini_batch[start : start + group_size] for start in range(0, len(mini_batch), group_size)]
     sizes = [sum(lens[i] for i in group) for group in groups]
+    group_loads = [sum(loads[i] for i in group) for group in groups]
     if prefixes is not None:  # a group shares with others at least what its first sequence does
-        sizes = [size - int(prefixes.select(group).shared_S.sum()) for size, group in zip(sizes, groups, strict=True)]
+        saved = [int(prefixes.select(group).shared_S.sum()) for group in groups]
+        sizes = [max(size - n, k) for size, n, k in zip(sizes, saved, group_loads, strict=True)]
         prefixes = prefixes.select([group[0] for group in groups])
     plan = plan_micro_batches(
         sizes,
@@ -193,6 +206,7 @@ def assignment(
         token_budget=None if size else budget * sp,
         micro_batch_size=size * sp if size else None,
         prefixes=prefixes,
+        loads=group_loads,
     )
     return [[[i for group in micro for i in groups[group]] for micro in replica] for replica in plan.assignment]
 

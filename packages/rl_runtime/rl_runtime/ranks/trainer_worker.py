@@ -148,6 +148,10 @@ class TrainerWorker(RankProfiler):
         """True if all models of this rank compute shared prefixes once; they share the rank's copy of a batch."""
         return all(engine.shares_prefixes for engine in self._engines.values())
 
+    def copies_prefixes(self) -> bool:
+        """True if a model of this rank keeps copies of a shared prefix (`ZeroEngine.copies_prefixes`)."""
+        return any(engine.copies_prefixes for engine in self._engines.values())
+
     def hold_batch(self, mini_batches: list[list[Batch]], number: int) -> None:
         """Keeps this rank's part of a train batch, [mini batch][micro batch], until `drop_batch`."""
         self._batches[number] = mini_batches

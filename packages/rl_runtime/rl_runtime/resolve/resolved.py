@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from plinth_base.errors import prefix_fields
@@ -19,6 +21,10 @@ from ..rules import value_of
 ConfigT = TypeVar("ConfigT")
 
 
+ORIGINS: ContextVar[Mapping[str, str]] = ContextVar("ORIGINS", default=MappingProxyType({}))
+"""Dotted key -> the file of DeepSpeed or accelerate, and its key there, that gave the value (`actor.deepspeed`)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig(Generic[ConfigT]):
     """A configuration without open settings, and why each was chosen."""
@@ -28,6 +34,8 @@ class ResolvedConfig(Generic[ConfigT]):
     """Dotted key -> why it has its value; given settings are not among them."""
     consequences: Mapping[str, str] = field(default_factory=dict)
     """Dotted key -> the setting from which its value follows."""
+    origins: Mapping[str, str] = field(default_factory=ORIGINS.get)
+    """Dotted key -> where in a file of another format its value was given."""
     devices: str = "the CPU"
     warning: str = ""
     """Reason why the devices are not those that the user named, in one line; empty if they are."""
@@ -98,10 +106,16 @@ class ResolvedConfig(Generic[ConfigT]):
 
     def comment(self) -> str:
         """The choices with their reasons, one setting a line."""
-        reasons = {**self.reasons, **self.consequences}
-        lines = [f"{key}={_text(value_of(self.config, key))}: {why}" for key, why in reasons.items()]
-        head = [f"Chosen for {self.devices}; every other value was given or is a default."] if lines else []
-        return "\n".join([*head, *lines, *([self.memory] if self.memory else [])])
+        chosen = {**self.reasons, **self.consequences}
+        blocks = {
+            "Given by files:": {key: why for key, why in self.origins.items() if key not in chosen},
+            f"Chosen for {self.devices}; every other value was given or is a default.": chosen,
+        }
+        lines = []
+        for head, reasons in blocks.items():
+            own = [f"{key}={_text(value_of(self.config, key))}: {why}" for key, why in reasons.items()]
+            lines += [head, *own] if own else []
+        return "\n".join([*lines, *([self.memory] if self.memory else [])])
 
 
 def device_warning(trainer: RanksConfig) -> str:

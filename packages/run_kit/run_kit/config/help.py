@@ -2,10 +2,11 @@
 
 import dataclasses
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from .field_docs import class_doc, field_doc
@@ -43,6 +44,7 @@ def help_text(
     overlays: Sequence[PresetFile] = (),
     examples: Sequence[str] = (),
     common: Sequence[str] = (),
+    file_keys: Mapping[str, str] = MappingProxyType({}),
     under: str = "",
 ) -> str:
     """Help as plain text, at most 110 columns.
@@ -51,6 +53,7 @@ def help_text(
         cls: the config dataclass.
         app_name: the app's command, as in `python -m apps.grpo.main`.
         common: keys that are listed in place of all; those that the configuration lacks are left out.
+        file_keys: key of a file with settings in another format -> its documentation.
         under: list only the keys whose dotted path contains this text; `all` lists every key.
     """
     if under == ALL:
@@ -67,6 +70,7 @@ def help_text(
         lines += [*textwrap.wrap(doc, _WIDTH), ""]
     lines += [
         "  preset=NAME        start from the app's preset NAME; several are merged left to right",
+        *(f"  {key}=FILE  then merge {text}" for key, text in file_keys.items()),
         "  overlay=NAME       then merge the overlay or preset NAME (a smaller size, another machine)",
         "  config=FILE.yaml   merge your own file; overlays and files go left to right",
         "  key=value          then single keys; value is YAML: 1e-4, true, null, text, [a, b], ${other.key}",

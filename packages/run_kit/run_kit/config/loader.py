@@ -37,12 +37,15 @@ _BASE = "base"
 """Top-level key of a YAML file: the path of the file it extends."""
 
 
-def load_config(cls: type[ConfigT], *, presets: Sequence[Path | str] = (), overrides: Sequence[str] = ()) -> ConfigT:
+def load_config(
+    cls: type[ConfigT], *, presets: Sequence[Path | str | Layer] = (), overrides: Sequence[str] = ()
+) -> ConfigT:
     """Build a config from its defaults, YAML files and dotted overrides.
 
     Args:
         cls: a frozen keyword-only dataclass of plain types and nested dataclasses of the same kind.
-        presets: YAML files, merged left to right; a file with a `base` is merged after the file that it names.
+        presets: YAML files, merged left to right; a file with a `base` is merged after the file that it names. A Layer
+            stands for the contents of a file.
         overrides: `dotted.key=value` texts, merged after the files. The value is YAML read by the key's type: text
             needs no quotes, `[a, b]` is a list, one value alone stands for a list of one, `null` or `None` is null.
 
@@ -50,7 +53,9 @@ def load_config(cls: type[ConfigT], *, presets: Sequence[Path | str] = (), overr
         ConfigError: unreadable file, unknown key, missing or invalid value; reports all of them at once.
     """
     problems: list[ConfigError] = []
-    layers = [layer for path in presets for layer in _file_layers(cls, Path(path), problems)]
+    layers: list[Layer] = []
+    for preset in presets:
+        layers += [preset] if isinstance(preset, Layer) else _file_layers(cls, Path(preset), problems)
     layers += [layer for text in overrides if (layer := _override_layer(cls, text, problems)) is not None]
     layers = [Layer(source=x.source, tree=_known_part(cls, x.tree, cls, "", x.source, problems)) for x in layers]
     tree = _merge(cls, layers, problems)
@@ -59,10 +64,14 @@ def load_config(cls: type[ConfigT], *, presets: Sequence[Path | str] = (), overr
     return validate(cls, tree, layers, problems)
 
 
-def given_keys(cls: type, files: Sequence[Path]) -> set[str]:
-    """The dotted keys that YAML files give, with those of the files they are based on; unreadable files give none."""
+def given_values(cls: type, files: Sequence[Path], overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """What YAML files, the files they are based on, and overrides give, by dotted key; of a list the last value.
+
+    What cannot be read gives nothing.
+    """
     layers = [layer for path in files for layer in _file_layers(cls, path, [])]
-    return {path.partition("[")[0] for layer in layers for path, _ in leaves(layer.tree)}
+    layers += [layer for text in overrides if (layer := _override_layer(cls, text, [])) is not None]
+    return {path.partition("[")[0]: value for layer in layers for path, value in leaves(layer.tree)}
 
 
 def to_yaml(config: Any) -> str:

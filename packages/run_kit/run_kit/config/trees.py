@@ -46,6 +46,18 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, tree
 
 
+def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted settings as a tree."""
+    tree: dict[str, Any] = {}
+    for key, value in settings.items():
+        *sections, name = key.split(".")
+        inner = tree
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[name] = value
+    return tree
+
+
 def value_at(tree: Any, path: str) -> Any:
     """Value at a path, or MISSING."""
     for step in re.findall(r"[^.\[\]]+", path):

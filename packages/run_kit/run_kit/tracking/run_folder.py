@@ -18,6 +18,7 @@ from ..errors import OWN_PACKAGES, TrackingError
 from ..signals import RunStopped
 from ..terminal import Terminal
 from .metrics_table import atomic_write
+from .run_state import read_state
 
 EXPERIMENT_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._+=-]*"
 """Allowed experiment names (a run's folder starts with the name)."""
@@ -86,7 +87,7 @@ class RunFolder:
         parent = Path(output_dir)
         begun = now()
         for name in runs_of_experiment(experiment, parent)[:1]:
-            begun = max(begun, name_s(name) + 1)
+            begun = max(begun, begun_s(parent / name) + 1)
         return cls(_make_new(parent, experiment, begun, 0o700 if private else 0o777))
 
     @classmethod
@@ -131,6 +132,12 @@ class RunFolder:
         self._stack.close()
 
 
+def begun_s(folder: Path) -> float:
+    """Seconds since the epoch when a run began: by its `run.json`, else by the time in its name, else 0."""
+    state = read_state(folder / "run.json")
+    return state.begun if state is not None and 0 <= state.begun < 2**36 else name_s(folder.name)
+
+
 def name_s(name: str) -> float:
     """Seconds since the epoch of the time in a run's name; 0 if it has none."""
     time_in_name = _TIME_IN_NAME.search(name)
@@ -141,10 +148,13 @@ def name_s(name: str) -> float:
 
 
 def runs_of_experiment(experiment: str, folder: Path, further: Iterable[str] = ()) -> list[str]:
-    """Names of the runs of an experiment in `folder` and of `further` ones (in a storage), the newest first."""
+    """Names of the runs of an experiment in `folder` and of `further` ones (in a storage), the newest first.
+
+    The time of a run is that of its `run.json`, which no change of the time zone moves, else the one in its name.
+    """
     here = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     names = {name for name in (*here, *further) if _TIME_IN_NAME.sub("", name) == experiment != name}
-    return sorted(names, key=lambda name: (name_s(name), name), reverse=True)
+    return sorted(names, key=lambda name: (begun_s(folder / name), name), reverse=True)
 
 
 def _make_new(parent: Path, experiment: str, begun: float, mode: int) -> Path:

@@ -1,4 +1,4 @@
-"""`plinth import-accelerate`: configs as `accelerate config` and its users write them become presets that load."""
+"""`plinth import-deepspeed`: configs of DeepSpeed and accelerate become presets that load."""
 
 import json
 import re
@@ -10,8 +10,13 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plinth_testing import deepspeed_configs
 from rl_runtime import SupervisedJobConfig
-from rl_runtime.app.import_accelerate import CONFIGS, convert, main, preset_text
+from rl_runtime.app.cli import run_job_cli
+from rl_runtime.app.import_deepspeed import CONFIGS, app_entries, main, preset_text
+from rl_runtime.job_config import JobConfig
+from rl_runtime.resolve.resolved import ResolvedConfig
+from rl_runtime.rules import value_of
 from run_kit import load_config
 
 COMMON = """
@@ -86,7 +91,7 @@ def imported(folder: Path, text: str, app: Any = "grpo") -> Any:
     """The preset of a file, loaded; every key of the file is in it."""
     file = folder / "accelerate.yaml"
     file.write_text(text)
-    entries = convert(file, app=app)
+    entries = app_entries(file, CONFIGS[app])
     preset = folder / "preset.yaml"
     preset.write_text(preset_text(entries, source=file.name))
     for entry in entries:
@@ -122,13 +127,110 @@ def test_a_deepspeed_json_file_is_read(tmp_path: Path) -> None:
     assert zero.deepspeed == {"sub_group_size": 10**9}
     assert (config.micro_batch_size, config.supervised.batch_size) == (4, 64)
     assert (config.supervised.optim.lr, config.supervised.optim.betas) == (5e-6, (0.9, 0.95))
+    assert (config.supervised.optim.schedule, config.supervised.optim.warmup_steps) == ("constant", 10)
+    assert config.trainer.export_model
     refused = re.findall(r"^# refused: (\S+):", (tmp_path / "preset.yaml").read_text(), re.MULTILINE)
-    assert refused == ["ds.json:scheduler", "ds.json:flops_profiler"]
+    assert refused == ["ds.json:flops_profiler"]
 
 
 def test_several_machines_join_a_cluster(tmp_path: Path) -> None:
     config = imported(tmp_path, ZERO_2.replace("num_machines: 1", "num_machines: 2"))
     assert config.trainer.ray_address == "auto"
+
+
+@pytest.mark.parametrize("app", ["grpo", "sft"])
+@pytest.mark.parametrize("name", deepspeed_configs.CONFIGS)
+def test_public_configs_become_presets_that_load(tmp_path: Path, name: str, app: str) -> None:
+    tree, settings, refused = deepspeed_configs.CONFIGS[name]
+    config = imported(tmp_path, yaml.safe_dump(tree), app)
+    engine, optim = (config.engine, config.supervised.optim) if app == "sft" else (config.actor, config.actor.optim)
+    assert engine.zero.stage == settings.get("zero.stage", engine.zero.stage)
+    assert optim.lr == settings.get("optim.lr", optim.lr)
+    assert config.trainer.num_ranks == tree.get("num_processes", config.trainer.num_ranks)
+    shown = re.findall(r"^# refused: (\S+):", (tmp_path / "preset.yaml").read_text(), re.MULTILINE)
+    counts_responses = app == "grpo" and isinstance(tree.get("train_batch_size"), int)
+    assert sorted(shown) == sorted([*refused, *(["train_batch_size"] if counts_responses else [])])
+
+
+CLI = {
+    "zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1e8, "reduce_bucket_size": 1e8},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "weight_decay": "auto"}},
+}
+
+
+def started(config_cls: Any, *argv: str) -> tuple[Any, list[tuple[Any, str]]]:
+    """The exit code of an app's command line, and the configuration and comment of its config.yaml."""
+    seen: list[tuple[Any, str]] = []
+
+    def app(config: Any) -> None:
+        seen.append((config, ResolvedConfig(config=config).comment()))
+
+    with pytest.raises(SystemExit) as ended:
+        run_job_cli(
+            config_cls, app, ["model.path=m", *argv, "trainer.device=cpu"], app_name="app", preset_dir=Path("/nowhere")
+        )
+    return ended.value.code, seen
+
+
+@pytest.mark.parametrize(
+    ("config_cls", "section", "optim"),
+    [(JobConfig, "actor", "actor.optim"), (SupervisedJobConfig, "engine", "supervised.optim")],
+)
+def test_an_app_takes_the_file_below_keys_of_the_command_line(
+    tmp_path: Path, config_cls: Any, section: str, optim: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(CLI))
+    data = {"actor": "data.train=[d]", "engine": "supervised.files=[d]"}[section]
+    given = f"{data} {optim}.lr=2e-6 {section}.deepspeed={file}".split()
+    code, [(config, comment)] = started(config_cls, *given)
+    assert code == 0
+    assert value_of(config, f"{section}.zero.stage") == 3
+    assert value_of(config, f"{section}.zero.deepspeed") == {"stage3_max_live_parameters": 10**8}
+    assert value_of(config, f"{optim}.lr") == 2e-6
+    assert capsys.readouterr().err == f"{optim}.lr overrides optimizer.params.lr=1e-05 of {file}\n"
+    assert comment.splitlines()[:2] == [
+        "Given by files:",
+        f"{section}.zero.stage=3: zero_optimization.stage of {file}",
+    ]
+    assert f"{optim}.lr" not in comment
+    own = tmp_path / "own.yaml"
+    own.write_text(f"{section}: {{zero: {{stage: 2}}}}\n")
+    code, [(config, comment)] = started(config_cls, *given, f"config={own}")
+    assert value_of(config, f"{section}.zero.stage") == 2
+    assert value_of(config, f"{section}.zero.deepspeed") == {}, "DeepSpeed reads it at stage 3 only"
+    assert f"{section}.zero.stage overrides" in capsys.readouterr().err
+
+
+def test_an_app_refuses_keys_of_the_file_before_it_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ds.json"
+    tree = {**CLI, "train_batch_size": 64, "zero_optimization": {"stage": 2, "zenflow": {}, "overlap_com": True}}
+    file.write_text(json.dumps(tree))
+    code, seen = started(JobConfig, f"actor.deepspeed={file}")
+    assert (code, seen) == (2, [])
+    printed = capsys.readouterr().err
+    for text in (
+        "train_batch_size: got 64",
+        "set batch.mini_batch_size",
+        "zenflow: got {}",
+        "nearest: zero_optimization.overlap_comm",
+    ):
+        assert text in printed
+    file.write_text(json.dumps({**CLI, "zero_optimization": {"stage": 4}}))
+    assert started(JobConfig, f"actor.deepspeed={file}") == (2, [])
+    printed = capsys.readouterr().err
+    assert "actor.zero.stage: got 4" in printed
+    assert f"(from actor.deepspeed={file})" in printed
+    assert started(JobConfig, "actor.deepspeed=missing.json") == (2, [])
+    assert "actor.deepspeed: got 'missing.json'" in capsys.readouterr().err
+    file.write_text(json.dumps({**CLI, "train_batch_size": 64}))
+    assert started(JobConfig, f"actor.deepspeed={file}", "batch.mini_batch_size=16")[0] == 0
+
+
+@pytest.mark.parametrize("key", ["deepspeed", "actor.deepspeed", "critic.deepspeed"])
+def test_the_key_of_another_program_or_app_names_that_of_this_one(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert started(SupervisedJobConfig, "supervised.files=[d]", f"{key}=ds.json") == (2, [])
+    assert f"{key}: unknown key; nearest: engine.deepspeed " in capsys.readouterr().err
 
 
 @given(
@@ -158,13 +260,13 @@ def test_all_answers_of_accelerate_config_load(
     ("text", "word"),
     [
         ("distributed_type: FSDP\n", "distributed_type: got 'FSDP'"),
-        ("a: 1\n", "distributed_type"),
+        ("a: 1\n", "no key"),
         (": :", "cannot be read"),
         ("- a\n", "cannot be read"),
         (COMMON + "  deepspeed_config_file: missing.json\n", "missing.json"),
         (ZERO_3.replace("offload_optimizer_device: cpu", "offload_optimizer_device: none"), "offload.optimizer"),
         (ZERO_2.replace("zero_stage: 2", "zero_stage: 4"), "actor.zero.stage"),
-        (ZERO_2.replace("zero_stage: 2", "zero_stage: {}"), "file.yaml"),
+        (ZERO_2.replace("zero_stage: 2", "zero_stage: {}"), "zero_optimization.stage"),
     ],
 )
 def test_files_that_cannot_be_converted_are_refused(
