@@ -54,7 +54,7 @@ def make_pairs(lens: Sequence[tuple[int, int]]) -> list[PreferencePair]:
 def micro_batches(batch: Batch, num_replicas: int, limit: BatchConfig, group_size: int) -> list[Batch]:
     """The micro batches that the ranks get of a batch."""
     lens = batch.seq_lens_S.tolist()
-    plan = assignment(lens, range(len(lens)), num_replicas, limit, 1, group_size=group_size)
+    plan = assignment(lens, lens, range(len(lens)), num_replicas, limit, 1, group_size=group_size)
     return [batch.select(micro) for replica in plan for micro in replica if micro]
 
 
@@ -75,7 +75,7 @@ def test_a_pair_is_in_one_micro_batch_and_every_pair_counts_once(
 ) -> None:
     pairs = make_pairs(lens)
     lengths = rl_runtime.packed(rl_runtime.responses_of(pairs)).seq_lens_S.tolist()
-    plan = assignment(lengths, range(len(lengths)), num_replicas, limit, 1, group_size=2)
+    plan = assignment(lengths, lengths, range(len(lengths)), num_replicas, limit, 1, group_size=2)
     assert len({len(replica) for replica in plan}) == 1, "ranks have different numbers of micro batches"
     micros = [micro for replica in plan for micro in replica]
     assert sorted(index for micro in micros for index in micro) == list(range(len(lengths)))
@@ -100,8 +100,9 @@ def test_pairs_that_share_prompts_stay_whole_within_the_limits(
         rows += [begin + [10 * number + side] * size for side, size in enumerate(sizes)]
     batch = rl_core.pack([row[:1] for row in rows], [row[1:] for row in rows])
     order = batch.order_prefixes(min_tokens=1)
-    lengths, size, budget = batch.seq_lens_S.tolist(), limit.micro_batch_size, limit.token_budget
-    plan = assignment(lengths, range(len(rows)), num_replicas, limit, 1, group_size=2, prefixes=order)
+    lengths, targets = batch.seq_lens_S.tolist(), batch.response_lens_S.tolist()
+    size, budget = limit.micro_batch_size, limit.token_budget
+    plan = assignment(lengths, targets, range(len(rows)), num_replicas, limit, 1, group_size=2, prefixes=order)
     assert len({len(replica) for replica in plan}) == 1, "ranks have different numbers of micro batches"
     micros = [micro for replica in plan for micro in replica]
     assert sorted(index for micro in micros for index in micro) == list(range(len(rows)))
