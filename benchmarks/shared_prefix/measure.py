@@ -43,7 +43,7 @@ CASES = {"W": (248, 512), "1k": (1024, 512), "4k": (4096, 512), "16k": (16384, 5
 """Tokens of a prompt and of each response."""
 KINDS = ("unshared", "shared")
 MEMORY_KINDS = ("unshared", "unshared, one sample", "shared")
-"""What a micro batch holds: all samples of a prompt without sharing, one sample, or all samples with sharing."""
+"""Contents of a micro batch: all samples of a prompt without sharing, one sample, or all samples with sharing."""
 
 
 @dataclass(frozen=True, kw_only=True)

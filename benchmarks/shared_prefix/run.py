@@ -24,7 +24,7 @@ ENVIRONMENT = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 def records_of(command: Sequence[str], model: str, jobs: Sequence[str]) -> Iterator[Record]:
-    """What the jobs print, run in as few processes as they leave alive."""
+    """Records that the jobs print, in as few processes as they leave alive."""
     left = list(jobs)
     while left:
         with subprocess.Popen(

@@ -102,7 +102,7 @@ def test_tensors_that_the_model_has_no_weight_for_are_said(tmp_path: Path, chang
 
 @pytest.mark.parametrize("factor", [1.0, 2.0])
 def test_weights_that_the_configuration_ties_are_equal(tmp_path: Path, factor: float) -> None:
-    """Where they differ, transformers does not tie them, and vLLM does."""
+    """transformers does not tie weights that differ, and vLLM does."""
     folder = changed(
         write_tiny_model(tmp_path, tie_word_embeddings=True),
         lambda weights: weights | {"lm_head.weight": factor * weights["model.embed_tokens.weight"]},

@@ -30,11 +30,11 @@ Assignment = list[list[list[int]]]
 
 MIN_SHARED_SHARE = 0.05
 """A batch of which shared prefixes save a smaller share of the tokens is computed without them: a tree costs attention
-more calls."""
+more calls. Chosen, not measured."""
 
 COPIED_TOKENS = 4
-"""Where attention copies a prefix for each sequence, a micro batch has at most so many tokens of sequences per token of
-its budget: each adds a key and a value to every layer, a computed token several times as much."""
+"""Most tokens of sequences in a micro batch, per token of its budget, if attention copies a prefix for each sequence:
+each adds a key and a value to every layer, a computed token several times as much. A bound by that arithmetic."""
 
 T = TypeVar("T")
 _numbers = itertools.count(1)

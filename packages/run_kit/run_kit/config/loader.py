@@ -65,9 +65,9 @@ def load_config(
 
 
 def given_values(cls: type, files: Sequence[Path], overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """What YAML files, the files they are based on, and overrides give, by dotted key; of a list the last value.
+    """Values in YAML files, the files they are based on, and overrides, by dotted key; of a list the last value.
 
-    What cannot be read gives nothing.
+    Unreadable files and overrides give none.
     """
     layers = [layer for path in files for layer in _file_layers(cls, path, [])]
     layers += [layer for text in overrides if (layer := _override_layer(cls, text, [])) is not None]
