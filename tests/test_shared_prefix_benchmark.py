@@ -102,6 +102,7 @@ def test_a_kind_that_runs_out_of_memory_has_a_row_without_a_ratio() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_command_measures_a_tiny_model_on_the_cpu(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.shared_prefix.run", "--cpu", "--out", str(tmp_path)]
     subprocess.run([*command, "--cases", "1k", "--rounds", "2", "--longest", "8192"], check=True)

@@ -143,7 +143,6 @@ def main(rank: int) -> None:
     deepspeed.init_distributed("gloo", dist_init_required=True, verbose=False)
     settings: dict[str, Any]
     for stage, settings in (
-        (1, {}),
         (2, {}),
         (3, {"offload_param": {"device": "cpu"}}),
         (3, {"zero_hpz_partition_size": 2}),
