@@ -19,14 +19,8 @@ from tests.run_folders import metrics_rows
 
 REPO = Path(__file__).resolve().parents[1]
 SMALL = (
-    "warm_start.steps=20",
-    "task.num_val=32",
-    "task.num_demonstrations=2000",
-    "batch.train_batch_size=8",
-    "batch.mini_batch_size=4",
-    "sampling.n=4",
-    "trainer.val_before_train=false",
-    "actor.optim.lr=1e-3",
+    *("warm_start.steps=20", "task.num_val=32", "task.num_demonstrations=2000", "batch.train_batch_size=8"),
+    *("batch.mini_batch_size=4", "sampling.n=4", "trainer.val_before_train=false", "actor.optim.lr=1e-3"),
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
