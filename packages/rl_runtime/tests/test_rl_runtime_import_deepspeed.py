@@ -189,10 +189,7 @@ def test_an_app_takes_the_file_below_keys_of_the_command_line(
     assert value_of(config, f"{section}.zero.deepspeed") == {"stage3_max_live_parameters": 10**8}
     assert value_of(config, f"{optim}.lr") == 2e-6
     assert capsys.readouterr().err == f"{optim}.lr overrides optimizer.params.lr=1e-05 of {file}\n"
-    assert comment.splitlines()[:2] == [
-        "Given by files:",
-        f"{section}.zero.stage=3: zero_optimization.stage of {file}",
-    ]
+    assert comment.splitlines()[:2] == ["Given by files:", f"{section}.zero.stage=3: zero_optimization.stage of {file}"]
     assert f"{optim}.lr" not in comment
     own = tmp_path / "own.yaml"
     own.write_text(f"{section}: {{zero: {{stage: 2}}}}\n")

@@ -144,10 +144,7 @@ def test_the_transports_are_reported_at_first_and_when_they_change(setting: Sett
     setting.fleet._push_to_restarted(1, Endpoint("http://1"))
     setting.actor.transport = "tcp"
     setting.fleet._push_to_restarted(1, Endpoint("http://1"))
-    assert setting.lines == [
-        "weights: rank 0 -> http://0: shm; http://1: shm",
-        "weights: rank 0 -> http://1: tcp",
-    ]
+    assert setting.lines == ["weights: rank 0 -> http://0: shm; http://1: shm", "weights: rank 0 -> http://1: tcp"]
 
 
 def test_a_dead_server_gets_no_pushes_until_it_has_the_current_weights(setting: Setting) -> None:
