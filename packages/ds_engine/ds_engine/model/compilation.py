@@ -11,6 +11,7 @@ import torch
 from ..errors import EngineConfigError, ModelError
 from ..upstream import FENCE
 from .attention import ATTENTION_NAME, packed_attention, varlen_parameters
+from .experts import keep_out_of_graphs
 from .parts import transformer_layers
 
 RECOMPUTATION = FENCE.patch(
@@ -73,6 +74,7 @@ def compile_layers(model: Any, *, device_type: str, kernel: str, stage: int = 2,
         from transformers import AttentionInterface
 
         AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(packed_attention))
+    keep_out_of_graphs(model)
     if WORKERS.check():
         from torch._inductor import config as inductor_config
 

@@ -23,6 +23,7 @@ from ..errors import ModelError, UntriedModelError
 from ..simple import SimpleBatch, dense_log_prob
 from ..upstream import transformers_message
 from .attention import ATTENTION_NAME, register_packed_attention
+from .experts import use_experts
 from .packed_model import ROWS, install_packed_forward, packed_inputs
 from .small_copy import randomize, small_config
 
@@ -138,6 +139,7 @@ def _inexactness(way: str, small: Any, reference: Any, sequences: list[Tensor], 
         options = {} if way == "rows" else {"attn_implementation": ATTENTION_NAME}
         model = _build(small, head, **options)
         model.load_state_dict(reference.state_dict())
+        use_experts(model, "auto", device=sequences[0].device)
         install_packed_forward(model.train(), dense_log_prob if head == "lm" else None)
         with CPU:
             batch = SimpleBatch.pack([_split(ids, head) for ids in sequences])
@@ -185,6 +187,7 @@ def _reference(config: Any, head: Head) -> tuple[Any, Any]:
                 failures.append(f"a copy has {size:,} parameters")
                 continue
             model = _build(small, head).eval()
+            use_experts(model, "loop", device=next(model.parameters()).device)
             randomize(model)
             with torch.no_grad():
                 outputs = [_alone(model, ids, head) for ids in _sequences(model)]
