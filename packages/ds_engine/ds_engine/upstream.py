@@ -11,8 +11,9 @@ from plinth_base.fence import Fence
 from .errors import EngineConfigError
 
 _MODULES = (
-    *("distributed", "guard.collective_guard", "model.compilation", "model.flash4", "model.loading", "model.lora"),
+    *("distributed", "guard.collective_guard", "model.compilation", "model.experts", "model.flash4", "model.loading"),
     *(
+        "model.lora",
         "model.nf4",
         "model.recomputation",
         "model.recurrence",
