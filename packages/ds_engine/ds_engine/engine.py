@@ -400,10 +400,14 @@ class ZeroEngine:
         self._require_optimizer("load_checkpoint")
         self._num_steps = load_state(self._deepspeed, folder, tag)
 
-    def load_state(self, source: StateSource) -> None:
-        """Resume from a state written by any number of ranks, at any stage, offload and dtype, bit for bit.
+    def load_state(self, source: StateSource, *, num_steps: int | None = None) -> None:
+        """Resume from a state written by any number of ranks, at any stage, offload and dtype, bit for bit; also from
+        one of plain DeepSpeed.
 
         Every rank reads only its partition of the fp32 weights and of the optimizer's states.
+
+        Args:
+            num_steps: number of optimizer steps taken, for the learning-rate schedule; None: that of the source.
 
         Raises, on every rank and before any change:
             CheckpointError: the source cannot be read or has other parameters or states, or the optimizer's states
@@ -414,7 +418,8 @@ class ZeroEngine:
         if unportable := optim.optimizer.unportable:
             remedy = "use the number of ranks and the settings that saved it"
             raise CheckpointError(unportable, field="optim.name", value=optim.name, remedy=remedy)
-        self._num_steps = fill_state(self._deepspeed, self.module, source, self._states_of)
+        loaded = fill_state(self._deepspeed, self.module, source, self._states_of)
+        self._num_steps = loaded if num_steps is None else num_steps
 
     def has_layout(self, source: StateSource) -> bool:
         """True if `load_checkpoint` can read the checkpoint of `source`: the same number of ranks, stage, offload,

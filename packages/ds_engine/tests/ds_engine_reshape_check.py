@@ -38,6 +38,9 @@ class MemorySource:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(kinds["weight"].shape) for name, kinds in self.state.items()}
 
+    def states_of(self, name: str) -> set[str]:
+        return self.state[name].keys() - {"weight"}
+
     def check(self) -> None: ...
 
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:

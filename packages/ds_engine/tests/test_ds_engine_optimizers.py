@@ -121,3 +121,27 @@ def test_an_entry_alone_makes_an_optimizer(two_ranks: RankPool, tiny_model: Path
     assert after["stats"][0].grad_norm > 0.01
     moved = torch.stack([(after["weights"][name] - weight).norm() for name, weight in before.items()]).norm()
     assert float(moved) == pytest.approx(0.5 * 0.01, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adam8bit", "torch.optim:NAdam"])
+def test_unportable_states_resume_on_the_same_ranks_and_are_refused_by_others(
+    two_ranks: RankPool, untied_model: Path, tmp_path: Path, name: str
+) -> None:
+    if package := OPTIMIZERS[name].package if name in OPTIMIZERS else "":
+        pytest.importorskip(package)
+    optim = OptimConfig(name=name, lr=1e-3, weight_decay=0.1)
+    setups = [EngineConfig(zero=ZeroConfig(stage=stage), optim=optim) for stage in (2, 3)]
+    steps = [[make_samples(4, seed=seed)] for seed in range(3)]
+    for setup in setups:
+        common = {"model_path": str(untied_model), "config": setup}
+        folder = str(tmp_path / f"{setup.zero.stage}")
+        whole = two_ranks.run("train", steps=steps, **common)[0]
+        two_ranks.run("train", steps=steps[:2], save_to=folder, **common)
+        resumed = two_ranks.run("train", steps=steps[2:], load_from=folder, **common)[0]
+        assert resumed["stats"] == whole["stats"][2:]
+        assert all(torch.equal(resumed["weights"][key], weight) for key, weight in whole["weights"].items())
+        assert whole["stats"][0].step_applied
+    for result in two_ranks.run("refuse_state", model_path=str(untied_model), config=setups[0]):
+        assert result["error"].field == "optim.name"
+        assert result["unchanged"]

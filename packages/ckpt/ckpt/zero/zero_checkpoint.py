@@ -100,7 +100,34 @@ def find_deepspeed_folder(path: Path, tag: str | None = None) -> Path:
     return folders[0]
 
 
-class ZeroCheckpoint:
+class ModelFile:
+    """The part of a checkpoint that DeepSpeed's first model file holds."""
+
+    _model: dict[str, Any]
+
+    @property
+    def client_state(self) -> dict[str, Any]:
+        """The client state passed to DeepSpeed's save_checkpoint."""
+        return {name: value for name, value in self._model.items() if name not in _DEEPSPEED_KEYS}
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """All values of a rank's model file except tensors."""
+        return {name: value for name, value in self._model.items() if name not in _TENSOR_KEYS}
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """DeepSpeed's counters: global_steps, global_samples, skipped_steps."""
+        return {name: int(self._model[name]) for name in _COUNTERS if name in self._model}
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The model's persistent buffers."""
+        module = self._model.get("module") or {}
+        return {name: module[name] for name in self._model.get("buffer_names") or () if name in module}
+
+
+class ZeroCheckpoint(ModelFile):
     """The trained parameters and the optimizer's state of a DeepSpeed checkpoint, of any stage and number of ranks.
 
     Reading takes memory only for the elements read. Only the first rank's files are opened until an element is read or
@@ -121,11 +148,11 @@ class ZeroCheckpoint:
             )
         if any((match := _RANK.search(path.name)) and int(match[2]) for path in self._optimizer_files):
             raise ShardError(f"{self.folder}: was saved with tensor parallelism, which is not supported")
-        first = _load(self._optimizer_files[0])
+        first = load_file(self._optimizer_files[0])
         self._first: dict[str, Any] = first.get("optimizer_state_dict", {})
         self.deepspeed_config: Mapping[str, Any] = first.get("ds_config") or {}
         self.deepspeed_version = str(first.get("ds_version", ""))
-        self._model = _load(self._model_files[0])
+        self._model = load_file(self._model_files[0])
         self.layout = self._read_layout()
         self._check_ranks()
 
@@ -135,30 +162,9 @@ class ZeroCheckpoint:
         return self.layout.shapes
 
     @property
-    def client_state(self) -> dict[str, Any]:
-        """The client state passed to DeepSpeed's save_checkpoint."""
-        return {name: value for name, value in self._model.items() if name not in _DEEPSPEED_KEYS}
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """All values of a rank's model file except tensors."""
-        return {name: value for name, value in self._model.items() if name not in _TENSOR_KEYS}
-
-    @property
-    def counters(self) -> dict[str, int]:
-        """DeepSpeed's counters: global_steps, global_samples, skipped_steps."""
-        return {name: int(self._model[name]) for name in _COUNTERS if name in self._model}
-
-    @property
     def loss_scaler(self) -> dict[str, Any]:
         """The values of the fp16 loss scaler (`cur_scale` and others); empty without one."""
         return dict(vars(self._first["loss_scaler"])) if "loss_scaler" in self._first else {}
-
-    @property
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """The model's persistent buffers."""
-        module = self._model.get("module") or {}
-        return {name: module[name] for name in self._model.get("buffer_names") or () if name in module}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -301,7 +307,7 @@ class ZeroCheckpoint:
     def _models(self) -> list[dict[str, Any]]:
         """The model files of all ranks if they hold parts of frozen weights, else only the first."""
         parts = self._model_files[1:] if self._model.get("frozen_param_fragments") else []
-        return [self._model, *map(_load, parts)]
+        return [self._model, *map(load_file, parts)]
 
     @cached_property
     def _buffers(self) -> dict[str, list[list[torch.Tensor | None]]]:
@@ -313,7 +319,7 @@ class ZeroCheckpoint:
                 "DeepSpeed, with the same number of ranks and the same stage"
             )
         shards = [self._first]
-        shards += [_load(path).get("optimizer_state_dict", {}) for path in self._optimizer_files[1:]]
+        shards += [load_file(path).get("optimizer_state_dict", {}) for path in self._optimizer_files[1:]]
         buffers: dict[str, list[list[torch.Tensor | None]]] = {
             "weight": [[piece.detach().reshape(-1) for piece in shard[self._weights]] for shard in shards]
         }
@@ -359,12 +365,15 @@ def _rank_of(path: Path) -> int:
     return int(match[1]) if match else 0
 
 
-def _load(path: Path) -> dict[str, Any]:
+def load_file(path: Path) -> Any:
+    """The content of a file of DeepSpeed, memory-mapped.
+
+    Raises ShardError when it is torn or foreign.
+    """
     import torch
 
     try:
         with torch.serialization.safe_globals(list(_STAND_INS)):
-            loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises many types for torn or foreign files
         raise ShardError(f"cannot be read safely: {str(error).splitlines()[0]}", value=str(path)) from error
-    return loaded

@@ -75,6 +75,9 @@ class StateSource(Protocol):
     def states(self) -> Sequence[str]:
         """Names of the optimizer's states, such as Adam's moments; empty before its first step."""
 
+    def states_of(self, name: str) -> Sequence[str]:
+        """Those of one parameter."""
+
     @property
     def optimizer_steps(self) -> int:
         """Number of optimizer steps in the states; 0 if there are none yet."""
@@ -155,7 +158,8 @@ def fill_state(engine: Any, module: nn.Module, source: StateSource, states_of: S
         if name in source.buffers:
             buffer.copy_(source.buffers[name])
     _set_counts(engine, source)
-    return int(source.client_state["num_steps"])
+    # A checkpoint of another engine has no such count.
+    return int(source.client_state.get("num_steps", source.counters.get("global_steps", source.optimizer_steps)))
 
 
 def flat_fragments(engine: Any) -> Iterator[tuple[Tensor, dict[str, Any], list[Fragment]]]:
@@ -247,12 +251,14 @@ def _problem(engine: Any, source: StateSource, states_of: StatesOf) -> str | Non
         return "this engine keeps its state on NVMe: use zero.offload.optimizer=cpu"
     try:
         source.check()
-        if "num_steps" not in source.client_state:
-            return "its client state lacks num_steps, the number of optimizer steps"
         states = _states(engine, states_of)
         if source.states and set(source.states) != states:
             return f"its optimizer has the states {sorted(source.states)}, this engine's {sorted(states)}"
         there = {name: tuple(shape) for name, shape in source.shapes.items()}
+        for _, group, fragments in flat_fragments(engine) if source.states else ():
+            for name in (part.name for part in fragments if part.name in there):
+                if set(source.states_of(name)) != set(states_of(group)):
+                    return f"{name} has the states {source.states_of(name)}, and {states_of(group)} here"
     except Exception as error:  # of any type: the other ranks must learn of it, or they would hang
         return f"{type(error).__name__}: {error}"
     here = _shapes(engine)
