@@ -27,6 +27,7 @@ from .parts import VALUE_HEAD
 from .recomputation import enable_checkpointing
 from .sequence_parallel import check_model_heads
 from .small_copy import turn_off_dropout
+from .tiled_mlp import tile_mlps
 from .trial import Trial, silenced_transformers, try_model
 from .weights import check_weights, read_config, refuse_incomplete
 
@@ -209,6 +210,9 @@ def _checked_trial(model_config: Any, config: EngineConfig, head: Head, device: 
         if trial.way == "rows" and (getattr(config, name) or default) != default:
             problem = f"it needs packed sequences, but {trial}"
             raise EngineConfigError(problem, field=name, value=getattr(config, name), allowed=str(default))
+    if config.tiled_mlp and trial.why_not_tiled:
+        problem = f"{trial.architecture} in tiles: {trial.why_not_tiled}"
+        raise EngineConfigError(problem, field="tiled_mlp", value=config.tiled_mlp, allowed="0")
     return trial
 
 
@@ -222,7 +226,7 @@ def prepare_model(
     trainable: bool,
     head: Head,
 ) -> None:
-    """Prepare a loaded model in place: adapters, activation checkpointing, compilation and the packed forward.
+    """Prepare a loaded model in place: adapters, activation checkpointing, compilation, tiles and the packed forward.
 
     Args:
         kernel: attention kernel, see `choose_kernel`.
@@ -237,7 +241,10 @@ def prepare_model(
     if config.gradient_checkpointing:
         enable_checkpointing(module, every=config.checkpoint_every, to_cpu=config.checkpoint_to_cpu)
     if config.compile:
-        compile_layers(module, device_type=device.type, kernel=kernel, stage=config.zero.stage)
+        tiles = config.tiled_mlp or 0
+        compile_layers(module, device_type=device.type, kernel=kernel, stage=config.zero.stage, tiled_mlp=tiles)
+    elif config.tiled_mlp:
+        tile_mlps(module, config.tiled_mlp)
     install_packed_forward(module, log_prob_fn if head == "lm" else None, count_calls=not config.compile)
     if not trainable:
         module.requires_grad_(False)
