@@ -95,7 +95,7 @@ def plan_run(
     """
     check_tracking(config.tracking)
     check_checkpoint_url(config.trainer)
-    _check_states_from(config.trainer.states_from, {"actor", *(model.section for model in config.models)} - {"engine"})
+    check_states_from(config.trainer.states_from, {"actor", *(model.section for model in config.models)} - {"engine"})
     skipped: list[str] = []
     resume_from = find_checkpoint(config.trainer, skipped.append)
     digests = input_digests(config, rows)
@@ -106,13 +106,12 @@ def plan_run(
     )
 
 
-def _check_states_from(folders: Mapping[str, str], sections: Collection[str]) -> None:
-    for section, folder in folders.items():
-        key = f"trainer.states_from.{section}"
-        if section not in sections:
-            raise InputError(
-                field=key, value=folder, allowed=f"states_from.{' or states_from.'.join(sorted(sections))}"
-            )
+def check_states_from(folders: Mapping[str, str], roles: Collection[str]) -> None:
+    """Raises InputError for another role, and for a folder that is no whole DeepSpeed checkpoint."""
+    for role, folder in folders.items():
+        key = f"trainer.states_from.{role}"
+        if role not in roles:
+            raise InputError("no such model", field=key, value=folder, allowed=", ".join(sorted(roles)))
         try:
             open_deepspeed(Path(folder)).check()
         except CheckpointError as error:

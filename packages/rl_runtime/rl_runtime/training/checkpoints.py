@@ -164,15 +164,15 @@ class RunCheckpoints:
                 remedy="stop that run, and resume from its newest checkpoint",
             ) from error
 
-    def start(self) -> list[str]:
-        """Gives the engines the states of `trainer.states_from`; returns a line for each.
+    def start(self, say: Callable[[str], None]) -> None:
+        """Gives the engines of a new run the states of `trainer.states_from`, and says so.
 
         Raises:
             ckpt.CheckpointError: on a rank, the folder has other parameters.
         """
         for name, folder in self._trainer.states_from.items():
             self._roles[name].start_from(str(Path(folder).absolute()))
-        return [f"{name}: weights and optimizer of {folder}" for name, folder in self._trainer.states_from.items()]
+            say(f"{name} starts with the weights and the optimizer of {folder}")
 
     def _load(self, checkpoint: Checkpoint) -> None:
         self._files.fetch(checkpoint, self._nodes)
@@ -224,8 +224,7 @@ def save_or_say(
 def load_and_say(checkpoints: RunCheckpoints, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> None:
     """Restores the state of the run at `checkpoint`, or that of a new run, and says so."""
     if checkpoint is None:
-        for line in checkpoints.start():
-            say(line)
+        checkpoints.start(say)
         return
     checkpoints.load(checkpoint)
     num_ranks = checkpoint.state["num_ranks"]
