@@ -13,8 +13,9 @@ from torch import Tensor
 from ds_engine import ZeroEngine
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
+OTHER_KINDS = {"adam8bit": ("weight",)}
 MATRIX_KINDS = {"muon": ("weight", "momentum_buffer")}
-"""Those of a matrix."""
+"""By optimizer, of all parameters and of matrices."""
 
 
 @dataclass
@@ -57,7 +58,8 @@ def state_of(engine: ZeroEngine) -> dict[str, dict[str, Tensor]]:
     state = {}
     for parameter, name in deepspeed.param_names.items():
         is_matrix = len(getattr(parameter, "ds_shape", parameter.shape)) > 1 and "embed" not in name
-        kinds = MATRIX_KINDS.get(engine.config.optim.name, KINDS) if is_matrix else KINDS
+        optimizer = engine.config.optim.name
+        kinds = (is_matrix and MATRIX_KINDS.get(optimizer)) or OTHER_KINDS.get(optimizer, KINDS)
         states = [safe_get_full_optimizer_state(parameter, kind) for kind in kinds[1:]]
         tensors = [safe_get_full_fp32_param(parameter), *states]
         state[name] = {kind: tensor.cpu().clone() for kind, tensor in zip(kinds, tensors, strict=True)}

@@ -40,9 +40,9 @@ class UniversalState(ModelFile):
         self.loss_scaler: dict[str, Any] = {}
         groups = [{n: tuple(shape) for n, shape in group.items()} for group in self._model.get("param_shapes") or ()]
         shapes = {name: shape for group in groups for name, shape in group.items()}
-        if shapes.keys() != self._parameters.keys():
-            missing = ", ".join(sorted(shapes.keys() ^ self._parameters.keys())[:3])
-            raise ShardError(f"{self.folder}: its model file and zero/ have other parameters: {missing}")
+        if differing := shapes.keys() ^ (self._parameters.keys() - self.tied):
+            names = ", ".join(sorted(differing)[:3])
+            raise ShardError(f"{self.folder}: its model file and zero/ have other parameters: {names}")
         self.layout = ZeroLayout(stage=0, num_ranks=0, groups=tuple(groups))
 
     @property

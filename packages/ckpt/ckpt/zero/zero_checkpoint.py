@@ -126,6 +126,12 @@ class ModelFile:
         module = self._model.get("module") or {}
         return {name: module[name] for name in self._model.get("buffer_names") or () if name in module}
 
+    @property
+    def tied(self) -> set[str]:
+        """Second names of tied parameters."""
+        tied = self._model.get("shared_params") or {}
+        return set(tied if isinstance(tied, dict) else (pair[0] for pair in tied))
+
 
 class ZeroCheckpoint(ModelFile):
     """The trained parameters and the optimizer's state of a DeepSpeed checkpoint, of any stage and number of ranks.
@@ -262,12 +268,6 @@ class ZeroCheckpoint(ModelFile):
         for name, tensor in (self._model.get("module") or {}).items():
             if self.layout.stage < 3 and name not in self.shapes and name not in self.buffers:
                 yield name, tensor
-
-    @property
-    def tied(self) -> set[str]:
-        """Second names of tied parameters."""
-        tied = self._model.get("shared_params") or {}
-        return set(tied if isinstance(tied, dict) else (pair[0] for pair in tied))
 
     def _read_layout(self) -> ZeroLayout:
         stage = self._first.get("zero_stage")
