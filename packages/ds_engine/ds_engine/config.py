@@ -19,6 +19,7 @@ from .optimizers import OPTIMIZERS, Optimizer
 
 OffloadDevice = Literal["none", "cpu", "nvme"]
 Attention = Literal["auto", "flash4", "flash", "varlen", "sdpa"]
+Experts = Literal["auto", "grouped", "loop"]
 Schedule = Literal["constant", "linear", "cosine"]
 Guard = Literal["off", "auto", "lockstep", "watch"]
 Stage = Literal[1, 2, 3]
@@ -305,7 +306,7 @@ class LoraConfig:
     compare log-probs of training with log-probs computed without dropout."""
     target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     """Names of the layers to adapt, or their last parts, such as ("q_proj", "v_proj"). all-linear: every linear layer
-    of the backbone. Embeddings and the head are never adapted."""
+    of the backbone that PEFT adapts (not Mamba's `out_proj`). Embeddings and the head are never adapted."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead."""
     base_format: BaseFormat = "plain"
@@ -353,6 +354,10 @@ class EngineConfig:
     attention: Attention = "auto"
     """auto: on CUDA flash-attn-4 (flash4, Hopper only) or flash-attn (flash) if installed, otherwise torch's varlen
     attention; on the CPU SDPA, one sequence at a time."""
+    experts: Experts = "auto"
+    """Experts of a mixture: grouped (one product for all experts of a layer) or loop (transformers' own, one expert
+    after the other). auto: grouped where torch has it: on CPUs and on GPUs of compute capability 8.0 (fast from 9.0 on,
+    in bfloat16), for matrices whose rows are a multiple of 16 bytes."""
     dropout: bool = False
     """Train with the model's own dropout (residual, embedding, MLP). If false, every such rate is 0: policy gradients
     compare log-probs of training with log-probs computed without noise. Packed attention never drops."""
@@ -371,6 +376,7 @@ class EngineConfig:
         _require_one_of(self, "attention", Attention)
         if self.zero.offload.optimizer == "nvme" and self.optim.name != "adamw":
             _refuse("optim.name", self.optim.name, "states on NVMe are tested with adamw only", "use cpu or none")
+        _require_one_of(self, "experts", Experts)
         if self.compile and self.zero.offload.param == "nvme":
             hooks = "weights on NVMe are fetched in hooks inside the layers, which break the graphs"
             _refuse("compile", self.compile, hooks, "use zero.offload.param cpu or none")

@@ -19,6 +19,7 @@ from ..errors import EngineConfigError, ModelError
 from ..upstream import FENCE, warn_on_first_rank
 from .attention import ATTENTION_NAME, register_packed_attention
 from .compilation import compile_layers
+from .experts import use_experts
 from .folder_names import drop_unused_conversions
 from .lora import add_adapters
 from .nf4 import nf4_weights, quantize_base, round_to_nf4
@@ -144,6 +145,7 @@ def load_model(
         model = _read_folder(model_path, torch_dtype(config.model_dtype), head, options, seed=drawn_with)
     if config.lora is not None and config.lora.base_format == "nf4":
         quantize_base(model, device=device)
+    use_experts(model, config.experts, device=device)
     mark_way(model, rows=trial.way == "rows", shares_prefixes=not trial.why_not_shared)
     if not sharded:
         return model.to(device)
@@ -206,6 +208,9 @@ def check_model(
 def _checked_trial(model_config: Any, config: EngineConfig, head: Head, device: torch.device) -> Trial:
     check_model_heads(model_config, config.sequence_parallel)
     trial = try_model(model_config, head=head, device=device)
+    if trial.recurrent and config.sequence_parallel > 1:
+        problem = f"a recurrence runs along all tokens of a sequence, but {trial}"
+        raise EngineConfigError(problem, field="sequence_parallel", value=config.sequence_parallel, allowed="1")
     for name, default in (("sequence_parallel", 1), ("compile", False), ("attention", "auto")):
         if trial.way == "rows" and (getattr(config, name) or default) != default:
             problem = f"it needs packed sequences, but {trial}"
