@@ -239,6 +239,9 @@ def load_as_a_run_does(root: Path) -> None:
         worker.load("actor", str(folder))
         check_equal(state_of(worker._engines["actor"]._deepspeed), expected, f"TrainerWorker, {folder.name}")
         worker._engines["actor"].save_checkpoint(root / "as_a_run", "actor")
+        worker.start_from("actor", str(folder))
+        check_equal(state_of(worker._engines["actor"]._deepspeed), expected, f"a new run, {folder.name}")
+        assert worker._engines["actor"]._num_steps == 0
     assert worker._engines["actor"].has_layout(ZeroCheckpoint(root / "as_a_run", "actor"))
     worker.drop("actor")
 

@@ -27,7 +27,12 @@ STEPS = [make_samples(n, seed=s) for n, s in ((7, 1), (5, 2), (6, 3))]
 def config(stage: int, *, offload: str = "none", dtype: str = "float32", **settings: Any) -> EngineConfig:
     optim: dict[str, Any] = {"name": "muon", "lr": LR, "eps": EPS, "weight_decay": 0.1}
     return EngineConfig(
-        zero=ZeroConfig(stage=stage, offload=OffloadConfig(optimizer=offload), param_persistence_elements=40),
+        zero=ZeroConfig(
+            stage=stage,
+            offload=OffloadConfig(optimizer=offload),
+            param_persistence_elements=40,
+            deepspeed=settings.pop("deepspeed", {}),
+        ),
         optim=OptimConfig(**(optim | settings.pop("optim", {}))),
         dtype=dtype,
         **settings,
@@ -120,8 +125,9 @@ def test_the_plan_counts_one_state_for_matrices_and_two_for_the_rest() -> None:
         config(3, offload="cpu"),
         config(2, sequence_parallel=2),
         config(3, sequence_parallel=2),
+        config(3, deepspeed={"sub_group_size": 3000}),
     ],
-    ids=["1", "2", "3", "2-cpu", "3-cpu", "2-sp", "3-sp"],
+    ids=["1", "2", "3", "2-cpu", "3-cpu", "2-sp", "3-sp", "3-sub-groups"],
 )
 def test_three_steps_equal_torchs_muon_in_one_fp32_process(
     two_ranks: RankPool, untied_model: Path, setup: EngineConfig
