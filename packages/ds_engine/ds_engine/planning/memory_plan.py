@@ -294,7 +294,7 @@ def _stage_3(case: _Case) -> _States:
     if ranks > 1:
         # A weight stays gathered between forward and backward if fewer elements than the reuse distance lie in between.
         not_persistent = sum(w.size for w in everything if w.size > threshold)
-        largest = max(w.size for w in everything)
+        largest = max(case.shape.largest_layer, *(w.size for w in everything))
         reused = case.config.reuse_elements // 2 + largest + case.config.prefetch_elements
         gathered = (min(not_persistent, reused) + persistent) * e
     offloaded = zero.offload.optimizer != "none"
