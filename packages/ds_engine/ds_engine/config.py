@@ -20,6 +20,7 @@ Attention = Literal["auto", "flash4", "flash", "varlen", "sdpa"]
 Schedule = Literal["constant", "linear", "cosine"]
 Guard = Literal["off", "auto", "lockstep", "watch"]
 Stage = Literal[1, 2, 3]
+RouterReplay = Literal["off", "R2", "R3"]
 BaseFormat = Literal["plain", "nf4"]
 
 
@@ -303,6 +304,10 @@ class EngineConfig:
     attention: Attention = "auto"
     """auto: on CUDA flash-attn-4 (flash4, Hopper only) or flash-attn (flash) if installed, otherwise torch's varlen
     attention; on the CPU SDPA, one sequence at a time."""
+    router_replay: RouterReplay = "off"
+    """Mixtures of experts: the routes of log-probs and updates. off: the routers choose in every pass. R2: updates
+    replay the experts of the pass for old log-probs. R3: both replay the experts that the rollout servers chose for
+    prompts and responses (arXiv:2510.11370). Routers are trained in any case."""
     dropout: bool = False
     """Train with the model's own dropout (residual, embedding, MLP). If false, every such rate is 0: policy gradients
     compare log-probs of training with log-probs computed without noise. Packed attention never drops."""
@@ -319,6 +324,9 @@ class EngineConfig:
         if self.dtype is not None:
             _require_one_of(self, "dtype", Dtype)
         _require_one_of(self, "attention", Attention)
+        _require_one_of(self, "router_replay", RouterReplay)
+        if self.compile and self.router_replay != "off":
+            _refuse("compile", self.compile, "compiled layers would keep the routes of their first pass", "use false")
         if self.compile and self.zero.offload.param == "nvme":
             hooks = "weights on NVMe are fetched in hooks inside the layers, which break the graphs"
             _refuse("compile", self.compile, hooks, "use zero.offload.param cpu or none")

@@ -25,9 +25,10 @@ from .nf4 import nf4_weights, quantize_base, round_to_nf4
 from .packed_model import install_packed_forward, mark_way
 from .parts import VALUE_HEAD
 from .recomputation import enable_checkpointing
+from .router_replay import RouterReplay, install_replay
 from .sequence_parallel import check_model_heads
 from .small_copy import turn_off_dropout
-from .trial import Trial, silenced_transformers, try_model
+from .trial import Trial, silenced_transformers, try_model, try_replay
 from .weights import check_weights, read_config, refuse_incomplete
 
 if TYPE_CHECKING:
@@ -209,6 +210,8 @@ def _checked_trial(model_config: Any, config: EngineConfig, head: Head, device: 
         if trial.way == "rows" and (getattr(config, name) or default) != default:
             problem = f"it needs packed sequences, but {trial}"
             raise EngineConfigError(problem, field=name, value=getattr(config, name), allowed=str(default))
+    if config.router_replay != "off":
+        try_replay(model_config, trial, device=device)
     return trial
 
 
@@ -221,8 +224,11 @@ def prepare_model(
     kernel: str,
     trainable: bool,
     head: Head,
-) -> None:
+) -> RouterReplay | None:
     """Prepare a loaded model in place: adapters, activation checkpointing, compilation and the packed forward.
+
+    Returns:
+        The model's routes, with `config.router_replay`.
 
     Args:
         kernel: attention kernel, see `choose_kernel`.
@@ -241,6 +247,7 @@ def prepare_model(
     install_packed_forward(module, log_prob_fn if head == "lm" else None, count_calls=not config.compile)
     if not trainable:
         module.requires_grad_(False)
+    return None if config.router_replay == "off" else install_replay(module)
 
 
 def _read_folder(
