@@ -96,6 +96,8 @@ def resolve_job_for(
     resolved = _resolve_for_model(resolved, facts, on_gpu=bool(gpus))
     resolved = _resolve_processes(resolved, len(gpus))
     resolved = _resolve_correction(resolved)
+    replays = config.actor.router_replay == "R3"
+    resolved = resolved.with_default("rollout.routes", replays, f"actor.router_replay is {config.actor.router_replay}")
     resolved = _resolve_running_requests(resolved, untested)
     resolved = resolve_kernels(resolved, [model.section for model in config.models], gpus)
     for model in config.models:
