@@ -68,6 +68,9 @@ class JobConfig:
     def __post_init__(self) -> None:
         check_value(self, "sampling.temperature", self.sampling.temperature > 0, "above 0")
         check_features(self, self.features)
+        for model in self.models[1:]:
+            only_actor = model.engine.router_replay == "off"
+            check_value(self, f"{model.section}.router_replay", only_actor, "off: servers have the actor's routes")
 
     @property
     def features(self) -> tuple[Feature, ...]:
