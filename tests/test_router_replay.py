@@ -45,9 +45,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def settings(mixture: Path, folder: Path) -> list[str]:
     data = folder / "train.jsonl"
-    data.write_text(
-        "\n".join(json.dumps({"question": f"w{i} w{i + 1} w{i + 2}", "answer": "w5"}) for i in range(3, 40))
-    )
+    data.write_text("\n".join(json.dumps({"question": f"w{i} w{i + 1} w{i + 2}"}) for i in range(3, 40)))
     return [
         f"model.path={mixture}",
         f"data.train=[{data}]",

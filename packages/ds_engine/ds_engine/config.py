@@ -295,6 +295,9 @@ class EngineConfig:
     """With gradient_checkpointing: recompute every k-th layer and keep the activations of the others; at least 1."""
     checkpoint_to_cpu: bool = False
     """With gradient_checkpointing: keep the inputs of recomputed layers in CPU memory until the backward pass."""
+    tiled_mlp: int | None = None
+    """Tokens of a tile: each layer's MLP runs tile by tile and keeps only its input; the backward pass computes each
+    tile again. 0: all tokens at once. null: 0, unless an app chooses it."""
     sequence_parallel: int = 1
     """Number of ranks that share each micro batch, a slice of its tokens each (Ulysses). Must divide the number of
     ranks and the model's attention heads."""
@@ -325,14 +328,23 @@ class EngineConfig:
             _require_one_of(self, "dtype", Dtype)
         _require_one_of(self, "attention", Attention)
         _require_one_of(self, "router_replay", RouterReplay)
-        if self.compile and self.router_replay != "off":
-            _refuse("compile", self.compile, "compiled layers would keep the routes of their first pass", "use false")
+        if self.router_replay != "off":
+            if self.compile:
+                _refuse("compile", True, "compiled layers would keep the routes of their first pass", "use false")
+            if self.tiled_mlp:
+                _refuse("tiled_mlp", self.tiled_mlp, "routes are those of all tokens, not of a tile's", "use 0")
         if self.compile and self.zero.offload.param == "nvme":
             hooks = "weights on NVMe are fetched in hooks inside the layers, which break the graphs"
             _refuse("compile", self.compile, hooks, "use zero.offload.param cpu or none")
         if self.compile and self.lora is not None and self.lora.base_format != "plain":
             kept = "compiled layers would keep the dequantized weights of lora.base_format=nf4"
             _refuse("compile", self.compile, kept, "use plain, or compile=false")
+        _require(self, "tiled_mlp", (self.tiled_mlp or 0) >= 0, "0 for none, or tokens of a tile")
+        if self.tiled_mlp and self.zero.offload.param == "nvme":
+            hooks = "weights on NVMe would be read again for every tile"
+            _refuse("tiled_mlp", self.tiled_mlp, hooks, "use zero.offload.param cpu or none")
+        if self.tiled_mlp and not self.trains_without_noise:
+            _refuse("tiled_mlp", self.tiled_mlp, "tiles that are computed again would draw another dropout")
         _require(self, "sequence_parallel", self.sequence_parallel >= 1, "1 or more")
         _require(self, "checkpoint_every", self.checkpoint_every >= 1, "1 or more")
         for name, default in (("checkpoint_every", 1), ("checkpoint_to_cpu", False)):

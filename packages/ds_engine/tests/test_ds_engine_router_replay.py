@@ -74,13 +74,15 @@ def test_a_router_that_ignores_its_routes_is_found(monkeypatch: pytest.MonkeyPat
         try_replay(tiny_architecture("qwen3_moe", PACKED["qwen3_moe"]), trial("packed"))
 
 
-def test_compiled_layers_cannot_replay() -> None:
-    with raises(EngineConfigError, field="compile"):
-        EngineConfig(compile=True, router_replay="R2")
+@pytest.mark.parametrize(("field", "value"), [("compile", True), ("tiled_mlp", 8)])
+def test_layers_that_cannot_replay_are_refused(field: str, value: Any) -> None:
+    EngineConfig(**{field: value})
+    with raises(EngineConfigError, field=field, value=value):
+        EngineConfig(**{field: value}, router_replay="R2")
 
 
 def trial(way: Any) -> Trial:
-    return Trial(architecture="a model", way=way, why_not_packed="", why_not_shared="", seconds=0.0)
+    return Trial(architecture="a model", way=way, why_not_packed="", why_not_shared="", why_not_tiled="", seconds=0.0)
 
 
 @pytest.fixture(scope="module")

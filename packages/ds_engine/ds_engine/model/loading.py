@@ -28,6 +28,7 @@ from .recomputation import enable_checkpointing
 from .router_replay import RouterReplay, install_replay
 from .sequence_parallel import check_model_heads
 from .small_copy import turn_off_dropout
+from .tiled_mlp import tile_mlps
 from .trial import Trial, silenced_transformers, try_model, try_replay
 from .weights import check_weights, read_config, refuse_incomplete
 
@@ -210,6 +211,9 @@ def _checked_trial(model_config: Any, config: EngineConfig, head: Head, device: 
         if trial.way == "rows" and (getattr(config, name) or default) != default:
             problem = f"it needs packed sequences, but {trial}"
             raise EngineConfigError(problem, field=name, value=getattr(config, name), allowed=str(default))
+    if config.tiled_mlp and trial.why_not_tiled:
+        problem = f"{trial.architecture} in tiles: {trial.why_not_tiled}"
+        raise EngineConfigError(problem, field="tiled_mlp", value=config.tiled_mlp, allowed="0")
     if config.router_replay != "off":
         try_replay(model_config, trial, device=device)
     return trial
@@ -225,7 +229,7 @@ def prepare_model(
     trainable: bool,
     head: Head,
 ) -> RouterReplay | None:
-    """Prepare a loaded model in place: adapters, activation checkpointing, compilation and the packed forward.
+    """Prepare a loaded model in place: adapters, activation checkpointing, compilation, tiles and the packed forward.
 
     Returns:
         The model's routes, with `config.router_replay`.
@@ -243,7 +247,10 @@ def prepare_model(
     if config.gradient_checkpointing:
         enable_checkpointing(module, every=config.checkpoint_every, to_cpu=config.checkpoint_to_cpu)
     if config.compile:
-        compile_layers(module, device_type=device.type, kernel=kernel, stage=config.zero.stage)
+        tiles = config.tiled_mlp or 0
+        compile_layers(module, device_type=device.type, kernel=kernel, stage=config.zero.stage, tiled_mlp=tiles)
+    elif config.tiled_mlp:
+        tile_mlps(module, config.tiled_mlp)
     install_packed_forward(module, log_prob_fn if head == "lm" else None, count_calls=not config.compile)
     if not trainable:
         module.requires_grad_(False)

@@ -1,9 +1,9 @@
 """Tries an architecture on a small random copy before it is trained: packed must equal each sequence alone.
 
 Two sequences are computed by upstream's own forward, each alone with full logits, and by ours, packed, packed with
-their shared prefix computed once, and, where packed is not exact, as padded rows. Outputs and all gradients must be
-equal. Ours runs in training mode and upstream's in evaluation mode, so
-that noise in training is found too. The copy is in fp32 on the CPU, or on the GPU if its kernels need one.
+their shared prefix computed once, with tiled MLPs, and, where packed is not exact, as padded rows. Outputs and all
+gradients must be equal. Ours runs in training mode and upstream's in evaluation mode, so that noise in training is
+found too. The copy is in fp32 on the CPU, or on the GPU if its kernels need one.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from .attention import ATTENTION_NAME, register_packed_attention
 from .packed_model import ROWS, PackedInputs, install_packed_forward, packed_inputs
 from .router_replay import install_replay, replay_refusal
 from .small_copy import randomize, small_config
+from .tiled_mlp import tile_mlps
 
 if TYPE_CHECKING:
     from ..batch import Head
@@ -41,6 +42,8 @@ LENGTHS = (13, 8)
 """Tokens of the two sequences: both are longer than the copy's windows, one than its `ORIGINAL_LENGTH`."""
 NUM_SHARED = 3
 """Tokens with which both begin."""
+_TILE = 4
+"""Tokens of a tile of MLPs: several in the packed sequences, and the last one is shorter."""
 _MAX_PARAMETERS = 60_000_000
 
 
@@ -55,6 +58,8 @@ class Trial:
     """Empty if packed."""
     why_not_shared: str
     """Empty if a prefix that packed sequences share can be computed once."""
+    why_not_tiled: str
+    """Empty if its MLPs can run over tiles of tokens."""
     seconds: float
     """Duration of the trial."""
 
@@ -123,6 +128,7 @@ def _try(config: Any, head: Head, device: torch.device) -> Trial:
                     why_not_shared=_inexactness("shared", small, model, sequences, head, expected)
                     if is_packed
                     else f"packed {reasons['packed']}",
+                    why_not_tiled=_inexactness(way, small, model, sequences, head, expected, tile=_TILE),
                     seconds=time.monotonic() - started,
                 )
     raise ModelError(f"{architecture} cannot be trained: packed {reasons['packed']}; in padded rows {reasons['rows']}")
@@ -132,10 +138,12 @@ Result = tuple[Tensor, Mapping[str, Tensor]]
 """Outputs of all sequences, and the gradients of a weighted sum of them."""
 
 
-def _inexactness(way: str, small: Any, reference: Any, sequences: list[Tensor], head: Head, expected: Result) -> str:
+def _inexactness(
+    way: str, small: Any, reference: Any, sequences: list[Tensor], head: Head, expected: Result, *, tile: int = 0
+) -> str:
     """Why sequences computed in this way do not equal each one alone; empty if they do."""
     try:
-        model, inputs = _copy_for(way, small, reference, sequences, head)
+        model, inputs = _copy_for(way, small, reference, sequences, head, tile=tile)
         outputs, gradients = _outputs_and_gradients(model, [model(packed=inputs)])
     except ModelError as error:
         return f"it is refused: {error}"
@@ -154,13 +162,15 @@ def _inexactness(way: str, small: Any, reference: Any, sequences: list[Tensor], 
 
 
 def _copy_for(
-    way: str, small: Any, reference: Any, sequences: list[Tensor], head: Head
+    way: str, small: Any, reference: Any, sequences: list[Tensor], head: Head, *, tile: int = 0
 ) -> tuple[nn.Module, PackedInputs]:
     """A model with the weights of `reference` that computes sequences in this way, and their inputs."""
     register_packed_attention()
     options = {} if way == "rows" else {"attn_implementation": ATTENTION_NAME}
     model = _build(small, head, **options)
     model.load_state_dict(reference.state_dict())
+    if tile:
+        tile_mlps(model, tile)
     install_packed_forward(model.train(), dense_log_prob if head == "lm" else None)
     with CPU:
         batch = SimpleBatch.pack([_split(ids, head) for ids in sequences])
