@@ -186,9 +186,9 @@ class RequestRunner:
             request.sampling,
             seed=request.seed,
             log_probs=log_probs,
-            routes_from=known if self._config.routes else None,
+            routes_from=known,
         )
-        num_routed = len(request.prompt_ids) - known if self._config.routes else None
+        num_routed = (len(request.prompt_ids), known) if self._config.routes else None
         read = partial(parse_completion, n=request.sampling.num_samples, log_probs=log_probs, num_routed=num_routed)
         try:
             return await self.attempt(attempt.server, body, read, request_id=request_id)
