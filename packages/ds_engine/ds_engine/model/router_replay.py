@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..errors import BatchError, EngineConfigError
@@ -63,7 +63,7 @@ class RouterReplay:
     They stay until the next pass begins, because recomputed layers run their routers again in the backward pass.
     """
 
-    def __init__(self, routers: dict[int, nn.Module], num_layers: int) -> None:
+    def __init__(self, routers: dict[int, Any], num_layers: int) -> None:
         """`routers`: by number of the transformer layer."""
         self.routers, self.num_layers = routers, num_layers
         self._given_PLk: Tensor | None = None
@@ -73,7 +73,7 @@ class RouterReplay:
     @property
     def shape(self) -> tuple[int, int]:
         """(L, k)"""
-        return self.num_layers, max(int(router.top_k) for router in self.routers.values())  # type: ignore[call-overload]
+        return self.num_layers, max(int(router.top_k) for router in self.routers.values())
 
     def begin(self, given_PLk: Tensor | None = None, *, record: bool = False) -> None:
         """The next pass uses these routes, where they are not -1, or the routers' own, which it records."""
@@ -138,16 +138,16 @@ def install_replay(model: Any) -> RouterReplay:
         EngineConfigError: the model has no routers, or some that cannot replay.
     """
     _, backbone = find_backbone(model)
-    routers: dict[int, nn.Module] = {}
+    routers: dict[int, Any] = {}
     unknown = dict[str, None]()
     for name, module in backbone.named_modules() if backbone is not None else ():
-        kind, layer = type(module).__name__, _LAYER.search(f".{name}.")
+        kind, number = type(module).__name__, _LAYER.search(f".{name}.")
         if not _ROUTER_CLASS.search(kind):
             continue
-        if kind not in ROUTERS or layer is None or int(layer[1]) in routers:
+        if kind not in ROUTERS or number is None or int(number[1]) in routers:
             unknown[kind] = None
         else:
-            routers[int(layer[1])] = module
+            routers[int(number[1])] = module
     if unknown or not routers:
         routes = f"the routers {', '.join(unknown)} cannot" if unknown else "it has no routers that could"
         raise replay_refusal(f"{type(model).__name__}: {routes} replay routes")

@@ -207,7 +207,7 @@ def try_replay(config: Any, trial: Trial, *, device: torch.device = CPU) -> None
             raise replay_refusal(f"{trial.architecture}: replaying its own routes changes its outputs or gradients")
         for layer, router in replay.routers.items():
             others_PLk = own_PLk.clone()
-            others_PLk[:, layer] = (own_PLk[:, layer] + 1) % int(router.num_experts)  # type: ignore[call-overload]
+            others_PLk[:, layer] = (own_PLk[:, layer] + 1) % int(router.num_experts)
             replay.begin(others_PLk)
             with torch.no_grad():
                 if model(packed=inputs).equal(outputs):
