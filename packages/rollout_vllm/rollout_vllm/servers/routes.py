@@ -52,7 +52,8 @@ class RouteBuffer:
         unsent = self._unsent.get(name)
         if unsent is None or not unsent.rows:
             return None
-        rows, unsent.rows = numpy.concatenate(unsent.rows), []
+        rows: numpy.ndarray = numpy.concatenate(unsent.rows)
+        unsent.rows = []
         return rows
 
 
