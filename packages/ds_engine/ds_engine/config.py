@@ -17,6 +17,7 @@ from .optimizers import OPTIMIZERS
 
 OffloadDevice = Literal["none", "cpu", "nvme"]
 Attention = Literal["auto", "flash4", "flash", "varlen", "sdpa"]
+Experts = Literal["auto", "grouped", "loop"]
 Schedule = Literal["constant", "linear", "cosine"]
 Guard = Literal["off", "auto", "lockstep", "watch"]
 Stage = Literal[1, 2, 3]
@@ -311,6 +312,10 @@ class EngineConfig:
     """Mixtures of experts: the routes of log-probs and updates. off: the routers choose in every pass. R2: updates
     replay the experts of the pass for old log-probs. R3: both replay the experts that the rollout servers chose for
     prompts and responses (arXiv:2510.11370). Routers are trained in any case."""
+    experts: Experts = "auto"
+    """Experts of a mixture: grouped (one product for all experts of a layer) or loop (transformers' own, one expert
+    after the other). auto: grouped where torch has it: on CPUs and on GPUs of compute capability 8.0 (fast from 9.0 on,
+    in bfloat16), for matrices whose rows are a multiple of 16 bytes."""
     dropout: bool = False
     """Train with the model's own dropout (residual, embedding, MLP). If false, every such rate is 0: policy gradients
     compare log-probs of training with log-probs computed without noise. Packed attention never drops."""
@@ -333,6 +338,7 @@ class EngineConfig:
                 _refuse("compile", True, "compiled layers would keep the routes of their first pass", "use false")
             if self.tiled_mlp:
                 _refuse("tiled_mlp", self.tiled_mlp, "routes are those of all tokens, not of a tile's", "use 0")
+        _require_one_of(self, "experts", Experts)
         if self.compile and self.zero.offload.param == "nvme":
             hooks = "weights on NVMe are fetched in hooks inside the layers, which break the graphs"
             _refuse("compile", self.compile, hooks, "use zero.offload.param cpu or none")

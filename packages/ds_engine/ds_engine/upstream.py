@@ -11,9 +11,17 @@ from plinth_base.fence import Fence
 from .errors import EngineConfigError
 
 _MODULES = (
-    *("distributed", "guard.collective_guard", "model.compilation", "model.flash4", "model.loading", "model.lora"),
-    *("model.nf4", "model.recomputation", "model.router_replay", "model.sequence_parallel", "state.checkpoint"),
-    *("state.reshape", "zero.adamw"),
+    *("distributed", "guard.collective_guard", "model.compilation", "model.experts", "model.flash4", "model.loading"),
+    *(
+        "model.lora",
+        "model.nf4",
+        "model.recomputation",
+        "model.router_replay",
+        "model.sequence_parallel",
+        "state.checkpoint",
+        "state.reshape",
+        "zero.adamw",
+    ),
     *("zero.grad_accumulation", "zero.optimizer", "zero.optimizer_step", "zero.zero3_gather", "zero.zero3_gradients"),
     "zero.zero3_hooks",
 )

@@ -11,6 +11,7 @@ import torch
 from ..errors import EngineConfigError, ModelError
 from ..upstream import FENCE
 from .attention import ATTENTION_NAME, packed_attention, varlen_parameters
+from .experts import keep_out_of_graphs
 from .parts import transformer_layers
 from .tiled_mlp import tile_mlps
 
@@ -77,6 +78,7 @@ def compile_layers(
         from transformers import AttentionInterface
 
         AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(packed_attention))
+    keep_out_of_graphs(model)
     if WORKERS.check():
         from torch._inductor import config as inductor_config
 

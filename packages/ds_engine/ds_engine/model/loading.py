@@ -19,6 +19,7 @@ from ..errors import EngineConfigError, ModelError
 from ..upstream import FENCE, warn_on_first_rank
 from .attention import ATTENTION_NAME, register_packed_attention
 from .compilation import compile_layers
+from .experts import use_experts
 from .folder_names import drop_unused_conversions
 from .lora import add_adapters
 from .nf4 import nf4_weights, quantize_base, round_to_nf4
@@ -145,6 +146,7 @@ def load_model(
         model = _read_folder(model_path, torch_dtype(config.model_dtype), head, options, seed=drawn_with)
     if config.lora is not None and config.lora.base_format == "nf4":
         quantize_base(model, device=device)
+    use_experts(model, config.experts, device=device)
     mark_way(model, rows=trial.way == "rows", shares_prefixes=not trial.why_not_shared)
     if not sharded:
         return model.to(device)
