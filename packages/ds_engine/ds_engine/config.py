@@ -260,7 +260,7 @@ class LoraConfig:
     compare log-probs of training with log-probs computed without dropout."""
     target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     """Names of the layers to adapt, or their last parts, such as ("q_proj", "v_proj"). all-linear: every linear layer
-    of the backbone. Embeddings and the head are never adapted."""
+    of the backbone that PEFT adapts (not Mamba's `out_proj`). Embeddings and the head are never adapted."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead."""
     base_format: BaseFormat = "plain"

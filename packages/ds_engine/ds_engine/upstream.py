@@ -16,6 +16,7 @@ _MODULES = (
         "model.lora",
         "model.nf4",
         "model.recomputation",
+        "model.recurrence",
         "model.router_replay",
         "model.sequence_parallel",
         "state.checkpoint",
@@ -38,6 +39,7 @@ def warn_on_first_rank(line: str) -> None:
 FENCE = Fence(
     {
         "deepspeed": ">=0.19.8,<0.20",
+        "fla-core": ">=0.6,<0.7",
         "flash-attn-4": ">=4.0.0b36,<4.1",
         "peft": ">=0.21.2,<0.22",
         "torch": ">=2.11,<2.14",

@@ -82,7 +82,15 @@ def test_layers_that_cannot_replay_are_refused(field: str, value: Any) -> None:
 
 
 def trial(way: Any) -> Trial:
-    return Trial(architecture="a model", way=way, why_not_packed="", why_not_shared="", why_not_tiled="", seconds=0.0)
+    return Trial(
+        architecture="a model",
+        way=way,
+        why_not_packed="",
+        why_not_shared="",
+        why_not_tiled="",
+        recurrent="",
+        seconds=0.0,
+    )
 
 
 @pytest.fixture(scope="module")

@@ -209,6 +209,9 @@ def check_model(
 def _checked_trial(model_config: Any, config: EngineConfig, head: Head, device: torch.device) -> Trial:
     check_model_heads(model_config, config.sequence_parallel)
     trial = try_model(model_config, head=head, device=device)
+    if trial.recurrent and config.sequence_parallel > 1:
+        problem = f"a recurrence runs along all tokens of a sequence, but {trial}"
+        raise EngineConfigError(problem, field="sequence_parallel", value=config.sequence_parallel, allowed="1")
     for name, default in (("sequence_parallel", 1), ("compile", False), ("attention", "auto")):
         if trial.way == "rows" and (getattr(config, name) or default) != default:
             problem = f"it needs packed sequences, but {trial}"

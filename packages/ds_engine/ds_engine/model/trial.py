@@ -25,6 +25,7 @@ from ..upstream import transformers_message
 from .attention import ATTENTION_NAME, register_packed_attention
 from .experts import use_experts
 from .packed_model import ROWS, PackedInputs, install_packed_forward, packed_inputs
+from .recurrence import recurrent_line
 from .router_replay import install_replay, replay_refusal
 from .small_copy import randomize, small_config
 from .tiled_mlp import tile_mlps
@@ -59,6 +60,8 @@ class Trial:
     """Empty if packed."""
     why_not_shared: str
     """Empty if a prefix that packed sequences share can be computed once."""
+    recurrent: str
+    """Recurrent layers that get the borders of packed sequences, and by which code; empty if there are none."""
     why_not_tiled: str
     """Empty if its MLPs can run over tiles of tokens."""
     seconds: float
@@ -67,8 +70,9 @@ class Trial:
     def __str__(self) -> str:
         cost = f"tried on a small random copy in {self.seconds:.1f} s"
         if self.way == "packed":
+            recurrent = f", {self.recurrent}" if self.recurrent else ""
             shared = f"; without shared prefixes, as each {self.why_not_shared}" if self.why_not_shared else ""
-            return f"{self.architecture}: packed sequences equal each one alone{shared} ({cost})"
+            return f"{self.architecture}: packed sequences equal each one alone{recurrent}{shared} ({cost})"
         return (
             f"{self.architecture}: each sequence is a padded row of transformers' own forward, exact but slower, as "
             f"packed {self.why_not_packed} ({cost})"
@@ -129,6 +133,7 @@ def _try(config: Any, head: Head, device: torch.device) -> Trial:
                     why_not_shared=_inexactness("shared", small, model, sequences, head, expected)
                     if is_packed
                     else f"packed {reasons['packed']}",
+                    recurrent=recurrent_line(model) if is_packed else "",
                     why_not_tiled=_inexactness(way, small, model, sequences, head, expected, tile=_TILE),
                     seconds=time.monotonic() - started,
                 )
