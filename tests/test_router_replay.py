@@ -53,6 +53,7 @@ def settings(mixture: Path, folder: Path) -> list[str]:
         "trainer.num_ranks=2",
         "actor.dtype=float32",
         "rollout.dtype=float32",
+        "data.max_prompt_length=16",
         "rollout.max_model_len=48",
         "rollout.kv_cache_gib=0.1",
         "batch.train_batch_size=4",

@@ -97,7 +97,7 @@ def resolve_job_for(
     resolved = _resolve_processes(resolved, len(gpus))
     resolved = _resolve_correction(resolved)
     mode = config.actor.router_replay
-    resolved = resolved.with_default("rollout.routes", mode == "R3", f"actor.router_replay is {mode}")
+    resolved = resolved.with_default("rollout.routes", mode == "R3", f"actor.router_replay is {mode}", listed=False)
     if mode != "off":
         resolved = resolved.with_default("actor.tiled_mlp", 0, f"actor.router_replay is {mode}", listed=False)
         resolved = resolved.with_default("actor.compile", False, "compiled layers cannot replay routes", listed=False)
