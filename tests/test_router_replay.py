@@ -57,7 +57,7 @@ def settings(mixture: Path, folder: Path) -> list[str]:
         "rollout.max_model_len=48",
         "rollout.kv_cache_gib=0.1",
         "batch.train_batch_size=4",
-        "batch.mini_batch_size=2",
+        "batch.mini_batch_size=4",
         "sampling.n=4",
         "sampling.max_tokens=24",
         "actor.optim.lr=1e-3",
@@ -88,5 +88,5 @@ def test_a_mixture_learns_with_the_routes_of_its_servers_and_partial_rollouts(
         "trainer.total_training_steps=3",
     )
     assert len(rows) == 3
-    assert float(rows[0]["actor/routes_differ"]) < 0.01, "of one mini batch, before the second one's update"
+    assert all(float(row["actor/routes_differ"]) < 0.01 for row in rows), "of the first update after each push"
     assert all(float(row["rollout/log_prob_mismatch"]) < 1e-4 for row in rows), "fresh weights, the same routes"

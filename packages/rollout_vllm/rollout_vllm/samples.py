@@ -97,9 +97,8 @@ class Sample:
     """False for context that the policy did not sample, such as the result of a tool; None: all True."""
     routes: RouteArray | None = field(default=None, repr=False)
     """uint8 or uint16 [tokens, layers, experts], the experts that computed each token of prompt and response, up to the
-    last but one sampled token; None without `RolloutConfig(routes=True)`. A token that was computed several times, as
-    each turn and each resumed request does with those before it, has the experts of the first time, from which its
-    successor was sampled."""
+    last but one sampled token; None without `RolloutConfig(routes=True)`. Tokens that a later turn or a resumed request
+    computed again have the experts of the last time: the newest tokens were sampled with those."""
     num_turns: int = 1
     turn_rewards: FloatArray | None = None
     """float32, the rewards that a rollout function gave, one value per sampled token, 0 but for the last token of a
@@ -284,13 +283,6 @@ def unpack_routes(text: str) -> RouteArray:
     """The inverse of `pack_routes`. Raises ValueError or EOFError for other text."""
     array: RouteArray = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
     return array
-
-
-def join_routes(known: RouteArray | None, first: int, routes: RouteArray | None) -> RouteArray | None:
-    """Known rows from the first token on, followed by those of `routes`, which begin at token `first`."""
-    if known is None or routes is None:
-        return routes if known is None else known
-    return np.concatenate([known, routes[len(known) - first :]])
 
 
 def merge_spans(spans: Iterable[tuple[int, int]]) -> tuple[VersionSpan, ...]:

@@ -121,8 +121,8 @@ class FakeServers:
         interrupted = self._random.random() < self._interrupt_rate
         count = self._random.randint(0, wanted) if interrupted else wanted
         places = range(done, done + count)
-        # The row of a token is its place in the sequence; none before the first new token.
-        rows = np.arange(call.num_routed, len(call.prompt_ids) + count - 1, dtype=np.uint8)[:, None, None]
+        # The row of a token is its place in the sequence, and 100 more for each policy version.
+        rows = (np.arange(len(call.prompt_ids) + count - 1) + 100 * version).astype(np.uint16)[:, None, None]
         return Choice(
             [1000 * version + place for place in places],
             [-(place + 1) / 8 - version for place in places],
@@ -173,9 +173,11 @@ def test_no_token_is_lost_repeated_or_moved(
         assert sample.log_probs.tolist() == [-(place + 1) / 8 - version for place, version in enumerate(versions)]
         assert 1 <= len(sample.response_ids) <= 10
         assert sample.policy_version <= sample.last_policy_version
-        assert sample.routes.flatten().tolist() == list(range(sample.token_ids.size - 1))
+        rows = sample.routes.flatten().astype(int)
+        assert (rows % 100).tolist() == list(range(sample.token_ids.size - 1))
+        assert len(set(rows // 100)) == 1, "all of the last request"
         restored = Sample.from_state(json.loads(json.dumps(sample.to_state())))
-        assert (restored.routes.dtype, restored.routes.tolist()) == (np.uint8, sample.routes.tolist())
+        assert (restored.routes.dtype, restored.routes.tolist()) == (np.uint16, sample.routes.tolist())
         if versions:
             assert sample.policy_version == versions[0]
     for call in servers.calls:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..config import SamplingConfig
-from ..samples import Failure, FailureKind, Group, Request, Sample, id_list, join_routes, merge_spans, request_seed
+from ..samples import Failure, FailureKind, Group, Request, Sample, id_list, merge_spans, request_seed
 from .protocol import Choice
 from .request_runner import CompletionRequest, RequestFailure, RequestRunner
 
@@ -36,16 +36,11 @@ def extend(part: Sample, choice: Choice, sampling: SamplingConfig, *, version: i
         part,
         response_ids=ids,
         log_probs=log_probs,
-        routes=join_routes(part.routes, num_routed(part), choice.routes),
+        routes=part.routes if choice.routes is None else choice.routes,
         version_spans=merge_spans([*part.version_spans, *noted]),
         finish_reason=reason,
         last_policy_version=max([last_version, *(version for version, _ in noted)]),
     )
-
-
-def num_routed(part: Sample) -> int:
-    """Tokens whose experts are known: the request that resumes `part` asks for those of later ones."""
-    return 0 if part.routes is None else len(part.routes)
 
 
 def remaining(part: Sample, sampling: SamplingConfig) -> SamplingConfig:
@@ -137,7 +132,6 @@ class GroupRun:
             prompt_ids=prompt_ids if part is None else prompt_ids + part.response_ids.tolist(),
             sampling=self._sampling if part is None else remaining(part, self._sampling),
             seed=request.seed if part is None else seed_of(request, part),
-            num_routed=0 if part is None else num_routed(part),
         )
 
     def _unfinished(self, indices: Sequence[int]) -> list[int]:

@@ -7,7 +7,7 @@ which tells this package's servers that only ids and log-probs are read (other s
 both as `packed` in place of lists (base64 of little-endian int32 and float32), and `policy_versions` of each choice:
 [version, number of tokens] in order, -1 for a version that the server does not know. Any server that was started for it
 returns `routed_experts` of each choice: base64 of a .npy file, uint8 or uint16 [tokens, layers, experts], of all tokens
-from `routed_experts_prompt_start` on but the last one.
+of prompt and response but the last one.
 """
 
 import base64
@@ -40,8 +40,7 @@ class Choice:
     """(policy version, number of tokens) of all tokens in order, from this package's servers; () from others. None: the
     server's weights were never published with a version."""
     routes: RouteArray | None = None
-    """Experts of the tokens from the first one that was asked for to the last but one; None: not asked for, or without
-    response tokens."""
+    """Experts of prompt and response tokens, but the last one; None: not asked for, or without response tokens."""
 
 
 def completion_body(
@@ -51,18 +50,12 @@ def completion_body(
     model: str | None,
     seed: int | None,
     log_probs: bool = True,
-    routes_from: int = 0,
 ) -> dict[str, Any]:
     """The JSON of one request for `sampling.n` samples. It sets every sampling value, so no server default applies.
 
-    log_probs: ask for the log-prob of every token. routes_from: first tokens of the prompt whose experts are known.
+    log_probs: ask for the log-prob of every token.
     """
-    optional = {
-        "model": model,
-        "seed": seed,
-        "logprobs": 0 if log_probs else None,
-        "routed_experts_prompt_start": routes_from or None,  # vLLM 0.26 does not know it, and returns all
-    }
+    optional = {"model": model, "seed": seed, "logprobs": 0 if log_probs else None}
     return {
         "prompt": id_list(prompt_ids),
         **vars(sampling),  # its fields have the names of vLLM's parameters
@@ -86,13 +79,10 @@ def engine_request_id(request_id: str) -> str:
     return f"cmpl-{request_id}-0"
 
 
-def parse_completion(
-    answer: Any, n: int, *, log_probs: bool = True, num_routed: tuple[int, int] | None = None
-) -> list[Choice]:
+def parse_completion(answer: Any, n: int, *, log_probs: bool = True, num_routed: int | None = None) -> list[Choice]:
     """The n choices in index order.
 
-    log_probs: whether they were asked for. num_routed: tokens of the prompt, and those of them whose experts are known;
-    None: no experts were asked for.
+    log_probs: whether they were asked for. num_routed: tokens of the prompt, if the experts of all tokens are needed.
 
     Raises MalformedAnswerError unless every index 0..n-1 is present once, with token ids and, if asked for, one finite
     log-prob per token and the experts of each computed token.
@@ -108,8 +98,7 @@ def parse_completion(
             raise MalformedAnswerError(f"choice index {index} is repeated or not in 0..{n - 1}")
         choice = _parse_choice(raw, index, log_probs)
         if num_routed is not None and choice.response_ids.size:
-            computed, known = num_routed[0] + choice.response_ids.size - 1, num_routed[1]
-            routes = _parse_routes(raw.get("routed_experts"), index, computed, known)
+            routes = _parse_routes(raw.get("routed_experts"), index, num_routed + choice.response_ids.size - 1)
             choice = replace(choice, routes=routes)
         choices[index] = choice
     if len(choices) != n:
@@ -180,18 +169,17 @@ def _parse_spans(raw: Any, index: int, num_tokens: int) -> tuple[tuple[int | Non
     raise MalformedAnswerError(f"choice {index}: policy_versions {problem}")
 
 
-def _parse_routes(raw: Any, index: int, computed: int, known: int) -> RouteArray:
-    """The rows behind the known ones."""
+def _parse_routes(raw: Any, index: int, num_rows: int) -> RouteArray:
     if raw is None:
         raise MalformedAnswerError(f"choice {index}: no routed_experts (was the server started with rollout.routes?)")
     try:
         routes = unpack_routes(raw)
     except (TypeError, ValueError, EOFError) as error:
         raise MalformedAnswerError(f"choice {index}: routed_experts: {error!r}") from None
-    if routes.ndim != 3 or len(routes) not in (computed, computed - known) or routes.dtype.kind != "u":
-        problem = f"{routes.dtype} {list(routes.shape)}, not unsigned [{computed - known}, layers, experts]"
+    if routes.ndim != 3 or len(routes) != num_rows or routes.dtype.kind != "u":
+        problem = f"{routes.dtype} {list(routes.shape)}, not unsigned [{num_rows}, layers, experts]"
         raise MalformedAnswerError(f"choice {index}: routed_experts are {problem}")
-    return routes[known:] if len(routes) == computed else routes
+    return routes
 
 
 def _ids_from_placeholders(tokens: Any, index: int) -> list[int] | None:

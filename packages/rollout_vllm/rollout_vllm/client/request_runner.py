@@ -42,8 +42,6 @@ class CompletionRequest:
     prompt_ids: Sequence[int]
     sampling: SamplingConfig
     seed: int | None
-    num_routed: int = 0
-    """First tokens of the prompt whose experts are known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,16 +177,9 @@ class RequestRunner:
         request_id = f"{self._id_prefix}-{next(self._numbers)}"
         with self.lock:
             self._in_flight[request_id] = attempt
-        log_probs, known = self._config.log_probs, request.num_routed
-        body = partial(
-            completion_body,
-            request.prompt_ids,
-            request.sampling,
-            seed=request.seed,
-            log_probs=log_probs,
-            routes_from=known,
-        )
-        num_routed = (len(request.prompt_ids), known) if self._config.routes else None
+        log_probs = self._config.log_probs
+        body = partial(completion_body, request.prompt_ids, request.sampling, seed=request.seed, log_probs=log_probs)
+        num_routed = len(request.prompt_ids) if self._config.routes else None
         read = partial(parse_completion, n=request.sampling.num_samples, log_probs=log_probs, num_routed=num_routed)
         try:
             return await self.attempt(attempt.server, body, read, request_id=request_id)

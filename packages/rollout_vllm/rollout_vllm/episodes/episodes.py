@@ -38,7 +38,6 @@ from ..samples import (
     Sample,
     VersionSpan,
     id_list,
-    join_routes,
     merge_spans,
     request_seed,
 )
@@ -122,7 +121,7 @@ class Episode:
         if not self._version_spans and self.response_ids:  # context before the first turn
             self._version_spans.append(VersionSpan(turn.policy_version, len(self.response_ids)))
         self._version_spans += turn.version_spans
-        self.routes = join_routes(self.routes, 0, turn.routes)
+        self.routes = turn.routes
         self._append(turn.response_ids.tolist(), None if turn.log_probs is None else turn.log_probs.tolist(), True)
         return turn
 

@@ -179,7 +179,6 @@ ROUTES = FENCE.patch(
         "vllm.v1.worker.gpu_input_batch:InputBatch": ("req_ids", "num_computed_tokens_cpu"),
         "vllm.v1.core.sched.output:SchedulerOutput": ("num_scheduled_tokens", "total_num_scheduled_tokens"),
         "vllm.v1.engine:EngineCoreOutput": ("routed_experts", "new_token_ids", "request_id"),
-        "vllm.sampling_params:SamplingParams": ("routed_experts_prompt_start",),
     },
 )
 SOCKETS = FENCE.patch(

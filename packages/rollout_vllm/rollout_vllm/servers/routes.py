@@ -7,7 +7,7 @@ computed tokens: prompt and response without the last token. Without prefix cach
 `_serve.py` loads this file by path, so it imports nothing of this package.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ Step = dict[str, tuple[int, numpy.ndarray]]
 class _Unsent:
     """Rows of a request that no output has taken yet; `num_rows`: with those that were taken."""
 
-    num_rows: int
+    num_rows: int = 0
     rows: list[numpy.ndarray] = field(default_factory=list)
 
 
@@ -34,15 +34,15 @@ class RouteBuffer:
     def __init__(self) -> None:
         self._unsent: dict[str, _Unsent] = {}
 
-    def add(self, step: Step, first: dict[str, int]) -> None:
-        """Keep a step's rows from row `first` of each request on; requests that it does not name are forgotten.
+    def add(self, step: Step, requests: Container[str]) -> None:
+        """Keep a step's rows of these requests; others are forgotten.
 
         Tokens that are computed again, after their request was preempted, keep their first rows.
         """
-        self._unsent = {name: unsent for name, unsent in self._unsent.items() if name in first}
+        self._unsent = {name: unsent for name, unsent in self._unsent.items() if name in requests}
         for name, (start, rows) in step.items():
-            if name in first:
-                unsent = self._unsent.setdefault(name, _Unsent(first[name]))
+            if name in requests:
+                unsent = self._unsent.setdefault(name, _Unsent())
                 new = rows[max(0, unsent.num_rows - start) :]
                 unsent.num_rows += len(new)
                 unsent.rows.append(new)
@@ -87,9 +87,7 @@ def record_routes(replace: Replace) -> None:
         return output
 
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        step = getattr(model_runner_output, "routed_experts", None) or Step()
-        first = {name: one.sampling_params.routed_experts_prompt_start for name, one in self.requests.items()}
-        buffer.add(step, first)
+        buffer.add(getattr(model_runner_output, "routed_experts", None) or Step(), self.requests)
         per_client = update(self, scheduler_output, model_runner_output)
         for outputs in per_client.values():
             for output in outputs.outputs:
