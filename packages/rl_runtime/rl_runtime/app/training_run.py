@@ -115,7 +115,7 @@ def check_states_from(folders: Mapping[str, str], roles: Collection[str]) -> Non
         try:
             open_deepspeed(Path(folder)).check()
         except CheckpointError as error:
-            raise InputError(error.explanation, field=key, value=folder) from error
+            raise InputError(error.problem or error.explanation, field=key, value=folder) from error
 
 
 @dataclass(frozen=True, kw_only=True)
