@@ -133,7 +133,8 @@ class OptimConfig:
     lr: float | None = 1e-6
     """Peak learning rate; positive. null: an app chooses it for the model; the engine needs a number."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Decay rates of AdamW's first and second moment; each in [0, 1)."""
+    """Decay rates of the first and second moment; each in [0, 1). A class of your own that takes betas or eps has its
+    own defaults."""
     eps: float = 1e-8
     """Term added to the denominator; positive."""
     weight_decay: float = 0.0
@@ -182,7 +183,8 @@ class OptimConfig:
             _refuse("name", self.name, package, f"pip install {optimizer.package}")
         for key in ("betas", "eps"):
             if key not in optimizer.settings and getattr(self, key) != getattr(OptimConfig, key):
-                _refuse(key, getattr(self, key), f"{self.name} does not take it", "set options")
+                default = f"leave it at {getattr(OptimConfig, key)}"
+                _refuse(key, getattr(self, key), f"{self.name} does not take it", default)
         if self.lr is None and not optimizer.has_adamw_rates:
             _refuse("lr", None, f"no rate can be chosen for {self.name}", "give a number")
 
