@@ -1,4 +1,5 @@
-"""Triton kernel that merges two parts of an attention by their log-sum-exp: two reads and one write of the output."""
+"""Triton kernels of shared prefixes: one merges two parts of an attention by their log-sum-exp, with two reads and one
+write of the output; one sums the gradients of rows that were gathered several times, in a fixed order."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 _ROWS = 16
+_SUM_ROWS, _SUM_COLUMNS = 4, 512
 
 
 def merge_on_gpu(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
@@ -42,3 +44,34 @@ def _merge_kernel(
     merged = x * tl.exp(a - total)[:, None] + y * tl.exp(b - total)[:, None]
     tl.store(out_ptrs, merged.to(out_ptr.dtype.element_ty), inside)
     tl.store(lse_ptrs, total, inside_q)
+
+
+def sum_on_gpu(grad: Tensor, sources: Tensor, borders: Tensor) -> Tensor:
+    """`sum_sources` of prefix_tree.py."""
+    num_rows, columns = borders.shape[0] - 1, grad[0].numel()
+    sums = grad.new_empty((num_rows, *grad.shape[1:]))
+    grid = (triton.cdiv(num_rows, _SUM_ROWS), triton.cdiv(columns, _SUM_COLUMNS))
+    _sum_kernel[grid](
+        grad.contiguous(), sources, borders, sums, num_rows, columns, ROWS=_SUM_ROWS, COLUMNS=_SUM_COLUMNS
+    )
+    return sums
+
+
+@triton.jit
+def _sum_kernel(
+    grad_ptr, sources_ptr, borders_ptr, sums_ptr, num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside_r, inside_c = rows < num_rows, columns < num_columns
+    first = tl.load(borders_ptr + rows, inside_r, 0)
+    counts = tl.load(borders_ptr + rows + 1, inside_r, 0) - first
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for number in range(tl.max(counts, 0)):
+        more = number < counts
+        places = tl.load(sources_ptr + first + number, more, 0)
+        total += tl.load(
+            grad_ptr + places[:, None] * num_columns + columns[None, :], more[:, None] & inside_c[None, :], 0.0
+        ).to(tl.float32)
+    sums_ptrs = sums_ptr + rows[:, None] * num_columns + columns[None, :]
+    tl.store(sums_ptrs, total.to(sums_ptr.dtype.element_ty), inside_r[:, None] & inside_c[None, :])

@@ -3,9 +3,10 @@
 A node's tokens attend to the tokens of its path: those of its ancestors, then their own. Two ways compute the same:
 
 * The keys and values of each path are gathered, and a kernel computes fewer queries than keys, causal from the bottom
-  right (`TreeLayout.path_rows`). Any kernel and any window can do this.
+  right (`TreeLayout.path_rows`). Any kernel and any window can do this. It costs memory traffic for each row of a path.
 * Nothing is gathered: each node attends to itself, and once more, without a mask, all tokens below an ancestor attend
-  to the ancestor; the parts are merged by their log-sum-exp (`Crossings`, flash4.py).
+  to the ancestor; the parts are merged by their log-sum-exp (`Crossings`, flash4.py). It costs memory traffic for each
+  query that has ancestors, however long these are.
 
 Shapes: U computed tokens, N nodes, P rows of all paths.
 """
@@ -21,6 +22,9 @@ import torch
 from torch import Tensor
 
 from ..errors import BatchError
+
+FORWARD_ROWS, BACKWARD_ROWS = 4.0, 2.0
+"""Rows of all paths, per query of all calls in place, up to which a pass of flash4 gathers the paths."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +48,29 @@ class Crossings:
     levels. No calls without shared prefixes, but the tensors are there, so that one compiled graph serves both."""
 
     table_C: Tensor
-    """int64 [C, 9] on the CPU, see `Crossing`."""
+    """int64 [C, 9] on the CPU: `Gathering`, then a `Crossing` in each row."""
     borders: Tensor
-    """int32, cumulative lengths of queries, then of keys, of each call."""
+    """int32, cumulative lengths of queries, then of keys, of each call, then of the paths if gathered."""
     key_rows: Tensor
-    """int64, rows of the keys of the calls whose ancestors are not contiguous."""
+    """int64, rows of the keys of the calls whose ancestors are not contiguous, then of the paths if gathered."""
+
+
+class Gathering(NamedTuple):
+    """The first row of the table: passes that gather the keys of all paths in place of the crossings."""
+
+    forward: int
+    backward: int
+    """1 if the pass gathers."""
+    num_nodes: int
+    longest_path: int
+    borders_start: int
+    """First of the borders of the paths."""
+    num_rows: int
+    rows_start: int
+    """Among the key rows: the rows of all paths; behind them as many `sources`, of which row u has those from border u
+    to border u + 1, and these borders (`rows_by_source`)."""
+    num_keys: int
+    unused: int = 0
 
 
 class Crossing(NamedTuple):
@@ -87,8 +109,10 @@ def tree_layout(parents: Sequence[int], lengths: Sequence[int], device: torch.de
     return TreeLayout(path_rows=torch.cat(paths).to(device), paths=Borders.make([len(path) for path in paths], device))
 
 
-def make_crossings(parents: Sequence[int], lengths: Sequence[int], device: torch.device) -> Crossings:
-    """The calls for nodes with these parents and numbers of tokens."""
+def make_crossings(
+    parents: Sequence[int], lengths: Sequence[int], tree: TreeLayout | None, device: torch.device
+) -> Crossings:
+    """The calls for nodes with these parents and numbers of tokens, and where gathering costs less, `tree`'s paths."""
     starts = [0, *accumulate(lengths)]
     lines = _ancestors(parents)
     calls: list[list[int]] = []
@@ -118,15 +142,33 @@ def make_crossings(parents: Sequence[int], lengths: Sequence[int], device: torch
             )
             calls.append(list(call))
             borders += [0, *accumulate(num_queries), 0, *accumulate(num_keys)]
+    gathering = Gathering(0, 0, 0, 0, 0, 0, 0, 0)
+    num_queries = sum(call[1] - call[0] for call in calls)
+    num_rows = 0 if tree is None else sum(tree.paths.lengths)
+    passes = [int(num_rows <= limit * num_queries) for limit in (FORWARD_ROWS, BACKWARD_ROWS)] if calls else [0, 0]
+    rows = [x.to(device) for x in key_rows]
+    if tree is not None and any(passes):
+        gathering = Gathering(
+            forward=passes[0],
+            backward=passes[1],
+            num_nodes=len(lengths),
+            longest_path=tree.paths.longest,
+            borders_start=len(borders),
+            num_rows=num_rows,
+            rows_start=sum(map(len, rows)),
+            num_keys=starts[-1],
+        )
+        borders += [0, *accumulate(tree.paths.lengths)]
+        rows += [tree.path_rows, *rows_by_source(tree.path_rows, starts[-1])]
     # Filled up to sizes that are no model's: torch.compile makes sizes of 0 and 1 constants of a graph, and takes two
     # sizes that are equal in its first call, such as this and a number of heads, for the same one.
-    calls += [[0] * 9] * max(0, 11 - len(calls))
+    calls += [[0] * 9] * max(0, 10 - len(calls))
     borders += [0] * max(0, 13 - len(borders))
-    key_rows.append(torch.zeros(17, dtype=torch.int64))
+    rows.append(torch.zeros(17, dtype=torch.int64, device=device))
     return Crossings(
-        table_C=torch.tensor(calls, dtype=torch.int64),
+        table_C=torch.tensor([list(gathering), *calls], dtype=torch.int64),
         borders=torch.tensor(borders, dtype=torch.int32).to(device),
-        key_rows=torch.cat(key_rows).to(device),
+        key_rows=torch.cat(rows),
     )
 
 
@@ -165,14 +207,28 @@ def _(x: Tensor, rows: Tensor) -> Tensor:
     return x.new_empty((rows.shape[0], *x.shape[1:]))
 
 
-@torch.library.custom_op("ds_engine::sum_rows", mutates_args=())
-def _sum_rows(grad: Tensor, rows: Tensor, num_rows: int) -> Tensor:
-    order = rows.argsort(stable=True)
-    values = grad.flatten(1).index_select(0, order)
+def rows_by_source(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """For each of `num_rows` rows the places in `rows` that read it, ascending, one row after another, and borders."""
+    read, sources = rows.sort(stable=True)
+    return sources, torch.searchsorted(read, torch.arange(num_rows + 1, device=rows.device))
+
+
+def sum_sources(grad: Tensor, sources: Tensor, borders: Tensor) -> Tensor:
+    """Of each row the sum over its places in `grad`, in fp32 and in their order (`rows_by_source`)."""
+    if grad.is_cuda and grad.element_size() == 2:
+        from .flash4_merge import sum_on_gpu
+
+        return sum_on_gpu(grad, sources, borders)
+    values = grad.flatten(1).index_select(0, sources)
     values = values if values.dtype == torch.float64 else values.float()
     # segment_reduce uses no atomics.
-    sums = torch.segment_reduce(values, "sum", lengths=rows.bincount(minlength=num_rows), initial=0.0)
-    return sums.to(grad.dtype).view(num_rows, *grad.shape[1:])
+    sums = torch.segment_reduce(values, "sum", lengths=borders.diff(), initial=0.0)
+    return sums.to(grad.dtype).view(len(borders) - 1, *grad.shape[1:])
+
+
+@torch.library.custom_op("ds_engine::sum_rows", mutates_args=())
+def _sum_rows(grad: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+    return sum_sources(grad, *rows_by_source(rows, num_rows))
 
 
 @_sum_rows.register_fake
