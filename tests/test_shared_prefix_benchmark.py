@@ -116,5 +116,5 @@ def test_the_command_measures_a_tiny_model_on_the_cpu(tmp_path: Path) -> None:
     assert list(memory) == list(MEMORY_KINDS)
     assert 464 <= memory["unshared"] <= 480, "eight samples of up to 480 + 32 tokens have 4,096"
     assert memory["unshared, one sample"] == memory["shared"] == 8192 // 16
-    assert sum(record.get("pass") == "attention" for record in records) == 3
+    assert sum(record.get("pass") == "attention" for record in records) == 15
     assert all(f"## {title}" in (tmp_path / "tables.md").read_text() for title in ("Updates", "Longest", "Attention"))
