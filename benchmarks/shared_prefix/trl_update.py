@@ -1,6 +1,6 @@
 """Updates of TRL's GRPOTrainer on the samples of `benchmarks.shared_prefix.run`, which starts this with `--trl`.
 
-Rollouts are prepared, padded as TRL pads them (these samples need none). Loss, backward pass, clipping and AdamW are its
+Rollouts are prepared; these samples need no padding. Loss, backward pass, clipping and AdamW are its
 own, with float32 weights and bfloat16 autocast (LoRA: bfloat16 weights); no activation is recomputed.
 """
 

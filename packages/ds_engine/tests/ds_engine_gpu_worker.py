@@ -110,7 +110,7 @@ def check_compiled(folder: str, device: torch.device, rank: int) -> None:
 
 
 def check_prefixes(folder: str, device: torch.device, rank: int) -> None:
-    """Log-probs and gradients of bf16 with and without shared prefixes, and with graphs, against fp64: eight batches."""
+    """Log-probs and gradients of bf16 with and without shared prefixes, and with graphs, against fp64."""
     batches = [
         tree_batch(parents, [40 * n for n in lengths], seed=4 * rank + seed)
         for seed in range(4)
