@@ -159,15 +159,20 @@ def test_operator_equals_sdpa_with_shared_prefixes(
 
 
 def test_short_prefixes_are_gathered_and_long_ones_read_in_place() -> None:
-    """Of eight responses of 512 tokens."""
+    """Of eight responses of 512 tokens, with 2 and with 7 query heads per key/value head."""
     passes = {}
     for prompt in (248, 1024, 4096):
-        packing = packed_layout(
-            [prompt, *[512] * 8], device=torch.device("cpu"), kernel="flash4", parents=[-1, *[0] * 8]
-        )
+        parents = [-1, *[0] * 8]
+        packing = packed_layout([prompt, *[512] * 8], device=torch.device("cpu"), kernel="flash4", parents=parents)
         assert packing.crossings is not None
-        passes[prompt] = packing.crossings.table_C[0, :2].tolist()
-    assert passes == {248: [1, 1], 1024: [1, 0], 4096: [0, 0]}
+        gathering = prefix_tree.Gathering(*packing.crossings.table_C[0].tolist())
+        limits = prefix_tree.FORWARD_ROWS, prefix_tree.BACKWARD_ROWS
+        passes[prompt] = [[gathering.costs_less(limit, heads, 4) for limit in limits] for heads in (8, 28)]
+    assert passes == {
+        248: [[True, True], [True, True]],
+        1024: [[True, False], [True, True]],
+        4096: [[False, False], [True, False]],
+    }
 
 
 @pytest.mark.parametrize("window", [None, 3])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..upstream import FENCE
+from . import prefix_tree
 from .prefix_tree import Borders, Crossing, Crossings, Gathering, sum_sources
 
 KERNELS = FENCE.patch(
@@ -99,7 +100,7 @@ def _forward(
     from flash_attn.cute.interface import _flash_attn_fwd
 
     gathering = Gathering(*table_C[0].tolist())
-    if gathering.forward:
+    if gathering.costs_less(prefix_tree.FORWARD_ROWS, q.shape[1], k.shape[1]):
         cu_k, rows, *_ = _paths(gathering, borders, key_rows)
         options = _kernel_options((cu_q, cu_k), (longest_q, gathering.longest_path), scale, None, causal=True)
         k, v = (x.index_select(0, rows) for x in (k, v))
@@ -130,7 +131,7 @@ def _backward(
     deterministic = torch.are_deterministic_algorithms_enabled()
     grad = grad.contiguous()
     gathering = Gathering(*table_C[0].tolist())
-    if gathering.backward:
+    if gathering.costs_less(prefix_tree.BACKWARD_ROWS, q.shape[1], k.shape[1]):
         cu_k, rows, *sources = _paths(gathering, borders, key_rows)
         options = _kernel_options((cu_q, cu_k), (longest_q, gathering.longest_path), scale, None, causal=True)
         k, v = (x.index_select(0, rows) for x in (k, v))

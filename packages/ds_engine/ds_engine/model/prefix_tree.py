@@ -23,8 +23,9 @@ from torch import Tensor
 
 from ..errors import BatchError
 
-FORWARD_ROWS, BACKWARD_ROWS = 4.0, 2.0
-"""Rows of all paths, per query of all calls in place, up to which a pass of flash4 gathers the paths."""
+FORWARD_ROWS, BACKWARD_ROWS = 2.0, 1.0
+"""Rows of all paths, each with its key/value heads, per query of all crossings and its heads, up to which a pass of
+flash4 gathers the paths."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,27 +51,32 @@ class Crossings:
     table_C: Tensor
     """int64 [C, 9] on the CPU: `Gathering`, then a `Crossing` in each row."""
     borders: Tensor
-    """int32, cumulative lengths of queries, then of keys, of each call, then of the paths if gathered."""
+    """int32, cumulative lengths of queries, then of keys, of each call, then of the paths."""
     key_rows: Tensor
-    """int64, rows of the keys of the calls whose ancestors are not contiguous, then of the paths if gathered."""
+    """int64, rows of the keys of the calls whose ancestors are not contiguous, then of the paths."""
 
 
 class Gathering(NamedTuple):
-    """The first row of the table: passes that gather the keys of all paths in place of the crossings."""
+    """The first row of the table: the keys of all paths, which a pass gathers if that costs less than the crossings."""
 
-    forward: int
-    backward: int
-    """1 if the pass gathers."""
     num_nodes: int
     longest_path: int
     borders_start: int
     """First of the borders of the paths."""
     num_rows: int
+    """0 where there is nothing to gather."""
     rows_start: int
     """Among the key rows: the rows of all paths; behind them as many `sources`, of which row u has those from border u
     to border u + 1, and these borders (`rows_by_source`)."""
     num_keys: int
+    num_queries: int
+    """Of all crossings."""
     unused: int = 0
+    unused_too: int = 0
+
+    def costs_less(self, limit: float, heads: int, kv_heads: int) -> bool:
+        """True if a pass with this limit gathers."""
+        return 0 < self.num_rows * kv_heads <= limit * self.num_queries * heads
 
 
 class Crossing(NamedTuple):
@@ -112,7 +118,7 @@ def tree_layout(parents: Sequence[int], lengths: Sequence[int], device: torch.de
 def make_crossings(
     parents: Sequence[int], lengths: Sequence[int], tree: TreeLayout | None, device: torch.device
 ) -> Crossings:
-    """The calls for nodes with these parents and numbers of tokens, and where gathering costs less, `tree`'s paths."""
+    """The calls for nodes with these parents and numbers of tokens, and the paths of `tree`."""
     starts = [0, *accumulate(lengths)]
     lines = _ancestors(parents)
     calls: list[list[int]] = []
@@ -142,21 +148,17 @@ def make_crossings(
             )
             calls.append(list(call))
             borders += [0, *accumulate(num_queries), 0, *accumulate(num_keys)]
-    gathering = Gathering(0, 0, 0, 0, 0, 0, 0, 0)
-    num_queries = sum(call[1] - call[0] for call in calls)
-    num_rows = 0 if tree is None else sum(tree.paths.lengths)
-    passes = [int(num_rows <= limit * num_queries) for limit in (FORWARD_ROWS, BACKWARD_ROWS)] if calls else [0, 0]
+    gathering = Gathering(*[0] * 7)
     rows = [x.to(device) for x in key_rows]
-    if tree is not None and any(passes):
+    if tree is not None and calls:
         gathering = Gathering(
-            forward=passes[0],
-            backward=passes[1],
             num_nodes=len(lengths),
             longest_path=tree.paths.longest,
             borders_start=len(borders),
-            num_rows=num_rows,
+            num_rows=len(tree.path_rows),
             rows_start=sum(map(len, rows)),
             num_keys=starts[-1],
+            num_queries=sum(q_end - q_start for q_start, q_end, *_ in calls),
         )
         borders += [0, *accumulate(tree.paths.lengths)]
         rows += [tree.path_rows, *rows_by_source(tree.path_rows, starts[-1])]
