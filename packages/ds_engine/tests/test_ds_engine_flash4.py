@@ -70,8 +70,8 @@ def backward(
 MERGE = """
 import torch
 from ds_engine.model.flash4 import merge
-from ds_engine.model.flash4_merge import merge_on_gpu, sum_on_gpu
-from ds_engine.model.prefix_tree import rows_by_source, sum_sources
+from ds_engine.model.flash4_merge import gather_on_gpu, merge_on_gpu, sum_on_gpu
+from ds_engine.model.prefix_tree import gather_copies, rows_by_source, sum_sources
 
 generator = torch.Generator().manual_seed(0)
 for queries, heads, dim, dtype in ((37, 3, 16, torch.float32), (5, 2, 24, torch.bfloat16)):
@@ -85,9 +85,12 @@ for queries, heads, dim, dtype in ((37, 3, 16, torch.float32), (5, 2, 24, torch.
 
 for num_rows, shape, dtype in ((50, (2, 300), torch.float32), (7, (3, 24), torch.bfloat16)):
     rows = torch.randint(num_rows, (99,), generator=generator)
-    grad = torch.randn(99, *shape, generator=generator).to(dtype)
+    x = torch.randn(shape[0], num_rows, shape[1], generator=generator).to(dtype).transpose(0, 1)
     sources = rows_by_source(rows, num_rows + 1)  # nothing reads the last one
-    torch.testing.assert_close(sum_on_gpu(grad, *sources), sum_sources(grad, *sources))
+    for copies in (1, 2):
+        gathered = gather_on_gpu(x, rows, copies)
+        torch.testing.assert_close(gathered, gather_copies(x, rows, copies), rtol=0, atol=0)
+        torch.testing.assert_close(sum_on_gpu(gathered, *sources, copies), sum_sources(gathered, *sources, copies))
 """
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..upstream import FENCE
 from . import prefix_tree
-from .prefix_tree import Borders, Crossing, Crossings, Gathering, sum_sources
+from .prefix_tree import Borders, Crossing, Crossings, Gathering, gather_copies, sum_sources
 
 KERNELS = FENCE.patch(
     name="FlashAttention-4",
@@ -26,6 +26,9 @@ KERNELS = FENCE.patch(
     otherwise="stock path",
     reads={"flash_attn.cute.interface": ("_flash_attn_fwd", "_flash_attn_bwd")},
 )
+
+MOST_COPIES = 2
+"""Query heads per key/value head up to which the gathered backward pass copies these."""
 
 # The kernels' compiler says at every compilation that it treats their unused `aux_data` as a constant.
 warnings.filterwarnings("ignore", r"Argument aux_data .*cannot be converted to a JitArgument", UserWarning)
@@ -134,9 +137,12 @@ def _backward(
     if gathering.costs_less(prefix_tree.BACKWARD_ROWS, q.shape[1], k.shape[1]):
         cu_k, rows, *sources = _paths(gathering, borders, key_rows)
         options = _kernel_options((cu_q, cu_k), (longest_q, gathering.longest_path), scale, None, causal=True)
-        k, v = (x.index_select(0, rows) for x in (k, v))
+        # With as many key heads as query heads the kernel writes their gradients once; else it adds them up in fp32.
+        copies = q.shape[1] // k.shape[1]
+        copies = copies if copies <= MOST_COPIES else 1
+        k, v = (gather_copies(x, rows, copies) for x in (k, v))
         dq, dk, dv, *_ = _flash_attn_bwd(q, k, v, out, grad, lse, **options, deterministic=deterministic)
-        return dq, sum_sources(dk, *sources), sum_sources(dv, *sources)
+        return dq, sum_sources(dk, *sources, copies), sum_sources(dv, *sources, copies)
     options = _kernel_options((cu_q, cu_k), (longest_q, longest_k), scale, window, causal=True)
     dq, dk, dv, *_ = _flash_attn_bwd(q, k, v, out, grad, lse, **options, deterministic=deterministic)
     for part, keys, cu_seqlens, longest in _calls(table_C, borders, key_rows):

@@ -215,17 +215,28 @@ def rows_by_source(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     return sources, torch.searchsorted(read, torch.arange(num_rows + 1, device=rows.device))
 
 
-def sum_sources(grad: Tensor, sources: Tensor, borders: Tensor) -> Tensor:
-    """Of each row the sum over its places in `grad`, in fp32 and in their order (`rows_by_source`)."""
+def gather_copies(x: Tensor, rows: Tensor, copies: int) -> Tensor:
+    """`x[rows]` with so many copies of each head, side by side."""
+    if x.is_cuda and copies > 1:
+        from .flash4_merge import gather_on_gpu
+
+        return gather_on_gpu(x, rows, copies)
+    return x.index_select(0, rows).repeat_interleave(copies, dim=1)
+
+
+def sum_sources(grad: Tensor, sources: Tensor, borders: Tensor, copies: int = 1) -> Tensor:
+    """Of each row the sum over its places in `grad`, in fp32 and in their order (`rows_by_source`), and over the
+    `copies` of its heads."""
     if grad.is_cuda and grad.element_size() == 2:
         from .flash4_merge import sum_on_gpu
 
-        return sum_on_gpu(grad, sources, borders)
-    values = grad.flatten(1).index_select(0, sources)
+        return sum_on_gpu(grad, sources, borders, copies)
+    values = grad.index_select(0, sources)
     values = values if values.dtype == torch.float64 else values.float()
+    values = values if copies == 1 else values.unflatten(1, (-1, copies)).sum(2)
     # segment_reduce uses no atomics.
-    sums = torch.segment_reduce(values, "sum", lengths=borders.diff(), initial=0.0)
-    return sums.to(grad.dtype).view(len(borders) - 1, *grad.shape[1:])
+    sums = torch.segment_reduce(values.flatten(1), "sum", lengths=borders.diff(), initial=0.0)
+    return sums.to(grad.dtype).view(-1, *values.shape[1:])
 
 
 @torch.library.custom_op("ds_engine::sum_rows", mutates_args=())
