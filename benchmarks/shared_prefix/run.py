@@ -37,7 +37,7 @@ def records_of(command: Sequence[str], model: str, jobs: Sequence[str]) -> Itera
         ) as process:
             assert process.stdout is not None
             for line in process.stdout:
-                if not line.startswith("{"):
+                if not line.startswith('{"'):
                     continue
                 record = json.loads(line)
                 if "job_seconds" in record:
@@ -90,10 +90,10 @@ def attention_row(record: Record) -> list[Any]:
     return [record["model"], record["case"], record["kind"], record["kernel"], tokens, record["sequences"], *times]
 
 
-def trl_row(record: Record) -> list[Any]:
-    """Updates of TRL."""
+def peer_row(record: Record) -> list[Any]:
+    """Updates of another trainer."""
     seconds = f"{record['seconds']:.3f} ({record['rounds']})" if "seconds" in record else "out of memory"
-    return [record["model"], record["case"], record.get("per_forward", "-"), seconds, gib(record)]
+    return [record["model"], record["case"], record["peer"], record.get("per_forward", "-"), seconds, gib(record)]
 
 
 def parts_row(record: Record) -> list[Any]:
@@ -118,7 +118,7 @@ TABLES: tuple[tuple[str, tuple[str, ...], str, Callable[[Record], list[Any]]], .
         "model, case, kind, kernel, computed tokens, sequences or nodes, ms forward, ms forward and backward",
         attention_row,
     ),
-    ("Updates of TRL", ("TRL",), "model, case, samples per forward pass, s (rounds), peak GiB", trl_row),
+    ("Updates of peers", ("peer",), "model, case, peer, samples per forward pass, s (rounds), peak GiB", peer_row),
     (
         "Milliseconds of an update",
         ("parts",),
@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--cases", choices=sorted(CASES), nargs="*", default=list(CASES))
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="skip the longest prompts")
     parser.add_argument("--no-attention", dest="attention", action="store_false", help="skip attention alone")
-    parser.add_argument("--trl", action="store_true", help="time updates of TRL's GRPOTrainer as well")
+    parser.add_argument("--peers", choices=("TRL", "Arctic"), nargs="+", default=[], help="time their updates as well")
     parser.add_argument("--parts", action="store_true", help="profile an update of each case")
     parser.add_argument("--token-budget", type=int, help="computed tokens of a micro batch")
     parser.add_argument("--rounds", type=int, default=3, help="calls that are timed")
@@ -183,9 +183,9 @@ def main() -> None:
     for model in args.models or (["qwen3-tiny"] if args.cpu else ["qwen3-0.6b", "qwen2-7b"]):
         jobs = jobs_of(args.cases, memory=args.memory, attention=args.attention, parts=args.parts and not args.cpu)
         runs = [records_of(command, model, jobs)]
-        if args.trl:
-            peer = [sys.executable, "-m", "benchmarks.shared_prefix.trl_update", *sys.argv[1:]]
-            runs.append(records_of(peer, model, [f"TRL: {case}" for case in args.cases]))
+        for peer in args.peers:
+            other = [sys.executable, "-m", "benchmarks.shared_prefix.peers", *sys.argv[1:]]
+            runs.append(records_of(other, model, [f"{peer}: {case}" for case in args.cases]))
         for record in chain(*runs):
             records.append(record)
             print(json.dumps(record), flush=True)
