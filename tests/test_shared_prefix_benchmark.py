@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from benchmarks.shared_prefix.measure import (
     micro_batches,
     random_batch,
 )
+from benchmarks.shared_prefix.parts import PARTS, split
 from benchmarks.shared_prefix.run import records_of, tables
 
 
@@ -118,3 +120,26 @@ def test_the_command_measures_a_tiny_model_on_the_cpu(tmp_path: Path) -> None:
     assert memory["unshared, one sample"] == memory["shared"] == 8192 // 16
     assert sum(record.get("pass") == "attention" for record in records) == 15
     assert all(f"## {title}" in (tmp_path / "tables.md").read_text() for title in ("Updates", "Longest", "Attention"))
+
+
+def test_kernels_are_counted_by_the_operator_that_launched_them_and_gaps_as_idle() -> None:
+    def operator(name: str, start: float, stop: float) -> dict[str, Any]:
+        return {"cat": "cpu_op", "name": name, "ts": start, "dur": stop - start, "tid": 1}
+
+    def kernel(name: str, launched: float, start: float, dur: float) -> list[dict[str, Any]]:
+        ids = {"args": {"correlation": int(launched)}}
+        launch = {"cat": "cuda_driver", "name": "cuLaunchKernel", "ts": launched, "dur": 1, "tid": 1}
+        return [launch | ids, {"cat": "kernel", "name": name, "ts": start, "dur": dur} | ids]
+
+    events = [
+        operator("ds_engine::flash4", 0, 10),
+        *kernel("kernel_flash_attn_fwd", 1, 1000, 1000),
+        *kernel("_merge_kernel", 2, 2000, 500),
+        operator("_LinearLogProb", 20, 30),
+        *kernel("nvjet_product", 25, 2500, 2000),
+        *kernel("nvjet_product", 35, 6500, 1000),  # after a gap of 2 ms
+    ]
+    parts, kernels = split(events)
+    expected = {"attention": 1, "paths": 0.5, "head": 2, "products": 1, "idle": 2, "wall": 6.5}
+    assert parts == dict.fromkeys(PARTS, 0.0) | expected
+    assert kernels["head", "nvjet_product"] == 2
