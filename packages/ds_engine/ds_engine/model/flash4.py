@@ -135,14 +135,14 @@ def _backward(
     grad = grad.contiguous()
     gathering = Gathering(*table_C[0].tolist())
     if gathering.costs_less(prefix_tree.BACKWARD_ROWS, q.shape[1], k.shape[1]):
-        cu_k, rows, *sources = _paths(gathering, borders, key_rows)
+        cu_k, rows, sources, counts = _paths(gathering, borders, key_rows)
         options = _kernel_options((cu_q, cu_k), (longest_q, gathering.longest_path), scale, None, causal=True)
         # With as many key heads as query heads the kernel writes their gradients once; else it adds them up in fp32.
         copies = q.shape[1] // k.shape[1]
         copies = copies if copies <= MOST_COPIES else 1
         k, v = (gather_copies(x, rows, copies) for x in (k, v))
         dq, dk, dv, *_ = _flash_attn_bwd(q, k, v, out, grad, lse, **options, deterministic=deterministic)
-        return dq, sum_sources(dk, *sources, copies), sum_sources(dv, *sources, copies)
+        return dq, *(sum_sources(x, sources, counts, copies) for x in (dk, dv))
     options = _kernel_options((cu_q, cu_k), (longest_q, longest_k), scale, window, causal=True)
     dq, dk, dv, *_ = _flash_attn_bwd(q, k, v, out, grad, lse, **options, deterministic=deterministic)
     for part, keys, cu_seqlens, longest in _calls(table_C, borders, key_rows):
