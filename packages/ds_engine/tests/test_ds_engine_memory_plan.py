@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from ds_engine_architectures import PACKED, ROWS, tiny_architecture
+from ds_engine_architectures import HYBRIDS, PACKED, ROWS, tiny_architecture
 from ds_engine_testkit import make_samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -320,16 +320,28 @@ def test_a_counted_shape_is_an_upper_bound(family: str, tmp_path: Path) -> None:
         assert known.activations.device <= bound.activations.device <= 3 * known.activations.device
 
 
-@pytest.mark.parametrize("family", [*PACKED, *ROWS])
+@pytest.mark.parametrize("family", [*PACKED, *HYBRIDS, *ROWS])
 def test_every_architecture_that_trains_is_counted(family: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    tiny_architecture(family, (PACKED | ROWS)[family]).save_pretrained(tmp_path)
+    tiny_architecture(family, (PACKED | HYBRIDS | ROWS)[family]).save_pretrained(tmp_path)
     estimate = estimate_memory(tmp_path, config(2), tokens_per_micro_batch=64)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(tiny_architecture(family, (PACKED | ROWS)[family]))
+        model = AutoModelForCausalLM.from_config(tiny_architecture(family, (PACKED | HYBRIDS | ROWS)[family]))
     assert estimate.num_parameters == sum(parameter.numel() for parameter in model.parameters())
     assert estimate.activations.device > 0
+
+
+def test_stage_3_plans_the_gather_of_a_whole_layer_of_a_mixture(tmp_path: Path) -> None:
+    """It cannot be split, whatever DeepSpeed's limits say."""
+    tiny_architecture("qwen3_moe", PACKED["qwen3_moe"]).save_pretrained(tmp_path)
+    shape = count_shape(tmp_path)
+    experts = sum(w.size for w in shape.counted if w.name.startswith("model.layers.0.mlp."))
+    assert experts < shape.largest_layer < sum(w.size for w in shape.counted) / 2
+    case = config(3)
+    small = replace(case, zero=replace(case.zero, deepspeed={"stage3_max_reuse_distance": 0}))
+    plan = estimate_memory(shape, small, dp=2, tokens_per_micro_batch=8)
+    assert plan.buffers.device >= shape.largest_layer * 2
 
 
 def test_adapters_that_match_no_layer_are_refused() -> None:
