@@ -396,8 +396,8 @@ def device_seconds(trainer: Trainer, call: Callable[[], object], *, rounds: int 
 
 def jobs_of(cases: list[str], *, memory: bool, attention: bool, parts: bool) -> list[str]:
     """Names of a model's jobs, in the order in which they run."""
-    profiles = [f"parts: {case}" for case in cases] * parts
-    return ["attention"] * attention + cases + profiles + [f"memory: {kind}" for kind in MEMORY_KINDS] * memory
+    timed = [job for case in cases for job in (case, f"parts: {case}")[: 1 + parts]]
+    return ["attention"] * attention + timed + [f"memory: {kind}" for kind in MEMORY_KINDS] * memory
 
 
 def run_jobs(

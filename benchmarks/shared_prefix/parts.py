@@ -17,20 +17,24 @@ OPERATORS = (("head", "LinearLogProb"), ("paths", "ds_engine::flash4"))
 """Part, and what the operator's name contains."""
 KERNELS = (
     ("attention", ("flash_attn", "flashattention", "flash_fwd", "flash_bwd")),
+    ("fills", ("fillfunctor", "memset")),
     ("AdamW", ("adam",)),
     ("products", ("gemm", "nvjet", "cutlass", "splitk", "gemv")),
     ("fused", ("triton_",)),
-    ("copies", ("memcpy", "memset", "copy")),
+    ("copies", ("memcpy", "copy")),
 )
-"""Part, and what a kernel's name contains; the first that fits. `paths` is all else that attention launches."""
-PARTS = ("attention", "paths", "head", "products", "fused", "copies", "AdamW", "other", "idle", "wall")
+"""Part, and what a kernel's name contains; the first that fits. `paths` is what attention launches but its kernels and
+the zeros that these need."""
+PARTS = ("attention", "paths", "head", "products", "fused", "copies", "fills", "AdamW", "other", "idle", "wall")
 
 
 def part_of(kernel: str, operators: Sequence[str]) -> str:
     """The part of a kernel that was launched inside of these operators."""
     by_name = next((part for part, names in KERNELS if any(name in kernel.lower() for name in names)), "other")
     by_operator = next((part for part, name in OPERATORS if any(name in operator for operator in operators)), None)
-    return by_operator if by_operator and by_name != "attention" else by_name
+    if by_operator == "paths" and by_name in ("attention", "fills"):
+        return "attention"
+    return by_operator or by_name
 
 
 def split(events: Sequence[dict[str, Any]]) -> tuple[dict[str, float], dict[tuple[str, str], float]]:

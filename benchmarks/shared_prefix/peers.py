@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -123,6 +124,7 @@ def summary(times: list[float], per_forward: int, *, cpu: bool) -> Record:
     }
 
 
+@cache
 def arctic_patcher() -> Callable[..., Any]:
     """The class that patches a model of Qwen3; the package's own imports of servers and clients are left out."""
     spec = find_spec("arctic_platform")

@@ -169,13 +169,8 @@ def test_short_prefixes_are_gathered_and_long_ones_read_in_place() -> None:
         packing = packed_layout([prompt, *[512] * 8], device=torch.device("cpu"), kernel="flash4", parents=parents)
         assert packing.crossings is not None
         gathering = prefix_tree.Gathering(*packing.crossings.table_C[0].tolist())
-        limits = prefix_tree.FORWARD_ROWS, prefix_tree.BACKWARD_ROWS
-        passes[prompt] = [[gathering.costs_less(limit, heads, 4) for limit in limits] for heads in (8, 28)]
-    assert passes == {
-        248: [[True, True], [True, True]],
-        1024: [[True, False], [True, True]],
-        4096: [[False, False], [True, False]],
-    }
+        passes[prompt] = [gathering.in_forward(8, 4), gathering.in_forward(28, 4), gathering.in_backward()]
+    assert passes == {248: [True, True, True], 1024: [True, True, True], 4096: [False, True, False]}
 
 
 @pytest.mark.parametrize("window", [None, 3])

@@ -192,7 +192,8 @@ def packed_attention(
     padded = missing > 0 and (packing.sp_group is not None or packing.kernel in ("flash", "varlen"))
     if padded:
         value = F.pad(value, (0, missing))
-    q_Thd, k_Thd, v_Thd = (x[0].transpose(0, 1) for x in (query, key, value))
+    # A view also of gradients, which `x[0]` copies.
+    q_Thd, k_Thd, v_Thd = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if packing.sp_group is not None:
         q_Thd, k_Thd, v_Thd = scatter_heads(q_Thd, k_Thd, v_Thd, packing.sp_group)
     keys = packing.borders

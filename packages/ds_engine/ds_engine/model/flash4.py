@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ..upstream import FENCE
-from . import prefix_tree
 from .prefix_tree import Borders, Crossing, Crossings, Gathering, gather_copies, sum_sources
 
 KERNELS = FENCE.patch(
@@ -103,7 +102,7 @@ def _forward(
     from flash_attn.cute.interface import _flash_attn_fwd
 
     gathering = Gathering(*table_C[0].tolist())
-    if gathering.costs_less(prefix_tree.FORWARD_ROWS, q.shape[1], k.shape[1]):
+    if gathering.in_forward(q.shape[1], k.shape[1]):
         cu_k, rows, *_ = _paths(gathering, borders, key_rows)
         options = _kernel_options((cu_q, cu_k), (longest_q, gathering.longest_path), scale, None, causal=True)
         k, v = (x.index_select(0, rows) for x in (k, v))
@@ -134,7 +133,7 @@ def _backward(
     deterministic = torch.are_deterministic_algorithms_enabled()
     grad = grad.contiguous()
     gathering = Gathering(*table_C[0].tolist())
-    if gathering.costs_less(prefix_tree.BACKWARD_ROWS, q.shape[1], k.shape[1]):
+    if gathering.in_backward():
         cu_k, rows, sources, counts = _paths(gathering, borders, key_rows)
         options = _kernel_options((cu_q, cu_k), (longest_q, gathering.longest_path), scale, None, causal=True)
         # With as many key heads as query heads the kernel writes their gradients once; else it adds them up in fp32.

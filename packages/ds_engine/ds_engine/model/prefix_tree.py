@@ -15,17 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import BatchError
 
-FORWARD_ROWS, BACKWARD_ROWS = 2.0, 1.0
-"""Rows of all paths, each with its key/value heads, per query of all crossings and its heads, up to which a pass of
-flash4 gathers the paths."""
+FORWARD_ROWS, BACKWARD_ROWS = 2.4, 3.3
+"""Rows of all paths per query of all crossings up to which a pass of flash4 gathers the paths, as measured on an H200
+(benchmarks/shared_prefix). The forward pass counts key/value heads of rows and query heads of queries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,17 +67,20 @@ class Gathering(NamedTuple):
     num_rows: int
     """0 where there is nothing to gather."""
     rows_start: int
-    """Among the key rows: the rows of all paths; behind them as many `sources`, of which row u has those from border u
-    to border u + 1, and these borders (`rows_by_source`)."""
+    """Among the key rows: the rows of all paths; behind them their sources (`TreeLayout.sources`)."""
     num_keys: int
     num_queries: int
     """Of all crossings."""
     unused: int = 0
     unused_too: int = 0
 
-    def costs_less(self, limit: float, heads: int, kv_heads: int) -> bool:
-        """True if a pass with this limit gathers."""
-        return 0 < self.num_rows * kv_heads <= limit * self.num_queries * heads
+    def in_forward(self, heads: int, kv_heads: int) -> bool:
+        """True if the forward pass gathers."""
+        return 0 < self.num_rows * kv_heads <= FORWARD_ROWS * self.num_queries * heads
+
+    def in_backward(self) -> bool:
+        """True if the backward pass gathers."""
+        return 0 < self.num_rows <= BACKWARD_ROWS * self.num_queries
 
 
 class Crossing(NamedTuple):
@@ -103,16 +107,35 @@ class TreeLayout:
     """int64 [P], rows of the keys of each node's path, one path after another."""
     paths: Borders
     """Borders of the paths among the P rows."""
+    sources: tuple[Tensor, Tensor]
+    """int64 [P] and [U + 1]: for each of the U tokens its places among the P rows, and their borders."""
 
 
 def tree_layout(parents: Sequence[int], lengths: Sequence[int], device: torch.device) -> TreeLayout:
-    """The paths of nodes with these parents and numbers of tokens."""
-    starts = [0, *accumulate(lengths)]
-    paths: list[Tensor] = []
-    for node, parent in enumerate(parents):
-        own = torch.arange(starts[node], starts[node + 1])
-        paths.append(own if parent < 0 else torch.cat([paths[parent], own]))
-    return TreeLayout(path_rows=torch.cat(paths).to(device), paths=Borders.make([len(path) for path in paths], device))
+    """The paths of nodes with these parents and numbers of tokens.
+
+    In numpy: torch divides such small work among all cores, which a host with busy cores pays for with milliseconds.
+    """
+    starts, lines = [0, *accumulate(lengths)], _ancestors(parents)
+    ends = [*accumulate(sum(lengths[node] for node in line) for line in lines)]
+    reads: list[list[int]] = [[] for _ in lines]  # of each node the first places that read it
+    for line, end in zip(lines, ends, strict=True):
+        for node in reversed(line):
+            end -= lengths[node]
+            reads[node].append(end)
+    rows = np.concatenate([np.arange(starts[node], starts[node + 1]) for line in lines for node in line])
+    sources = [np.add.outer(np.arange(n), np.array(at)).ravel() for n, at in zip(lengths, reads, strict=True)]
+    counts = np.repeat([len(at) for at in reads], lengths)
+    parts = (rows, *sources, [0], counts.cumsum())
+    whole = torch.from_numpy(np.concatenate(parts, dtype=np.int64)).to(device)  # in one copy
+    path_rows, places, borders = whole.split([len(rows), len(rows), starts[-1] + 1])
+    paths = Borders.make([b - a for a, b in pairwise([0, *ends])], device)
+    return TreeLayout(path_rows=path_rows, paths=paths, sources=(places, borders))
+
+
+def take(x: Tensor, rows: Tensor) -> Tensor:
+    """`x[rows]`, of tensors on the CPU by numpy, as in `tree_layout`."""
+    return x[rows] if x.is_cuda else torch.from_numpy(x.numpy()[rows.numpy()])
 
 
 def make_crossings(
@@ -161,7 +184,7 @@ def make_crossings(
             num_queries=sum(q_end - q_start for q_start, q_end, *_ in calls),
         )
         borders += [0, *accumulate(tree.paths.lengths)]
-        rows += [tree.path_rows, *rows_by_source(tree.path_rows, starts[-1])]
+        rows += [tree.path_rows, *tree.sources]
     # Filled up to sizes that are no model's: torch.compile makes sizes of 0 and 1 constants of a graph, and takes two
     # sizes that are equal in its first call, such as this and a number of heads, for the same one.
     calls += [[0] * 9] * max(0, 10 - len(calls))
