@@ -21,7 +21,7 @@ from benchmarks.runs import table_header, table_row
 from benchmarks.shared_prefix.measure import CASES, KINDS, SETUPS, Record, jobs_of, run_jobs
 from benchmarks.shared_prefix.parts import PARTS
 
-ENVIRONMENT = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+ENVIRONMENT = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "8"}
 """As the ranks of an app have it."""
 
 
