@@ -173,10 +173,9 @@ def test_short_prefixes_are_gathered_and_long_ones_read_in_place() -> None:
     assert passes == {248: [True, True, True], 1024: [True, True, True], 4096: [False, True, False]}
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_operator_in_one_graph(window: int | None) -> None:
+def test_operator_in_one_graph() -> None:
     for lengths in ([5, 1, 9], [7, 2, 20, 1]):
-        check_equal(lengths, window, compiled=True)
+        check_equal(lengths, 3, compiled=True)
 
 
 def test_one_graph_serves_rows_with_and_without_shared_prefixes() -> None:

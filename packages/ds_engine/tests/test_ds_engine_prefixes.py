@@ -148,10 +148,8 @@ def test_models_are_tried_with_a_shared_prefix() -> None:
 
 
 SETUPS = {
-    "stage-1": {"zero": ZeroConfig(stage=1, param_persistence_elements=0)},
     "stage-2-recomputation": {"zero": ZeroConfig(stage=2), "gradient_checkpointing": True},
     "stage-3-sp": {"zero": ZeroConfig(stage=3, param_persistence_elements=0), "sequence_parallel": 2},
-    "stage-2-sp": {"zero": ZeroConfig(stage=2), "sequence_parallel": 2},
     "stage-3-recomputation": {
         "zero": ZeroConfig(stage=3, param_persistence_elements=0),
         "gradient_checkpointing": True,
