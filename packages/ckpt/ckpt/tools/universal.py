@@ -33,11 +33,7 @@ class UniversalCheckpoint:
 
 
 def write_universal(
-    checkpoint: Path,
-    out: Path,
-    *,
-    tag: str | None = None,
-    overwrite: bool = False,
+    checkpoint: Path, out: Path, *, tag: str | None = None, overwrite: bool = False
 ) -> UniversalCheckpoint:
     """Write the universal checkpoint `out` from a DeepSpeed checkpoint of ZeRO-1, 2 or 3, without a process group.
 
