@@ -17,6 +17,8 @@ from ..upstream import transformers_message
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Dense decoders whose sizes follow from config.json alone, to the byte."""
+TABLES = ("embed_tokens", "lm_head", "score")
+"""Weights that are no matrices for an optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
