@@ -106,7 +106,7 @@ def test_ranks_of_a_sequence_group_share_the_computed_tokens(sp: int) -> None:
     for part in parts:
         assert sum(part.packing.borders.lengths) == len(joined)
         assert part.packing.crossings is not None
-        assert part.packing.crossings.table_C.equal(whole.packing.crossings.table_C)
+        assert part.packing.crossings.table_C[1:].equal(whole.packing.crossings.table_C[1:])
 
 
 def test_gradients_of_rows_are_summed_in_fp32_and_a_fixed_order() -> None:
