@@ -23,6 +23,7 @@ Experts = Literal["auto", "grouped", "loop"]
 Schedule = Literal["constant", "linear", "cosine"]
 Guard = Literal["off", "auto", "lockstep", "watch"]
 Stage = Literal[1, 2, 3]
+RouterReplay = Literal["off", "R2", "R3"]
 BaseFormat = Literal["plain", "nf4"]
 
 
@@ -133,7 +134,8 @@ class OptimConfig:
     lr: float | None = 1e-6
     """Peak learning rate; positive. null: an app chooses it for the model; the engine needs a number."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Decay rates of AdamW's first and second moment; each in [0, 1)."""
+    """Decay rates of the first and second moment; each in [0, 1). A class of your own that takes betas or eps has its
+    own defaults."""
     eps: float = 1e-8
     """Term added to the denominator; positive."""
     weight_decay: float = 0.0
@@ -182,7 +184,8 @@ class OptimConfig:
             _refuse("name", self.name, package, f"pip install {optimizer.package}")
         for key in ("betas", "eps"):
             if key not in optimizer.settings and getattr(self, key) != getattr(OptimConfig, key):
-                _refuse(key, getattr(self, key), f"{self.name} does not take it", "set options")
+                default = f"leave it at {getattr(OptimConfig, key)}"
+                _refuse(key, getattr(self, key), f"{self.name} does not take it", default)
         if self.lr is None and not optimizer.has_adamw_rates:
             _refuse("lr", None, f"no rate can be chosen for {self.name}", "give a number")
 
@@ -354,6 +357,10 @@ class EngineConfig:
     attention: Attention = "auto"
     """auto: on CUDA flash-attn-4 (flash4, Hopper only) or flash-attn (flash) if installed, otherwise torch's varlen
     attention; on the CPU SDPA, one sequence at a time."""
+    router_replay: RouterReplay = "off"
+    """Mixtures of experts: the routes of log-probs and updates. off: the routers choose in every pass. R2: updates
+    replay the experts of the pass for old log-probs. R3: both replay the experts that the rollout servers chose for
+    prompts and responses (arXiv:2510.11370). Routers are trained in any case."""
     experts: Experts = "auto"
     """Experts of a mixture: grouped (one product for all experts of a layer) or loop (transformers' own, one expert
     after the other). auto: grouped where torch has it: on CPUs and on GPUs of compute capability 8.0 (fast from 9.0 on,
@@ -374,6 +381,12 @@ class EngineConfig:
         if self.dtype is not None:
             _require_one_of(self, "dtype", Dtype)
         _require_one_of(self, "attention", Attention)
+        _require_one_of(self, "router_replay", RouterReplay)
+        if self.router_replay != "off":
+            if self.compile:
+                _refuse("compile", True, "compiled layers would keep the routes of their first pass", "use false")
+            if self.tiled_mlp:
+                _refuse("tiled_mlp", self.tiled_mlp, "routes are those of all tokens, not of a tile's", "use 0")
         if self.zero.offload.optimizer == "nvme" and self.optim.name != "adamw":
             _refuse("optim.name", self.optim.name, "states on NVMe are tested with adamw only", "use cpu or none")
         _require_one_of(self, "experts", Experts)

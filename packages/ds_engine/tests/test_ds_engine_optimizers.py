@@ -71,7 +71,7 @@ def test_an_unknown_optimizer_is_refused() -> None:
         ({"name": "torch.optim:Adafactor"}, "name"),  # divides by the norm of the whole parameter
         ({"name": "torch.optim:LBFGS"}, "name"),  # its step needs a closure
         ({"name": "torch.optim:RAdam", "options": {"momentum": 0.9}}, "options"),
-        ({"name": "torch.optim:RAdam", "betas": (0.9, 0.95)}, "betas"),
+        ({"name": "torch.optim:RMSprop", "betas": (0.9, 0.95)}, "betas"),
         ({"name": "torch.optim:Rprop", "weight_decay": 0.1}, "weight_decay"),
         ({"name": "torch.optim:RAdam", "lr": None}, "lr"),
         ({"name": "sgd", "lr": None}, "lr"),
@@ -83,6 +83,13 @@ def test_an_unknown_optimizer_is_refused() -> None:
 def test_an_optimizer_that_would_train_on_something_else_is_refused(settings: dict[str, Any], field: str) -> None:
     with raises(EngineConfigError, field=field):
         OptimConfig(**settings)
+
+
+def test_your_own_class_gets_given_settings_and_keeps_its_defaults() -> None:
+    assert OptimConfig(name="torch.optim:RAdam").optimizer.settings == ()
+    optim = OptimConfig(name="torch.optim:RAdam", betas=(0.5, 0.9))
+    optimizer = optim.optimizer.build([torch.nn.Parameter(torch.zeros(2))], 1e-3, optim)
+    assert optimizer.defaults["betas"] == (0.5, 0.9)
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

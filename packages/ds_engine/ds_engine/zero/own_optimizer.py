@@ -6,7 +6,9 @@ another, such as one that divides by a parameter's norm, would train on somethin
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +30,8 @@ def own_optimizer(optim: OptimConfig) -> Optimizer:
     Raises:
         EngineConfigError: as `try_optimizer`.
     """
-    optimizer = try_optimizer(Optimizer(function=optim.name, states=()), optim)
+    settings = _settings(optim)
+    optimizer = try_optimizer(Optimizer(function=optim.name, states=(), settings=settings), optim)
     (group,) = optimizer.param_groups
     (param,) = group["params"]
     state = optimizer.state.get(param, {})
@@ -37,7 +40,19 @@ def own_optimizer(optim: OptimConfig) -> Optimizer:
     kept |= {name for name, value in states.items() if value.dtype != torch.float32}
     kept |= {name for name, value in optimizer.start.items() if group.get(name) != value}
     unportable = f"it keeps {', '.join(sorted(kept))} besides fp32 states and a number of steps" if kept else ""
-    return Optimizer(function=optim.name, states=tuple(states), unportable=unportable)
+    return Optimizer(function=optim.name, states=tuple(states), settings=settings, unportable=unportable)
+
+
+def _settings(optim: OptimConfig) -> tuple[str, ...]:
+    """Keys of AdamW that are given and that the class takes too; the class has its own defaults."""
+    module, _, name = optim.name.partition(":")
+    try:
+        parameters = inspect.signature(getattr(import_module(module), name)).parameters
+    except Exception:  # trying it says why
+        return ()
+    return tuple(
+        key for key in ("betas", "eps") if key in parameters and getattr(optim, key) != getattr(type(optim), key)
+    )
 
 
 def try_optimizer(entry: Optimizer, optim: OptimConfig) -> Any:
