@@ -336,7 +336,7 @@ class ZeroEngine:
     @property
     def copies_prefixes(self) -> bool:
         """Attention keeps a copy of the keys and values of a shared prefix for each sequence until the backward pass;
-        False with FlashAttention-4 without sliding windows, which reads them in place."""
+        False with FlashAttention-4 without sliding windows, whose copies are freed within each pass."""
         config: Any = self.module.config
         has_windows = getattr(config.get_text_config(), "sliding_window", None) is not None
         return has_windows or self._micro_batches.kernel != "flash4"
