@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ds_engine_architectures import PACKED, tiny_architecture, write_architecture
+from ds_engine_architectures import PACKED, ROWS, tiny_architecture, write_architecture
 from ds_engine_testkit import distance, token_loss
 from ds_engine_trees import DEEP, GROUP, draw_tree, routed_batch, tree_batch
 from hypothesis import given
@@ -51,9 +51,7 @@ def test_routers_that_take_their_routes_from_outside_pass_the_trial(family: str,
     try_replay(tiny_architecture(family, changes), trial(way))
 
 
-@pytest.mark.parametrize(
-    ("family", "changes"), [("llama", {}), ("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2})]
-)
+@pytest.mark.parametrize(("family", "changes"), [("llama", {}), ("phimoe", ROWS["phimoe"])])
 def test_a_model_without_routers_that_can_replay_is_refused_by_name(
     tmp_path: Path, family: str, changes: dict[str, Any]
 ) -> None:
