@@ -129,6 +129,19 @@ def test_packing_shared_prefixes_and_recomputation_replay_the_same_routes(mixtur
             assert distance(gradients[name], gradient) < 1e-5, name
 
 
+def test_replayed_experts_have_the_scores_that_the_router_has_for_them(mixture: Path) -> None:
+    """Normalized as the model does it: over the chosen experts alone."""
+    model, replay = loaded(mixture)
+    router = model.model.layers[1].mlp.gate
+    router.norm_topk_prob = True
+    hidden_TH = torch.randn(6, router.hidden_dim, generator=torch.Generator().manual_seed(0))
+    experts_T2 = torch.tensor([[3, 1], [0, 2], [2, 1], [1, 0], [3, 0], [2, 3]])
+    replay.begin(experts_T2[:, None].expand(-1, 2, -1).short())
+    logits_TE, weights_T2, chosen_T2 = router(hidden_TH)
+    assert chosen_T2.equal(experts_T2)
+    torch.testing.assert_close(weights_T2, logits_TE.gather(1, experts_T2).softmax(-1))
+
+
 def test_gradients_of_the_router_are_those_of_the_replayed_scores(mixture: Path) -> None:
     """A central difference of the loss in one weight of a router, in fp64 and with fixed routes."""
     model, replay = loaded(mixture)
