@@ -324,9 +324,8 @@ CONFIGS: Mapping[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
                 "zero_quantized_gradients": True,
             },
         },
-        {"zero.reduce_bucket_bytes": 20000000},
+        {"zero.reduce_bucket_bytes": 20000000, "zero.deepspeed.zero_hpz_partition_size": 8},
         [
-            "zero_optimization.zero_hpz_partition_size",
             "zero_optimization.zero_quantized_weights",
             "zero_optimization.zero_quantized_gradients",
         ],
