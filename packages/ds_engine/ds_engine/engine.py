@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,18 @@ from torch import Tensor, nn
 from .agreement import agree_on_plan, sum_over_ranks
 from .batch import Head, HeadTerm, LmHead, LogProbFn, LossFn, StepStats, TokenBatch, TokenOutputs
 from .config import EngineConfig, check_schedule, learning_rate
-from .errors import EngineError
+from .errors import CheckpointError, EngineError
 from .guard.collective_guard import num_guarded, start_guard
-from .micro_batch import MicroBatches
+from .micro_batch import ROUTES_COMPARED, ROUTES_DIFFER, MicroBatches
 from .model.attention import choose_kernel
 from .model.loading import check_offload, load_model, prepare_model, torch_dtype
 from .model.lora import NamedTensor, adapter_settings, adapter_tensors, adapters_off, has_adapters, whole_tensors
 from .model.packed_model import HIDDEN, lm_head_of, row_kernel, shares_prefixes
 from .model.sequence_parallel import join_sequence_group
-from .optimizers import OPTIMIZERS
 from .simple import SimpleBatch
 from .state.checkpoint import load_state, save_state
 from .state.export import export_tensors
-from .state.reshape import StateSource, fill_state, has_layout
+from .state.reshape import StateSource, fill_state, flat_fragments, has_layout
 from .zero.ds_config import check_deepspeed, deepspeed_config
 from .zero.hpz import drop_second_shards, prepare_hpz
 from .zero.memory import EngineMemory, MemoryReport, memory_stats
@@ -79,13 +78,17 @@ class ZeroEngine:
             config.attention, device_type=device.type, dtype=torch_dtype(config.model_dtype)
         )
         self._num_steps = 0
-        prepare_model(
+        replay = prepare_model(
             module, config, log_prob_fn=log_prob_fn, device=device, kernel=kernel, trainable=trainable, head=head
         )
         self._optimizer = build_optimizer(module, config.optim) if trainable else None
         if deepspeed_settings is None:
             deepspeed_settings = deepspeed_config(config, device_type=device.type, trainable=trainable)
         self._deepspeed = start_deepspeed(module, self._optimizer, config, deepspeed_settings)
+        if self._optimizer is not None and config.optim.optimizer.matrix_states:
+            matrices = [(flat, parts) for flat, group, parts in flat_fragments(self._deepspeed) if group["matrices"]]
+            optimizer: Any = self._optimizer
+            optimizer.bind(matrices, group=self._deepspeed.optimizer.dp_process_group, device=device)
         self._micro_batches = MicroBatches(
             deepspeed=self._deepspeed,
             head=head,
@@ -94,6 +97,7 @@ class ZeroEngine:
             sp_group=self._sp_group,
             step_each_micro=config.zero.step_each_micro,
             shares_prefixes=shares_prefixes(module),
+            replay=replay,
         )
         self._memory = EngineMemory(module, self._optimizer, self._deepspeed)
         self._loss_scale = LossScale(getattr(self._deepspeed, "optimizer", None))
@@ -163,8 +167,20 @@ class ZeroEngine:
             EngineError: the engine has a value head, or has no adapters to disable.
             PlanMismatchError: ranks have different numbers of micro batches.
         """
-        rows = self._infer("log_probs", micro_batches, adapters=adapters, temperature=temperature)
-        return [TokenOutputs(log_probs_K=r[0], entropy_K=r[1]) for r in rows]
+        mode = self.config.router_replay if adapters else "off"
+        routes: list[Tensor | None] | None = [] if mode == "R2" else None
+        rows = self._infer(
+            "log_probs",
+            micro_batches,
+            adapters=adapters,
+            temperature=temperature,
+            replays=mode == "R3",
+            recorded=routes,
+        )
+        return [
+            TokenOutputs(log_probs_K=r[0], entropy_K=r[1], routes_TLk=routes_TLk)
+            for r, routes_TLk in zip(rows, routes or [None] * len(rows), strict=True)
+        ]
 
     def values(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
         """Value of the state before each target, without gradients; for head="value".
@@ -264,7 +280,7 @@ class ZeroEngine:
         self._set_mode(training=True)
         lr = learning_rate(self._num_steps, self.config.optim, self._total_steps)
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)
         loss_scale = self._loss_scale.value
         label = f"step {self._num_steps}"
         backward_before = self._micro_batches.num_backward
@@ -275,6 +291,8 @@ class ZeroEngine:
         self._loss_scale.after_step()
         num_skipped = len(micro_batches) - (self._micro_batches.num_backward - backward_before)
         loss, totals, num_skipped = sum_over_ranks(losses, metrics, num_skipped, sp=self._sp)
+        if num_compared := totals.pop(ROUTES_COMPARED, 0.0):
+            totals[ROUTES_DIFFER] /= num_compared
         return StepStats(
             loss=loss,
             metrics=totals,
@@ -320,7 +338,7 @@ class ZeroEngine:
     @property
     def copies_prefixes(self) -> bool:
         """Attention keeps a copy of the keys and values of a shared prefix for each sequence until the backward pass;
-        False with FlashAttention-4 without sliding windows, which reads them in place."""
+        False with FlashAttention-4 without sliding windows, whose copies are freed within each pass."""
         config: Any = self.module.config
         has_windows = getattr(config.get_text_config(), "sliding_window", None) is not None
         return has_windows or self._micro_batches.kernel != "flash4"
@@ -400,24 +418,38 @@ class ZeroEngine:
         self._num_steps = load_state(self._deepspeed, folder, tag)
         drop_second_shards(self._deepspeed.optimizer)
 
-    def load_state(self, source: StateSource) -> None:
-        """Resume from a state written by any number of ranks, at any stage, offload and dtype, bit for bit.
+    def load_state(self, source: StateSource, *, num_steps: int | None = None) -> None:
+        """Resume from a state written by any number of ranks, at any stage, offload and dtype, bit for bit; also from
+        one of plain DeepSpeed.
 
         Every rank reads only its partition of the fp32 weights and of the optimizer's states.
 
+        Args:
+            num_steps: number of optimizer steps taken, for the learning-rate schedule; None: that of the source.
+
         Raises, on every rank and before any change:
-            CheckpointError: the source cannot be read or has other parameters.
+            CheckpointError: the source cannot be read or has other parameters or states, or the optimizer's states
+                belong to the layout that saved them.
         """
         self._require_optimizer("load_state")
-        states = OPTIMIZERS[self.config.optim.name].states
-        self._num_steps = fill_state(self._deepspeed, self.module, source, states)
+        optim = self.config.optim
+        if unportable := optim.optimizer.unportable:
+            remedy = "use the number of ranks and the settings that saved it"
+            raise CheckpointError(unportable, field="optim.name", value=optim.name, remedy=remedy)
+        loaded = fill_state(self._deepspeed, self.module, source, self._states_of)
+        self._num_steps = loaded if num_steps is None else num_steps
         drop_second_shards(self._deepspeed.optimizer)
 
     def has_layout(self, source: StateSource) -> bool:
         """True if `load_checkpoint` can read the checkpoint of `source`: the same number of ranks, stage, offload,
         dtype and parameter groups. Not collective."""
         self._require_optimizer("has_layout", on_device=False)
-        return has_layout(self._deepspeed, source)
+        return has_layout(self._deepspeed, source, self._states_of)
+
+    def _states_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of the optimizer's states of one of its groups."""
+        optim = self.config.optim
+        return optim.optimizer.states_of(optim.options, matrices=bool(group.get("matrices")))
 
     def offload(self, *, include_params: bool = False) -> MemoryReport:
         """Move optimizer states, fp32 weights and gradient buffers to CPU memory; moves nothing if `device` is the CPU.

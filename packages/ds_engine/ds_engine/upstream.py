@@ -17,13 +17,14 @@ _MODULES = (
         "model.nf4",
         "model.recomputation",
         "model.recurrence",
+        "model.router_replay",
         "model.sequence_parallel",
         "state.checkpoint",
         "state.reshape",
         "zero.adamw",
     ),
-    *("zero.grad_accumulation", "zero.optimizer", "zero.optimizer_step", "zero.zero3_gather", "zero.zero3_gradients"),
-    "zero.zero3_hooks",
+    *("zero.grad_accumulation", "zero.hpz", "zero.optimizer", "zero.optimizer_step", "zero.zero3_gather"),
+    *("zero.zero3_gradients", "zero.zero3_hooks"),
 )
 
 

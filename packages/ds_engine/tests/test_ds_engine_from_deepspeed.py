@@ -120,6 +120,48 @@ def test_the_config_that_the_engine_gives_deepspeed_reads_back(
 
 
 @pytest.mark.parametrize(
+    ("optimizer", "settings"),
+    [
+        ({"type": "SGD", "params": {"lr": 0.1}}, {"name": "sgd", "lr": 0.1}),
+        (
+            {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "nesterov": True}},
+            {"name": "sgd", "lr": 0.1, "options": {"momentum": 0.9, "nesterov": True}},
+        ),
+        (
+            {"type": "RAdam", "params": {"lr": 0.1, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+            {"name": "torch.optim:RAdam", "lr": 0.1, "weight_decay": 0.1, "options": {"betas": (0.9, 0.95)}},
+        ),
+        (
+            {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.9, "ns_method": "gram"}},
+            {"name": "muon", "lr": 0.02, "options": {"momentum": 0.9, "adjust_lr_fn": "original"}},
+        ),
+        (
+            {"type": "muon", "params": {"lr": 1e-4, "muon_lr": 0.02}},
+            {"name": "muon", "lr": 0.02, "options": {"adam_lr": 1e-4, "adjust_lr_fn": "original"}},
+        ),
+        (
+            {"type": "Muon", "params": {"lr": 1.0, "muon_lr": 0.02, "adam_lr": 1e-4, "betas": [0.9, 0.95]}},
+            {
+                "name": "muon",
+                "lr": 0.02,
+                "betas": (0.9, 0.95),
+                "options": {"adam_lr": 1e-4, "adjust_lr_fn": "original"},
+            },
+        ),
+    ],
+)
+def test_deepspeeds_optimizers_train_with_the_same_numbers(optimizer: dict[str, Any], settings: dict[str, Any]) -> None:
+    assert config_from_deepspeed({"optimizer": optimizer}).optim == OptimConfig(**settings)
+
+
+@pytest.mark.parametrize("name", ["Lion", "Lamb", "OneBitAdam", "NoSuchOptimizer"])
+def test_other_optimizers_are_refused(name: str) -> None:
+    with pytest.raises(EngineConfigError) as error:
+        config_from_deepspeed({"optimizer": {"type": name, "params": {"lr": 1e-4}}})
+    assert error.value.field in ("optimizer", "optim.name")
+
+
+@pytest.mark.parametrize(
     ("tree", "near"),
     [
         ({"zero_optimization": {"stage": 2, "overlap_com": True}}, "zero_optimization.overlap_comm"),
@@ -130,6 +172,12 @@ def test_the_config_that_the_engine_gives_deepspeed_reads_back(
 def test_an_unknown_key_is_refused_with_the_nearest(tree: dict[str, Any], near: str) -> None:
     [refused] = [entry for entry in imported(tree) if entry.fate == "refused"]
     assert refused.why.endswith(near)
+
+
+@pytest.mark.parametrize(("enabled", "fate"), [(True, "refused"), (False, "no effect")])
+def test_expert_parallelism_is_refused_by_name_unless_it_is_off(enabled: bool, fate: str) -> None:
+    entries = imported({"zero_optimization": {"stage": 2}, "expert_parallel": {"enabled": enabled, "autoep_size": 2}})
+    assert {entry.theirs: entry.fate for entry in entries}["expert_parallel"] == fate
 
 
 def test_given_settings_override_the_file_and_say_so() -> None:

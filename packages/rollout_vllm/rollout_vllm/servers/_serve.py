@@ -22,6 +22,7 @@ FAST_PATHS_VARIABLE = "PLINTH_ROLLOUT_FAST_PATHS"
 FORK_VARIABLE = "PLINTH_ROLLOUT_FORK"
 BUFFER_VARIABLE = "PLINTH_ROLLOUT_BUFFER"
 GPU_VARIABLE = "PLINTH_ROLLOUT_GPU"
+ROUTES_VARIABLE = "PLINTH_ROLLOUT_ROUTES"
 QUANTIZATION_VARIABLE = "PLINTH_ROLLOUT_QUANTIZATION"
 _PR_SET_PDEATHSIG = 1
 
@@ -68,6 +69,8 @@ def prepare_engine_core(patch: Any) -> None:
     """For the engine core and its workers, which are forked from this process or do it again."""
     if os.environ.get(QUANTIZATION_VARIABLE) == "bitsandbytes":  # no fast path: without it the weights are wrong
         _load("plinth_server_quantizing", "quantizing.py").load_on_one_stream()
+    if os.environ.get(ROUTES_VARIABLE) == "1" and patch.ROUTES.check():
+        _load("plinth_server_routes", "routes.py").record_routes(patch.ROUTES.replace)
     if uses_fast_paths():
         speed_up_engine_core(patch)
 
