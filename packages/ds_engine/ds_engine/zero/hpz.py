@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ..deepspeed_keys import HPZ
 from ..errors import EngineConfigError
 from ..upstream import FENCE
 
@@ -39,7 +38,7 @@ def prepare_hpz(config: EngineConfig) -> None:
     if world_size % config.hpz_ranks:
         fits = [n for n in range(1, world_size + 1) if world_size % n == 0]
         problem = f"it does not divide the {world_size} ranks"
-        field = f"zero.deepspeed.{HPZ}"
+        field = "zero.deepspeed.zero_hpz_partition_size"
         raise EngineConfigError(problem, field=field, value=config.hpz_ranks, allowed=f"one of {fits}")
     from deepspeed.utils import groups
 
