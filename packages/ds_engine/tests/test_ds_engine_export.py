@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from ds_engine_architectures import HYBRIDS, write_architecture
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -62,6 +63,13 @@ def assert_same(exported: dict[str, Tensor], folder: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_export_has_the_tensors_of_the_model_folder(tmp_path: Path, family: str, tied: bool) -> None:
     folder = write_family(tmp_path, family, tied=tied)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert_same({tensor.name: tensor.value() for tensor in whole_tensors(model)}, folder)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_an_export_of_a_hybrid_has_the_tensors_of_the_model_folder(tmp_path: Path, name: str) -> None:
+    folder = write_architecture(tmp_path, name, HYBRIDS[name])
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert_same({tensor.name: tensor.value() for tensor in whole_tensors(model)}, folder)
 

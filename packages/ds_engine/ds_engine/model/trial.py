@@ -71,7 +71,7 @@ class Trial:
         cost = f"tried on a small random copy in {self.seconds:.1f} s"
         if self.way == "packed":
             recurrent = f", {self.recurrent}" if self.recurrent else ""
-            shared = f"; without shared prefixes, as each {self.why_not_shared}" if self.why_not_shared else ""
+            shared = f"; without shared prefixes ({self.why_not_shared})" if self.why_not_shared else ""
             return f"{self.architecture}: packed sequences equal each one alone{recurrent}{shared} ({cost})"
         return (
             f"{self.architecture}: each sequence is a padded row of transformers' own forward, exact but slower, as "
