@@ -303,6 +303,9 @@ class EngineConfig:
     attention: Attention = "auto"
     """auto: on CUDA flash-attn-4 (flash4, Hopper only) or flash-attn (flash) if installed, otherwise torch's varlen
     attention; on the CPU SDPA, one sequence at a time."""
+    match_servers: bool = False
+    """Compute the log-probs of the rollout servers, bit for bit: layers and log-probs use the servers' operations. For
+    dense Llama, Qwen2 and Qwen3 models."""
     dropout: bool = False
     """Train with the model's own dropout (residual, embedding, MLP). If false, every such rate is 0: policy gradients
     compare log-probs of training with log-probs computed without noise. Packed attention never drops."""
@@ -326,6 +329,16 @@ class EngineConfig:
             kept = "compiled layers would keep the dequantized weights of lora.base_format=nf4"
             _refuse("compile", self.compile, kept, "use plain, or compile=false")
         _require(self, "sequence_parallel", self.sequence_parallel >= 1, "1 or more")
+        if self.match_servers:
+            for name, others, remedy in (
+                ("compile", self.compile, "false or null"),
+                ("lora", self.lora, "null"),
+                ("dtype", self.dtype == "float16", "bfloat16 or float32"),
+            ):
+                if others:
+                    _refuse(
+                        name, getattr(self, name), "match_servers computes each operation by itself", f"use {remedy}"
+                    )
         _require(self, "checkpoint_every", self.checkpoint_every >= 1, "1 or more")
         for name, default in (("checkpoint_every", 1), ("checkpoint_to_cpu", False)):
             is_used = self.gradient_checkpointing or getattr(self, name) == default

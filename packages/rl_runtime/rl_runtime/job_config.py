@@ -15,6 +15,7 @@ from .peer_keys import PEER_KEYS
 from .rollout.config import (
     DYNAMIC_SAMPLING,
     GREEDY_BASELINE,
+    MATCHED_SERVERS,
     OVERSAMPLING,
     QUANTIZED_CACHE,
     QUANTIZED_SERVERS,
@@ -28,6 +29,7 @@ from .rules import Feature, check_features, check_value
 from .training.supervised_config import SupervisedConfig
 
 FEATURES = (
+    MATCHED_SERVERS,
     OVERSAMPLING,
     QUANTIZED_CACHE,
     QUANTIZED_SERVERS,
