@@ -147,21 +147,20 @@ def _norm_forward(module: Any, operations: Operations) -> Callable[[Tensor], Ten
 
 
 def matching_log_probs(log_prob_fn: LogProbFn, operations: Operations) -> LogProbFn:
-    """`log_prob_fn` whose log-probs are those of the servers: of logits in the model's dtype. Its entropies stay."""
+    """Log-probs of the servers, of logits in the model's dtype, and their entropies; gradients of `log_prob_fn`."""
 
     def compute(hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, temperature: float, **options: Any) -> Any:
         def usual(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
             return log_prob_fn(hidden, weight, targets_N, temperature, **options)
 
         def exact(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-            _, entropy_N = usual(hidden, weight)
-            parts = [
-                operations.log_probs(operations.linear(rows, weight, options.get("bias")).float() / temperature).gather(
-                    -1, ids[:, None]
-                )[:, 0]
-                for rows, ids in zip(hidden.split(_LOGIT_ROWS), targets_N.split(_LOGIT_ROWS), strict=True)
-            ]
-            return torch.cat(parts), entropy_N
+            chosen, entropies = [], []
+            for rows, ids in zip(hidden.split(_LOGIT_ROWS), targets_N.split(_LOGIT_ROWS), strict=True):
+                logits = operations.linear(rows, weight, options.get("bias")).float() / temperature
+                log_probs = operations.log_probs(logits)
+                chosen.append(log_probs.gather(-1, ids[:, None])[:, 0])
+                entropies.append(-(log_probs.exp() * log_probs).sum(-1))
+            return torch.cat(chosen), torch.cat(entropies)
 
         return _Recomputed.apply(exact, usual, hidden_NH, weight_VH)
 
@@ -184,7 +183,7 @@ class MatchedAttention:
         """For one packed row or tree."""
         keys, tree = packing.keys, packing.tree
         device = keys.cu_seqlens.device
-        rows = torch.arange(keys.cu_seqlens[-1].item(), device=device)
+        rows = torch.arange(sum(keys.lengths), device=device)
         if tree is not None and packing.kernel == "flash4":  # keys of a path are read in place, not gathered
             rows = tree.path_rows
         table = nn.utils.rnn.pad_sequence(list(rows.to(torch.int32).split(list(keys.lengths))), batch_first=True)
