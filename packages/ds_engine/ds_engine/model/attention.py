@@ -203,11 +203,14 @@ def packed_attention(
     if not in_place and packing.tree is not None:
         k_Thd, v_Thd = (gather_rows(x, packing.tree.path_rows) for x in (k_Thd, v_Thd))
         keys = packing.tree.paths
-    kernel = _KERNELS[packing.kernel]
+
+    def usual(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _KERNELS[packing.kernel](q, k, v, packing, keys, scale, sliding_window)
+
     if packing.matched is None:
-        out = kernel(q_Thd, k_Thd, v_Thd, packing, keys, scale, sliding_window)
-    else:  # without windows, see check_match
-        out = packing.matched.attend(q_Thd, k_Thd, v_Thd, scale, lambda *qkv: kernel(*qkv, packing, keys, scale, None))
+        out = usual(q_Thd, k_Thd, v_Thd)
+    else:
+        out = packing.matched.attend(q_Thd, k_Thd, v_Thd, scale, usual)
     if packing.sp_group is not None:
         out = gather_heads(out, packing.sp_group)
     if padded:
