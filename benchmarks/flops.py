@@ -23,7 +23,9 @@ def training_mfu(
     return 3 * sequences * forward_flops(shape, prompt, response, shared_by=shared_by) / (gpu_seconds * PEAK_FLOPS)
 
 
-def forward_flops(shape: ModelShape, prompt: float, response: float, *, shared_by: float = 1) -> float:
+def forward_flops(
+    shape: ModelShape, prompt: float, response: float, *, shared_by: float = 1, experts_per_token: int = 1
+) -> float:
     """Operations of the forward pass of one sequence, of which the response has logits: two for each weight and token.
 
     In causal attention a token attends to half of its own part on average, and a response to its whole prompt, with two
@@ -31,5 +33,13 @@ def forward_flops(shape: ModelShape, prompt: float, response: float, *, shared_b
     """
     tokens = prompt / shared_by + response
     attended = prompt * prompt / 2 / shared_by + response * (prompt + response / 2)
-    layer = sum(weight.size for weight in shape.linear_layers()) * tokens + 2 * shape.query_width * attended
-    return 2 * shape.num_layers * layer + 2 * shape.vocab * shape.hidden * response
+    layers = active_weights(shape, experts_per_token) * tokens + 2 * shape.num_layers * shape.query_width * attended
+    return 2 * layers + 2 * shape.vocab * shape.hidden * response
+
+
+def active_weights(shape: ModelShape, experts_per_token: int) -> float:
+    """Elements of all layers' matrices that a token is multiplied by: in a mixture, those of its own experts."""
+    if shape.is_exact:
+        return float(shape.num_layers * sum(weight.size for weight in shape.linear_layers()))
+    matrices = [w for w in shape.counted if len(w.shape) > 1 and w.name not in ("embed_tokens", "lm_head")]
+    return sum(w.size * (experts_per_token / w.shape[0] if len(w.shape) == 3 else 1) for w in matrices)

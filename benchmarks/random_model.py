@@ -27,6 +27,18 @@ def qwen3(hidden: int, intermediate: int, layers: int, heads: int, **fields: Any
     }
 
 
+def mixture(experts: int, per_token: int, width: int) -> dict[str, Any]:
+    """The fields of Qwen3's mixtures of experts."""
+    return {
+        "model_type": "qwen3_moe",
+        "num_experts": experts,
+        "num_experts_per_tok": per_token,
+        "moe_intermediate_size": width,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    }
+
+
 # Architecture fields as in the models' published config.json.
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": qwen3(1024, 3072, 28, 16),
@@ -46,10 +58,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
         "tie_word_embeddings": False,
     },
+    # Qwen3-30B-A3B without 44 of its 48 layers: 3.1B parameters, of which a token uses 0.8B.
+    "qwen3-30b-a3b-4-layers": qwen3(2048, 6144, 4, 32, **mixture(128, 8, 768), num_key_value_heads=4),
     # Small enough for a laptop: for testing a benchmark script.
     "qwen3-tiny": qwen3(
         128, 256, 2, 4, vocab_size=512, num_key_value_heads=2, head_dim=32, max_position_embeddings=2048
     ),
+    "qwen3-moe-tiny": qwen3(128, 256, 2, 4, **mixture(8, 2, 64), vocab_size=512, num_key_value_heads=2, head_dim=32),
 }
 
 

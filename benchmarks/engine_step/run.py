@@ -4,6 +4,7 @@
     python -m benchmarks.engine_step.run --gpus 2 --contestants ours --sequence-parallel 2
     python -m benchmarks.engine_step.run --gpus 2 --stages 2 3 --contestants ddp plain ours
     python -m benchmarks.engine_step.run --contestants ours --length 1024 4096 16384 --tokens 16384
+    python -m benchmarks.engine_step.run --contestants ours --length 131072 --num-sequences 1 --tiled-mlp 4096
 
 `ddp` has no ZeRO stage: it runs once, and its line says stage 0.
 
@@ -11,7 +12,7 @@ Each rank (with sequence parallelism each group of ranks) trains on the same num
 plain step has no padding. The plain step computes an fp32 log-softmax of all logits and SDPA attention, with unmodified
 DeepSpeed. Each case runs in its own processes, so cases do not share memory. A step is timed from before its forward
 pass until every device is idle. Prints one line of JSON per case: tokens per second of all ranks, the median and the
-fastest step, the model FLOPs utilization, and the peak device memory of rank 0.
+fastest step, the model FLOPs utilization, and the peak device memory of rank 0 with the plan's estimate for ours.
 """
 
 import argparse
@@ -37,6 +38,7 @@ from benchmarks.runs import free_port, json_line
 from ds_engine import (
     CollectiveGuard,
     EngineConfig,
+    LoraConfig,
     LossOutput,
     ModelShape,
     OptimConfig,
@@ -44,9 +46,11 @@ from ds_engine import (
     StepStats,
     ZeroConfig,
     ZeroEngine,
+    estimate_memory,
     init_distributed,
 )
 from ds_engine.config import Guard
+from ds_engine.planning.memory_plan import LOG_PROB_BYTES
 from rl_core import linear_log_prob
 
 
@@ -67,6 +71,8 @@ class Case:
     keep_bytes: int
     """Bytes of logits that the fused op may keep; autograd keeps all of them."""
     sp: int
+    tiled_mlp: int
+    lora_rank: int
 
 
 class Plain:
@@ -143,12 +149,22 @@ class Ours:
             optim=OptimConfig(grad_clip=1.0),
             gradient_checkpointing=case.recompute,
             compile=True,
+            tiled_mlp=case.tiled_mlp,
+            lora=LoraConfig(rank=case.lora_rank) if case.lora_rank else None,
             sequence_parallel=case.sp,
             collective_guard=guard,
         )
         log_prob_fn = partial(linear_log_prob, keep_bytes=case.keep_bytes)
         self.engine = ZeroEngine.from_pretrained(case.folder, config, log_prob_fn=log_prob_fn, device=case.device)
         self.batch = SimpleBatch.pack([(row[:1], row[1:]) for row in case.ids_SL.tolist()])
+        self.planned = estimate_memory(
+            case.folder,
+            config,
+            dp=dist.get_world_size() // case.sp,
+            tokens_per_micro_batch=len(self.batch.input_ids_T),
+            num_micro_batches=1,
+            log_prob_bytes=max(case.keep_bytes, LOG_PROB_BYTES),
+        ).device_bytes
         self.share = 1 / (dist.get_world_size() // case.sp * self.batch.target_ids_K.numel())
 
     def step(self) -> StepStats:
@@ -236,6 +252,8 @@ def measure(
             recompute=args.recompute,
             keep_bytes=keep_bytes,
             sp=sp,
+            tiled_mlp=args.tiled_mlp,
+            lora_rank=args.lora_rank,
         )
     )
     timed = timed_steps(contestant, args, device)
@@ -251,6 +269,8 @@ def measure(
         "gpus": dist.get_world_size(),
         "sequence_parallel": sp,
         "recompute": args.recompute,
+        "tiled_mlp": args.tiled_mlp,
+        "lora_rank": args.lora_rank,
         "keep_gib": args.keep_gib,
         "length": length,
         "tokens": tokens,
@@ -259,6 +279,7 @@ def measure(
         "tokens_per_s": round(tokens / statistics.median(timed)),
         "mfu": round(mfu, 3) if device.type == "cuda" else None,
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else None,
+        "planned_gib": round(contestant.planned / 2**30, 2) if isinstance(contestant, Ours) else None,
         **toggled,
     }
 
@@ -297,6 +318,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=20, help="turns with the guard in `toggled`, --rounds steps each")
     parser.add_argument("--sequence-parallel", type=int, default=1, help="ranks that share a micro batch; ours only")
     parser.add_argument("--recompute", action="store_true", help="use activation checkpointing")
+    parser.add_argument("--tiled-mlp", type=int, default=0, help="tokens of a tile of the MLPs; ours only")
+    parser.add_argument("--lora-rank", type=int, default=0, help="train adapters of this rank; ours only")
     parser.add_argument("--keep-gib", type=float, default=0.5, help="GiB of logits that the fused op may keep")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--folder", help=argparse.SUPPRESS)

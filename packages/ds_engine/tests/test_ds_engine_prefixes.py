@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ds_engine_architectures import PACKED, ROWS, tiny_architecture, write_architecture
+from ds_engine_architectures import HYBRIDS, PACKED, tiny_architecture, write_architecture
 from ds_engine_testkit import distance, token_loss
 from ds_engine_trees import DEEP, GROUP, draw_tree, tree_batch
 from hypothesis import given, settings
@@ -141,7 +141,7 @@ def test_what_is_no_tree_of_the_batch_is_refused(field: str, value: Any) -> None
 def test_models_are_tried_with_a_shared_prefix() -> None:
     for name in ("llama", "gemma3_text", "deepseek_v3"):
         assert try_model(tiny_architecture(name, PACKED[name])).why_not_shared == "", name
-    for name, changes in (("phi3", PACKED["phi3"]), ("mamba", ROWS["mamba"])):
+    for name, changes in (("phi3", PACKED["phi3"]), ("mamba", HYBRIDS["mamba"])):
         trial = try_model(tiny_architecture(name, changes))
         assert trial.why_not_shared, name
     assert "without shared prefixes" in str(try_model(tiny_architecture("phi3", PACKED["phi3"])))

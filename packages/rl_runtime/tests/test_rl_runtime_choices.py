@@ -243,6 +243,7 @@ OPEN_SETTINGS = (
     "teacher.server.max_model_len",
     "actor.compile",
     "actor.gradient_checkpointing",
+    "actor.tiled_mlp",
     "batch.token_budget",
 )
 
@@ -472,6 +473,7 @@ OPEN: dict[str, st.SearchStrategy[Any]] = {
     "rollout.max_model_len": st.sampled_from([832, 4096]),
     "actor.compile": st.booleans(),
     "actor.gradient_checkpointing": st.booleans(),
+    "actor.tiled_mlp": st.sampled_from([0, 4096]),
     "batch.token_budget": st.sampled_from([1024, 20000]),
 }
 
@@ -546,6 +548,18 @@ def test_supervised_training_says_what_does_not_fit() -> None:
     choice = resolve_supervised_for(adapters, gpus=gpus(1, 24.0), shape=QWEN2_7B)
     assert choice.config.engine.gradient_checkpointing
     assert "memory of a GPU" in choice.lines()[1]
+
+
+@pytest.mark.parametrize(("budget", "given", "tile"), [(None, None, 0), (60_000, None, 4096), (60_000, 0, 0)])
+def test_mlps_run_in_tiles_where_micro_batches_cannot_shrink(budget: int | None, given: int | None, tile: int) -> None:
+    """LoRA of 7B on 40 GiB; 0 turns tiles off."""
+    adapters = EngineConfig(lora=LoraConfig(), tiled_mlp=given)
+    choice = resolve_supervised_for(
+        supervised(engine=adapters, token_budget=budget), gpus=gpus(1, 40.0), shape=QWEN2_7B
+    )
+    assert (choice.config.engine.tiled_mlp, choice.config.engine.gradient_checkpointing) == (tile, True)
+    assert ("engine.tiled_mlp" in choice.reasons) == (tile > 0)
+    assert ("expect" in choice.memory) == (given == 0)
 
 
 @pytest.mark.parametrize(

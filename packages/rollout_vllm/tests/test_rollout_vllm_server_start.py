@@ -28,7 +28,13 @@ from rollout_vllm import (
 )
 from rollout_vllm.config import check_request_length
 from rollout_vllm.servers.auth import KEY_VARIABLE, ApiKeyMiddleware
-from rollout_vllm.servers.command import has_multicast, server_arguments, server_environment, server_threads
+from rollout_vllm.servers.command import (
+    graph_sizes,
+    has_multicast,
+    server_arguments,
+    server_environment,
+    server_threads,
+)
 from rollout_vllm.servers.device import Device, check_build, check_device_features, detect_device
 from rollout_vllm.servers.diagnose import diagnose
 from rollout_vllm.servers.memory import (
@@ -80,6 +86,29 @@ def test_gpu_arguments() -> None:
     assert "--enforce-eager" not in args
     assert "--enable-chunked-prefill" in args
     assert "--kv-cache-memory-bytes" not in args
+
+
+def test_graphs_are_captured_for_sizes_that_no_step_exceeds_by_a_tile() -> None:
+    for max_num_seqs in (1, 3, 8, 100, 256, 512, 1000):
+        sizes = graph_sizes(max_num_seqs)
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] == min(2 * max_num_seqs, 512)
+        padding = [min(size for size in sizes if size >= num) - num for num in range(1, sizes[-1] + 1)]
+        assert max(padding[:8]) <= 3
+        assert max(padding) < 32
+    assert len(graph_sizes(256)) == 24  # vLLM's own are 51
+
+    def captured(device: Device = "cuda", **settings: Any) -> bool:
+        arguments = server_arguments(RolloutConfig(**settings), "m", port=1, device=device)
+        return any(each.startswith("--cudagraph-capture-sizes") for each in arguments if each not in own)
+
+    own = ("-cc", "--max-cudagraph-capture-size", "--cudagraph_capture_sizes")
+    assert captured()
+    assert not captured("cpu")
+    assert not captured(enforce_eager=True)
+    assert not captured(fast_paths=False)
+    for name in own:
+        assert not captured(extra_args=(name, "8"))
 
 
 def test_all_reduces_are_not_fused_where_the_environment_disables_multicast() -> None:

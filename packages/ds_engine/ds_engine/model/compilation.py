@@ -11,7 +11,9 @@ import torch
 from ..errors import EngineConfigError, ModelError
 from ..upstream import FENCE
 from .attention import ATTENTION_NAME, packed_attention, varlen_parameters
+from .experts import keep_out_of_graphs
 from .parts import transformer_layers
+from .tiled_mlp import tile_mlps
 
 RECOMPUTATION = FENCE.patch(
     name="recomputation in compiled layers",
@@ -48,7 +50,9 @@ def _inductor(graph: Any, inputs: Any) -> Any:
         return compile_fx(graph, inputs)
 
 
-def compile_layers(model: Any, *, device_type: str, kernel: str, stage: int = 2, backend: Any = None) -> None:
+def compile_layers(
+    model: Any, *, device_type: str, kernel: str, stage: int = 2, backend: Any = None, tiled_mlp: int = 0
+) -> None:
     """Compile each transformer layer in place; names, parameters and activation checkpointing stay the same.
 
     One compilation serves any number of tokens. SDPA attention is excluded: it loops over the sequence lengths, so
@@ -59,6 +63,7 @@ def compile_layers(model: Any, *, device_type: str, kernel: str, stage: int = 2,
         kernel: the engine's attention kernel, see `choose_kernel`.
         stage: ZeRO stage; the hooks with which stage 3 gathers a layer's weights stay outside the graph.
         backend: backend of torch.compile; None: inductor.
+        tiled_mlp: tokens of a tile (tiled_mlp.py), for which each MLP is compiled apart from its layer; 0: none.
 
     Raises:
         EngineConfigError: no C++ compiler is found (CPU).
@@ -73,6 +78,7 @@ def compile_layers(model: Any, *, device_type: str, kernel: str, stage: int = 2,
         from transformers import AttentionInterface
 
         AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(packed_attention))
+    keep_out_of_graphs(model)
     if WORKERS.check():
         from torch._inductor import config as inductor_config
 
@@ -82,10 +88,16 @@ def compile_layers(model: Any, *, device_type: str, kernel: str, stage: int = 2,
     if backend is None:
         backend = _inductor if RECOMPUTATION.check() else "inductor"
     has_own_linear = LINEAR.check()
+
+    def compiled(call: Callable[..., Any]) -> Callable[..., Any]:
+        result = torch.compile(call, dynamic=True, backend=backend)
+        return _with_own_linear(result) if has_own_linear else result
+
+    if tiled_mlp:
+        tile_mlps(model, tiled_mlp, compiled=compiled)
     for layer in layers:
         if stage == 3:
-            compiled = torch.compile(layer.forward, dynamic=True, backend=backend)
-            layer.forward = _with_own_linear(compiled) if has_own_linear else compiled
+            layer.forward = compiled(layer.forward)
         else:
             layer.compile(dynamic=True, backend=backend)
             if has_own_linear:

@@ -19,6 +19,7 @@ from ..errors import EngineConfigError, ModelError
 from ..upstream import FENCE, warn_on_first_rank
 from .attention import ATTENTION_NAME, register_packed_attention
 from .compilation import compile_layers
+from .experts import use_experts
 from .folder_names import drop_unused_conversions
 from .lora import add_adapters
 from .matching import Operations, check_match, match_servers
@@ -28,6 +29,7 @@ from .parts import VALUE_HEAD
 from .recomputation import enable_checkpointing
 from .sequence_parallel import check_model_heads
 from .small_copy import turn_off_dropout
+from .tiled_mlp import tile_mlps
 from .trial import Trial, silenced_transformers, try_model
 from .weights import check_weights, read_config, refuse_incomplete
 
@@ -144,6 +146,7 @@ def load_model(
         model = _read_folder(model_path, torch_dtype(config.model_dtype), head, options, seed=drawn_with)
     if config.lora is not None and config.lora.base_format == "nf4":
         quantize_base(model, device=device)
+    use_experts(model, config.experts, device=device)
     mark_way(model, rows=trial.way == "rows", shares_prefixes=not trial.why_not_shared)
     if not sharded:
         return model.to(device)
@@ -208,10 +211,16 @@ def _checked_trial(model_config: Any, config: EngineConfig, head: Head, device: 
     if config.match_servers:
         check_match(model_config)
     trial = try_model(model_config, head=head, device=device)
+    if trial.recurrent and config.sequence_parallel > 1:
+        problem = f"a recurrence runs along all tokens of a sequence, but {trial}"
+        raise EngineConfigError(problem, field="sequence_parallel", value=config.sequence_parallel, allowed="1")
     for name, default in (("sequence_parallel", 1), ("compile", False), ("attention", "auto")):
         if trial.way == "rows" and (getattr(config, name) or default) != default:
             problem = f"it needs packed sequences, but {trial}"
             raise EngineConfigError(problem, field=name, value=getattr(config, name), allowed=str(default))
+    if config.tiled_mlp and trial.why_not_tiled:
+        problem = f"{trial.architecture} in tiles: {trial.why_not_tiled}"
+        raise EngineConfigError(problem, field="tiled_mlp", value=config.tiled_mlp, allowed="0")
     return trial
 
 
@@ -226,7 +235,7 @@ def prepare_model(
     head: Head,
     operations: Operations | None = None,
 ) -> None:
-    """Prepare a loaded model in place: adapters, activation checkpointing, compilation and the packed forward.
+    """Prepare a loaded model in place: adapters, activation checkpointing, compilation, tiles and the packed forward.
 
     Args:
         kernel: attention kernel, see `choose_kernel`.
@@ -246,7 +255,10 @@ def prepare_model(
     if operations is not None:
         match_servers(module, operations)
     if config.compile:
-        compile_layers(module, device_type=device.type, kernel=kernel, stage=config.zero.stage)
+        tiles = config.tiled_mlp or 0
+        compile_layers(module, device_type=device.type, kernel=kernel, stage=config.zero.stage, tiled_mlp=tiles)
+    elif config.tiled_mlp:
+        tile_mlps(module, config.tiled_mlp)
     install_packed_forward(
         module, log_prob_fn if head == "lm" else None, count_calls=not config.compile, operations=operations
     )

@@ -14,6 +14,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -38,6 +39,13 @@ OFF = FENCE.patch(
     otherwise="refused",
     replaces={"peft.tuners.tuners_utils:BaseTunerLayer": ("_disable_adapters",)},
     reads={"peft.tuners.lora:LoraLayer": ("lora_A", "lora_B", "scaling")},
+)
+
+MAMBA = FENCE.patch(
+    name="adapters of Mamba layers",
+    reason="PEFT refuses the output projections of some Mamba layers, which all-linear must leave out",
+    otherwise="stock path",
+    reads={"peft.tuners.tuners_utils": ("_check_lora_target_modules_mamba(peft_config, model, target_name)",)},
 )
 
 
@@ -144,7 +152,7 @@ def _target_names(model: Any, lora: LoraConfig) -> list[str]:
     if not layers:
         raise ModelError(f"{type(model).__name__} has no linear layer in its backbone to adapt")
     if lora.target_modules == "all-linear":
-        return sorted({name.rpartition(".")[2] for name in layers})
+        return sorted(name for name in {name.rpartition(".")[2] for name in layers} if _is_adapted(model, name))
     unknown = [t for t in lora.target_modules if not any(n == t or n.endswith(f".{t}") for n in layers)]
     if unknown:
         known = sorted({name.rpartition(".")[2] for name in layers})
@@ -156,6 +164,18 @@ def _target_names(model: Any, lora: LoraConfig) -> list[str]:
             allowed=", ".join(known),
         )
     return list(lora.target_modules)
+
+
+def _is_adapted(model: Any, name: str) -> bool:
+    """False if PEFT refuses adapters of layers with this name in this model."""
+    if MAMBA.check():
+        from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
+
+        try:
+            _check_lora_target_modules_mamba(cast("Any", SimpleNamespace(peft_type="LORA")), model, name)
+        except ValueError:
+            return False
+    return True
 
 
 def _check_layers(model: Any) -> None:

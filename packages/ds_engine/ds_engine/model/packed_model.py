@@ -26,6 +26,7 @@ from .attention import PackedLayout, packed_layout
 from .matching import MatchedAttention, Operations, matching_log_probs
 from .parts import VALUE_HEAD, find_backbone, transformer_layers
 from .prefix_tree import check_order, gather_rows
+from .recurrence import recurrence_per_sequence
 from .rotary import rotary_per_sequence
 from .sequence_parallel import SequenceGroup, TargetShare, gather_outputs, share_targets
 
@@ -190,8 +191,8 @@ def install_packed_forward(
 ) -> None:
     """Add the packed forward to `model`, in place. Calls without `packed` work as before.
 
-    The first packed row is refused with a ModelError unless each layer calls packed attention: another token mixer does
-    not know the borders of the sequences.
+    The first packed row is refused with a ModelError unless each layer calls packed attention, or a recurrence that
+    knows the borders: another token mixer does not.
 
     Args:
         model: a transformers causal LM; if `log_prob_fn` is None, a model with a value head (`VALUE_HEAD`).
@@ -219,6 +220,7 @@ def install_packed_forward(
         _install_lm_forward(head, log_prob_fn, _head_options(model, head))
     original: Callable[..., Any] = model.forward
     set_rotary_layout = rotary_per_sequence(backbone)
+    set_recurrent_layout = recurrence_per_sequence(backbone, compiled=not count_calls)
     uncounted = count_calls
 
     def hidden_states(packed: PackedInputs) -> Tensor:
@@ -226,11 +228,13 @@ def install_packed_forward(
         nonlocal uncounted
         set_rotary_layout(packed.packing)
         if packed.rows is not None:
+            set_recurrent_layout(None)
             out = backbone(input_ids=packed.rows.input_ids_SL, attention_mask=packed.rows.mask_SL, use_cache=False)
             return cast("Tensor", out[0]).flatten(0, 1)
         packing = replace(packed.packing, calls=[]) if uncounted else packed.packing
         if operations is not None:
             packing = replace(packing, matched=MatchedAttention.make(packing, operations))
+        set_recurrent_layout(packing)
         with _checked_calls(model, backbone, packing) if uncounted else nullcontext():
             out = backbone(
                 input_ids=packed.input_ids_1T, position_ids=packed.position_ids_1T, use_cache=False, packing=packing
@@ -246,6 +250,7 @@ def install_packed_forward(
         **kwargs: Any,
     ) -> Any:
         if packed is None:
+            set_recurrent_layout(None)
             return original(*args, **kwargs)
         hidden_TH = hidden_states(packed)
         if packed.packing.tree is None:
@@ -266,6 +271,10 @@ def install_packed_forward(
     model.forward = forward
 
 
+_TOKENWISE = ("mlp", "moe")
+"""Nemotron-H's names of layers without a token mixer."""
+
+
 @contextmanager
 def _checked_calls(model: Any, backbone: nn.Module, packing: PackedLayout) -> Iterator[None]:
     """Raise ModelError after a forward unless each transformer layer that ran called packed attention."""
@@ -278,6 +287,8 @@ def _checked_calls(model: Any, backbone: nn.Module, packing: PackedLayout) -> It
         hook.remove()
     calls = packing.calls or []
     for layer in ran:
+        if getattr(layer, "block_type", None) in _TOKENWISE:
+            continue
         if not any(id(module) in calls for module in layer.modules()):
             parts = ", ".join(dict.fromkeys(type(child).__name__ for child in layer.children()))
             raise ModelError(

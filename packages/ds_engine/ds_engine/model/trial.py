@@ -1,9 +1,9 @@
 """Tries an architecture on a small random copy before it is trained: packed must equal each sequence alone.
 
 Two sequences are computed by upstream's own forward, each alone with full logits, and by ours, packed, packed with
-their shared prefix computed once, and, where packed is not exact, as padded rows. Outputs and all gradients must be
-equal. Ours runs in training mode and upstream's in evaluation mode, so
-that noise in training is found too. The copy is in fp32 on the CPU, or on the GPU if its kernels need one.
+their shared prefix computed once, with tiled MLPs, and, where packed is not exact, as padded rows. Outputs and all
+gradients must be equal. Ours runs in training mode and upstream's in evaluation mode, so that noise in training is
+found too. The copy is in fp32 on the CPU, or on the GPU if its kernels need one.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from ..errors import ModelError, UntriedModelError
 from ..simple import SimpleBatch, dense_log_prob
 from ..upstream import transformers_message
 from .attention import ATTENTION_NAME, register_packed_attention
+from .experts import use_experts
 from .packed_model import ROWS, install_packed_forward, packed_inputs
+from .recurrence import recurrent_line
 from .small_copy import randomize, small_config
+from .tiled_mlp import tile_mlps
 
 if TYPE_CHECKING:
     from ..batch import Head
@@ -40,6 +43,8 @@ LENGTHS = (13, 8)
 """Tokens of the two sequences: both are longer than the copy's windows, one than its `ORIGINAL_LENGTH`."""
 NUM_SHARED = 3
 """Tokens with which both begin."""
+_TILE = 4
+"""Tokens of a tile of MLPs: several in the packed sequences, and the last one is shorter."""
 _MAX_PARAMETERS = 60_000_000
 
 
@@ -54,14 +59,19 @@ class Trial:
     """Empty if packed."""
     why_not_shared: str
     """Empty if a prefix that packed sequences share can be computed once."""
+    recurrent: str
+    """Recurrent layers that get the borders of packed sequences, and by which code; empty if there are none."""
+    why_not_tiled: str
+    """Empty if its MLPs can run over tiles of tokens."""
     seconds: float
     """Duration of the trial."""
 
     def __str__(self) -> str:
         cost = f"tried on a small random copy in {self.seconds:.1f} s"
         if self.way == "packed":
+            recurrent = f", {self.recurrent}" if self.recurrent else ""
             shared = f"; without shared prefixes, as each {self.why_not_shared}" if self.why_not_shared else ""
-            return f"{self.architecture}: packed sequences equal each one alone{shared} ({cost})"
+            return f"{self.architecture}: packed sequences equal each one alone{recurrent}{shared} ({cost})"
         return (
             f"{self.architecture}: each sequence is a padded row of transformers' own forward, exact but slower, as "
             f"packed {self.why_not_packed} ({cost})"
@@ -122,6 +132,8 @@ def _try(config: Any, head: Head, device: torch.device) -> Trial:
                     why_not_shared=_inexactness("shared", small, model, sequences, head, expected)
                     if is_packed
                     else f"packed {reasons['packed']}",
+                    recurrent=recurrent_line(model) if is_packed else "",
+                    why_not_tiled=_inexactness(way, small, model, sequences, head, expected, tile=_TILE),
                     seconds=time.monotonic() - started,
                 )
     raise ModelError(f"{architecture} cannot be trained: packed {reasons['packed']}; in padded rows {reasons['rows']}")
@@ -131,13 +143,18 @@ Result = tuple[Tensor, Mapping[str, Tensor]]
 """Outputs of all sequences, and the gradients of a weighted sum of them."""
 
 
-def _inexactness(way: str, small: Any, reference: Any, sequences: list[Tensor], head: Head, expected: Result) -> str:
+def _inexactness(
+    way: str, small: Any, reference: Any, sequences: list[Tensor], head: Head, expected: Result, *, tile: int = 0
+) -> str:
     """Why sequences computed in this way do not equal each one alone; empty if they do."""
     try:
         register_packed_attention()
         options = {} if way == "rows" else {"attn_implementation": ATTENTION_NAME}
         model = _build(small, head, **options)
         model.load_state_dict(reference.state_dict())
+        use_experts(model, "auto", device=sequences[0].device)
+        if tile:
+            tile_mlps(model, tile)
         install_packed_forward(model.train(), dense_log_prob if head == "lm" else None)
         with CPU:
             batch = SimpleBatch.pack([_split(ids, head) for ids in sequences])
@@ -185,6 +202,7 @@ def _reference(config: Any, head: Head) -> tuple[Any, Any]:
                 failures.append(f"a copy has {size:,} parameters")
                 continue
             model = _build(small, head).eval()
+            use_experts(model, "loop", device=next(model.parameters()).device)
             randomize(model)
             with torch.no_grad():
                 outputs = [_alone(model, ids, head) for ids in _sequences(model)]

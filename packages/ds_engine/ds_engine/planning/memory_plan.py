@@ -27,7 +27,8 @@ intermediate size. A layer of the supported families keeps, per token,
 
 Compiled layers keep neither fp32 copies, nor normalized inputs, nor products of activations: 2 e h, e (q + v), the same
 for attention, 2 e i. With activation checkpointing a recomputed layer keeps its input e h; one layer at a time keeps
-everything.
+everything. With tiled_mlp the row "MLP" exists for one tile of one layer at a time, beside the fp32 sums of the tiles'
+weight gradients.
 
 The peak is the maximum over four moments: the backward pass of the head (all activations, the LM head's gradient e V h,
 working memory of the log-prob function), of the top layer, and of the embedding (2 e V h, and a cast of it), and the
@@ -330,6 +331,21 @@ def _recomputed(case: _Case) -> int:
     return -(-case.shape.num_layers // config.checkpoint_every) if config.gradient_checkpointing else 0
 
 
+def _product_bytes(case: _Case) -> int:
+    """Bytes that an MLP keeps per token between its input and its output."""
+    return (2 if case.config.compile else 4) * case.e * case.shape.intermediate
+
+
+def _mlp_bytes(case: _Case, tokens: int) -> int:
+    """Bytes that an MLP allocates only during its backward pass."""
+    temporary = 2 * case.e * case.shape.intermediate
+    if not case.config.tiled_mlp:
+        return tokens * temporary
+    hidden, inner = case.shape.hidden, case.shape.intermediate
+    sums = 4 * 3 * hidden * inner if case.config.lora is None else 0
+    return min(tokens, case.config.tiled_mlp) * (temporary + _product_bytes(case)) + sums
+
+
 def _layer_bytes(case: _Case) -> int:
     """Bytes of activations that one layer keeps per token."""
     shape, e = case.shape, case.e
@@ -340,7 +356,7 @@ def _layer_bytes(case: _Case) -> int:
     q, v = shape.query_width, shape.kv_width
     norms = 2 * (norm + (0 if compiled else e)) * shape.hidden
     head_norms = norm * (q + v) if shape.qk_norm else 0
-    products = (2 if compiled else 4) * e * shape.intermediate
+    products = 0 if case.config.tiled_mlp else _product_bytes(case)
     attention = e * (2 * q + 2 * v) + 4 * shape.num_heads
     if case.config.sequence_parallel > 1:
         attention += e * q
@@ -365,7 +381,7 @@ def _peak(case: _Case, states: _States, tokens: int, targets: int, log_prob_byte
     final_hidden = tokens * hidden * (4 + e) + targets * hidden * (e + 4)
     at_head = kept + final_hidden + head_table + log_prob_bytes
     below_head = head_table if shape.tied else 0  # a tied head's gradient is kept until the embedding's backward pass
-    in_layer = tokens * (2 * e * shape.intermediate + 12 * hidden)
+    in_layer = _mlp_bytes(case, tokens) + tokens * 12 * hidden
     if _uses_nf4(config):
         largest = max(w.size for w in shape.linear_layers())
         in_layer += e * largest + _DEQUANTIZE_BYTES * min(largest, NF4_CHUNK)

@@ -29,7 +29,7 @@ from ..rules import value_of
 from ..training.teacher_config import TeacherConfig
 from .engines import resolve_compile, resolve_kernels, resolve_learning_rate
 from .instruction import resolve_instruction
-from .memory import longest_sequence, read_model_shape, resolve_memory, resolve_sizes, samples_per_server
+from .memory import Recompute, longest_sequence, read_model_shape, resolve_memory, resolve_sizes, samples_per_server
 from .own_model import ModelFacts, choose_defaults, read_facts
 from .resolved import ResolvedConfig, device_warning, with_fetched_files
 from .steps import resolve_steps
@@ -111,7 +111,7 @@ def resolve_job_for(
     else:
         why = "the default"
         resolved = resolved.with_default("trainer.take_turns", "never", why)
-        resolved = resolve_sizes(resolved, gradient_checkpointing=False, token_budget=DEFAULT_TOKEN_BUDGET, why=why)
+        resolved = resolve_sizes(resolved, Recompute(), token_budget=DEFAULT_TOKEN_BUDGET, why=why)
     resolved = _resolve_sync(_resolve_length_shaping(resolved), on_gpu=bool(gpus))
     resolved = _resolve_server_modes(resolved)
     for section in _server_sections(resolved.config):

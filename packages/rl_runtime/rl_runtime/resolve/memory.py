@@ -1,9 +1,10 @@
 """Memory of a GPU divided between a rank and a server: turns, recomputation, micro batches and the KV cache.
 
 The plan counts the trainer (`ds_engine.estimate_memory`) and the server on the same GPU
-(`rollout_vllm.estimate_server_memory`): activations are recomputed, micro batches shrink and the KV cache gives way,
-in this order, until both fit. If they never do, they take turns: servers sleep while the trainer works, and if that is
-not enough, optimizer states wait in host memory while the servers generate.
+(`rollout_vllm.estimate_server_memory`): activations are recomputed, micro batches shrink, MLPs run in tiles where one
+sequence keeps micro batches large, and the KV cache gives way, in this order, until both fit. If they never do, they
+take turns: servers sleep while the trainer works, and if that is not enough, optimizer states wait in host memory while
+the servers generate.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
-from ds_engine import MemoryEstimate, ModelShape, estimate_memory
+from ds_engine import EngineConfig, MemoryEstimate, ModelShape, estimate_memory
 from ds_engine.nf4_size import nf4_bytes
 from ds_engine.planning.model_shape import read_shape
 from plinth_base.model_folder import find_model_folder
@@ -27,13 +28,16 @@ from ..errors import InputError
 from ..job_config import JobConfig, JobConfigT
 from ..rollout.memory_turns import sleep_level
 from ..training.engines import naming_engine
-from .resolved import ResolvedConfig
+from .resolved import ConfigT, ResolvedConfig
 
 BudgetT = TypeVar("BudgetT", int, int | None)
 Turns = Literal["never", "servers", "both"]
 """Values of `trainer.take_turns`, in the order in which they are tried."""
 
 TOKEN_BUDGETS = (DEFAULT_TOKEN_BUDGET, 8_192, 4_096)
+TILE_TOKENS = 4_096
+"""Tokens of a tile of MLPs: enough for fast matrix products, and their activations take less than a layer's other ones
+of a long sequence."""
 _KV_SHARES = ((1.0, 0.75, 0.5), (0.4, 0.3, 0.2, 0.1))
 """Sizes of the KV cache, relative to all sequences of a step at full length; the second group is a last resort."""
 _KV_BLOCK = 16
@@ -72,6 +76,20 @@ def longest_sequence(config: JobConfig) -> int:
     return config.data.max_prompt_length + max(config.sampling.response_tokens, config.validation.response_tokens)
 
 
+@dataclass(frozen=True)
+class Recompute:
+    """Values of the engine's open settings that trade computation for memory."""
+
+    layers: bool = False
+    tile: int = 0
+
+    def fill(self, engine: EngineConfig) -> EngineConfig:
+        """The settings with these values where they are open."""
+        if engine.gradient_checkpointing is None:
+            engine = replace(engine, gradient_checkpointing=self.layers)
+        return engine if engine.tiled_mlp is not None else replace(engine, tiled_mlp=self.tile)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Rank:
     """Planned bytes of the largest rank, per turn."""
@@ -99,7 +117,7 @@ class _Plan:
     """One way to divide a GPU between a rank and a server."""
 
     turns: Turns
-    recompute: bool
+    recompute: Recompute
     token_budget: int | None
     kv_share: float
     rank: _Rank
@@ -157,7 +175,7 @@ def resolve_memory(
     if plan.server is None:
         why_turns = "no server shares a GPU with a rank"
     resolved = resolved.with_default("trainer.take_turns", plan.turns, why_turns)
-    resolved = resolve_sizes(resolved, gradient_checkpointing=plan.recompute, token_budget=plan.token_budget, why=why)
+    resolved = resolve_sizes(resolved, plan.recompute, token_budget=plan.token_budget, why=why)
     if plan.server is not None:
         resolved = _resolve_share(resolved, plan, total)
     elif not resolved.config.rollout.urls:
@@ -249,24 +267,31 @@ def _resolve_share(resolved: ResolvedConfig[JobConfigT], plan: _Plan, total: int
 
 
 def resolve_sizes(
-    resolved: ResolvedConfig[JobConfigT], *, gradient_checkpointing: bool, token_budget: int | None, why: str
+    resolved: ResolvedConfig[JobConfigT], recompute: Recompute, *, token_budget: int | None, why: str
 ) -> ResolvedConfig[JobConfigT]:
     for model in resolved.config.models:
-        resolved = resolved.with_default(f"{model.section}.gradient_checkpointing", gradient_checkpointing, why)
+        resolved = resolve_recompute(resolved, model.section, recompute, why)
     if resolved.config.batch.micro_batch_size is not None:
         return resolved
     return resolved.with_default("batch.token_budget", token_budget, why)
+
+
+def resolve_recompute(
+    resolved: ResolvedConfig[ConfigT], section: str, recompute: Recompute, why: str
+) -> ResolvedConfig[ConfigT]:
+    resolved = resolved.with_default(f"{section}.gradient_checkpointing", recompute.layers, why)
+    return resolved.with_default(f"{section}.tiled_mlp", recompute.tile, why, listed=recompute.tile > 0)
 
 
 def _plans(
     config: JobConfig, shape: ModelShape, frozen_shapes: Mapping[str, ModelShape | None], total: int
 ) -> Iterator[_Plan]:
     """All ways in the order of preference; at least one."""
-    is_open = any(model.engine.gradient_checkpointing is None for model in config.models)
     budgets: Sequence[int | None] = TOKEN_BUDGETS
     if config.batch.micro_batch_size is not None or config.batch.token_budget is not None:
         budgets = (config.batch.token_budget,)
-    sizes = size_plans((False, True) if is_open else (False,), budgets)
+    least = max(budgets[-1] or 0, longest_sequence(config) * (config.batch.micro_batch_size or 1))
+    sizes = size_plans([model.engine for model in config.models], budgets, least, shape)
     tried: tuple[Turns, ...] = ("never",)
     if config.trainer.take_turns is not None:
         tried = (config.trainer.take_turns,)
@@ -289,11 +314,23 @@ def _plans(
                     )
 
 
-def size_plans(recompute: Sequence[bool], budgets: Sequence[BudgetT]) -> list[tuple[bool, BudgetT]]:
-    """Pairs of recomputation and the size of micro batches, in the order of preference."""
-    sizes = list(itertools.product(recompute, budgets))
+def size_plans(
+    engines: Sequence[EngineConfig], budgets: Sequence[BudgetT], least: int, shape: ModelShape
+) -> list[tuple[Recompute, BudgetT]]:
+    """Pairs of recomputation and the size of micro batches, in the order of preference.
+
+    Args:
+        least: tokens of the smallest micro batch. MLPs run in tiles if it is larger than usual, because micro batches
+            cannot shrink then, and the family is known.
+    """
+    is_open = any(engine.gradient_checkpointing is None for engine in engines)
+    ways = [Recompute(), *([Recompute(layers=True)] if is_open else [])]
     # Small micro batches without recomputation are no better than larger ones with it.
-    return [size for size in sizes if size != (False, TOKEN_BUDGETS[-1])] if len(recompute) > 1 else sizes
+    sizes = [size for size in itertools.product(ways, budgets) if not is_open or size != (ways[0], TOKEN_BUDGETS[-1])]
+    can_tile = all(engine.trains_without_noise and engine.zero.offload.param != "nvme" for engine in engines)
+    if least > DEFAULT_TOKEN_BUDGET and shape.is_exact and can_tile:
+        sizes += [(Recompute(layers=True, tile=TILE_TOKENS), budget) for budget in budgets]
+    return sizes
 
 
 def _shares_gpus(config: JobConfig) -> bool:
@@ -305,7 +342,7 @@ def _rank_memory(
     config: JobConfig,
     shape: ModelShape,
     frozen_shapes: Mapping[str, ModelShape | None],
-    recompute: bool,
+    recompute: Recompute,
     budget: int | None,
 ) -> _Rank:
     """The rank with the most, and what the ranks move in turns."""
@@ -315,9 +352,7 @@ def _rank_memory(
     shared: list[MemoryEstimate] = []
     alone: list[MemoryEstimate] = []
     for model in config.models:
-        engine = model.engine
-        if engine.gradient_checkpointing is None:
-            engine = replace(engine, gradient_checkpointing=recompute)
+        engine = recompute.fill(model.engine)
         ranks = model.own_ranks or config.trainer.rank_count
         with naming_engine(model.section):
             estimate = estimate_memory(

@@ -18,10 +18,12 @@ from .engines import resolve_compile, resolve_kernels, resolve_learning_rate
 from .memory import (
     TOKEN_BUDGETS,
     USABLE,
+    Recompute,
     check_states_fit,
     gib,
     read_model_shape,
     reserved_bytes,
+    resolve_recompute,
     size_plans,
     state_bytes,
 )
@@ -58,7 +60,7 @@ def resolve_supervised_for(
     resolved = resolve_compile(resolved, "engine", config.engine, shape, on_gpu=bool(gpus))
     if shape is not None:
         return _resolve_memory(resolved, shape, min(gpu.free_bytes for gpu in gpus))
-    resolved = resolved.with_default("engine.gradient_checkpointing", False, "the default")
+    resolved = resolve_recompute(resolved, "engine", Recompute(), "the default")
     return _resolve_budget(resolved, DEFAULT_TOKEN_BUDGET, "the default")
 
 
@@ -67,17 +69,16 @@ def _resolve_memory(
 ) -> ResolvedConfig[SupervisedJobConfigT]:
     """Recomputation and micro batches: the largest micro batches that fit, without recomputation if possible."""
     config, usable = resolved.config, int(free * USABLE)
-    given = config.engine.gradient_checkpointing
     budgets = (config.batch.max_packed_tokens,) if config.token_budget or config.micro_batch_size else TOKEN_BUDGETS
     if config.micro_batch_size and config.supervised.max_length:
         budgets = (config.micro_batch_size * config.supervised.max_length,)
-    plans = size_plans((False, True) if given is None else (given,), budgets)
+    plans = size_plans([config.engine], budgets, budgets[-1], shape)
     sp, engine = config.engine.sequence_parallel, replace(config.engine, optim=config.supervised.optim)
     dp = max(1, config.trainer.rank_count // sp)
     with naming_engine("engine"):
         estimates = {
             (recompute, budget): estimate_memory(
-                shape, replace(engine, gradient_checkpointing=recompute), dp=dp, tokens_per_micro_batch=budget * sp
+                shape, recompute.fill(engine), dp=dp, tokens_per_micro_batch=budget * sp
             )
             for recompute, budget in plans
         }
@@ -89,7 +90,7 @@ def _resolve_memory(
     line = f"memory of a GPU: {gib(peaks[best])} for a rank at its peak, of {gib(free)} free"
     if peaks[best] > usable:
         line += "; expect it to run out of memory: use engine.zero.stage=3, zero.offload, LoRA or more GPUs"
-    resolved = resolved.with_default("engine.gradient_checkpointing", recompute, why)
+    resolved = resolve_recompute(resolved, "engine", recompute, why)
     return replace(_resolve_budget(resolved, budget, why), memory=line, rank_bytes=peaks[best])
 
 

@@ -15,6 +15,8 @@ AUTH_MIDDLEWARE = "plinth_server_auth.ApiKeyMiddleware"  # the module that _serv
 VERSION_MIDDLEWARE = "plinth_server_policy_versions.PolicyVersionMiddleware"  # the same
 DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.5
+MAX_GRAPH_SIZE = 512
+"""The largest batch for which vLLM captures a CUDA graph by default."""
 
 # Variables of the launching process that would silently change the server, or that it has no need of.
 _DROPPED_VARIABLES = (
@@ -71,8 +73,12 @@ def server_arguments(
     args += ["--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"]
     if config.max_model_len is not None:
         args += ["--max-model-len", str(config.max_model_len)]
+    given = [each.replace("_", "-") for each in (*extra_args, *config.extra_args)]  # vLLM takes both
+    compiled = any(each.startswith(("--compilation-config", "-cc")) for each in given)
     if is_eager(config, device):
         args += ["--enforce-eager"]
+    elif device == "cuda" and config.fast_paths and not compiled and not any("cudagraph" in each for each in given):
+        args += ["--cudagraph-capture-sizes", *map(str, graph_sizes(max_num_seqs))]
     prefix_caching = config.prefix_caching and not (config.deterministic and device == "cpu")
     args += ["--enable-prefix-caching" if prefix_caching else "--no-enable-prefix-caching"]
     chunked = config.chunked_prefill if config.chunked_prefill is not None else device != "cpu"
@@ -82,8 +88,6 @@ def server_arguments(
         args += ["--compilation-config.mode=0", "--compilation-config.cudagraph_mode=FULL_DECODE_ONLY"]
     if config.tensor_parallel_size > 1:
         args += ["--tensor-parallel-size", str(config.tensor_parallel_size)]
-        given = [each.replace("_", "-") for each in (*extra_args, *config.extra_args)]  # vLLM takes both
-        compiled = any(each.startswith(("--compilation-config", "-cc")) for each in given)
         if device == "cuda" and not multicast and not compiled:
             # vLLM 0.26 fuses all-reduces with a kernel that needs a multicast address, and does not look for one.
             args += ["--compilation-config.pass_config.fuse_allreduce_rms=false"]
@@ -104,6 +108,17 @@ def server_arguments(
     if kv_cache_bytes is not None:
         args += ["--kv-cache-memory-bytes", str(kv_cache_bytes)]
     return [*args, *extra_args, *config.extra_args]
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes for which CUDA graphs are captured: half of vLLM's, in half of the time of a server's start.
+
+    A step is padded to the next size, by at most 15 sequences up to 128 and 31 beyond: below the rows of one tile of a
+    matrix product.
+    """
+    most = min(2 * max_num_seqs, MAX_GRAPH_SIZE)
+    sizes = [1, 2, 4, 8, *range(16, 128, 16), *range(128, most + 1, 32)]
+    return sorted({size for size in sizes if size < most} | {most})
 
 
 def has_multicast(environment: Mapping[str, str]) -> bool:

@@ -1,0 +1,113 @@
+"""Mixtures on two real ranks whose tokens use other experts: results are those of one process, and nobody waits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from ds_engine_testkit import VOCAB, Sample, distance, make_samples, reference_training
+
+from ds_engine import EngineConfig, OptimConfig, ZeroConfig
+from plinth_testing import RankPool
+
+pytestmark = pytest.mark.slow
+LR, EPS = 3e-3, 1e-4
+NUM_EXPERTS = 8
+CONFIG = EngineConfig(
+    zero=ZeroConfig(stage=3, param_persistence_elements=0, reduce_bucket_bytes=30_000),
+    optim=OptimConfig(lr=LR, eps=EPS),
+    dtype="float32",
+    collective_guard="lockstep",
+)
+
+
+def half(sample: Sample, rank: int) -> Sample:
+    """The sample with tokens of one half of the vocabulary."""
+    return replace(sample, ids=[token % (VOCAB // 2) + rank * VOCAB // 2 for token in sample.ids])
+
+
+STEPS = [[[half(s, rank) for s in make_samples(4, seed=2 * seed + rank)] for rank in range(2)] for seed in range(3)]
+"""By step and rank."""
+ALL = [[*first, *second] for first, second in STEPS]
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first number of a hidden state tells the half of the vocabulary, and the router reads it alone."""
+    folder = tmp_path_factory.mktemp("mixture")
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        num_experts=NUM_EXPERTS, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True,
+        initializer_range=0.2, tie_word_embeddings=False, pad_token_id=None, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        side_V = torch.where(torch.arange(VOCAB) < VOCAB // 2, -1.0, 1.0)
+        model.model.embed_tokens.weight[:, 0] = 5 * side_V
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[0] = 0
+            layer.mlp.experts.down_proj[:, 0] = 0
+            layer.mlp.gate.weight[:, 0] = 5 * side_V[:: VOCAB // NUM_EXPERTS]
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(mixture: Path) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
+    weights, losses, norms = reference_training(mixture, ALL, lr=LR, eps=EPS)
+    return dict(in_folder(weights)), losses, norms
+
+
+def in_folder(weights: dict[str, torch.Tensor]) -> Any:
+    """The weights under the names of the model folder, where each expert has its own."""
+    for name, weight in weights.items():
+        if "experts" not in name:
+            yield name, weight
+            continue
+        for number, expert in enumerate(weight):
+            prefix = f"{name.rpartition('.')[0]}.{number}"
+            parts = {"gate_proj": expert.chunk(2)[0], "up_proj": expert.chunk(2)[1]}
+            parts = {"down_proj": expert} if name.endswith("down_proj") else parts
+            yield from ((f"{prefix}.{part}.weight", value) for part, value in parts.items())
+
+
+def test_ranks_use_other_experts(mixture: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(mixture)
+    used: list[set[int]] = []
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda _, __, outputs: used[-1].update(outputs[2].flatten().tolist()))
+    for rank in range(2):
+        used.append(set())
+        for step in STEPS:
+            for sample in step[rank]:
+                model(input_ids=torch.tensor([sample.ids]))
+    assert used == [{*range(NUM_EXPERTS // 2)}, {*range(NUM_EXPERTS // 2, NUM_EXPERTS)}]
+
+
+@pytest.mark.parametrize(
+    ("stage", "experts"), [(1, "grouped"), (2, "grouped"), (3, "grouped"), (3, "loop"), (3, "listed")]
+)
+def test_training_equals_one_process(
+    two_ranks: RankPool, mixture: Path, reference: Any, stage: Any, experts: Any
+) -> None:
+    """Two micro batches of two sequences a rank; every collective is compared before it runs. "listed": a ModuleList of
+    experts, of which a rank runs only its own, and gathers all."""
+    per_rank = [{"steps": [[step[rank][:2], step[rank][2:]] for step in STEPS]} for rank in range(2)]
+    listed = experts == "listed"
+    config = replace(CONFIG, zero=replace(CONFIG.zero, stage=stage), experts="auto" if listed else experts)
+    function = "train_listed_experts" if listed else "train"
+    results = two_ranks.run(function, per_rank, model_path=str(mixture), config=config)
+    expected, losses, norms = reference
+    for result in results:
+        assert [s.loss for s in result["stats"]] == pytest.approx(losses, rel=1e-5)
+        assert [s.grad_norm for s in result["stats"]] == pytest.approx(norms, rel=1e-5)
+        assert all(s.num_guarded_collectives > 0 for s in result["stats"])
+    weights = results[0]["weights"]
+    assert weights.keys() == expected.keys()
+    for name, weight in weights.items():
+        assert distance(weight, expected[name]) < 1e-5, name
