@@ -197,7 +197,8 @@ def serve(args: argparse.Namespace, prompt: list[int]) -> tuple[Record, Record, 
     read = SamplingParams(**options, max_tokens=1, prompt_logprobs=0)
     out = llm.generate({"prompt_token_ids": prompt + response}, read)[0]
     prefill = {name: [torch.cat(parts)[: len(prompt) + len(response) - 1]] for name, parts in current.items()}
-    prefill["logits"] = [max(current["logits"], key=len)]  # those of the prompt come after that of the new token
+    of_prompt = max(current["logits"], key=len)  # one more call has those of the new token
+    prefill["logits"] = [of_prompt[: len(prompt) + len(response) - 1]]
     prefill["log-probs"] = [log_prob_rows(out.prompt_logprobs[len(prompt) :], response)]
     return decoding, prefill, response
 
@@ -251,6 +252,7 @@ def main() -> None:
     prompt = torch.randint(3, 250, (args.prompt_tokens,), generator=generator).tolist()
     decoding, prefill, response = serve(args, prompt)
     trained, num_layers = train(args, prompt, response)
+    torch.set_num_threads(1)  # comparisons are small, and a GPU host has many cores
     compare(decoding, prefill, num_layers, "server decoding / server prefill")
     compare(prefill, trained, num_layers, "server prefill / trainer")
     compare(decoding, trained, num_layers, "server decoding / trainer")

@@ -111,6 +111,16 @@ ints = lambda *values: torch.tensor(values, dtype=torch.int32)
 x, weight, bias = drawn(70, 96), drawn(200, 96, seed=1), drawn(200)
 close(kernels.matmul(x, weight, bias), operations.linear(x, weight, bias))
 close(kernels.rms_norm(x, weight[0], 1e-6), operations.rms_norm(x, weight[0], 1e-6))
+table = torch.cat((drawn(90, 1, 32), drawn(90, 1, 32, seed=1)), dim=1)
+heads = drawn(70, 5, 32)
+positions = torch.randint(90, (70,), generator=torch.Generator().manual_seed(0))
+assert torch.equal(kernels.rotate(heads, table, positions), operations.rotate(heads, table, positions))
+kernels._CHUNK = 16
+for there in (True, False):
+    kernels._same_bits.clear()
+    kernels._library = (lambda x, weight, bias: kernels.matmul(x, weight, bias)) if there else operations.linear
+    close(kernels.linear(x, weight, bias), kernels.matmul(x, weight, bias))
+assert torch.equal(kernels.linear(x, weight, bias), kernels.matmul(x, weight, bias))
 logits = drawn(3, 5000)
 logits[0, :2500] = float("-inf")  # whole blocks of masked tokens
 close(kernels.log_sum_exp(logits), logits.logsumexp(-1))

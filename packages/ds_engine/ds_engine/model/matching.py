@@ -46,6 +46,8 @@ class Operations(Protocol):
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 """Families whose layers are these operations and nothing else that rounds."""
 _ROPE_TYPES = ("default", "llama3")
+_HEAD_DIMS = (8, 16, 32, 64, 128, 256)
+"""Powers of two, as Triton's tiles are."""
 _LOGIT_ROWS = 1024
 """Targets whose logits are in memory at once."""
 
@@ -56,6 +58,7 @@ def check_match(model_config: Any) -> None:
         ("model_type", getattr(model_config, "model_type", None), MODEL_TYPES),
         ("hidden_act", getattr(model_config, "hidden_act", None), ("silu",)),
         ("rope_type", (getattr(model_config, "rope_parameters", None) or {}).get("rope_type", "default"), _ROPE_TYPES),
+        ("head_dim", getattr(model_config, "head_dim", None) or _head_dim(model_config), _HEAD_DIMS),
         ("use_sliding_window", bool(getattr(model_config, "use_sliding_window", False)), (False,)),
     ):
         if value not in allowed:
@@ -65,6 +68,10 @@ def check_match(model_config: Any) -> None:
                 value=True,
                 allowed=f"{name} {' or '.join(map(str, allowed))}",
             )
+
+
+def _head_dim(model_config: Any) -> int:
+    return int(model_config.hidden_size) // int(model_config.num_attention_heads)
 
 
 def match_servers(model: Any, operations: Operations) -> None:

@@ -72,17 +72,19 @@ def _silu_and_mul(self: Any, x: Tensor) -> Tensor:
 
 
 def _rotate(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    frequencies = getattr(self, "plinth_frequencies", None)
-    if frequencies is None:
+    table = getattr(self, "plinth_table", None)
+    if table is None:
         with torch.device("cpu"):  # where transformers computes them
-            frequencies = self._compute_inv_freq(self.base).to(query.device)
-        self.plinth_frequencies = frequencies
-    angles = positions.flatten()[:, None].float() * frequencies
-    angles = torch.cat((angles, angles), dim=-1)
-    cos, sin = angles.cos().to(query.dtype), angles.sin().to(query.dtype)
+            frequencies = self._compute_inv_freq(self.base)
+        steps = torch.arange(self.max_position_embeddings, device=query.device)
+        angles = steps[:, None].float() * frequencies.to(query.device)
+        angles = torch.cat((angles, angles), dim=-1)
+        table = torch.stack((angles.cos(), angles.sin()), dim=1).to(query.dtype)
+        self.plinth_table = table
+    positions = positions.flatten()
 
     def rotated(x: Tensor) -> Tensor:
-        return operations.rotate(x.reshape(len(cos), -1, self.head_size), cos, sin).view(x.shape)
+        return operations.rotate(x.view(len(positions), -1, self.head_size), table, positions).view(x.shape)
 
     return rotated(query), None if key is None else rotated(key)
 

@@ -25,9 +25,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias; x: [..., K], weight: [N, K], bias: [N]."""
     rows = x.reshape(-1, x.shape[-1])
     if x.is_cuda:
-        from .kernels import matmul
+        from .kernels import linear as kernel
 
-        out = matmul(rows, weight, bias)
+        out = kernel(rows, weight, bias)
     else:
         out = F.linear(F.pad(rows, (0, 0, 0, -len(rows) % _ROWS)), weight, bias)[: len(rows)]
     return out.view(*x.shape[:-1], len(weight))
@@ -43,10 +43,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions as in transformers; x: [T, heads, d], cos and sin: [T, d] in the dtype of `x`."""
+def rotate(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+    """Rotary positions as in transformers.
+
+    Args:
+        x: [T, heads, d].
+        table: [positions, 2, d] in the dtype of `x`, cosines and sines.
+        positions: [T] int64.
+    """
+    if x.is_cuda:
+        from .kernels import rotate as kernel
+
+        return kernel(x, table, positions)
+    cos, sin = table[positions][:, :, None].unbind(1)
     first, second = x.chunk(2, dim=-1)
-    return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def attention(
