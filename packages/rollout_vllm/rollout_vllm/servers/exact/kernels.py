@@ -16,7 +16,7 @@ _TILE_K = 64
 """Keys of a tile."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # it would be compiled for other numbers while graphs are captured
 def _matmul_kernel(
     out_ptr, x_ptr, weight_ptr, bias_ptr, num_rows, num_columns, num_inner, x_row, weight_row, out_row,
     HAS_BIAS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
