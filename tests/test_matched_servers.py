@@ -15,8 +15,16 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long]
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize(("dtype", "stage"), [("float32", 2), ("bfloat16", 3)])
-def test_mismatch_is_exactly_zero(dtype: str, stage: int, tmp_path: Path, start_app: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "settings"),
+    [
+        ("float32", ["actor.zero.stage=2", "actor.gradient_checkpointing=true", "actor.tiled_mlp=64"]),
+        ("bfloat16", ["actor.zero.stage=3", "actor.sequence_parallel=2"]),
+    ],
+)
+def test_mismatch_is_exactly_zero(
+    dtype: str, settings: list[str], tmp_path: Path, start_app: Callable[..., Any]
+) -> None:
     """Groups share their prompt in the server's prefix cache and on the ranks; micro batches are packed."""
     app = start_app(
         tmp_path,
@@ -24,8 +32,7 @@ def test_mismatch_is_exactly_zero(dtype: str, stage: int, tmp_path: Path, start_
         "actor.match_servers=true",
         f"actor.dtype={dtype}",
         f"rollout.dtype={dtype}",
-        f"actor.zero.stage={stage}",
-        "actor.gradient_checkpointing=true",
+        *settings,
         "batch.train_batch_size=8",
         "batch.mini_batch_size=4",
         "batch.token_budget=512",

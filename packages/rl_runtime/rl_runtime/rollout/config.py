@@ -141,7 +141,6 @@ MATCHED_SERVERS = Feature(
             holds=lambda c: c.rollout.dtype in ("auto", c.actor.model_dtype),
         ),
         only("rollout.log_probs", True),
-        only("actor.sequence_parallel", 1, why="and it was not tried with it"),
         *(
             only(f"sampling.{name}", value, why="and log-probs are those of the whole, unchanged distribution")
             for name, value in (
