@@ -12,12 +12,13 @@ import argparse
 import os
 from collections import defaultdict
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in this process
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 Record = dict[str, list[Tensor]]
 """Output rows by operation, [rows, width], in the order of computation."""
@@ -39,7 +40,7 @@ def layer_number(name: str) -> str:
     return name.split("layers.")[1].split(".")[0]
 
 
-def hook_server(model: nn.Module, record: Callable[[], Record]) -> None:
+def hook_server(model: Any, record: Callable[[], Record]) -> None:
     """Record what vLLM's modules compute."""
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -91,7 +92,8 @@ def hook_rotary(attention: Any, at: str, record: Callable[[], Record]) -> None:
 
 def first_of(out: Any) -> Tensor:
     """The first tensor of a module's outputs."""
-    return out[0] if isinstance(out, tuple) else out
+    first: Tensor = out[0] if isinstance(out, tuple) else out
+    return first
 
 
 def hook_trainer(model: Any, record: Record) -> None:
@@ -221,10 +223,9 @@ def train(args: argparse.Namespace, prompt: list[int], response: list[int]) -> t
     device, dtype = torch.device("cuda" if torch.cuda.is_available() else "cpu"), getattr(torch, args.dtype)
     register_packed_attention()
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, attn_implementation=ATTENTION_NAME).to(device)
-    operations = None
+    operations: Any = None
     if args.match:
-        from rollout_vllm.servers.exact import operations as operations
-
+        operations = import_module("rollout_vllm.servers.exact.operations")
         match_servers(model, operations)
     install_packed_forward(model, linear_log_prob, operations=operations)
     record: Record = {}

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ds_engine import EngineConfig, EngineConfigError, LoraConfig, ModelError, dense_log_prob
 from ds_engine.batch import Prefixes
-from ds_engine.model.attention import ATTENTION_NAME, register_packed_attention
+from ds_engine.model.attention import ATTENTION_NAME, packed_layout, register_packed_attention
 from ds_engine.model.loading import check_model, prepare_model
+from ds_engine.model.matching import MatchedAttention
 from ds_engine.model.packed_model import packed_inputs
 from plinth_testing import raises, write_tiny_model
 
@@ -106,6 +107,25 @@ def test_the_forward_pass_is_that_of_the_operations(tiny_model: Path) -> None:
     usual, _ = outputs_and_gradients(model_of(tiny_model, CountedOperations()))
     shifted, _ = outputs_and_gradients(model_of(tiny_model, CountedOperations(shift=0.1)))
     assert (usual - shifted).abs().max() > 1e-3
+
+
+def test_keys_of_a_tree_are_read_in_place_or_gathered() -> None:
+    lengths, parents = [5, 3, 2, 4], [-1, 0, 0, 1]
+    in_place, gathered = (packed_layout(lengths, device=CPU, kernel=k, parents=parents) for k in ("flash4", "sdpa"))
+    q, k, v = torch.randn(3, 14, 4, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    k, v = k[:, :2], v[:, :2]
+    assert gathered.tree is not None
+    rows = gathered.tree.path_rows
+    first = MatchedAttention.make(in_place, CountedOperations()).attend(q, k, v, 0.5, F.linear)
+    second = MatchedAttention.make(gathered, CountedOperations()).attend(q, k[rows], v[rows], 0.5, F.linear)
+    assert torch.equal(first, second)
+    alone = F.scaled_dot_product_attention(
+        *(x[[*range(8), *range(10, 14)]].transpose(0, 1)[None] for x in (q, k, v)),
+        is_causal=True,
+        scale=0.5,
+        enable_gqa=True,
+    )
+    torch.testing.assert_close(first[10:], alone[0].transpose(0, 1)[8:])
 
 
 def test_a_model_whose_servers_compute_something_else_is_refused(tmp_path: Path) -> None:

@@ -189,14 +189,12 @@ class MatchedAttention:
     def make(cls, packing: PackedLayout, operations: Operations) -> MatchedAttention:
         """For one packed row or tree."""
         keys, tree = packing.keys, packing.tree
-        device = keys.cu_seqlens.device
-        rows = torch.arange(sum(keys.lengths), device=device)
+        table = keys.cu_seqlens[:-1, None] + torch.arange(keys.longest, device=keys.cu_seqlens.device)
         if tree is not None and packing.kernel == "flash4":  # keys of a path are read in place, not gathered
-            rows = tree.path_rows
-        table = nn.utils.rnn.pad_sequence(list(rows.to(torch.int32).split(list(keys.lengths))), batch_first=True)
+            table = tree.path_rows[table.clamp(max=len(tree.path_rows) - 1)]
         return cls(
             operations=operations,
-            table=table,
+            table=table.to(torch.int32),
             query_start=packing.borders.cu_seqlens,
             lengths=keys.cu_seqlens.diff(),
             longest_q=packing.borders.longest,
