@@ -49,6 +49,7 @@ def test_a_row_has_the_same_bits_beside_any_others(dtype: torch.dtype, begin: in
         lambda x: operations.linear(x, weight, bias),
         lambda x: operations.rms_norm(x, weight[0], 1e-6),
         lambda x: operations.log_probs(operations.linear(x, weight)),
+        lambda x: operations.token_log_probs(operations.linear(x, weight), torch.full((len(x),), 7)),
     ):
         assert torch.equal(rows(x[part]), rows(x)[part])
 
@@ -111,6 +112,8 @@ ints = lambda *values: torch.tensor(values, dtype=torch.int32)
 x, weight, bias = drawn(70, 96), drawn(200, 96, seed=1), drawn(200)
 close(kernels.matmul(x, weight, bias), operations.linear(x, weight, bias))
 close(kernels.rms_norm(x, weight[0], 1e-6), operations.rms_norm(x, weight[0], 1e-6))
+inside = drawn(70, 96).view(70, 3, 32)[:, :2]  # heads of a merged product
+close(kernels.rms_norm(inside, weight[0, :32], 1e-6), operations.rms_norm(inside, weight[0, :32], 1e-6))
 table = torch.cat((drawn(90, 1, 32), drawn(90, 1, 32, seed=1)), dim=1)
 heads = drawn(70, 5, 32)
 positions = torch.randint(90, (70,), generator=torch.Generator().manual_seed(0))

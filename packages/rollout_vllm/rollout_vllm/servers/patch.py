@@ -142,6 +142,7 @@ ATTENTION = FENCE.patch(
     },
 )
 _FORWARDS = ("forward_native", "forward_cuda", "forward_cpu")
+_SCORES = ("compute_topk_scores(logits, num_logprobs, sampled_token_ids, ...)",)
 _METHOD = ("apply(layer, x, bias)", "process_weights_after_loading(layer)")
 EXACT = FENCE.patch(
     name="operations of the trainer",
@@ -155,7 +156,8 @@ EXACT = FENCE.patch(
         "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding": _FORWARDS,
         "vllm.model_executor.layers.logits_processor:LogitsProcessor": ("_get_logits",),
         "vllm.v1.sample.sampler:Sampler": ("compute_logprobs(logits)",),
-        "vllm.v1.worker.gpu.sample.sampler": ("compute_topk_scores(logits, num_logprobs, sampled_token_ids, ...)",),
+        "vllm.v1.worker.gpu.sample.sampler": _SCORES,
+        "vllm.v1.worker.gpu.sample.prompt_logprob": _SCORES,
         "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl": (f"forward({_FORWARD})",),
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl": (
             f"forward({_FORWARD})",

@@ -107,8 +107,9 @@ def _attend(layer: Any, query: Tensor, kv_cache: Tensor, step: Any, output: Tens
 
 def _replace_on_gpu(replace: Replace) -> None:
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+    from vllm.v1.outputs import LogprobsTensors
     from vllm.v1.sample.sampler import Sampler
-    from vllm.v1.worker.gpu.sample import sampler
+    from vllm.v1.worker.gpu.sample import prompt_logprob, sampler
 
     def forward(
         self: Any, layer: Any, query: Tensor, key: Any, value: Any, kv_cache: Tensor, attn_metadata: Any,
@@ -123,12 +124,21 @@ def _replace_on_gpu(replace: Replace) -> None:
     replace(Sampler, compute_logprobs=staticmethod(operations.log_probs))
     stock = sampler.compute_topk_scores
 
-    def scores(logits: Tensor, num_logprobs: int, sampled_token_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = stock(logits, num_logprobs, sampled_token_ids, *args, **kwargs)
-        result.logprobs[:, 0] = operations.log_probs(logits).gather(-1, sampled_token_ids[:, None])[:, 0]
-        return result
+    def scores(
+        logits: Tensor, num_logprobs: int, sampled_token_ids: Tensor, cu_num_logits: Any = None, **options: Any
+    ) -> Any:
+        log_probs_N = operations.token_log_probs(logits, sampled_token_ids)
+        others = num_logprobs or options.get("max_per_req_token_ids") or options.get("logits_mode")
+        if others or cu_num_logits is not None:
+            result = stock(logits, num_logprobs, sampled_token_ids, cu_num_logits, **options)
+            result.logprobs[:, 0] = log_probs_N
+            return result
+        ids_N1 = sampled_token_ids[:, None]
+        ranks_N = (logits >= logits.gather(-1, ids_N1)).sum(-1)
+        return LogprobsTensors(logprob_token_ids=ids_N1, logprobs=log_probs_N[:, None], selected_token_ranks=ranks_N)
 
     replace(sampler, compute_topk_scores=scores)
+    replace(prompt_logprob, compute_topk_scores=scores)
 
 
 def _replace_on_cpu(replace: Replace) -> None:

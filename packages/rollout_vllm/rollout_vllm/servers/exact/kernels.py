@@ -127,10 +127,11 @@ def rotate(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
 
 
 @triton.jit
-def _rms_norm_kernel(out_ptr, x_ptr, weight_ptr, eps, width, WIDTH: tl.constexpr):
+def _rms_norm_kernel(out_ptr, x_ptr, weight_ptr, eps, width, heads, token_stride, WIDTH: tl.constexpr):
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     there = columns < width
-    x = tl.load(x_ptr + row * width + columns, mask=there, other=0.0).to(tl.float32)
+    start = row // heads * token_stride + row % heads * width
+    x = tl.load(x_ptr + start + columns, mask=there, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / width + eps)
     rounded = (x * scale).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * width + columns, rounded * tl.load(weight_ptr + columns, mask=there), mask=there)
@@ -138,12 +139,17 @@ def _rms_norm_kernel(out_ptr, x_ptr, weight_ptr, eps, width, WIDTH: tl.constexpr
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `operations.rms_norm`."""
-    x = x.contiguous()
-    out, width = torch.empty_like(x), x.shape[-1]
+    width = x.shape[-1]
+    if x.dim() == 3 and x.stride(2) == 1 and x.stride(1) == width:  # heads inside a merged product
+        heads, token_stride = x.shape[1], x.stride(0)
+    else:
+        x, heads, token_stride = x.contiguous(), 1, width
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     padded = triton.next_power_of_2(width)
+    warps = min(8, max(1, padded // 512))
     _rms_norm_kernel[(x.numel() // width,)](
-        out, x, weight, eps, width, WIDTH=padded, num_warps=min(8, max(1, padded // 512))
-    )
+        out, x, weight, eps, width, heads, token_stride, WIDTH=padded, num_warps=warps
+    )  # fmt: skip
     return out
 
 

@@ -136,3 +136,12 @@ def log_probs(logits: Tensor) -> Tensor:
 
         return logits - log_sum_exp(logits)[:, None]
     return logits.float().log_softmax(dim=-1)
+
+
+def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """`log_probs` of one token a row, [N]; tokens: [N] int64."""
+    if logits.is_cuda:
+        from .kernels import log_sum_exp
+
+        return logits.gather(-1, tokens[:, None])[:, 0] - log_sum_exp(logits)
+    return log_probs(logits).gather(-1, tokens[:, None])[:, 0]
