@@ -21,6 +21,7 @@ from ds_engine.model.packed_model import packed_inputs
 from plinth_testing import raises, write_tiny_model
 
 CPU = torch.device("cpu")
+OPERATIONS = ("linear", "rms_norm", "silu", "rotary_table", "attention")
 
 
 @dataclass
@@ -28,7 +29,7 @@ class CountedOperations:
     """The operations in plain torch, with the number of calls of each; `shift` is added to every norm."""
 
     shift: float = 0.0
-    calls: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("linear", "rms_norm", "attention"), 0))
+    calls: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OPERATIONS, 0))
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         self.calls["linear"] += 1
@@ -38,6 +39,15 @@ class CountedOperations:
         self.calls["rms_norm"] += 1
         wide = x.float()
         return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) + self.shift
+
+    def silu(self, x: Tensor) -> Tensor:
+        self.calls["silu"] += 1
+        return F.silu(x)
+
+    def rotary_table(self, frequencies: Tensor, num_positions: int, dtype: torch.dtype) -> Tensor:
+        self.calls["rotary_table"] += 1
+        angles = torch.arange(num_positions)[:, None] * torch.cat((frequencies, frequencies))
+        return torch.stack((angles.cos(), angles.sin()), dim=1).to(dtype)
 
     def attention(
         self,

@@ -1,6 +1,10 @@
 """Operations of `servers/exact`: a row has the same bits beside any others, and the value of a reference in fp64."""
 
 import importlib.util
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from rollout_vllm_helpers import run_under_the_interpreter
 from rollout_vllm import RolloutConfig
 from rollout_vllm.servers.command import server_arguments, server_environment
 from rollout_vllm.servers.exact import operations
+from rollout_vllm.servers.exact.install import match_transformers
 from rollout_vllm.servers.exact.operations import attention
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -48,10 +53,26 @@ def test_a_row_has_the_same_bits_beside_any_others(dtype: torch.dtype, begin: in
     for rows in (
         lambda x: operations.linear(x, weight, bias),
         lambda x: operations.rms_norm(x, weight[0], 1e-6),
+        lambda x: operations.silu(x[:, :37]),
         lambda x: operations.log_probs(operations.linear(x, weight)),
         lambda x: operations.token_log_probs(operations.linear(x, weight), torch.full((len(x),), 7)),
     ):
         assert torch.equal(rows(x[part]), rows(x)[part])
+
+
+@DTYPES
+@pytest.mark.parametrize("num_threads", [2, 3, 5])
+def test_bits_do_not_depend_on_the_number_of_threads(dtype: torch.dtype, num_threads: int) -> None:
+    x, weight = drawn(300, 257, dtype=dtype), drawn(200, 257, dtype=dtype)
+    frequencies = drawn(17, dtype=torch.float32).abs()
+    before, results = torch.get_num_threads(), []
+    for threads in (1, num_threads):
+        torch.set_num_threads(threads)
+        products = operations.linear(x, weight)
+        parts = operations.rms_norm(x, weight[0], 1e-6), operations.silu(x), operations.log_probs(products)
+        results.append([products, *parts, operations.rotary_table(frequencies, 3000, dtype)])
+    torch.set_num_threads(before)
+    assert [torch.equal(one, other) for one, other in zip(*results, strict=True)] == [True] * 5
 
 
 @DTYPES
@@ -149,3 +170,79 @@ def test_a_matching_server_has_no_compiled_layers_and_no_other_invariance() -> N
     environment = server_environment({}, config, device="cuda", api_key="k", num_cores=8)
     assert environment["PLINTH_ROLLOUT_EXACT"] == "1"
     assert "VLLM_BATCH_INVARIANT" not in environment
+
+
+@pytest.fixture(scope="module")
+def layers() -> dict[str, Any]:
+    """The functions that a matching GPU server puts in place of vLLM's, by class or module and name."""
+    replaced: dict[str, Any] = {}
+
+    def replace(target: Any, **values: Any) -> Callable[[], None]:
+        replaced.update({f"{target.__name__.rpartition('.')[2]}.{name}": value for name, value in values.items()})
+        return lambda: None
+
+    match_transformers(replace, on_gpu=True)
+    return replaced
+
+
+@DTYPES
+def test_layers_compute_what_those_of_transformers_compute(layers: dict[str, Any], dtype: torch.dtype) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import (
+        LlamaMLP,
+        LlamaRMSNorm,
+        LlamaRotaryEmbedding,
+        apply_rotary_pos_emb,
+    )
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+
+    config = LlamaConfig(hidden_size=96, num_attention_heads=3, max_position_embeddings=64, intermediate_size=48)
+    x, residual = drawn(10, 96, dtype=dtype), drawn(10, 96, dtype=dtype, seed=1)
+    norm = LlamaRMSNorm(96, eps=1e-5).to(dtype)
+    norm.weight.data.copy_(drawn(96, dtype=dtype, seed=2))
+    out, total = layers["RMSNorm.forward_cuda"](norm, x, residual)
+    assert torch.equal(total, residual + x)
+    assert torch.equal(out, norm(residual + x))
+
+    mlp = LlamaMLP(config).to(dtype)
+    merged = torch.cat((mlp.gate_proj(x), mlp.up_proj(x)), dim=-1)
+    expected = operations.silu(mlp.gate_proj(x)) * mlp.up_proj(x)
+    assert torch.equal(layers["SiluAndMul.forward_cuda"](None, merged), expected)
+    torch.testing.assert_close(
+        expected, mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x)
+    )  # whose last elements may differ
+
+    positions = torch.tensor([3, 0, 63, 5, 5, 1, 2, 40, 41, 42])
+    cos, sin = LlamaRotaryEmbedding(config)(x, positions[None])
+    q, k = x[:, :64].reshape(1, 10, 2, 32).transpose(1, 2), x[:, 64:].reshape(1, 10, 1, 32).transpose(1, 2)
+    expected_qk = [each[0].transpose(0, 1).flatten(1) for each in apply_rotary_pos_emb(q, k, cos, sin)]
+    layer = SimpleNamespace(base=10000.0, rotary_dim=32, head_size=32, max_position_embeddings=64)
+    layer._compute_inv_freq = partial(RotaryEmbeddingBase._compute_inv_freq, layer)
+    rotated = layers["RotaryEmbedding.forward_cuda"](layer, positions, x[:, :64], x[:, 64:])
+    assert [torch.equal(one, other) for one, other in zip(rotated, expected_qk, strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize("place", ["sampler", "prompt_logprob"])
+def test_scores_of_sampled_tokens_are_those_of_the_operations(layers: dict[str, Any], place: str) -> None:
+    logits, tokens = drawn(5, 300, dtype=torch.float32), torch.tensor([0, 7, 299, 1, 1])
+    scores = layers[f"{place}.compute_topk_scores"](logits, 0, tokens, None, max_per_req_token_ids=0)
+    assert torch.equal(scores.logprobs[:, 0], operations.token_log_probs(logits, tokens))
+    assert scores.logprob_token_ids[:, 0].tolist() == tokens.tolist()
+    assert scores.selected_token_ranks.tolist() == [
+        int((row >= row[t]).sum()) for row, t in zip(logits, tokens, strict=True)
+    ]
+
+
+def test_attention_of_a_server_reads_its_paged_cache(layers: dict[str, Any]) -> None:
+    q = drawn(7, 4 * 16, dtype=torch.float32)
+    k, v = (drawn(40, 2, 16, dtype=torch.float32, seed=n) for n in (1, 2))
+    keys, values, table = paged(k, v, 16, seed=0)
+    cache, output = torch.cat((keys, values), dim=-1), torch.full((7, 64), 9.0)
+    step = SimpleNamespace(
+        num_actual_tokens=5, block_table=table, query_start_loc=ints(0, 5), seq_lens=ints(40), max_query_len=5
+    )
+    layer = SimpleNamespace(head_size=16, num_heads=4, scale=0.25)
+    layers["FlashAttentionImpl.forward"](layer, None, q, None, None, cache, step, output)
+    expected = attention(q[:5].view(5, 4, 16), keys, values, table, ints(0, 5), ints(40), 0.25, 5)
+    assert torch.equal(output[:5].view(5, 4, 16), expected)
+    assert (output[5:] == 9.0).all(), "rows of padding are left alone"

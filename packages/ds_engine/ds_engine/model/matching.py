@@ -1,8 +1,8 @@
 """Forward passes that compute the bits of the servers: `EngineConfig.match_servers`.
 
-The caller gives the servers' operations (`Operations`). Linear layers, norms, attention and log-probs compute with
-them; rotary positions, activations and sums stay those of transformers, which the servers compute in turn. Gradients
-are those of the usual operations at the same inputs: the operations have none.
+The caller gives the servers' operations (`Operations`). Sums, and products with rotary positions and gates, stay those
+of transformers, which the servers compute in turn. Gradients are those of the usual operations at the same inputs: the
+operations have none.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import ModelError
@@ -32,6 +33,14 @@ class Operations(Protocol):
     @property
     def rms_norm(self) -> Callable[[Tensor, Tensor, float], Tensor]:
         """(x [..., H], weight [H], eps) -> [..., H]."""
+
+    @property
+    def silu(self) -> Callable[[Tensor], Tensor]:
+        """(x) -> x * sigmoid(x)."""
+
+    @property
+    def rotary_table(self) -> Callable[[Tensor, int, torch.dtype], Tensor]:
+        """(frequencies [F] fp32, number of positions, dtype) -> [positions, 2, 2 F], cosines and sines."""
 
     @property
     def attention(self) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, int], Tensor]:
@@ -75,13 +84,17 @@ def _head_dim(model_config: Any) -> int:
 
 
 def match_servers(model: Any, operations: Operations) -> None:
-    """Make the linear layers and norms of the backbone compute with `operations`, in place."""
+    """Make the layers of the backbone compute with `operations`, in place."""
     check_match(model.config)
     for layer in linear_layers(model, nn.Linear).values():
         layer.forward = _linear_forward(layer, operations)
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = _norm_forward(module, operations)
+        elif hasattr(module, "inv_freq"):
+            module.forward = _rotary_forward(module, operations)
+        elif hasattr(module, "act_fn"):
+            module.act_fn = _Silu(operations)
 
 
 class _Linear(torch.autograd.Function):
@@ -151,6 +164,31 @@ def _norm_forward(module: Any, operations: Operations) -> Callable[[Tensor], Ten
         return out
 
     return forward
+
+
+def _rotary_forward(module: Any, operations: Operations) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    table: Tensor | None = None
+
+    @torch.no_grad()
+    def forward(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal table
+        if table is None or (table.dtype, table.device) != (x.dtype, x.device):
+            frequencies = module.inv_freq.to(device=x.device, dtype=torch.float32)
+            table = operations.rotary_table(frequencies, module.config.max_position_embeddings, x.dtype)
+        cos, sin = table[position_ids].unbind(-2)
+        return cos, sin
+
+    return forward
+
+
+class _Silu(nn.Module):
+    def __init__(self, operations: Operations) -> None:
+        super().__init__()
+        self.operations = operations
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _Recomputed.apply(self.operations.silu, F.silu, x)
+        return out
 
 
 def matching_log_probs(log_prob_fn: LogProbFn, operations: Operations) -> LogProbFn:

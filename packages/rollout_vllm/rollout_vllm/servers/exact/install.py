@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import operations
@@ -68,7 +67,7 @@ def _norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
 
 def _silu_and_mul(self: Any, x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return operations.silu(gate) * up
 
 
 def _rotate(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -76,10 +75,7 @@ def _rotate(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = No
     if table is None:
         with torch.device("cpu"):  # where transformers computes them
             frequencies = self._compute_inv_freq(self.base)
-        steps = torch.arange(self.max_position_embeddings, device=query.device)
-        angles = steps[:, None].float() * frequencies.to(query.device)
-        angles = torch.cat((angles, angles), dim=-1)
-        table = torch.stack((angles.cos(), angles.sin()), dim=1).to(query.dtype)
+        table = operations.rotary_table(frequencies.to(query.device), self.max_position_embeddings, query.dtype)
         self.plinth_table = table
     positions = positions.flatten()
 

@@ -5,11 +5,14 @@ sequence at once. Usual kernels choose their order of summation by the number of
 Each operation here computes a row in one order, whatever rows are beside it: `servers/exact/install.py` puts them into
 vLLM's layers, and ds_engine into those of transformers (`EngineConfig.match_servers`). They have no gradients.
 
-On a CPU, rows are padded to whole blocks, and attention reads keys in blocks that begin at position 0. On a GPU, Triton
-kernels with one tile shape do the same (`kernels.py`).
+On a CPU, rows are padded to whole blocks, and attention reads keys in blocks that begin at position 0. Functions such
+as exp are computed in whole vectors, since torch computes what is left over in another way. On a GPU, Triton kernels
+with one tile shape do the same (`kernels.py`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +22,8 @@ _ROWS = 16
 """Rows of a block on a CPU. The products of MKL take other paths below four rows."""
 _KEYS = 64
 """Keys of a block on a CPU."""
+_VECTOR, _SERIAL = 64, 16384
+"""Elements that torch's loops on CPUs take at once at most, and that they do not divide among threads."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -43,12 +48,33 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x)."""
+    return F.silu(x) if x.is_cuda else _in_vectors(F.silu, x)
+
+
+def _in_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """An elementwise function whose result for an element does not depend on its place in `x`."""
+    flat = x.reshape(-1)
+    parts = F.pad(flat, (0, -len(flat) % _VECTOR)).split(_SERIAL)
+    return torch.cat([function(part) for part in parts])[: len(flat)].view(x.shape)
+
+
+def rotary_table(frequencies: Tensor, num_positions: int, dtype: torch.dtype) -> Tensor:
+    """Cosines and sines of rotary positions as in transformers, [positions, 2, 2 F]; frequencies: [F] fp32."""
+    angles = torch.arange(num_positions, device=frequencies.device)[:, None].float() * frequencies
+    angles = torch.cat((angles, angles), dim=-1)
+    if angles.is_cuda:
+        return torch.stack((angles.cos(), angles.sin()), dim=1).to(dtype)
+    return torch.stack((_in_vectors(torch.cos, angles), _in_vectors(torch.sin, angles)), dim=1).to(dtype)
+
+
 def rotate(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
     """Rotary positions as in transformers.
 
     Args:
         x: [T, heads, d].
-        table: [positions, 2, d] in the dtype of `x`, cosines and sines.
+        table: `rotary_table` in the dtype of `x`.
         positions: [T] int64.
     """
     if x.is_cuda:
@@ -120,7 +146,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         scores = torch.bmm(q[:, part].reshape(shape), keys.transpose(1, 2)).view(key_heads, num_tiles, group, _ROWS, -1)
         scores = scores.mul_(scale).masked_fill_(start + torch.arange(_KEYS) > position[:, part], -torch.inf)
         new_top = torch.maximum(top[:, part], scores.amax(-1, keepdim=True))
-        weights, fade = torch.exp(scores - new_top), torch.exp(top[:, part] - new_top)
+        weights, fade = (_in_vectors(torch.exp, x - new_top) for x in (scores, top[:, part]))
         total[:, part] = total[:, part] * fade + weights.sum(-1, keepdim=True)
         added = torch.bmm(weights.view(-1, _ROWS, _KEYS), values).view(key_heads, num_tiles, group, _ROWS, width)
         out[:, part] = out[:, part] * fade + added
