@@ -6,15 +6,23 @@ import sys
 import pytest
 from hypothesis import Phase, settings
 
+# Fewer examples than hypothesis makes by default: scripts/mutants.py shows that they are enough.
+NUM_EXAMPLES = 50
 # In CI use the same examples every time, so that a failure comes from the change; no deadlines on shared cores.
-settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
-settings.register_profile("dev", deadline=None, print_blob=True)
+settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True, max_examples=NUM_EXAMPLES)
+settings.register_profile("dev", deadline=None, print_blob=True, max_examples=NUM_EXAMPLES)
 # scripts/test_alone.py asks whether the code runs with what a package declares.
 settings.register_profile(
     "few", derandomize=True, deadline=None, max_examples=3, phases=[Phase.explicit, Phase.generate]
 )
 # scripts/mutants.py asks whether a test fails, not for the smallest example.
-settings.register_profile("mutants", derandomize=True, deadline=None, phases=[Phase.explicit, Phase.generate])
+settings.register_profile(
+    "mutants",
+    derandomize=True,
+    deadline=None,
+    max_examples=NUM_EXAMPLES,
+    phases=[Phase.explicit, Phase.generate],
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
 
 # Under `pants test` the heavy stack (torch, ...) comes from .venv, which .pants.bootstrap names. Python processes

@@ -1,6 +1,7 @@
 """Common parts of the scripts that run TRL: clock, arguments and settings; and how an app runs beside it."""
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -45,7 +46,7 @@ def settings(folder: Path, *, max_steps: int, per_forward: int, batch_size: int,
         "output_dir": str(folder / "trl"),
         "max_steps": max_steps,
         "per_device_train_batch_size": per_forward,
-        "gradient_accumulation_steps": batch_size // per_forward,
+        "gradient_accumulation_steps": batch_size // per_forward // int(os.environ.get("WORLD_SIZE", "1")),
         "bf16": not cpu,
         "use_cpu": cpu,
         "save_strategy": "no",
@@ -61,10 +62,11 @@ def add_arguments(made: argparse.ArgumentParser) -> None:
     made.add_argument("--one-gpu", action="store_true", help="one after the other on the first GPU")
 
 
-def peer(module: str, folder: Path, args: argparse.Namespace, *more: str) -> Run:
-    """TRL on the second GPU, or with `--one-gpu` on the first."""
-    command = [sys.executable, "-m", module, str(folder), f"--steps={args.steps}", *more, *args.peer_args.split()]
-    return Run("trl", command, folder / "trl.log", visible_gpus(1, first=int(not args.one_gpu)))
+def peer(module: str, folder: Path, args: argparse.Namespace, *more: str, launcher: Sequence[str] = ()) -> Run:
+    """TRL on the second GPU, with `--one-gpu` on the first, or with a launcher on the first `--ranks`."""
+    command = [sys.executable, *launcher, "-m", module, str(folder), f"--steps={args.steps}", *more]
+    gpus = visible_gpus(args.ranks) if launcher else visible_gpus(1, first=int(not args.one_gpu))
+    return Run("trl", [*command, *args.peer_args.split()], folder / "trl.log", gpus)
 
 
 def run_beside(apps: Sequence[Run], trl: Run | None, args: argparse.Namespace) -> list[int]:

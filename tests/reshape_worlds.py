@@ -55,14 +55,20 @@ VOCABULARY = 67  # with 2, 4 and 8 ranks, sizes that do not divide
 
 
 def config(
-    stage: int, *, optimizer: str = "none", param: str = "none", dtype: str = "bfloat16", lora: LoraConfig | None = None
+    stage: int,
+    *,
+    optimizer: str = "none",
+    param: str = "none",
+    dtype: str = "bfloat16",
+    lora: LoraConfig | None = None,
+    name: str = "adamw",
 ) -> EngineConfig:
     return EngineConfig(
         zero=ZeroConfig(
             stage=stage, offload=OffloadConfig(optimizer=optimizer, param=param), param_persistence_elements=30
         ),
         # Decay makes two groups of parameters.
-        optim=OptimConfig(lr=1e-2, weight_decay=0.01),
+        optim=OptimConfig(name=name, lr=1e-2, weight_decay=0.01),
         dtype=dtype,
         lora=lora,
     )
@@ -76,6 +82,7 @@ SAVED = {
     "zero3": config(3),
     "lora": config(2, lora=LORA),
     "fp16": config(2, dtype="float16"),
+    "muon": config(2, name="muon"),
 }
 #: (what is loaded, into what, what it is saved as again)
 LOADS: dict[int, list[tuple[str, EngineConfig, str]]] = {
@@ -85,6 +92,7 @@ LOADS: dict[int, list[tuple[str, EngineConfig, str]]] = {
         ("zero3", config(1), "two_of_zero3"),
         ("lora", config(3, lora=LORA), ""),
         ("fp16", config(3, dtype="float16"), ""),
+        ("muon", config(3, name="muon"), "two_of_muon"),
     ],
     1: [
         ("two_of_zero1", config(1), ""),
@@ -92,6 +100,7 @@ LOADS: dict[int, list[tuple[str, EngineConfig, str]]] = {
         ("two_of_zero3", config(3), ""),
         ("zero1_cpu", config(3, optimizer="cpu", param="cpu"), ""),
         ("zero3", config(2, dtype="float32"), ""),
+        ("two_of_muon", config(1, name="muon"), ""),
     ],
     8: [("zero1", config(3), ""), ("zero3", config(2), ""), ("zero2", config(1, optimizer="cpu"), "")],
 }
@@ -128,7 +137,9 @@ def state_of(engine: Any) -> State:
         if not parameter.requires_grad:
             continue
         state[f"{name} weight"] = safe_get_full_fp32_param(parameter).clone()
-        for kind in ("exp_avg", "exp_avg_sq"):
+        is_matrix = len(getattr(parameter, "ds_shape", parameter.shape)) > 1 and "embed" not in name
+        is_muons = is_matrix and type(engine.optimizer.optimizer).__name__ == "Muon"
+        for kind in ("momentum_buffer",) if is_muons else ("exp_avg", "exp_avg_sq"):
             state[f"{name} {kind}"] = safe_get_full_optimizer_state(parameter, kind).clone()
     return state
 
@@ -228,6 +239,9 @@ def load_as_a_run_does(root: Path) -> None:
         worker.load("actor", str(folder))
         check_equal(state_of(worker._engines["actor"]._deepspeed), expected, f"TrainerWorker, {folder.name}")
         worker._engines["actor"].save_checkpoint(root / "as_a_run", "actor")
+        worker.start_from("actor", str(folder))
+        check_equal(state_of(worker._engines["actor"]._deepspeed), expected, f"a new run, {folder.name}")
+        assert worker._engines["actor"]._num_steps == 0
     assert worker._engines["actor"].has_layout(ZeroCheckpoint(root / "as_a_run", "actor"))
     worker.drop("actor")
 

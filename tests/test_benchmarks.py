@@ -19,10 +19,10 @@ from apps.evaluate.config import EvaluateConfig
 from apps.grpo.config import GrpoConfig
 from apps.sft.config import SftConfig
 from benchmarks.distill_step import compare as distill_step
-from benchmarks.flops import training_mfu
+from benchmarks.flops import active_weights, training_mfu
 from benchmarks.grpo_step import workload
 from benchmarks.grpo_step.cases import Result, mfu, planned_gib
-from benchmarks.random_model import CONFIGS
+from benchmarks.random_model import CONFIGS, model_config
 from benchmarks.reliability.run import command as bench_command
 from benchmarks.runs import Run, first_step_s, run_folder
 from benchmarks.scaling.run import COLUMNS
@@ -30,7 +30,7 @@ from benchmarks.session.plan import PLANS, read_plan
 from benchmarks.session.summary import joined_tables
 from benchmarks.sft_step import compare as sft_step
 from benchmarks.small_cards.run import PRESETS, keys
-from ds_engine import ModelShape
+from ds_engine import ModelShape, count_shape
 from run_kit import MetricsTable, load_config
 
 APPS = Path(__file__).resolve().parents[1] / "apps"
@@ -136,6 +136,12 @@ def test_the_distillation_app_accepts_the_keys_of_its_benchmark(case: str, tmp_p
 def test_the_sft_app_accepts_the_keys_of_its_benchmark(case: Any, tmp_path: Path) -> None:
     config = load_config(SftConfig, overrides=sft_step.settings(tmp_path, case, 6))
     assert (config.engine.lora is None) == (not case.app)
+
+
+def test_a_token_of_a_mixture_counts_its_own_experts(tmp_path: Path) -> None:
+    model_config("qwen3-moe-tiny").save_pretrained(tmp_path)
+    attention, router, experts = 128 * 32 * (4 + 2 + 2 + 4), 8 * 128, 3 * 128 * 64
+    assert active_weights(count_shape(tmp_path), 2) == 2 * (attention + router + 2 * experts)
 
 
 def test_columns_read_logs_and_metrics(tmp_path: Path) -> None:

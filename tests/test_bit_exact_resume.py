@@ -26,9 +26,7 @@ MATRIX = {
     "zero3": ["actor.zero.stage=3"],
     "zero3-cpu": ["actor.zero.stage=3", "actor.zero.offload.optimizer=cpu", "actor.zero.offload.param=cpu"],
     "ppo": [
-        "critic.zero.stage=3",
-        "algorithm.critic_warmup_steps=1",
-        "algorithm.kl_target=0.01",
+        *("critic.zero.stage=3", "algorithm.critic_warmup_steps=1", "algorithm.kl_target=0.01"),
         "algorithm.kl_horizon=100",
     ],
 }
@@ -36,18 +34,12 @@ SFT_MATRIX = {
     "sft": ["engine.zero.stage=2"],
     "sft-zero1-cpu": ["engine.zero.stage=1", "engine.zero.offload.optimizer=cpu"],
     "sft-zero3-cpu": [
-        "engine.zero.stage=3",
-        "engine.zero.offload.optimizer=cpu",
-        "engine.zero.offload.param=cpu",
+        *("engine.zero.stage=3", "engine.zero.offload.optimizer=cpu", "engine.zero.offload.param=cpu"),
         "engine.sequence_parallel=2",
     ],
     "sft-zero3-nf4": [
-        "engine.zero.stage=3",
-        "engine.lora.rank=4",
-        "engine.lora.dropout=0.1",
-        "engine.lora.base_format=nf4",
-        "token_budget=null",
-        "micro_batch_size=3",
+        *("engine.zero.stage=3", "engine.lora.rank=4", "engine.lora.dropout=0.1", "engine.lora.base_format=nf4"),
+        *("token_budget=null", "micro_batch_size=3"),
     ],
 }
 PREFERENCE_MATRIX = {
@@ -60,31 +52,17 @@ CASES = WHOLE if os.environ.get("PLINTH_RESUME_MATRIX") else ["zero2", "sft", "d
 ARGUMENTS = [
     "rollout.deterministic=true",
     "task.num_train=10",  # with 4 prompts a step an epoch ends within the third step
-    "batch.train_batch_size=4",
-    "batch.mini_batch_size=2",
-    "sampling.n=4",
-    "algorithm.kl_coef=0.01",
+    *("batch.train_batch_size=4", "batch.mini_batch_size=2", "sampling.n=4", "algorithm.kl_coef=0.01"),
     "algorithm.entropy_coef=0.05",  # a gradient even where all answers are equally wrong
-    "actor.optim.schedule=cosine",
-    "actor.optim.warmup_steps=2",
-    "warm_start.steps=2",
-    "warm_start.optim.warmup_steps=0",
-    "trainer.total_training_steps=5",
-    "trainer.val_before_train=false",
-    "trainer.val_after_train=false",
-    "trainer.save_freq=1",
+    *("actor.optim.schedule=cosine", "actor.optim.warmup_steps=2", "warm_start.steps=2"),
+    *("warm_start.optim.warmup_steps=0", "trainer.total_training_steps=5", "trainer.val_before_train=false"),
+    *("trainer.val_after_train=false", "trainer.save_freq=1"),
 ]
 SFT_ARGUMENTS = [
     "task.num_demonstrations=50",
     "supervised.val_size=10",  # with 16 demonstrations a step an epoch ends within the third step
-    "supervised.batch_size=16",
-    "supervised.steps=5",
-    "supervised.num_samples=1",
-    "supervised.sample_tokens=4",
-    "supervised.optim.warmup_steps=2",
-    "token_budget=256",
-    "trainer.val_before_train=false",
-    "trainer.test_freq=1",
+    *("supervised.batch_size=16", "supervised.steps=5", "supervised.num_samples=1", "supervised.sample_tokens=4"),
+    *("supervised.optim.warmup_steps=2", "token_budget=256", "trainer.val_before_train=false", "trainer.test_freq=1"),
     "trainer.save_freq=1",
 ]
 

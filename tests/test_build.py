@@ -26,6 +26,7 @@ THROUGH = {
     "pydantic": {"deepspeed"},
     "markupsafe": {"jinja2"},
     "safetensors": {"transformers"},
+    "fla": {"fla-core"},
     "openenv": {"openenv-core"},
     "reasoning_gym": {"pyarrow"},  # rl_data.tasks.fetched fetches it
 }

@@ -13,35 +13,19 @@ from tests.run_folders import exact_metrics, only
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.thorough]
 
 SMALL = (
-    "trainer.num_ranks=2",
-    "rollout.num_servers=2",
-    "rollout.deterministic=true",
-    "batch.train_batch_size=4",
-    "batch.mini_batch_size=2",
-    "sampling.n=4",
+    *("trainer.num_ranks=2", "rollout.num_servers=2", "rollout.deterministic=true", "batch.train_batch_size=4"),
+    *("batch.mini_batch_size=2", "sampling.n=4"),
     "algorithm.entropy_coef=0.05",  # a gradient even where all answers are equally wrong
-    "warm_start.steps=5",
-    "warm_start.optim.warmup_steps=0",
-    "trainer.val_before_train=false",
+    *("warm_start.steps=5", "warm_start.optim.warmup_steps=0", "trainer.val_before_train=false"),
     "trainer.val_after_train=false",
 )
 CASES = {
     "zero2": ["actor.zero.stage=2", "trainer.total_training_steps=3"],
     "zero3": ["actor.zero.stage=3", "trainer.total_training_steps=3"],
-    "sp": [
-        "actor.zero.stage=3",
-        "trainer.num_ranks=4",
-        "actor.sequence_parallel=2",
-        "trainer.total_training_steps=3",
-    ],
+    "sp": ["actor.zero.stage=3", "trainer.num_ranks=4", "actor.sequence_parallel=2", "trainer.total_training_steps=3"],
     "demo": [
-        "batch.train_batch_size=32",
-        "batch.mini_batch_size=16",
-        "sampling.n=8",
-        "warm_start.steps=200",
-        "algorithm.entropy_coef=0",
-        "trainer.total_training_steps=15",
-        "trainer.val_after_train=true",
+        *("batch.train_batch_size=32", "batch.mini_batch_size=16", "sampling.n=8", "warm_start.steps=200"),
+        *("algorithm.entropy_coef=0", "trainer.total_training_steps=15", "trainer.val_after_train=true"),
         "task.num_val=64",
     ],
 }

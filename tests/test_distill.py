@@ -19,12 +19,8 @@ from tests.run_folders import check_ledger
 
 PRESETS = Path(__file__).resolve().parents[1] / "apps" / "distill" / "presets"
 SHORT = (
-    "trainer.total_training_steps=2",
-    "warm_start.steps=20",
-    "task.num_val=16",
-    "batch.train_batch_size=8",
-    "batch.mini_batch_size=4",
-    "sampling.n=2",
+    *("trainer.total_training_steps=2", "warm_start.steps=20", "task.num_val=16", "batch.train_batch_size=8"),
+    *("batch.mini_batch_size=4", "sampling.n=2"),
 )
 
 
@@ -121,16 +117,10 @@ def test_a_student_trains(
 
 
 AHEAD = (
-    "preset=demo",
-    "warm_start.steps=0",
-    "task.num_val=16",
-    "batch.train_batch_size=4",
-    "batch.mini_batch_size=2",
+    *("preset=demo", "warm_start.steps=0", "task.num_val=16", "batch.train_batch_size=4", "batch.mini_batch_size=2"),
     "sampling.n=2",
     "rollout.max_samples_in_flight=4",  # so that groups are in flight at every push
-    "trainer.num_ranks=1",
-    "trainer.val_before_train=false",
-    "trainer.val_after_train=false",
+    *("trainer.num_ranks=1", "trainer.val_before_train=false", "trainer.val_after_train=false"),
     "trainer.max_staleness=2",
 )
 

@@ -77,25 +77,13 @@ def test_a_dead_rank_is_replaced_a_second_ends_the_run_by_name_and_it_resumes(
     arguments = [
         f"model.path={model}",
         f"data.train=[{tmp_path / 'a.parquet'},{tmp_path / 'b.parquet'}]",
-        "data.max_prompt_length=64",
-        "batch.train_batch_size=4",
-        "batch.mini_batch_size=2",
-        "sampling.n=2",
-        "sampling.max_tokens=16",
-        "rollout.max_model_len=128",
-        "rollout.dtype=float32",
-        "rollout.kv_cache_gib=0.1",
+        *("data.max_prompt_length=64", "batch.train_batch_size=4", "batch.mini_batch_size=2", "sampling.n=2"),
+        *("sampling.max_tokens=16", "rollout.max_model_len=128", "rollout.dtype=float32", "rollout.kv_cache_gib=0.1"),
         "algorithm.kl_coef=0.01",
         "algorithm.entropy_coef=0.1",  # a gradient even where all answers are equally wrong
-        "actor.dtype=float32",
-        "actor.zero.stage=3",
-        "actor.lora.rank=4",
-        "actor.optim.lr=1e-3",
-        "oversampling.extra_prompts=2",
-        "algorithm.rollout_correction.mode=truncate",
-        "trainer.save_freq=1",
-        "trainer.val_before_train=false",
-        "trainer.max_restarts=1",
+        *("actor.dtype=float32", "actor.zero.stage=3", "actor.lora.rank=4", "actor.optim.lr=1e-3"),
+        *("oversampling.extra_prompts=2", "algorithm.rollout_correction.mode=truncate", "trainer.save_freq=1"),
+        *("trainer.val_before_train=false", "trainer.max_restarts=1"),
     ]
     app = start_app(tmp_path / "outputs", *arguments, "trainer.total_training_steps=500")
     app.wait_for("s/step")

@@ -30,19 +30,12 @@ def rows_of(tmp_path: Path, start_app: StartApp, name: str, *overrides: str) -> 
         tmp_path,
         f"model.path={tmp_path / 'model'}",
         f"data.train={tmp_path / 'train.parquet'}",
-        "data.max_prompt_length=304",
-        "reward.function=benchmarks.grpo_step.workload:parity",
-        "batch.train_batch_size=8",
-        "batch.mini_batch_size=4",
-        "sampling.n=4",
-        "sampling.max_tokens=64",
+        *("data.max_prompt_length=304", "reward.function=benchmarks.grpo_step.workload:parity"),
+        *("batch.train_batch_size=8", "batch.mini_batch_size=4", "sampling.n=4", "sampling.max_tokens=64"),
         "algorithm.kl_coef=0.01",  # a reference model, whose weights move too
         f"trainer.experiment={name}",
-        "trainer.num_ranks=1",
-        "trainer.total_training_steps=3",
-        "trainer.save_freq=2",
-        "trainer.val_before_train=false",
-        "trainer.val_after_train=false",
+        *("trainer.num_ranks=1", "trainer.total_training_steps=3", "trainer.save_freq=2"),
+        *("trainer.val_before_train=false", "trainer.val_after_train=false"),
         *overrides,
     )
     assert app.finish() == 0, app.output

@@ -1,8 +1,6 @@
 """The `plinth` command over the installed packages and apps."""
 
 import contextvars
-import subprocess
-import sys
 import tomllib
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -33,14 +31,6 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         code = exit_.code
     assert code in (0, None)
     assert len(capsys.readouterr().out) > 50
-
-
-def test_a_function_in_the_working_folder_can_be_named(tmp_path: Path) -> None:
-    (tmp_path / "my_reward.py").write_text("def score(response_text, prompt):\n    return 1.0\n")
-    command = [Path(sys.executable).with_name("plinth"), "grpo", "reward.function=my_reward:scores"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr == "error: reward.function: got 'my_reward:scores'; my_reward has no function 'scores'\n"
 
 
 def test_the_apps_distribution_lists_every_app() -> None:

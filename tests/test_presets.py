@@ -56,10 +56,7 @@ trainer.num_ranks=2 trainer.total_training_steps=60 trainer.val_before_train=fal
 DOCUMENTED: dict[tuple[str, str], str] = {
     ("ppo", "gsm8k"): GSM8K,
     ("ppo", "minimal"): f"{GSM8K} trainer.total_training_steps=20 actor.zero.stage=2 critic.zero.stage=2",
-    (
-        "ppo",
-        "lora",
-    ): f"""{GSM8K} actor.lora.rank=8 actor.lora.alpha=16 actor.lora.target_modules=all-linear
+    ("ppo", "lora"): f"""{GSM8K} actor.lora.rank=8 actor.lora.alpha=16 actor.lora.target_modules=all-linear
         rollout.max_lora_rank=8 critic.lora=null""",
     ("ppo", "dp2_sp2"): f"""{GSM8K} batch.train_batch_size=1024 batch.mini_batch_size=128 batch.micro_batch_size=16
         actor.sequence_parallel=2 critic.sequence_parallel=2 rollout.max_num_seqs=256
@@ -87,10 +84,7 @@ DOCUMENTED: dict[tuple[str, str], str] = {
     ("sft", "full_7b"): "engine.zero.stage=3 trainer.num_ranks=8 engine.gradient_checkpointing=true",
     ("sft", "lora_7b"): "engine.lora.rank=16 engine.lora.base_format=plain supervised.optim.lr=null",
     ("sft", "qlora_7b"): "engine.lora.rank=16 engine.lora.base_format=nf4",
-    (
-        "sft",
-        "deepseek_r1_distill_qwen_7b_sft",
-    ): """model.path=deepseek-ai/DeepSeek-R1-Distill-Qwen-7B
+    ("sft", "deepseek_r1_distill_qwen_7b_sft"): """model.path=deepseek-ai/DeepSeek-R1-Distill-Qwen-7B
         engine.zero.stage=2 engine.zero.offload.optimizer=cpu engine.lora.base_format=nf4 supervised.batch_size=32
         micro_batch_size=1 trainer.num_ranks=2""",
 }

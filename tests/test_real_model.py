@@ -188,12 +188,8 @@ GRPO = (
     "preset=smollm2",
     "overlay=two_cores",
     "actor.dtype=float32",  # in bfloat16, log-probs of servers and ranks differ by 0.05 on average
-    "rollout.dtype=float32",
-    "rollout.deterministic=true",
-    "batch.train_batch_size=2",
-    "batch.mini_batch_size=2",
-    "sampling.n=2",
-    "sampling.max_tokens=24",
+    *("rollout.dtype=float32", "rollout.deterministic=true", "batch.train_batch_size=2", "batch.mini_batch_size=2"),
+    *("sampling.n=2", "sampling.max_tokens=24"),
     "algorithm.entropy_coef=0.01",  # a gradient even where all answers are equally wrong
     "trainer.total_training_steps=2",
 )
@@ -209,12 +205,8 @@ def test_a_run_resumes_to_the_bit_and_transformers_and_vllm_load_its_export(
     arguments = [
         *GRPO,
         f"model.path={smollm2}",
-        "trainer.num_ranks=1",
-        "batch.mini_batch_size=1",
-        "sampling.n=4",
-        "trainer.save_freq=1",
-        "trainer.val_before_train=false",
-        "trainer.val_after_train=false",
+        *("trainer.num_ranks=1", "batch.mini_batch_size=1", "sampling.n=4", "trainer.save_freq=1"),
+        *("trainer.val_before_train=false", "trainer.val_after_train=false"),
     ]
     whole = start_app(tmp_path / "whole", *arguments)
     assert whole.finish() == 0, whole.output
@@ -280,13 +272,8 @@ def supervised(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     arguments = (
         "preset=small",
         f"model.path={smollm2}",
-        "supervised.files=[fetched:gsm_symbolic/train]",
-        "supervised.steps=2",
-        "supervised.batch_size=2",
-        "supervised.num_samples=0",
-        "engine.dtype=float32",
-        "supervised.optim.warmup_steps=0",
-        "trainer.device=cpu",
+        *("supervised.files=[fetched:gsm_symbolic/train]", "supervised.steps=2", "supervised.batch_size=2"),
+        *("supervised.num_samples=0", "engine.dtype=float32", "supervised.optim.warmup_steps=0", "trainer.device=cpu"),
         "trainer.save_freq=0",
     )
     folder = tmp_path_factory.mktemp("supervised")
@@ -323,14 +310,8 @@ def test_adapters_alone_reach_the_servers_and_merged_checkpoints_evaluate_alike(
         tmp_path / "grpo",
         *GRPO,
         f"model.path={supervised['ZeRO-2'] / 'model'}",
-        "trainer.num_ranks=2",
-        "actor.zero.stage=3",
-        "actor.lora.rank=8",
-        "actor.optim.lr=3e-4",
-        "rollout.max_lora_rank=8",
-        "data.max_val_prompts=16",
-        "validation.max_tokens=24",
-        "trainer.save_freq=1",
+        *("trainer.num_ranks=2", "actor.zero.stage=3", "actor.lora.rank=8", "actor.optim.lr=3e-4"),
+        *("rollout.max_lora_rank=8", "data.max_val_prompts=16", "validation.max_tokens=24", "trainer.save_freq=1"),
         "trainer.keep_checkpoints=2",
     )
     start, *steps = metrics_rows(run)
@@ -344,12 +325,8 @@ def test_adapters_alone_reach_the_servers_and_merged_checkpoints_evaluate_alike(
         "evaluate",
         tmp_path / "evaluate",
         f"checkpoints.folder={run}",
-        "data.max_val_prompts=16",
-        "reward.method=flexible",
-        "sampling.temperature=0",
-        "sampling.max_tokens=24",
-        "rollout.dtype=float32",
-        "rollout.deterministic=true",
+        *("data.max_val_prompts=16", "reward.method=flexible", "sampling.temperature=0", "sampling.max_tokens=24"),
+        *("rollout.dtype=float32", "rollout.deterministic=true"),
     )
     rows = list(DictReader((folder / "results.tsv").open(), delimiter="\t"))
     assert [(row["num_samples"], row["num_failed"]) for row in rows] == [("1", "0")] * 32
@@ -377,13 +354,9 @@ def test_turns_of_an_environment_continue_the_tokens_of_the_chat_template(smollm
         tmp_path,
         *GRPO,
         f"model.path={smollm2}",
-        "trainer.num_ranks=1",
-        "sampling.max_tokens=160",
-        "rollout.max_model_len=288",
-        "trainer.total_training_steps=1",
-        "episode.environment=tests.real_model_game:Doubter",
-        "trainer.val_before_train=false",
-        "trainer.val_after_train=false",
+        *("trainer.num_ranks=1", "sampling.max_tokens=160", "rollout.max_model_len=288"),
+        *("trainer.total_training_steps=1", "episode.environment=tests.real_model_game:Doubter"),
+        *("trainer.val_before_train=false", "trainer.val_after_train=false"),
     )
     (row,) = metrics_rows(run)
     assert float(row["rollout/num_failed"]) == 0

@@ -42,11 +42,7 @@ def config_of(command: str) -> GrpoConfig:
 
 @pytest.mark.parametrize(
     ("recipe", "gpus"),
-    [
-        ("two_11gb", cards(2, 11, (7, 5))),
-        ("two_24gb", cards(2, 24, (8, 6))),
-        ("eight_80gb", cards(8, 80, (9, 0))),
-    ],
+    [("two_11gb", cards(2, 11, (7, 5))), ("two_24gb", cards(2, 24, (8, 6))), ("eight_80gb", cards(8, 80, (9, 0)))],
 )
 def test_a_recipe_begins_with_a_command_that_fits(recipe: str, gpus: tuple[Gpu, ...]) -> None:
     text = (REPO / "docs" / "recipes" / f"{recipe}.md").read_text()

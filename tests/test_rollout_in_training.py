@@ -19,14 +19,8 @@ from tests.run_folders import metrics_rows
 
 REPO = Path(__file__).resolve().parents[1]
 SMALL = (
-    "warm_start.steps=20",
-    "task.num_val=32",
-    "task.num_demonstrations=2000",
-    "batch.train_batch_size=8",
-    "batch.mini_batch_size=4",
-    "sampling.n=4",
-    "trainer.val_before_train=false",
-    "actor.optim.lr=1e-3",
+    *("warm_start.steps=20", "task.num_val=32", "task.num_demonstrations=2000", "batch.train_batch_size=8"),
+    *("batch.mini_batch_size=4", "sampling.n=4", "trainer.val_before_train=false", "actor.optim.lr=1e-3"),
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
@@ -59,16 +53,11 @@ def test_tools_and_a_users_reward_survive_a_killed_server_and_the_run_folder_is_
         tmp_path,
         "preset=calculator",
         "rollout.api_key=${oc.env:PLANTED_API_KEY}",
-        "trainer.total_training_steps=4",
-        "warm_start.steps=20",
-        "task.num_val=32",
-        "task.num_demonstrations=2000",
-        "batch.train_batch_size=8",
-        "batch.mini_batch_size=4",
-        "sampling.n=4",
+        "trainer.total_training_steps=3",
+        *SMALL,
+        "trainer.val_before_train=true",
         "sampling.temperature=1.25",  # trainer and servers have to divide the logits alike
         "reward.function=rl_runtime_user_functions:length_reward",
-        "actor.optim.lr=1e-3",
     )
     app.wait_for("s/step")
     (server,) = [p for p in app.children("_serve.py") if "_supervise.py" not in " ".join(p.cmdline())]
@@ -89,7 +78,7 @@ def test_tools_and_a_users_reward_survive_a_killed_server_and_the_run_folder_is_
     assert str(run) in app.output
     before, *rows = metrics_rows(run)
     assert float(before["val/num_samples"]) == 32
-    assert [before["step"], *(row["step"] for row in rows)] == [str(step) for step in range(5)]
+    assert [before["step"], *(row["step"] for row in rows)] == [str(step) for step in range(4)]
     assert set(rows[0]) >= REQUIRED_COLUMNS
     assert float(rows[-1]["rollout/num_restarts"]) == 1
     for row in rows:

@@ -20,14 +20,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 def test_the_loss_falls_and_the_model_loads(tmp_path: Path, start_app: Callable[..., Any]) -> None:
     app = start_app(
         tmp_path,
-        "engine.dtype=float32",
-        "task.num_demonstrations=2000",
-        "supervised.steps=40",
-        "supervised.batch_size=32",
-        "supervised.val_size=32",
-        "supervised.num_samples=2",
-        "supervised.sample_tokens=4",
-        "trainer.test_freq=20",
+        *("engine.dtype=float32", "task.num_demonstrations=2000", "supervised.steps=40", "supervised.batch_size=32"),
+        *("supervised.val_size=32", "supervised.num_samples=2", "supervised.sample_tokens=4", "trainer.test_freq=20"),
         "engine.zero.stage=1",
         app="sft",
     )
@@ -59,16 +53,9 @@ def test_the_loss_falls_and_the_model_loads(tmp_path: Path, start_app: Callable[
 def test_a_run_that_diverges_exports_nothing_and_fails(tmp_path: Path, start_app: Callable[..., Any]) -> None:
     app = start_app(
         tmp_path,
-        "trainer.num_ranks=1",
-        "engine.dtype=float32",
-        "task.num_demonstrations=64",
-        "supervised.val_size=0",
-        "supervised.steps=30",
-        "supervised.batch_size=8",
-        "supervised.optim.lr=1e9",
-        "supervised.optim.schedule=constant",
-        "supervised.optim.warmup_steps=0",
-        "trainer.max_skipped_updates=3",
+        *("trainer.num_ranks=1", "engine.dtype=float32", "task.num_demonstrations=64", "supervised.val_size=0"),
+        *("supervised.steps=30", "supervised.batch_size=8", "supervised.optim.lr=1e9"),
+        *("supervised.optim.schedule=constant", "supervised.optim.warmup_steps=0", "trainer.max_skipped_updates=3"),
         app="sft",
     )
     assert app.finish() == 1, app.output
@@ -106,12 +93,8 @@ def test_a_rank_that_stops_is_named_long_before_the_steps_timeout(
 ) -> None:
     app = start_app(
         tmp_path,
-        "engine.dtype=float32",
-        "task.num_demonstrations=64",
-        "supervised.val_size=0",
-        "supervised.steps=100000",
-        "supervised.batch_size=8",
-        "trainer.stall_timeout_s=15",
+        *("engine.dtype=float32", "task.num_demonstrations=64", "supervised.val_size=0", "supervised.steps=100000"),
+        *("supervised.batch_size=8", "trainer.stall_timeout_s=15"),
         app="sft",
     )
     app.wait_for(" 2/100000")
@@ -136,19 +119,13 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
 )
 SHORT = (
-    "supervised.epochs=1",
-    "supervised.batch_size=16",
-    "supervised.num_samples=1",
-    "supervised.sample_tokens=4",
-    "supervised.optim.lr=0.01",
-    "engine.dtype=float32",
+    *("supervised.epochs=1", "supervised.batch_size=16", "supervised.num_samples=1", "supervised.sample_tokens=4"),
+    *("supervised.optim.lr=0.01", "engine.dtype=float32"),
 )
 WAYS = {
     "zero2-cpu": ["engine.zero.stage=2", "engine.zero.offload.optimizer=cpu", "micro_batch_size=3"],
     "zero3-cpu": [
-        "engine.zero.stage=3",
-        "engine.zero.offload.optimizer=cpu",
-        "engine.zero.offload.param=cpu",
+        *("engine.zero.stage=3", "engine.zero.offload.optimizer=cpu", "engine.zero.offload.param=cpu"),
         "token_budget=128",
     ],
     "sequence-parallel-lora": ["engine.sequence_parallel=2", "engine.zero.stage=3", "engine.lora.rank=8"],
@@ -196,12 +173,8 @@ def test_uploads_are_kept_as_configured_and_another_host_resumes_from_them(
     tmp_path: Path, start_app: Callable[..., Any]
 ) -> None:
     common = (
-        "task.num_demonstrations=512",
-        "supervised.val_size=0",
-        "supervised.batch_size=16",
-        "supervised.optim.warmup_steps=0",
-        "trainer.save_freq=2",
-        "trainer.keep_checkpoints=1",
+        *("task.num_demonstrations=512", "supervised.val_size=0", "supervised.batch_size=16"),
+        *("supervised.optim.warmup_steps=0", "trainer.save_freq=2", "trainer.keep_checkpoints=1"),
         f"trainer.checkpoint_url=file://{tmp_path}/storage",
     )
     first = start_app(tmp_path / "here", *common, "supervised.steps=4", app="sft")

@@ -19,13 +19,8 @@ from tests.run_folders import metrics_rows
 
 REPO = Path(__file__).resolve().parents[1]
 TINY = (
-    "warm_start.steps=20",
-    "task.num_val=16",
-    "batch.train_batch_size=4",
-    "batch.mini_batch_size=2",
-    "sampling.n=4",
-    "trainer.val_before_train=false",
-    "trainer.val_after_train=false",
+    *("warm_start.steps=20", "task.num_val=16", "batch.train_batch_size=4", "batch.mini_batch_size=2", "sampling.n=4"),
+    *("trainer.val_before_train=false", "trainer.val_after_train=false"),
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.thorough, pytest.mark.timeout(1500)]

@@ -24,9 +24,7 @@ SMALL = (
     "batch.mini_batch_size=2",
     "sampling.n=4",
     "algorithm.entropy_coef=0.05",  # a gradient even where all answers are equally wrong
-    "warm_start.steps=5",
-    "warm_start.optim.warmup_steps=0",
-    "trainer.val_before_train=false",
+    *("warm_start.steps=5", "warm_start.optim.warmup_steps=0", "trainer.val_before_train=false"),
     "trainer.val_after_train=false",
 )
 
@@ -101,10 +99,7 @@ def test_twenty_kills_of_driver_ranks_and_servers_lose_no_sample(tmp_path: Path,
     steps, chance = 120, random.Random(os.environ.get("PLINTH_STRIKES_SEED", "1"))
     settings = (
         *SMALL,
-        "trainer.num_ranks=2",
-        "rollout.num_servers=2",
-        "trainer.max_staleness=2",
-        "trainer.save_freq=1",
+        *("trainer.num_ranks=2", "rollout.num_servers=2", "trainer.max_staleness=2", "trainer.save_freq=1"),
         f"trainer.total_training_steps={steps}",
         "trainer.max_restarts=40",
         "trainer.max_server_restarts=40",

@@ -66,6 +66,13 @@ def settings(folder: Path, case: Case, steps: int) -> list[str]:
     ]
 
 
+def sharded(ranks: int) -> tuple[list[str], list[str]]:
+    """Keys of the app and the launcher of TRL for ZeRO-3 on so many GPUs."""
+    words = f"--use_deepspeed --zero_stage 3 --mixed_precision bf16 --num_machines 1 --num_processes {ranks}"
+    launcher = ["-m", "accelerate.commands.launch", *words.split(), "--dynamo_backend", "no"]
+    return ["engine.zero.stage=3", f"trainer.num_ranks={ranks}"], launcher
+
+
 def app_steps(folder: Path) -> list[Step]:
     """The steps of the app's newest run; none if it wrote no metrics."""
     steps = Steps(run_folder(folder, "sft_step"))
@@ -109,12 +116,18 @@ def main() -> None:
     """Runs both and prints the table."""
     arguments = parser(__doc__, steps=12, timeout_s=560.0)
     arguments.add_argument("--case", choices=sorted(CASES), default="full")
+    arguments.add_argument("--ranks", type=int, default=1, help="GPUs of each, one after the other; ZeRO-3 above 1")
     trl_peer.add_arguments(arguments)
     args, extra = arguments.parse_known_args()
+    args.one_gpu |= args.ranks > 1
     folder, case = args.folder, CASES[args.case]
     write_workload(folder, model=args.model or case.model, num_steps=args.steps)
-    ours = app(folder, "sft_step", visible_gpus(1), [*settings(folder, case, args.steps), *extra], kind="sft")
-    trl = trl_peer.peer("benchmarks.sft_step.trl_step", folder, args, *case.trl) if args.peer == "trl" else None
+    keys, launcher = ([], []) if args.ranks == 1 else sharded(args.ranks)
+    keys = [*settings(folder, case, args.steps), *keys, *extra]
+    ours = app(folder, "sft_step", visible_gpus(args.ranks), keys, kind="sft")
+    trl = None
+    if args.peer == "trl":
+        trl = trl_peer.peer("benchmarks.sft_step.trl_step", folder, args, *case.trl, launcher=launcher)
     codes = trl_peer.run_beside([ours], trl, args)
     operations = math.nan if args.case == "lora" else operations_per_token(folder, args.steps)
     print(table_header(["", "tokens/s (median)", "seconds a step (median)", "all steps, s", "peak GB", "MFU"]))

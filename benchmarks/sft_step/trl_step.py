@@ -47,7 +47,7 @@ def main(folder: Path, args: argparse.Namespace) -> None:
             self.last, self.tokens = time.perf_counter(), 0.0
 
         def on_log(self, _args: Any, state: Any, _control: Any, logs: dict[str, Any], **_: Any) -> None:
-            if "loss" not in logs:  # the summary at the end
+            if "loss" not in logs or not state.is_world_process_zero:  # the summary at the end, and other ranks
                 return
             now, tokens = time.perf_counter(), float(logs["num_tokens"])
             peak = 0 if args.cpu else torch.cuda.max_memory_reserved()

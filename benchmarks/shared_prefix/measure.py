@@ -16,6 +16,7 @@ from torch import Tensor
 
 from benchmarks.random_model import CONFIGS, model_config
 from benchmarks.runs import free_port
+from benchmarks.shared_prefix.parts import profiled
 from ds_engine import (
     EngineConfig,
     EngineError,
@@ -25,6 +26,7 @@ from ds_engine import (
     ZeroEngine,
     init_distributed,
 )
+from ds_engine.model import prefix_tree
 from ds_engine.model.attention import (
     ATTENTION_NAME,
     choose_kernel,
@@ -227,6 +229,18 @@ def time_case(trainer: Trainer, case: str, *, rounds: int, limit_s: float) -> It
         yield record
 
 
+def parts_of_update(trainer: Trainer, case: str) -> Iterator[Record]:
+    """Milliseconds of the GPU in each part of an update without and with shared prefixes."""
+    setup = trainer.setup
+    batch = random_batch(setup.groups[case], *setup.lengths(case), trainer.vocab)
+    for kind in KINDS:
+        batches, _ = micro_batches(batch, setup.token_budget, shared=kind == "shared")
+        trainer.update(batches[:1] + batches[1:][-1:])
+        parts, kernels = profiled(partial(trainer.update, batches))
+        tokens = sum(part.num_computed_tokens for part in batches)
+        yield {"pass": "parts", "case": case, "kind": kind, "computed_tokens": tokens, **parts, "kernels": kernels}
+
+
 # -------------------------------------------------------------------- memory
 
 
@@ -316,15 +330,20 @@ def equal_work(groups: int, prompt: int, response: int) -> list[int]:
 
 
 def time_attention(trainer: Trainer) -> Iterator[Record]:
-    """Attention of a micro batch of W (16 heads, 8 key/value heads, head dim 128): trees, equal work, whole samples."""
+    """Attention of a micro batch of each case: trees in both ways, equal work without a tree, whole samples."""
     setup = trainer.setup
-    prompt, response = setup.lengths("W")
-    groups = max(1, setup.token_budget // (prompt + SAMPLES * response))
-    responses = [response] * groups * SAMPLES
-    parents = [-1] * groups + [group for group in range(groups) for _ in range(SAMPLES)]
-    yield time_layout(trainer, "shared", [prompt] * groups + responses, parents)
-    yield time_layout(trainer, "equal work", equal_work(groups, prompt, response))
-    yield time_layout(trainer, "unshared", [prompt + response] * groups * SAMPLES)
+    for case in ("W", "1k", "4k"):
+        prompt, response = setup.lengths(case)
+        groups = max(1, setup.token_budget // (prompt + SAMPLES * response))
+        responses = [response] * groups * SAMPLES
+        parents = [-1] * groups + [group for group in range(groups) for _ in range(SAMPLES)]
+        limits = (prefix_tree.FORWARD_ROWS, prefix_tree.BACKWARD_ROWS)
+        for kind, chosen in (("shared", limits), ("in place", (0.0, 0.0)), ("gathered", (1e9, 1e9))):
+            prefix_tree.FORWARD_ROWS, prefix_tree.BACKWARD_ROWS = chosen
+            yield {"case": case, **time_layout(trainer, kind, [prompt] * groups + responses, parents)}
+        prefix_tree.FORWARD_ROWS, prefix_tree.BACKWARD_ROWS = limits
+        yield {"case": case, **time_layout(trainer, "equal work", equal_work(groups, prompt, response))}
+        yield {"case": case, **time_layout(trainer, "unshared", [prompt + response] * groups * SAMPLES)}
 
 
 def time_layout(trainer: Trainer, kind: str, lengths: list[int], parents: list[int] | None = None) -> Record:
@@ -333,7 +352,10 @@ def time_layout(trainer: Trainer, kind: str, lengths: list[int], parents: list[i
     dtype = torch.bfloat16 if trainer.is_on_gpu else torch.float32
     kernel = choose_kernel("auto", device_type=device.type, dtype=dtype)
     layout = packed_layout(lengths, device=device, kernel=kernel, parents=parents)
-    rows = (torch.randn(1, tokens, heads, 128, device=device, dtype=dtype) for heads in (16, 8, 8, 16))
+    fields = CONFIGS[trainer.model]
+    heads, kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
+    head_dim = fields.get("head_dim", fields["hidden_size"] // heads)
+    rows = (torch.randn(1, tokens, n, head_dim, device=device, dtype=dtype) for n in (heads, kv_heads, kv_heads, heads))
     q, k, v, grad = (row.transpose(1, 2).requires_grad_() for row in rows)
 
     def forward() -> Tensor:
@@ -372,9 +394,10 @@ def device_seconds(trainer: Trainer, call: Callable[[], object], *, rounds: int 
 # ---------------------------------------------------------------------- jobs
 
 
-def jobs_of(cases: list[str], *, memory: bool, attention: bool) -> list[str]:
+def jobs_of(cases: list[str], *, memory: bool, attention: bool, parts: bool) -> list[str]:
     """Names of a model's jobs, in the order in which they run."""
-    return ["attention"] * attention + cases + [f"memory: {kind}" for kind in MEMORY_KINDS] * memory
+    timed = [job for case in cases for job in (case, f"parts: {case}")[: 1 + parts]]
+    return ["attention"] * attention + timed + [f"memory: {kind}" for kind in MEMORY_KINDS] * memory
 
 
 def run_jobs(
@@ -407,6 +430,8 @@ def run_jobs(
         records: Iterator[Record]
         if job == "attention":
             records = time_attention(trainer)
+        elif job.startswith("parts: "):
+            records = parts_of_update(trainer, job.removeprefix("parts: "))
         elif job.startswith("memory: "):
             records = iter([search_memory(trainer, job.removeprefix("memory: "), most=most, limit_s=memory_s)])
         else:

@@ -13,13 +13,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from benchmarks.runs import table_header, table_row
 from benchmarks.shared_prefix.measure import CASES, KINDS, SETUPS, Record, jobs_of, run_jobs
+from benchmarks.shared_prefix.parts import PARTS
 
-ENVIRONMENT = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+ENVIRONMENT = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "8"}
 """As the ranks of an app have it."""
 
 
@@ -35,7 +37,7 @@ def records_of(command: Sequence[str], model: str, jobs: Sequence[str]) -> Itera
         ) as process:
             assert process.stdout is not None
             for line in process.stdout:
-                if not line.startswith("{"):
+                if not line.startswith('{"'):
                     continue
                 record = json.loads(line)
                 if "job_seconds" in record:
@@ -84,7 +86,20 @@ def memory_row(record: Record) -> list[Any]:
 def attention_row(record: Record) -> list[Any]:
     """Attention of one layout."""
     times = [f"{record[name]:.3f}" for name in ("forward_ms", "forward_backward_ms")]
-    return [record["kind"], record["kernel"], f"{record['computed_tokens']:,}", record["sequences"], *times]
+    tokens = f"{record['computed_tokens']:,}"
+    return [record["model"], record["case"], record["kind"], record["kernel"], tokens, record["sequences"], *times]
+
+
+def peer_row(record: Record) -> list[Any]:
+    """Updates of another trainer."""
+    seconds = f"{record['seconds']:.3f} ({record['rounds']})" if "seconds" in record else "out of memory"
+    return [record["model"], record["case"], record["peer"], record.get("per_forward", "-"), seconds, gib(record)]
+
+
+def parts_row(record: Record) -> list[Any]:
+    """Milliseconds of an update."""
+    tokens = f"{record['computed_tokens']:,}"
+    return [record["model"], record["case"], record["kind"], tokens, *(f"{record[part]:.1f}" for part in PARTS)]
 
 
 TIMING = """model, case, samples x (prompt + response), pass, tokens of the samples, computed with sharing, token ratio,
@@ -100,8 +115,15 @@ TABLES: tuple[tuple[str, tuple[str, ...], str, Callable[[Record], list[Any]]], .
     (
         "Attention alone",
         ("attention",),
-        "kind, kernel, computed tokens, sequences or nodes, ms forward, ms forward and backward",
+        "model, case, kind, kernel, computed tokens, sequences or nodes, ms forward, ms forward and backward",
         attention_row,
+    ),
+    ("Updates of peers", ("peer",), "model, case, peer, samples per forward pass, s (rounds), peak GiB", peer_row),
+    (
+        "Milliseconds of an update",
+        ("parts",),
+        "model, case, kind, computed tokens, " + ", ".join(PARTS),
+        parts_row,
     ),
 )
 """Title, passes, names of the columns and a row of each table."""
@@ -132,6 +154,8 @@ def main() -> None:
     parser.add_argument("--cases", choices=sorted(CASES), nargs="*", default=list(CASES))
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="skip the longest prompts")
     parser.add_argument("--no-attention", dest="attention", action="store_false", help="skip attention alone")
+    parser.add_argument("--peers", choices=("TRL", "Arctic"), nargs="+", default=[], help="time their updates as well")
+    parser.add_argument("--parts", action="store_true", help="profile an update of each case")
     parser.add_argument("--token-budget", type=int, help="computed tokens of a micro batch")
     parser.add_argument("--rounds", type=int, default=3, help="calls that are timed")
     parser.add_argument("--seconds", type=float, default=6.0, help="no further round (of 2 at least) after so many")
@@ -156,9 +180,13 @@ def main() -> None:
     command = [sys.executable, "-m", "benchmarks.shared_prefix.run", *sys.argv[1:]]
     args.out.mkdir(parents=True, exist_ok=True)
     records: list[Record] = []
-    for number, model in enumerate(args.models or (["qwen3-tiny"] if args.cpu else ["qwen3-0.6b", "qwen2-7b"])):
-        jobs = jobs_of(args.cases, memory=args.memory, attention=args.attention and number == 0)
-        for record in records_of(command, model, jobs):
+    for model in args.models or (["qwen3-tiny"] if args.cpu else ["qwen3-0.6b", "qwen2-7b"]):
+        jobs = jobs_of(args.cases, memory=args.memory, attention=args.attention, parts=args.parts and not args.cpu)
+        runs = [records_of(command, model, jobs)]
+        for peer in args.peers:
+            other = [sys.executable, "-m", "benchmarks.shared_prefix.peers", *sys.argv[1:]]
+            runs.append(records_of(other, model, [f"{peer}: {case}" for case in args.cases]))
+        for record in chain(*runs):
             records.append(record)
             print(json.dumps(record), flush=True)
             (args.out / "records.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))

@@ -45,4 +45,6 @@ from .tools.lora_export import save_adapter as save_adapter
 from .tools.universal import UniversalCheckpoint as UniversalCheckpoint
 from .tools.universal import write_universal as write_universal
 from .zero.deepspeed_load import loading_without_pickle as loading_without_pickle
+from .zero.universal_state import UniversalState as UniversalState
+from .zero.universal_state import open_deepspeed as open_deepspeed
 from .zero.zero_checkpoint import ZeroCheckpoint as ZeroCheckpoint

@@ -21,12 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .digest import FileEntry
-from .errors import (
-    CheckpointExistsError,
-    CheckpointStateError,
-    CheckpointUsageError,
-    UnsupportedFormatError,
-)
+from .errors import CheckpointExistsError, CheckpointStateError, CheckpointUsageError, UnsupportedFormatError
 from .files import TRASH_PREFIX, check_space, is_disk_full, no_space, publish_folder, remove_folder, write_text
 from .lock import WriterLock
 from .manifest import MANIFEST_NAME, CheckpointManifest, ManifestError, folder_name

@@ -112,11 +112,7 @@ class CheckpointManifest:
         described = describe_files({name: paths[name] for name in sizes if name not in known})
         # An entry describes the contents; it does not mean that they have reached the disk.
         fsync_files([paths[name] for name in known])
-        return cls(
-            step=step,
-            files={name: known.get(name) or described[name] for name in paths},
-            metrics=metrics or {},
-        )
+        return cls(step=step, files={name: known.get(name) or described[name] for name in paths}, metrics=metrics or {})
 
     def to_json(self) -> str:
         """The manifest as JSON text; the last field is the BLAKE3 checksum of the others."""

@@ -69,11 +69,7 @@ def check_model(checkpoint: "Checkpoint", name: str, model: Any) -> bool:
         shapes = [f"{name} {saved[name]['shape']} in the checkpoint, {here[name]['shape']} here" for name in reshaped]
         differences = [
             f"{kind}: {_first(names)}"
-            for kind, names in (
-                ("only in the checkpoint", lost),
-                ("only here", added),
-                ("with another shape", shapes),
-            )
+            for kind, names in (("only in the checkpoint", lost), ("only here", added), ("with another shape", shapes))
             if names
         ]
         raise ArchitectureMismatchError(

@@ -3,7 +3,7 @@
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ckpt import AsyncUploader, Checkpoint, CheckpointManager, RemoteCheckpoints, Retention, UploadError
 from ckpt.tools.command_line import main
-from plinth_testing import raises
+from plinth_testing import raises, wait_until
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=12)
 
@@ -62,13 +62,6 @@ def memory_url() -> str:
 def publish(manager: CheckpointManager, step: int, score: float = 0.0) -> Checkpoint:
     (manager.prepare(step) / "weights").write_bytes(b"x" * step)
     return manager.publish(step, state={"step": step}, metrics={"score": score})
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.002)
 
 
 events = st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 2), st.booleans()), min_size=1, max_size=7)

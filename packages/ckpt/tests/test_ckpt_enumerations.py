@@ -12,7 +12,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from ckpt import ShardError, UntrustedFileError
 from ckpt.zero.deepspeed_load import _SafeReader
-from ckpt.zero.zero_checkpoint import _load
+from ckpt.zero.zero_checkpoint import load_file
 from plinth_testing import raises
 
 
@@ -36,7 +36,7 @@ def test_stages_of_every_python_are_read(tmp_path: Path, stage: ZeroStageEnum, b
     call = Call(getattr, ZeroStageEnum, stage.name) if by_name else Call(ZeroStageEnum, stage.value)
     torch.save({"zero_stage": call}, tmp_path / "a.pt")
     assert reader().load(str(tmp_path / "a.pt")) == {"zero_stage": stage}
-    assert _load(tmp_path / "a.pt") == {"zero_stage": stage.value}
+    assert load_file(tmp_path / "a.pt") == {"zero_stage": stage.value}
 
 
 @pytest.mark.parametrize(
@@ -47,4 +47,4 @@ def test_nothing_else_is_an_attribute(tmp_path: Path, owner: type, name: str) ->
     with raises(UntrustedFileError, value=str(tmp_path / "a.pt")):
         reader().load(str(tmp_path / "a.pt"))
     with raises(ShardError, value=str(tmp_path / "a.pt")):
-        _load(tmp_path / "a.pt")
+        load_file(tmp_path / "a.pt")

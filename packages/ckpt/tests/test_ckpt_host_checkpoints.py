@@ -64,10 +64,7 @@ class Job:
         if self._fate is not None:
             remote.fs = MortalStorage(remote.fs, process_name(rank), self._fate)
         store = HostCheckpoints(
-            self._folder / process_name(rank),
-            remote,
-            retention=Retention(keep_last=self._keep_last),
-            retry_s=0,
+            self._folder / process_name(rank), remote, retention=Retention(keep_last=self._keep_last), retry_s=0
         )
         store.longest_poll_s = 0.01
         ranks = SaverRanks(num_ranks=NUM_RANKS, rank=rank, run_id=self._run_id, publisher=None)

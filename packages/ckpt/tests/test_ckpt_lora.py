@@ -12,14 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from ckpt import (
-    ExportError,
-    ZeroCheckpoint,
-    export_deepspeed,
-    export_merged,
-    merge_lora,
-    save_adapter,
-)
+from ckpt import ExportError, ZeroCheckpoint, export_deepspeed, export_merged, merge_lora, save_adapter
 from ckpt.tools import lora_export
 from ckpt.tools.lora_export import read_adapter
 from ckpt.tools.model_folder import read_folder

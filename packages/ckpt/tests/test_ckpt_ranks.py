@@ -56,12 +56,7 @@ class Failing(Capture):
 
 
 @settings(deadline=None, derandomize=True, max_examples=12)
-@given(
-    num_ranks=st.integers(1, 4),
-    has_driver=st.booleans(),
-    num_saves=st.integers(1, 3),
-    seed=st.integers(0, 1000),
-)
+@given(num_ranks=st.integers(1, 4), has_driver=st.booleans(), num_saves=st.integers(1, 3), seed=st.integers(0, 1000))
 def test_any_number_of_ranks(num_ranks: int, has_driver: bool, num_saves: int, seed: int) -> None:
     import tempfile
 
@@ -201,9 +196,7 @@ def test_wrong_use(tmp_path: Path) -> None:
 def test_files_of_earlier_saves_are_deleted_when_all_have_begun_the_next(tmp_path: Path) -> None:
     first, second = (
         SaveCoordinator(
-            SharedFolder(CheckpointManager(tmp_path)),
-            SaverRanks(num_ranks=2, rank=rank, run_id="run"),
-            timeout_s=1,
+            SharedFolder(CheckpointManager(tmp_path)), SaverRanks(num_ranks=2, rank=rank, run_id="run"), timeout_s=1
         )
         for rank in range(2)
     )

@@ -72,16 +72,8 @@ def export(manager: CheckpointManager) -> None:
             lambda manager: load_state_dict(manager.read(1).path / "m.safetensors"),
             CheckpointStateError,
         ),
-        (
-            "ds/mp_rank_00_model_states.pt",
-            export,
-            CheckpointError,
-        ),
-        (
-            "ds/zero_pp_rank_0_mp_rank_00_optim_states.pt",
-            export,
-            CheckpointError,
-        ),
+        ("ds/mp_rank_00_model_states.pt", export, CheckpointError),
+        ("ds/zero_pp_rank_0_mp_rank_00_optim_states.pt", export, CheckpointError),
     ],
 )
 def test_a_pickle_in_place_of_any_file_is_refused(

@@ -6,6 +6,8 @@ Imports no torch. Combinations that DeepSpeed does not support, or would silentl
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any, Literal, NoReturn, get_args
 
@@ -13,7 +15,7 @@ from plinth_base.dtypes import Dtype, dtype_bytes
 
 from .deepspeed_keys import DEFAULTS, LIVE_PARAMETERS, OWNED, PREFETCH_BUCKET, REUSE_DISTANCE, SUB_GROUP, needs_stage_3
 from .errors import EngineConfigError
-from .optimizers import OPTIMIZERS
+from .optimizers import OPTIMIZERS, Optimizer
 
 OffloadDevice = Literal["none", "cpu", "nvme"]
 Attention = Literal["auto", "flash4", "flash", "varlen", "sdpa"]
@@ -122,15 +124,21 @@ class OptimConfig:
     """The optimizer and its learning-rate schedule."""
 
     name: str = "adamw"
-    """Name of the optimizer in `ds_engine.optimizers.OPTIMIZERS`."""
+    """adamw, muon (for matrices, with AdamW for the rest), sgd, adam8bit (requires bitsandbytes), or your own
+    `package.module:Class`: a torch.optim.Optimizer that steps each element of flat fp32 tensors by itself."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further settings of the optimizer. muon: momentum (0.95), nesterov (true), ns_steps (5), adjust_lr_fn
+    (match_rms_adamw: rates as for AdamW; or original), adam_lr (peak rate of AdamW's part; null: lr). sgd: momentum,
+    dampening, nesterov. Your own class: keyword arguments."""
     lr: float | None = 1e-6
     """Peak learning rate; positive. null: an app chooses it for the model; the engine needs a number."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Decay rates of the first and second moment; each in [0, 1)."""
+    """Decay rates of the first and second moment; each in [0, 1). A class of your own that takes betas or eps has its
+    own defaults."""
     eps: float = 1e-8
     """Term added to the denominator; positive."""
     weight_decay: float = 0.0
-    """Decoupled weight decay; 0 or more."""
+    """Weight decay, decoupled but in sgd; 0 or more."""
     decay_1d: bool = False
     """Also decay one-dimensional parameters: scales of norms, and biases. Decay pulls weights to zero, which these have
     no reason to approach."""
@@ -146,7 +154,6 @@ class OptimConfig:
     """Final learning rate as a fraction of lr, for linear and cosine; 0 to 1."""
 
     def __post_init__(self) -> None:
-        _require(self, "name", self.name in OPTIMIZERS, ", ".join(OPTIMIZERS))
         _require(self, "lr", self.lr is None or 0 < self.lr < math.inf, "a positive number")
         _require(self, "betas", len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "two in [0, 1)")
         _require(self, "eps", 0 < self.eps < math.inf, "a positive number")
@@ -157,6 +164,41 @@ class OptimConfig:
         is_longer = self.total_steps is None or self.total_steps > self.warmup_steps
         _require(self, "total_steps", is_longer, f"more than warmup_steps ({self.warmup_steps})")
         _require(self, "min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "0 to 1")
+        self._check_optimizer()
+
+    def _check_optimizer(self) -> None:
+        own = "package.module:Class"
+        module, _, attribute = self.name.partition(":")
+        is_known = self.name in OPTIMIZERS or bool(module and attribute)
+        _require(self, "name", is_known, f"{', '.join(OPTIMIZERS)}, or {own}")
+        optimizer = self.optimizer
+        for key in () if self.name not in OPTIMIZERS else self.options:
+            if key not in optimizer.options:
+                known = ", ".join(optimizer.options) or f"none; {self.name} has no further settings"
+                raise EngineConfigError(field=f"options.{key}", value=self.options[key], allowed=known)
+        if self.options and self.name in OPTIMIZERS:
+            import_module(".zero.own_optimizer", __package__).try_optimizer(optimizer, self)
+        elif optimizer.package and find_spec(optimizer.package) is None:
+            package = f"it needs {optimizer.package}, which is not installed"
+            _refuse("name", self.name, package, f"pip install {optimizer.package}")
+        for key in ("betas", "eps"):
+            if key not in optimizer.settings and getattr(self, key) != getattr(OptimConfig, key):
+                default = f"leave it at {getattr(OptimConfig, key)}"
+                _refuse(key, getattr(self, key), f"{self.name} does not take it", default)
+        if self.lr is None and not optimizer.has_adamw_rates:
+            _refuse("lr", None, f"no rate can be chosen for {self.name}", "give a number")
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The entry of `name`.
+
+        Raises:
+            EngineConfigError: it is a user's class that does not work.
+        """
+        if self.name in OPTIMIZERS:
+            return OPTIMIZERS[self.name]
+        entry: Optimizer = import_module(".zero.own_optimizer", __package__).own_optimizer(self)
+        return entry
 
     @property
     def peak_lr(self) -> float:
@@ -169,12 +211,19 @@ class OptimConfig:
             raise EngineConfigError(field="optim.lr", value=None, allowed="a positive number")
         return self.lr
 
-    def decay_groups(self, num_dims: Iterable[int]) -> dict[float, list[int]]:
-        """Indices of parameters with these numbers of dimensions, in order, by weight decay; no group is empty."""
-        groups: dict[float, list[int]] = {self.weight_decay: [], 0.0: []}
-        for index, dims in enumerate(num_dims):
-            groups[self.weight_decay if self.decay_1d or dims > 1 else 0.0].append(index)
-        return {decay: indices for decay, indices in groups.items() if indices}
+    def parameter_groups(self, kinds: Iterable[tuple[int, bool]]) -> dict[tuple[float, bool], list[int]]:
+        """Indices of parameters, in order, by (weight decay, stepped as matrices); no group is empty.
+
+        Args:
+            kinds: of each parameter, the number of dimensions, and True for a table (an embedding or a head).
+        """
+        steps_matrices = bool(self.optimizer.matrix_states)
+        decays = (self.weight_decay, 0.0)
+        groups: dict[tuple[float, bool], list[int]] = {(d, m): [] for d in decays for m in (True, False)}
+        for index, (dims, is_table) in enumerate(kinds):
+            decay = self.weight_decay if self.decay_1d or dims > 1 else 0.0
+            groups[decay, steps_matrices and dims > 1 and not is_table].append(index)
+        return {key: indices for key, indices in groups.items() if indices}
 
 
 def check_heads(num_heads: int, sp: int) -> None:
@@ -330,6 +379,8 @@ class EngineConfig:
         if self.dtype is not None:
             _require_one_of(self, "dtype", Dtype)
         _require_one_of(self, "attention", Attention)
+        if self.zero.offload.optimizer == "nvme" and self.optim.name != "adamw":
+            _refuse("optim.name", self.optim.name, "states on NVMe are tested with adamw only", "use cpu or none")
         _require_one_of(self, "experts", Experts)
         if self.compile and self.zero.offload.param == "nvme":
             hooks = "weights on NVMe are fetched in hooks inside the layers, which break the graphs"
@@ -428,5 +479,5 @@ class EngineConfig:
     @property
     def fuses_grad_norm(self) -> bool:
         """True if the engine replaces gradient norm, overflow check and clipping (zero/optimizer_step.py)."""
-        divides = OPTIMIZERS[self.optim.name].divides_gradients
+        divides = self.optim.optimizer.divides_gradients
         return divides and self.zero.offload.optimizer == "none" and not self.uses_bf16_optimizer

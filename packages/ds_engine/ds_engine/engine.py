@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .agreement import agree_on_plan, sum_over_ranks
 from .batch import Head, HeadTerm, LmHead, LogProbFn, LossFn, StepStats, TokenBatch, TokenOutputs
 from .config import EngineConfig, check_schedule, learning_rate
-from .errors import EngineError
+from .errors import CheckpointError, EngineError
 from .guard.collective_guard import num_guarded, start_guard
 from .micro_batch import MicroBatches
 from .model.attention import choose_kernel
@@ -23,11 +23,10 @@ from .model.lora import NamedTensor, adapter_settings, adapter_tensors, adapters
 from .model.matching import Operations
 from .model.packed_model import HIDDEN, lm_head_of, row_kernel, shares_prefixes
 from .model.sequence_parallel import join_sequence_group
-from .optimizers import OPTIMIZERS
 from .simple import SimpleBatch
 from .state.checkpoint import load_state, save_state
 from .state.export import export_tensors
-from .state.reshape import StateSource, fill_state, has_layout
+from .state.reshape import StateSource, fill_state, flat_fragments, has_layout
 from .zero.ds_config import check_deepspeed, deepspeed_config
 from .zero.memory import EngineMemory, MemoryReport, memory_stats
 from .zero.optimizer import build_optimizer, start_deepspeed
@@ -94,6 +93,10 @@ class ZeroEngine:
         if deepspeed_settings is None:
             deepspeed_settings = deepspeed_config(config, device_type=device.type, trainable=trainable)
         self._deepspeed = start_deepspeed(module, self._optimizer, config, deepspeed_settings)
+        if self._optimizer is not None and config.optim.optimizer.matrix_states:
+            matrices = [(flat, parts) for flat, group, parts in flat_fragments(self._deepspeed) if group["matrices"]]
+            optimizer: Any = self._optimizer
+            optimizer.bind(matrices, group=self._deepspeed.optimizer.dp_process_group, device=device)
         self._micro_batches = MicroBatches(
             deepspeed=self._deepspeed,
             head=head,
@@ -274,7 +277,7 @@ class ZeroEngine:
         self._set_mode(training=True)
         lr = learning_rate(self._num_steps, self.config.optim, self._total_steps)
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)
         loss_scale = self._loss_scale.value
         label = f"step {self._num_steps}"
         backward_before = self._micro_batches.num_backward
@@ -409,23 +412,37 @@ class ZeroEngine:
         self._require_optimizer("load_checkpoint")
         self._num_steps = load_state(self._deepspeed, folder, tag)
 
-    def load_state(self, source: StateSource) -> None:
-        """Resume from a state written by any number of ranks, at any stage, offload and dtype, bit for bit.
+    def load_state(self, source: StateSource, *, num_steps: int | None = None) -> None:
+        """Resume from a state written by any number of ranks, at any stage, offload and dtype, bit for bit; also from
+        one of plain DeepSpeed.
 
         Every rank reads only its partition of the fp32 weights and of the optimizer's states.
 
+        Args:
+            num_steps: number of optimizer steps taken, for the learning-rate schedule; None: that of the source.
+
         Raises, on every rank and before any change:
-            CheckpointError: the source cannot be read or has other parameters.
+            CheckpointError: the source cannot be read or has other parameters or states, or the optimizer's states
+                belong to the layout that saved them.
         """
         self._require_optimizer("load_state")
-        states = OPTIMIZERS[self.config.optim.name].states
-        self._num_steps = fill_state(self._deepspeed, self.module, source, states)
+        optim = self.config.optim
+        if unportable := optim.optimizer.unportable:
+            remedy = "use the number of ranks and the settings that saved it"
+            raise CheckpointError(unportable, field="optim.name", value=optim.name, remedy=remedy)
+        loaded = fill_state(self._deepspeed, self.module, source, self._states_of)
+        self._num_steps = loaded if num_steps is None else num_steps
 
     def has_layout(self, source: StateSource) -> bool:
         """True if `load_checkpoint` can read the checkpoint of `source`: the same number of ranks, stage, offload,
         dtype and parameter groups. Not collective."""
         self._require_optimizer("has_layout", on_device=False)
-        return has_layout(self._deepspeed, source)
+        return has_layout(self._deepspeed, source, self._states_of)
+
+    def _states_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of the optimizer's states of one of its groups."""
+        optim = self.config.optim
+        return optim.optimizer.states_of(optim.options, matrices=bool(group.get("matrices")))
 
     def offload(self, *, include_params: bool = False) -> MemoryReport:
         """Move optimizer states, fp32 weights and gradient buffers to CPU memory; moves nothing if `device` is the CPU.

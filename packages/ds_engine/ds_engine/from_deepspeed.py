@@ -19,7 +19,6 @@ from plinth_base.errors import prefix_fields
 from .config import EngineConfig
 from .deepspeed_keys import OWNED
 from .errors import EngineConfigError
-from .optimizers import OPTIMIZERS
 
 Fate = Literal["mapped", "open", "overridden", "no effect", "refused"]
 """open: the file leaves the choice to the Trainer ("auto"). overridden: the same setting was given beside the file."""
@@ -60,6 +59,9 @@ class Entry:
 
 
 _DTYPES = {"no": "float32", False: "float32", "fp16": "float16", "bf16": "bfloat16"}  # YAML reads a bare no as false
+_OPTIMIZERS = ("adam", "adamw", "sgd", "muon", "adam8bit")
+_DEEPSPEEDS_OWN = ("lamb", "lion", "muadam", "muadamw", "musgd", "onebitadam", "onebitlamb", "zerooneadam", "cpuadam")
+"""Optimizers that DeepSpeed has itself. Every other name is a class of torch.optim."""
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _OFFLOAD_DEVICES = ("zero_optimization.offload_", "offload_", "zero.offload.")
 _SECTIONS = (
@@ -136,6 +138,8 @@ def table(
     reduce_dtype: str = "bfloat16",
     uses_nvme: bool = False,
     is_full_precision: bool = False,
+    optimizer: str = "adamw",
+    optimizer_params: Collection[str] = (),
 ) -> dict[str, Key]:
     """Dotted key of DeepSpeed or accelerate (of its `deepspeed_config` without that word) -> its counterpart.
 
@@ -246,7 +250,7 @@ def table(
         "compile.disable": Key("compile", lambda value: not value),
         "compile.backend": lacks("the backend is inductor", lambda value: value != "inductor"),
         "compile.deepcompile": lacks("DeepCompile is not supported", ours="compile"),
-        "optimizer": lacks(f"known here: {', '.join(OPTIMIZERS)}", ours="optim.name"),
+        "optimizer": lacks(f"known here: {', '.join(_OPTIMIZERS)}, and classes of torch.optim", ours="optim.name"),
         "optimizer.type": Key("optim.name", _optimizer),
         **section(
             "optimizer.params",
@@ -255,6 +259,7 @@ def table(
                 **{key: Key(f"optim.{key}", _number) for key in ("lr", "eps", "weight_decay")},
                 "adam_w_mode": decays,
                 "bias_correction": lacks("AdamW always corrects it", lambda value: not value),
+                **_params(optimizer, optimizer_params),
             },
         ),
         "scheduler": lacks(f"known here: {', '.join(_SCHEDULES)}", ours="optim.schedule"),
@@ -277,7 +282,33 @@ def table(
 
 
 def _optimizer(name: str) -> str:
-    return "adamw" if name.lower() == "adam" else name.lower()  # Adam of DeepSpeed is AdamW unless adam_w_mode is false
+    if name.lower() in _OPTIMIZERS:
+        # Adam of DeepSpeed is AdamW unless adam_w_mode is false.
+        return "adamw" if name.lower() == "adam" else name.lower()
+    return f"torch.optim:{name}"
+
+
+def _params(optimizer: str, given: Collection[str]) -> dict[str, Key]:
+    """Rows of `optimizer.params` that another optimizer than AdamW adds or replaces."""
+    if optimizer == "muon":
+        # lr is of both parts; muon_lr and adam_lr override it for theirs.
+        rest = Key("optim.options.adam_lr", _number)
+        if "muon_lr" in given:
+            both = Key(why="muon_lr and adam_lr override it")
+            rows = {"lr": both if "adam_lr" in given else rest, "muon_lr": Key("optim.lr", _number)}
+        else:
+            rows = {}
+        same = "the step is the same"
+        return rows | {
+            "adam_lr": rest,
+            "momentum": Key("optim.options.momentum", _number),
+            "adjust_lr_fn": Key("optim.options.adjust_lr_fn", note="DeepSpeed scales a step by its shape alone"),
+            "ns_method": Key(why=same),
+            "per_head_muon": Key("optim.name", why="matrices are stepped whole", is_on=bool, is_refused=True),
+        }
+    if optimizer in ("adamw", "adam8bit"):
+        return {}
+    return {key: Key(f"optim.options.{key}") for key in given if key not in ("lr", "weight_decay")}
 
 
 def imported(
@@ -303,6 +334,8 @@ def imported(
     if backend != "DEEPSPEED":
         raise EngineConfigError(field="distributed_type", value=backend, allowed="DEEPSPEED")
     keys = list(_flattened(tree, folder))
+    if any(path == "optimizer.type" and _optimizer(str(value)) == "muon" for _, path, value in keys):
+        keys.append(("optimizer.type (step size)", "optimizer.params.adjust_lr_fn", "original"))
     values = {path: value for _, path, value in keys}
     rows = table(**_context(values, given)) | dict(further or {})
     if not any(path in rows for path in values):
@@ -376,6 +409,8 @@ def _context(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
         "reduce_dtype": "float32" if reduces_fp32 else dtype,
         "uses_nvme": "nvme" in devices,
         "is_full_precision": is_full_precision,
+        "optimizer": _optimizer(str(values.get("optimizer.type", "adamw"))),
+        "optimizer_params": [key[17:] for key in values if key.startswith("optimizer.params.")],
     }
 
 
@@ -398,7 +433,7 @@ def _flattened(
 def _has_known_type(section: str, value: Mapping[str, Any]) -> bool:
     """False for an optimizer or scheduler that is refused as a whole."""
     if section == "optimizer":
-        return _optimizer(str(value.get("type", "adamw"))) in OPTIMIZERS
+        return str(value.get("type", "adamw")).lower() not in _DEEPSPEEDS_OWN
     return section != "scheduler" or value.get("type") in _SCHEDULES
 
 

@@ -13,6 +13,9 @@ from torch import Tensor
 from ds_engine import ZeroEngine
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
+OTHER_KINDS = {"adam8bit": ("weight",)}
+MATRIX_KINDS = {"muon": ("weight", "momentum_buffer")}
+"""By optimizer, of all parameters and of matrices."""
 
 
 @dataclass
@@ -27,11 +30,17 @@ class MemorySource:
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     layout: Any = None
     deepspeed_config: Mapping[str, Any] = field(default_factory=dict)
-    states = KINDS[1:]
+
+    @property
+    def states(self) -> set[str]:
+        return {kind for kinds in self.state.values() for kind in kinds} - {"weight"}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(kinds["weight"].shape) for name, kinds in self.state.items()}
+
+    def states_of(self, name: str) -> set[str]:
+        return self.state[name].keys() - {"weight"}
 
     def check(self) -> None: ...
 
@@ -40,7 +49,7 @@ class MemorySource:
 
 
 def state_of(engine: ZeroEngine) -> dict[str, dict[str, Tensor]]:
-    """fp32 weights and moments as DeepSpeed itself gathers them."""
+    """fp32 weights and states as DeepSpeed itself gathers them."""
     deepspeed = engine._deepspeed
     if hasattr(deepspeed.optimizer, "_hp_optimizer_states_linked"):
         # Stages 1 and 2 look for states when the first of several groups has made its first step: too early.
@@ -48,9 +57,12 @@ def state_of(engine: ZeroEngine) -> dict[str, dict[str, Tensor]]:
         deepspeed.optimizer._lazy_init_hp_params_optimizer_state()
     state = {}
     for parameter, name in deepspeed.param_names.items():
-        moments = [safe_get_full_optimizer_state(parameter, kind) for kind in KINDS[1:]]
-        tensors = [safe_get_full_fp32_param(parameter), *moments]
-        state[name] = {kind: tensor.cpu().clone() for kind, tensor in zip(KINDS, tensors, strict=True)}
+        is_matrix = len(getattr(parameter, "ds_shape", parameter.shape)) > 1 and "embed" not in name
+        optimizer = engine.config.optim.name
+        kinds = (is_matrix and MATRIX_KINDS.get(optimizer)) or OTHER_KINDS.get(optimizer, KINDS)
+        states = [safe_get_full_optimizer_state(parameter, kind) for kind in kinds[1:]]
+        tensors = [safe_get_full_fp32_param(parameter), *states]
+        state[name] = {kind: tensor.cpu().clone() for kind, tensor in zip(kinds, tensors, strict=True)}
     return state
 
 
@@ -66,7 +78,7 @@ def hand_over(
     engine = second()
     engine.load_state(MemorySource(state=before, optimizer_steps=2, client_state={"num_steps": 2}))
     after = state_of(engine)
-    differing = [n for n in before for kind in KINDS if not torch.equal(before[n][kind], after[n][kind])]
+    differing = [n for n, kinds in before.items() for kind in kinds if not torch.equal(kinds[kind], after[n][kind])]
     losses = train(engine, range(2, 3))
     num_steps = engine._num_steps
     engine.close()

@@ -68,11 +68,13 @@ def reference_training(
     dtype: torch.dtype = torch.float32,
     weight_decay: float = 0.0,
     adapters: Path | None = None,
+    muon: bool = False,
 ) -> tuple[dict[str, Tensor], list[float], list[float]]:
     """(weights, losses, grad norms) of plain PyTorch: no packing, no DeepSpeed, full logits, one process.
 
     Weights decay unless they belong to a norm or are biases. With `adapters`, a PEFT folder, these alone are trained;
-    the weights are then PEFT's own: adapters under the names of its files, and merged ones.
+    the weights are then PEFT's own: adapters under the names of its files, and merged ones. With `muon`, torch's own
+    steps the decayed weights except embeddings and head.
     """
     import transformers
 
@@ -85,7 +87,16 @@ def reference_training(
     decayed = [p for n, p in model.named_parameters() if p.requires_grad and "norm" not in n and "bias" not in n]
     others = [p for n, p in model.named_parameters() if p.requires_grad and ("norm" in n or "bias" in n)]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=lr, eps=eps)
+    optimizers = [torch.optim.AdamW(groups, lr=lr, eps=eps)]
+    if muon:
+        names = {p: n for n, p in model.named_parameters()}
+        matrices = [p for p in decayed if not any(word in names[p] for word in ("embed", "lm_head"))]
+        groups[0]["params"] = [p for p in decayed if p not in set(matrices)]
+        rates = {"lr": lr, "weight_decay": weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+        optimizers = [
+            torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, eps=eps),
+            torch.optim.Muon(matrices, **rates),
+        ]
     losses, norms = [], []
     for samples in steps:
         total = torch.zeros(())
@@ -96,10 +107,12 @@ def reference_training(
             entropy = -(log_p.exp() * log_p).sum(-1)
             chosen = log_p.gather(1, targets[:, None])[:, 0]
             total = total + token_loss(chosen, entropy, torch.full_like(chosen, sample.weight))
-        optimizer.zero_grad()
+        model.zero_grad()
         total.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or float("inf"))
-        optimizer.step()
+        with fp32_newton_schulz():
+            for optimizer in optimizers:
+                optimizer.step()
         losses.append(total.item())
         norms.append(float(norm))
     weights = {}
@@ -107,6 +120,23 @@ def reference_training(
         weights = {name: t.clone() for name, t in peft.get_peft_model_state_dict(model).items()}
         model = model.merge_and_unload()
     return weights | {name: p.detach().clone() for name, p in model.named_parameters()}, losses, norms
+
+
+@contextmanager
+def fp32_newton_schulz() -> Iterator[None]:
+    """Context in which torch's Muon iterates in fp32 instead of bf16."""
+
+    def iterate(grad: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+        a, b, c = coefficients
+        x = grad.T if grad.shape[0] > grad.shape[1] else grad
+        x = x / max(float(x.norm()), eps)
+        for _ in range(steps):
+            x = a * x + (b * (x @ x.T) + c * (x @ x.T @ x @ x.T)) @ x
+        return x.T if grad.shape[0] > grad.shape[1] else x
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.optim._muon._zeropower_via_newtonschulz", iterate)
+        yield
 
 
 def write_adapters(folder: Path, settings: Mapping[str, Any], tensors: dict[str, Tensor]) -> Path:

@@ -26,7 +26,6 @@ from ds_engine import EngineConfig, LossOutput, TokenOutputs, ZeroEngine, dense_
 from ds_engine.micro_batch import MicroBatches
 from ds_engine.model.compilation import compile_layers
 from ds_engine.model.nf4 import Nf4Linear
-from ds_engine.optimizers import OPTIMIZERS, Optimizer
 
 CPU = torch.device("cpu")
 
@@ -143,12 +142,6 @@ def train_upstream(part: str, **options: Any) -> dict[str, Any]:
     }[part]
     known = patch.object(zero_utils, "ZERO_SUPPORTED_OPTIMIZERS", [torch.optim.AdamW])
     with known, patch.object(module, part, upstream):
-        return train(**options)
-
-
-def train_with_another_optimizer(entry: Optimizer, **options: Any) -> dict[str, Any]:
-    """`train` with `entry` in place of AdamW."""
-    with patch.dict(OPTIMIZERS, adamw=entry):
         return train(**options)
 
 

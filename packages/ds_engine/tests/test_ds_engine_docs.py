@@ -27,6 +27,7 @@ def test_readme_trains_a_model(tiny_model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_guard_in_a_plain_fsdp_script() -> None:
     ranks = launch_ranks(PACKAGE / "examples" / "fsdp_with_guard.py", "--break", check=False, timeout_s=200)
     assert "rank 0 step 2" in ranks[0].output

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
+from ds_engine.model import prefix_tree
 from ds_engine.model.attention import packed_attention, packed_layout
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -69,7 +70,8 @@ def backward(
 MERGE = """
 import torch
 from ds_engine.model.flash4 import merge
-from ds_engine.model.flash4_merge import merge_on_gpu
+from ds_engine.model.flash4_merge import gather_on_gpu, merge_on_gpu, sum_on_gpu
+from ds_engine.model.prefix_tree import gather_copies, rows_by_source, sum_sources
 
 generator = torch.Generator().manual_seed(0)
 for queries, heads, dim, dtype in ((37, 3, 16, torch.float32), (5, 2, 24, torch.bfloat16)):
@@ -80,10 +82,19 @@ for queries, heads, dim, dtype in ((37, 3, 16, torch.float32), (5, 2, 24, torch.
         function(first[4:], second[:, 4:], other[4:], other_lse[:, 4:])
     for ours, expected in zip(*parts):
         torch.testing.assert_close(ours, expected)
+
+for num_rows, shape, dtype in ((50, (2, 300), torch.float32), (7, (3, 24), torch.bfloat16)):
+    rows = torch.randint(num_rows, (99,), generator=generator)
+    x = torch.randn(shape[0], num_rows, shape[1], generator=generator).to(dtype).transpose(0, 1)
+    sources = rows_by_source(rows, num_rows + 1)  # nothing reads the last one
+    for copies in (1, 2):
+        gathered = gather_on_gpu(x, rows, copies)
+        torch.testing.assert_close(gathered, gather_copies(x, rows, copies), rtol=0, atol=0)
+        torch.testing.assert_close(sum_on_gpu(gathered, *sources, copies), sum_sources(gathered, *sources, copies))
 """
 
 
-def test_interpreted_merge_kernel_equals_torch() -> None:
+def test_interpreted_kernels_equal_torch() -> None:
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     result = subprocess.run([sys.executable, "-c", MERGE], env=env, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -136,19 +147,35 @@ def test_operator_equals_sdpa(lengths: list[int], window: int | None) -> None:
     check_equal(lengths, window)
 
 
-@given(data=st.data(), window=st.none() | st.integers(1, 20))
-@settings(deadline=None, max_examples=60)
-def test_operator_equals_sdpa_with_shared_prefixes(data: st.DataObject, window: int | None) -> None:
-    """Any tree: also one whose nodes with children are not contiguous."""
+@given(data=st.data(), window=st.none() | st.integers(1, 20), limits=st.tuples(*[st.sampled_from([0.0, 1.0, 1e9])] * 2))
+@settings(deadline=None, max_examples=80)
+def test_operator_equals_sdpa_with_shared_prefixes(
+    data: st.DataObject, window: int | None, limits: tuple[float, float]
+) -> None:
+    """Any tree, also one whose nodes with children are not contiguous; each pass gathers paths or reads in place."""
     parents = draw_tree(data)
     lengths = data.draw(st.lists(st.integers(1, 5), min_size=len(parents), max_size=len(parents)))
-    check_equal(lengths, window, parents=parents)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix_tree, "FORWARD_ROWS", limits[0])
+        patch.setattr(prefix_tree, "BACKWARD_ROWS", limits[1])
+        check_equal(lengths, window, parents=parents)
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_operator_in_one_graph(window: int | None) -> None:
+def test_short_prefixes_are_gathered_and_long_ones_read_in_place() -> None:
+    """Of eight responses of 512 tokens, with 2 and with 7 query heads per key/value head."""
+    passes = {}
+    for prompt in (248, 1024, 4096):
+        parents = [-1, *[0] * 8]
+        packing = packed_layout([prompt, *[512] * 8], device=torch.device("cpu"), kernel="flash4", parents=parents)
+        assert packing.crossings is not None
+        gathering = prefix_tree.Gathering(*packing.crossings.table_C[0].tolist())
+        passes[prompt] = [gathering.in_forward(8, 4), gathering.in_forward(28, 4), gathering.in_backward()]
+    assert passes == {248: [True, True, True], 1024: [True, True, True], 4096: [False, True, False]}
+
+
+def test_operator_in_one_graph() -> None:
     for lengths in ([5, 1, 9], [7, 2, 20, 1]):
-        check_equal(lengths, window, compiled=True)
+        check_equal(lengths, 3, compiled=True)
 
 
 def test_one_graph_serves_rows_with_and_without_shared_prefixes() -> None:

@@ -120,6 +120,48 @@ def test_the_config_that_the_engine_gives_deepspeed_reads_back(
 
 
 @pytest.mark.parametrize(
+    ("optimizer", "settings"),
+    [
+        ({"type": "SGD", "params": {"lr": 0.1}}, {"name": "sgd", "lr": 0.1}),
+        (
+            {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "nesterov": True}},
+            {"name": "sgd", "lr": 0.1, "options": {"momentum": 0.9, "nesterov": True}},
+        ),
+        (
+            {"type": "RAdam", "params": {"lr": 0.1, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+            {"name": "torch.optim:RAdam", "lr": 0.1, "weight_decay": 0.1, "options": {"betas": (0.9, 0.95)}},
+        ),
+        (
+            {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.9, "ns_method": "gram"}},
+            {"name": "muon", "lr": 0.02, "options": {"momentum": 0.9, "adjust_lr_fn": "original"}},
+        ),
+        (
+            {"type": "muon", "params": {"lr": 1e-4, "muon_lr": 0.02}},
+            {"name": "muon", "lr": 0.02, "options": {"adam_lr": 1e-4, "adjust_lr_fn": "original"}},
+        ),
+        (
+            {"type": "Muon", "params": {"lr": 1.0, "muon_lr": 0.02, "adam_lr": 1e-4, "betas": [0.9, 0.95]}},
+            {
+                "name": "muon",
+                "lr": 0.02,
+                "betas": (0.9, 0.95),
+                "options": {"adam_lr": 1e-4, "adjust_lr_fn": "original"},
+            },
+        ),
+    ],
+)
+def test_deepspeeds_optimizers_train_with_the_same_numbers(optimizer: dict[str, Any], settings: dict[str, Any]) -> None:
+    assert config_from_deepspeed({"optimizer": optimizer}).optim == OptimConfig(**settings)
+
+
+@pytest.mark.parametrize("name", ["Lion", "Lamb", "OneBitAdam", "NoSuchOptimizer"])
+def test_other_optimizers_are_refused(name: str) -> None:
+    with pytest.raises(EngineConfigError) as error:
+        config_from_deepspeed({"optimizer": {"type": name, "params": {"lr": 1e-4}}})
+    assert error.value.field in ("optimizer", "optim.name")
+
+
+@pytest.mark.parametrize(
     ("tree", "near"),
     [
         ({"zero_optimization": {"stage": 2, "overlap_com": True}}, "zero_optimization.overlap_comm"),

@@ -96,8 +96,7 @@ def check_overflow(two_ranks: RankPool, tiny_model: Path, config: EngineConfig, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
-def test_upstream_halves_a_gradient_when_it_raises_the_scale(two_ranks: RankPool, tiny_model: Path, stage: int) -> None:
+def test_upstream_halves_a_gradient_when_it_raises_the_scale(two_ranks: RankPool, tiny_model: Path) -> None:
     """DeepSpeed doubles its scale inside the third and fifth step, which then use half their gradients. Ours do not.
 
     With optimizer offload, where clipping and unscaling are DeepSpeed's own."""
@@ -105,13 +104,12 @@ def test_upstream_halves_a_gradient_when_it_raises_the_scale(two_ranks: RankPool
     per_rank = [
         {"steps": [[samples[rank::2]] for samples in STEPS], "factors": [1.0] * len(STEPS)} for rank in range(2)
     ]
-    common = {"model_path": str(tiny_model), "config": config(stage, "float16", "cpu")}
+    common = {"model_path": str(tiny_model), "config": config(3, "float16", "cpu")}
     with used(two_ranks, "loss scale in float16", but=("averaged_gradients",)):
         stats, weights = two_ranks.run("train_with_overflow", per_rank, window=2, **common)[0]
     assert [s.grad_norm for s in stats] == pytest.approx(norms, rel=5e-3)
     stats, upstream = two_ranks.run("train_with_overflow", per_rank, window=10**9, upstream_window=2, **common)[0]
-    if stage == 3:
-        assert stats[2].grad_norm == pytest.approx(norms[2] / 2, rel=5e-3)
+    assert stats[2].grad_norm == pytest.approx(norms[2] / 2, rel=5e-3)
     assert 5 * distance(weights[-1], expected) < distance(upstream[-1], expected)
 
 

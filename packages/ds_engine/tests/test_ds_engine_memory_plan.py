@@ -332,6 +332,18 @@ def test_every_architecture_that_trains_is_counted(family: str, tmp_path: Path) 
     assert estimate.activations.device > 0
 
 
+def test_stage_3_plans_the_gather_of_a_whole_layer_of_a_mixture(tmp_path: Path) -> None:
+    """It cannot be split, whatever DeepSpeed's limits say."""
+    tiny_architecture("qwen3_moe", PACKED["qwen3_moe"]).save_pretrained(tmp_path)
+    shape = count_shape(tmp_path)
+    experts = sum(w.size for w in shape.counted if w.name.startswith("model.layers.0.mlp."))
+    assert experts < shape.largest_layer < sum(w.size for w in shape.counted) / 2
+    case = config(3)
+    small = replace(case, zero=replace(case.zero, deepspeed={"stage3_max_reuse_distance": 0}))
+    plan = estimate_memory(shape, small, dp=2, tokens_per_micro_batch=8)
+    assert plan.buffers.device >= shape.largest_layer * 2
+
+
 def test_adapters_that_match_no_layer_are_refused() -> None:
     shape = ModelShape.read(QWEN3_06B)
     with raises(EngineConfigError, field="lora.target_modules", value=("nowhere",)):

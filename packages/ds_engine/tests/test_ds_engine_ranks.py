@@ -145,7 +145,7 @@ def test_parameter_offload_trains(two_ranks: RankPool, tiny_model: Path) -> None
         torch.testing.assert_close(offloaded["weights"][name], weight, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(1, "bfloat16"), (2, "float32"), (3, "float32")])
+@pytest.mark.parametrize(("stage", "dtype"), [(1, "bfloat16"), (3, "float32")])
 def test_checkpoint_continues_exactly(
     two_ranks: RankPool, tiny_model: Path, tmp_path: Path, stage: int, dtype: str
 ) -> None:
@@ -162,7 +162,7 @@ def test_checkpoint_continues_exactly(
     assert [s.lr for s in whole["stats"]] == pytest.approx([1.5e-3, 3e-3, 3e-3, 2.25e-3])
 
 
-@pytest.mark.parametrize(("stage", "every", "to_cpu"), [(2, 1, False), (3, 1, False), (3, 2, True)])
+@pytest.mark.parametrize(("stage", "every", "to_cpu"), [(2, 1, False), (3, 2, True)])
 def test_activation_checkpointing_changes_nothing(
     two_ranks: RankPool, tiny_model: Path, stage: int, every: int, to_cpu: bool
 ) -> None:
@@ -199,7 +199,7 @@ def test_missing_checkpoint(two_ranks: RankPool, tiny_model: Path, tmp_path: Pat
         assert (error.field, error.value) == ("tag", "tag")
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_bf16_gradient_against_fp32_sum(two_ranks: RankPool, tiny_model: Path, stage: int) -> None:
     """Many micro batches, bf16 model. Truth: each micro batch's own bf16 gradient, summed in fp32.
 
@@ -269,9 +269,7 @@ def test_stage_3_keeps_rotary_frequencies_in_fp32(two_ranks: RankPool, tiny_mode
     assert torch.equal(outputs[0].log_probs_K, outputs[1].log_probs_K)
 
 
-@pytest.mark.parametrize(
-    ("stage", "dtype", "mode"), [(1, "bfloat16", "watch"), (2, "bfloat16", "watch"), (3, "float32", "lockstep")]
-)
+@pytest.mark.parametrize(("stage", "dtype", "mode"), [(2, "bfloat16", "watch"), (3, "float32", "lockstep")])
 def test_guard_changes_nothing(two_ranks: RankPool, tiny_model: Path, stage: int, dtype: str, mode: str) -> None:
     """Also with overlapping collectives, which stage 2 has in bf16."""
     samples = make_samples(4, seed=4)
@@ -302,7 +300,7 @@ def test_memory_stats_and_offload_on_the_cpu(two_ranks: RankPool, tiny_model: Pa
     assert num_exported > 0
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(1, "bfloat16"), (1, "float32"), (3, "bfloat16")])
+@pytest.mark.parametrize(("stage", "dtype"), [(1, "bfloat16"), (3, "bfloat16")])
 def test_training_goes_on_bit_for_bit_after_the_states_were_moved(
     two_ranks: RankPool, tiny_model: Path, stage: int, dtype: str
 ) -> None:

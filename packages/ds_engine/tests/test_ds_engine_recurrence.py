@@ -184,14 +184,15 @@ def test_packed_gradients_are_the_sum_of_those_of_each_sequence(tmp_path: Path, 
         "recomputed": {"gradient_checkpointing": True},
         "compiled": {"compile": True},
     }[way]
-    for name in ("qwen3_5_text", "mamba2"):
+    for name in ("qwen3_5_text", "mamba2", "nemotron_h"):
         model = prepared(write_architecture(tmp_path / name, name, HYBRIDS[name]), replace(FP32, **settings))
         if way == "lora":
             for parameter in (p for n, p in model.named_parameters() if "lora_B" in n):
                 torch.nn.init.normal_(parameter, std=0.3)
         together = gradients(model, [SAMPLES])
         for key, expected in gradients(model, [[sample] for sample in SAMPLES]).items():
-            torch.testing.assert_close(together[key], expected, rtol=1e-4, atol=1e-5, msg=f"{name}: {key}")
+            difference = float((together[key] - expected).abs().max())
+            assert difference <= 3e-5 * float(expected.abs().max()), (name, key)
 
 
 def test_check_model_says_packed_by_which_code_and_refuses_sequence_parallelism(tmp_path: Path) -> None:

@@ -106,10 +106,7 @@ def write_task(folder: Path, make_row: MakeRow, *, num_train: int, num_val: int,
     rng = random.Random(1)
     val = {row["question"]: row for row in (make_row(rng, False) for _ in range(num_val))}
     _write(folder / "val.jsonl", list(val.values()))
-    for name, count, is_demonstration in (
-        ("train", num_train, False),
-        ("demonstrations", num_demonstrations, True),
-    ):
+    for name, count, is_demonstration in (("train", num_train, False), ("demonstrations", num_demonstrations, True)):
         rows = (make_row(rng, is_demonstration) for _ in range(count))
         _write(folder / f"{name}.jsonl", [row for row in rows if row["question"] not in val])
 

@@ -15,17 +15,7 @@ from .files.table import Place, Table
 from .rendering import Renderer, with_configured
 from .rewards.base import Reward
 from .rewards.registry import reward_for
-from .rows import (
-    COLUMNS_HELP,
-    GSM8K_DATA_SOURCE,
-    Message,
-    Row,
-    Schema,
-    Tool,
-    find_schema,
-    left_out,
-    read_rows,
-)
+from .rows import COLUMNS_HELP, GSM8K_DATA_SOURCE, Message, Row, Schema, Tool, find_schema, left_out, read_rows
 from .tokenizer import TokenizerLike
 
 T = TypeVar("T")
@@ -114,11 +104,7 @@ def report_filtered(
 
 
 def load_prompts(
-    files: Sequence[str | Path],
-    tokenizer: TokenizerLike,
-    config: DataConfig,
-    *,
-    max_prompts: int | None = None,
+    files: Sequence[str | Path], tokenizer: TokenizerLike, config: DataConfig, *, max_prompts: int | None = None
 ) -> list[Prompt]:
     """The prompts of all files, in the order of files and rows.
 

@@ -178,12 +178,12 @@ def row_extra(row: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_row_12345_without_an_answer_is_named(tmp_path: Path, write: Callable[[Path, Rows], Path]) -> None:
-    rows = [{"question": "a", "answer": "#### 1", "x": "y"}] * 12_400
-    rows = [*rows[:12_345], {"question": "a", "answer": None, "x": "y"}, *rows[12_345:]]
+def test_row_1234_without_an_answer_is_named(tmp_path: Path, write: Callable[[Path, Rows], Path]) -> None:
+    rows = [{"question": "a", "answer": "#### 1", "x": "y"}] * 1_240
+    rows = [*rows[:1_234], {"question": "a", "answer": None, "x": "y"}, *rows[1_234:]]
     file = write(tmp_path / "a", rows)
-    lines = {"a.jsonl": 12_346, "a.jsonl.gz": 24_691}  # blank lines count
-    with raises(DataError, row=lines.get(file.name, 12_345), is_line=file.name in lines, column="answer"):
+    lines = {"a.jsonl": 1_235, "a.jsonl.gz": 2_469}  # blank lines count
+    with raises(DataError, row=lines.get(file.name, 1_234), is_line=file.name in lines, column="answer"):
         check_files([file])
 
 

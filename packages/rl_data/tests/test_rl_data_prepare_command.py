@@ -52,14 +52,7 @@ def test_the_command_reports_and_fails_as_commands_do(tmp_path: Path, capsys: py
     assert "/proc/nothing" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"validation": -0.1},
-        {"seed": -1},
-        {"duplicates": "all"},
-    ],
-)
+@pytest.mark.parametrize("options", [{"validation": -0.1}, {"seed": -1}, {"duplicates": "all"}])
 def test_bad_options_are_refused(options: dict[str, Any]) -> None:
     field, value = next(iter(options.items()))
     with raises(DataConfigError, field=field, value=value):

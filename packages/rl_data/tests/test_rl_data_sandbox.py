@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from plinth_testing import raises
+from plinth_testing import raises, wait_until
 from rl_data import DataConfigError, make_reward
 from rl_data.rewards import sandbox
 from rl_data.rewards.sandbox import Limits, isolation, run_program
@@ -208,9 +208,7 @@ threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
 run_program("import time; time.sleep(1000)", limits=Limits(timeout_s=60))
 """
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == -9
-    deadline = time.monotonic() + 10
-    while processes_with(str(tmp_path)) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: not processes_with(str(tmp_path)), 10)
     for folder in tmp_path.glob("plinth-sandbox-*"):
         os.rmdir(folder)  # empty: what the program wrote was in memory
 

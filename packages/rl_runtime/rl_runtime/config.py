@@ -1,7 +1,8 @@
 """Configuration of a run: the model, ranks, steps, validation, checkpoints, restarts."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -226,6 +227,10 @@ class TrainingConfig(RanksConfig):
     resume_from: str | None = None
     """The run folder to resume from, or the URL of a run below a `checkpoint_url`; null: the newest run of this
     experiment that has a good checkpoint, in `output_dir` or below `checkpoint_url`."""
+    states_from: Mapping[str, str] = field(default_factory=dict)
+    """A new run starts with the weights and optimizer states of a DeepSpeed checkpoint, which any program may have
+    written: of ZeRO-1 to 3, or universal. `trainer.states_from.actor=FOLDER`, in ppo also critic. `model.path` gives
+    the architecture, the tokenizer and the reference model."""
     allow_changes: bool = False
     """With `resume`, go on although settings or inputs that decide what is learned differ from those of the checkpoint:
     data, tokenizer, frozen weights, reward, algorithm, learning rate, sampling. The run lists every difference either

@@ -53,11 +53,7 @@ class Rule:
 
 
 def only(
-    field: str,
-    *values: Any,
-    when: Callable[[Any], bool] = lambda _: True,
-    why: str = "",
-    remedy: str | None = None,
+    field: str, *values: Any, when: Callable[[Any], bool] = lambda _: True, why: str = "", remedy: str | None = None
 ) -> Rule:
     """The rule that `field` has one of these values, in configurations that `when` selects."""
 

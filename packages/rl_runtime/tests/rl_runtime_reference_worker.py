@@ -13,8 +13,8 @@ from rl_runtime.ranks.train_batch import TrainBatch
 from rl_runtime.ranks.trainer_worker import TrainerWorker
 from rl_runtime.training.supervised import nll_loss
 
-# stage, sequence_parallel, dtype: every pair of values occurs
-CASES = ((2, 1, "float32"), (2, 2, "bfloat16"), (3, 1, "bfloat16"), (3, 2, "float32"))
+# stage, sequence_parallel, dtype
+CASES = ((2, 1, "float32"), (3, 2, "bfloat16"))
 
 
 def make_batch() -> TrainBatch:

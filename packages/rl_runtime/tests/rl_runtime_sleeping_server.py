@@ -7,7 +7,6 @@ tag that does not sleep is ignored. What would crash a real server or make it ge
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -190,11 +189,3 @@ def sleeping_servers(count: int) -> Iterator[list[SleepingServer]]:
     finally:
         for server in servers:
             server.close()
-
-
-def wait_for(condition: Any, timeout_s: float = 20.0) -> None:
-    """Waits until `condition()`."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true"
-        time.sleep(0.01)

@@ -19,7 +19,6 @@ from rl_runtime.training.supervised_config import FineTuningConfig
 
 END = 1
 CASES: dict[str, tuple[ZeroConfig, int, LoraConfig | None]] = {
-    "stage 1": (ZeroConfig(stage=1), 1, None),
     "stage 2 with sequence parallelism": (ZeroConfig(stage=2), 2, None),
     "stage 3": (ZeroConfig(stage=3, param_persistence_elements=0), 1, None),
     "stage 3 in CPU memory, LoRA on NF4": (

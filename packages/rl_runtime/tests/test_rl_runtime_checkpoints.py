@@ -16,7 +16,7 @@ from ckpt import ArchitectureMismatchError, Checkpoint, CheckpointManager, Remot
 from plinth_testing.errors import raises
 from rl_runtime import find_checkpoint
 from rl_runtime.app.resume import newest_published
-from rl_runtime.app.training_run import resume_command
+from rl_runtime.app.training_run import check_states_from, resume_command
 from rl_runtime.config import TrainerConfig
 from rl_runtime.errors import InputError
 from rl_runtime.ranks.trainer_worker import TrainerWorker
@@ -371,3 +371,15 @@ def test_a_folder_of_the_run_is_brought_to_the_other_hosts_and_one_elsewhere_is_
     disks.bring(run / WARM_START_MODEL, ["b"])
     assert (run / WARM_START_MODEL / "weights").read_text() == "w"
     assert disks.remote.names() == [WARM_START_MODEL]
+
+
+def test_a_new_run_starts_with_the_states_of_a_deepspeed_checkpoint(tmp_path: Path) -> None:
+    loaded, said = list[str](), list[str]()
+    role: Any = SimpleNamespace(start_from=loaded.append)
+    trainer = TrainerConfig(states_from={"actor": "theirs"})
+    RunCheckpoints(tmp_path, trainer, [], roles={"actor": role}, parts={}, config="").start(said.append)
+    assert loaded == [str(Path("theirs").absolute())]
+    assert len(said) == 1
+    for folders, key in (({"actor": str(tmp_path)}, "actor"), ({"critic": str(tmp_path)}, "critic")):
+        with raises(InputError, field=f"trainer.states_from.{key}", value=str(tmp_path)):
+            check_states_from(folders, {"actor"})

@@ -362,11 +362,7 @@ def config_with(greedy: bool) -> Callable[..., JobConfig]:
 @pytest.mark.parametrize(
     ("greedy", "settings", "field"),
     [
-        (
-            True,
-            {"oversampling": OversamplingConfig(extra_prompts=1)},
-            "oversampling.extra_prompts",
-        ),
+        (True, {"oversampling": OversamplingConfig(extra_prompts=1)}, "oversampling.extra_prompts"),
         (True, {"dynamic_sampling": DynamicSamplingConfig(max_rounds=1)}, "dynamic_sampling.max_rounds"),
         (
             False,

@@ -19,51 +19,19 @@ from rl_runtime.resolve.resolved import ResolvedConfig
 from rl_runtime.rules import value_of
 from run_kit import load_config
 
-COMMON = """
-compute_environment: LOCAL_MACHINE
-debug: false
-distributed_type: DEEPSPEED
-downcast_bf16: 'no'
-machine_rank: 0
-main_training_function: main
-mixed_precision: MIXED
-num_machines: 1
-num_processes: 2
-rdzv_backend: static
-same_network: true
-tpu_env: []
-tpu_use_cluster: false
-tpu_use_sudo: false
-use_cpu: false
-deepspeed_config:
-"""
-ZERO_3 = (
-    COMMON.replace("MIXED", "fp16")
-    + """
-  zero_stage: 3
-  offload_optimizer_device: cpu
-  offload_param_device: cpu
-  gradient_accumulation_steps: 32
-  gradient_clipping: 1.0
-  zero3_init_flag: true
-  zero3_save_16bit_model: true
-  stage3_max_live_parameters: 5e8
-  stage3_max_reuse_distance: 1e9
-  overlap_comm: true
-  reduce_bucket_size: 5e8
-  deepspeed_multinode_launcher: pdsh
-"""
-)
-ZERO_2 = (
-    COMMON.replace("MIXED", "bf16")
-    + """
-  zero_stage: 2
-  offload_optimizer_device: none
-  offload_param_device: none
-  zero3_init_flag: false
-  gradient_accumulation_steps: 16
-"""
-)
+ZERO_3, ZERO_2 = (deepspeed_configs.CONFIGS[f"document_zero{stage}"][0] for stage in (3, 2))
+
+
+def changed(tree: dict[str, Any], **keys: Any) -> str:
+    return yaml.safe_dump({**tree, "deepspeed_config": {**tree["deepspeed_config"], **keys}})
+
+
+def with_file(name: str) -> dict[str, Any]:
+    """accelerate's config beside a file of DeepSpeed's own."""
+    keys = {"deepspeed_config_file": name, "zero3_init_flag": True}
+    return {**{key: value for key, value in ZERO_2.items() if key != "mixed_precision"}, "deepspeed_config": keys}
+
+
 JSON_FILE = {
     "bf16": {"enabled": True},
     "fp16": {"enabled": False, "loss_scale": 0},
@@ -87,10 +55,10 @@ JSON_FILE = {
 }
 
 
-def imported(folder: Path, text: str, app: Any = "grpo") -> Any:
+def imported(folder: Path, tree: Any, app: Any = "grpo") -> Any:
     """The preset of a file, loaded; every key of the file is in it."""
     file = folder / "accelerate.yaml"
-    file.write_text(text)
+    file.write_text(yaml.safe_dump(tree))
     entries = app_entries(file, CONFIGS[app])
     preset = folder / "preset.yaml"
     preset.write_text(preset_text(entries, source=file.name))
@@ -112,16 +80,13 @@ def test_document_4s_zero_3_becomes_a_preset(tmp_path: Path) -> None:
 
 def test_zero_2_for_sft_has_the_keys_of_that_app(tmp_path: Path) -> None:
     config = imported(tmp_path, ZERO_2, "sft")
-    assert (config.engine.zero.stage, config.engine.dtype, config.trainer.num_ranks) == (2, "bfloat16", 2)
-    assert config.supervised.optim.grad_clip == 1.0, "the default"
+    assert (config.engine.zero.stage, config.engine.dtype, config.trainer.num_ranks) == (2, "float16", 2)
+    assert config.engine.zero.offload.optimizer == "cpu"
 
 
 def test_a_deepspeed_json_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(JSON_FILE))
-    text = (
-        COMMON.replace("mixed_precision: MIXED\n", "") + "  deepspeed_config_file: ds.json\n  zero3_init_flag: true\n"
-    )
-    config = imported(tmp_path, text, "sft")
+    config = imported(tmp_path, with_file("ds.json"), "sft")
     zero = config.engine.zero
     assert (zero.stage, zero.offload.optimizer, zero.offload.param) == (3, "cpu", "none")
     assert zero.deepspeed == {"sub_group_size": 10**9}
@@ -134,7 +99,7 @@ def test_a_deepspeed_json_file_is_read(tmp_path: Path) -> None:
 
 
 def test_several_machines_join_a_cluster(tmp_path: Path) -> None:
-    config = imported(tmp_path, ZERO_2.replace("num_machines: 1", "num_machines: 2"))
+    config = imported(tmp_path, ZERO_2 | {"num_machines": 2})
     assert config.trainer.ray_address == "auto"
 
 
@@ -142,7 +107,7 @@ def test_several_machines_join_a_cluster(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", deepspeed_configs.CONFIGS)
 def test_public_configs_become_presets_that_load(tmp_path: Path, name: str, app: str) -> None:
     tree, settings, refused = deepspeed_configs.CONFIGS[name]
-    config = imported(tmp_path, yaml.safe_dump(tree), app)
+    config = imported(tmp_path, tree, app)
     engine, optim = (config.engine, config.supervised.optim) if app == "sft" else (config.actor, config.actor.optim)
     assert engine.zero.stage == settings.get("zero.stage", engine.zero.stage)
     assert optim.lr == settings.get("optim.lr", optim.lr)
@@ -189,10 +154,7 @@ def test_an_app_takes_the_file_below_keys_of_the_command_line(
     assert value_of(config, f"{section}.zero.deepspeed") == {"stage3_max_live_parameters": 10**8}
     assert value_of(config, f"{optim}.lr") == 2e-6
     assert capsys.readouterr().err == f"{optim}.lr overrides optimizer.params.lr=1e-05 of {file}\n"
-    assert comment.splitlines()[:2] == [
-        "Given by files:",
-        f"{section}.zero.stage=3: zero_optimization.stage of {file}",
-    ]
+    assert comment.splitlines()[:2] == ["Given by files:", f"{section}.zero.stage=3: zero_optimization.stage of {file}"]
     assert f"{optim}.lr" not in comment
     own = tmp_path / "own.yaml"
     own.write_text(f"{section}: {{zero: {{stage: 2}}}}\n")
@@ -247,8 +209,8 @@ def test_all_answers_of_accelerate_config_load(
     if stage == 3 and optimizer == "none":
         param = "none"  # our config refuses parameters that DeepSpeed steps on the CPU
     keys = {"zero_stage": stage, "offload_optimizer_device": optimizer, "offload_param_device": param}
-    tree = {**yaml.safe_load(COMMON), "mixed_precision": precision, "deepspeed_config": keys}
-    config = imported(tmp_path_factory.mktemp("accelerate"), yaml.safe_dump(tree), app)
+    tree = {**ZERO_2, "mixed_precision": precision, "deepspeed_config": keys}
+    config = imported(tmp_path_factory.mktemp("accelerate"), tree, app)
     engine = config.engine if isinstance(config, SupervisedJobConfig) else config.actor
     assert engine.zero.stage == stage
     assert engine.zero.offload.optimizer == optimizer
@@ -263,10 +225,10 @@ def test_all_answers_of_accelerate_config_load(
         ("a: 1\n", "no key"),
         (": :", "cannot be read"),
         ("- a\n", "cannot be read"),
-        (COMMON + "  deepspeed_config_file: missing.json\n", "missing.json"),
-        (ZERO_3.replace("offload_optimizer_device: cpu", "offload_optimizer_device: none"), "offload.optimizer"),
-        (ZERO_2.replace("zero_stage: 2", "zero_stage: 4"), "actor.zero.stage"),
-        (ZERO_2.replace("zero_stage: 2", "zero_stage: {}"), "zero_optimization.stage"),
+        (yaml.safe_dump(with_file("missing.json")), "missing.json"),
+        (changed(ZERO_3, offload_optimizer_device="none"), "offload.optimizer"),
+        (changed(ZERO_2, zero_stage=4), "actor.zero.stage"),
+        (changed(ZERO_2, zero_stage={}), "zero_optimization.stage"),
     ],
 )
 def test_files_that_cannot_be_converted_are_refused(
@@ -282,7 +244,7 @@ def test_files_that_cannot_be_converted_are_refused(
 def test_the_command_prints_the_preset_and_names_refused_keys(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "file.yaml").write_text(ZERO_3 + "  enable_msamp: true\n")
+    (tmp_path / "file.yaml").write_text(changed(ZERO_3, enable_msamp=True))
     assert main([str(tmp_path / "file.yaml")]) == 0
     printed = capsys.readouterr()
     assert "# mapped: deepspeed_config.zero_stage: 3: actor.zero.stage\n" in printed.out

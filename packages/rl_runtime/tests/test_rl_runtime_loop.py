@@ -79,6 +79,8 @@ class Journal:
         with timer.step():
             yield timer
 
+    def start(self, _say: Any) -> None: ...
+
     def why_not(self) -> str:
         return self._why_not
 

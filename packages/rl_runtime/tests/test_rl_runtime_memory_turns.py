@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 sys.path.insert(0, str(Path(__file__).parent))
-from rl_runtime_sleeping_server import SleepingServer, sleeping_servers, wait_for
+from rl_runtime_sleeping_server import SleepingServer, sleeping_servers
 
-from plinth_testing import raises
+from plinth_testing import raises, wait_until
 from rl_runtime.errors import RankError, RlRuntimeError
 from rl_runtime.ranks.trainer_worker import TrainerWorker
 from rl_runtime.rollout import servers as rollout_servers
@@ -340,7 +340,7 @@ def test_a_server_that_does_not_follow_is_restarted_with_the_new_weights(
             bad.faults[action] = fault
         rig.step(1)
         assert two_servers[0].weights == 1
-        wait_for(lambda: rig.fleet.num_restarts == 1)
+        wait_until(lambda: rig.fleet.num_restarts == 1)
         assert (bad.num_starts, bad.weights) == (1, 1)
         assert all(group.complete for group in rig.generate(4))
         rig.step(2)
@@ -357,11 +357,11 @@ def test_a_server_that_dies_while_the_trainer_works_starts_when_the_servers_have
         rig.step(0)
         with rig.fleet.changing_weights():
             two_servers[1].stop()
-            wait_for(lambda: any("died" in line for line in rig.lines))
+            wait_until(lambda: any("died" in line for line in rig.lines))
             time.sleep(0.3)
             assert two_servers[1].num_starts == 0, "it would need the memory that the trainer has"
             rig.fleet.push(1)
-        wait_for(lambda: rig.fleet.num_restarts == 1)
+        wait_until(lambda: rig.fleet.num_restarts == 1)
         assert [server.weights for server in two_servers] == [1, 1]
         assert all(group.complete for group in rig.generate(4))
     assert rig.crimes() == []
@@ -374,7 +374,7 @@ def test_the_trainer_waits_for_a_server_that_starts(two_servers: list[SleepingSe
     with rig.client, rig.fleet:
         rig.step(0)
         two_servers[1].stop()
-        wait_for(lambda: two_servers[1].num_starts == 1)
+        wait_until(lambda: two_servers[1].num_starts == 1)
         assert all(group.complete for group in rig.generate()), "the other server generates meanwhile"
         thread = threading.Thread(target=rig.step, args=(1,))
         thread.start()
@@ -395,7 +395,7 @@ def test_the_end_of_a_run_in_the_trainers_turn_starts_no_server(two_servers: lis
             rig.step(0)
             with rig.fleet.changing_weights():
                 two_servers[1].stop()
-                wait_for(lambda: any("died" in line for line in rig.lines))
+                wait_until(lambda: any("died" in line for line in rig.lines))
                 raise RuntimeError("the policy diverged")
 
     with rig.client:

@@ -22,11 +22,7 @@ from rl_runtime.job_config import JobConfig
 from rl_runtime.rollout.config import OversamplingConfig
 from rl_runtime.samples import batch_of
 from rl_runtime.training.metrics import mismatch
-from rl_runtime.training.off_policy import (
-    RolloutCorrection,
-    compare_with_rollout,
-    correction_weights,
-)
+from rl_runtime.training.off_policy import RolloutCorrection, compare_with_rollout, correction_weights
 from rl_runtime.training.policy import PolicyConfig
 from rl_runtime.training.policy_loss import loss_weights, policy_loss
 from rollout_vllm import RolloutConfig, Sample

@@ -144,8 +144,7 @@ def test_rollout_weights_multiply_every_term_of_the_loss() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "kept"),
-    [("token_mean", 1 / 5), ("seq_mean_token_sum", 1 / 2), ("fixed_length", 1 / 16)],
+    ("mode", "kept"), [("token_mean", 1 / 5), ("seq_mean_token_sum", 1 / 2), ("fixed_length", 1 / 16)]
 )
 def test_filtered_responses_have_no_weight_and_are_not_counted(mode: Any, kept: float) -> None:
     batch = batch_of([sample(2), sample(8, finish_reason="length"), sample(3)])

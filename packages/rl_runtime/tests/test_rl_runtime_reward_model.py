@@ -64,10 +64,7 @@ def reward_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"model": "m", "url": "http://a:1"}, "model"),
         ({"service": "reward_model", "url": "http://a:1"}, "model"),
         ({"service": "reward_model", "model": "m"}, "service"),
-        (
-            {"model": "m", "terms": {"model": RewardTermConfig(function="math")}},
-            "terms.model",
-        ),
+        ({"model": "m", "terms": {"model": RewardTermConfig(function="math")}}, "terms.model"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], field: str) -> None:

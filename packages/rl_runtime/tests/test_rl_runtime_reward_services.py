@@ -11,10 +11,7 @@ from rl_runtime.errors import RolloutFailed
 from rl_runtime.job_config import JobConfig
 from rl_runtime.rollout.scoring import Scorer
 from rl_runtime.rollout.scoring_config import ScoringConfig
-from rollout_vllm import (
-    RolloutConfig,
-    SamplingConfig,
-)
+from rollout_vllm import RolloutConfig, SamplingConfig
 from rollout_vllm.episodes.remote_rewards import judge_prompt
 from run_kit.config.redaction import yaml_without_secrets
 

@@ -53,8 +53,7 @@ def test_a_function_that_scores_the_response_is_accepted() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["forgets_return", "text", "raises_async", "lacks_a_column", "not_a_number", "only_json", "no_service_yet"],
+    "name", ["forgets_return", "text", "raises_async", "lacks_a_column", "not_a_number", "only_json", "no_service_yet"]
 )
 def test_a_function_that_may_score_other_responses_gets_a_warning(name: str) -> None:
     (line,) = tried(name)

@@ -144,10 +144,7 @@ def test_the_transports_are_reported_at_first_and_when_they_change(setting: Sett
     setting.fleet._push_to_restarted(1, Endpoint("http://1"))
     setting.actor.transport = "tcp"
     setting.fleet._push_to_restarted(1, Endpoint("http://1"))
-    assert setting.lines == [
-        "weights: rank 0 -> http://0: shm; http://1: shm",
-        "weights: rank 0 -> http://1: tcp",
-    ]
+    assert setting.lines == ["weights: rank 0 -> http://0: shm; http://1: shm", "weights: rank 0 -> http://1: tcp"]
 
 
 def test_a_dead_server_gets_no_pushes_until_it_has_the_current_weights(setting: Setting) -> None:
@@ -271,9 +268,7 @@ def test_events_are_reported_once(setting: Setting) -> None:
 def test_events_are_reported_while_the_loop_waits(setting: Setting) -> None:
     with setting.fleet:
         setting.note(0, "died")
-        deadline = time.monotonic() + 60
-        while not setting.lines and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: setting.lines)
     assert setting.lines == ["rollout server 0 died: it was killed"]
 
 

@@ -204,10 +204,7 @@ class AheadMachine(RuleBasedStateMachine):
     """A training loop whose servers, pushes, checkpoints and deaths come in any order."""
 
     @initialize(
-        batch_size=st.integers(1, 3),
-        staleness=st.integers(1, 3),
-        extra=st.integers(0, 2),
-        rounds=st.integers(0, 2),
+        batch_size=st.integers(1, 3), staleness=st.integers(1, 3), extra=st.integers(0, 2), rounds=st.integers(0, 2)
     )
     def begin(self, batch_size: int, staleness: int, extra: int, rounds: int) -> None:
         self.rounds = 0 if extra else rounds

@@ -182,10 +182,7 @@ def test_only_rewards_of_the_registry_look_at_rows() -> None:
         ({"terms": {"a": {"function": "math", "batched": True}}}, "batched"),
         ({"terms": {"a": {"function": "math", "weight": 0}}}, "terms"),
         ({"terms": {"a b": {"function": "math"}}}, "terms.a b"),
-        (
-            {"terms": {"a": {"function": "math"}}, "method": "flexible"},
-            "method",
-        ),
+        ({"terms": {"a": {"function": "math"}}, "method": "flexible"}, "method"),
         ({"terms": {"episode": {"function": "math"}}}, "terms.episode"),
         ({"terms": {"a": {"function": "math"}}, "function": "a:b"}, "terms"),
         ({"terms": {"a": {"function": "code", "options": {"timeout_s": 30}}}}, "terms.a.options.timeout_s"),

@@ -49,6 +49,7 @@ class Journal:
         self.states: dict[int, Mapping[str, Any]] = {}
         self.logged: dict[int, dict[str, float]] = {}
         self.said: list[str] = []
+        self.is_started = False
 
     def __enter__(self) -> "Journal":
         return self
@@ -71,6 +72,9 @@ class Journal:
     # checkpoints
     def is_due(self, step: int) -> bool:
         return self.trainer.save_freq > 0 and step % self.trainer.save_freq == 0
+
+    def start(self, _say: Any) -> None:
+        self.is_started = True
 
     def why_not(self) -> str:
         return ""
@@ -141,6 +145,7 @@ def test_epochs_see_every_demonstration_alike_and_a_resumed_run_goes_on_where_it
     again = Journal(TrainingConfig(save_freq=1), config, num)
     again.run(SimpleNamespace(step=at, state={**whole.states[at], "num_ranks": 2}, path="here"), held_out=False)
     assert again.drawn == whole.drawn[at:]
+    assert (whole.is_started, again.is_started) == (True, False)
 
 
 def test_validation_and_checkpoints_come_when_they_are_due() -> None:

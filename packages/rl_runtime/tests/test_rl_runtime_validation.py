@@ -111,10 +111,7 @@ def test_a_validation_with_several_samples_has_pass_at_k_and_the_majority(scorer
     client = ScriptedClient([[2, 3, 2, 3], [3, 3, 2, 4], [2]], n=4)
     done: list[None] = []
     result = phase(client, scorer).validate(
-        [Prompt("a"), Prompt("b"), Prompt("c")],
-        SamplingConfig(n=4),
-        step=0,
-        on_scored=lambda: done.append(None),
+        [Prompt("a"), Prompt("b"), Prompt("c")], SamplingConfig(n=4), step=0, on_scored=lambda: done.append(None)
     )
     assert len(done) == 3
     assert [one.prompt_id for one in result.prompts] == ["a", "b", "c"]
@@ -150,12 +147,7 @@ def test_a_validation_with_one_sample_has_the_metrics_it_always_had(scorer: Scor
     result = phase(ScriptedClient([[2], []], n=1), scorer).validate(
         [Prompt("a"), Prompt("b")], SamplingConfig(n=1), step=0
     )
-    assert result.metrics() == {
-        "val/accuracy": 1.0,
-        "val/score/mean": 1.0,
-        "val/num_samples": 1,
-        "val/num_failed": 1,
-    }
+    assert result.metrics() == {"val/accuracy": 1.0, "val/score/mean": 1.0, "val/num_samples": 1, "val/num_failed": 1}
     assert result.prompts[0].votes is None
 
 

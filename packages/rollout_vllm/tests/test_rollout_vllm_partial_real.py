@@ -56,7 +56,7 @@ def assert_idle(client: RolloutClient) -> None:
 def test_pause_keeps_every_token_with_its_version_and_log_prob(
     pair: ServerGroup, client: RolloutClient, model_folder: Path, adapter_folder: Path
 ) -> None:
-    requests = make_requests(64, step=21)  # enough that some still wait when both servers have begun
+    requests = make_requests(48, step=21)  # enough that some still wait when both servers have begun
     future = started(client, requests)
     client.run(client.pause(timeout_s=300))
     assert client._dispatcher.samples_in_flight == 0
@@ -119,7 +119,7 @@ def test_generate_first_returns_early_and_the_rest_is_resumed(client: RolloutCli
 
 
 def test_pause_by_another_client_loses_no_token(pair: ServerGroup, client: RolloutClient) -> None:
-    requests = make_requests(150, step=23)  # seconds of work: on a busy machine the pause is late
+    requests = make_requests(100, step=23)  # seconds of work: on a busy machine the pause is late
     future = started(client, requests)
     for endpoint in pair.endpoints:
         assert call(endpoint, "POST", "/pause?mode=abort", timeout_s=300)[0] == 200

@@ -15,14 +15,7 @@ from importlib.metadata import entry_points
 from .machine.check import Check
 from .machine.gpus import read_gpus
 from .machine.host import check_host
-from .machine.software import (
-    check_compilers,
-    check_gpus,
-    check_server,
-    check_versions,
-    installed_version,
-    read_torch,
-)
+from .machine.software import check_compilers, check_gpus, check_server, check_versions, installed_version, read_torch
 
 GROUP = "plinth.upstream"
 

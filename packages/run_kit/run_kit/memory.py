@@ -60,12 +60,7 @@ class MemorySampler:
     ```
     """
 
-    def __init__(
-        self,
-        *,
-        interval_s: float = 1.0,
-        read: Callable[[], TreeMemory] = process_tree_memory,
-    ) -> None:
+    def __init__(self, *, interval_s: float = 1.0, read: Callable[[], TreeMemory] = process_tree_memory) -> None:
         if interval_s <= 0:
             raise ValueError(f"interval_s must be above 0, got {interval_s}")
         self._interval_s = interval_s

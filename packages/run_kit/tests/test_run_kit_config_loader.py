@@ -280,13 +280,7 @@ DATAS = st.builds(
     extra=st.dictionaries(st.text("abc.-_ :'\"1", min_size=1, max_size=4), INTEGERS, max_size=3),
 )
 EXAMPLES = st.builds(
-    Example,
-    experiment=TEXT | SPECIAL,
-    seed=INTEGERS,
-    actor=ACTORS,
-    critic=st.none() | ACTORS,
-    slow=ACTORS,
-    data=DATAS,
+    Example, experiment=TEXT | SPECIAL, seed=INTEGERS, actor=ACTORS, critic=st.none() | ACTORS, slow=ACTORS, data=DATAS
 )
 
 

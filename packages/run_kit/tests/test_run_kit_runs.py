@@ -131,10 +131,7 @@ def test_a_run_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         time.sleep(0.2)
         (tmp_path / "away").rename(tracker.run.path)
         os.utime(tracker.run.state_file, (1, 1))
-        deadline = time.monotonic() + 10
-        while tracker.run.state_file.stat().st_mtime < 2 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert tracker.run.state_file.stat().st_mtime > 2
+        wait_until(lambda: tracker.run.state_file.stat().st_mtime > 2)
 
 
 def test_old_and_odd_folders(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_kit_testkit import Clock
 
+from plinth_testing import wait_until
 from run_kit.memory import GIB, MemorySampler, TreeMemory, process_tree_memory
 from run_kit.timing import Laps, PhaseTimer
 
@@ -197,9 +198,7 @@ def test_sampler_keeps_the_peak() -> None:
         return TreeMemory(pss_bytes=size, num_processes=4)
 
     with MemorySampler(interval_s=0.01, read=read) as sampler:
-        deadline = time.monotonic() + 10
-        while sampler.peak.pss_bytes < 5 * GIB and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: sampler.peak.pss_bytes >= 5 * GIB)
     sampler.stop()
     assert sampler.metrics()["memory/host_peak_gib"] == 5
     assert sampler.metrics()["memory/num_processes"] == 4

@@ -79,11 +79,7 @@ def test_mismatched_adapter_is_rejected_and_the_previous_version_stays(lora_serv
     plain = ModuleSource(model, rename=peft_name)
     cases: list[tuple[Any, Adapter, str]] = [
         (ChangedSource(plain, f"{lora}A.weight", {"shape": (RANK, 64)}), adapter_of(model), "has 128"),
-        (
-            ChangedSource(plain, f"{lora}B.weight", {"shape": (64, RANK // 2)}),
-            adapter_of(model),
-            "not a low-rank pair",
-        ),
+        (ChangedSource(plain, f"{lora}B.weight", {"shape": (64, RANK // 2)}), adapter_of(model), "not a low-rank pair"),
         (ChangedSource(plain, f"{lora}B.weight", None), adapter_of(model), "lora_B is missing"),
         (
             ChangedSource(plain, f"{lora}B.weight", {"name": f"base_model.model.x.{lora}B.weight"}),

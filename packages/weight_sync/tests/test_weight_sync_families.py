@@ -160,12 +160,7 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], dict[str, Any], str]] = {
     "mixtral": ("MixtralConfig", (), {"num_local_experts": 4, "num_experts_per_tok": 2}, "float32"),
     "mistral": ("MistralConfig", (), {"sliding_window": 16}, "float32"),
     "gemma2": ("Gemma2Config", (), SCALED, "float32"),
-    "gemma3": (
-        "Gemma3TextConfig",
-        (),
-        {**SCALED, "layer_types": ["sliding_attention", "full_attention"]},
-        "float32",
-    ),
+    "gemma3": ("Gemma3TextConfig", (), {**SCALED, "layer_types": ["sliding_attention", "full_attention"]}, "float32"),
     "phi3": ("Phi3Config", ("head_dim",), {}, "float32"),
     "olmo2": ("Olmo2Config", ("head_dim",), {}, "float32"),
     "glm4": ("Glm4Config", (), {}, "float32"),

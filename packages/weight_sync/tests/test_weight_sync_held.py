@@ -259,11 +259,7 @@ def test_problem_of_the_server_is_in_its_hello(monkeypatch: pytest.MonkeyPatch) 
     changed = replace(PATCH, reads={"vllm.v1.request:Request": ("renamed",)})
     monkeypatch.setattr(held_requests, "PATCH", changed)
     worker: Any = SimpleNamespace(
-        parallel_config=SimpleNamespace(rank=0),
-        device=torch.device("cpu"),
-        _receivers={},
-        _plans={},
-        _process="p",
+        parallel_config=SimpleNamespace(rank=0), device=torch.device("cpu"), _receivers={}, _plans={}, _process="p"
     )
     hello = engine.PlinthEngine._hello(worker, engine.UpdateInfo(trainer="t"))
     assert hello["cannot_keep"] == "vllm.v1.request:Request has no renamed"

@@ -26,7 +26,7 @@ from torch import nn
 from torch._C._distributed_c10d import TCPStore
 from weight_sync_helpers import STRANGERS, stranger
 
-from plinth_testing import launch_ranks, raises
+from plinth_testing import raises, run_script
 from plinth_testing.strategies import json_values
 from weight_sync import (
     HfFolderSource,
@@ -135,7 +135,7 @@ def test_bad_folders_and_changed_modules_raise(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_fsdp2_shards_are_gathered() -> None:
-    launch_ranks(Path(__file__).with_name("weight_sync_fsdp_worker.py"), timeout_s=90)
+    run_script(Path(__file__).with_name("weight_sync_fsdp_worker.py"), timeout_s=90)
 
 
 @settings(deadline=None, derandomize=True, max_examples=50)

@@ -12,14 +12,7 @@ from hypothesis import strategies as st
 from plinth_base.dtypes import DTYPE_BYTES
 from plinth_testing import raises
 from plinth_testing.strategies import json_values, shapes
-from weight_sync import (
-    SyncConfig,
-    SyncConfigError,
-    TensorEntry,
-    WeightManifest,
-    WeightManifestError,
-    plan_buckets,
-)
+from weight_sync import SyncConfig, SyncConfigError, TensorEntry, WeightManifest, WeightManifestError, plan_buckets
 from weight_sync import plan as plan_module
 from weight_sync.plan import ALIGN_BYTES, BucketPlan
 

@@ -24,11 +24,7 @@ from weight_sync.tensors import slot_view
 def build_engine(folder: str, stage: int, **settings: Any) -> tuple[Any, Any]:
     """An engine after one real optimizer step; keep the second value alive for stage 3."""
     zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 100, **settings}
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
-    }
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "zero_allow_untested_optimizer": True}
     keep = HfDeepSpeedConfig(config) if stage == 3 else None
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
@@ -142,12 +138,7 @@ def main(rank: int) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo", dist_init_required=True, verbose=False)
     settings: dict[str, Any]
-    for stage, settings in (
-        (1, {}),
-        (2, {}),
-        (3, {"offload_param": {"device": "cpu"}}),
-        (3, {"zero_hpz_partition_size": 2}),
-    ):
+    for stage, settings in ((2, {}), (3, {"offload_param": {"device": "cpu"}}), (3, {"zero_hpz_partition_size": 2})):
         engine, keep = build_engine(args.folder, stage, **settings)
         check_source(engine, rank)
         if "zero_hpz_partition_size" in settings:  # the secondary copies exist from a forward to the next step

@@ -96,9 +96,7 @@ def read_adapter(folder: Path) -> tuple[list[tuple[str, torch.Tensor]], dict[str
 
 
 def merge_lora(
-    adapters: Iterable[tuple[str, torch.Tensor]],
-    base: Iterable[tuple[str, torch.Tensor]],
-    config: Mapping[str, Any],
+    adapters: Iterable[tuple[str, torch.Tensor]], base: Iterable[tuple[str, torch.Tensor]], config: Mapping[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of the base model as a stream, with the adapters merged in.
 

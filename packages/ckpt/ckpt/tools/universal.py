@@ -33,11 +33,7 @@ class UniversalCheckpoint:
 
 
 def write_universal(
-    checkpoint: Path,
-    out: Path,
-    *,
-    tag: str | None = None,
-    overwrite: bool = False,
+    checkpoint: Path, out: Path, *, tag: str | None = None, overwrite: bool = False
 ) -> UniversalCheckpoint:
     """Write the universal checkpoint `out` from a DeepSpeed checkpoint of ZeRO-1, 2 or 3, without a process group.
 
@@ -53,7 +49,7 @@ def write_universal(
     if not source.shapes:
         raise ExportError("no parameter was trained", field="checkpoint", value=str(source.folder))
     out, tag = Path(out), source.folder.name
-    num_bytes = 4 * (1 + len(source.states)) * sum(map(math.prod, source.shapes.values()))
+    num_bytes = sum(4 * (1 + len(source.states_of(name))) * math.prod(shape) for name, shape in source.shapes.items())
     with new_folder(out, overwrite=overwrite) as partial:
         check_space(partial, num_bytes, estimate="fp32 weights and optimizer states")
         _write_parameters(source, partial / tag / "zero")
@@ -76,7 +72,7 @@ def _write_parameters(source: ZeroCheckpoint, folder: Path) -> None:
 
     step = torch.tensor(float(source.optimizer_steps))
     for name in source.shapes:
-        for kind in ("weight", *source.states):
+        for kind in ("weight", *source.states_of(name)):
             # Clone: torch.save of a view would write the whole mapped file.
             file = folder / name / ("fp32.pt" if kind == "weight" else f"{kind}.pt")
             _save({"param": source.whole(name, kind).clone()}, file)

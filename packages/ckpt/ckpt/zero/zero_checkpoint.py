@@ -100,7 +100,40 @@ def find_deepspeed_folder(path: Path, tag: str | None = None) -> Path:
     return folders[0]
 
 
-class ZeroCheckpoint:
+class ModelFile:
+    """The part of a checkpoint that DeepSpeed's first model file holds."""
+
+    _model: dict[str, Any]
+
+    @property
+    def client_state(self) -> dict[str, Any]:
+        """The client state passed to DeepSpeed's save_checkpoint."""
+        return {name: value for name, value in self._model.items() if name not in _DEEPSPEED_KEYS}
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """All values of a rank's model file except tensors."""
+        return {name: value for name, value in self._model.items() if name not in _TENSOR_KEYS}
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """DeepSpeed's counters: global_steps, global_samples, skipped_steps."""
+        return {name: int(self._model[name]) for name in _COUNTERS if name in self._model}
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The model's persistent buffers."""
+        module = self._model.get("module") or {}
+        return {name: module[name] for name in self._model.get("buffer_names") or () if name in module}
+
+    @property
+    def tied(self) -> set[str]:
+        """Second names of tied parameters."""
+        tied = self._model.get("shared_params") or {}
+        return set(tied if isinstance(tied, dict) else (pair[0] for pair in tied))
+
+
+class ZeroCheckpoint(ModelFile):
     """The trained parameters and the optimizer's state of a DeepSpeed checkpoint, of any stage and number of ranks.
 
     Reading takes memory only for the elements read. Only the first rank's files are opened until an element is read or
@@ -121,11 +154,11 @@ class ZeroCheckpoint:
             )
         if any((match := _RANK.search(path.name)) and int(match[2]) for path in self._optimizer_files):
             raise ShardError(f"{self.folder}: was saved with tensor parallelism, which is not supported")
-        first = _load(self._optimizer_files[0])
+        first = load_file(self._optimizer_files[0])
         self._first: dict[str, Any] = first.get("optimizer_state_dict", {})
         self.deepspeed_config: Mapping[str, Any] = first.get("ds_config") or {}
         self.deepspeed_version = str(first.get("ds_version", ""))
-        self._model = _load(self._model_files[0])
+        self._model = load_file(self._model_files[0])
         self.layout = self._read_layout()
         self._check_ranks()
 
@@ -135,30 +168,9 @@ class ZeroCheckpoint:
         return self.layout.shapes
 
     @property
-    def client_state(self) -> dict[str, Any]:
-        """The client state passed to DeepSpeed's save_checkpoint."""
-        return {name: value for name, value in self._model.items() if name not in _DEEPSPEED_KEYS}
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """All values of a rank's model file except tensors."""
-        return {name: value for name, value in self._model.items() if name not in _TENSOR_KEYS}
-
-    @property
-    def counters(self) -> dict[str, int]:
-        """DeepSpeed's counters: global_steps, global_samples, skipped_steps."""
-        return {name: int(self._model[name]) for name in _COUNTERS if name in self._model}
-
-    @property
     def loss_scaler(self) -> dict[str, Any]:
         """The values of the fp16 loss scaler (`cur_scale` and others); empty without one."""
         return dict(vars(self._first["loss_scaler"])) if "loss_scaler" in self._first else {}
-
-    @property
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """The model's persistent buffers."""
-        module = self._model.get("module") or {}
-        return {name: module[name] for name in self._model.get("buffer_names") or () if name in module}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -169,10 +181,20 @@ class ZeroCheckpoint:
     @property
     def states(self) -> tuple[str, ...]:
         """Names of the optimizer's tensors of a parameter's size, such as Adam's moments; empty before its first step.
+        Not every parameter needs to have each (`states_of`).
 
         Raises ShardError as `optimizer_steps` does.
         """
-        return self._states_and_steps[0]
+        return tuple(dict.fromkeys(kind for kinds in self._states_and_steps[0] for kind in kinds))
+
+    def states_of(self, name: str) -> tuple[str, ...]:
+        """Those of the parameter `name`.
+
+        Raises ShardError as `check` does.
+        """
+        weights = self._buffers["weight"]
+        span = next(self.layout.spans(name, 0, 1, _sizes(weights)))
+        return tuple(kind for kind in self.states if self._buffers[kind][span.rank][span.buffer] is not None)
 
     @property
     def optimizer_steps(self) -> int:
@@ -183,19 +205,21 @@ class ZeroCheckpoint:
         return self._states_and_steps[1]
 
     @cached_property
-    def _states_and_steps(self) -> tuple[tuple[str, ...], int]:
+    def _states_and_steps(self) -> tuple[list[tuple[str, ...]], int]:
+        """(names of the states of each flat buffer, number of steps)."""
         base = self._base_state(self._first)
-        each = set()
-        for group in base["param_groups"]:
-            for param in group["params"]:
-                state = base["state"].get(param) or {}
-                names = tuple(sorted(name for name in state if name != "step"))
-                each.add((names, int(state.get("step", group.get("step", 0))) if names else 0))
-        if len(each) > 1:
+        params = [(group, param) for group in base["param_groups"] for param in group["params"]]
+        names, steps = [], set()
+        for (group, param), weight in zip(params, self._first[self._weights], strict=True):
+            state = base["state"].get(param) or {}
+            # Scales of quantized states and other small tensors are no states of elements.
+            names.append(tuple(sorted(name for name in state if 2 * _numel(state[name]) > weight.numel())))
+            steps.add(int(state.get("step", group.get("step", 0))) if state else 0)
+        if len(steps) > 1 or len({bool(kinds) for kinds in names}) > 1:
             raise ShardError(
-                f"{self.folder}: parameter groups have different optimizer states or numbers of steps: {sorted(each)}"
+                f"{self.folder}: parameter groups have states {names} and numbers of steps {sorted(steps)}"
             )
-        return each.pop() if each else ((), 0)
+        return names, max(steps, default=0)
 
     def read(self, name: str, kind: str = "weight", start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Elements [start, stop) of the flattened parameter or of a state, in fp32; `stop` None: to its end.
@@ -210,8 +234,13 @@ class ZeroCheckpoint:
         buffers = self._buffers.get(kind)
         if buffers is None:
             return torch.zeros(stop - start)
-        spans = self.layout.spans(name, start, stop, _sizes(buffers))
-        parts = [buffers[span.rank][span.buffer][span.start : span.stop].float() for span in spans]
+        spans = self.layout.spans(name, start, stop, _sizes(self._buffers["weight"]))
+        parts = []
+        for span in spans:
+            buffer = buffers[span.rank][span.buffer]
+            if buffer is None:
+                raise ShardError(f"{self.folder}: {name} has no state {kind}", field="kind", value=kind)
+            parts.append(buffer[span.start : span.stop].float())
         return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0), *parts])
 
     def whole(self, name: str, kind: str = "weight") -> torch.Tensor:
@@ -239,12 +268,6 @@ class ZeroCheckpoint:
         for name, tensor in (self._model.get("module") or {}).items():
             if self.layout.stage < 3 and name not in self.shapes and name not in self.buffers:
                 yield name, tensor
-
-    @property
-    def tied(self) -> set[str]:
-        """Second names of tied parameters."""
-        tied = self._model.get("shared_params") or {}
-        return set(tied if isinstance(tied, dict) else (pair[0] for pair in tied))
 
     def _read_layout(self) -> ZeroLayout:
         stage = self._first.get("zero_stage")
@@ -284,11 +307,11 @@ class ZeroCheckpoint:
     def _models(self) -> list[dict[str, Any]]:
         """The model files of all ranks if they hold parts of frozen weights, else only the first."""
         parts = self._model_files[1:] if self._model.get("frozen_param_fragments") else []
-        return [self._model, *map(_load, parts)]
+        return [self._model, *map(load_file, parts)]
 
     @cached_property
-    def _buffers(self) -> dict[str, list[list[torch.Tensor]]]:
-        """Flat buffers of each rank, by `weight` and the names of `states`."""
+    def _buffers(self) -> dict[str, list[list[torch.Tensor | None]]]:
+        """Flat buffers of each rank, by `weight` and the names of `states`; None for a state that they do not have."""
         zero = self.deepspeed_config.get("zero_optimization") or {}
         if (zero.get("offload_optimizer") or {}).get("device") == "nvme":
             raise ShardError(
@@ -296,28 +319,45 @@ class ZeroCheckpoint:
                 "DeepSpeed, with the same number of ranks and the same stage"
             )
         shards = [self._first]
-        shards += [_load(path).get("optimizer_state_dict", {}) for path in self._optimizer_files[1:]]
-        weights = "fp32_flat_groups" if self.layout.stage == 3 else "single_partition_of_fp32_groups"
-        buffers = {"weight": [[piece.detach().reshape(-1) for piece in shard[weights]] for shard in shards]}
+        shards += [load_file(path).get("optimizer_state_dict", {}) for path in self._optimizer_files[1:]]
+        buffers: dict[str, list[list[torch.Tensor | None]]] = {
+            "weight": [[piece.detach().reshape(-1) for piece in shard[self._weights]] for shard in shards]
+        }
         buffers |= {kind: [self._state(shard, kind) for shard in shards] for kind in self.states}
         for ranks in buffers.values():
             try:
-                self.layout.check(_sizes(ranks))
+                self.layout.check(_sizes(ranks, otherwise=buffers["weight"]))
             except ShardError as error:
                 raise error.under(str(self.folder)) from None
         return buffers
 
-    def _state(self, shard: Mapping[str, Any], kind: str) -> list[torch.Tensor]:
+    @property
+    def _weights(self) -> str:
+        return "fp32_flat_groups" if self.layout.stage == 3 else "single_partition_of_fp32_groups"
+
+    def _state(self, shard: Mapping[str, Any], kind: str) -> list[torch.Tensor | None]:
         base = self._base_state(shard)
         try:
             order = [param for group in base["param_groups"] for param in group["params"]]
-            return [base["state"][param][kind].reshape(-1) for param in order]
+            return [
+                base["state"][param][kind].reshape(-1) if kind in kinds else None
+                for param, kinds in zip(order, self._states_and_steps[0], strict=True)
+            ]
         except KeyError as error:
             raise ShardError(f"{self.folder}: the optimizer state of a rank lacks {error}") from error
 
 
-def _sizes(ranks: list[list[torch.Tensor]]) -> list[list[int]]:
-    return [[piece.numel() for piece in rank] for rank in ranks]
+def _sizes(
+    ranks: list[list[torch.Tensor | None]], otherwise: list[list[torch.Tensor | None]] | None = None
+) -> list[list[int]]:
+    """Elements of each buffer; `otherwise` has those of buffers that do not exist."""
+    pairs = (zip(rank, rest, strict=True) for rank, rest in zip(ranks, otherwise or ranks, strict=True))
+    return [[_numel(rest if piece is None else piece) for piece, rest in rank] for rank in pairs]
+
+
+def _numel(value: Any) -> int:
+    """Elements of a tensor; 0 of anything else."""
+    return int(value.numel()) if hasattr(value, "numel") else 0
 
 
 def _rank_of(path: Path) -> int:
@@ -325,12 +365,15 @@ def _rank_of(path: Path) -> int:
     return int(match[1]) if match else 0
 
 
-def _load(path: Path) -> dict[str, Any]:
+def load_file(path: Path) -> Any:
+    """The content of a file of DeepSpeed, memory-mapped.
+
+    Raises ShardError when it is torn or foreign.
+    """
     import torch
 
     try:
         with torch.serialization.safe_globals(list(_STAND_INS)):
-            loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises many types for torn or foreign files
         raise ShardError(f"cannot be read safely: {str(error).splitlines()[0]}", value=str(path)) from error
-    return loaded

@@ -13,7 +13,7 @@ layer, forward and backward, one core), and sequences of unequal length take les
 `Tensor.split` is essential: each slice would scatter a full-length gradient in the backward pass (5x slower).
 
 With shared prefixes the sequences of a layout are the nodes of a tree, and keys those of each node's path
-(prefix_tree.py): flash4 reads them in place, the others and sliding windows gather them.
+(prefix_tree.py): flash4 gathers them or reads them in place, the others and sliding windows gather them.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ def packed_layout(
     Args:
         parents: the parent of each node, -1 for a root; None without shared prefixes.
     """
+    tree = None if parents is None else tree_layout(parents, lengths, device)
+    crossings = None
+    if kernel == "flash4":
+        crossings = make_crossings(parents or [-1] * len(lengths), lengths, tree, device)
     return PackedLayout(
-        borders=Borders.make(lengths, device),
-        kernel=kernel,
-        sp_group=sp_group,
-        tree=None if parents is None else tree_layout(parents, lengths, device),
-        crossings=make_crossings(parents or [-1] * len(lengths), lengths, device) if kernel == "flash4" else None,
+        borders=Borders.make(lengths, device), kernel=kernel, sp_group=sp_group, tree=tree, crossings=crossings
     )
 
 
@@ -195,12 +195,13 @@ def packed_attention(
     padded = missing > 0 and (packing.sp_group is not None or packing.kernel in ("flash", "varlen"))
     if padded:
         value = F.pad(value, (0, missing))
-    q_Thd, k_Thd, v_Thd = (x[0].transpose(0, 1) for x in (query, key, value))
+    # A view also of gradients, which `x[0]` copies.
+    q_Thd, k_Thd, v_Thd = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if packing.sp_group is not None:
         q_Thd, k_Thd, v_Thd = scatter_heads(q_Thd, k_Thd, v_Thd, packing.sp_group)
     keys = packing.borders
-    in_place = packing.kernel == "flash4" and sliding_window is None  # asked first: compiled graphs then know no tree
-    if not in_place and packing.tree is not None:
+    knows_paths = packing.kernel == "flash4" and sliding_window is None  # asked first: no tree in compiled graphs
+    if not knows_paths and packing.tree is not None:
         k_Thd, v_Thd = (gather_rows(x, packing.tree.path_rows) for x in (k_Thd, v_Thd))
         keys = packing.tree.paths
 

@@ -1,7 +1,8 @@
 """FlashAttention-4 (flash-attn-4, CuTe DSL) on packed rows, as a custom operator that torch.compile can trace.
 
 Runs on Hopper and Blackwell. The kernels implement grouped-query attention, so keys and values are not repeated.
-Shared prefixes are read in place: one causal call of all nodes, and for each pair of levels one call without a mask.
+Shared prefixes are gathered, which leaves one causal call with more keys than queries, or read in place: one causal
+call of all nodes, and for each pair of levels one call without a mask. Each pass does what costs less (prefix_tree.py).
 Source: Dao-AILab/flash-attention, flash_attn/cute/interface.py; torch.nn.attention.activate_flash_attention_impl calls
 the same two functions.
 """
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..upstream import FENCE
-from .prefix_tree import Borders, Crossing, Crossings
+from .prefix_tree import Borders, Crossing, Crossings, Gathering, gather_copies, sum_sources
 
 KERNELS = FENCE.patch(
     name="FlashAttention-4",
@@ -24,6 +25,9 @@ KERNELS = FENCE.patch(
     otherwise="stock path",
     reads={"flash_attn.cute.interface": ("_flash_attn_fwd", "_flash_attn_bwd")},
 )
+
+MOST_COPIES = 2
+"""Query heads per key/value head up to which the gathered backward pass copies these."""
 
 # The kernels' compiler says at every compilation that it treats their unused `aux_data` as a constant.
 warnings.filterwarnings("ignore", r"Argument aux_data .*cannot be converted to a JitArgument", UserWarning)
@@ -72,7 +76,7 @@ def _kernel_options(
 
 def _calls(table_C: Tensor, borders: Tensor, key_rows: Tensor) -> Iterator[tuple[slice, slice | Tensor, Any, Any]]:
     """For each crossing its queries, its keys, their borders and their longest lengths."""
-    for row in (Crossing(*line) for line in table_C.tolist()):
+    for row in (Crossing(*line) for line in table_C[1:].tolist()):
         if row.num == 0:
             continue
         keys: slice | Tensor = slice(row.k_start, row.k_start + row.num_keys)
@@ -83,6 +87,13 @@ def _calls(table_C: Tensor, borders: Tensor, key_rows: Tensor) -> Iterator[tuple
         yield slice(row.q_start, row.q_end), keys, cu_seqlens, (row.longest_q, row.longest_k)
 
 
+def _paths(gathering: Gathering, borders: Tensor, key_rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The paths' cumulative lengths and rows, and for each row its places among these rows and their borders."""
+    ends = gathering.borders_start + gathering.num_nodes + 1
+    sizes = (gathering.num_rows, gathering.num_rows, gathering.num_keys + 1)
+    return (borders[gathering.borders_start : ends], *key_rows[gathering.rows_start :][: sum(sizes)].split(sizes))
+
+
 @torch.library.custom_op("ds_engine::flash4", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, table_C: Tensor, borders: Tensor, key_rows: Tensor,
@@ -90,6 +101,13 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     from flash_attn.cute.interface import _flash_attn_fwd
 
+    gathering = Gathering(*table_C[0].tolist())
+    if gathering.in_forward(q.shape[1], k.shape[1]):
+        cu_k, rows, *_ = _paths(gathering, borders, key_rows)
+        options = _kernel_options((cu_q, cu_k), (longest_q, gathering.longest_path), scale, None, causal=True)
+        k, v = (x.index_select(0, rows) for x in (k, v))
+        out, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **options)
+        return out, lse
     options = _kernel_options((cu_q, cu_k), (longest_q, longest_k), scale, window, causal=True)
     out, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **options)
     for part, keys, cu_seqlens, longest in _calls(table_C, borders, key_rows):
@@ -114,6 +132,16 @@ def _backward(
 
     deterministic = torch.are_deterministic_algorithms_enabled()
     grad = grad.contiguous()
+    gathering = Gathering(*table_C[0].tolist())
+    if gathering.in_backward():
+        cu_k, rows, sources, counts = _paths(gathering, borders, key_rows)
+        options = _kernel_options((cu_q, cu_k), (longest_q, gathering.longest_path), scale, None, causal=True)
+        # With as many key heads as query heads the kernel writes their gradients once; else it adds them up in fp32.
+        copies = q.shape[1] // k.shape[1]
+        copies = copies if copies <= MOST_COPIES else 1
+        k, v = (gather_copies(x, rows, copies) for x in (k, v))
+        dq, dk, dv, *_ = _flash_attn_bwd(q, k, v, out, grad, lse, **options, deterministic=deterministic)
+        return dq, *(sum_sources(x, sources, counts, copies) for x in (dk, dv))
     options = _kernel_options((cu_q, cu_k), (longest_q, longest_k), scale, window, causal=True)
     dq, dk, dv, *_ = _flash_attn_bwd(q, k, v, out, grad, lse, **options, deterministic=deterministic)
     for part, keys, cu_seqlens, longest in _calls(table_C, borders, key_rows):

@@ -1,4 +1,5 @@
-"""Triton kernel that merges two parts of an attention by their log-sum-exp: two reads and one write of the output."""
+"""Triton kernels of shared prefixes: one merges two parts of an attention by their log-sum-exp, with two reads and one
+write of the output; one gathers rows for several query heads each, and one sums their gradients in a fixed order."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 _ROWS = 16
+_ROWS_OF_PATHS, _COLUMNS = 4, 512
 
 
 def merge_on_gpu(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
@@ -42,3 +44,66 @@ def _merge_kernel(
     merged = x * tl.exp(a - total)[:, None] + y * tl.exp(b - total)[:, None]
     tl.store(out_ptrs, merged.to(out_ptr.dtype.element_ty), inside)
     tl.store(lse_ptrs, total, inside_q)
+
+
+def gather_on_gpu(x: Tensor, rows: Tensor, copies: int) -> Tensor:
+    """`gather_copies` of prefix_tree.py; `x` [T, heads, d] is contiguous in d."""
+    num_rows, heads, dim = rows.shape[0], x.shape[1], x.shape[2]
+    out = x.new_empty((num_rows, heads * copies, dim))
+    grid = (triton.cdiv(num_rows, _ROWS_OF_PATHS), triton.cdiv(heads * dim, _COLUMNS))
+    _gather_kernel[grid](
+        x, rows, out, num_rows, heads * dim, dim, x.stride(0), x.stride(1),
+        COPIES=copies, ROWS=_ROWS_OF_PATHS, COLUMNS=_COLUMNS,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _gather_kernel(
+    x_ptr, rows_ptr, out_ptr, num_rows, num_columns, dim, x_row, x_head,
+    COPIES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    places = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    heads, inner = columns // dim, columns % dim
+    inside = (places < num_rows)[:, None] & (columns < num_columns)[None, :]
+    rows = tl.load(rows_ptr + places, places < num_rows, 0)
+    x = tl.load(x_ptr + rows[:, None] * x_row + (heads * x_head + inner)[None, :], inside, 0.0)
+    for copy in tl.static_range(COPIES):
+        out_columns = (heads * COPIES + copy) * dim + inner
+        tl.store(out_ptr + places[:, None] * (num_columns * COPIES) + out_columns[None, :], x, inside)
+
+
+def sum_on_gpu(grad: Tensor, sources: Tensor, borders: Tensor, copies: int) -> Tensor:
+    """`sum_sources` of prefix_tree.py."""
+    num_rows, dim = borders.shape[0] - 1, grad.shape[-1]
+    sums = grad.new_empty((num_rows, grad.shape[1] // copies, dim) if grad.dim() == 3 else (num_rows, dim))
+    columns = sums[0].numel()
+    grid = (triton.cdiv(num_rows, _ROWS_OF_PATHS), triton.cdiv(columns, _COLUMNS))
+    _sum_kernel[grid](
+        grad.contiguous(), sources, borders, sums, num_rows, columns, dim,
+        COPIES=copies, ROWS=_ROWS_OF_PATHS, COLUMNS=_COLUMNS,
+    )  # fmt: skip
+    return sums
+
+
+@triton.jit
+def _sum_kernel(
+    grad_ptr, sources_ptr, borders_ptr, sums_ptr, num_rows, num_columns, dim,
+    COPIES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside_r, inside_c = rows < num_rows, columns < num_columns
+    first = tl.load(borders_ptr + rows, inside_r, 0)
+    counts = tl.load(borders_ptr + rows + 1, inside_r, 0) - first
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for number in range(tl.max(counts, 0)):
+        more = number < counts
+        places = tl.load(sources_ptr + first + number, more, 0)
+        for copy in tl.static_range(COPIES):
+            grad_columns = (columns // dim * COPIES + copy) * dim + columns % dim
+            grad_ptrs = grad_ptr + places[:, None] * (num_columns * COPIES) + grad_columns[None, :]
+            total += tl.load(grad_ptrs, more[:, None] & inside_c[None, :], 0.0).to(tl.float32)
+    sums_ptrs = sums_ptr + rows[:, None] * num_columns + columns[None, :]
+    tl.store(sums_ptrs, total.to(sums_ptr.dtype.element_ty), inside_r[:, None] & inside_c[None, :])

@@ -18,6 +18,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +26,7 @@ from ..errors import BatchError, ModelError
 from .attention import PackedLayout, packed_layout
 from .matching import MatchedAttention, Operations, matching_log_probs
 from .parts import VALUE_HEAD, find_backbone, transformer_layers
-from .prefix_tree import check_order, gather_rows
+from .prefix_tree import check_order, gather_rows, take
 from .recurrence import recurrence_per_sequence
 from .rotary import rotary_per_sequence
 from .sequence_parallel import SequenceGroup, TargetShare, gather_outputs, share_targets
@@ -159,9 +160,10 @@ def _computed(
     if sum(lengths) != len(rows_U) or min(lengths) < 1 or len(lengths) != len(prefixes.parents_N):
         raise BatchError("nodes, their borders and their tokens differ", field="prefixes", value=lengths[:8])
     check_order(prefixes.parents_N)
-    if len(place_T) != len(ids_T) or not ids_T[rows_U][place_T].equal(ids_T):
+    ids_U = take(ids_T, rows_U)
+    if len(place_T) != len(ids_T) or not np.array_equal(take(ids_U, place_T).cpu(), ids_T.cpu()):
         raise BatchError("its computed tokens are not those of the batch", field="prefixes.place_T")
-    return ids_T[rows_U], positions_T[rows_U], lengths, place_T[index_K]
+    return ids_U, take(positions_T, rows_U), lengths, take(place_T, index_K)
 
 
 def _padded_rows(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 VALUE_HEAD = "score"
 """Attribute that holds the value head, as transformers names it in every family."""
@@ -32,3 +33,15 @@ def transformer_layers(model: Any) -> list[Any]:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def table_parameters(model: Any) -> set[int]:
+    """Ids of the parameters of embeddings and heads, and of convolutions: their rows or filters are no matrix."""
+    get_head = getattr(model, "get_output_embeddings", lambda: None)
+    head = get_head()
+    return {
+        id(parameter)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | _ConvNd) or module is head or name.rpartition(".")[2] == VALUE_HEAD
+        for parameter in module.parameters(recurse=False)
+    }

@@ -3,9 +3,10 @@
 A node's tokens attend to the tokens of its path: those of its ancestors, then their own. Two ways compute the same:
 
 * The keys and values of each path are gathered, and a kernel computes fewer queries than keys, causal from the bottom
-  right (`TreeLayout.path_rows`). Any kernel and any window can do this.
+  right (`TreeLayout.path_rows`). Any kernel and any window can do this. It costs memory traffic for each row of a path.
 * Nothing is gathered: each node attends to itself, and once more, without a mask, all tokens below an ancestor attend
-  to the ancestor; the parts are merged by their log-sum-exp (`Crossings`, flash4.py).
+  to the ancestor; the parts are merged by their log-sum-exp (`Crossings`, flash4.py). It costs memory traffic for each
+  query that has ancestors, however long these are.
 
 Shapes: U computed tokens, N nodes, P rows of all paths.
 """
@@ -14,13 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import BatchError
+
+FORWARD_ROWS, BACKWARD_ROWS = 2.4, 3.3
+"""Rows of all paths per query of all crossings up to which a pass of flash4 gathers the paths, as measured on an H200
+(benchmarks/shared_prefix). The forward pass counts key/value heads of rows and query heads of queries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +50,37 @@ class Crossings:
     levels. No calls without shared prefixes, but the tensors are there, so that one compiled graph serves both."""
 
     table_C: Tensor
-    """int64 [C, 9] on the CPU, see `Crossing`."""
+    """int64 [C, 9] on the CPU: `Gathering`, then a `Crossing` in each row."""
     borders: Tensor
-    """int32, cumulative lengths of queries, then of keys, of each call."""
+    """int32, cumulative lengths of queries, then of keys, of each call, then of the paths."""
     key_rows: Tensor
-    """int64, rows of the keys of the calls whose ancestors are not contiguous."""
+    """int64, rows of the keys of the calls whose ancestors are not contiguous, then of the paths."""
+
+
+class Gathering(NamedTuple):
+    """The first row of the table: the keys of all paths, which a pass gathers if that costs less than the crossings."""
+
+    num_nodes: int
+    longest_path: int
+    borders_start: int
+    """First of the borders of the paths."""
+    num_rows: int
+    """0 where there is nothing to gather."""
+    rows_start: int
+    """Among the key rows: the rows of all paths; behind them their sources (`TreeLayout.sources`)."""
+    num_keys: int
+    num_queries: int
+    """Of all crossings."""
+    unused: int = 0
+    unused_too: int = 0
+
+    def in_forward(self, heads: int, kv_heads: int) -> bool:
+        """True if the forward pass gathers."""
+        return 0 < self.num_rows * kv_heads <= FORWARD_ROWS * self.num_queries * heads
+
+    def in_backward(self) -> bool:
+        """True if the backward pass gathers."""
+        return 0 < self.num_rows <= BACKWARD_ROWS * self.num_queries
 
 
 class Crossing(NamedTuple):
@@ -75,20 +107,41 @@ class TreeLayout:
     """int64 [P], rows of the keys of each node's path, one path after another."""
     paths: Borders
     """Borders of the paths among the P rows."""
+    sources: tuple[Tensor, Tensor]
+    """int64 [P] and [U + 1]: for each of the U tokens its places among the P rows, and their borders."""
 
 
 def tree_layout(parents: Sequence[int], lengths: Sequence[int], device: torch.device) -> TreeLayout:
-    """The paths of nodes with these parents and numbers of tokens."""
-    starts = [0, *accumulate(lengths)]
-    paths: list[Tensor] = []
-    for node, parent in enumerate(parents):
-        own = torch.arange(starts[node], starts[node + 1])
-        paths.append(own if parent < 0 else torch.cat([paths[parent], own]))
-    return TreeLayout(path_rows=torch.cat(paths).to(device), paths=Borders.make([len(path) for path in paths], device))
+    """The paths of nodes with these parents and numbers of tokens.
+
+    In numpy: torch divides such small work among all cores, which a host with busy cores pays for with milliseconds.
+    """
+    starts, lines = [0, *accumulate(lengths)], _ancestors(parents)
+    ends = [*accumulate(sum(lengths[node] for node in line) for line in lines)]
+    reads: list[list[int]] = [[] for _ in lines]  # of each node the first places that read it
+    for line, end in zip(lines, ends, strict=True):
+        for node in reversed(line):
+            end -= lengths[node]
+            reads[node].append(end)
+    rows = np.concatenate([np.arange(starts[node], starts[node + 1]) for line in lines for node in line])
+    sources = [np.add.outer(np.arange(n), np.array(at)).ravel() for n, at in zip(lengths, reads, strict=True)]
+    counts = np.repeat([len(at) for at in reads], lengths)
+    parts = (rows, *sources, [0], counts.cumsum())
+    whole = torch.from_numpy(np.concatenate(parts, dtype=np.int64)).to(device)  # in one copy
+    path_rows, places, borders = whole.split([len(rows), len(rows), starts[-1] + 1])
+    paths = Borders.make([b - a for a, b in pairwise([0, *ends])], device)
+    return TreeLayout(path_rows=path_rows, paths=paths, sources=(places, borders))
 
 
-def make_crossings(parents: Sequence[int], lengths: Sequence[int], device: torch.device) -> Crossings:
-    """The calls for nodes with these parents and numbers of tokens."""
+def take(x: Tensor, rows: Tensor) -> Tensor:
+    """`x[rows]`, of tensors on the CPU by numpy, as in `tree_layout`."""
+    return x[rows] if x.is_cuda else torch.from_numpy(x.numpy()[rows.numpy()])
+
+
+def make_crossings(
+    parents: Sequence[int], lengths: Sequence[int], tree: TreeLayout | None, device: torch.device
+) -> Crossings:
+    """The calls for nodes with these parents and numbers of tokens, and the paths of `tree`."""
     starts = [0, *accumulate(lengths)]
     lines = _ancestors(parents)
     calls: list[list[int]] = []
@@ -118,15 +171,29 @@ def make_crossings(parents: Sequence[int], lengths: Sequence[int], device: torch
             )
             calls.append(list(call))
             borders += [0, *accumulate(num_queries), 0, *accumulate(num_keys)]
+    gathering = Gathering(*[0] * 7)
+    rows = [x.to(device) for x in key_rows]
+    if tree is not None and calls:
+        gathering = Gathering(
+            num_nodes=len(lengths),
+            longest_path=tree.paths.longest,
+            borders_start=len(borders),
+            num_rows=len(tree.path_rows),
+            rows_start=sum(map(len, rows)),
+            num_keys=starts[-1],
+            num_queries=sum(q_end - q_start for q_start, q_end, *_ in calls),
+        )
+        borders += [0, *accumulate(tree.paths.lengths)]
+        rows += [tree.path_rows, *tree.sources]
     # Filled up to sizes that are no model's: torch.compile makes sizes of 0 and 1 constants of a graph, and takes two
     # sizes that are equal in its first call, such as this and a number of heads, for the same one.
-    calls += [[0] * 9] * max(0, 11 - len(calls))
+    calls += [[0] * 9] * max(0, 10 - len(calls))
     borders += [0] * max(0, 13 - len(borders))
-    key_rows.append(torch.zeros(17, dtype=torch.int64))
+    rows.append(torch.zeros(17, dtype=torch.int64, device=device))
     return Crossings(
-        table_C=torch.tensor(calls, dtype=torch.int64),
+        table_C=torch.tensor([list(gathering), *calls], dtype=torch.int64),
         borders=torch.tensor(borders, dtype=torch.int32).to(device),
-        key_rows=torch.cat(key_rows).to(device),
+        key_rows=torch.cat(rows),
     )
 
 
@@ -165,14 +232,39 @@ def _(x: Tensor, rows: Tensor) -> Tensor:
     return x.new_empty((rows.shape[0], *x.shape[1:]))
 
 
+def rows_by_source(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """For each of `num_rows` rows the places in `rows` that read it, ascending, one row after another, and borders."""
+    read, sources = rows.sort(stable=True)
+    return sources, torch.searchsorted(read, torch.arange(num_rows + 1, device=rows.device))
+
+
+def gather_copies(x: Tensor, rows: Tensor, copies: int) -> Tensor:
+    """`x[rows]` with so many copies of each head, side by side."""
+    if x.is_cuda and copies > 1:
+        from .flash4_merge import gather_on_gpu
+
+        return gather_on_gpu(x, rows, copies)
+    return x.index_select(0, rows).repeat_interleave(copies, dim=1)
+
+
+def sum_sources(grad: Tensor, sources: Tensor, borders: Tensor, copies: int = 1) -> Tensor:
+    """Of each row the sum over its places in `grad`, in fp32 and in their order (`rows_by_source`), and over the
+    `copies` of its heads."""
+    if grad.is_cuda and grad.element_size() == 2:
+        from .flash4_merge import sum_on_gpu
+
+        return sum_on_gpu(grad, sources, borders, copies)
+    values = grad.index_select(0, sources)
+    values = values if values.dtype == torch.float64 else values.float()
+    values = values if copies == 1 else values.unflatten(1, (-1, copies)).sum(2)
+    # segment_reduce uses no atomics.
+    sums = torch.segment_reduce(values.flatten(1), "sum", lengths=borders.diff(), initial=0.0)
+    return sums.to(grad.dtype).view(-1, *values.shape[1:])
+
+
 @torch.library.custom_op("ds_engine::sum_rows", mutates_args=())
 def _sum_rows(grad: Tensor, rows: Tensor, num_rows: int) -> Tensor:
-    order = rows.argsort(stable=True)
-    values = grad.flatten(1).index_select(0, order)
-    values = values if values.dtype == torch.float64 else values.float()
-    # segment_reduce uses no atomics.
-    sums = torch.segment_reduce(values, "sum", lengths=rows.bincount(minlength=num_rows), initial=0.0)
-    return sums.to(grad.dtype).view(num_rows, *grad.shape[1:])
+    return sum_sources(grad, *rows_by_source(rows, num_rows))
 
 
 @_sum_rows.register_fake

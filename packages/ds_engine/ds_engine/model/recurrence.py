@@ -198,7 +198,8 @@ def _convolve(
     if activation in (None, "silu", "swish") and _uses_kernels(hidden_states):
         from fla.modules.causal_conv1d import causal_conv1d
 
-        out = causal_conv1d(hidden_states.transpose(1, 2), weight, bias, activation=activation, **borders.fla)[0]
+        tokens = hidden_states.transpose(1, 2)
+        out: Tensor = causal_conv1d(tokens, weight, bias, activation=activation, **borders.fla)[0]
         return out.transpose(1, 2)
     index_T = torch.arange(sum(lengths), device=hidden_states.device)
     gaps = torch.arange(len(lengths), device=hidden_states.device) * (weight.shape[-1] - 1)

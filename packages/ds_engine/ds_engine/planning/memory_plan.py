@@ -11,7 +11,7 @@ per element of the model's dtype (2 or 4), B elements per reduce bucket:
     during the step    -                      (e+4) P or 4 P      (2e or e)+4 P, or -  -, or 4 P
     bucket             (4 + e) min(N, 5e8)    (e or 4) B          e B                  (e or 4) B
 
-"optimizer" is the fp32 weights and AdamW's two moments; another optimizer has 4 bytes for each of its states. With
+"optimizer" is the fp32 weights and AdamW's two moments; another optimizer has the bytes of its entry. With
 optimizer offload these are in CPU memory, together with a full fp32 gradient shard and a copy of the weight shard; at
 stage 2, fp32-accumulated gradients still stay on the device until the step.
 
@@ -38,6 +38,7 @@ stage 2 allocates them when the first bucket is full, stage 1 one by one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,8 +49,8 @@ from plinth_base.dtypes import dtype_bytes
 from ..config import EngineConfig, OffloadDevice, check_heads
 from ..errors import EngineConfigError
 from ..nf4_size import NF4_CHUNK, nf4_bytes
-from ..optimizers import OPTIMIZERS
-from .model_shape import ModelShape, Weight, read_shape
+from ..optimizers import MATRIX_ROUND
+from .model_shape import TABLES, ModelShape, Weight, read_shape
 
 _FALLBACK_BUCKET_ELEMENTS = 500_000_000
 """Bucket of DeepSpeed's `buffered_allreduce_fallback`, which BF16_Optimizer uses. It cannot be configured."""
@@ -145,15 +146,22 @@ class _Case:
         """Elements per reduce bucket."""
         return self.config.reduce_bucket_elements
 
-    @property
-    def optimizer_bytes(self) -> int:
-        """Bytes per element of the fp32 weights and the optimizer's states."""
-        return 4 + 4 * len(OPTIMIZERS[self.config.optim.name].states)
+    def groups(self) -> list[tuple[list[Weight], float]]:
+        """Trainable weights of each parameter group of the optimizer, and bytes per element of the fp32 weights and
+        states."""
+        optim = self.config.optim
+        groups = optim.parameter_groups((len(weight.shape), weight.name in TABLES) for weight in self.trained)
+        entry = optim.optimizer
+        return [
+            ([self.trained[i] for i in indices], 4 + entry.bytes_per_element(optim.options, matrices=matrices))
+            for (_, matrices), indices in groups.items()
+        ]
 
-    def groups(self) -> list[int]:
-        """Trainable elements of each parameter group of the optimizer."""
-        groups = self.config.optim.decay_groups(len(weight.shape) for weight in self.trained)
-        return [sum(self.trained[index].size for index in indices) for indices in groups.values()]
+    def matrix_step_bytes(self) -> int:
+        """Bytes that the step of whole matrices takes beside the states, at most: fp32 copies of those of a round."""
+        steps_matrices = bool(self.config.optim.optimizer.matrix_states)
+        sizes = [w.size for w in self.trained if len(w.shape) > 1 and w.name not in TABLES] if steps_matrices else []
+        return 4 * 4 * min(max(sizes, default=0) + MATRIX_ROUND, sum(sizes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,11 +253,12 @@ def _uses_nf4(config: EngineConfig) -> bool:
 
 def _stages_1_and_2(case: _Case) -> _States:
     zero, e, ranks = case.config.zero, case.e, case.ranks
-    shards = [_shard_elements(size, ranks) for size in case.groups()]
+    groups = [(_shard_elements(sum(w.size for w in group), ranks), num_bytes) for group, num_bytes in case.groups()]
+    shards = [size for size, _ in groups]
     shard, whole = sum(shards), sum(shards) * ranks
     weights = Place(device=(whole + sum(w.size for w in case.frozen)) * e)
     offloaded = zero.offload.optimizer != "none"
-    optimizer = _place(zero.offload.optimizer, case.optimizer_bytes * shard)
+    optimizer = _place(zero.offload.optimizer, math.ceil(sum(size * num_bytes for size, num_bytes in groups)))
     if case.config.uses_bf16_optimizer:
         reduced = 0 if ranks == 1 else min(whole, _FALLBACK_BUCKET_ELEMENTS) * (4 if zero.fp32_reduce else 4 + e)
         return _States(
@@ -286,6 +295,7 @@ def _stages_1_and_2(case: _Case) -> _States:
 def _stage_3(case: _Case) -> _States:
     zero, e, ranks = case.config.zero, case.e, case.ranks
     shard = sum(-(-w.size // ranks) for w in case.trained)
+    states = sum(-(-w.size // ranks) * num_bytes for group, num_bytes in case.groups() for w in group)
     frozen_shard = sum(-(-w.size // ranks) for w in case.frozen)
     everything = case.trained + case.frozen
     threshold = zero.param_persistence_elements
@@ -294,7 +304,7 @@ def _stage_3(case: _Case) -> _States:
     if ranks > 1:
         # A weight stays gathered between forward and backward if fewer elements than the reuse distance lie in between.
         not_persistent = sum(w.size for w in everything if w.size > threshold)
-        largest = max(w.size for w in everything)
+        largest = max(case.shape.largest_layer, *(w.size for w in everything))
         reused = case.config.reuse_elements // 2 + largest + case.config.prefetch_elements
         gathered = (min(not_persistent, reused) + persistent) * e
     offloaded = zero.offload.optimizer != "none"
@@ -304,7 +314,7 @@ def _stage_3(case: _Case) -> _States:
     return _States(
         weights=_place(zero.offload.param, (shard + frozen_shard) * e),
         gradients=gradients,
-        optimizer=_place(zero.offload.optimizer, case.optimizer_bytes * shard),
+        optimizer=_place(zero.offload.optimizer, math.ceil(states)),
         buffers=Place(device=gathered + bucket * (1 if ranks == 1 else 2)),
         late_gradients=gradients.device,
         # The optimizer steps with the fp32 accumulator itself (zero3_gradients.py).
@@ -392,4 +402,5 @@ def _peak(case: _Case, states: _States, tokens: int, targets: int, log_prob_byte
     in_bucket = min(shape.num_layers, case.bucket // max(1, layer_size))
     at_first_bucket = kept * (shape.num_layers - in_bucket) // shape.num_layers + recomputing + in_layer + below_head
     at_embedding = tokens * hidden * e + table + below_head + states.grad_cast
-    return max(at_head - late, at_layer - late, at_first_bucket, at_embedding, states.step_only)
+    in_step = states.step_only + case.matrix_step_bytes()
+    return max(at_head - late, at_layer - late, at_first_bucket, at_embedding, in_step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from ..upstream import transformers_message
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Dense decoders whose sizes follow from config.json alone, to the byte."""
+TABLES = ("embed_tokens", "lm_head", "score")
+"""Weights that are no matrices for an optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +119,16 @@ class ModelShape:
         if self.qk_norm:
             weights += [Weight(name=name, shape=(self.head_dim,)) for name in ("q_norm", "k_norm")]
         return weights + [Weight(name=name, shape=(self.hidden,)) for name in ("input_norm", "post_norm")]
+
+    @property
+    def largest_layer(self) -> int:
+        """Elements of the layer with the most: stage 3 gathers a layer at once, in a mixture with all its experts."""
+        if self.is_exact:
+            return sum(weight.size for weight in self._layer())
+        sizes: Counter[str] = Counter()
+        for weight in self.counted:
+            sizes[_layer_of(weight.name)] += weight.size
+        return max((size for layer, size in sizes.items() if layer), default=0)
 
     def weights(self, head: Literal["lm", "value"] = "lm") -> list[Weight]:
         """All parameters, in no particular order; a tied LM head is not listed."""
@@ -223,11 +236,16 @@ def _widest_layer(model: Any, outer: set[int], experts: int) -> int:
     widths: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         if parameter.ndim >= 2 and id(parameter) not in outer:
-            number = re.match(r"(.*?\.\d+)\.", name)
-            layer = number[1] if number else ""
+            layer = _layer_of(name)
             copies = min(experts, int(parameter.shape[0])) if parameter.ndim == 3 else 1
             widths[layer] = widths.get(layer, 0) + copies * sum(parameter.shape[-2:])
     return max(widths.values(), default=0)
+
+
+def _layer_of(name: str) -> str:
+    """The beginning of a parameter's name, up to the number of its layer; empty outside of layers."""
+    number = re.match(r"(.*?\.\d+)\.", name)
+    return number[1] if number else ""
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ weights and optimizer states are fp32 on both sides, so they are restored bit fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,6 +18,8 @@ from ..errors import CheckpointError
 from ..upstream import FENCE
 
 Shape = tuple[int, ...]
+StatesOf = Callable[[Mapping[str, Any]], Sequence[str]]
+"""Names of the optimizer's states of one of its groups."""
 _SCALER_VALUES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 _NUM_SHOWN = 3
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
@@ -73,6 +75,9 @@ class StateSource(Protocol):
     def states(self) -> Sequence[str]:
         """Names of the optimizer's states, such as Adam's moments; empty before its first step."""
 
+    def states_of(self, name: str) -> Sequence[str]:
+        """Those of one parameter."""
+
     @property
     def optimizer_steps(self) -> int:
         """Number of optimizer steps in the states; 0 if there are none yet."""
@@ -98,17 +103,18 @@ class StateSource(Protocol):
         """Elements [start, stop) of a flattened parameter ("weight") or of its state `kind`: 1-d fp32, on the CPU."""
 
 
-class _Fragment(NamedTuple):
-    """Elements [start, stop) of parameter `name`, located at `offset` in a flat buffer."""
+class Fragment(NamedTuple):
+    """Elements [start, stop) of the flattened parameter `name`, located at `offset` in a flat buffer."""
 
     name: str
+    shape: Shape
     start: int
     stop: int
     offset: int
 
 
-def has_layout(engine: Any, source: StateSource) -> bool:
-    """True if DeepSpeed's engine can load the source's files itself: same ranks, stage, groups and settings."""
+def has_layout(engine: Any, source: StateSource, states_of: StatesOf) -> bool:
+    """True if DeepSpeed's engine can load the source's files itself: same ranks, stage, groups, states and settings."""
     zero = engine.optimizer
     layout = source.layout
     here = [[(name, tuple(shape)) for name, shape in group.items()] for group in engine._get_zero_param_shapes()]
@@ -116,29 +122,27 @@ def has_layout(engine: Any, source: StateSource) -> bool:
         layout.stage == engine.zero_optimization_stage()
         and layout.num_ranks == dist.get_world_size(group=zero.dp_process_group)
         and [list(group.items()) for group in layout.groups] == here
+        and set(source.states) <= _states(engine, states_of)
         and _settings(source.deepspeed_config) == _settings(engine.config)
     )
 
 
 @torch.no_grad()
-def fill_state(engine: Any, module: nn.Module, source: StateSource, states: Sequence[str]) -> int:
+def fill_state(engine: Any, module: nn.Module, source: StateSource, states_of: StatesOf) -> int:
     """Load the source into DeepSpeed's `engine`; returns its number of optimizer steps. Collective.
-
-    Args:
-        states: names of the states of the engine's optimizer.
 
     Raises, on every rank and before any change:
         CheckpointError: on some rank the source cannot be read, or its parameters differ from the engine's.
         EngineConfigError: the installed DeepSpeed is not a tested one.
     """
     STATE.check()
-    _agree(_problem(engine, source, states))
+    _agree(_problem(engine, source, states_of))
     zero = engine.optimizer
     is_sharded = engine.zero_optimization_stage() == 3
     if is_sharded:
         zero.checkpoint_event_prologue()  # gathered copies of small parameters would hide the new values
-    for flat, group, fragments in _sharded(engine) if is_sharded else _partitioned(engine):
-        _fill(flat, fragments, zero.optimizer, group, source)
+    for flat, group, fragments in flat_fragments(engine):
+        _fill(flat, fragments, zero.optimizer, group, source, states_of(group))
     if is_sharded:
         for index in range(len(zero.fp16_groups)):
             zero._reassign_or_swap_out_partitioned_parameters(index)
@@ -147,19 +151,34 @@ def fill_state(engine: Any, module: nn.Module, source: StateSource, states: Sequ
         zero.checkpoint_event_epilogue()
     else:
         STATE.replace(zero, _hp_optimizer_states_linked=False)
-        if source.optimizer_steps:
+        if source.states:
             zero._lazy_init_hp_params_optimizer_state()
         zero.update_lp_params()
     for name, buffer in module.named_buffers():
         if name in source.buffers:
             buffer.copy_(source.buffers[name])
     _set_counts(engine, source)
-    return int(source.client_state["num_steps"])
+    # A checkpoint of another engine has no such count.
+    return int(source.client_state.get("num_steps", source.counters.get("global_steps", source.optimizer_steps)))
 
 
-def _partitioned(engine: Any) -> Iterator[tuple[Tensor, dict[str, Any], list[_Fragment]]]:
-    """Stages 1 and 2: yield (this rank's flat fp32 weights, their optimizer group, the fragments in them)."""
-    zero = engine.optimizer
+def flat_fragments(engine: Any) -> Iterator[tuple[Tensor, dict[str, Any], list[Fragment]]]:
+    """Yield (this rank's flat fp32 weights, their optimizer group, the fragments in them) of DeepSpeed's `engine`."""
+    return _sharded(engine) if engine.zero_optimization_stage() == 3 else _partitioned(engine)
+
+
+def _states(engine: Any, states_of: StatesOf) -> set[str]:
+    """Names of all states of the engine's optimizer."""
+    return {name for group in engine.optimizer.optimizer.param_groups for name in states_of(group)}
+
+
+def _shapes(engine: Any) -> dict[str, Shape]:
+    return {name: tuple(shape) for group in engine._get_zero_param_shapes() for name, shape in group.items()}
+
+
+def _partitioned(engine: Any) -> Iterator[tuple[Tensor, dict[str, Any], list[Fragment]]]:
+    """`flat_fragments` at stages 1 and 2."""
+    zero, shapes = engine.optimizer, _shapes(engine)
     groups = zero.bit16_groups if hasattr(zero, "bit16_groups") else zero.bf16_groups
     for group, parameters in zip(zero.optimizer.param_groups, groups, strict=True):
         fragments = []
@@ -168,13 +187,14 @@ def _partitioned(engine: Any) -> Iterator[tuple[Tensor, dict[str, Any], list[_Fr
             if mapping is not None:
                 start, size = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
                 offset = mapping.hp_fragment_address.start
-                fragments.append(_Fragment(engine.param_names[parameter], start, start + size, offset))
+                name = engine.param_names[parameter]
+                fragments.append(Fragment(name, shapes[name], start, start + size, offset))
         yield group["params"][0], group, fragments
 
 
-def _sharded(engine: Any) -> Iterator[tuple[Tensor, dict[str, Any], list[_Fragment]]]:
-    """Stage 3: yield the same as `_partitioned`."""
-    zero = engine.optimizer
+def _sharded(engine: Any) -> Iterator[tuple[Tensor, dict[str, Any], list[Fragment]]]:
+    """`flat_fragments` at stage 3."""
+    zero, shapes = engine.optimizer, _shapes(engine)
     for index, parameters in enumerate(zero.fp16_groups):
         group = zero.optimizer.param_groups[zero.sub_group_to_group_id[index]]
         fragments, offset = [], 0
@@ -182,26 +202,29 @@ def _sharded(engine: Any) -> Iterator[tuple[Tensor, dict[str, Any], list[_Fragme
             size = parameter.partition_numel()
             start = min(zero._get_param_partition_rank(parameter) * size, parameter.ds_numel)
             stop = min(start + size, parameter.ds_numel)
-            fragments.append(_Fragment(engine.param_names[parameter], start, stop, offset))
+            name = engine.param_names[parameter]
+            fragments.append(Fragment(name, shapes[name], start, stop, offset))
             offset += size
         yield zero.fp32_partitioned_groups_flat[index], group, fragments
 
 
 def _fill(
     flat: Tensor,
-    fragments: Sequence[_Fragment],
+    fragments: Sequence[Fragment],
     optimizer: torch.optim.Optimizer,
     group: Mapping[str, Any],
     source: StateSource,
+    states: Sequence[str],
 ) -> None:
     """Fill the weights and optimizer states of one flat buffer; padding is set to zero."""
     targets = {"weight": flat.data}
     state = optimizer.state[flat]
-    if source.optimizer_steps:
+    if source.states:
         on_device = group.get("fused") or group.get("capturable")  # as torch's AdamW does
         device = flat.device if on_device else torch.device("cpu")
-        state["step"] = torch.tensor(float(source.optimizer_steps), dtype=torch.float32, device=device)
-        for kind in source.states:
+        if source.optimizer_steps:
+            state["step"] = torch.tensor(float(source.optimizer_steps), dtype=torch.float32, device=device)
+        for kind in states:
             targets[kind] = state.setdefault(kind, torch.empty_like(flat.data))
     else:
         state.clear()
@@ -222,20 +245,23 @@ def _set_counts(engine: Any, source: StateSource) -> None:
         )
 
 
-def _problem(engine: Any, source: StateSource, states: Sequence[str]) -> str | None:
+def _problem(engine: Any, source: StateSource, states_of: StatesOf) -> str | None:
     """Why this rank cannot load the source; None if it can."""
     if "nvme" in _devices(engine.config):
         return "this engine keeps its state on NVMe: use zero.offload.optimizer=cpu"
     try:
         source.check()
-        if "num_steps" not in source.client_state:
-            return "its client state lacks num_steps, the number of optimizer steps"
-        if source.states and set(source.states) != set(states):
+        states = _states(engine, states_of)
+        if source.states and set(source.states) != states:
             return f"its optimizer has the states {sorted(source.states)}, this engine's {sorted(states)}"
         there = {name: tuple(shape) for name, shape in source.shapes.items()}
+        for _, group, fragments in flat_fragments(engine) if source.states else ():
+            for name in (part.name for part in fragments if part.name in there):
+                if set(source.states_of(name)) != set(states_of(group)):
+                    return f"{name} has the states {source.states_of(name)}, and {states_of(group)} here"
     except Exception as error:  # of any type: the other ranks must learn of it, or they would hang
         return f"{type(error).__name__}: {error}"
-    here = {name: tuple(shape) for group in engine._get_zero_param_shapes() for name, shape in group.items()}
+    here = _shapes(engine)
     differences = [
         *(f"{name} is missing in the checkpoint" for name in here if name not in there),
         *(f"{name} is not a trainable parameter of this engine" for name in there if name not in here),

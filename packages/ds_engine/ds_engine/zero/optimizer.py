@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import EngineConfigError
-from ..optimizers import OPTIMIZERS
+from ..model.parts import table_parameters
 from ..upstream import FENCE
 from .grad_accumulation import fuse_grad_accumulation
 from .optimizer_step import fuse_grad_norm, keep_weight_views
@@ -49,18 +49,21 @@ NVTX = FENCE.patch(
 
 def build_optimizer(module: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
     """The optimizer named `optim.name`, for CPU and CUDA."""
-    optimizer: torch.optim.Optimizer = OPTIMIZERS[optim.name].build(
-        parameter_groups(module, optim), optim.peak_lr, optim
-    )
+    groups = parameter_groups(module, optim)
+    optimizer: torch.optim.Optimizer = optim.optimizer.build(groups, optim.peak_lr, optim)
     return optimizer
 
 
 def parameter_groups(module: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
-    """Trained parameters grouped by weight decay, in the module's order; no group is empty."""
+    """Trained parameters grouped by weight decay and kind of step, in the module's order; no group is empty."""
     params = [parameter for parameter in module.parameters() if parameter.requires_grad]
     # At stage 3 parameters are sharded by now; ds_shape is the shape before.
-    groups = optim.decay_groups(len(getattr(param, "ds_shape", param.shape)) for param in params)
-    return [{"params": [params[i] for i in indices], "weight_decay": decay} for decay, indices in groups.items()]
+    tables = table_parameters(module)
+    groups = optim.parameter_groups((len(getattr(p, "ds_shape", p.shape)), id(p) in tables) for p in params)
+    return [
+        {"params": [params[i] for i in indices], "weight_decay": decay, **({"matrices": True} if matrices else {})}
+        for (decay, matrices), indices in groups.items()
+    ]
 
 
 def start_deepspeed(
@@ -96,6 +99,8 @@ def start_deepspeed(
         raise EngineConfigError(f"at stage 3: {LEAVES.problem()}", field="compile", value=True, allowed="false")
     engine, _, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
     if optimizer is not None:
+        if engine.optimizer.optimizer is not optimizer:  # Adagrad, whose learning rate nothing would set any more
+            raise EngineConfigError("DeepSpeed replaces it", field="optim.name", value=config.optim.name)
         _replace_step(engine.optimizer, config)
     if zero.stage == 3:
         coalesce_gathers(module, engine.optimizer)

@@ -46,7 +46,7 @@ _INPUTS = (
 )
 """Settings that name an input, whose digest is compared instead."""
 _UNREAD = ("trainer.resume", "trainer.resume_from", "trainer.allow_changes", "trainer.start_over_if_damaged")
-_NAMED_BY_USERS = ("terms", "options", "loss_options", "chat_template_kwargs")
+_NAMED_BY_USERS = ("states_from", "terms", "options", "loss_options", "chat_template_kwargs")
 _NOT_RESUMED = ("data.val", "supervised.val_files", "warm_start.files")
 """Inputs that no later step trains on."""
 

@@ -7,15 +7,7 @@ from pathlib import Path
 from plinth_base.errors import prefix_fields
 from plinth_base.model_folder import find_model_folder
 from rl_data.tasks.tiny_model import VOCABULARY_SIZE
-from rollout_vllm import (
-    Endpoint,
-    RolloutConfig,
-    ScoringError,
-    ServerGroup,
-    TokenScorer,
-    check_launch,
-    check_running,
-)
+from rollout_vllm import Endpoint, RolloutConfig, ScoringError, ServerGroup, TokenScorer, check_launch, check_running
 
 from ..config import BUILTIN_MODEL, ModelConfig
 from ..errors import InputError

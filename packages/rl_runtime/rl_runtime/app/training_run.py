@@ -4,7 +4,7 @@ import json
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,7 +12,7 @@ from pathlib import Path
 from signal import Signals
 from typing import Any, NoReturn, Protocol
 
-from ckpt import Checkpoint
+from ckpt import Checkpoint, CheckpointError, open_deepspeed
 from ckpt.reader import CheckpointReader
 from rl_core import BatchConfig
 from run_kit import RunFolder, RunStopped, StopRequest, Tracker, TrackingConfig, check_tracking
@@ -25,6 +25,7 @@ from run_kit.tracking.metrics_table import atomic_write
 from run_kit.tracking.run_folder import begun_s
 
 from ..config import TrainedModel, TrainingConfig
+from ..errors import InputError
 from ..launch.placement import Placement
 from ..launch.session import RankSession
 from ..ranks.model_handle import ModelHandle
@@ -89,10 +90,12 @@ def plan_run(
         lines: of the other checks.
         rows: the loaded prompts and examples by the key of their files.
 
-    Raises as `find_checkpoint` and `check_same_run`.
+    Raises as `find_checkpoint` and `check_same_run`; InputError for a folder of `trainer.states_from` that is no
+    DeepSpeed checkpoint.
     """
     check_tracking(config.tracking)
     check_checkpoint_url(config.trainer)
+    check_states_from(config.trainer.states_from, {"actor", *(model.section for model in config.models)} - {"engine"})
     skipped: list[str] = []
     resume_from = find_checkpoint(config.trainer, skipped.append)
     digests = input_digests(config, rows)
@@ -101,6 +104,18 @@ def plan_run(
     return JobPlan(
         placement=placement, resume_from=resume_from, lines=(*skipped, *lines), inputs=inputs, digests=digests
     )
+
+
+def check_states_from(folders: Mapping[str, str], roles: Collection[str]) -> None:
+    """Raises InputError for another role, and for a folder that is no whole DeepSpeed checkpoint."""
+    for role, folder in folders.items():
+        key = f"trainer.states_from.{role}"
+        if role not in roles:
+            raise InputError("no such model", field=key, value=folder, allowed=", ".join(sorted(roles)))
+        try:
+            open_deepspeed(Path(folder)).check()
+        except CheckpointError as error:
+            raise InputError(error.problem or error.explanation, field=key, value=folder) from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,11 +17,7 @@ import psutil
 import ray
 from ray._private.utils import read_ray_address
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from plinth_base.model_folder import find_model_folder

@@ -9,13 +9,7 @@ from tempfile import TemporaryDirectory
 from plinth_base.errors import prefix_fields
 from plinth_base.model_folder import find_model_folder
 from rl_data import DataConfig, build_tiny_model
-from rollout_vllm import (
-    Endpoint,
-    RolloutConfig,
-    SamplingConfig,
-    check_launch,
-    check_running,
-)
+from rollout_vllm import Endpoint, RolloutConfig, SamplingConfig, check_launch, check_running
 from rollout_vllm.config import check_request_length
 from weight_sync import SyncConfig, check_server, choose_transports, plan_transports
 

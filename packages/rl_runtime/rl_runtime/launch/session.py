@@ -181,10 +181,7 @@ class ServerRecorder:
 
 @contextmanager
 def open_rank_session(
-    placement: Placement,
-    *,
-    trainer: TrainingConfig,
-    mark: Callable[[str], None] = lambda _: None,
+    placement: Placement, *, trainer: TrainingConfig, mark: Callable[[str], None] = lambda _: None
 ) -> Iterator[RankSession]:
     """Starts Ray, or joins the cluster, and starts the trainer ranks in one process group; ends them on exit.
 
@@ -304,11 +301,7 @@ def read_devices(trainer: RanksConfig) -> HostDevices:
 
 
 def _servers(
-    placement: Placement,
-    rollout: RolloutConfig,
-    model_path: str,
-    log_dir: Path,
-    reservation: Reservation | None,
+    placement: Placement, rollout: RolloutConfig, model_path: str, log_dir: Path, reservation: Reservation | None
 ) -> ServerGroup:
     """Starts the servers on this host, or on the reserved nodes of the cluster; they may still be loading."""
     device = "cuda" if placement.on_gpu else "cpu"

@@ -237,6 +237,10 @@ class ModelHandle:
         """Loads this engine from a checkpoint written by any number of ranks, ZeRO stage and offload."""
         self.ranks.run(TrainerWorker.load, self.name, folder)
 
+    def start_from(self, folder: str) -> None:
+        """Gives this engine the weights and optimizer states of a DeepSpeed checkpoint that any program wrote."""
+        self.ranks.run(TrainerWorker.start_from, self.name, folder)
+
     def connect_servers(
         self,
         endpoints: Sequence[Endpoint],

@@ -27,6 +27,7 @@ from ckpt import (
     describe_model,
     load_state_dict,
     loading_without_pickle,
+    open_deepspeed,
     rank_file,
     restore_rng,
     save_hf_folder,
@@ -320,6 +321,11 @@ class TrainerWorker(RankProfiler):
                 engine.load_checkpoint(folder, tag=role)
         else:
             engine.load_state(source)
+
+    def start_from(self, role: str, folder: str) -> None:
+        """Gives the engine of `role` the weights and optimizer states of a DeepSpeed checkpoint that any program wrote.
+        The learning-rate schedule starts at its beginning."""
+        self._engines[role].load_state(open_deepspeed(Path(folder)), num_steps=0)
 
     def load_rng(self, folder: str, first: int) -> None:
         """Loads the states of this rank's random generators, if the checkpoint has this rank.

@@ -48,12 +48,7 @@ Defaults = Mapping[str, tuple[Any, str]]
 
 
 def choose_defaults(
-    facts: ModelFacts | None,
-    *,
-    lora: Mapping[str, bool],
-    prompt_tokens: int,
-    learned_reward: bool,
-    on_gpu: bool,
+    facts: ModelFacts | None, *, lora: Mapping[str, bool], prompt_tokens: int, learned_reward: bool, on_gpu: bool
 ) -> Defaults:
     """Dotted key -> (value, reason) of learning rates, samples, response length and KL.
 

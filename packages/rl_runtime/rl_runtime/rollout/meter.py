@@ -4,10 +4,7 @@ import time
 
 from rollout_vllm import RolloutClient
 
-_COUNTERS = {
-    "rollout/num_preemptions": "num_preemptions",
-    "rollout/num_retries": "client/num_retries",
-}
+_COUNTERS = {"rollout/num_preemptions": "num_preemptions", "rollout/num_retries": "client/num_retries"}
 
 
 class RolloutMeter:

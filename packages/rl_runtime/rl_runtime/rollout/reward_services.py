@@ -93,7 +93,7 @@ SERVICES: Mapping[str, RewardService] = {
     "http": RewardService(connect=_connect_http, reads=_fields_of),
     "classification": RewardService(connect=_connect_classifier, settings=("label",), check=_check_label),
     "pooling": RewardService(
-        connect=lambda config, endpoint, timeout_s: rollout_vllm.pooling_reward(endpoint, timeout_s=timeout_s),
+        connect=lambda config, endpoint, timeout_s: rollout_vllm.pooling_reward(endpoint, timeout_s=timeout_s)
     ),
     "reward_model": RewardService(
         connect=lambda config, endpoint, timeout_s: rollout_vllm.scalar_reward(endpoint, timeout_s=timeout_s),

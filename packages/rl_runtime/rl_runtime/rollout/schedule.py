@@ -38,13 +38,7 @@ class Schedule:
     """
 
     def __init__(
-        self,
-        *,
-        batch_size: int,
-        max_staleness: int,
-        last_step: int,
-        extra_groups: int = 0,
-        replaces: bool = False,
+        self, *, batch_size: int, max_staleness: int, last_step: int, extra_groups: int = 0, replaces: bool = False
     ) -> None:
         assert not (replaces and extra_groups), "a step would not take all of its groups"
         self.batch_size, self.extra_groups, self.max_staleness = batch_size, extra_groups, max_staleness

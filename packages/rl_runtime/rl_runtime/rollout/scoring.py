@@ -10,14 +10,7 @@ from typing import Any
 
 from rl_data import Reward, UnknownDataSourceError, reward_for
 from rl_data.rewards.base import AnswerReward, equal_answers
-from rollout_vllm import (
-    AsyncRewardPool,
-    Group,
-    RemoteReward,
-    RewardOutcome,
-    RewardPool,
-    Sample,
-)
+from rollout_vllm import AsyncRewardPool, Group, RemoteReward, RewardOutcome, RewardPool, Sample
 from rollout_vllm.episodes.rewards import MAX_REWARD
 
 from ..errors import InputError

@@ -164,6 +164,16 @@ class RunCheckpoints:
                 remedy="stop that run, and resume from its newest checkpoint",
             ) from error
 
+    def start(self, say: Callable[[str], None]) -> None:
+        """Gives the engines of a new run the states of `trainer.states_from`, and says so.
+
+        Raises:
+            ckpt.CheckpointError: on a rank, the folder has other parameters.
+        """
+        for name, folder in self._trainer.states_from.items():
+            self._roles[name].start_from(str(Path(folder).absolute()))
+            say(f"{name} starts with the weights and the optimizer of {folder}")
+
     def _load(self, checkpoint: Checkpoint) -> None:
         self._files.fetch(checkpoint, self._nodes)
         for name, model in self._models.items():
@@ -211,8 +221,11 @@ def save_or_say(
         checkpoints.save(step, metrics)
 
 
-def load_and_say(checkpoints: RunCheckpoints, checkpoint: Checkpoint, say: Callable[[str], None]) -> None:
-    """Restores the state of the run at `checkpoint`, and says so."""
+def load_and_say(checkpoints: RunCheckpoints, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> None:
+    """Restores the state of the run at `checkpoint`, or that of a new run, and says so."""
+    if checkpoint is None:
+        checkpoints.start(say)
+        return
     checkpoints.load(checkpoint)
     num_ranks = checkpoint.state["num_ranks"]
     reshaped = f", saved with trainer.num_ranks={num_ranks}" if num_ranks != checkpoints.num_ranks else ""

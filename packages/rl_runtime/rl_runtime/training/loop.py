@@ -113,11 +113,9 @@ class TrainingLoop:
         self, learn: Learn, resume_from: Checkpoint | None, stop: StopRequest, restart: Restart | None
     ) -> LoopResult:
         trainer = self._trainer
-        done = 0
         with self._servers.changing_weights():
-            if resume_from is not None:
-                load_and_say(self._checkpoints, resume_from, self._record.info)
-                done = resume_from.step
+            load_and_say(self._checkpoints, resume_from, self._record.info)
+            done = 0 if resume_from is None else resume_from.step
             self._sync(version=done)
         if restart is not None:
             self._record.rewind(done, {} if resume_from is None else resume_from.state.get("metrics", {}))

@@ -21,11 +21,7 @@ from .policy import PolicyConfig
 
 
 def loss_weights(
-    batch: rl_core.Batch,
-    config: PolicyConfig,
-    *,
-    max_tokens: int,
-    mini_batches: Sequence[Sequence[int]] | None = None,
+    batch: rl_core.Batch, config: PolicyConfig, *, max_tokens: int, mini_batches: Sequence[Sequence[int]] | None = None
 ) -> dict[str, Tensor]:
     """The columns that turn token losses into the mini-batch loss: `weights`, and `mean_weights` for metrics.
 

@@ -67,11 +67,9 @@ class SupervisedLoop:
             restart: the run has lost its ranks and continues in its folder, where later steps are recorded again.
         """
         with self._checkpoints:
-            done = 0
-            if resume_from is not None:
-                load_and_say(self._checkpoints, resume_from, self._record.info)
-                done = resume_from.step
-            elif self._objective.prepare is not None:
+            load_and_say(self._checkpoints, resume_from, self._record.info)
+            done = 0 if resume_from is None else resume_from.step
+            if resume_from is None and self._objective.prepare is not None:
                 self._objective.prepare(self._model)
             if restart is not None:
                 self._record.rewind(done, {} if resume_from is None else resume_from.state.get("metrics", {}))

@@ -63,12 +63,7 @@ class RunFolder:
 
     @classmethod
     def create(
-        cls,
-        output_dir: str | Path,
-        experiment: str,
-        *,
-        private: bool = True,
-        now: Callable[[], float] = time.time,
+        cls, output_dir: str | Path, experiment: str, *, private: bool = True, now: Callable[[], float] = time.time
     ) -> "RunFolder":
         """Make `<output_dir>/<experiment>_<YYYYmmdd_HHMMSS>/`, the time in UTC.
 

@@ -60,6 +60,5 @@ class TcpReceiver(Receiver):
 
 
 KIND = TransportKind(
-    sender=lambda device, host, config: TcpSender(),
-    receiver=lambda device, timeout_s: TcpReceiver(device),
+    sender=lambda device, host, config: TcpSender(), receiver=lambda device, timeout_s: TcpReceiver(device)
 )

@@ -36,10 +36,7 @@ PATCH = FENCE.patch(
     reason="loads models with derived parameters, and restores the model after a failed push",
     otherwise="refused",
     reads={
-        f"{_RELOAD}.layerwise": (
-            "finalize_layerwise_reload",
-            "initialize_layerwise_reload(model, ...)",
-        ),
+        f"{_RELOAD}.layerwise": ("finalize_layerwise_reload", "initialize_layerwise_reload(model, ...)"),
         f"{_RELOAD}.types:LayerReloadingInfo": ("kernel_tensors", "loaded_weights", "can_load", "reset"),
         "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm(layer, remove_weight, ...)",),
     },

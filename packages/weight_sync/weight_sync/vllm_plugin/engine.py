@@ -14,11 +14,7 @@ from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.logger import init_logger
 
 from ..channel import PROTOCOL, Channel, Message, connect

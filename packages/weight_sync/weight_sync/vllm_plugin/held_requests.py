@@ -20,13 +20,7 @@ PATCH = FENCE.patch(
     otherwise="refused",
     replaces={_SCHEDULER: ("reset_prefix_cache(reset_running_requests, reset_connector, ...)",)},
     reads={
-        _SCHEDULER: (
-            "pause_state",
-            "requests",
-            "kv_cache_manager",
-            "vllm_config",
-            "reset_connector_cache",
-        ),
+        _SCHEDULER: ("pause_state", "requests", "kv_cache_manager", "vllm_config", "reset_connector_cache"),
         "vllm.v1.core.sched.interface:PauseState": ("PAUSED_ALL",),
         "vllm.v1.core.kv_cache_manager:KVCacheManager": ("block_pool",),
         "vllm.v1.core.block_pool:BlockPool": ("blocks", "evict_blocks(block_ids, ...)"),

@@ -20,13 +20,7 @@ PATCH = FENCE.patch(
 )
 
 #: Calls that can fail without an engine crash: a rejected pusher or plan, a failed sync, a missing adapter.
-_CALLS = (
-    "init_weight_transfer_engine",
-    "start_weight_update",
-    "update_weights",
-    "finish_weight_update",
-    "add_lora",
-)
+_CALLS = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update", "add_lora")
 
 #: Attribute of an executor: the queues whose reply to a failed call is unread.
 _UNREAD = "_plinth_unread_replies"

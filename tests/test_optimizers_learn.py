@@ -1,0 +1,18 @@
+"""Muon learns the built-in task in the real app, with the learning rate that the preset has for AdamW."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.test_reward_chain import accuracy
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.thorough]
+
+
+def test_muon_learns_the_built_in_task(tmp_path: Path, start_app: Callable[..., Any]) -> None:
+    app = start_app(tmp_path, "preset=demo", "actor.optim.name=muon")
+    assert app.finish() == 0, app.output
+    before, after = accuracy(app.output)
+    assert after > before + 0.15, app.output
