@@ -38,7 +38,7 @@ def test_mismatch_is_exactly_zero(
         "batch.token_budget=512",
         "sampling.n=4",
         "algorithm.entropy_coef=0.05",  # a gradient even where all answers are equally wrong
-        "warm_start.steps=10",
+        "warm_start.steps=12",
         "trainer.total_training_steps=3",
         "trainer.val_before_train=false",
         "trainer.val_after_train=false",
