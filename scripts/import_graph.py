@@ -9,15 +9,21 @@ everyone. A floor is 1 + the highest floor a room imports; rooms of one import c
 import argparse
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 
-def imported_modules(source: str, package: str = "") -> Iterator[tuple[int, str]]:
+@cache
+def imported_modules(source: str, package: str = "") -> tuple[tuple[int, str], ...]:
     """(line, dotted module) of every import, wherever it stands, and of import_module("literal").
 
     Args:
         package: dotted package of the file, to resolve relative imports; empty leaves them out.
     """
+    return tuple(_imported_modules(source, package))
+
+
+def _imported_modules(source: str, package: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)

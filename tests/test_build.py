@@ -50,7 +50,7 @@ def test_every_import_of_the_source_is_declared(folder: Path) -> None:
     declared = {canonicalize_name(each.name) for each in requirements(folder)}
     for path in (folder / folder.name).rglob("*.py"):
         tops = {module.partition(".")[0] for _, module in imported_modules(path.read_text(encoding="utf-8"))}
-        for top in tops - sys.stdlib_module_names - {folder.name}:
+        for top in tops - sys.stdlib_module_names - {folder.name, ""}:  # "": import_module(".name", __package__)
             names = {canonicalize_name(name).removesuffix("-cpu") for name in DISTRIBUTIONS.get(top, [top])}
             assert (names | THROUGH.get(top, set())) & declared, f"{path.relative_to(REPO)} imports {top}"
 

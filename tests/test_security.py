@@ -3,6 +3,7 @@
 import ast
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ SOURCES = [path for path in REPO.glob("packages/*/*/**/*.py") if path.parts[-2] 
 SOURCES = [path for path in SOURCES if not {"tests", "examples", "plinth_testing"} & set(path.relative_to(REPO).parts)]
 
 
+@cache
 def calls(path: Path) -> list[ast.Call]:
     return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
 

@@ -4,11 +4,13 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
 from importlib.metadata import version
 from typing import Any, Literal, TypeVar
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -337,11 +339,10 @@ def time_attention(trainer: Trainer) -> Iterator[Record]:
         groups = max(1, setup.token_budget // (prompt + SAMPLES * response))
         responses = [response] * groups * SAMPLES
         parents = [-1] * groups + [group for group in range(groups) for _ in range(SAMPLES)]
-        limits = (prefix_tree.FORWARD_ROWS, prefix_tree.BACKWARD_ROWS)
-        for kind, chosen in (("shared", limits), ("in place", (0.0, 0.0)), ("gathered", (1e9, 1e9))):
-            prefix_tree.FORWARD_ROWS, prefix_tree.BACKWARD_ROWS = chosen
-            yield {"case": case, **time_layout(trainer, kind, [prompt] * groups + responses, parents)}
-        prefix_tree.FORWARD_ROWS, prefix_tree.BACKWARD_ROWS = limits
+        for kind, limit in (("shared", None), ("in place", 0.0), ("gathered", 1e9)):
+            names = ("FORWARD_ROWS", "BACKWARD_ROWS", "MOST_ROWS")
+            with patch.multiple(prefix_tree, **dict.fromkeys(names, limit)) if limit is not None else nullcontext():
+                yield {"case": case, **time_layout(trainer, kind, [prompt] * groups + responses, parents)}
         yield {"case": case, **time_layout(trainer, "equal work", equal_work(groups, prompt, response))}
         yield {"case": case, **time_layout(trainer, "unshared", [prompt + response] * groups * SAMPLES)}
 

@@ -25,6 +25,8 @@ class TokenBatch(Protocol):
 
     It may have an attribute `prefixes` (`Prefixes` or None): tokens of prefixes that sequences
     share are then computed once, by an engine that can (`ZeroEngine.shares_prefixes`). Everything else stays as it is.
+    It may have an attribute `per_token`, a mapping whose "routes" are the experts of each token in each layer, integers
+    [T, L, k], for `EngineConfig.router_replay`.
     """
 
     @property
@@ -87,6 +89,9 @@ class TokenOutputs:
     entropy_K: Tensor
     term_K: Tensor | None = None
     """Result of the mini batch's `HeadTerm`; None without one."""
+    routes_TLk: Tensor | None = None
+    """With `EngineConfig.router_replay` R2 the experts that `log_probs` used, int16; -1 in layers without experts and
+    for tokens of other ranks. None for a batch without targets."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ Experts = Literal["auto", "grouped", "loop"]
 Schedule = Literal["constant", "linear", "cosine"]
 Guard = Literal["off", "auto", "lockstep", "watch"]
 Stage = Literal[1, 2, 3]
+RouterReplay = Literal["off", "R2", "R3"]
 BaseFormat = Literal["plain", "nf4"]
 
 
@@ -359,6 +360,10 @@ class EngineConfig:
     match_servers: bool = False
     """Compute the log-probs of the rollout servers, bit for bit: layers and log-probs use the servers' operations. For
     dense Llama, Qwen2 and Qwen3 models."""
+    router_replay: RouterReplay = "off"
+    """Mixtures of experts: the routes of log-probs and updates. off: the routers choose in every pass. R2: updates
+    replay the experts of the pass for old log-probs. R3: both replay the experts that the rollout servers chose for
+    prompts and responses (arXiv:2510.11370). Routers are trained in any case."""
     experts: Experts = "auto"
     """Experts of a mixture: grouped (one product for all experts of a layer) or loop (transformers' own, one expert
     after the other). auto: grouped where torch has it: on CPUs and on GPUs of compute capability 8.0 (fast from 9.0 on,
@@ -379,6 +384,12 @@ class EngineConfig:
         if self.dtype is not None:
             _require_one_of(self, "dtype", Dtype)
         _require_one_of(self, "attention", Attention)
+        _require_one_of(self, "router_replay", RouterReplay)
+        if self.router_replay != "off":
+            if self.compile:
+                _refuse("compile", True, "compiled layers would keep the routes of their first pass", "use false")
+            if self.tiled_mlp:
+                _refuse("tiled_mlp", self.tiled_mlp, "routes are those of all tokens, not of a tile's", "use 0")
         if self.zero.offload.optimizer == "nvme" and self.optim.name != "adamw":
             _refuse("optim.name", self.optim.name, "states on NVMe are tested with adamw only", "use cpu or none")
         _require_one_of(self, "experts", Experts)

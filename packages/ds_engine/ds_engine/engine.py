@@ -16,7 +16,7 @@ from .batch import Head, HeadTerm, LmHead, LogProbFn, LossFn, StepStats, TokenBa
 from .config import EngineConfig, check_schedule, learning_rate
 from .errors import CheckpointError, EngineError
 from .guard.collective_guard import num_guarded, start_guard
-from .micro_batch import MicroBatches
+from .micro_batch import ROUTES_COMPARED, ROUTES_DIFFER, MicroBatches
 from .model.attention import choose_kernel
 from .model.loading import check_offload, load_model, prepare_model, torch_dtype
 from .model.lora import NamedTensor, adapter_settings, adapter_tensors, adapters_off, has_adapters, whole_tensors
@@ -79,7 +79,7 @@ class ZeroEngine:
             config.attention, device_type=device.type, dtype=torch_dtype(config.model_dtype)
         )
         self._num_steps = 0
-        prepare_model(
+        replay = prepare_model(
             module,
             config,
             log_prob_fn=log_prob_fn,
@@ -105,6 +105,7 @@ class ZeroEngine:
             sp_group=self._sp_group,
             step_each_micro=config.zero.step_each_micro,
             shares_prefixes=shares_prefixes(module),
+            replay=replay,
         )
         self._memory = EngineMemory(module, self._optimizer, self._deepspeed)
         self._loss_scale = LossScale(getattr(self._deepspeed, "optimizer", None))
@@ -176,8 +177,20 @@ class ZeroEngine:
             EngineError: the engine has a value head, or has no adapters to disable.
             PlanMismatchError: ranks have different numbers of micro batches.
         """
-        rows = self._infer("log_probs", micro_batches, adapters=adapters, temperature=temperature)
-        return [TokenOutputs(log_probs_K=r[0], entropy_K=r[1]) for r in rows]
+        mode = self.config.router_replay if adapters else "off"
+        routes: list[Tensor | None] | None = [] if mode == "R2" else None
+        rows = self._infer(
+            "log_probs",
+            micro_batches,
+            adapters=adapters,
+            temperature=temperature,
+            replays=mode == "R3",
+            recorded=routes,
+        )
+        return [
+            TokenOutputs(log_probs_K=r[0], entropy_K=r[1], routes_TLk=routes_TLk)
+            for r, routes_TLk in zip(rows, routes or [None] * len(rows), strict=True)
+        ]
 
     def values(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
         """Value of the state before each target, without gradients; for head="value".
@@ -288,6 +301,8 @@ class ZeroEngine:
         self._loss_scale.after_step()
         num_skipped = len(micro_batches) - (self._micro_batches.num_backward - backward_before)
         loss, totals, num_skipped = sum_over_ranks(losses, metrics, num_skipped, sp=self._sp)
+        if num_compared := totals.pop(ROUTES_COMPARED, 0.0):
+            totals[ROUTES_DIFFER] /= num_compared
         return StepStats(
             loss=loss,
             metrics=totals,
@@ -333,7 +348,7 @@ class ZeroEngine:
     @property
     def copies_prefixes(self) -> bool:
         """Attention keeps a copy of the keys and values of a shared prefix for each sequence until the backward pass;
-        False with FlashAttention-4 without sliding windows, which reads them in place."""
+        False with FlashAttention-4 without sliding windows, whose copies are freed within each pass."""
         config: Any = self.module.config
         has_windows = getattr(config.get_text_config(), "sliding_window", None) is not None
         return has_windows or self._micro_batches.kernel != "flash4"

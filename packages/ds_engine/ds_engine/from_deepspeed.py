@@ -106,6 +106,7 @@ _REFUSED = {
     "; the apps profile: trainer.profile_steps": "flops_profiler comms_logger",
     "; a rollout is vLLM's": "hybrid_engine",
     "; gradients are averaged by tokens": "prescale_gradients gradient_allreduce_op",
+    "; ZeRO shards experts with their layers": "expert_parallel",
     "; set lora.base_format=nf4": "quantize_training compression_training weight_quantization",
     "": "megatron_lm_config sparse_gradients sparse_attention curriculum_learning data_efficiency eigenvalue "
     "progressive_layer_drop elasticity autotuning pipeline tensor_parallel managed_gradient_accumulation "

@@ -14,12 +14,16 @@ from .batch import TokenOutputs, ValueOutputs
 from .errors import BatchError, EngineError
 from .guard.collective_guard import mark
 from .model.packed_model import HIDDEN, PackedInputs, packed_inputs
+from .model.router_replay import ROUTES, RouterReplay, routes_of_tokens
 from .zero.grad_accumulation import set_num_micro_batches
 
 if TYPE_CHECKING:
     from .batch import Head, HeadTerm, LossFn, TokenBatch
     from .model.sequence_parallel import SequenceGroup
 
+
+ROUTES_DIFFER, ROUTES_COMPARED = "routes_differ", "routes_compared"
+"""Metrics of an update with router replay, summed over ranks."""
 
 DeviceBatch = tuple[tuple[PackedInputs, int], "TokenBatch"]
 """The model's inputs with the number of targets, and the batch for the loss function; all on the device."""
@@ -36,6 +40,8 @@ class MicroBatches:
     sp_group: SequenceGroup | None
     step_each_micro: bool
     shares_prefixes: bool = False
+    replay: RouterReplay | None = None
+    """Set with `EngineConfig.router_replay`: updates replay the batches' routes."""
     has_partial_gradient: bool = False
     num_backward: int = 0
     """Backward passes of this rank so far."""
@@ -75,15 +81,37 @@ class MicroBatches:
             losses.append(self.backward(batch, loss_fn, temperature, metrics, head_term))
             if self.step_each_micro or is_last:
                 self.deepspeed.step()
+        if self.replay is not None:
+            different, compared = self.replay.take_counts()
+            metrics |= {ROUTES_DIFFER: [different], ROUTES_COMPARED: [compared]}
         self.has_partial_gradient = False
         mark(f"after {label}")
         return losses, metrics
 
     def infer(
-        self, micro_batches: Sequence[TokenBatch], temperature: float = 1.0, head_term: str | None = None
+        self,
+        micro_batches: Sequence[TokenBatch],
+        temperature: float = 1.0,
+        head_term: str | None = None,
+        *,
+        replays: bool = False,
+        recorded: list[Tensor | None] | None = None,
     ) -> list[Tensor]:
-        """The head's output [R, K] for the targets of each micro batch, without loss, on the CPU."""
-        rows = [self._forward(self._inputs(batch), temperature, head_term)[0] for batch in micro_batches]
+        """The head's output [R, K] for the targets of each micro batch, without loss, on the CPU.
+
+        Args:
+            replays: with the batches' routes, not with those of the routers.
+            recorded: gets the routes of each micro batch, [T, L, k] on the CPU; None for one without targets.
+        """
+        rows = []
+        for batch in micro_batches:
+            inputs = self._inputs(batch, replays=replays)
+            rows.append(self._forward(inputs, temperature, head_term, records=recorded is not None)[0])
+            if recorded is not None and self.replay is not None:
+                routes_PLk = self.replay.take_recorded().cpu()
+                recorded.append(routes_of_tokens(routes_PLk, inputs[0].rows_T) if inputs[1] else None)
+        if self.replay is not None:
+            self.replay.take_counts()  # those of updates are reported
         return [rows_RK.cpu() for rows_RK in rows]
 
     def rehearse(self, batch: TokenBatch, weight: torch.nn.Parameter) -> None:
@@ -95,10 +123,13 @@ class MicroBatches:
         torch.autograd.grad(rows_RK.sum(), [weight])
 
     def to_device(self, batch: TokenBatch, *, with_columns: bool = False) -> DeviceBatch:
-        """The model's inputs, with columns for a head term, and `batch` itself on the device."""
-        return self._inputs(batch, with_columns=with_columns), batch.to(self.device)
+        """The model's inputs for an update, with columns for a head term, and `batch` itself on the device."""
+        inputs = self._inputs(batch, with_columns=with_columns, replays=self.replay is not None)
+        return inputs, batch.to(self.device)
 
-    def _inputs(self, batch: TokenBatch, *, with_columns: bool = False) -> tuple[PackedInputs, int]:
+    def _inputs(
+        self, batch: TokenBatch, *, with_columns: bool = False, replays: bool = False
+    ) -> tuple[PackedInputs, int]:
         return packed_inputs(
             batch,
             device=self.device,
@@ -106,14 +137,34 @@ class MicroBatches:
             sp_group=self.sp_group,
             prefixes=getattr(batch, "prefixes", None) if self.shares_prefixes else None,
             with_columns=with_columns,
+            routes_TLk=self._routes(batch) if replays and batch.target_ids_K.numel() else None,
         )
 
+    def _routes(self, batch: TokenBatch) -> Tensor:
+        """The batch's routes, [T, L, k]."""
+        assert self.replay is not None
+        routes_TLk: Tensor | None = getattr(batch, "per_token", {}).get(ROUTES)
+        expected = (batch.input_ids_T.numel(), *self.replay.shape)
+        if routes_TLk is None or routes_TLk.shape != expected:
+            given = None if routes_TLk is None else tuple(routes_TLk.shape)
+            raise BatchError(
+                "router replay needs them", field=f"per_token.{ROUTES}", value=given, allowed=f"{expected}"
+            )
+        return routes_TLk
+
     def _forward(
-        self, inputs: tuple[PackedInputs, int], temperature: float, head_term: HeadTerm | str | None = None
+        self,
+        inputs: tuple[PackedInputs, int],
+        temperature: float,
+        head_term: HeadTerm | str | None = None,
+        *,
+        records: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """The head's output [R, K] for the targets, and a zero whose gradient reaches every parameter of the pass."""
         packed, num_targets = inputs
         term = {} if head_term is None or (num_targets == 0 and head_term != HIDDEN) else {"head_term": head_term}
+        if self.replay is not None:
+            self.replay.begin(packed.routes_PLk, record=records)
         rows_RK = self.deepspeed(packed=packed, temperature=temperature, **term)
         return rows_RK[:, :num_targets], rows_RK.sum() * 0.0
 

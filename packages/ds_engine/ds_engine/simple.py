@@ -31,6 +31,7 @@ class SimpleBatch:
     target_ids_K: Tensor
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     prefixes: Prefixes | None = None
+    per_token: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def pack(

@@ -17,6 +17,7 @@ _MODULES = (
         "model.nf4",
         "model.recomputation",
         "model.recurrence",
+        "model.router_replay",
         "model.sequence_parallel",
         "state.checkpoint",
         "state.reshape",

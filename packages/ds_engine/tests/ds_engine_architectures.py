@@ -49,6 +49,8 @@ PACKED: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
     "qwen3_moe": {"head_dim": 16, "num_experts": 4, **_EXPERTS},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "mistral": {"sliding_window": 5},
     "gemma3_text": {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"]},
     "phi": {"num_key_value_heads": 4},

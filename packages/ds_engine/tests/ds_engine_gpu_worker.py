@@ -128,7 +128,7 @@ def check_prefixes(folder: str, device: torch.device, rank: int) -> None:
         ("varlen", "bfloat16", "varlen", True, never),
         ("compiled", "bfloat16", "auto", True, always),
     ):
-        prefix_tree.FORWARD_ROWS, prefix_tree.BACKWARD_ROWS = limits
+        prefix_tree.FORWARD_ROWS, prefix_tree.BACKWARD_ROWS, prefix_tree.MOST_ROWS = *limits, 1e9
         config = EngineConfig(dtype="float32" if dtype == "float64" else dtype)
         model = load_model(folder, config, device=device, ds_config={}).to(device, getattr(torch, dtype))
         kernel = choose_kernel(kernel, device_type="cuda", dtype=torch.bfloat16)

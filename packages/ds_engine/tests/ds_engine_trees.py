@@ -59,3 +59,11 @@ def tree_batch(parents: Sequence[int], lengths: Sequence[int], *, seed: int, voc
     borders = torch.tensor(starts, dtype=torch.int32)
     tree = Tree(computed_U=first_U, place_T=place_T, cu_seqlens_N1=borders, parents_N=tuple(parents))
     return replace(batch, prefixes=tree)
+
+
+def routed_batch(parents: Sequence[int], lengths: Sequence[int], seed: int, layers: int = 2, experts: int = 4) -> Any:
+    """`tree_batch` with two random experts of each token in each layer, equal where sequences share a token."""
+    batch = tree_batch(parents, lengths, seed=seed)
+    assert batch.prefixes is not None
+    scores = torch.rand(sum(lengths), layers, experts, generator=torch.Generator().manual_seed(seed))
+    return replace(batch, per_token={"routes": scores.argsort(-1)[batch.prefixes.place_T, :, :2].byte()})

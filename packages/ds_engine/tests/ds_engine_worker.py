@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ds_engine_reshape_check import MemorySource, hand_over, state_of
 from ds_engine_testkit import Sample, make_batch, make_samples, token_loss
-from ds_engine_trees import tree_batch
+from ds_engine_trees import routed_batch, tree_batch
 
 import ds_engine
 import ds_engine.model.loading
@@ -85,6 +85,32 @@ def train_trees(model_path: str, config: EngineConfig, steps: list[list[Any]], s
             "copies": engine.copies_prefixes,
             "stats": [(s.loss, s.grad_norm) for s in stats],
             "outputs": torch.cat([torch.stack([o.log_probs_K, o.entropy_K]) for o in outputs], dim=1),
+            "weights": {name: tensor.clone() for name, tensor in engine.export_parameters(torch.float32)},
+        }
+    finally:
+        engine.close()
+
+
+def train_replayed(model_path: str, config: EngineConfig, steps: list[list[Any]], share: bool) -> dict[str, Any]:
+    """Like `train_trees`, for `routed_batch`es; with R2 the routes are those of the log-probs."""
+    engine = build(model_path, config)
+    try:
+        batches = [[routed_batch(*tree) for tree in micro] for micro in steps]
+        if not share:
+            batches = [[replace(batch, prefixes=None) for batch in micro] for micro in batches]
+        outputs = [engine.log_probs(micro) for micro in batches]
+        if config.router_replay == "R2":
+            batches = [
+                [replace(b, per_token={"routes": o.routes_TLk}) for b, o in zip(*each, strict=True)]
+                for each in zip(batches, outputs, strict=True)
+            ]
+        stats = [engine.train_mini_batch(micro, weighted_loss) for micro in batches]
+        return {
+            "stats": [(s.loss, s.grad_norm) for s in stats],
+            "differ": [s.metrics.get("routes_differ") for s in stats],
+            "outputs": torch.cat(
+                [torch.stack([o.log_probs_K, o.entropy_K]) for micro in outputs for o in micro], dim=1
+            ),
             "weights": {name: tensor.clone() for name, tensor in engine.export_parameters(torch.float32)},
         }
     finally:

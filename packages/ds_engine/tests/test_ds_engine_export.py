@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from ds_engine_architectures import HYBRIDS, write_architecture
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -65,6 +67,13 @@ def test_an_export_has_the_tensors_of_the_model_folder(tmp_path: Path, family: s
     assert_same({tensor.name: tensor.value() for tensor in whole_tensors(model)}, folder)
 
 
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_an_export_of_a_hybrid_has_the_tensors_of_the_model_folder(tmp_path: Path, name: str) -> None:
+    folder = write_architecture(tmp_path, name, HYBRIDS[name])
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert_same({tensor.name: tensor.value() for tensor in whole_tensors(model)}, folder)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "lora", [None, LoraConfig(rank=2, target_modules=("o_proj", "q_b_proj"))], ids=["whole", "lora"]
@@ -94,6 +103,28 @@ def test_a_tensor_that_is_no_view_keeps_its_name_with_a_warning(tmp_path: Path) 
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral"])
+def test_adapters_beside_experts_are_merged_into_the_export(tmp_path: Path, family: str) -> None:
+    """Every linear layer: stacked experts are none, so attention alone is adapted."""
+    folder = write_family(tmp_path / "base", family)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    add_adapters(model, LoraConfig(rank=2), head="lm", seed=0)
+    adapted = [p for name, p in model.named_parameters() if p.requires_grad and ".self_attn." in name]
+    assert len(adapted) == 2 * 4 * SIZES["num_hidden_layers"] == sum(p.requires_grad for p in model.parameters())
+    for parameter in adapted:
+        nn.init.normal_(parameter, std=0.3)
+    shutil.copytree(folder, tmp_path / "merged")
+    save_file({t.name: t.value(copy=True) for t in whole_tensors(model)}, tmp_path / "merged" / "model.safetensors")
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        base, merged = (
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)(input_ids=ids).logits
+            for name in ("base", "merged")
+        )
+        torch.testing.assert_close(merged, model(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
+    assert (merged - base).abs().max() > 0.1
 
 
 def test_adapters_of_experts_are_refused(tmp_path: Path) -> None:

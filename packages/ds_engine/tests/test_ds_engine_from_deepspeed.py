@@ -174,6 +174,12 @@ def test_an_unknown_key_is_refused_with_the_nearest(tree: dict[str, Any], near: 
     assert refused.why.endswith(near)
 
 
+@pytest.mark.parametrize(("enabled", "fate"), [(True, "refused"), (False, "no effect")])
+def test_expert_parallelism_is_refused_by_name_unless_it_is_off(enabled: bool, fate: str) -> None:
+    entries = imported({"zero_optimization": {"stage": 2}, "expert_parallel": {"enabled": enabled, "autoep_size": 2}})
+    assert {entry.theirs: entry.fate for entry in entries}["expert_parallel"] == fate
+
+
 def test_given_settings_override_the_file_and_say_so() -> None:
     tree = {
         "optimizer": {"type": "Lion", "params": {"lr": 1e-4}},

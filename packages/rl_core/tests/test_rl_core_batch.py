@@ -54,11 +54,14 @@ def batch_of(rows: list[Row]) -> Batch:
         masks=[one.mask for one in rows],
         columns={"ids": targets_K},
         per_sequence={"number": torch.arange(len(rows))},
+        per_token={
+            "twice": torch.tensor([[token, token] for one in rows for token in one.prompt + one.response]).view(-1, 2)
+        },
     )
 
 
 def same(a: Batch, b: Batch) -> bool:
-    mappings = [(getattr(a, name), getattr(b, name)) for name in ("columns", "per_sequence")]
+    mappings = [(getattr(a, name), getattr(b, name)) for name in ("columns", "per_sequence", "per_token")]
     return (
         all(torch.equal(getattr(a, name), getattr(b, name)) for name in TENSORS)
         and a.max_seqlen == b.max_seqlen

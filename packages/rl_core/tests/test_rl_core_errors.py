@@ -133,6 +133,7 @@ SHAPES: list[tuple[Call, str, object]] = [
     (lambda: pack([[1], [1]], [[2]]), "prompts, responses, masks", (2, 1, 0)),
     (lambda: pack([[1], [1]], [[2], [2]], per_sequence={"score": ZERO}), "score", (1,)),
     (lambda: pack([[1], [1]], [[2], [2]], columns={"a": ZERO}), "a", (1,)),
+    (lambda: pack([[1], [1]], [[2], [2]], per_token={"a": ZERO}), "a", (1,)),
     (lambda: pack([[1]], [[2]]).split(ZEROS), "values_K", (2,)),
     (lambda: log_prob(bias=ONES), "bias", (3,)),
     (lambda: log_prob(weight=torch.zeros(20, 9)), "hidden, weight", ((4, 8), (20, 9))),

@@ -17,7 +17,6 @@ THOUGHTS = CHATML.replace("{{ m.content }}", "<think>{{ m.reasoning_content }}</
 CALLS = CHATML.replace(
     "{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}ARGS{% endfor %}"
 )
-AS_JSON = CALLS.replace("ARGS", "{{ c.function.arguments | tojson }}")
 MARKED = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
     "{% generation %}<think>{{ m.reasoning_content }}</think>{% endgeneration %}|"

@@ -26,6 +26,7 @@ from .rollout.config import (
 )
 from .rollout.scoring_config import REWARD_MODEL, ScoringConfig
 from .rules import Feature, check_features, check_value
+from .training.router_replay import ROUTER_REPLAY
 from .training.supervised_config import SupervisedConfig
 
 FEATURES = (
@@ -39,6 +40,7 @@ FEATURES = (
     GREEDY_BASELINE,
     REWARD_MODEL,
     DYNAMIC_SAMPLING,
+    ROUTER_REPLAY,
 )
 """Every feature of a job; each stands beside its own configuration."""
 
@@ -68,6 +70,9 @@ class JobConfig:
     def __post_init__(self) -> None:
         check_value(self, "sampling.temperature", self.sampling.temperature > 0, "above 0")
         check_features(self, self.features)
+        for model in self.models[1:]:
+            only_actor = model.engine.router_replay == "off"
+            check_value(self, f"{model.section}.router_replay", only_actor, "off: servers have the actor's routes")
 
     @property
     def features(self) -> tuple[Feature, ...]:
@@ -91,8 +96,8 @@ class JobConfig:
 
     @property
     def frozen_engine(self) -> EngineConfig:
-        """The engine of `frozen_models`: as the actor's, without adapters."""
-        return replace(self.actor, lora=None)
+        """The engine of `frozen_models`: as the actor's, without adapters and replayed routes."""
+        return replace(self.actor, lora=None, router_replay="off")
 
     @property
     def frozen_models(self) -> tuple[FrozenModel, ...]:

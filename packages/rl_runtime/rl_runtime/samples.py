@@ -35,6 +35,8 @@ def group_numbers(samples: Sequence[Sample]) -> list[int]:
 def batch_of(samples: Sequence[Sample], *, policy_version: int | None = None) -> Batch:
     """The scored samples as one batch.
 
+    Per token: `routes` if the samples have them, uint8 or int16 [T, layers, experts]; 0 behind those that are known.
+
     Columns: `rollout_log_probs`, unless they were not requested; `staleness`, int32, versions between the token and the
     weights that train; `turn_rewards` if a sample has some. Per sequence: `scores` (float64), `group_ids`,
     `total_lens` (response tokens including context, which `sampling.max_tokens` limits), `is_truncated`, and
@@ -66,10 +68,25 @@ def batch_of(samples: Sequence[Sample], *, policy_version: int | None = None) ->
     baselines = [sample.baseline_score for sample in samples if sample.baseline_score is not None]
     if baselines and len(baselines) == len(samples):
         facts["baseline_scores"] = torch.tensor(baselines, dtype=torch.float64)
+    routes = [sample.routes for sample in samples]
+    per_token = {"routes": _routes(samples)} if routes and all(rows is not None for rows in routes) else {}
     return pack(
         [sample.prompt_ids for sample in samples],
         [sample.response_ids for sample in samples],
         masks=[sample.response_mask for sample in samples],
         columns={name: torch.from_numpy(column) for name, column in columns.items()},
         per_sequence=facts,
+        per_token=per_token,
     )
+
+
+def _routes(samples: Sequence[Sample]) -> torch.Tensor:
+    """The experts of all tokens of the samples, one after another."""
+    parts = []
+    for sample in samples:
+        assert sample.routes is not None
+        # Of the last token, and of context behind the last sampled one, none are known, and no target depends on them.
+        num_unknown = sample.token_ids.size - len(sample.routes)
+        parts += [sample.routes, np.zeros_like(sample.routes, shape=(num_unknown, *sample.routes.shape[1:]))]
+    routes = np.concatenate(parts)
+    return torch.from_numpy(routes if routes.dtype == np.uint8 else routes.astype(np.int16))  # torch knows no uint16

@@ -52,6 +52,7 @@ class SupervisedJobConfig:
             check_value(self, f"data.{name}", is_default, "its default", problem=_COLUMNS[self.examples])
         is_default = self.engine.optim == OptimConfig()
         check_value(self, "engine.optim", is_default, "its defaults", remedy="the optimizer is supervised.optim")
+        check_value(self, "engine.router_replay", self.engine.router_replay == "off", "off: no server routes examples")
         self._check_best()
 
     def _check_best(self) -> None:

@@ -80,13 +80,6 @@ def ranks(response_texts: Sequence[str], prompts: Sequence[Any]) -> list[float]:
 # ---- formats that nobody else uses ---------------------------------------------------------------------------------
 
 
-def own_format(response_text: str, prompt: Any) -> float:
-    match = re.search(r"RESULT=(\d+)", response_text)
-    if match is None:
-        raise ValueError("no RESULT")
-    return float(match[1] == prompt.ground_truth)
-
-
 def no_service_yet(response_text: str, prompt: Any) -> float:
     with urllib.request.urlopen("http://127.0.0.1:9", timeout=1) as answer:
         return float(answer.read())

@@ -79,6 +79,9 @@ class RolloutConfig:
     api_key_file: str | None = None  # file with the token, instead of api_key
     # ---- client --------------------------------------------------------------------------------------------------
     log_probs: bool = True  # request the log-prob of every token; False: faster, samples have None
+    routes: bool | None = None
+    """Servers of a mixture of experts return the experts of every token, which samples have as `routes`. null: False,
+    unless an app needs them."""
     request_timeout_s: float = 600.0  # time limit of one HTTP attempt
     connect_timeout_s: float = 10.0
     """Time limit in seconds to connect to a server."""

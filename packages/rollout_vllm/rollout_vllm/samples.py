@@ -1,6 +1,8 @@
 """Input and output of generation: plain, picklable data."""
 
+import base64
 import hashlib
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -11,6 +13,7 @@ from numpy.typing import NDArray
 IntArray: TypeAlias = NDArray[np.int32]
 FloatArray: TypeAlias = NDArray[np.float32]
 BoolArray: TypeAlias = NDArray[np.bool_]
+RouteArray: TypeAlias = NDArray[np.uint8 | np.uint16]
 
 FinishReason = Literal["stop", "length", "abort"]
 FailureKind = Literal[
@@ -92,6 +95,10 @@ class Sample:
     """The client's version when the last response arrived, or that of a later token."""
     response_mask: BoolArray | None = None
     """False for context that the policy did not sample, such as the result of a tool; None: all True."""
+    routes: RouteArray | None = field(default=None, repr=False)
+    """uint8 or uint16 [tokens, layers, experts], the experts that computed each token of prompt and response, up to the
+    last but one sampled token; None without `RolloutConfig(routes=True)`. Tokens that a later turn or a resumed request
+    computed again have the experts of the last time: the newest tokens were sampled with those."""
     num_turns: int = 1
     turn_rewards: FloatArray | None = None
     """float32, the rewards that a rollout function gave, one value per sampled token, 0 but for the last token of a
@@ -161,15 +168,17 @@ class Sample:
 
     def to_state(self) -> dict[str, Any]:
         """All fields but the prompt, JSON-able if `data` is."""
+        routes = None if self.routes is None else pack_routes(self.routes)
         state = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "prompt"}
         arrays = {name: state[name].tolist() for name in _ARRAYS if state[name] is not None}
-        return state | arrays | {"reward_terms": dict(self.reward_terms), "data": dict(self.data)}
+        return state | arrays | {"reward_terms": dict(self.reward_terms), "data": dict(self.data), "routes": routes}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], *, prompt: Any = None) -> "Sample":
         """The inverse of `to_state`, also after JSON."""
         spans = tuple(VersionSpan(*span) for span in state["version_spans"])
-        return cls(prompt=prompt, **{**state, "version_spans": spans})
+        routes = None if state.get("routes") is None else unpack_routes(state["routes"])
+        return cls(prompt=prompt, **{**state, "version_spans": spans, "routes": routes})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,6 +270,19 @@ def request_seed(run_seed: int, step: int, prompt_id: str) -> int:
     """A distinct seed for each prompt of each step: 62 bits of SHA-256, so that seed + sample index fits an int64."""
     digest = hashlib.sha256(f"{run_seed}/{step}/{prompt_id}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 2
+
+
+def pack_routes(routes: RouteArray) -> str:
+    """Base64 of a .npy file, as vLLM's servers send it."""
+    with io.BytesIO() as file:
+        np.save(file, routes, allow_pickle=False)
+        return base64.b64encode(file.getvalue()).decode("ascii")
+
+
+def unpack_routes(text: str) -> RouteArray:
+    """The inverse of `pack_routes`. Raises ValueError or EOFError for other text."""
+    array: RouteArray = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
+    return array
 
 
 def merge_spans(spans: Iterable[tuple[int, int]]) -> tuple[VersionSpan, ...]:

@@ -43,6 +43,11 @@ def steps(draw: st.DrawFn) -> list[Step | int]:
     return made
 
 
+def rows_of(tokens: list[int]) -> Any:
+    """Routed experts: one row a token, which has its id; None without tokens."""
+    return numpy.array(tokens, numpy.uint8)[:, None, None] if tokens else None
+
+
 def outputs_of(rows: dict[str, tuple[int, bool]], first: set[str], speculative: bool) -> tuple[list[Any], Any]:
     """vLLM's outputs of a step whose tokens are 0, 1, ... and have log-probs -0, -1/8, ..."""
     starts = numpy.cumsum([0, *(max(1, count) for count, _ in rows.values())]).tolist()
@@ -54,6 +59,7 @@ def outputs_of(rows: dict[str, tuple[int, bool]], first: set[str], speculative: 
         begin = starts[row] if speculative else row
         count = count if speculative else min(count, 1)
         output = EngineCoreOutput(request, list(range(begin, begin + count)), new_logprobs=(row, count))
+        output.routed_experts = rows_of(output.new_token_ids)
         output.finish_reason = FinishReason.LENGTH if last else None
         if request not in first:
             first.add(request)
@@ -79,6 +85,7 @@ def test_nothing_is_lost_repeated_or_reordered(plan: list[Any], speculative: boo
     def receive(output: Any) -> None:
         ids, values = sent[output.request_id]
         ids += output.new_token_ids
+        assert numpy.array_equal(output.routed_experts, rows_of(output.new_token_ids))
         values += [] if output.new_logprobs is None else output.new_logprobs.logprobs[:, 0].tolist()
         if output.request_id != "stock":
             spans = output.new_logprobs.logprob_token_ids.tolist()

@@ -20,6 +20,7 @@ from rollout_vllm.client.metrics import combine, server_metrics
 from rollout_vllm.client.protocol import Choice, MalformedAnswerError, completion_body, error_message, parse_completion
 from rollout_vllm.client.retry import backoff_s, classify_status
 from rollout_vllm.config import SamplingConfig
+from rollout_vllm.samples import pack_routes
 from rollout_vllm.servers.fast.buffering import packed_choice
 
 QUICK = settings(deadline=None, derandomize=True)
@@ -125,6 +126,27 @@ def test_packed_log_probs_are_finite_as_in_lists() -> None:
 def test_incomplete_packed_answers_are_rejected(packed: object) -> None:
     with pytest.raises(MalformedAnswerError):
         parse_completion(answer([([1], [-1.0])], packed=packed), 1)
+
+
+ROUTES = np.arange(12, dtype=np.uint16).reshape(3, 2, 2)
+
+
+def test_experts_of_every_computed_token_are_read() -> None:
+    body = answer([([1, 2], [-1.0, -2.0])], routed_experts=pack_routes(ROUTES))
+    [choice] = parse_completion(body, 1, num_routed=2)
+    assert (choice.routes.dtype, choice.routes.tolist()) == (np.uint16, ROUTES.tolist())
+    assert parse_completion(body, 1)[0].routes is None, "they were not asked for"
+    [empty] = parse_completion(answer([([], [])], finish_reason="abort"), 1, num_routed=2)
+    assert empty.routes is None, "interrupted before its first token"
+
+
+@pytest.mark.parametrize(
+    "routes",
+    [None, 5, "?", "AAAA", pack_routes(ROUTES[:2]), pack_routes(ROUTES[0]), pack_routes(ROUTES.astype(np.float32))],
+)
+def test_answers_without_the_experts_of_every_token_are_rejected(routes: object) -> None:
+    with pytest.raises(MalformedAnswerError):
+        parse_completion(answer([([1, 2], [-1.0, -2.0])], routed_experts=routes), 1, num_routed=2)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import json
 import pickle
 import random
 import threading
@@ -120,10 +121,13 @@ class FakeServers:
         interrupted = self._random.random() < self._interrupt_rate
         count = self._random.randint(0, wanted) if interrupted else wanted
         places = range(done, done + count)
+        # The row of a token is its place in the sequence, and 100 more for each policy version.
+        rows = (np.arange(len(call.prompt_ids) + count - 1) + 100 * version).astype(np.uint16)[:, None, None]
         return Choice(
             [1000 * version + place for place in places],
             [-(place + 1) / 8 - version for place in places],
             "abort" if interrupted else ("stop" if stops else "length"),
+            routes=rows if count else None,
         )
 
     def _updated(self, choice: Choice, sent: int) -> Choice:
@@ -137,6 +141,7 @@ class FakeServers:
             [*log_probs[:change], *(value - (new - sent) for value in log_probs[change:])],
             choice.finish_reason,
             tuple((version, count) for version, count in spans if count),
+            choice.routes,
         )
 
 
@@ -168,6 +173,11 @@ def test_no_token_is_lost_repeated_or_moved(
         assert sample.log_probs.tolist() == [-(place + 1) / 8 - version for place, version in enumerate(versions)]
         assert 1 <= len(sample.response_ids) <= 10
         assert sample.policy_version <= sample.last_policy_version
+        rows = sample.routes.flatten().astype(int)
+        assert (rows % 100).tolist() == list(range(sample.token_ids.size - 1))
+        assert len(set(rows // 100)) == 1, "all of the last request"
+        restored = Sample.from_state(json.loads(json.dumps(sample.to_state())))
+        assert (restored.routes.dtype, restored.routes.tolist()) == (np.uint16, sample.routes.tolist())
         if versions:
             assert sample.policy_version == versions[0]
     for call in servers.calls:

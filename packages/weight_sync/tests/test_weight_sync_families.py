@@ -149,6 +149,15 @@ SCALED = {"tie_word_embeddings": True, "sliding_window": 16, "query_pre_attn_sca
 PLAIN_HEADS = ("head_dim", "num_key_value_heads")
 GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 256}
 WITHOUT_GPT2 = (*PLAIN_HEADS, "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16}
+NEMOTRON: dict[str, Any] = {
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 32,
+    "ssm_state_size": 16,
+    "n_groups": 1,
+    "chunk_size": 16,
+}
+NEMOTRON |= {"layers_block_type": ["linear_attention", "full_attention", "mlp"]}
 MAMBA = (*PLAIN_HEADS, "intermediate_size", "num_attention_heads", "max_position_embeddings")
 
 #: Class of the config, keys that it does not have, its own keys, dtype of the server.
@@ -169,6 +178,19 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], dict[str, Any], str]] = {
     "opt": ("OPTConfig", PLAIN_HEADS, {"ffn_dim": 128, "word_embed_proj_dim": 64, "init_std": 0.2}, "float32"),
     "deepseek_v2": ("DeepseekV2Config", ("head_dim",), {**MLA, **ROUTED, "q_lora_rank": None}, "bfloat16"),
     "mamba2": ("Mamba2Config", MAMBA, {"num_heads": 4, "head_dim": 32, "state_size": 16, "n_groups": 1}, "float32"),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        ("head_dim",),
+        {**MAMBA2, "layer_types": ["mamba", "attention"], "num_local_experts": 0, "shared_intermediate_size": 64},
+        "float32",
+    ),
+    "falcon_h1": ("FalconH1Config", (), {**MAMBA2, "mamba_d_ssm": 128}, "float32"),
+    "nemotron_h": (
+        "NemotronHConfig",
+        ("num_hidden_layers",),
+        NEMOTRON,
+        "float32",
+    ),
     "qwen3_next": (
         "Qwen3NextConfig",
         (),

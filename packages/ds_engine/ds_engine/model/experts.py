@@ -105,7 +105,7 @@ def grouped_experts(experts: Any, hidden_TH: Tensor, index_TK: Tensor, weights_T
     # Routing weights scale the narrow rows before the product, not the wide ones after it.
     weights_S1 = _Rows.apply(weights_TK.reshape(-1, 1), slot_S, place_TK.view(-1, 1))
     scaled_SI = (inner_SI * weights_S1).to(down.dtype)
-    out_TH = _Down.apply(scaled_SI, down, token_S, place_TK, ends_E, experts.is_transposed)
+    out_TH: Tensor = _Down.apply(scaled_SI, down, token_S, place_TK, ends_E, experts.is_transposed)
     if experts.has_bias:
         zeros_TE = weights_TK.new_zeros(num_tokens, experts.num_experts)
         out_TH = out_TH + zeros_TE.scatter(1, index_TK, weights_TK).to(down.dtype) @ experts.down_proj_bias

@@ -27,10 +27,11 @@ from .nf4 import nf4_weights, quantize_base, round_to_nf4
 from .packed_model import install_packed_forward, mark_way
 from .parts import VALUE_HEAD
 from .recomputation import enable_checkpointing
+from .router_replay import RouterReplay, install_replay
 from .sequence_parallel import check_model_heads
 from .small_copy import turn_off_dropout
 from .tiled_mlp import tile_mlps
-from .trial import Trial, silenced_transformers, try_model
+from .trial import Trial, silenced_transformers, try_model, try_replay
 from .weights import check_weights, read_config, refuse_incomplete
 
 if TYPE_CHECKING:
@@ -221,6 +222,8 @@ def _checked_trial(model_config: Any, config: EngineConfig, head: Head, device: 
     if config.tiled_mlp and trial.why_not_tiled:
         problem = f"{trial.architecture} in tiles: {trial.why_not_tiled}"
         raise EngineConfigError(problem, field="tiled_mlp", value=config.tiled_mlp, allowed="0")
+    if config.router_replay != "off":
+        try_replay(model_config, trial, device=device)
     return trial
 
 
@@ -234,8 +237,11 @@ def prepare_model(
     trainable: bool,
     head: Head,
     operations: Operations | None = None,
-) -> None:
+) -> RouterReplay | None:
     """Prepare a loaded model in place: adapters, activation checkpointing, compilation, tiles and the packed forward.
+
+    Returns:
+        The model's routes, with `config.router_replay`.
 
     Args:
         kernel: attention kernel, see `choose_kernel`.
@@ -264,6 +270,7 @@ def prepare_model(
     )
     if not trainable:
         module.requires_grad_(False)
+    return None if config.router_replay == "off" else install_replay(module)
 
 
 def _read_folder(

@@ -29,6 +29,7 @@ from .parts import VALUE_HEAD, find_backbone, transformer_layers
 from .prefix_tree import check_order, gather_rows, take
 from .recurrence import recurrence_per_sequence
 from .rotary import rotary_per_sequence
+from .router_replay import given_routes
 from .sequence_parallel import SequenceGroup, TargetShare, gather_outputs, share_targets
 
 if TYPE_CHECKING:
@@ -66,6 +67,11 @@ class PackedInputs:
     """Set with kernel `ROWS`: `target_index_K` then counts the S * L tokens of the rows."""
     share: TargetShare | None = None
     """Set with sequence parallelism: T and K are then this rank's part, and `share` says how to gather all outputs."""
+    rows_T: Tensor
+    """int64, on the CPU: the row of each of the batch's tokens among those that are computed. With sequence parallelism
+    counted from this rank's first one; those of other ranks are outside of its rows."""
+    routes_PLk: Tensor | None = None
+    """Routes to replay (`given_routes`)."""
 
 
 def mark_way(model: nn.Module, *, rows: bool, shares_prefixes: bool) -> None:
@@ -92,6 +98,7 @@ def packed_inputs(
     sp_group: SequenceGroup | None = None,
     prefixes: Prefixes | None = None,
     with_columns: bool = False,
+    routes_TLk: Tensor | None = None,
 ) -> tuple[PackedInputs, int]:
     """Build the model's inputs for `batch` and count its targets; with `sp_group`, inputs are this rank's slice.
 
@@ -100,6 +107,7 @@ def packed_inputs(
 
     Args:
         prefixes: the shared prefixes of the sequences, which are computed once; not with kernel `ROWS`.
+        routes_TLk: experts of each token in each layer, to replay (router_replay.py).
 
     Raises:
         BatchError: `cu_seqlens_S1` does not describe the tokens of `input_ids_T`, `prefixes` no tree of them, or, with
@@ -120,24 +128,31 @@ def packed_inputs(
             )
     columns = dict(batch.columns) if with_columns else {}
     share = rows = parents = None
+    rows_T = torch.arange(len(ids))
+    last_T = torch.tensor(lengths).cumsum(0) - 1
     if prefixes is not None and num_targets:
         ids, positions, lengths, index = _computed(prefixes, ids, positions, index)
-        parents = list(prefixes.parents_N)
+        parents, rows_T = list(prefixes.parents_N), prefixes.place_T.cpu()
     if kernel == ROWS:
-        rows, index = _padded_rows(ids, positions, lengths, index, device)
+        rows, rows_T = _padded_rows(ids, positions, lengths, device)
+        index = rows_T[index]
     if sp_group is not None:
         ids, positions, lengths = _pad(ids, positions, lengths, sp_group.size)
         if parents is not None:
             parents += [-1] * (len(lengths) - len(parents))
         part = len(ids) // sp_group.size
         start = sp_group.rank * part
-        ids, positions = ids[start : start + part], positions[start : start + part]
+        ids, positions, rows_T = ids[start : start + part], positions[start : start + part], rows_T - start
         share = share_targets(index, tokens_per_rank=part, sequence_rank=sp_group.rank, sp=sp_group.size)
         # A rank without targets computes one dummy target, so that it runs the head and its collectives too.
         own = share.own_k if len(share.own_k) else share.own_k.new_zeros(1)
         index, targets = (index[own] - start).clamp(0, part - 1), targets[own]
         columns = {name: column[own] for name, column in columns.items()} if num_targets else columns
         share = share.to(device)
+    routes_PLk = None
+    if routes_TLk is not None and num_targets:
+        num_rows = len(ids) if rows is None else rows.mask_SL.numel()
+        routes_PLk = given_routes(routes_TLk, last_T, rows_T, num_rows).to(device)
     packing = packed_layout(lengths, device=device, kernel=kernel, sp_group=sp_group, parents=parents)
     return PackedInputs(
         input_ids_1T=ids.to(device).unsqueeze(0),
@@ -148,6 +163,8 @@ def packed_inputs(
         columns={name: column.to(device) for name, column in columns.items()},
         rows=rows,
         share=share,
+        rows_T=rows_T,
+        routes_PLk=routes_PLk,
     ), num_targets
 
 
@@ -167,16 +184,16 @@ def _computed(
 
 
 def _padded_rows(
-    ids_T: Tensor, positions_T: Tensor, lengths: list[int], index_K: Tensor, device: torch.device
+    ids_T: Tensor, positions_T: Tensor, lengths: list[int], device: torch.device
 ) -> tuple[PaddedRows, Tensor]:
-    """The rows, and `index_K` for their flattened tokens."""
+    """The rows, and the places of the T tokens among their flattened ones."""
     if positions_T.tolist() != [position for n in lengths for position in range(n)]:
         problem = "this model numbers tokens itself"
         raise BatchError(problem, field="position_ids_T", allowed="the tokens of each sequence counted from 0")
     ids_SL = nn.utils.rnn.pad_sequence(ids_T.split(lengths), batch_first=True)
     mask_SL = nn.utils.rnn.pad_sequence([ids_T.new_ones(n) for n in lengths], batch_first=True)
     place_T = mask_SL.flatten().nonzero()[:, 0]
-    return PaddedRows(input_ids_SL=ids_SL.to(device), mask_SL=mask_SL.to(device)), place_T[index_K]
+    return PaddedRows(input_ids_SL=ids_SL.to(device), mask_SL=mask_SL.to(device)), place_T
 
 
 def _pad(ids_T: Tensor, positions_T: Tensor, lengths: list[int], multiple: int) -> tuple[Tensor, Tensor, list[int]]:

@@ -27,6 +27,8 @@ from ..errors import BatchError
 FORWARD_ROWS, BACKWARD_ROWS = 2.4, 3.3
 """Rows of all paths per query of all crossings up to which a pass of flash4 gathers the paths, as measured on an H200
 (benchmarks/shared_prefix). The forward pass counts key/value heads of rows and query heads of queries."""
+MOST_ROWS = 4
+"""Rows of all paths per token up to which flash4 gathers: bounds the memory of deep trees. Chosen, not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +78,15 @@ class Gathering(NamedTuple):
 
     def in_forward(self, heads: int, kv_heads: int) -> bool:
         """True if the forward pass gathers."""
-        return 0 < self.num_rows * kv_heads <= FORWARD_ROWS * self.num_queries * heads
+        return self._fits and self.num_rows * kv_heads <= FORWARD_ROWS * self.num_queries * heads
 
     def in_backward(self) -> bool:
         """True if the backward pass gathers."""
-        return 0 < self.num_rows <= BACKWARD_ROWS * self.num_queries
+        return self._fits and self.num_rows <= BACKWARD_ROWS * self.num_queries
+
+    @property
+    def _fits(self) -> bool:
+        return 0 < self.num_rows <= MOST_ROWS * self.num_keys
 
 
 class Crossing(NamedTuple):

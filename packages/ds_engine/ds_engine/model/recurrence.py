@@ -129,7 +129,7 @@ def recurrence_per_sequence(backbone: nn.Module, *, compiled: bool = False) -> C
             problem = f"{names}: a recurrence runs along all tokens of a sequence, which ranks cannot split"
             raise ModelError(problem, field="sequence_parallel", value=packing.sp_group.size, allowed="1")
         if layers and packing is not None and packing.tree is not None:
-            raise ModelError(f"the state of {names} cannot be shared by prefixes")
+            raise ModelError(f"{names} cannot continue from the state of a shared prefix")
         borders.set(packing)
 
     return set_layout

@@ -24,8 +24,9 @@ from ..simple import SimpleBatch, dense_log_prob
 from ..upstream import transformers_message
 from .attention import ATTENTION_NAME, register_packed_attention
 from .experts import use_experts
-from .packed_model import ROWS, install_packed_forward, packed_inputs
+from .packed_model import ROWS, PackedInputs, install_packed_forward, packed_inputs
 from .recurrence import recurrent_line
+from .router_replay import install_replay, replay_refusal
 from .small_copy import randomize, small_config
 from .tiled_mlp import tile_mlps
 
@@ -70,7 +71,7 @@ class Trial:
         cost = f"tried on a small random copy in {self.seconds:.1f} s"
         if self.way == "packed":
             recurrent = f", {self.recurrent}" if self.recurrent else ""
-            shared = f"; without shared prefixes, as each {self.why_not_shared}" if self.why_not_shared else ""
+            shared = f"; without shared prefixes ({self.why_not_shared})" if self.why_not_shared else ""
             return f"{self.architecture}: packed sequences equal each one alone{recurrent}{shared} ({cost})"
         return (
             f"{self.architecture}: each sequence is a padded row of transformers' own forward, exact but slower, as "
@@ -148,19 +149,7 @@ def _inexactness(
 ) -> str:
     """Why sequences computed in this way do not equal each one alone; empty if they do."""
     try:
-        register_packed_attention()
-        options = {} if way == "rows" else {"attn_implementation": ATTENTION_NAME}
-        model = _build(small, head, **options)
-        model.load_state_dict(reference.state_dict())
-        use_experts(model, "auto", device=sequences[0].device)
-        if tile:
-            tile_mlps(model, tile)
-        install_packed_forward(model.train(), dense_log_prob if head == "lm" else None)
-        with CPU:
-            batch = SimpleBatch.pack([_split(ids, head) for ids in sequences])
-            kernel = ROWS if way == "rows" else "sdpa"
-            prefixes = _SHARED if way == "shared" else None
-            inputs, _ = packed_inputs(batch, device=sequences[0].device, kernel=kernel, prefixes=prefixes)
+        model, inputs = _copy_for(way, small, reference, sequences, head, tile=tile)
         outputs, gradients = _outputs_and_gradients(model, [model(packed=inputs)])
     except ModelError as error:
         return f"it is refused: {error}"
@@ -176,6 +165,61 @@ def _inexactness(
         if not difference <= tolerance * max(0.01 * largest, float(gradient.abs().max())):
             return f"the gradient of {name} differs by {difference:.1g} from each sequence alone"
     return ""
+
+
+def _copy_for(
+    way: str, small: Any, reference: Any, sequences: list[Tensor], head: Head, *, tile: int = 0
+) -> tuple[nn.Module, PackedInputs]:
+    """A model with the weights of `reference` that computes sequences in this way, and their inputs."""
+    register_packed_attention()
+    options = {} if way == "rows" else {"attn_implementation": ATTENTION_NAME}
+    model = _build(small, head, **options)
+    model.load_state_dict(reference.state_dict())
+    use_experts(model, "auto", device=sequences[0].device)
+    if tile:
+        tile_mlps(model, tile)
+    install_packed_forward(model.train(), dense_log_prob if head == "lm" else None)
+    with CPU:
+        batch = SimpleBatch.pack([_split(ids, head) for ids in sequences])
+        kernel = ROWS if way == "rows" else "sdpa"
+        prefixes = _SHARED if way == "shared" else None
+        inputs, _ = packed_inputs(batch, device=sequences[0].device, kernel=kernel, prefixes=prefixes)
+    return model, inputs
+
+
+def try_replay(config: Any, trial: Trial, *, device: torch.device = CPU) -> None:
+    """Try on a small random copy that replayed routes are the model's only source of routes.
+
+    Raises:
+        EngineConfigError: the model has no routers that can replay, its own routes change an output or gradient, or
+            other routes of a layer change none.
+    """
+    with (
+        torch.random.fork_rng([] if device == CPU else [device]),
+        torch.enable_grad(),
+        silenced_transformers(),
+        device,
+    ):
+        torch.manual_seed(0)
+        small, reference = _reference(config, "lm")
+        model, inputs = _copy_for(trial.way, small, reference, _sequences(reference), "lm")
+        replay = install_replay(model)
+        replay.begin(record=True)
+        outputs, gradients = _outputs_and_gradients(model, [model(packed=inputs)])
+        own_PLk = replay.take_recorded()
+        replay.begin(own_PLk)
+        again = _outputs_and_gradients(model, [model(packed=inputs)])
+        # Gradients on a GPU are sums in any order.
+        same = all(again[1][name].allclose(gradient, rtol=1e-4, atol=1e-6) for name, gradient in gradients.items())
+        if not (same and again[0].equal(outputs)):
+            raise replay_refusal(f"{trial.architecture}: replaying its own routes changes its outputs or gradients")
+        for layer, router in replay.routers.items():
+            others_PLk = own_PLk.clone()
+            others_PLk[:, layer] = (own_PLk[:, layer] + 1) % int(router.num_experts)
+            replay.begin(others_PLk)
+            with torch.no_grad():
+                if model(packed=inputs).equal(outputs):
+                    raise replay_refusal(f"{trial.architecture}: routes of layer {layer} change no output")
 
 
 def _build(config: Any, head: Head, **options: Any) -> Any:

@@ -27,7 +27,7 @@ BoolRow: TypeAlias = Sequence[bool] | NDArray[np.bool_] | Tensor
 class Batch:
     """Packed sequences with columns. Plain tensors, picklable, on the CPU until `to(device)`; `pack` makes it.
 
-    Only `columns` changes after construction, through `add_columns`.
+    Only `columns` changes after construction, through `add_columns`, and `per_token`.
     """
 
     input_ids_T: Tensor
@@ -48,6 +48,9 @@ class Batch:
     """Values per target by name, [K] or [K, ...]."""
     per_sequence: Mapping[str, Tensor] = field(default_factory=dict)
     """Values per sequence by name, [S]: facts about a sample, such as its score."""
+    per_token: dict[str, Tensor] = field(default_factory=dict)
+    """Values per token by name, [T, ...], prompts included, such as the experts that computed it. They stay on the
+    CPU."""
     prefixes: PrefixTree | None = None
     """The tokens to compute if sequences share prefixes; None: all. Nothing else of the batch depends on it."""
 
@@ -121,6 +124,7 @@ class Batch:
             response_lens_S=num_targets_S,
             columns={name: column_K[keep_K] for name, column_K in self.columns.items()},
             per_sequence={name: values_S[chosen] for name, values_S in self.per_sequence.items()},
+            per_token={name: values_T[keep_T] for name, values_T in self.per_token.items()},
         )
 
     def target_places(self, sequences: Sequence[int]) -> Tensor:
@@ -136,7 +140,8 @@ class Batch:
         return list(values_K.split(self.response_lens_S.tolist()))
 
     def to(self, device: torch.device | str) -> "Batch":
-        """A copy with every tensor on `device`; a column that is added to it is not in this batch."""
+        """A copy with every tensor but those of `per_token` on `device`; columns that are added to it are not in this
+        batch."""
         moved: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
         mappings: dict[str, Any] = {
             name: {key: value.to(device) for key, value in getattr(self, name).items()}
@@ -153,6 +158,7 @@ def pack(
     masks: Sequence[BoolRow | None] | None = None,
     columns: Mapping[str, Tensor] | None = None,
     per_sequence: Mapping[str, Tensor] | None = None,
+    per_token: Mapping[str, Tensor] | None = None,
 ) -> Batch:
     """Packs prompts, each followed by its response, in the order given into one row.
 
@@ -164,6 +170,7 @@ def pack(
             such as a tool's result.
         columns: [K] or [K, ...] by name.
         per_sequence: [S] by name.
+        per_token: [T, ...] by name.
 
     Raises `ShapeError` for a mask, column or value of another length, a target without a token before it, and a
     sequence without tokens.
@@ -195,11 +202,13 @@ def pack(
         target_ids_K=torch.from_numpy(input_ids_T[target_places]),
         response_lens_S=torch.from_numpy(np.diff(np.searchsorted(target_places, borders))),
         per_sequence=dict(per_sequence or {}),
+        per_token=dict(per_token or {}),
     )
-    for name, values_S in batch.per_sequence.items():
-        if values_S.shape[:1] != (len(lens),):
-            allowed = f"({len(lens)},), one value per sequence"
-            raise ShapeError(field=name, value=tuple(values_S.shape), allowed=allowed)
+    sizes = ((batch.per_sequence, len(lens), "sequence"), (batch.per_token, batch.num_tokens, "token"))
+    for values, size, noun in sizes:
+        for name, each in values.items():
+            if each.shape[:1] != (size,):
+                raise ShapeError(field=name, value=tuple(each.shape), allowed=f"({size},), one value per {noun}")
     batch.add_columns(**columns or {})
     return batch
 

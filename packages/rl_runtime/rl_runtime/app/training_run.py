@@ -171,7 +171,8 @@ class TrainingRun:
         if self.resumed is not None:  # the copy of the resumed run; kept here too, for the next resume
             shutil.copytree(self.resumed.path.parent.parent / folder.name, folder)
         else:
-            model, engine = self.handle("actor"), replace(self.config.models[0].engine, optim=first.optim)
+            model = self.handle("actor")
+            engine = replace(self.config.models[0].engine, optim=first.optim, router_replay="off")
             model.build(self.for_ranks(configured), engine, total_steps=first.steps)
             log, examples = self.tracker.log_supervised, self.inputs.demonstrations
             train_supervised(model, examples, first, seed=self.trainer.seed, on_step=log)

@@ -28,8 +28,11 @@ Compute = Callable[[ZeroEngine, Sequence[Batch]], list[Tensor]]
 def log_probs(
     engine: ZeroEngine, micro_batches: Sequence[Batch], *, temperature: float, adapters: bool
 ) -> list[Tensor]:
-    """Log-prob of each target, on a rank."""
+    """Log-prob of each target, on a rank; with `router_replay` R2 the routes stay in the micro batches."""
     outputs = engine.log_probs(micro_batches, temperature=temperature, adapters=adapters)
+    for micro, output in zip(micro_batches, outputs, strict=True):
+        if output.routes_TLk is not None:  # updates replay them
+            micro.per_token["routes"] = output.routes_TLk
     return [output.log_probs_K for output in outputs]
 
 
@@ -124,7 +127,7 @@ class ModelHandle:
     def build_frozen(self, model_path: str, config: EngineConfig, *, head: Head = "lm") -> None:
         """Builds a frozen engine (a reference or reward model), without gradients and optimizer states."""
         self._sp = config.sequence_parallel
-        self.ranks.run(TrainerWorker.build, self.name, model_path, replace(config, optim=OptimConfig()), None, head)
+        self.ranks.run(TrainerWorker.build, self.name, model_path, _frozen(config), None, head)
 
     def compute(self, batch: TrainBatch, function: Compute, *, mini_batches: Sequence[int] | None = None) -> Tensor:
         """One value per target, [K], computed by every rank for its micro batches, without gradients.
@@ -259,6 +262,11 @@ class ModelHandle:
     def push_weights(self, version: int) -> SyncReport:
         """Sends the weights to every server as policy `version`; returns the report of rank 0."""
         return self.ranks.run(TrainerWorker.push_weights, version)[0]
+
+
+def _frozen(config: EngineConfig) -> EngineConfig:
+    """The engine of a model that is not trained: its own routers choose, whatever the policy's did."""
+    return replace(config, optim=OptimConfig(), router_replay="off")
 
 
 @dataclass(frozen=True)

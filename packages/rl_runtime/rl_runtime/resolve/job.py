@@ -96,6 +96,11 @@ def resolve_job_for(
     resolved = _resolve_for_model(resolved, facts, on_gpu=bool(gpus))
     resolved = _resolve_processes(resolved, len(gpus))
     resolved = _resolve_correction(resolved)
+    mode = config.actor.router_replay
+    resolved = resolved.with_default("rollout.routes", mode == "R3", f"actor.router_replay is {mode}", listed=False)
+    if mode != "off":
+        resolved = resolved.with_default("actor.tiled_mlp", 0, f"actor.router_replay is {mode}", listed=False)
+        resolved = resolved.with_default("actor.compile", False, "compiled layers cannot replay routes", listed=False)
     resolved = _resolve_running_requests(resolved, untested)
     resolved = resolve_kernels(resolved, [model.section for model in config.models], gpus)
     for model in config.models:

@@ -108,9 +108,10 @@ class PolicyConfig:
     def may_defer_log_probs(self, actor: "EngineConfig") -> bool:
         """True if old log-probs of a step's first mini batch may be left to its update (`OldLogProbs`).
 
-        A reference is compared with all of them before the first update, and with dropout that update computes others.
+        A reference is compared with all of them before the first update, with dropout that update computes others, and
+        router replay R2 needs the routes of all.
         """
-        return not self.kl_coef and actor.trains_without_noise
+        return not self.kl_coef and actor.trains_without_noise and actor.router_replay != "R2"
 
     def _check_loss(self) -> None:
         if self.has_own_loss:

@@ -36,6 +36,7 @@ def extend(part: Sample, choice: Choice, sampling: SamplingConfig, *, version: i
         part,
         response_ids=ids,
         log_probs=log_probs,
+        routes=part.routes if choice.routes is None else choice.routes,
         version_spans=merge_spans([*part.version_spans, *noted]),
         finish_reason=reason,
         last_policy_version=max([last_version, *(version for version, _ in noted)]),

@@ -5,20 +5,22 @@ ids of the response), `return_tokens_as_token_ids` (log-prob tokens as "token_id
 the former), `top_k`, `min_p`, `stop_token_ids`, `ignore_eos`, `min_tokens`, `repetition_penalty`, and `vllm_xargs`,
 which tells this package's servers that only ids and log-probs are read (other servers ignore it). Their responses have
 both as `packed` in place of lists (base64 of little-endian int32 and float32), and `policy_versions` of each choice:
-[version, number of tokens] in order, -1 for a version that the server does not know.
+[version, number of tokens] in order, -1 for a version that the server does not know. Any server that was started for it
+returns `routed_experts` of each choice: base64 of a .npy file, uint8 or uint16 [tokens, layers, experts], of all tokens
+of prompt and response but the last one.
 """
 
 import base64
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy
 
 from ..config import SamplingConfig
-from ..samples import FinishReason, FloatArray, IntArray, id_list
+from ..samples import FinishReason, FloatArray, IntArray, RouteArray, id_list, unpack_routes
 
 _FINISH_REASONS = ("stop", "length", "abort")
 
@@ -37,6 +39,8 @@ class Choice:
     spans: tuple[tuple[int | None, int], ...] = ()
     """(policy version, number of tokens) of all tokens in order, from this package's servers; () from others. None: the
     server's weights were never published with a version."""
+    routes: RouteArray | None = None
+    """Experts of prompt and response tokens, but the last one; None: not asked for, or without response tokens."""
 
 
 def completion_body(
@@ -75,13 +79,13 @@ def engine_request_id(request_id: str) -> str:
     return f"cmpl-{request_id}-0"
 
 
-def parse_completion(answer: Any, n: int, *, log_probs: bool = True) -> list[Choice]:
+def parse_completion(answer: Any, n: int, *, log_probs: bool = True, num_routed: int | None = None) -> list[Choice]:
     """The n choices in index order.
 
-    log_probs: whether they were asked for.
+    log_probs: whether they were asked for. num_routed: tokens of the prompt, if the experts of all tokens are needed.
 
     Raises MalformedAnswerError unless every index 0..n-1 is present once, with token ids and, if asked for, one finite
-    log-prob per token.
+    log-prob per token and the experts of each computed token.
     """
     if not isinstance(answer, Mapping) or not isinstance(answer.get("choices"), list):
         raise MalformedAnswerError("the answer has no list of choices")
@@ -92,7 +96,11 @@ def parse_completion(answer: Any, n: int, *, log_probs: bool = True) -> list[Cho
         index = raw["index"]
         if index in choices or not 0 <= index < n:
             raise MalformedAnswerError(f"choice index {index} is repeated or not in 0..{n - 1}")
-        choices[index] = _parse_choice(raw, index, log_probs)
+        choice = _parse_choice(raw, index, log_probs)
+        if num_routed is not None and choice.response_ids.size:
+            routes = _parse_routes(raw.get("routed_experts"), index, num_routed + choice.response_ids.size - 1)
+            choice = replace(choice, routes=routes)
+        choices[index] = choice
     if len(choices) != n:
         raise MalformedAnswerError(f"{len(choices)} choices for n={n}")
     return [choices[index] for index in range(n)]
@@ -159,6 +167,19 @@ def _parse_spans(raw: Any, index: int, num_tokens: int) -> tuple[tuple[int | Non
         pass
     problem = f"{str(raw)[:100]} is not a list of [version, number of tokens] of {num_tokens} tokens"
     raise MalformedAnswerError(f"choice {index}: policy_versions {problem}")
+
+
+def _parse_routes(raw: Any, index: int, num_rows: int) -> RouteArray:
+    if raw is None:
+        raise MalformedAnswerError(f"choice {index}: no routed_experts (was the server started with rollout.routes?)")
+    try:
+        routes = unpack_routes(raw)
+    except (TypeError, ValueError, EOFError) as error:
+        raise MalformedAnswerError(f"choice {index}: routed_experts: {error!r}") from None
+    if routes.ndim != 3 or len(routes) != num_rows or routes.dtype.kind != "u":
+        problem = f"{routes.dtype} {list(routes.shape)}, not unsigned [{num_rows}, layers, experts]"
+        raise MalformedAnswerError(f"choice {index}: routed_experts are {problem}")
+    return routes
 
 
 def _ids_from_placeholders(tokens: Any, index: int) -> list[int] | None:

@@ -179,7 +179,8 @@ class RequestRunner:
             self._in_flight[request_id] = attempt
         log_probs = self._config.log_probs
         body = partial(completion_body, request.prompt_ids, request.sampling, seed=request.seed, log_probs=log_probs)
-        read = partial(parse_completion, n=request.sampling.num_samples, log_probs=log_probs)
+        num_routed = len(request.prompt_ids) if self._config.routes else None
+        read = partial(parse_completion, n=request.sampling.num_samples, log_probs=log_probs, num_routed=num_routed)
         try:
             return await self.attempt(attempt.server, body, read, request_id=request_id)
         finally:

@@ -29,7 +29,18 @@ from ..client.client import Gate, RolloutClient
 from ..client.transport import call_back, cancel, first_complete, gather_or_cancel
 from ..config import SamplingConfig
 from ..errors import RolloutError
-from ..samples import Failure, FailureKind, Group, Request, Sample, VersionSpan, id_list, merge_spans, request_seed
+from ..samples import (
+    Failure,
+    FailureKind,
+    Group,
+    Request,
+    RouteArray,
+    Sample,
+    VersionSpan,
+    id_list,
+    merge_spans,
+    request_seed,
+)
 from .processes import describe
 from .rewards import read_number
 
@@ -60,6 +71,7 @@ class Episode:
         self.response_ids: list[int] = []
         self.log_probs: list[float] | None = []
         self.response_mask: list[bool] = []
+        self.routes: RouteArray | None = None
         self.turns: list[Sample] = []
         self._version_spans: list[VersionSpan] = []
         self._rewards: dict[int, float] = {}  # index among the sampled tokens -> reward
@@ -109,6 +121,7 @@ class Episode:
         if not self._version_spans and self.response_ids:  # context before the first turn
             self._version_spans.append(VersionSpan(turn.policy_version, len(self.response_ids)))
         self._version_spans += turn.version_spans
+        self.routes = turn.routes
         self._append(turn.response_ids.tolist(), None if turn.log_probs is None else turn.log_probs.tolist(), True)
         return turn
 
@@ -155,6 +168,7 @@ class Episode:
             response_ids=np.array(self.response_ids, np.int32),
             log_probs=None if self.log_probs is None else np.array(self.log_probs, np.float32),
             response_mask=np.array(self.response_mask),
+            routes=self.routes,
             finish_reason="length" if self.is_cut else self.turns[-1].finish_reason,
             version_spans=merge_spans(self._version_spans),
             last_policy_version=self.turns[-1].last_policy_version,

@@ -23,6 +23,7 @@ FORK_VARIABLE = "PLINTH_ROLLOUT_FORK"
 BUFFER_VARIABLE = "PLINTH_ROLLOUT_BUFFER"
 GPU_VARIABLE = "PLINTH_ROLLOUT_GPU"
 EXACT_VARIABLE = "PLINTH_ROLLOUT_EXACT"
+ROUTES_VARIABLE = "PLINTH_ROLLOUT_ROUTES"
 QUANTIZATION_VARIABLE = "PLINTH_ROLLOUT_QUANTIZATION"
 _PR_SET_PDEATHSIG = 1
 
@@ -74,6 +75,8 @@ def prepare_engine_core(patch: Any) -> None:
 
         patch.EXACT.check()
         match_transformers(patch.EXACT.replace, on_gpu=os.environ.get(GPU_VARIABLE) == "1")
+    if os.environ.get(ROUTES_VARIABLE) == "1" and patch.ROUTES.check():
+        _load("plinth_server_routes", "routes.py").record_routes(patch.ROUTES.replace)
     if uses_fast_paths():
         speed_up_engine_core(patch)
 

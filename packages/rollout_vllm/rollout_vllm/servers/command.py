@@ -79,13 +79,17 @@ def server_arguments(
         args += ["--enforce-eager"]
     elif device == "cuda" and config.fast_paths and not compiled and not any("cudagraph" in each for each in given):
         args += ["--cudagraph-capture-sizes", *map(str, graph_sizes(max_num_seqs))]
-    prefix_caching = config.prefix_caching and not (config.deterministic and device == "cpu")
+    # routes.py records those of computed tokens alone; vLLM on a GPU has those of cached ones, too.
+    uncached = device == "cpu" and (config.deterministic or config.routes)
+    prefix_caching = config.prefix_caching and not uncached
     args += ["--enable-prefix-caching" if prefix_caching else "--no-enable-prefix-caching"]
     chunked = config.chunked_prefill if config.chunked_prefill is not None else device != "cpu"
     args += ["--enable-chunked-prefill" if chunked else "--no-enable-chunked-prefill"]
     if config.match_trainer and device == "cuda" and not is_eager(config, device):
         # Compiled layers keep sums in float32 that others round. Graphs of decoding steps need no compiler.
         args += ["--compilation-config.mode=0", "--compilation-config.cudagraph_mode=FULL_DECODE_ONLY"]
+    if config.routes:
+        args += ["--no-async-scheduling"] if device == "cpu" else ["--enable-return-routed-experts"]
     if config.tensor_parallel_size > 1:
         args += ["--tensor-parallel-size", str(config.tensor_parallel_size)]
         if device == "cuda" and not multicast and not compiled:
@@ -170,6 +174,8 @@ def server_environment(
     if device == "cpu":
         # By default vLLM pins its threads to the first cores, which other servers and trainer ranks use too.
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        if config.routes:
+            env["PLINTH_ROLLOUT_ROUTES"] = "1"
         if threads == 1:
             env["PLINTH_ROLLOUT_FORK"] = "1"
         if config.tensor_parallel_size == 1:

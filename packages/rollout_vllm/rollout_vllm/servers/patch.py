@@ -180,6 +180,32 @@ WARM_UP = FENCE.patch(
     "without it, a model that has such a router compiles its kernels at its first request",
     replaces={"vllm.model_executor.warmup.kernel_warmup": ("_warmup_ll_bf16_router_gemm",)},
 )
+ROUTES = FENCE.patch(
+    name="routed experts on the CPU",
+    otherwise="stock path",
+    reason="vLLM returns routed experts from its second model runner alone, which the CPU lacks without Triton",
+    replaces={
+        "vllm.v1.worker.cpu_model_runner:CPUModelRunner": (
+            "load_model(load_dummy_weights)",
+            "execute_model(scheduler_output, intermediate_tensors)",
+            "sample_tokens(grammar_output)",
+        ),
+        "vllm.v1.core.sched.scheduler:Scheduler": ("update_from_output(scheduler_output, model_runner_output)",),
+    },
+    reads={
+        "vllm.model_executor.layers.fused_moe.routed_experts_capturer": (
+            "bind_routed_experts_capturer(model, capturer)",
+        ),
+        "vllm.model_executor.layers.fused_moe.routed_experts_capturer:RoutedExpertsCapturer": (
+            "__init__(max_num_batched_tokens, vllm_config)",
+            "snapshot_routing_data(num_tokens)",
+        ),
+        "vllm.v1.worker.cpu_model_runner:CPUModelRunner": ("input_batch", "vllm_config", "model"),
+        "vllm.v1.worker.gpu_input_batch:InputBatch": ("req_ids", "num_computed_tokens_cpu"),
+        "vllm.v1.core.sched.output:SchedulerOutput": ("num_scheduled_tokens", "total_num_scheduled_tokens"),
+        "vllm.v1.engine:EngineCoreOutput": ("routed_experts", "new_token_ids", "request_id"),
+    },
+)
 SOCKETS = FENCE.patch(
     name="folder of sockets",
     otherwise="stock path",

@@ -101,6 +101,8 @@ class _Unsent:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
+    routes: list[numpy.ndarray] = field(default_factory=list)
+    """Routed experts, if the server returns them: [tokens, layers, experts] each."""
 
     def end_span(self, version: int) -> None:
         """The tokens that belong to no span yet are of `version`."""
@@ -142,7 +144,8 @@ class TokenBuffer:
         unsent = self._unsent.pop(request_id)
         if not unsent.token_ids:
             return None
-        return EngineCoreOutput(request_id, unsent.token_ids, new_logprobs=self._message(unsent))
+        routes = _joined(unsent.routes)
+        return EngineCoreOutput(request_id, unsent.token_ids, new_logprobs=self._message(unsent), routed_experts=routes)
 
     def note(
         self, scheduler: Any, scheduled: dict[str, int], sampled: Any, column: list[float] | None
@@ -211,8 +214,11 @@ class TokenBuffer:
             starts, (row, length) = log_probs.cu_num_generated_tokens, position
             first = row if starts is None else starts[row]
             unsent.log_probs += column[first : first + length]
+        if output.routed_experts is not None:
+            unsent.routes.append(output.routed_experts)
         if len(unsent.token_ids) < unsent.interval and not _carries_more(output):
             return False
+        output.routed_experts = _joined(unsent.routes)
         output.new_token_ids, output.new_logprobs = unsent.token_ids, self._message(unsent)
         if output.finish_reason is None:
             self._unsent[output.request_id] = _Unsent(unsent.client_index, unsent.ends, unsent.interval)
@@ -236,7 +242,11 @@ def _carries_more(output: Any) -> bool:
     """True if an output has content besides tokens: the first and the last of a request, and rare events."""
     if output.finish_reason is not None or output.prefill_stats is not None or output.events is not None:
         return True
-    return output.routed_experts is not None or getattr(output, "new_sampling_mask", None) is not None
+    return getattr(output, "new_sampling_mask", None) is not None
+
+
+def _joined(routes: list[numpy.ndarray]) -> numpy.ndarray | None:
+    return numpy.concatenate(routes) if routes else None
 
 
 class _Rows:
@@ -254,7 +264,10 @@ def _is_plain_step(scheduler: Any, scheduled: Any, sampled: Any, log_probs: Any)
         return False
     if any(getattr(scheduler, name, None) for name in ("connector", "ec_connector", "perf_metrics")):
         return False
-    return getattr(sampled, "routed_experts", None) is None and not getattr(scheduler, "return_sampling_mask", False)
+    # vLLM makes the outputs with routed experts: of 0.26 or routes.py, and of 0.32.
+    if any(getattr(sampled, name, None) for name in ("routed_experts", "aux_output_connector_output")):
+        return False
+    return not getattr(scheduler, "return_sampling_mask", False)
 
 
 def buffer_in_engine_core(

@@ -1,0 +1,92 @@
+"""A mixture of experts is trained with the routes of its servers: rollout, batch, log-probs, update, push, resume."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plinth_testing import random_model, write_word_tokenizer
+from tests.run_folders import metrics_rows, only
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder: the first of its three layers has no experts."""
+    import transformers
+
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        mlp_only_layers=[0],
+        max_position_embeddings=128,
+        initializer_range=0.2,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    folder = tmp_path_factory.mktemp("mixture")
+    random_model(config).save_pretrained(folder)
+    write_word_tokenizer(folder, 64, eos_token="w2", bos_token="w1", pad_token="w0")
+    return folder
+
+
+def settings(mixture: Path, folder: Path) -> list[str]:
+    data = folder / "train.jsonl"
+    data.write_text("\n".join(json.dumps({"question": f"w{i} w{i + 1} w{i + 2}"}) for i in range(3, 40)))
+    return [
+        f"model.path={mixture}",
+        f"data.train=[{data}]",
+        "reward.function=benchmarks.grpo_step.workload:parity",
+        "trainer.num_ranks=2",
+        "actor.dtype=float32",
+        "rollout.dtype=float32",
+        "data.max_prompt_length=16",
+        "rollout.max_model_len=48",
+        "rollout.kv_cache_gib=0.1",
+        "batch.train_batch_size=4",
+        "batch.mini_batch_size=4",
+        "sampling.n=4",
+        "sampling.max_tokens=24",
+        "actor.optim.lr=1e-3",
+        "algorithm.kl_coef=0.01",
+        "trainer.val_before_train=false",
+        "trainer.val_after_train=false",
+    ]
+
+
+def run(start_app: Callable[..., Any], folder: Path, *overrides: str) -> list[dict[str, str]]:
+    app = start_app(folder, *overrides)
+    assert app.finish() == 0, app.output
+    return metrics_rows(only(path for path in folder.glob("grpo_*")))
+
+
+def test_a_mixture_learns_with_the_routes_of_its_servers_and_partial_rollouts(
+    mixture: Path, tmp_path: Path, start_app: Callable[..., Any]
+) -> None:
+    rows = run(
+        start_app,
+        tmp_path,
+        *settings(mixture, tmp_path),
+        "actor.router_replay=R3",
+        "actor.zero.stage=3",
+        "actor.gradient_checkpointing=true",
+        "actor.collective_guard=auto",
+        "oversampling.extra_prompts=2",
+        "trainer.total_training_steps=3",
+    )
+    assert len(rows) == 3
+    assert all(float(row["actor/routes_differ"]) < 0.01 for row in rows), "of the first update after each push"
+    assert all(float(row["rollout/log_prob_mismatch"]) < 1e-4 for row in rows), "fresh weights, the same routes"
