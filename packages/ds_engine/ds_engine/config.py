@@ -13,7 +13,16 @@ from typing import Any, Literal, NoReturn, get_args
 
 from plinth_base.dtypes import Dtype, dtype_bytes
 
-from .deepspeed_keys import DEFAULTS, LIVE_PARAMETERS, OWNED, PREFETCH_BUCKET, REUSE_DISTANCE, SUB_GROUP, needs_stage_3
+from .deepspeed_keys import (
+    DEFAULTS,
+    HPZ,
+    LIVE_PARAMETERS,
+    OWNED,
+    PREFETCH_BUCKET,
+    REUSE_DISTANCE,
+    SUB_GROUP,
+    needs_stage_3,
+)
 from .errors import EngineConfigError
 from .optimizers import OPTIMIZERS, Optimizer
 
@@ -98,6 +107,8 @@ class ZeroConfig:
             if self.stage < 3 and needs_stage_3(key):
                 only = f"DeepSpeed reads it at stage 3 only, and the stage is {self.stage}"
                 _refuse(f"deepspeed.{key}", value, only, "remove it")
+        if self.offload.param != "none" and int(self.deepspeed.get(HPZ, 1)) > 1:
+            _refuse(f"deepspeed.{HPZ}", self.deepspeed[HPZ], "second shards save no traffic of offloaded parameters")
         _require(self, "reduce_bucket_bytes", self.reduce_bucket_bytes >= 1024, "at least 1024")
         _require(self, "param_persistence_elements", self.param_persistence_elements >= 0, "0 or more")
         optimizer, param = self.offload.optimizer, self.offload.param
@@ -466,6 +477,11 @@ class EngineConfig:
     def sub_group_elements(self) -> int:
         """Elements that the optimizer of stage 3 steps at a time."""
         return int(self.zero.deepspeed.get(SUB_GROUP, DEFAULTS[SUB_GROUP]))
+
+    @property
+    def hpz_ranks(self) -> int:
+        """Stage 3: ranks of a node that hold a second shard of each parameter (hpZ); 1: none."""
+        return int(self.zero.deepspeed.get(HPZ, 1))
 
     @property
     def uses_bf16_optimizer(self) -> bool:
