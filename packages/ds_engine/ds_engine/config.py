@@ -368,6 +368,9 @@ class EngineConfig:
     attention: Attention = "auto"
     """auto: on CUDA flash-attn-4 (flash4, Hopper only) or flash-attn (flash) if installed, otherwise torch's varlen
     attention; on the CPU SDPA, one sequence at a time."""
+    match_servers: bool = False
+    """Compute the log-probs of the rollout servers, bit for bit: layers and log-probs use the servers' operations. For
+    dense Llama, Qwen2 and Qwen3 models."""
     router_replay: RouterReplay = "off"
     """Mixtures of experts: the routes of log-probs and updates. off: the routers choose in every pass. R2: updates
     replay the experts of the pass for old log-probs. R3: both replay the experts that the rollout servers chose for
@@ -414,6 +417,16 @@ class EngineConfig:
         if self.tiled_mlp and not self.trains_without_noise:
             _refuse("tiled_mlp", self.tiled_mlp, "tiles that are computed again would draw another dropout")
         _require(self, "sequence_parallel", self.sequence_parallel >= 1, "1 or more")
+        if self.match_servers:
+            for name, others, remedy in (
+                ("compile", self.compile, "false or null"),
+                ("lora", self.lora, "null"),
+                ("dtype", self.dtype == "float16", "bfloat16 or float32"),
+            ):
+                if others:
+                    _refuse(
+                        name, getattr(self, name), "match_servers computes each operation by itself", f"use {remedy}"
+                    )
         _require(self, "checkpoint_every", self.checkpoint_every >= 1, "1 or more")
         for name, default in (("checkpoint_every", 1), ("checkpoint_to_cpu", False)):
             is_used = self.gradient_checkpointing or getattr(self, name) == default

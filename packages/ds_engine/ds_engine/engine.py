@@ -20,6 +20,7 @@ from .micro_batch import ROUTES_COMPARED, ROUTES_DIFFER, MicroBatches
 from .model.attention import choose_kernel
 from .model.loading import check_offload, load_model, prepare_model, torch_dtype
 from .model.lora import NamedTensor, adapter_settings, adapter_tensors, adapters_off, has_adapters, whole_tensors
+from .model.matching import Operations
 from .model.packed_model import HIDDEN, lm_head_of, row_kernel, shares_prefixes
 from .model.sequence_parallel import join_sequence_group
 from .simple import SimpleBatch
@@ -52,6 +53,7 @@ class ZeroEngine:
         total_steps: int | None = None,
         trainable: bool = True,
         head: Head = "lm",
+        operations: Operations | None = None,
         deepspeed_settings: dict[str, Any] | None = None,
     ) -> None:
         """Take over `module`, which is loaded with packed attention and its head. Usually call `from_pretrained`.
@@ -79,7 +81,14 @@ class ZeroEngine:
         )
         self._num_steps = 0
         replay = prepare_model(
-            module, config, log_prob_fn=log_prob_fn, device=device, kernel=kernel, trainable=trainable, head=head
+            module,
+            config,
+            log_prob_fn=log_prob_fn,
+            device=device,
+            kernel=kernel,
+            trainable=trainable,
+            head=head,
+            operations=operations,
         )
         self._optimizer = build_optimizer(module, config.optim) if trainable else None
         if deepspeed_settings is None:
@@ -114,6 +123,7 @@ class ZeroEngine:
         total_steps: int | None = None,
         trainable: bool = True,
         head: Head = "lm",
+        operations: Operations | None = None,
     ) -> ZeroEngine:
         """Load the Hugging Face folder `model_path` and shard the model according to `config`.
 
@@ -126,6 +136,7 @@ class ZeroEngine:
             head: "lm", or "value" for a critic or reward model. A value head is a linear layer with one output
                 (`score.weight` [1, H]) that replaces the LM head; call `values` instead of `log_probs`. Where the
                 folder has none, a trainable engine draws it, and a frozen one refuses the folder.
+            operations: those of the servers, with `config.match_servers`.
 
         Raises:
             ModelError: the folder or architecture is not supported.
@@ -146,6 +157,7 @@ class ZeroEngine:
             total_steps=total_steps,
             trainable=trainable,
             head=head,
+            operations=operations,
             deepspeed_settings=settings,
         )
 
