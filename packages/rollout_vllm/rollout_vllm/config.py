@@ -50,7 +50,8 @@ class RolloutConfig:
     enforce_eager: bool | None = None
     """False: torch.compile and CUDA graphs, starts later, decodes faster; None: False on GPUs, True on the CPU."""
     prefix_caching: bool = True
-    """vLLM keeps the KV cache of shared prefixes, such as the prompt of a group."""
+    """vLLM keeps the KV cache of shared prefixes, such as the prompt of a group; not for models with recurrent layers
+    where `chunked_prefill` is off."""
     chunked_prefill: bool | None = None  # None: off on the CPU (per-request seeds crash that engine), on elsewhere
     sleep_mode: bool = False  # allow control.sleep, which frees GPU memory between rollouts; GPU only
     control_routes: bool = False  # enable the routes that abort requests, pause and update weights (API key required)
@@ -58,6 +59,9 @@ class RolloutConfig:
     profile_dir: str | None = None  # folder on the servers' host for traces (control.start_profile); None: no tracing
     load_format: str = "auto"  # vLLM's --load-format; "dummy": random weights, when weights are pushed anyway
     deterministic: bool = False  # same seeds give the same tokens, independently of batching; slower
+    match_trainer: bool = False
+    """Compute what the trainer computes, bit for bit (servers/exact): for dense Llama, Qwen2 and Qwen3 models that a
+    trainer runs with the same operations. Slower."""
     fast_paths: bool = True
     """Our replacements of parts of vLLM (servers/fast: buffered tokens, scheduling, scores, attention, start). False:
     stock vLLM, slower, and without the policy version of each token."""
