@@ -45,6 +45,11 @@ max_model_len: sampling.max_tokens=64
 max_model_len: data.max_prompt_length=500
 builtin:tiny: data.val=some.parquet
 rollout.device: rollout.device=cuda
+sampling.top_p: actor.match_servers=true sampling.top_p=0.9
+rollout.urls: actor.match_servers=true rollout.urls=[http://127.0.0.1:9]
+rollout.dtype: actor.match_servers=true actor.dtype=bfloat16
+actor.compile: actor.match_servers=true actor.compile=true
+actor.lora: actor.match_servers=true actor.lora.rank=8
 max_lora_rank: rollout.max_lora_rank=8
 max_lora_rank: rollout.max_lora_rank=8 actor.lora.rank=16
 max_lora_rank: rollout.max_lora_rank=9 actor.lora.rank=4

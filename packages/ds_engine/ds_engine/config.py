@@ -13,7 +13,16 @@ from typing import Any, Literal, NoReturn, get_args
 
 from plinth_base.dtypes import Dtype, dtype_bytes
 
-from .deepspeed_keys import DEFAULTS, LIVE_PARAMETERS, OWNED, PREFETCH_BUCKET, REUSE_DISTANCE, SUB_GROUP, needs_stage_3
+from .deepspeed_keys import (
+    DEFAULTS,
+    HPZ,
+    LIVE_PARAMETERS,
+    OWNED,
+    PREFETCH_BUCKET,
+    REUSE_DISTANCE,
+    SUB_GROUP,
+    needs_stage_3,
+)
 from .errors import EngineConfigError
 from .optimizers import OPTIMIZERS, Optimizer
 
@@ -98,6 +107,8 @@ class ZeroConfig:
             if self.stage < 3 and needs_stage_3(key):
                 only = f"DeepSpeed reads it at stage 3 only, and the stage is {self.stage}"
                 _refuse(f"deepspeed.{key}", value, only, "remove it")
+        if self.offload.param != "none" and int(self.deepspeed.get(HPZ, 1)) > 1:
+            _refuse(f"deepspeed.{HPZ}", self.deepspeed[HPZ], "second shards save no traffic of offloaded parameters")
         _require(self, "reduce_bucket_bytes", self.reduce_bucket_bytes >= 1024, "at least 1024")
         _require(self, "param_persistence_elements", self.param_persistence_elements >= 0, "0 or more")
         optimizer, param = self.offload.optimizer, self.offload.param
@@ -357,6 +368,9 @@ class EngineConfig:
     attention: Attention = "auto"
     """auto: on CUDA flash-attn-4 (flash4, Hopper only) or flash-attn (flash) if installed, otherwise torch's varlen
     attention; on the CPU SDPA, one sequence at a time."""
+    match_servers: bool = False
+    """Compute the log-probs of the rollout servers, bit for bit: layers and log-probs use the servers' operations. For
+    dense Llama, Qwen2 and Qwen3 models."""
     router_replay: RouterReplay = "off"
     """Mixtures of experts: the routes of log-probs and updates. off: the routers choose in every pass. R2: updates
     replay the experts of the pass for old log-probs. R3: both replay the experts that the rollout servers chose for
@@ -403,6 +417,16 @@ class EngineConfig:
         if self.tiled_mlp and not self.trains_without_noise:
             _refuse("tiled_mlp", self.tiled_mlp, "tiles that are computed again would draw another dropout")
         _require(self, "sequence_parallel", self.sequence_parallel >= 1, "1 or more")
+        if self.match_servers:
+            for name, others, remedy in (
+                ("compile", self.compile, "false or null"),
+                ("lora", self.lora, "null"),
+                ("dtype", self.dtype == "float16", "bfloat16 or float32"),
+            ):
+                if others:
+                    _refuse(
+                        name, getattr(self, name), "match_servers computes each operation by itself", f"use {remedy}"
+                    )
         _require(self, "checkpoint_every", self.checkpoint_every >= 1, "1 or more")
         for name, default in (("checkpoint_every", 1), ("checkpoint_to_cpu", False)):
             is_used = self.gradient_checkpointing or getattr(self, name) == default
@@ -453,6 +477,11 @@ class EngineConfig:
     def sub_group_elements(self) -> int:
         """Elements that the optimizer of stage 3 steps at a time."""
         return int(self.zero.deepspeed.get(SUB_GROUP, DEFAULTS[SUB_GROUP]))
+
+    @property
+    def hpz_ranks(self) -> int:
+        """Stage 3: ranks of a node that hold a second shard of each parameter (hpZ); 1: none."""
+        return int(self.zero.deepspeed.get(HPZ, 1))
 
     @property
     def uses_bf16_optimizer(self) -> bool:

@@ -29,9 +29,8 @@ OWNED: dict[str, str] = {
     "compute_grad_norm": "the engine reports the gradient norm of every step",
     **dict.fromkeys(("round_robin_gradients", "use_multi_rank_bucket_allreduce", "allgather_partitions"), _GRADIENTS),
     **dict.fromkeys(("legacy_stage1", "zenflow", "zero_quantized_gradients", "parameter_alignment"), _GRADIENTS),
-    **dict.fromkeys(("zero_hpz_partition_size", "zero_quantized_weights"), _PARTITIONING),
-    **dict.fromkeys(("zero_quantized_nontrainable_weights", "mics_shard_size"), _PARTITIONING),
-    "mics_hierarchical_params_gather": _PARTITIONING,
+    **dict.fromkeys(("zero_quantized_weights", "zero_quantized_nontrainable_weights"), _PARTITIONING),
+    **dict.fromkeys(("mics_shard_size", "mics_hierarchical_params_gather"), _PARTITIONING),
     **dict.fromkeys(("leaf_module", "stage3_module_granularity_threshold", "module_granularity_threshold"), _LAYERS),
     **dict.fromkeys(("override_module_apply", "memory_efficient_linear"), _LAYERS),
     **dict.fromkeys(("stage3_use_all_reduce_for_fetch_params", "use_all_reduce_for_fetch_params"), _LAYERS),
@@ -44,10 +43,11 @@ REUSE_DISTANCE = "stage3_max_reuse_distance"
 LIVE_PARAMETERS = "stage3_max_live_parameters"
 PREFETCH_BUCKET = "stage3_prefetch_bucket_size"
 SUB_GROUP = "sub_group_size"
+HPZ = "zero_hpz_partition_size"
 DEFAULTS = {REUSE_DISTANCE: 10**9, LIVE_PARAMETERS: 10**9, SUB_GROUP: 10**9}
 """DeepSpeed's defaults in elements of the keys that determine memory; the engine chooses the prefetch bucket."""
 
 
 def needs_stage_3(key: str) -> bool:
     """True if DeepSpeed reads the key at stage 3 only."""
-    return key.startswith("stage3_") or key == SUB_GROUP
+    return key.startswith("stage3_") or key in (SUB_GROUP, HPZ)

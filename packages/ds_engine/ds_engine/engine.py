@@ -20,6 +20,7 @@ from .micro_batch import ROUTES_COMPARED, ROUTES_DIFFER, MicroBatches
 from .model.attention import choose_kernel
 from .model.loading import check_offload, load_model, prepare_model, torch_dtype
 from .model.lora import NamedTensor, adapter_settings, adapter_tensors, adapters_off, has_adapters, whole_tensors
+from .model.matching import Operations
 from .model.packed_model import HIDDEN, lm_head_of, row_kernel, shares_prefixes
 from .model.sequence_parallel import join_sequence_group
 from .simple import SimpleBatch
@@ -27,6 +28,7 @@ from .state.checkpoint import load_state, save_state
 from .state.export import export_tensors
 from .state.reshape import StateSource, fill_state, flat_fragments, has_layout
 from .zero.ds_config import check_deepspeed, deepspeed_config
+from .zero.hpz import drop_second_shards, prepare_hpz
 from .zero.memory import EngineMemory, MemoryReport, memory_stats
 from .zero.optimizer import build_optimizer, start_deepspeed
 from .zero.optimizer_step import LossScale, check_fp16
@@ -51,6 +53,7 @@ class ZeroEngine:
         total_steps: int | None = None,
         trainable: bool = True,
         head: Head = "lm",
+        operations: Operations | None = None,
         deepspeed_settings: dict[str, Any] | None = None,
     ) -> None:
         """Take over `module`, which is loaded with packed attention and its head. Usually call `from_pretrained`.
@@ -78,7 +81,14 @@ class ZeroEngine:
         )
         self._num_steps = 0
         replay = prepare_model(
-            module, config, log_prob_fn=log_prob_fn, device=device, kernel=kernel, trainable=trainable, head=head
+            module,
+            config,
+            log_prob_fn=log_prob_fn,
+            device=device,
+            kernel=kernel,
+            trainable=trainable,
+            head=head,
+            operations=operations,
         )
         self._optimizer = build_optimizer(module, config.optim) if trainable else None
         if deepspeed_settings is None:
@@ -113,6 +123,7 @@ class ZeroEngine:
         total_steps: int | None = None,
         trainable: bool = True,
         head: Head = "lm",
+        operations: Operations | None = None,
     ) -> ZeroEngine:
         """Load the Hugging Face folder `model_path` and shard the model according to `config`.
 
@@ -125,6 +136,7 @@ class ZeroEngine:
             head: "lm", or "value" for a critic or reward model. A value head is a linear layer with one output
                 (`score.weight` [1, H]) that replaces the LM head; call `values` instead of `log_probs`. Where the
                 folder has none, a trainable engine draws it, and a frozen one refuses the folder.
+            operations: those of the servers, with `config.match_servers`.
 
         Raises:
             ModelError: the folder or architecture is not supported.
@@ -132,6 +144,7 @@ class ZeroEngine:
         """
         _require_process_group()
         check_deepspeed(config)
+        prepare_hpz(config)
         check_offload(config.zero.offload)
         check_fp16(config.model_dtype, device.type)
         settings = deepspeed_config(config, device_type=device.type, trainable=trainable)
@@ -144,6 +157,7 @@ class ZeroEngine:
             total_steps=total_steps,
             trainable=trainable,
             head=head,
+            operations=operations,
             deepspeed_settings=settings,
         )
 
@@ -414,6 +428,7 @@ class ZeroEngine:
         """
         self._require_optimizer("load_checkpoint")
         self._num_steps = load_state(self._deepspeed, folder, tag)
+        drop_second_shards(self._deepspeed.optimizer)
 
     def load_state(self, source: StateSource, *, num_steps: int | None = None) -> None:
         """Resume from a state written by any number of ranks, at any stage, offload and dtype, bit for bit; also from
@@ -435,6 +450,7 @@ class ZeroEngine:
             raise CheckpointError(unportable, field="optim.name", value=optim.name, remedy=remedy)
         loaded = fill_state(self._deepspeed, self.module, source, self._states_of)
         self._num_steps = loaded if num_steps is None else num_steps
+        drop_second_shards(self._deepspeed.optimizer)
 
     def has_layout(self, source: StateSource) -> bool:
         """True if `load_checkpoint` can read the checkpoint of `source`: the same number of ranks, stage, offload,

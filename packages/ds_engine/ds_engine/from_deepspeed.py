@@ -17,7 +17,7 @@ from plinth_base.dtypes import dtype_bytes
 from plinth_base.errors import prefix_fields
 
 from .config import EngineConfig
-from .deepspeed_keys import OWNED
+from .deepspeed_keys import HPZ, OWNED
 from .errors import EngineConfigError
 
 Fate = Literal["mapped", "open", "overridden", "no effect", "refused"]
@@ -170,7 +170,6 @@ def table(
     own = {key: Key(why=why) for key, why in OWNED.items()}
     own |= {key: lacks(OWNED[key]) for key in _OPTIONAL}
     own["zenflow"] = lacks(OWNED["zenflow"], lambda value: value is not None)  # an empty section switches it on
-    own["zero_hpz_partition_size"] = lacks(OWNED["zero_hpz_partition_size"], lambda value: _integer(value) > 1)
     own["mics_shard_size"] = lacks(OWNED["mics_shard_size"], lambda value: _integer(value) > 0)
     device = {
         "optimizer": Key("zero.offload.optimizer", lambda value: value or "none"),
@@ -197,6 +196,7 @@ def table(
         ),
         "allgather_bucket_size": Key(why="it is as large as zero.reduce_bucket_bytes"),
         "sub_group_size": at_stage_3("zero.deepspeed.sub_group_size", _integer),
+        HPZ: Key(f"zero.deepspeed.{HPZ}", _integer, "it is off", lambda value: stage == 3 and _integer(value) > 1),
         "enable_sanity_checks": Key("zero.deepspeed.enable_sanity_checks"),
         **{f"stage3_{key}": at_stage_3(f"zero.deepspeed.stage3_{key}", _integer) for key in further},
         **{key: at_stage_3(f"zero.deepspeed.stage3_{key}", _integer) for key in further},

@@ -23,8 +23,8 @@ _MODULES = (
         "state.reshape",
         "zero.adamw",
     ),
-    *("zero.grad_accumulation", "zero.optimizer", "zero.optimizer_step", "zero.zero3_gather", "zero.zero3_gradients"),
-    "zero.zero3_hooks",
+    *("zero.grad_accumulation", "zero.hpz", "zero.optimizer", "zero.optimizer_step", "zero.zero3_gather"),
+    *("zero.zero3_gradients", "zero.zero3_hooks"),
 )
 
 

@@ -71,6 +71,35 @@ def train(
         engine.close()
 
 
+def train_and_go_back(model_path: str, config: EngineConfig, samples: list[Sample], folder: str) -> dict[str, Any]:
+    """Log-probs, each with the number of second shards (hpZ) at its end: at the start, after a step, after another one
+    and the return to the state of the first, after the checkpoint of the start, and of a frozen second engine."""
+    engine, batch = build(model_path, config), make_batch(samples)
+
+    def look(of: ZeroEngine = engine) -> tuple[torch.Tensor, int]:
+        log_probs_K = of.log_probs([batch])[0].log_probs_K
+        return log_probs_K, sum(getattr(p, "ds_secondary_tensor", None) is not None for p in of.module.parameters())
+
+    try:
+        result = {"start": look()}
+        engine.save_checkpoint(folder, "tag")
+        engine.train_mini_batch([batch, batch], weighted_loss)
+        result["moved"] = look()
+        source = MemorySource(state=state_of(engine), optimizer_steps=1, client_state={"num_steps": 1})
+        engine.train_mini_batch([batch, batch], weighted_loss)
+        result["moved on"] = look()
+        engine.load_state(source)
+        result["returned"] = look()
+        engine.load_checkpoint(folder, "tag")
+        result["loaded"] = look()
+        second = build(model_path, config, trainable=False)
+        result["second"] = look(second)
+        second.close()
+        return result
+    finally:
+        engine.close()
+
+
 def train_trees(model_path: str, config: EngineConfig, steps: list[list[Any]], share: bool) -> dict[str, Any]:
     """Train on `steps` (of this rank: a list of micro batches each, (parents, lengths, seed) of a tree)."""
     engine = build(model_path, config)

@@ -18,7 +18,7 @@ from ds_engine import (
     learning_rate,
 )
 from ds_engine.config import check_schedule
-from ds_engine.deepspeed_keys import LIVE_PARAMETERS, OWNED, PREFETCH_BUCKET, REUSE_DISTANCE, SUB_GROUP
+from ds_engine.deepspeed_keys import HPZ, LIVE_PARAMETERS, OWNED, PREFETCH_BUCKET, REUSE_DISTANCE, SUB_GROUP
 from ds_engine.errors import EngineConfigError
 from plinth_testing import raises
 
@@ -160,7 +160,7 @@ def test_every_key_of_deepspeeds_section_is_owned_or_passed_on() -> None:
     fields = DeepSpeedZeroConfig.model_fields
     known = {field.alias or name for name, field in fields.items()}
     assert known - set(OWNED) == {
-        *(REUSE_DISTANCE, LIVE_PARAMETERS, PREFETCH_BUCKET, SUB_GROUP, "stage3_model_persistence_threshold"),
+        *(REUSE_DISTANCE, LIVE_PARAMETERS, PREFETCH_BUCKET, SUB_GROUP, HPZ, "stage3_model_persistence_threshold"),
         *("ignore_unused_parameters", "log_trace_cache_warnings", "enable_sanity_checks"),
     }
 

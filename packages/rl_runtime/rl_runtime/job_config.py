@@ -15,6 +15,7 @@ from .peer_keys import PEER_KEYS
 from .rollout.config import (
     DYNAMIC_SAMPLING,
     GREEDY_BASELINE,
+    MATCHED_SERVERS,
     OVERSAMPLING,
     QUANTIZED_CACHE,
     QUANTIZED_SERVERS,
@@ -29,6 +30,7 @@ from .training.router_replay import ROUTER_REPLAY
 from .training.supervised_config import SupervisedConfig
 
 FEATURES = (
+    MATCHED_SERVERS,
     OVERSAMPLING,
     QUANTIZED_CACHE,
     QUANTIZED_SERVERS,

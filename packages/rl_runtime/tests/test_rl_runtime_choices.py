@@ -256,6 +256,7 @@ OPEN_SETTINGS = (
         {"trainer": TrainerConfig(take_turns="both")},
         {"trainer": TrainerConfig(max_staleness=1)},
         {"oversampling": OversamplingConfig(extra_prompts=2)},
+        {"actor": EngineConfig(match_servers=True)},
     ],
 )
 def test_no_setting_stays_open_and_servers_have_the_modes_that_others_need(
@@ -271,6 +272,8 @@ def test_no_setting_stays_open_and_servers_have_the_modes_that_others_need(
     assert (resolved.sync.transport, resolved.sync.bucket_mib) == (("ipc", 256) if num_gpus else ("shm", 64))
     assert resolved.teacher.server.max_model_len == 320 + 512 + 1
     assert resolved.rollout.sleep_mode == resolved.trainer.takes_turns
+    assert resolved.rollout.match_trainer == resolved.actor.match_servers
+    assert resolved.rollout.dtype == ("bfloat16" if resolved.actor.match_servers else "auto")
     assert resolved.rollout.control_routes == bool(
         resolved.trainer.max_staleness or resolved.oversampling.extra_prompts
     )

@@ -58,6 +58,9 @@ class RolloutConfig:
     profile_dir: str | None = None  # folder on the servers' host for traces (control.start_profile); None: no tracing
     load_format: str = "auto"  # vLLM's --load-format; "dummy": random weights, when weights are pushed anyway
     deterministic: bool = False  # same seeds give the same tokens, independently of batching; slower
+    match_trainer: bool = False
+    """Compute what the trainer computes, bit for bit (servers/exact): for dense Llama, Qwen2 and Qwen3 models that a
+    trainer runs with the same operations. Slower."""
     fast_paths: bool = True
     """Our replacements of parts of vLLM (servers/fast: buffered tokens, scheduling, scores, attention, start). False:
     stock vLLM, slower, and without the policy version of each token."""

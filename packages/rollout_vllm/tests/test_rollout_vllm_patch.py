@@ -210,5 +210,5 @@ def test_installed_vllm_has_every_declared_part() -> None:
 def test_untested_vllm_runs_its_own_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FENCE.tested, "vllm", ">=99")
     assert not BUFFERING.check()
-    assert {row["state"] for row in records()} == {"stock path"}
+    assert all(row["state"] == row["otherwise"] for row in records())
     assert callable(system_utils.get_mp_context)

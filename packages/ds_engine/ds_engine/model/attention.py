@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ..errors import EngineConfigError, ModelError
 from .flash4 import KERNELS, flash4_attention
+from .matching import MatchedAttention
 from .prefix_tree import Borders, Crossings, TreeLayout, gather_rows, make_crossings, tree_layout
 from .sequence_parallel import SequenceGroup, gather_heads, scatter_heads
 
@@ -59,6 +60,8 @@ class PackedLayout:
     """Set where sequences share prefixes."""
     crossings: Crossings | None = None
     """Set with flash4, also without a tree."""
+    matched: MatchedAttention | None = None
+    """Set with match_servers: `kernel` then computes gradients only."""
 
     @property
     def keys(self) -> Borders:
@@ -201,7 +204,14 @@ def packed_attention(
     if not knows_paths and packing.tree is not None:
         k_Thd, v_Thd = (gather_rows(x, packing.tree.path_rows) for x in (k_Thd, v_Thd))
         keys = packing.tree.paths
-    out = _KERNELS[packing.kernel](q_Thd, k_Thd, v_Thd, packing, keys, scale, sliding_window)
+
+    def usual(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _KERNELS[packing.kernel](q, k, v, packing, keys, scale, sliding_window)
+
+    if packing.matched is None:
+        out = usual(q_Thd, k_Thd, v_Thd)
+    else:
+        out = packing.matched.attend(q_Thd, k_Thd, v_Thd, scale, usual)
     if packing.sp_group is not None:
         out = gather_heads(out, packing.sp_group)
     if padded:

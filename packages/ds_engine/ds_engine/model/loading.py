@@ -22,6 +22,7 @@ from .compilation import compile_layers
 from .experts import use_experts
 from .folder_names import drop_unused_conversions
 from .lora import add_adapters
+from .matching import Operations, check_match, match_servers
 from .nf4 import nf4_weights, quantize_base, round_to_nf4
 from .packed_model import install_packed_forward, mark_way
 from .parts import VALUE_HEAD
@@ -208,6 +209,8 @@ def check_model(
 
 def _checked_trial(model_config: Any, config: EngineConfig, head: Head, device: torch.device) -> Trial:
     check_model_heads(model_config, config.sequence_parallel)
+    if config.match_servers:
+        check_match(model_config)
     trial = try_model(model_config, head=head, device=device)
     if trial.recurrent and config.sequence_parallel > 1:
         problem = f"a recurrence runs along all tokens of a sequence, but {trial}"
@@ -233,6 +236,7 @@ def prepare_model(
     kernel: str,
     trainable: bool,
     head: Head,
+    operations: Operations | None = None,
 ) -> RouterReplay | None:
     """Prepare a loaded model in place: adapters, activation checkpointing, compilation, tiles and the packed forward.
 
@@ -241,22 +245,29 @@ def prepare_model(
 
     Args:
         kernel: attention kernel, see `choose_kernel`.
+        operations: those of the servers; required with `match_servers`.
 
     Raises:
         ModelError: the architecture does not support one of these.
         EngineConfigError: a setting cannot work here.
     """
+    if config.match_servers and operations is None:
+        raise EngineConfigError("it needs their operations", field="match_servers", value=True)
     check_model_heads(module.config, config.sequence_parallel)
     if trainable and config.lora is not None:
         add_adapters(module, config.lora, head=head, seed=config.seed)
     if config.gradient_checkpointing:
         enable_checkpointing(module, every=config.checkpoint_every, to_cpu=config.checkpoint_to_cpu)
+    if operations is not None:
+        match_servers(module, operations)
     if config.compile:
         tiles = config.tiled_mlp or 0
         compile_layers(module, device_type=device.type, kernel=kernel, stage=config.zero.stage, tiled_mlp=tiles)
     elif config.tiled_mlp:
         tile_mlps(module, config.tiled_mlp)
-    install_packed_forward(module, log_prob_fn if head == "lm" else None, count_calls=not config.compile)
+    install_packed_forward(
+        module, log_prob_fn if head == "lm" else None, count_calls=not config.compile, operations=operations
+    )
     if not trainable:
         module.requires_grad_(False)
     return None if config.router_replay == "off" else install_replay(module)

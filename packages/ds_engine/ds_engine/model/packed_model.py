@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..errors import BatchError, ModelError
 from .attention import PackedLayout, packed_layout
+from .matching import MatchedAttention, Operations, matching_log_probs
 from .parts import VALUE_HEAD, find_backbone, transformer_layers
 from .prefix_tree import check_order, gather_rows, take
 from .recurrence import recurrence_per_sequence
@@ -204,7 +205,9 @@ def _pad(ids_T: Tensor, positions_T: Tensor, lengths: list[int], multiple: int) 
     return torch.cat((ids_T, zeros)), torch.cat((positions_T, zeros)), [*lengths, missing]
 
 
-def install_packed_forward(model: Any, log_prob_fn: LogProbFn | None, *, count_calls: bool = True) -> None:
+def install_packed_forward(
+    model: Any, log_prob_fn: LogProbFn | None, *, count_calls: bool = True, operations: Operations | None = None
+) -> None:
     """Add the packed forward to `model`, in place. Calls without `packed` work as before.
 
     The first packed row is refused with a ModelError unless each layer calls packed attention, or a recurrence that
@@ -213,6 +216,7 @@ def install_packed_forward(model: Any, log_prob_fn: LogProbFn | None, *, count_c
     Args:
         model: a transformers causal LM; if `log_prob_fn` is None, a model with a value head (`VALUE_HEAD`).
         count_calls: False for compiled layers, whose graphs the count would be a part of.
+        operations: those of the servers, for attention and log-probs (matching.py).
 
     Raises:
         ModelError: the model has no separate backbone, or its head is missing or not supported.
@@ -230,6 +234,8 @@ def install_packed_forward(model: Any, log_prob_fn: LogProbFn | None, *, count_c
         _install_value_forward(head)
     else:
         hidden_scale = _hidden_scale(model)
+        if operations is not None:
+            log_prob_fn = matching_log_probs(log_prob_fn, operations)
         _install_lm_forward(head, log_prob_fn, _head_options(model, head))
     original: Callable[..., Any] = model.forward
     set_rotary_layout = rotary_per_sequence(backbone)
@@ -245,6 +251,8 @@ def install_packed_forward(model: Any, log_prob_fn: LogProbFn | None, *, count_c
             out = backbone(input_ids=packed.rows.input_ids_SL, attention_mask=packed.rows.mask_SL, use_cache=False)
             return cast("Tensor", out[0]).flatten(0, 1)
         packing = replace(packed.packing, calls=[]) if uncounted else packed.packing
+        if operations is not None:
+            packing = replace(packing, matched=MatchedAttention.make(packing, operations))
         set_recurrent_layout(packing)
         with _checked_calls(model, backbone, packing) if uncounted else nullcontext():
             out = backbone(

@@ -298,6 +298,7 @@ def _stage_3(case: _Case) -> _States:
     states = sum(-(-w.size // ranks) * num_bytes for group, num_bytes in case.groups() for w in group)
     frozen_shard = sum(-(-w.size // ranks) for w in case.frozen)
     everything = case.trained + case.frozen
+    second = sum(-(-w.size // case.config.hpz_ranks) for w in everything) if case.config.hpz_ranks > 1 else 0
     threshold = zero.param_persistence_elements
     persistent = sum(w.size for w in everything if w.size <= threshold)
     gathered = 0
@@ -312,7 +313,7 @@ def _stage_3(case: _Case) -> _States:
     gradients = Place(cpu=flat + 4 * shard) if offloaded else Place(device=flat)
     bucket = case.bucket * (4 if zero.fp32_reduce else e)
     return _States(
-        weights=_place(zero.offload.param, (shard + frozen_shard) * e),
+        weights=_place(zero.offload.param, (shard + frozen_shard + second) * e),
         gradients=gradients,
         optimizer=_place(zero.offload.optimizer, math.ceil(states)),
         buffers=Place(device=gathered + bucket * (1 if ranks == 1 else 2)),
@@ -356,6 +357,15 @@ def _mlp_bytes(case: _Case, tokens: int) -> int:
     return min(tokens, case.config.tiled_mlp) * (temporary + _product_bytes(case)) + sums
 
 
+def _attention_bytes(case: _Case) -> int:
+    """Bytes per token that the backward pass of attention allocates, less what the MLP after it kept and has freed: the
+    gradients of its output and inputs, fp32 sums of the latter, and those of the residual stream."""
+    shape, e = case.shape, case.e
+    q, v = shape.query_width, shape.kv_width
+    freed = 0 if case.config.tiled_mlp else _product_bytes(case)
+    return e * (2 * q + 2 * v) + 4 * (q + 2 * v) + 2 * e * shape.hidden - freed
+
+
 def _layer_bytes(case: _Case) -> int:
     """Bytes of activations that one layer keeps per token."""
     shape, e = case.shape, case.e
@@ -391,7 +401,7 @@ def _peak(case: _Case, states: _States, tokens: int, targets: int, log_prob_byte
     final_hidden = tokens * hidden * (4 + e) + targets * hidden * (e + 4)
     at_head = kept + final_hidden + head_table + log_prob_bytes
     below_head = head_table if shape.tied else 0  # a tied head's gradient is kept until the embedding's backward pass
-    in_layer = _mlp_bytes(case, tokens) + tokens * 12 * hidden
+    in_layer = max(_mlp_bytes(case, tokens) + tokens * 12 * hidden, tokens * _attention_bytes(case))
     if _uses_nf4(config):
         largest = max(w.size for w in shape.linear_layers())
         in_layer += e * largest + _DEQUANTIZE_BYTES * min(largest, NF4_CHUNK)

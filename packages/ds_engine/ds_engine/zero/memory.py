@@ -65,7 +65,7 @@ def state_tensors(root: Any, device_type: str, *, depth: int = 4) -> Iterator[Te
     if isinstance(root, Tensor):
         if root.device.type == device_type:
             yield root
-        for name in ("grad", "ds_tensor"):
+        for name in ("grad", "ds_tensor", "ds_secondary_tensor"):
             # .grad of a non-leaf tensor warns.
             inner = getattr(root, name, None) if name != "grad" or root.is_leaf else None
             if isinstance(inner, Tensor):

@@ -2,7 +2,8 @@
 
 DeepSpeed all-gathers the shards of several parameters in one collective, but assembles, waits for and releases every
 parameter separately. Here one kernel and one wait serve all parameters of a collective. The collectives and their
-contents are DeepSpeed's: on every rank its shards of the parameters, in the order of their ids.
+contents are DeepSpeed's: on every rank its shards of the parameters, in the order of their ids; with hpZ, while they
+exist, second shards of the ranks of a node.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ GATHERS = FENCE.patch(
     reads={
         _PARAMETERS: (
             *("ds_id", "ds_status", "ds_shape", "ds_numel", "ds_tensor", "ds_secondary_tensor", "ds_persist"),
-            *("ds_process_group", "ds_active_sub_modules", "nvme_swapper"),
+            *("ds_process_group", "ds_zero_param_process_group", "ds_active_sub_modules", "nvme_swapper"),
         ),
         _OFFLOAD: ("ds_inflight_param_registry",),
         _STAGE_3: ("persistent_parameters", "parameter_offload"),
@@ -154,7 +155,7 @@ class _Gathers:
         self._params: list[Any] = list(module.parameters())
         # Cached because every pass reads it for every parameter. None: DeepSpeed's own methods.
         self._gather_keys: dict[int, Any] = {p.ds_id: _gather_key(p) for p in self._params}
-        self._buckets: dict[tuple[int, ...], _Bucket] = {}
+        self._buckets: dict[tuple[bool, tuple[int, ...]], _Bucket] = {}
 
     def share_collective(self, params: Iterable[Any]) -> bool:
         """True if one collective can gather all of `params`."""
@@ -168,6 +169,7 @@ class _Gathers:
         available, not_available = param_status("AVAILABLE"), param_status("NOT_AVAILABLE")
         empty = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         is_replaced = self._gather_keys[parameter.ds_id] is not None
+        has_second = parameter.ds_zero_param_process_group is not None
 
         def all_gather_coalesced(params: Iterable[Any], safe_mode: bool = False, quantize: bool = False) -> Any:
             if not isinstance(params, Sequence):
@@ -189,6 +191,7 @@ class _Gathers:
                 or not free_data
                 or parameter.ds_status != available
                 or parameter.ds_active_sub_modules
+                or (has_second and parameter.ds_secondary_tensor is None)
             ):
                 partition(param_list, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data)
                 return
@@ -213,16 +216,17 @@ class _Gathers:
 
     def _bucket(self, params: Sequence[Any]) -> _Bucket:
         """The bucket of these parameters; each step gathers the same combinations."""
-        ids = tuple(sorted(p.ds_id for p in params))
-        if ids not in self._buckets:
-            self._buckets[ids] = _Bucket(sorted(params, key=lambda p: int(p.ds_id)))
-        return self._buckets[ids]
+        second = all(p.ds_secondary_tensor is not None for p in params)
+        key = second, tuple(sorted(p.ds_id for p in params))
+        if key not in self._buckets:
+            self._buckets[key] = _Bucket(sorted(params, key=lambda p: int(p.ds_id)), second=second)
+        return self._buckets[key]
 
 
 def _gather_key(param: Any) -> Any:
     """Equal for parameters that one collective can gather; None if the parameter keeps DeepSpeed's methods."""
     shard: Tensor | None = param.ds_tensor
-    if param.nvme_swapper is not None or shard is None or param.ds_secondary_tensor is not None:
+    if param.nvme_swapper is not None or shard is None:
         return None
     return (param.dtype, param.ds_process_group) if param.dtype == shard.dtype else None
 
@@ -230,19 +234,25 @@ def _gather_key(param: Any) -> Any:
 class _Bucket:
     """Parameters that one collective gathers, in its order, and their memory layout."""
 
-    def __init__(self, params: Sequence[Any]) -> None:
+    def __init__(self, params: Sequence[Any], *, second: bool) -> None:
+        """`second`: of hpZ's shards within a node."""
         first = params[0]
         self.params = params
+        self._second = second
         self.dtype: torch.dtype = first.dtype
-        self.group: dist.ProcessGroup = first.ds_process_group
+        self.group: dist.ProcessGroup = first.ds_zero_param_process_group if second else first.ds_process_group
         self.world_size = dist.get_world_size(self.group)
         self.rank = dist.get_rank(self.group)
-        self.shard_sizes = [int(p.ds_tensor.ds_numel) for p in params]
+        self.shard_sizes = [int(shard.ds_numel) for shard in self.shards()]
         """Elements, including the padding of parameters that are not divisible."""
         by_storage: dict[Any, list[int]] = {}
         for index, param in enumerate(params):
             by_storage.setdefault(self._storage_key(index, param), []).append(index)
         self._storages = [(indices, *self._views(indices)) for indices in by_storage.values()]
+
+    def shards(self) -> list[Any]:
+        """This rank's shards. The second ones are new in every step."""
+        return [p.ds_secondary_tensor if self._second else p.ds_tensor for p in self.params]
 
     def _storage_key(self, index: int, param: Any) -> Any:
         """Equal for parameters that may share a storage because they are released together: those that stay gathered
@@ -303,7 +313,7 @@ class _Gather:
         self._bucket: _Bucket | None = bucket
         self._in_flight = in_flight
         device = _device()
-        shards = [p.ds_tensor.data for p in bucket.params]
+        shards = [shard.data for shard in bucket.shards()]
         if any(shard.device != device for shard in shards):
             shards = [shard.to(device, non_blocking=True) for shard in shards]
         # [world size, shards of one rank]

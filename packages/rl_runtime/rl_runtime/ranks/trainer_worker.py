@@ -34,6 +34,7 @@ from ckpt import (
 )
 from ds_engine import EngineConfig, Head, LossFn, LossOutput, StepStats, TokenOutputs, ZeroEngine, init_distributed
 from rl_core import Batch, linear_log_prob
+from rollout_vllm.servers.exact import operations
 from weight_sync import Adapter, Endpoint, SyncConfig, SyncReport, WeightPusher, ZeroSource
 
 from .heartbeat import Heartbeat, Receiver
@@ -122,6 +123,7 @@ class TrainerWorker(RankProfiler):
             total_steps=total_steps,
             trainable=total_steps is not None,
             head=head,
+            operations=operations if config.match_servers else None,
         )
         built = time.perf_counter()
         try:

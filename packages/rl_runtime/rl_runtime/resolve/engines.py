@@ -61,6 +61,8 @@ def _compiles(engine: EngineConfig, shape: ModelShape | None) -> tuple[bool, str
         return False, "compiling takes longer than training the built-in model"
     if not shape.is_exact:
         return False, f"only {', '.join(FAMILIES)} are compiled without being asked"
+    if engine.match_servers:
+        return False, "match_servers computes each operation by itself"
     if engine.lora is not None and engine.lora.base_format == "nf4":
         return False, "an NF4 base is dequantized outside of compiled layers"
     if engine.zero.offload.param == "nvme":

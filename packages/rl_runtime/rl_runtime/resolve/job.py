@@ -235,6 +235,10 @@ def _resolve_length_shaping(resolved: ResolvedConfig[JobConfigT]) -> ResolvedCon
 def _resolve_server_modes(resolved: ResolvedConfig[JobConfigT]) -> ResolvedConfig[JobConfigT]:
     """Modes of the servers that other settings need."""
     trainer, oversampling = resolved.config.trainer, resolved.config.oversampling
+    if resolved.config.actor.match_servers:
+        why = "actor.match_servers"
+        resolved = resolved.with_consequence("rollout.match_trainer", True, why)
+        resolved = resolved.with_consequence("rollout.dtype", resolved.config.actor.model_dtype, why)
     if trainer.takes_turns:
         resolved = resolved.with_consequence("rollout.sleep_mode", True, "trainer.take_turns")
     if trainer.max_staleness:

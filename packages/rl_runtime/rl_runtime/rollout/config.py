@@ -128,6 +128,33 @@ QUANTIZED_CACHE = Feature(
     is_on=lambda c: c.rollout.kv_cache_dtype != "auto",
     rules=(only("rollout.log_probs", True, why="whose error they show"),),
 )
+MATCHED_SERVERS = Feature(
+    key="actor.match_servers",
+    rules=(
+        only("rollout.urls", (), why="and existing servers compute with vLLM's operations"),
+        only("rollout.tensor_parallel_size", 1, why="and GPUs of one server sum in an order of their own"),
+        only("rollout.kv_cache_dtype", "auto"),
+        only("rollout.quantization", "none"),
+        Rule(
+            field="rollout.dtype",
+            allowed="auto or actor.dtype",
+            holds=lambda c: c.rollout.dtype in ("auto", c.actor.model_dtype),
+        ),
+        only("rollout.log_probs", True),
+        *(
+            only(f"sampling.{name}", value, why="and log-probs are those of the whole, unchanged distribution")
+            for name, value in (
+                ("temperature", 1.0),
+                ("top_p", 1.0),
+                ("top_k", -1),
+                ("min_p", 0.0),
+                ("min_tokens", 0),
+                ("repetition_penalty", 1.0),
+            )
+        ),
+    ),
+)
+"""Servers and ranks compute the same bits (docs/exact.md)."""
 SERVED_ADAPTERS = Feature(
     key="rollout.max_lora_rank",
     rules=(

@@ -22,6 +22,7 @@ FAST_PATHS_VARIABLE = "PLINTH_ROLLOUT_FAST_PATHS"
 FORK_VARIABLE = "PLINTH_ROLLOUT_FORK"
 BUFFER_VARIABLE = "PLINTH_ROLLOUT_BUFFER"
 GPU_VARIABLE = "PLINTH_ROLLOUT_GPU"
+EXACT_VARIABLE = "PLINTH_ROLLOUT_EXACT"
 ROUTES_VARIABLE = "PLINTH_ROLLOUT_ROUTES"
 QUANTIZATION_VARIABLE = "PLINTH_ROLLOUT_QUANTIZATION"
 _PR_SET_PDEATHSIG = 1
@@ -69,6 +70,11 @@ def prepare_engine_core(patch: Any) -> None:
     """For the engine core and its workers, which are forked from this process or do it again."""
     if os.environ.get(QUANTIZATION_VARIABLE) == "bitsandbytes":  # no fast path: without it the weights are wrong
         _load("plinth_server_quantizing", "quantizing.py").load_on_one_stream()
+    if os.environ.get(EXACT_VARIABLE) == "1":
+        from rollout_vllm.servers.exact.install import match_transformers
+
+        patch.EXACT.check()
+        match_transformers(patch.EXACT.replace, on_gpu=os.environ.get(GPU_VARIABLE) == "1")
     if os.environ.get(ROUTES_VARIABLE) == "1" and patch.ROUTES.check():
         _load("plinth_server_routes", "routes.py").record_routes(patch.ROUTES.replace)
     if uses_fast_paths():
@@ -81,13 +87,15 @@ def speed_up_engine_core(patch: Any) -> None:
         _load("plinth_server_decoding", "fast/decoding.py").skip_needless_block_searches(patch.DECODING.replace)
     if os.environ.get(GPU_VARIABLE) != "1":
         return
+    if patch.WARM_UP.check():
+        _load("plinth_server_start", "fast/start.py").skip_warm_up_of_routers(patch.WARM_UP.replace)
+    if os.environ.get(EXACT_VARIABLE) == "1":  # its scores and attention are those of the trainer
+        return
     if patch.SCORES.check():
         _load("plinth_server_scores", "fast/scores.py").divide_rows(patch.SCORES.replace)
     # A batch-invariant server computes a request the same beside any other; the number of them decides who computes it.
     if os.environ.get("VLLM_BATCH_INVARIANT") != "1" and patch.ATTENTION.check():
         _load("plinth_server_attention", "fast/attention.py").attend_together(patch.ATTENTION.replace)
-    if patch.WARM_UP.check():
-        _load("plinth_server_start", "fast/start.py").skip_warm_up_of_routers(patch.WARM_UP.replace)
 
 
 def end_with(parent: int) -> None:

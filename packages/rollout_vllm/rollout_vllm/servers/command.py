@@ -85,6 +85,9 @@ def server_arguments(
     args += ["--enable-prefix-caching" if prefix_caching else "--no-enable-prefix-caching"]
     chunked = config.chunked_prefill if config.chunked_prefill is not None else device != "cpu"
     args += ["--enable-chunked-prefill" if chunked else "--no-enable-chunked-prefill"]
+    if config.match_trainer and device == "cuda" and not is_eager(config, device):
+        # Compiled layers keep sums in float32 that others round. Graphs of decoding steps need no compiler.
+        args += ["--compilation-config.mode=0", "--compilation-config.cudagraph_mode=FULL_DECODE_ONLY"]
     if config.routes:
         args += ["--no-async-scheduling"] if device == "cpu" else ["--enable-return-routed-experts"]
     if config.tensor_parallel_size > 1:
@@ -165,6 +168,7 @@ def server_environment(
     if config.max_lora_rank is not None:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     env["PLINTH_ROLLOUT_FAST_PATHS"] = "1" if config.fast_paths else "0"
+    env["PLINTH_ROLLOUT_EXACT"] = "1" if config.match_trainer else "0"
     threads = server_threads(device, num_cores, config.server_count, config.cpu_threads)
     env["OMP_NUM_THREADS"] = str(threads)
     if device == "cpu":
@@ -189,7 +193,7 @@ def server_environment(
             # vLLM's command line chooses spawn, with which the engine imports vLLM a second time. Nothing initializes
             # CUDA before the fork; vLLM would spawn then.
             env["VLLM_WORKER_MULTIPROC_METHOD"] = base.get("VLLM_WORKER_MULTIPROC_METHOD", "fork")
-        if config.deterministic:
+        if config.deterministic and not config.match_trainer:  # whose operations depend on no batch either
             env["VLLM_BATCH_INVARIANT"] = "1"
     if gpu_ids is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(str(g) for g in gpu_ids)

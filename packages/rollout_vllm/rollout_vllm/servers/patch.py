@@ -141,6 +141,31 @@ ATTENTION = FENCE.patch(
         ),
     },
 )
+_FORWARDS = ("forward_native", "forward_cuda", "forward_cpu")
+_SCORES = ("compute_topk_scores(logits, num_logprobs, sampled_token_ids, ...)",)
+_METHOD = ("apply(layer, x, bias)", "process_weights_after_loading(layer)")
+EXACT = FENCE.patch(
+    name="operations of the trainer",
+    otherwise="refused",
+    reason="vLLM's layers round in other places than those of transformers, and in another order for other batches",
+    replaces={
+        "vllm.model_executor.layers.linear:UnquantizedLinearMethod": _METHOD,
+        "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod": _METHOD,
+        "vllm.model_executor.layers.layernorm:RMSNorm": _FORWARDS,
+        "vllm.model_executor.layers.activation:SiluAndMul": _FORWARDS,
+        "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding": _FORWARDS,
+        "vllm.model_executor.layers.logits_processor:LogitsProcessor": ("_get_logits",),
+        "vllm.v1.sample.sampler:Sampler": ("compute_logprobs(logits)",),
+        "vllm.v1.worker.gpu.sample.sampler": _SCORES,
+        "vllm.v1.worker.gpu.sample.prompt_logprob": _SCORES,
+        "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl": (f"forward({_FORWARD})",),
+        "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl": (
+            f"forward({_FORWARD})",
+            "do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)",
+        ),
+    },
+    reads={"vllm.model_executor.layers.rotary_embedding.base:RotaryEmbeddingBase": ("_compute_inv_freq(base)",)},
+)
 STORE = FENCE.patch(
     name="store of the worker in a file",
     otherwise="stock path",

@@ -1,0 +1,249 @@
+"""Forward passes that compute the bits of the servers: `EngineConfig.match_servers`.
+
+The caller gives the servers' operations (`Operations`). Sums, and products with rotary positions and gates, stay those
+of transformers, which the servers compute in turn. Gradients are those of the usual operations at the same inputs: the
+operations have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import ModelError
+from .parts import linear_layers
+
+if TYPE_CHECKING:
+    from ..batch import LogProbFn
+    from .attention import PackedLayout
+
+
+class Operations(Protocol):
+    """Operations whose rows do not depend on the rows beside them (rollout_vllm/servers/exact/operations.py)."""
+
+    @property
+    def linear(self) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+        """(x [..., K], weight [N, K], bias [N] or None) -> [..., N]."""
+
+    @property
+    def rms_norm(self) -> Callable[[Tensor, Tensor, float], Tensor]:
+        """(x [..., H], weight [H], eps) -> [..., H]."""
+
+    @property
+    def silu(self) -> Callable[[Tensor], Tensor]:
+        """(x) -> x * sigmoid(x)."""
+
+    @property
+    def rotary_table(self) -> Callable[[Tensor, int, torch.dtype], Tensor]:
+        """(frequencies [F] fp32, number of positions, dtype) -> [positions, 2, 2 F], cosines and sines."""
+
+    @property
+    def attention(self) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, int], Tensor]:
+        """(q [T, heads, d], k and v [blocks, key heads, B, d], block table [S, most blocks], first query of each
+        sequence [S + 1], lengths [S], scale, most queries of a sequence) -> [T, heads, d]."""
+
+    @property
+    def log_probs(self) -> Callable[[Tensor], Tensor]:
+        """(logits [N, V]) -> fp32 [N, V]."""
+
+
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
+"""Families whose layers are these operations and nothing else that rounds."""
+_ROPE_TYPES = ("default", "llama3")
+_HEAD_DIMS = (8, 16, 32, 64, 128, 256)
+"""Powers of two, as Triton's tiles are."""
+_LOGIT_ROWS = 1024
+"""Targets whose logits are in memory at once."""
+
+
+def check_match(model_config: Any) -> None:
+    """Raises ModelError for an architecture whose servers compute something else."""
+    for name, value, allowed in (
+        ("model_type", getattr(model_config, "model_type", None), MODEL_TYPES),
+        ("hidden_act", getattr(model_config, "hidden_act", None), ("silu",)),
+        ("rope_type", (getattr(model_config, "rope_parameters", None) or {}).get("rope_type", "default"), _ROPE_TYPES),
+        ("head_dim", getattr(model_config, "head_dim", None) or _head_dim(model_config), _HEAD_DIMS),
+        ("use_sliding_window", bool(getattr(model_config, "use_sliding_window", False)), (False,)),
+    ):
+        if value not in allowed:
+            raise ModelError(
+                f"its {name} is {value!r}, which match_servers does not have",
+                field="match_servers",
+                value=True,
+                allowed=f"{name} {' or '.join(map(str, allowed))}",
+            )
+
+
+def _head_dim(model_config: Any) -> int:
+    return int(model_config.hidden_size) // int(model_config.num_attention_heads)
+
+
+def match_servers(model: Any, operations: Operations) -> None:
+    """Make the layers of the backbone compute with `operations`, in place."""
+    check_match(model.config)
+    for layer in linear_layers(model, nn.Linear).values():
+        layer.forward = _linear_forward(layer, operations)
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = _norm_forward(module, operations)
+        elif hasattr(module, "inv_freq"):
+            module.forward = _rotary_forward(module, operations)
+        elif hasattr(module, "act_fn"):
+            module.act_fn = _Silu(operations)
+
+
+class _Linear(torch.autograd.Function):
+    """Saves the inputs themselves, so a weight may be partitioned between forward and backward (ZeRO-3)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, operations: Operations) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return operations.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad_x, grad_weight, grad_bias = None, None, None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ weight
+        rows = grad.reshape(-1, grad.shape[-1])
+        if ctx.needs_input_grad[1]:
+            grad_weight = rows.T @ x.reshape(-1, x.shape[-1])
+        if ctx.needs_input_grad[2]:
+            grad_bias = rows.sum(0)
+        return grad_x, grad_weight, grad_bias, None
+
+
+class _Recomputed(torch.autograd.Function):
+    """`exact(*inputs)` forward; backward the gradients of `usual(*inputs)`, which rounds in another order."""
+
+    @staticmethod
+    def forward(ctx: Any, exact: Callable[..., Any], usual: Callable[..., Any], *inputs: Tensor) -> Any:
+        ctx.usual = usual
+        ctx.save_for_backward(*inputs)
+        return exact(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = [
+            x.detach().requires_grad_(need) for x, need in zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True)
+        ]
+        with torch.enable_grad():
+            outputs = ctx.usual(*inputs)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        wanted = [x for x in inputs if x.requires_grad]
+        gradients = iter(torch.autograd.grad(outputs, wanted, grads, allow_unused=True))
+        return (None, None, *(next(gradients) if x.requires_grad else None for x in inputs))
+
+
+def _linear_forward(layer: Any, operations: Operations) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        out: Tensor = _Linear.apply(x, layer.weight, layer.bias, operations)
+        return out
+
+    return forward
+
+
+def _norm_forward(module: Any, operations: Operations) -> Callable[[Tensor], Tensor]:
+    eps = float(module.variance_epsilon)
+
+    def exact(x: Tensor, weight: Tensor) -> Tensor:
+        return operations.rms_norm(x, weight, eps)
+
+    def usual(x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.float()
+        return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+    def forward(x: Tensor) -> Tensor:
+        out: Tensor = _Recomputed.apply(exact, usual, x, module.weight)
+        return out
+
+    return forward
+
+
+def _rotary_forward(module: Any, operations: Operations) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    table: Tensor | None = None
+
+    @torch.no_grad()
+    def forward(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal table
+        if table is None or (table.dtype, table.device) != (x.dtype, x.device):
+            frequencies = module.inv_freq.to(device=x.device, dtype=torch.float32)
+            table = operations.rotary_table(frequencies, module.config.max_position_embeddings, x.dtype)
+        cos, sin = table[position_ids].unbind(-2)
+        return cos, sin
+
+    return forward
+
+
+class _Silu(nn.Module):
+    def __init__(self, operations: Operations) -> None:
+        super().__init__()
+        self.operations = operations
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _Recomputed.apply(self.operations.silu, F.silu, x)
+        return out
+
+
+def matching_log_probs(log_prob_fn: LogProbFn, operations: Operations) -> LogProbFn:
+    """Log-probs of the servers, of logits in the model's dtype, and their entropies; gradients of `log_prob_fn`."""
+
+    def compute(hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, temperature: float, **options: Any) -> Any:
+        def usual(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            return log_prob_fn(hidden, weight, targets_N, temperature, **options)
+
+        def exact(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            chosen, entropies = [], []
+            for rows, ids in zip(hidden.split(_LOGIT_ROWS), targets_N.split(_LOGIT_ROWS), strict=True):
+                logits = operations.linear(rows, weight, options.get("bias")).float() / temperature
+                log_probs = operations.log_probs(logits)
+                chosen.append(log_probs.gather(-1, ids[:, None])[:, 0])
+                entropies.append(-(log_probs.exp() * log_probs).sum(-1))
+            return torch.cat(chosen), torch.cat(entropies)
+
+        return _Recomputed.apply(exact, usual, hidden_NH, weight_VH)
+
+    return compute
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatchedAttention:
+    """Layout of the keys of a packed row as a paged cache with one token a block, and the operation."""
+
+    operations: Operations
+    table: Tensor
+    """[S, longest] int32, the rows of the keys of each sequence or node in order."""
+    query_start: Tensor
+    lengths: Tensor
+    longest_q: int
+
+    @classmethod
+    def make(cls, packing: PackedLayout, operations: Operations) -> MatchedAttention:
+        """For one packed row or tree."""
+        keys, tree = packing.keys, packing.tree
+        table = keys.cu_seqlens[:-1, None] + torch.arange(keys.longest, device=keys.cu_seqlens.device)
+        if tree is not None and packing.kernel == "flash4":  # keys of a path are read in place, not gathered
+            table = tree.path_rows[table.clamp(max=len(tree.path_rows) - 1)]
+        return cls(
+            operations=operations,
+            table=table.to(torch.int32),
+            query_start=packing.borders.cu_seqlens,
+            lengths=keys.cu_seqlens.diff(),
+            longest_q=packing.borders.longest,
+        )
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, usual: Callable[..., Tensor]) -> Tensor:
+        """q: [T, heads, d], k and v: [rows, key heads, d]; `usual`: another kernel's attention, for the gradients."""
+
+        def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            layout = (self.table, self.query_start, self.lengths)
+            return self.operations.attention(q, k[:, :, None], v[:, :, None], *layout, scale, self.longest_q)
+
+        out: Tensor = _Recomputed.apply(exact, usual, q, k, v)
+        return out

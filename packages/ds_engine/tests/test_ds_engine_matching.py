@@ -1,0 +1,161 @@
+"""match_servers: outputs are those of the given operations, gradients those of the usual forward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ds_engine_testkit import make_batch, make_samples, token_loss
+from torch import Tensor
+
+from ds_engine import EngineConfig, EngineConfigError, LoraConfig, ModelError, dense_log_prob
+from ds_engine.batch import Prefixes
+from ds_engine.model.attention import ATTENTION_NAME, packed_layout, register_packed_attention
+from ds_engine.model.loading import check_model, prepare_model
+from ds_engine.model.matching import MatchedAttention
+from ds_engine.model.packed_model import packed_inputs
+from plinth_testing import raises, write_tiny_model
+
+CPU = torch.device("cpu")
+OPERATIONS = ("linear", "rms_norm", "silu", "rotary_table", "attention")
+
+
+@dataclass
+class CountedOperations:
+    """The operations in plain torch, with the number of calls of each; `shift` is added to every norm."""
+
+    shift: float = 0.0
+    calls: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OPERATIONS, 0))
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        self.calls["linear"] += 1
+        return F.linear(x, weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        self.calls["rms_norm"] += 1
+        wide = x.float()
+        return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) + self.shift
+
+    def silu(self, x: Tensor) -> Tensor:
+        self.calls["silu"] += 1
+        return F.silu(x)
+
+    def rotary_table(self, frequencies: Tensor, num_positions: int, dtype: torch.dtype) -> Tensor:
+        self.calls["rotary_table"] += 1
+        angles = torch.arange(num_positions)[:, None] * torch.cat((frequencies, frequencies))
+        return torch.stack((angles.cos(), angles.sin()), dim=1).to(dtype)
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        table: Tensor,
+        starts: Tensor,
+        lengths: Tensor,
+        scale: float,
+        longest: int,
+    ) -> Tensor:
+        self.calls["attention"] += 1
+        assert longest == starts.diff().max()
+        outs = []
+        for rows, begin, end, length in zip(table, starts[:-1], starts[1:], lengths, strict=True):
+            key, value = (x[rows[:length].long(), :, 0].transpose(0, 1)[None] for x in (k, v))
+            mask = torch.ones(int(end - begin), int(length), dtype=torch.bool).tril(int(length - end + begin))
+            query = q[begin:end].transpose(0, 1)[None]
+            out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
+            outs.append(out[0].transpose(0, 1))
+        return torch.cat(outs)
+
+    def log_probs(self, logits: Tensor) -> Tensor:
+        return logits.log_softmax(-1)
+
+
+def model_of(folder: Path, operations: CountedOperations | None, **fields: Any) -> Any:
+    """The prepared model in fp64, in which a wrong gradient cannot hide behind rounding."""
+    import transformers
+
+    register_packed_attention()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation=ATTENTION_NAME
+    )
+    config = EngineConfig(dtype="float32", match_servers=operations is not None, **fields)
+    options: Any = {"device": CPU, "kernel": "sdpa", "trainable": True, "head": "lm"}
+    prepare_model(model, config, log_prob_fn=dense_log_prob, operations=operations, **options)
+    return model
+
+
+def outputs_and_gradients(model: Any, prefixes: Prefixes | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    batch = make_batch(make_samples(9, seed=4))
+    inputs, _ = packed_inputs(batch, device=CPU, kernel="sdpa", prefixes=prefixes)
+    rows_RK = model(packed=inputs)
+    token_loss(rows_RK[0], rows_RK[1], batch.columns["weights"].double()).backward()
+    return rows_RK.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_are_those_of_the_usual_forward_pass(tmp_path: Path, family: str, recompute: bool) -> None:
+    extra = {} if family != "qwen2" else {"head_dim": 8}
+    folder = write_tiny_model(tmp_path, family, tie_word_embeddings=family == "qwen3", **extra)
+    operations = CountedOperations()
+    expected, expected_gradients = outputs_and_gradients(model_of(folder, None))
+    rows_RK, gradients = outputs_and_gradients(model_of(folder, operations, gradient_checkpointing=recompute))
+    torch.testing.assert_close(rows_RK, expected, rtol=1e-6, atol=1e-6)
+    assert gradients.keys() == expected_gradients.keys()
+    for name, gradient in gradients.items():
+        error = (gradient - expected_gradients[name]).abs().max() / expected_gradients[name].abs().max()
+        assert error < 1e-6, (name, error)  # norms and log-probs are in fp32
+    assert all(operations.calls.values()), operations.calls
+
+
+def test_the_forward_pass_is_that_of_the_operations(tiny_model: Path) -> None:
+    usual, _ = outputs_and_gradients(model_of(tiny_model, CountedOperations()))
+    shifted, _ = outputs_and_gradients(model_of(tiny_model, CountedOperations(shift=0.1)))
+    assert (usual - shifted).abs().max() > 1e-3
+
+
+def test_keys_of_a_tree_are_read_in_place_or_gathered() -> None:
+    lengths, parents = [5, 3, 2, 4], [-1, 0, 0, 1]
+    in_place, gathered = (packed_layout(lengths, device=CPU, kernel=k, parents=parents) for k in ("flash4", "sdpa"))
+    q, k, v = torch.randn(3, 14, 4, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    k, v = k[:, :2], v[:, :2]
+    assert gathered.tree is not None
+    rows = gathered.tree.path_rows
+    first = MatchedAttention.make(in_place, CountedOperations()).attend(q, k, v, 0.5, F.linear)
+    second = MatchedAttention.make(gathered, CountedOperations()).attend(q, k[rows], v[rows], 0.5, F.linear)
+    assert torch.equal(first, second)
+    alone = F.scaled_dot_product_attention(
+        *(x[[*range(8), *range(10, 14)]].transpose(0, 1)[None] for x in (q, k, v)),
+        is_causal=True,
+        scale=0.5,
+        enable_gqa=True,
+    )
+    torch.testing.assert_close(first[10:], alone[0].transpose(0, 1)[8:])
+
+
+def test_a_model_whose_servers_compute_something_else_is_refused(tmp_path: Path) -> None:
+    window = write_tiny_model(tmp_path / "window", "qwen2", use_sliding_window=True, sliding_window=5, head_dim=8)
+    config = EngineConfig(dtype="float32", match_servers=True)
+    with raises(ModelError, field="match_servers", allowed="use_sliding_window False"):
+        check_model(str(window), config)
+    with raises(ModelError, field="match_servers", allowed="model_type llama or qwen2 or qwen3"):
+        check_model(str(write_tiny_model(tmp_path / "phi", "phi3")), config)
+
+
+@pytest.mark.parametrize(("field", "value"), [("compile", True), ("lora", LoraConfig()), ("dtype", "float16")])
+def test_settings_that_are_not_exact_are_refused(field: str, value: Any) -> None:
+    with raises(EngineConfigError, field=field):
+        EngineConfig(match_servers=True, **{field: value})
+
+
+def test_operations_are_required(tiny_model: Path) -> None:
+    with raises(EngineConfigError, field="match_servers"):
+        prepare_model(
+            torch.nn.Module(), EngineConfig(match_servers=True), log_prob_fn=None, device=CPU, kernel="sdpa",
+            trainable=True, head="lm",
+        )  # fmt: skip

@@ -1,0 +1,249 @@
+"""The operations of `operations.py` on a GPU: Triton kernels whose tile shapes do not depend on the number of rows."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TILE_Q = 64
+"""Queries of a tile, counted with the query heads of one key head. Hopper's tensor cores take 64 rows; a smaller tile
+would be computed by other instructions."""
+_TILE_K = 64
+"""Keys of a tile."""
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # it would be compiled for other numbers while graphs are captured
+def _matmul_kernel(
+    out_ptr, x_ptr, weight_ptr, bias_ptr, num_rows, num_columns, num_inner, x_row, weight_row, out_row,
+    HAS_BIAS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """One tile [M, N] of the output; neighboring programs share rows of `weight` in the cache."""
+    tiles_m, tiles_n = tl.cdiv(num_rows, M), tl.cdiv(num_columns, N)
+    program = tl.program_id(0)
+    band = program // (GROUP * tiles_n)
+    height = tl.minimum(tiles_m - band * GROUP, GROUP)
+    inside = program % (GROUP * tiles_n)
+    rows = (band * GROUP + inside % height) * M + tl.arange(0, M)
+    columns = (inside // height) * N + tl.arange(0, N)
+    inner = tl.arange(0, K)
+    x = x_ptr + (rows % num_rows).to(tl.int64)[:, None] * x_row + inner[None, :]
+    weight = weight_ptr + (columns % num_columns).to(tl.int64)[None, :] * weight_row + inner[:, None]
+    total = tl.zeros([M, N], tl.float32)
+    for start in range(0, num_inner, K):
+        there = inner < num_inner - start
+        total = tl.dot(
+            tl.load(x, mask=there[None, :], other=0.0), tl.load(weight, mask=there[:, None], other=0.0), total,
+            input_precision="ieee",
+        )  # fmt: skip
+        x += K
+        weight += K
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + columns % num_columns).to(tl.float32)[None, :]
+    tl.store(
+        out_ptr + rows.to(tl.int64)[:, None] * out_row + columns[None, :],
+        total.to(out_ptr.dtype.element_ty),
+        mask=(rows < num_rows)[:, None] & (columns < num_columns)[None, :],
+    )
+
+
+_M, _N, _K = 64, 128, 64
+_CHUNK = 2048
+"""Rows that cuBLAS computes at once: of one shape it computes each product alike."""
+_same_bits: dict[tuple[object, ...], bool] = {}
+"""Product -> cuBLAS gives the bits of `matmul` for `_CHUNK` rows."""
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`matmul`; whole chunks of rows are computed by cuBLAS, which takes two thirds of the time, if it has its bits.
+
+    Sums in order have the same bits in tiles of any shape. cuBLAS divides sums if there are few tiles; it is compared
+    once for each product.
+    """
+    x, weight = x.contiguous(), weight.contiguous()
+    whole = len(x) // _CHUNK * _CHUNK
+    key = (x.device, x.dtype, weight.shape, weight.data_ptr() % 256, x.data_ptr() % 256, bias is None)
+    if whole and key not in _same_bits:
+        _same_bits[key] = torch.equal(_library(x[:_CHUNK], weight, bias), matmul(x[:_CHUNK], weight, bias))
+    if not whole or not _same_bits[key]:
+        return matmul(x, weight, bias)
+    parts = [_library(rows, weight, bias) for rows in x[:whole].split(_CHUNK)]
+    if whole < len(x):
+        parts.append(matmul(x[whole:], weight, bias))
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _library(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [M, K] @ weight [N, K].T + bias [N], summed in fp32 along K in order, in the dtype of `x`; both contiguous."""
+    out = x.new_empty((len(x), len(weight)))
+    if len(x) == 0:
+        return out
+    grid = (triton.cdiv(len(x), _M) * triton.cdiv(len(weight), _N),)
+    _matmul_kernel[grid](
+        out, x, weight, bias, len(x), len(weight), x.shape[1], x.stride(0), weight.stride(0), out.stride(0),
+        HAS_BIAS=bias is not None, M=_M, N=_N, K=_K, GROUP=8, num_warps=4, num_stages=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _rotate_kernel(
+    out_ptr, x_ptr, table_ptr, positions_ptr, num_tokens, x_row, heads,
+    HALF: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """All heads of one token; each product and sum is rounded, as torch does it one after the other."""
+    token, head, column = tl.program_id(0).to(tl.int64), tl.arange(0, HEADS), tl.arange(0, HALF)
+    there = (head < heads)[:, None] & (column >= 0)[None, :]
+    kind = out_ptr.dtype.element_ty
+    row = table_ptr + tl.load(positions_ptr + token).to(tl.int64) * 4 * HALF + column
+    cos, other_cos = tl.load(row).to(tl.float32)[None, :], tl.load(row + HALF).to(tl.float32)[None, :]
+    sin, other_sin = tl.load(row + 2 * HALF).to(tl.float32)[None, :], tl.load(row + 3 * HALF).to(tl.float32)[None, :]
+    place = head[:, None] * 2 * HALF + column[None, :]
+    first = tl.load(x_ptr + token * x_row + place, mask=there, other=0.0).to(tl.float32)
+    second = tl.load(x_ptr + token * x_row + place + HALF, mask=there, other=0.0).to(tl.float32)
+    low = (first * cos).to(kind).to(tl.float32) + (-second * sin).to(kind).to(tl.float32)
+    high = (second * other_cos).to(kind).to(tl.float32) + (first * other_sin).to(kind).to(tl.float32)
+    out = out_ptr + token * heads * 2 * HALF + place
+    tl.store(out, low.to(kind), mask=there)
+    tl.store(out + HALF, high.to(kind), mask=there)
+
+
+def rotate(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+    """See `operations.rotate`."""
+    tokens, heads, width = x.shape
+    out = torch.empty((tokens, heads, width), dtype=x.dtype, device=x.device)
+    _rotate_kernel[(tokens,)](
+        out, x, table, positions, tokens, x.stride(0), heads,
+        HALF=width // 2, HEADS=triton.next_power_of_2(heads), num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _rms_norm_kernel(out_ptr, x_ptr, weight_ptr, eps, width, heads, token_stride, WIDTH: tl.constexpr):
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    there = columns < width
+    start = row // heads * token_stride + row % heads * width
+    x = tl.load(x_ptr + start + columns, mask=there, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / width + eps)
+    rounded = (x * scale).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * width + columns, rounded * tl.load(weight_ptr + columns, mask=there), mask=there)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `operations.rms_norm`."""
+    width = x.shape[-1]
+    if x.dim() == 3 and x.stride(2) == 1 and x.stride(1) == width:  # heads inside a merged product
+        heads, token_stride = x.shape[1], x.stride(0)
+    else:
+        x, heads, token_stride = x.contiguous(), 1, width
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    padded = triton.next_power_of_2(width)
+    warps = min(8, max(1, padded // 512))
+    _rms_norm_kernel[(x.numel() // width,)](
+        out, x, weight, eps, width, heads, token_stride, WIDTH=padded, num_warps=warps
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _log_sum_exp_kernel(out_ptr, logits_ptr, row_stride, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    largest, total = tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        logits = tl.load(logits_ptr + row * row_stride + columns, mask=columns < width, other=float("-inf"))
+        top = tl.maximum(largest, logits.to(tl.float32))
+        shift = tl.where(top == float("-inf"), 0.0, top)
+        total = total * tl.exp(largest - shift) + tl.exp(logits.to(tl.float32) - shift)
+        largest = top
+    top = tl.max(largest, axis=0)
+    tl.store(out_ptr + row, top + tl.log(tl.sum(total * tl.exp(largest - top), axis=0)))
+
+
+def log_sum_exp(logits: Tensor) -> Tensor:
+    """fp32 log(sum(exp)) of rows, [N]; logits: [N, V], the last dimension contiguous."""
+    out = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    _log_sum_exp_kernel[(len(logits),)](out, logits, logits.stride(0), logits.shape[1], BLOCK=2048, num_warps=8)
+    return out
+
+
+@triton.jit
+def _attention_kernel(
+    out_ptr, q_ptr, k_ptr, v_ptr, table_ptr, starts_ptr, lengths_ptr, scale,
+    q_row, q_head, out_row, out_head, k_block, k_head, k_token, v_block, v_head, v_token, table_row,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, PER_HEAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries of one key head and sequence, over tiles of its keys from position 0 on."""
+    first_row, head, sequence = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2).to(tl.int64)
+    begin = tl.load(starts_ptr + sequence)
+    num = tl.load(starts_ptr + sequence + 1) - begin
+    length = tl.load(lengths_ptr + sequence)
+    if first_row < num * PER_HEAD:
+        rows = first_row + tl.arange(0, ROWS)
+        token = rows // PER_HEAD
+        query = head * PER_HEAD + rows % PER_HEAD
+        real = token < num
+        position = length - num + token
+        columns = tl.arange(0, WIDTH)
+        place_q = (begin + token).to(tl.int64)
+        q = tl.load(
+            q_ptr + place_q[:, None] * q_row + query[:, None] * q_head + columns[None, :], mask=real[:, None], other=0.0
+        )
+        largest = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        values = tl.zeros([ROWS, WIDTH], tl.float32)
+        end = tl.minimum(length, length - num + (first_row + ROWS - 1) // PER_HEAD + 1)
+        for number in range((end + TILE - 1) // TILE):
+            key_position = number * TILE + tl.arange(0, TILE)
+            there = key_position < length
+            block = tl.load(table_ptr + sequence * table_row + key_position // BLOCK, mask=there, other=0).to(tl.int64)
+            place = key_position % BLOCK
+            key = tl.load(
+                k_ptr + (block * k_block + place * k_token + head * k_head)[None, :] + columns[:, None],
+                mask=there[None, :],
+                other=0.0,
+            )
+            value = tl.load(
+                v_ptr + (block * v_block + place * v_token + head * v_head)[:, None] + columns[None, :],
+                mask=there[:, None],
+                other=0.0,
+            )
+            scores = tl.dot(q, key, input_precision="ieee") * scale
+            scores = tl.where(there[None, :] & (key_position[None, :] <= position[:, None]), scores, float("-inf"))
+            top = tl.maximum(largest, tl.max(scores, axis=1))
+            weights = tl.exp2(scores - top[:, None])
+            fade = tl.exp2(largest - top)
+            total = total * fade + tl.sum(weights, axis=1)
+            values = tl.dot(weights.to(value.dtype), value, values * fade[:, None], input_precision="ieee")
+            largest = top
+        tl.store(
+            out_ptr + place_q[:, None] * out_row + query[:, None] * out_head + columns[None, :],
+            (values / total[:, None]).to(out_ptr.dtype.element_ty),
+            mask=real[:, None],
+        )
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, query_start: Tensor, lengths: Tensor, scale: float, longest_q: int,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """See `operations.attention`."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    heads, width, key_heads = q.shape[1], q.shape[2], k.shape[1]
+    per_head = heads // key_heads
+    grid = (triton.cdiv(longest_q * per_head, _TILE_Q), key_heads, len(lengths))
+    _attention_kernel[grid](
+        out, q, k, v, table, query_start, lengths, scale * math.log2(math.e),
+        q.stride(0), q.stride(1), out.stride(0), out.stride(1),
+        k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2), table.stride(0),
+        BLOCK=k.shape[2], WIDTH=width, PER_HEAD=per_head, ROWS=_TILE_Q, TILE=_TILE_K, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return out

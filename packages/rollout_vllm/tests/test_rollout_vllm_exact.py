@@ -1,0 +1,248 @@
+"""Operations of `servers/exact`: a row has the same bits beside any others, and the value of a reference in fp64."""
+
+import importlib.util
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from rollout_vllm_helpers import run_under_the_interpreter
+
+from rollout_vllm import RolloutConfig
+from rollout_vllm.servers.command import server_arguments, server_environment
+from rollout_vllm.servers.exact import operations
+from rollout_vllm.servers.exact.install import match_transformers
+from rollout_vllm.servers.exact.operations import attention
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+HEADS = [(4, 2, 16), (9, 3, 64), (2, 2, 32)]
+"""Query heads, key heads, width."""
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def paged(keys: torch.Tensor, values: torch.Tensor, block: int, seed: int) -> tuple[torch.Tensor, ...]:
+    """(cache of keys, cache of values, table) as vLLM keeps them: in scattered blocks, keys beside values."""
+    length, heads, width = keys.shape
+    num = -(-length // block)
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.randperm(num + 3, generator=generator)[:num]
+    cache = torch.full((num + 3, heads, block, 2 * width), 7.0, dtype=keys.dtype)  # others' tokens
+    at = torch.arange(length)
+    cache[table[at // block], :, at % block] = torch.cat((keys, values), dim=-1)
+    return cache[..., :width], cache[..., width:], table.to(torch.int32)[None]
+
+
+@DTYPES
+@given(begin=st.integers(0, 69), num=st.integers(1, 70))
+def test_a_row_has_the_same_bits_beside_any_others(dtype: torch.dtype, begin: int, num: int) -> None:
+    x, weight, bias = drawn(70, 96, dtype=dtype), drawn(200, 96, dtype=dtype), drawn(200, dtype=dtype)
+    part = slice(begin, begin + num)
+    for rows in (
+        lambda x: operations.linear(x, weight, bias),
+        lambda x: operations.rms_norm(x, weight[0], 1e-6),
+        lambda x: operations.silu(x[:, :37]),
+        lambda x: operations.log_probs(operations.linear(x, weight)),
+        lambda x: operations.token_log_probs(operations.linear(x, weight), torch.full((len(x),), 7)),
+    ):
+        assert torch.equal(rows(x[part]), rows(x)[part])
+
+
+@DTYPES
+@pytest.mark.parametrize("num_threads", [2, 3, 5])
+def test_bits_do_not_depend_on_the_number_of_threads(dtype: torch.dtype, num_threads: int) -> None:
+    x, weight = drawn(300, 257, dtype=dtype), drawn(200, 257, dtype=dtype)
+    frequencies = drawn(17, dtype=torch.float32).abs()
+    before, results = torch.get_num_threads(), []
+    for threads in (1, num_threads):
+        torch.set_num_threads(threads)
+        products = operations.linear(x, weight)
+        parts = operations.rms_norm(x, weight[0], 1e-6), operations.silu(x), operations.log_probs(products)
+        results.append([products, *parts, operations.rotary_table(frequencies, 3000, dtype)])
+    torch.set_num_threads(before)
+    assert [torch.equal(one, other) for one, other in zip(*results, strict=True)] == [True] * 5
+
+
+@DTYPES
+def test_columns_of_a_merged_product_are_those_of_the_single_ones(dtype: torch.dtype) -> None:
+    x, q, k = drawn(3, 96, dtype=dtype), drawn(64, 96, dtype=dtype), drawn(24, 96, dtype=dtype, seed=1)
+    merged = operations.linear(x, torch.cat((q, k)))
+    assert torch.equal(merged, torch.cat((operations.linear(x, q), operations.linear(x, k)), dim=-1))
+
+
+@DTYPES
+@pytest.mark.parametrize(("heads", "key_heads", "width"), HEADS)
+@given(begin=st.integers(0, 149), num=st.integers(1, 150), block=st.sampled_from([16, 32, 128]))
+def test_queries_with_a_paged_cache_have_the_bits_of_the_whole_sequence(
+    dtype: torch.dtype, heads: int, key_heads: int, width: int, begin: int, num: int, block: int
+) -> None:
+    length, scale = 150, width**-0.5
+    q = drawn(length, heads, width, dtype=dtype)
+    k, v = (drawn(length, key_heads, width, dtype=dtype, seed=n) for n in (1, 2))
+    rows = torch.arange(length, dtype=torch.int32)[None]  # a trainer's: one token a block
+    whole = attention(q, k[:, :, None], v[:, :, None], rows, ints(0, length), ints(length), scale, length)
+    end = min(length, begin + num)
+    cache = paged(k[:end], v[:end], block, seed=begin)
+    part = attention(q[begin:end], *cache, ints(0, end - begin), ints(end), scale, end - begin)
+    assert torch.equal(part, whole[begin:end])
+
+
+@DTYPES
+@pytest.mark.parametrize(("heads", "key_heads", "width"), HEADS)
+def test_attention_of_several_sequences_is_the_softmax(
+    dtype: torch.dtype, heads: int, key_heads: int, width: int
+) -> None:
+    lengths, queries, scale = [100, 37, 1], [100, 5, 1], width**-0.5
+    q = drawn(sum(queries), heads, width, dtype=dtype)
+    k, v = (drawn(sum(lengths), key_heads, width, dtype=dtype, seed=n) for n in (1, 2))
+    table = torch.nn.utils.rnn.pad_sequence(
+        list(torch.arange(sum(lengths), dtype=torch.int32).split(lengths)), batch_first=True
+    )
+    out = attention(q, k[:, :, None], v[:, :, None], table, ints(0, 100, 105, 106), ints(*lengths), scale, 100)
+    for query, key, value, result in zip(
+        *(x.split(n) for x, n in ((q, queries), (k, lengths), (v, lengths), (out, queries))), strict=True
+    ):
+        mask = torch.ones(len(query), len(key), dtype=torch.bool).tril(len(key) - len(query))
+        inputs = (x.double().transpose(0, 1)[None] for x in (query, key, value))
+        expected = F.scaled_dot_product_attention(*inputs, attn_mask=mask, scale=scale, enable_gqa=True)
+        expected = expected[0].transpose(0, 1).to(dtype)
+        torch.testing.assert_close(result, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+KERNELS = """
+import torch
+from rollout_vllm.servers.exact import kernels, operations
+
+def drawn(*shape, seed=0):  # fp32: Triton's interpreter has no products in bf16
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+close = lambda a, b: torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-5)
+ints = lambda *values: torch.tensor(values, dtype=torch.int32)
+x, weight, bias = drawn(70, 96), drawn(200, 96, seed=1), drawn(200)
+close(kernels.matmul(x, weight, bias), operations.linear(x, weight, bias))
+close(kernels.rms_norm(x, weight[0], 1e-6), operations.rms_norm(x, weight[0], 1e-6))
+inside = drawn(70, 96).view(70, 3, 32)[:, :2]  # heads of a merged product
+close(kernels.rms_norm(inside, weight[0, :32], 1e-6), operations.rms_norm(inside, weight[0, :32], 1e-6))
+table = torch.cat((drawn(90, 1, 32), drawn(90, 1, 32, seed=1)), dim=1)
+heads = drawn(70, 5, 32)
+positions = torch.randint(90, (70,), generator=torch.Generator().manual_seed(0))
+assert torch.equal(kernels.rotate(heads, table, positions), operations.rotate(heads, table, positions))
+kernels._CHUNK = 16
+for there in (True, False):
+    kernels._same_bits.clear()
+    kernels._library = (lambda x, weight, bias: kernels.matmul(x, weight, bias)) if there else operations.linear
+    close(kernels.linear(x, weight, bias), kernels.matmul(x, weight, bias))
+assert torch.equal(kernels.linear(x, weight, bias), kernels.matmul(x, weight, bias))
+logits = drawn(3, 5000)
+logits[0, :2500] = float("-inf")  # whole blocks of masked tokens
+close(kernels.log_sum_exp(logits), logits.logsumexp(-1))
+for heads, key_heads, width in ((9, 3, 64), (4, 2, 16)):
+    cache = drawn(12, key_heads, 32, 2 * width)
+    table = torch.randperm(12, generator=torch.Generator().manual_seed(0))[:10].to(torch.int32).view(2, 5)
+    q = drawn(71, heads, width)
+    case = (q, cache[..., :width], cache[..., width:], table, ints(0, 1, 71), ints(100, 137), width**-0.5)
+    close(kernels.attention(*case, 70), operations.attention(*case, 70))
+print("equal")
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_kernels_under_the_interpreter_compute_the_operations() -> None:
+    assert "equal" in run_under_the_interpreter(KERNELS)
+
+
+def test_a_matching_server_has_no_compiled_layers_and_no_other_invariance() -> None:
+    config = RolloutConfig(match_trainer=True, deterministic=True)
+    arguments = server_arguments(config, "model", port=1, device="cuda")
+    assert {"--compilation-config.mode=0", "--compilation-config.cudagraph_mode=FULL_DECODE_ONLY"} <= set(arguments)
+    environment = server_environment({}, config, device="cuda", api_key="k", num_cores=8)
+    assert environment["PLINTH_ROLLOUT_EXACT"] == "1"
+    assert "VLLM_BATCH_INVARIANT" not in environment
+
+
+@pytest.fixture(scope="module")
+def layers() -> dict[str, Any]:
+    """The functions that a matching GPU server puts in place of vLLM's, by class or module and name."""
+    replaced: dict[str, Any] = {}
+
+    def replace(target: Any, **values: Any) -> Callable[[], None]:
+        replaced.update({f"{target.__name__.rpartition('.')[2]}.{name}": value for name, value in values.items()})
+        return lambda: None
+
+    match_transformers(replace, on_gpu=True)
+    return replaced
+
+
+@DTYPES
+def test_layers_compute_what_those_of_transformers_compute(layers: dict[str, Any], dtype: torch.dtype) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import (
+        LlamaMLP,
+        LlamaRMSNorm,
+        LlamaRotaryEmbedding,
+        apply_rotary_pos_emb,
+    )
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+
+    config = LlamaConfig(hidden_size=96, num_attention_heads=3, max_position_embeddings=64, intermediate_size=48)
+    x, residual = drawn(10, 96, dtype=dtype), drawn(10, 96, dtype=dtype, seed=1)
+    norm = LlamaRMSNorm(96, eps=1e-5).to(dtype)
+    norm.weight.data.copy_(drawn(96, dtype=dtype, seed=2))
+    out, total = layers["RMSNorm.forward_cuda"](norm, x, residual)
+    assert torch.equal(total, residual + x)
+    assert torch.equal(out, norm(residual + x))
+
+    mlp = LlamaMLP(config).to(dtype)
+    merged = torch.cat((mlp.gate_proj(x), mlp.up_proj(x)), dim=-1)
+    expected = operations.silu(mlp.gate_proj(x)) * mlp.up_proj(x)
+    assert torch.equal(layers["SiluAndMul.forward_cuda"](None, merged), expected)
+    torch.testing.assert_close(
+        expected, mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x)
+    )  # whose last elements may differ
+
+    positions = torch.tensor([3, 0, 63, 5, 5, 1, 2, 40, 41, 42])
+    cos, sin = LlamaRotaryEmbedding(config)(x, positions[None])
+    q, k = x[:, :64].reshape(1, 10, 2, 32).transpose(1, 2), x[:, 64:].reshape(1, 10, 1, 32).transpose(1, 2)
+    expected_qk = [each[0].transpose(0, 1).flatten(1) for each in apply_rotary_pos_emb(q, k, cos, sin)]
+    layer = SimpleNamespace(base=10000.0, rotary_dim=32, head_size=32, max_position_embeddings=64)
+    layer._compute_inv_freq = partial(RotaryEmbeddingBase._compute_inv_freq, layer)
+    rotated = layers["RotaryEmbedding.forward_cuda"](layer, positions, x[:, :64], x[:, 64:])
+    assert [torch.equal(one, other) for one, other in zip(rotated, expected_qk, strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize("place", ["sampler", "prompt_logprob"])
+def test_scores_of_sampled_tokens_are_those_of_the_operations(layers: dict[str, Any], place: str) -> None:
+    logits, tokens = drawn(5, 300, dtype=torch.float32), torch.tensor([0, 7, 299, 1, 1])
+    scores = layers[f"{place}.compute_topk_scores"](logits, 0, tokens, None, max_per_req_token_ids=0)
+    assert torch.equal(scores.logprobs[:, 0], operations.token_log_probs(logits, tokens))
+    assert scores.logprob_token_ids[:, 0].tolist() == tokens.tolist()
+    assert scores.selected_token_ranks.tolist() == [
+        int((row >= row[t]).sum()) for row, t in zip(logits, tokens, strict=True)
+    ]
+
+
+def test_attention_of_a_server_reads_its_paged_cache(layers: dict[str, Any]) -> None:
+    q = drawn(7, 4 * 16, dtype=torch.float32)
+    k, v = (drawn(40, 2, 16, dtype=torch.float32, seed=n) for n in (1, 2))
+    keys, values, table = paged(k, v, 16, seed=0)
+    cache, output = torch.cat((keys, values), dim=-1), torch.full((7, 64), 9.0)
+    step = SimpleNamespace(
+        num_actual_tokens=5, block_table=table, query_start_loc=ints(0, 5), seq_lens=ints(40), max_query_len=5
+    )
+    layer = SimpleNamespace(head_size=16, num_heads=4, scale=0.25)
+    layers["FlashAttentionImpl.forward"](layer, None, q, None, None, cache, step, output)
+    expected = attention(q[:5].view(5, 4, 16), keys, values, table, ints(0, 5), ints(40), 0.25, 5)
+    assert torch.equal(output[:5].view(5, 4, 16), expected)
+    assert (output[5:] == 9.0).all(), "rows of padding are left alone"

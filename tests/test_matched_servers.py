@@ -1,0 +1,59 @@
+"""actor.match_servers: ranks and servers give every token the same log-prob, to the last bit, after every update."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.random_model import write_random_model
+from tests.run_folders import metrics_rows, only
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long]
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings"),
+    [
+        ("float32", ["actor.zero.stage=2", "actor.gradient_checkpointing=true", "actor.tiled_mlp=64"]),
+        ("bfloat16", ["actor.zero.stage=3", "actor.sequence_parallel=2"]),
+    ],
+)
+def test_mismatch_is_exactly_zero(
+    dtype: str, settings: list[str], tmp_path: Path, start_app: Callable[..., Any]
+) -> None:
+    """Groups share their prompt in the server's prefix cache and on the ranks; micro batches are packed."""
+    app = start_app(
+        tmp_path,
+        "preset=demo",
+        "actor.match_servers=true",
+        f"actor.dtype={dtype}",
+        f"rollout.dtype={dtype}",
+        *settings,
+        "batch.train_batch_size=8",
+        "batch.mini_batch_size=4",
+        "batch.token_budget=512",
+        "sampling.n=4",
+        "algorithm.entropy_coef=0.05",  # a gradient even where all answers are equally wrong
+        "warm_start.steps=12",
+        "trainer.total_training_steps=3",
+        "trainer.val_before_train=false",
+        "trainer.val_after_train=false",
+    )
+    assert app.finish() == 0, app.output
+    rows = metrics_rows(only(tmp_path.iterdir()))
+    assert [row["step"] for row in rows] == ["1", "2", "3"]
+    assert {float(row["rollout/log_prob_mismatch_max"]) for row in rows} == {0.0}
+    assert all(float(row["actor/grad_norm"]) > 0 for row in rows)
+
+
+def test_the_tool_finds_equal_bits_in_every_operation(tmp_path: Path) -> None:
+    model = write_random_model("qwen3-tiny", tmp_path / "model")
+    command = [sys.executable, "-m", "benchmarks.bitwise.run", str(model), "--match"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count(": equal bits") == 3, done.stdout
+    assert "down" in done.stdout, "operations of layers were compared"
