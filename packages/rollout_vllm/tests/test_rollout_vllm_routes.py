@@ -119,6 +119,7 @@ def own_routes(model: Any, token_ids: Any) -> dict[int, np.ndarray]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_real_server_returns_the_experts_that_transformers_chooses(
     client: RolloutClient, mixture: tuple[Any, Path]
 ) -> None:
