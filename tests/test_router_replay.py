@@ -10,7 +10,7 @@ import pytest
 from plinth_testing import random_model, write_word_tokenizer
 from tests.run_folders import metrics_rows, only
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
