@@ -50,7 +50,8 @@ class RolloutConfig:
     enforce_eager: bool | None = None
     """False: torch.compile and CUDA graphs, starts later, decodes faster; None: False on GPUs, True on the CPU."""
     prefix_caching: bool = True
-    """vLLM keeps the KV cache of shared prefixes, such as the prompt of a group."""
+    """vLLM keeps the KV cache of shared prefixes, such as the prompt of a group; not for models with recurrent layers
+    where `chunked_prefill` is off."""
     chunked_prefill: bool | None = None  # None: off on the CPU (per-request seeds crash that engine), on elsewhere
     sleep_mode: bool = False  # allow control.sleep, which frees GPU memory between rollouts; GPU only
     control_routes: bool = False  # enable the routes that abort requests, pause and update weights (API key required)

@@ -479,3 +479,16 @@ def test_diagnosis_is_one_short_line(log: str, status: int | None) -> None:
     assert reason
     assert len(reason) <= 400
     assert "\n" not in reason
+
+
+def test_states_are_not_cached_where_a_prompt_is_one_chunk(tmp_path: Path) -> None:
+    """vLLM keeps recurrent states only at the ends of chunks, and refuses to cache them otherwise."""
+    for content, is_cached in (
+        ({"mamba_d_state": 8}, False),
+        ({"text_config": {"linear_conv_kernel_dim": 4}}, False),
+        ({}, True),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        cpu, gpu = (server_arguments(RolloutConfig(), str(tmp_path), port=1, device=each) for each in ("cpu", "cuda"))
+        assert ("--enable-prefix-caching" in cpu) is is_cached
+        assert "--enable-prefix-caching" in gpu

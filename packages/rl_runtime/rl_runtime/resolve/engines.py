@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ds_engine import EngineConfig, ModelShape
-from ds_engine.planning.model_shape import FAMILIES
+from ds_engine.planning.model_shape import COMPILED
 
 from ..config import BUILTIN_MODEL, ModelConfig
 from ..errors import InputError
@@ -27,7 +27,17 @@ def resolve_learning_rate(
         rate, why = rates.builtin, "the built-in model starts from random weights"
     elif engine.lora is not None:
         rate, why = rates.lora, "LoRA adapters"
-    return resolved.with_default(f"{section}.optim.lr", rate, why)
+    return with_rate(resolved, section, rate, why)
+
+
+def with_rate(
+    resolved: ResolvedConfig[ConfigT], section: str, rate: float, why: str, *, listed: bool = True
+) -> ResolvedConfig[ConfigT]:
+    """`rate` of AdamW, or what corresponds to it for the section's optimizer, where `optim.lr` is open."""
+    optim = value_of(resolved.config, f"{section}.optim")
+    if optim.rate_factor not in (0, 1):
+        rate, why = float(f"{rate * optim.rate_factor:.6g}"), f"{why}; {optim.rate_factor:g} times AdamW's"
+    return resolved.with_default(f"{section}.optim.lr", rate, why, listed=listed)
 
 
 def resolve_kernels(
@@ -59,8 +69,8 @@ def resolve_compile(
 def _compiles(engine: EngineConfig, shape: ModelShape | None) -> tuple[bool, str]:
     if shape is None:
         return False, "compiling takes longer than training the built-in model"
-    if not shape.is_exact:
-        return False, f"only {', '.join(FAMILIES)} are compiled without being asked"
+    if shape.family not in COMPILED:
+        return False, f"only {', '.join(COMPILED)} are compiled without being asked"
     if engine.match_servers:
         return False, "match_servers computes each operation by itself"
     if engine.lora is not None and engine.lora.base_format == "nf4":

@@ -4,6 +4,7 @@ import json
 import re
 import socket
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from ..config import RolloutConfig
 from .auth import KEY_VARIABLE
@@ -48,6 +49,16 @@ def server_threads(device: Device, num_cores: int, num_servers: int, requested: 
     return 1 if device == "cuda" else max(1, num_cores // (2 * num_servers))
 
 
+def is_recurrent(model_path: str) -> bool:
+    """True if config.json describes recurrent layers: linear attention, Mamba or short convolutions."""
+    file = Path(model_path) / "config.json"
+    content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    names = content.keys() | content.get("text_config", {}).keys()
+    return not names.isdisjoint(
+        ("mamba_d_state", "ssm_state_size", "state_size", "linear_conv_kernel_dim", "conv_L_cache")
+    )
+
+
 def server_arguments(
     config: RolloutConfig,
     model_path: str,
@@ -81,9 +92,10 @@ def server_arguments(
         args += ["--cudagraph-capture-sizes", *map(str, graph_sizes(max_num_seqs))]
     # routes.py records those of computed tokens alone; vLLM on a GPU has those of cached ones, too.
     uncached = device == "cpu" and (config.deterministic or config.routes)
+    chunked = config.chunked_prefill if config.chunked_prefill is not None else device != "cpu"
+    uncached = uncached or (not chunked and is_recurrent(model_path))  # vLLM caches states at the ends of chunks
     prefix_caching = config.prefix_caching and not uncached
     args += ["--enable-prefix-caching" if prefix_caching else "--no-enable-prefix-caching"]
-    chunked = config.chunked_prefill if config.chunked_prefill is not None else device != "cpu"
     args += ["--enable-chunked-prefill" if chunked else "--no-enable-chunked-prefill"]
     if config.match_trainer and device == "cuda" and not is_eager(config, device):
         # Compiled layers keep sums in float32 that others round. Graphs of decoding steps need no compiler.
