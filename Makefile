@@ -30,7 +30,7 @@ demo-real: setup ## Fetch SmolLM2-135M-Instruct and real problems, and train it 
 test: setup ## Run unit, property and multi-process tests and a short end-to-end run; ARGS='-m gpu' tests the GPUs
 	$(PYTHON) -m pytest $(WORKERS) -m "not long and not thorough" $(ARGS)
 
-test-long: setup ## Run the tests of 20 CPU seconds or more, which CI adds to those of make test
+test-long: setup ## Run whole apps, example programs and numerics on many ranks, which CI adds to those of make test
 	$(PYTHON) -m pytest $(WORKERS) -m "long and not thorough" $(ARGS)
 
 test-all: setup ## Run all tests, also the thorough ones: kill and resume, reshape, bench, compiled layers, memory plans

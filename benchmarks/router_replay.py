@@ -74,6 +74,7 @@ def sampled(folder: Path, args: argparse.Namespace, *, routes: bool) -> tuple[li
         dtype=args.dtype,
         max_model_len=args.prompt_tokens + args.new_tokens + 8,
         kv_cache_gib=args.kv_cache_gib,
+        enforce_eager=True,  # starts sooner
         extra_args=tuple(args.server_args.split()),
     )
     random = np.random.default_rng(0)

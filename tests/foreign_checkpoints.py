@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import deepspeed
 import deepspeed.runtime.zero.muon.muon_optimizer  # what every rank would import for itself, and the next one
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from deepspeed.checkpoint import ds_to_universal
+from deepspeed.runtime.zero.muon import original_muon
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from reshape_worlds import State, build, check_equal, state_of
 from transformers.integrations import HfDeepSpeedConfig
@@ -37,6 +39,7 @@ from ds_engine import (
     SimpleBatch,
     ZeroConfig,
     ZeroEngine,
+    config_from_deepspeed,
     init_distributed,
     shutdown_distributed,
 )
@@ -167,9 +170,44 @@ def into_theirs(root: Path, stage: int, dtype: str) -> None:
         engine.destroy()
 
 
+def muon_alike(root: Path, stage: int) -> None:
+    """DeepSpeed's own Muon and ours, configured by the same file, take the same steps.
+
+    Without clipping, which DeepSpeed applies to Muon's steps, and in fp32 (TORCHDYNAMO_DISABLE: without a compiler).
+    """
+    params = {"muon_lr": 0.02, "adam_lr": 1e-3, "weight_decay": 0.1, "ns_method": "standard", "torch_adam": True}
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": False},
+        "optimizer": {"type": "Muon", "params": params},
+        "zero_optimization": {"stage": stage, "reduce_scatter": False},
+    }
+    keep_alive = HfDeepSpeedConfig(copy.deepcopy(settings)) if stage == 3 else None
+    module = transformers.AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
+    decayed, others = [], []
+    for parameter in module.parameters():
+        (decayed if len(getattr(parameter, "ds_shape", parameter.shape)) > 1 else others).append(parameter)
+    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=copy.deepcopy(settings))
+    here = build(root / "model", config_from_deepspeed(settings))
+    for step in range(3):
+        train_theirs(engine, step)
+        train_ours(here, step)
+    with deepspeed.zero.GatheredParameters(list(module.parameters()), enabled=stage == 3):
+        expected = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    check_close(dict(here.export_parameters()), expected, f"Muon at stage {stage}")
+    here.close()
+    engine.destroy()
+    del keep_alive
+
+
 def run(root: Path, rank: int) -> None:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     init_distributed(rank, int(os.environ["WORLD_SIZE"]), address, port, CPU, timeout_s=300.0)
+    original_muon.ns_compute_dtype = lambda *_: torch.float32
+    for stage in STAGES:
+        muon_alike(root, stage)
     for dtype in DTYPES:
         for stage in STAGES:
             into_ours(root, stage, dtype)

@@ -10,7 +10,7 @@ import pytest
 from plinth_testing import random_model, write_word_tokenizer
 from tests.run_folders import metrics_rows, only
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
@@ -88,5 +88,5 @@ def test_a_mixture_learns_with_the_routes_of_its_servers_and_partial_rollouts(
         "trainer.total_training_steps=3",
     )
     assert len(rows) == 3
-    assert all(float(row["actor/routes_differ"]) < 0.01 for row in rows), "of the first update after each push"
+    assert float(rows[0]["actor/routes_differ"]) < 0.01, "later steps have samples of older policy versions"
     assert all(float(row["rollout/log_prob_mismatch"]) < 1e-4 for row in rows), "fresh weights, the same routes"

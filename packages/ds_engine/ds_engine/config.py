@@ -197,7 +197,7 @@ class OptimConfig:
             if key not in optimizer.settings and getattr(self, key) != getattr(OptimConfig, key):
                 default = f"leave it at {getattr(OptimConfig, key)}"
                 _refuse(key, getattr(self, key), f"{self.name} does not take it", default)
-        if self.lr is None and not optimizer.has_adamw_rates:
+        if self.lr is None and not self.rate_factor:
             _refuse("lr", None, f"no rate can be chosen for {self.name}", "give a number")
 
     @property
@@ -211,6 +211,12 @@ class OptimConfig:
             return OPTIMIZERS[self.name]
         entry: Optimizer = import_module(".zero.own_optimizer", __package__).own_optimizer(self)
         return entry
+
+    @property
+    def rate_factor(self) -> float:
+        """Good learning rates divided by AdamW's; 0: unknown, so that `lr` must be given."""
+        is_other = self.options.get("adjust_lr_fn", "match_rms_adamw") != "match_rms_adamw"
+        return 0.0 if is_other else self.optimizer.rate_factor
 
     @property
     def peak_lr(self) -> float:

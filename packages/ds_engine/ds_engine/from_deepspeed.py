@@ -235,7 +235,11 @@ def table(
         **precision,
         "fp16.loss_scale": lacks("the loss scale is dynamic; use 0", lambda value: _number(value) != 0),
         "mixed_precision": Key("dtype", lambda value: _DTYPES.get(value, value)),
-        "gradient_clipping": Key("optim.grad_clip", lambda value: _number(value) or None),
+        "gradient_clipping": Key(
+            "optim.grad_clip",
+            lambda value: _number(value) or None,
+            note="of gradients; DeepSpeed clips Muon's steps" if optimizer == "muon" else "",
+        ),
         "gradient_predivide_factor": lacks("gradients are averaged by tokens", lambda value: _number(value) != 1),
         "communication_data_type": switch(
             "zero.fp32_reduce", True, "gradients are reduced in the model's dtype", lambda value: value == "fp32"
@@ -289,6 +293,19 @@ def _optimizer(name: str) -> str:
     return f"torch.optim:{name}"
 
 
+def _muon_defaults(given: Collection[str]) -> list[tuple[str, str, Any]]:
+    """Keys of DeepSpeed's Muon that a file leaves out, with DeepSpeed's defaults where ours are others."""
+    params = "optimizer.params."
+    values: dict[str, Any] = {"adjust_lr_fn": "original", "betas": [0.9, 0.95], "eps": 1e-10}
+    if f"{params}lr" not in given:
+        values |= {"muon_lr": 0.02, "adam_lr": 3e-4}
+    return [
+        (f"optimizer.type (its {key})", params + key, value)
+        for key, value in values.items()
+        if params + key not in given
+    ]
+
+
 def _params(optimizer: str, given: Collection[str]) -> dict[str, Key]:
     """Rows of `optimizer.params` that another optimizer than AdamW adds or replaces."""
     if optimizer == "muon":
@@ -336,7 +353,7 @@ def imported(
         raise EngineConfigError(field="distributed_type", value=backend, allowed="DEEPSPEED")
     keys = list(_flattened(tree, folder))
     if any(path == "optimizer.type" and _optimizer(str(value)) == "muon" for _, path, value in keys):
-        keys.append(("optimizer.type (step size)", "optimizer.params.adjust_lr_fn", "original"))
+        keys += _muon_defaults({path for _, path, _ in keys})
     values = {path: value for _, path, value in keys}
     rows = table(**_context(values, given)) | dict(further or {})
     if not any(path in rows for path in values):

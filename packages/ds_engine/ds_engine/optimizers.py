@@ -34,8 +34,8 @@ class Optimizer:
     divides_gradients: bool = False
     """Divides gradients by its 0-d attribute `grad_scale` while it reads them. Without it DeepSpeed unscales and clips
     them first, in passes of its own."""
-    has_adamw_rates: bool = False
-    """Trains with AdamW's learning rates, so that an app can choose one."""
+    rate_factor: float = 0.0
+    """Good learning rates divided by AdamW's, with which an app can choose one; 0: unknown."""
     state_bytes: float | None = None
     """Bytes of all states per element; None: 4 for each."""
     unportable: str = ""
@@ -66,7 +66,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         states=("exp_avg", "exp_avg_sq"),
         settings=("betas", "eps"),
         divides_gradients=True,
-        has_adamw_rates=True,
+        rate_factor=1.0,
     ),
     "muon": Optimizer(
         function=".zero.muon:Muon",
@@ -81,7 +81,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
             "adam_lr": None,
         },
         divides_gradients=True,
-        has_adamw_rates=True,
+        rate_factor=5.0,  # with match_rms_adamw, in short runs: docs/ds_engine.md
     ),
     "sgd": Optimizer(
         function="torch.optim:SGD",
@@ -93,7 +93,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         function="bitsandbytes.optim:AdamW8bit",
         states=("state1", "state2"),
         settings=("betas", "eps"),
-        has_adamw_rates=True,
+        rate_factor=1.0,
         state_bytes=2 + 2 * 4 / 256,  # two bytes, and two fp32 scales of each block of 256 elements
         unportable="its states are quantized in blocks of each rank's flat tensors",
         package="bitsandbytes",

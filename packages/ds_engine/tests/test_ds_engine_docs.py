@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parents[1]
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_readme_trains_a_model(tiny_model: Path, tmp_path: Path) -> None:
     code = re.search(r"```python\n(.*?)```", (PACKAGE / "README.md").read_text(), re.S)
     assert code is not None

@@ -84,6 +84,8 @@ def test_every_key_that_accelerate_writes_is_in_the_table() -> None:
     assert names - table().keys() == {"deepspeed_config", "hf_ds_config"}
 
 
+MUON = {"betas": (0.9, 0.95), "eps": 1e-10}
+"""Defaults of DeepSpeed's Muon."""
 OFFLOADS = [
     OffloadConfig(),
     OffloadConfig(optimizer="cpu"),
@@ -133,18 +135,23 @@ def test_the_config_that_the_engine_gives_deepspeed_reads_back(
         ),
         (
             {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.9, "ns_method": "gram"}},
-            {"name": "muon", "lr": 0.02, "options": {"momentum": 0.9, "adjust_lr_fn": "original"}},
+            {"name": "muon", "lr": 0.02, **MUON, "options": {"momentum": 0.9, "adjust_lr_fn": "original"}},
         ),
         (
             {"type": "muon", "params": {"lr": 1e-4, "muon_lr": 0.02}},
-            {"name": "muon", "lr": 0.02, "options": {"adam_lr": 1e-4, "adjust_lr_fn": "original"}},
+            {"name": "muon", "lr": 0.02, **MUON, "options": {"adam_lr": 1e-4, "adjust_lr_fn": "original"}},
         ),
         (
-            {"type": "Muon", "params": {"lr": 1.0, "muon_lr": 0.02, "adam_lr": 1e-4, "betas": [0.9, 0.95]}},
+            {"type": "Muon"},
+            {"name": "muon", "lr": 0.02, **MUON, "options": {"adam_lr": 3e-4, "adjust_lr_fn": "original"}},
+        ),
+        (
+            {"type": "Muon", "params": {"lr": 1.0, "muon_lr": 0.02, "adam_lr": 1e-4, "betas": [0.8, 0.95]}},
             {
                 "name": "muon",
                 "lr": 0.02,
-                "betas": (0.9, 0.95),
+                **MUON,
+                "betas": (0.8, 0.95),
                 "options": {"adam_lr": 1e-4, "adjust_lr_fn": "original"},
             },
         ),

@@ -75,6 +75,7 @@ def test_an_unknown_optimizer_is_refused() -> None:
         ({"name": "torch.optim:Rprop", "weight_decay": 0.1}, "weight_decay"),
         ({"name": "torch.optim:RAdam", "lr": None}, "lr"),
         ({"name": "sgd", "lr": None}, "lr"),
+        ({"name": "muon", "lr": None, "options": {"adjust_lr_fn": "original"}}, "lr"),
         ({"name": "sgd", "options": {"beta": 0.9}}, "options.beta"),
         ({"name": "sgd", "options": {"nesterov": True}}, "options"),  # without momentum
         ({"name": "muon", "options": {"adjust_lr_fn": "none"}}, "options"),

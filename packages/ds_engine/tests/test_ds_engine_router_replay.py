@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ds_engine_architectures import PACKED, tiny_architecture, write_architecture
+from ds_engine_architectures import PACKED, ROWS, tiny_architecture, write_architecture
 from ds_engine_testkit import distance, token_loss
 from ds_engine_trees import DEEP, GROUP, draw_tree, routed_batch, tree_batch
 from hypothesis import given
@@ -51,9 +51,7 @@ def test_routers_that_take_their_routes_from_outside_pass_the_trial(family: str,
     try_replay(tiny_architecture(family, changes), trial(way))
 
 
-@pytest.mark.parametrize(
-    ("family", "changes"), [("llama", {}), ("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2})]
-)
+@pytest.mark.parametrize(("family", "changes"), [("llama", {}), ("phimoe", ROWS["phimoe"])])
 def test_a_model_without_routers_that_can_replay_is_refused_by_name(
     tmp_path: Path, family: str, changes: dict[str, Any]
 ) -> None:
@@ -129,6 +127,19 @@ def test_packing_shared_prefixes_and_recomputation_replay_the_same_routes(mixtur
         assert distance(outputs, expected[0]) < 1e-5
         for name, gradient in expected[1].items():
             assert distance(gradients[name], gradient) < 1e-5, name
+
+
+def test_replayed_experts_have_the_scores_that_the_router_has_for_them(mixture: Path) -> None:
+    """Normalized as the model does it: over the chosen experts alone."""
+    model, replay = loaded(mixture)
+    router = model.model.layers[1].mlp.gate
+    router.norm_topk_prob = True
+    hidden_TH = torch.randn(6, router.hidden_dim, generator=torch.Generator().manual_seed(0))
+    experts_T2 = torch.tensor([[3, 1], [0, 2], [2, 1], [1, 0], [3, 0], [2, 3]])
+    replay.begin(experts_T2[:, None].expand(-1, 2, -1).short())
+    logits_TE, weights_T2, chosen_T2 = router(hidden_TH)
+    assert chosen_T2.equal(experts_T2)
+    torch.testing.assert_close(weights_T2, logits_TE.gather(1, experts_T2).softmax(-1))
 
 
 def test_gradients_of_the_router_are_those_of_the_replayed_scores(mixture: Path) -> None:

@@ -127,7 +127,6 @@ STEPS = [make_samples(n, seed=s) for n, s in ((7, 1), (5, 2))]
 @pytest.mark.parametrize(
     ("stage", "extra"),
     [
-        (1, {}),
         (2, {"gradient_checkpointing": True}),
         (3, {}),
         (3, {"gradient_checkpointing": True, "sequence_parallel": 2}),

@@ -34,7 +34,9 @@ def test_the_doctor_lists_every_patch() -> None:
     package = Path(ds_engine.__file__).parent
     paths = [path.relative_to(package.parent) for path in package.rglob("*.py") if "FENCE" in path.read_text()]
     modules = [importlib.import_module(".".join(path.with_suffix("").parts)) for path in paths]
-    declared = {id(value) for module in modules for value in vars(module).values() if isinstance(value, Patch)}
+    values = [value for module in modules for value in vars(module).values()]
+    values += [each for value in values if isinstance(value, dict) for each in value.values()]
+    declared = {id(value) for value in values if isinstance(value, Patch)}
     assert declared == {id(patch) for patch in FENCE.patches}
 
 

@@ -41,7 +41,8 @@ class NetworkHost:
 
     def pids(self) -> list[int]:
         """Processes that run on this host now."""
-        return [pid for pid in _all_pids() if pid != self.pid and _namespace(pid) == _namespace(self.pid)]
+        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+        return [pid for pid in pids if pid != self.pid and _namespace(pid) == _namespace(self.pid)]
 
 
 @contextlib.contextmanager
@@ -125,10 +126,6 @@ def _ip(pid: int, *commands: str) -> None:
     """Runs commands of the program `ip` in the network namespace of a process."""
     program = ["nsenter", f"--net=/proc/{pid}/ns/net", "--", "ip", "-batch", "-"]
     subprocess.run(program, input="\n".join(commands), text=True, check=True, capture_output=True, timeout=30)
-
-
-def _all_pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
 def _namespace(pid: int) -> str:

@@ -568,6 +568,11 @@ def test_mlps_run_in_tiles_where_micro_batches_cannot_shrink(budget: int | None,
         ({"model": ModelConfig()}, 2e-3, "the built-in model starts from random weights"),
         ({}, 1e-5, "all weights of a trained model"),
         ({"engine": EngineConfig(lora=LoraConfig())}, 1e-4, "LoRA adapters"),
+        (
+            {"supervised": FineTuningConfig(optim=OptimConfig(name="muon", lr=None))},
+            5e-5,
+            "all weights of a trained model; 5 times AdamW's",
+        ),
         ({"supervised": FineTuningConfig(optim=OptimConfig(lr=3e-6))}, 3e-6, None),
     ],
 )

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from plinth_testing import random_model, write_word_tokenizer
 from rollout_vllm import Group, Request, RolloutClient, RolloutConfig, SamplingConfig, ServerGroup
 from rollout_vllm.servers.command import server_arguments, server_environment
+from rollout_vllm.servers.fast.buffering import _is_plain_step
 from rollout_vllm.servers.routes import RouteBuffer
 
 
@@ -38,6 +40,15 @@ def test_every_row_is_taken_once_whatever_is_computed_again(data: st.DataObject)
     assert buffer.take("gone") is None
     buffer.add({}, ())
     assert buffer.take("a") is None
+
+
+@pytest.mark.parametrize("name", ["routed_experts", "aux_output_connector_output"])
+def test_vllm_makes_the_outputs_of_steps_with_routes(name: str) -> None:
+    """Tokens that are only noted have none. The names are those of 0.26 and routes.py, and of 0.32."""
+    scheduled: Any = SimpleNamespace(scheduled_spec_decode_tokens={})
+    plain = {"sampled_token_ids": [[1]], "num_nans_in_logits": None}
+    steps = [SimpleNamespace(**plain, **{name: value}) for value in (None, {"a": (0, np.zeros((1, 1, 1)))})]
+    assert [_is_plain_step(SimpleNamespace(), scheduled, step, None) for step in steps] == [True, False]
 
 
 def test_servers_are_started_for_it() -> None:
@@ -119,6 +130,7 @@ def own_routes(model: Any, token_ids: Any) -> dict[int, np.ndarray]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_real_server_returns_the_experts_that_transformers_chooses(
     client: RolloutClient, mixture: tuple[Any, Path]
 ) -> None:

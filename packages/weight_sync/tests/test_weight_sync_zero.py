@@ -10,7 +10,7 @@ from weight_sync_helpers import Server, assert_serves
 
 from plinth_testing import run_script
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 def test_two_ranks_of_every_stage(server: Server, old_model: Any, tmp_path: Path) -> None:

@@ -32,15 +32,27 @@ ROUTES = "routes"
 """Name of the routes among a batch's values per token."""
 
 _FAMILIES = {
+    "cohere2_moe": "Cohere2MoeTopKRouter",
     "deepseek_v3": "DeepseekV3TopkRouter",
+    "exaone_moe": "ExaoneMoeTopkRouter",
     "flex_olmo": "FlexOlmoTopKRouter",
     "glm4_moe": "Glm4MoeTopkRouter",
+    "glm4_moe_lite": "Glm4MoeLiteTopkRouter",
     "gpt_oss": "GptOssTopKRouter",
+    "granitemoe": "GraniteMoeTopKRouter",
+    "granitemoehybrid": "GraniteMoeHybridTopKRouter",
+    "kimi_linear": "KimiLinearTopkRouter",
+    "laguna": "LagunaTopKRouter",
+    "mellum": "MellumTopKRouter",
+    "minimax": "MiniMaxTopKRouter",
     "mixtral": "MixtralTopKRouter",
+    "nemotron_h": "NemotronHTopkRouter",
     "olmoe": "OlmoeTopKRouter",
     "qwen2_moe": "Qwen2MoeTopKRouter",
+    "qwen3_5_moe": "Qwen3_5MoeTopKRouter",
     "qwen3_moe": "Qwen3MoeTopKRouter",
     "qwen3_next": "Qwen3NextTopKRouter",
+    "solar_open": "SolarOpenTopkRouter",
 }
 ROUTERS = {
     name: FENCE.patch(
@@ -81,7 +93,8 @@ class RouterReplay:
 
     def take_recorded(self) -> Tensor:
         """The routes of the last pass: int16 [P, L, k], -1 in layers without experts."""
-        assert self._recorded, "no pass was recorded"
+        if not self._recorded:
+            raise replay_refusal("the routers choose no experts by topk")
         recorded, self._recorded = self._recorded, None
         first_Pk = next(iter(recorded.values()))
         routes_PLk = first_Pk.new_full((len(first_Pk), *self.shape), -1)

@@ -27,7 +27,17 @@ def resolve_learning_rate(
         rate, why = rates.builtin, "the built-in model starts from random weights"
     elif engine.lora is not None:
         rate, why = rates.lora, "LoRA adapters"
-    return resolved.with_default(f"{section}.optim.lr", rate, why)
+    return with_rate(resolved, section, rate, why)
+
+
+def with_rate(
+    resolved: ResolvedConfig[ConfigT], section: str, rate: float, why: str, *, listed: bool = True
+) -> ResolvedConfig[ConfigT]:
+    """`rate` of AdamW, or what corresponds to it for the section's optimizer, where `optim.lr` is open."""
+    optim = value_of(resolved.config, f"{section}.optim")
+    if optim.rate_factor not in (0, 1):
+        rate, why = float(f"{rate * optim.rate_factor:.6g}"), f"{why}; {optim.rate_factor:g} times AdamW's"
+    return resolved.with_default(f"{section}.optim.lr", rate, why, listed=listed)
 
 
 def resolve_kernels(

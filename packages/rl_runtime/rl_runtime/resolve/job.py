@@ -27,7 +27,7 @@ from ..launch.session import read_devices
 from ..ranks.environment import prepare_driver
 from ..rules import value_of
 from ..training.teacher_config import TeacherConfig
-from .engines import resolve_compile, resolve_kernels, resolve_learning_rate
+from .engines import resolve_compile, resolve_kernels, resolve_learning_rate, with_rate
 from .instruction import resolve_instruction
 from .memory import Recompute, longest_sequence, read_model_shape, resolve_memory, resolve_sizes, samples_per_server
 from .own_model import ModelFacts, choose_defaults, read_facts
@@ -146,7 +146,10 @@ def _resolve_for_model(
         on_gpu=on_gpu,
     )
     for key, (value, why) in chosen.items():
-        if hasattr(config, key.partition(".")[0]):
+        section, _, rest = key.partition(".")
+        if hasattr(config, section) and rest == "optim.lr":
+            resolved = with_rate(resolved, section, value, why, listed=facts is not None)
+        elif hasattr(config, section):
             resolved = resolved.with_default(key, value, why, listed=facts is not None)
     resolved = resolved.with_default("validation.n", 1, "the default", listed=False)
     tokens = resolved.config.sampling.response_tokens
