@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_engine import EngineConfig, EngineConfigError
-from ds_engine.model.experts import EXPERTS_NAME, experts_of, grouped_experts, use_experts
+from ds_engine.model.experts import EXPERTS_NAME, experts_of, grouped_experts, keep_out_of_graphs, use_experts
 from ds_engine.model.small_copy import randomize, small_config
 from plinth_testing import raises
 
@@ -117,3 +117,22 @@ def test_grouped_is_refused_where_it_cannot_be_computed(model_type: str) -> None
     use_experts(model, "auto", device=CPU)
     with raises(EngineConfigError, field="experts", value="batched"):
         EngineConfig(experts="batched")  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compiled_layers_compute_the_same(dtype: torch.dtype) -> None:
+    """In bfloat16 in one graph for any number of tokens; torch's graphs take no other dtype, so that breaks them."""
+    model = family("qwen3_moe").to(dtype)
+    use_experts(model, "auto", device=CPU)
+    keep_out_of_graphs(model)
+    mlp = model.model.layers[0].mlp
+    compiled = torch.compile(mlp, backend="aot_eager", dynamic=True, fullgraph=dtype == torch.bfloat16)
+    for length in (5, 9):
+        hidden = torch.randn(1, length, 64, dtype=dtype)
+        gradients = []
+        for forward in (mlp, compiled):
+            model.zero_grad()
+            forward(hidden).square().sum().backward()
+            gradients.append(mlp.experts.down_proj.grad.float())
+        torch.testing.assert_close(*gradients, rtol=2e-2, atol=2e-2 * float(gradients[0].abs().max()))

@@ -208,7 +208,7 @@ def test_what_compiled_layers_cannot_do_is_left_off() -> None:
     ):
         choice = resolve_job_for(config(actor=engine), gpus=gpus(2), shape=QWEN3_06B)
         assert choice.config.actor.compile is False
-    unknown = replace(QWEN3_06B, counted=tuple(QWEN3_06B.weights()))
+    unknown = replace(QWEN3_06B, family="mixtral", counted=tuple(QWEN3_06B.weights()))
     choice = resolve_job_for(config(), gpus=gpus(2), shape=unknown)
     assert choice.config.actor.compile is False
     assert "upper bounds" in choice.memory
@@ -539,6 +539,13 @@ def test_supervised_training_gets_all_gpus(number: int, gib: float, recompute: b
     by_hand = supervised(trainer=TrainingConfig(num_ranks=1), engine=EngineConfig(compile=False), micro_batch_size=2)
     kept = resolve_supervised_for(by_hand, gpus=gpus(number, gib), shape=QWEN3_06B).config
     assert (kept.trainer.num_ranks, kept.engine.compile, kept.token_budget) == (1, False, None)
+
+
+@pytest.mark.parametrize(("family", "compiles"), [("qwen3_moe", True), ("mixtral", False)])
+def test_layers_are_compiled_where_that_was_measured(family: str, compiles: bool) -> None:
+    shape = replace(QWEN3_06B, family=family, counted=tuple(QWEN3_06B.weights()))
+    choice = resolve_supervised_for(supervised(), gpus=gpus(1, 140.0), shape=shape)
+    assert choice.config.engine.compile == compiles
 
 
 def test_supervised_training_says_what_does_not_fit() -> None:

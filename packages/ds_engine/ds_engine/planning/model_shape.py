@@ -17,6 +17,8 @@ from ..upstream import transformers_message
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Dense decoders whose sizes follow from config.json alone, to the byte."""
+COMPILED = (*FAMILIES, "qwen3_moe")
+"""Families whose compiled layers were measured on GPUs."""
 TABLES = ("embed_tokens", "lm_head", "score")
 """Weights that are no matrices for an optimizer."""
 
@@ -49,6 +51,8 @@ class ModelShape:
     qkv_bias: bool
     other_bias: bool
     qk_norm: bool
+    family: str = ""
+    """`model_type` of the configuration."""
     counted: tuple[Weight, ...] = ()
     """All parameters of a model outside of the known families, whose other sizes are upper bounds."""
 
@@ -82,6 +86,7 @@ class ModelShape:
                 qkv_bias=family == "qwen2" or bool(config.get("attention_bias", False)),
                 other_bias=family != "qwen2" and bool(config.get("attention_bias", False)),
                 qk_norm=family == "qwen3",
+                family=family,
             )
         except KeyError as error:
             raise ModelError(f"the model's configuration lacks {error}") from None
@@ -217,6 +222,7 @@ def count_shape(folder: str | Path) -> ModelShape:
         qkv_bias=False,
         other_bias=False,
         qk_norm=True,
+        family=str(config.model_type),
         counted=tuple(
             Weight(name=_plain_name(model, p, name), shape=tuple(p.shape)) for name, p in model.named_parameters()
         ),

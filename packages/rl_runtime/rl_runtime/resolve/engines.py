@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ds_engine import EngineConfig, ModelShape
-from ds_engine.planning.model_shape import FAMILIES
+from ds_engine.planning.model_shape import COMPILED
 
 from ..config import BUILTIN_MODEL, ModelConfig
 from ..errors import InputError
@@ -69,8 +69,8 @@ def resolve_compile(
 def _compiles(engine: EngineConfig, shape: ModelShape | None) -> tuple[bool, str]:
     if shape is None:
         return False, "compiling takes longer than training the built-in model"
-    if not shape.is_exact:
-        return False, f"only {', '.join(FAMILIES)} are compiled without being asked"
+    if shape.family not in COMPILED:
+        return False, f"only {', '.join(COMPILED)} are compiled without being asked"
     if engine.match_servers:
         return False, "match_servers computes each operation by itself"
     if engine.lora is not None and engine.lora.base_format == "nf4":
