@@ -18,7 +18,7 @@ def results(script: str) -> list[dict[str, Any]]:
     """The lines of JSON that the script prints."""
     command = [sys.executable, "-m", f"benchmarks.silent.{script}"]
     ran = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=400, check=False)
-    lines = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+    lines = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith('{"release"')]
     assert lines, ran.stderr[-2000:]
     return lines
 

@@ -28,7 +28,7 @@ from .state.checkpoint import load_state, save_state
 from .state.export import export_tensors
 from .state.reshape import StateSource, fill_state, flat_fragments, has_layout
 from .zero.ds_config import check_deepspeed, deepspeed_config
-from .zero.hpz import drop_second_shards, prepare_hpz
+from .zero.hpz import prepare_hpz
 from .zero.memory import EngineMemory, MemoryReport, memory_stats
 from .zero.optimizer import build_optimizer, start_deepspeed
 from .zero.optimizer_step import LossScale, check_fp16
@@ -428,7 +428,6 @@ class ZeroEngine:
         """
         self._require_optimizer("load_checkpoint")
         self._num_steps = load_state(self._deepspeed, folder, tag)
-        drop_second_shards(self._deepspeed.optimizer)
 
     def load_state(self, source: StateSource, *, num_steps: int | None = None) -> None:
         """Resume from a state written by any number of ranks, at any stage, offload and dtype, bit for bit; also from
@@ -450,7 +449,6 @@ class ZeroEngine:
             raise CheckpointError(unportable, field="optim.name", value=optim.name, remedy=remedy)
         loaded = fill_state(self._deepspeed, self.module, source, self._states_of)
         self._num_steps = loaded if num_steps is None else num_steps
-        drop_second_shards(self._deepspeed.optimizer)
 
     def has_layout(self, source: StateSource) -> bool:
         """True if `load_checkpoint` can read the checkpoint of `source`: the same number of ranks, stage, offload,

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from test_ds_engine_models import assert_step_equals_transformers
 
 import ds_engine.model.recurrence as recurrence
+import ds_engine.model.trial as trial
 from ds_engine import EngineConfig, EngineConfigError, LoraConfig, ModelError, ZeroConfig, check_model, dense_log_prob
 from ds_engine.model.attention import packed_layout
 from ds_engine.model.loading import load_model, prepare_model
 from ds_engine.model.packed_model import packed_inputs
-from ds_engine.model.trial import try_model
 from plinth_testing import RankPool, raises
 
 CPU = torch.device("cpu")
@@ -197,10 +197,10 @@ def test_packed_gradients_are_the_sum_of_those_of_each_sequence(tmp_path: Path, 
 
 def test_check_model_says_packed_by_which_code_and_refuses_sequence_parallelism(tmp_path: Path) -> None:
     folder = str(write_architecture(tmp_path, "olmo_hybrid", HYBRIDS["olmo_hybrid"]))
-    trial = check_model(folder, replace(FP32, compile=True))
-    assert trial.way == "packed"
-    assert trial.recurrent.startswith("OlmoHybridGatedDeltaNet by ")
-    assert trial.recurrent in str(trial)
+    result = check_model(folder, replace(FP32, compile=True))
+    assert result.way == "packed"
+    assert result.recurrent.startswith("OlmoHybridGatedDeltaNet by torch")
+    assert result.recurrent in str(result)
     with raises(EngineConfigError, field="sequence_parallel", value=2, allowed="1"):
         check_model(folder, replace(FP32, sequence_parallel=2))
 
@@ -208,14 +208,32 @@ def test_check_model_says_packed_by_which_code_and_refuses_sequence_parallelism(
 def test_a_layer_that_still_leaks_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its scan knows the borders, its convolution does not."""
     monkeypatch.delitem(recurrence._FUNCTIONS, "causal_conv1d_fn")
-    trial = try_model(tiny_architecture("qwen3_5_text", {**HYBRIDS["qwen3_5_text"], "vocab_size": 65}))
-    assert (trial.way, trial.recurrent) == ("rows", "")
-    assert "its log-probs differ by" in trial.why_not_packed
+    result = trial.try_model(tiny_architecture("qwen3_5_text", {**HYBRIDS["qwen3_5_text"], "vocab_size": 65}))
+    assert (result.way, result.recurrent) == ("rows", "")
+    assert "its log-probs differ by" in result.why_not_packed
+
+
+def test_kernels_are_tried_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy on the CPU, which has no kernels, says nothing about them."""
+    config = tiny_architecture("mamba2", {**HYBRIDS["mamba2"], "vocab_size": 66})
+    on_cpu = trial.try_model(config)
+    devices = []
+
+    def try_once(config: Any, head: Any, device: torch.device) -> trial.Trial:
+        devices.append(device.type)
+        return on_cpu
+
+    monkeypatch.setattr(trial, "_try_once", try_once)
+    trial.try_model(config, device=torch.device("cuda"))
+    monkeypatch.setattr(trial, "has_kernels", lambda: True)
+    trial.try_model(config, device=torch.device("cuda"))
+    trial.try_model(config)
+    assert devices == ["cpu", "cpu", "cuda", "cpu"]
 
 
 def test_layers_of_an_untested_transformers_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(recurrence.FENCE.tested, "transformers", ">=9")
-    assert try_model(tiny_architecture("mamba2", {**HYBRIDS["mamba2"], "vocab_size": 65})).way == "rows"
+    assert trial.try_model(tiny_architecture("mamba2", {**HYBRIDS["mamba2"], "vocab_size": 65})).way == "rows"
 
 
 def test_a_row_that_is_not_the_one_of_the_borders_is_refused(tmp_path: Path) -> None:

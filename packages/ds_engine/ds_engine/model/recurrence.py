@@ -94,9 +94,11 @@ def _uses_kernels(tokens: Tensor) -> bool:
 
 
 def recurrent_line(model: nn.Module) -> str:
-    """Classes of the recurrent layers and the way in which they get the borders; empty if there are none."""
+    """Classes of the recurrent layers and the way in which they got the borders; empty if there are none."""
     names = sorted({type(layer).__name__ for layer in recurrent_layers(model)})
-    way = "flash-linear-attention" if has_kernels() else "torch (fla-core is not installed)"
+    way = "torch" if has_kernels() else "torch (fla-core is not installed)"
+    if names and _uses_kernels(next(model.parameters())):
+        way = "flash-linear-attention"
     return f"{', '.join(names)} by {way}" if names else ""
 
 

@@ -25,7 +25,7 @@ from ..upstream import transformers_message
 from .attention import ATTENTION_NAME, register_packed_attention
 from .experts import use_experts
 from .packed_model import ROWS, PackedInputs, install_packed_forward, packed_inputs
-from .recurrence import recurrent_line
+from .recurrence import has_kernels, recurrent_line
 from .router_replay import install_replay, replay_refusal
 from .small_copy import randomize, small_config
 from .tiled_mlp import tile_mlps
@@ -83,18 +83,21 @@ def try_model(config: Any, *, head: Head = "lm", device: torch.device = CPU) -> 
     """Try the architecture of a transformers configuration; later calls in this process return the same trial.
 
     Args:
-        device: where the copy is computed if it cannot be on the CPU: optional kernels of some hybrids need a GPU.
+        device: where the copy is computed if it cannot be on the CPU, or if recurrent layers use kernels there.
 
     Raises:
         ModelError: neither packed sequences nor padded rows equal each sequence alone.
         UntriedModelError: no small copy can be built, or computed on these devices.
     """
     try:
-        return _try_once(config, head, CPU)
+        trial = _try_once(config, head, CPU)
     except UntriedModelError:
         if device == CPU:
             raise
-        return _try_once(config, head, device)
+    else:
+        if device == CPU or not (trial.recurrent and has_kernels()):
+            return trial
+    return _try_once(config, head, device)
 
 
 def _try_once(config: Any, head: Head, device: torch.device) -> Trial:

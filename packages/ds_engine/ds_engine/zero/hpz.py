@@ -53,11 +53,3 @@ def prepare_hpz(config: EngineConfig) -> None:
             create(group_size)
 
     NODE_GROUPS.replace(groups, _create_zero_param_parallel_group=once)
-
-
-def drop_second_shards(zero_optimizer: Any) -> None:
-    """Forget second shards after weights were loaded; the next forward pass makes new ones."""
-    for group in getattr(zero_optimizer, "fp16_groups", ()):
-        for param in group:
-            if getattr(param, "ds_secondary_tensor", None) is not None:
-                param.ds_secondary_tensor = None
