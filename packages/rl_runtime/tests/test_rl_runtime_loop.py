@@ -107,7 +107,7 @@ class Journal:
         return [step for done, step in self.done if done == event]
 
 
-def run(journal: Journal, *, collects: bool = False) -> LoopResult:
+def run(journal: Journal, *, collects: bool = False, is_exact: bool = False) -> LoopResult:
     """`collects`: with a full collection of garbage first, which takes a third of a second."""
     loop = TrainingLoop(
         journal.trainer,
@@ -115,6 +115,7 @@ def run(journal: Journal, *, collects: bool = False) -> LoopResult:
         servers=journal,  # type: ignore[arg-type]
         checkpoints=journal,  # type: ignore[arg-type]
         record=journal,  # type: ignore[arg-type]
+        is_exact=is_exact,
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop_module, "rollout_metrics", lambda _: {})
@@ -208,6 +209,17 @@ def test_servers_of_another_policy_are_named_once_for_steps_in_a_row() -> None:
     assert [line[:8] for line in journal.said] == ["step 1: ", "step 7: "]
     assert "differ by 1.8 on average" in journal.said[0]
     assert "effective sample size is 0.07" in journal.said[0]
+
+
+@pytest.mark.parametrize(
+    ("mismatch", "is_exact", "warns"), [(1e-9, True, True), (0.0, True, False), (0.04, False, False)]
+)
+def test_one_bit_is_named_where_no_bit_may_differ(mismatch: float, is_exact: bool, warns: bool) -> None:
+    journal = Journal(TrainerConfig(total_training_steps=1), None)
+    journal.learned = {1: {"rollout/log_prob_mismatch": mismatch, "rollout/log_prob_mismatch_max": 0.25}}
+    run(journal, is_exact=is_exact)
+    assert len(journal.said) == warns
+    assert not warns or "differ by up to 0.25 (rollout/log_prob_mismatch_max)" in journal.said[0]
 
 
 def test_steps_without_log_probs_of_servers_say_nothing_about_them() -> None:

@@ -135,10 +135,6 @@ close(kernels.matmul(x, weight, bias), operations.linear(x, weight, bias))
 close(kernels.rms_norm(x, weight[0], 1e-6), operations.rms_norm(x, weight[0], 1e-6))
 inside = drawn(70, 96).view(70, 3, 32)[:, :2]  # heads of a merged product
 close(kernels.rms_norm(inside, weight[0, :32], 1e-6), operations.rms_norm(inside, weight[0, :32], 1e-6))
-table = torch.cat((drawn(90, 1, 32), drawn(90, 1, 32, seed=1)), dim=1)
-heads = drawn(70, 5, 32)
-positions = torch.randint(90, (70,), generator=torch.Generator().manual_seed(0))
-assert torch.equal(kernels.rotate(heads, table, positions), operations.rotate(heads, table, positions))
 kernels._CHUNK = 16
 for there in (True, False):
     kernels._same_bits.clear()
@@ -246,3 +242,30 @@ def test_attention_of_a_server_reads_its_paged_cache(layers: dict[str, Any]) -> 
     expected = attention(q[:5].view(5, 4, 16), keys, values, table, ints(0, 5), ints(40), 0.25, 5)
     assert torch.equal(output[:5].view(5, 4, 16), expected)
     assert (output[5:] == 9.0).all(), "rows of padding are left alone"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_rows_have_the_same_bits_beside_any_others() -> None:
+    def on_gpu(*shape: int, seed: int = 0) -> torch.Tensor:
+        return drawn(*shape, dtype=torch.bfloat16, seed=seed).cuda()
+
+    x, weight, bias = on_gpu(4100, 3072), 0.05 * on_gpu(1024, 3072, seed=1), on_gpu(1024)
+    whole = operations.linear(x, weight, bias)  # cuBLAS computes most of it
+    logits = operations.linear(x, weight).float()
+    for num in (1, 2, 3, 8, 17, 64, 100, 127, 128, 257, 1000, 2048, 3000):
+        assert torch.equal(operations.linear(x[:num], weight, bias), whole[:num])
+        normed = operations.rms_norm(x, weight[0], 1e-6)
+        assert torch.equal(operations.rms_norm(x[:num], weight[0], 1e-6), normed[:num])
+        assert torch.equal(operations.silu(x.view(4100, 2, -1)[:num, 0]), operations.silu(x)[:num, :1536])
+        assert torch.equal(operations.log_probs(logits[:num]), operations.log_probs(logits)[:num])
+    for heads, key_heads, width in ((9, 3, 64), (16, 8, 128), (28, 4, 128)):
+        q = on_gpu(500, heads, width)
+        k, v = (on_gpu(500, key_heads, width, seed=n) for n in (1, 2))
+        rows, scale = torch.arange(500, dtype=torch.int32, device="cuda")[None], width**-0.5
+        starts, lengths = ints(0, 500).cuda(), ints(500).cuda()
+        whole = attention(q, k[:, :, None], v[:, :, None], rows, starts, lengths, scale, 500)
+        keys, values, table = (part.cuda() for part in paged(k.cpu(), v.cpu(), 16, seed=0))
+        starts, lengths = (torch.arange(n, 501, dtype=torch.int32, device="cuda") for n in (0, 1))
+        decoded = attention(q, keys, values, table.expand(500, -1).contiguous(), starts, lengths, scale, 1)
+        assert torch.equal(decoded, whole)

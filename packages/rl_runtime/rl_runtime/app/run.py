@@ -124,6 +124,7 @@ def _train(job: Job, algorithm: Algorithm, reward_model: RewardModel | None, res
             record=job.record(SampleLedger(job.folder, job.resumed)),
             reward_model=reward_model,
             signal=_signal(job),
+            is_exact=job.config.actor.match_servers,
         )
         return loop.run(algorithm.learn, job.resumed, stop=job.stop, restart=restart)
 

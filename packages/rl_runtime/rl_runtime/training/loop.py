@@ -73,15 +73,17 @@ class TrainingLoop:
         record: RunRecord,
         reward_model: RewardModel | None = None,
         signal: LearningSignal | None = None,
+        is_exact: bool = False,
     ) -> None:
         """
         Args:
             reward_model: on the ranks; completes the scores that `rollouts` return.
             signal: warns of scores that teach nothing; None for a run that does not learn from scores.
+            is_exact: warns if servers and ranks do not have the same bits (actor.match_servers).
         """
         self._trainer, self._rollouts, self._servers = trainer, rollouts, servers
         self._checkpoints, self._record, self._reward_model = checkpoints, record, reward_model
-        self._signal = signal
+        self._signal, self._is_exact = signal, is_exact
         self._policies_differ = False
         """True if servers and ranks computed different policies in the last step."""
 
@@ -183,7 +185,7 @@ class TrainingLoop:
         """Once for all consecutive steps in which they do. Steps whose tokens are all of older policies say nothing."""
         if "rollout/log_prob_mismatch" not in metrics:
             return
-        warning = disagreement(metrics)
+        warning = disagreement(metrics, is_exact=self._is_exact)
         if warning and not self._policies_differ:
             self._record.info(f"step {step}: {warning}")
         self._policies_differ = bool(warning)

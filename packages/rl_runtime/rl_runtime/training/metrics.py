@@ -83,12 +83,20 @@ def mismatch(batch: Batch) -> dict[str, float]:
     return metrics | {"rollout/stale_token_share": float(stale_K.double().mean())}
 
 
-def disagreement(metrics: Mapping[str, float]) -> str:
+def disagreement(metrics: Mapping[str, float], *, is_exact: bool = False) -> str:
     """A warning if servers and ranks compute different policies, from the metrics of `mismatch`; empty: they agree.
+
+    `is_exact`: actor.match_servers, with which no bit may differ.
 
     Without a mismatch, or with one that is nan, nothing is compared: a loss that is nan has a warning of its own.
     """
     difference = metrics.get("rollout/log_prob_mismatch", 0.0)
+    if is_exact and 0 < difference < _NO_ROUNDING:
+        return (
+            "warning: servers and ranks do not have the same bits (actor.match_servers): their log-probs of the newest "
+            f"tokens differ by up to {metrics['rollout/log_prob_mismatch_max']:.2g} (rollout/log_prob_mismatch_max). "
+            "See docs/exact.md#other-models"
+        )
     if not difference >= _NO_ROUNDING:
         return ""
     return (

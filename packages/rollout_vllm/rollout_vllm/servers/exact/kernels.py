@@ -93,39 +93,6 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _rotate_kernel(
-    out_ptr, x_ptr, table_ptr, positions_ptr, num_tokens, x_row, heads,
-    HALF: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
-    """All heads of one token; each product and sum is rounded, as torch does it one after the other."""
-    token, head, column = tl.program_id(0).to(tl.int64), tl.arange(0, HEADS), tl.arange(0, HALF)
-    there = (head < heads)[:, None] & (column >= 0)[None, :]
-    kind = out_ptr.dtype.element_ty
-    row = table_ptr + tl.load(positions_ptr + token).to(tl.int64) * 4 * HALF + column
-    cos, other_cos = tl.load(row).to(tl.float32)[None, :], tl.load(row + HALF).to(tl.float32)[None, :]
-    sin, other_sin = tl.load(row + 2 * HALF).to(tl.float32)[None, :], tl.load(row + 3 * HALF).to(tl.float32)[None, :]
-    place = head[:, None] * 2 * HALF + column[None, :]
-    first = tl.load(x_ptr + token * x_row + place, mask=there, other=0.0).to(tl.float32)
-    second = tl.load(x_ptr + token * x_row + place + HALF, mask=there, other=0.0).to(tl.float32)
-    low = (first * cos).to(kind).to(tl.float32) + (-second * sin).to(kind).to(tl.float32)
-    high = (second * other_cos).to(kind).to(tl.float32) + (first * other_sin).to(kind).to(tl.float32)
-    out = out_ptr + token * heads * 2 * HALF + place
-    tl.store(out, low.to(kind), mask=there)
-    tl.store(out + HALF, high.to(kind), mask=there)
-
-
-def rotate(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
-    """See `operations.rotate`."""
-    tokens, heads, width = x.shape
-    out = torch.empty((tokens, heads, width), dtype=x.dtype, device=x.device)
-    _rotate_kernel[(tokens,)](
-        out, x, table, positions, tokens, x.stride(0), heads,
-        HALF=width // 2, HEADS=triton.next_power_of_2(heads), num_warps=4,
-    )  # fmt: skip
-    return out
-
-
 @triton.jit
 def _rms_norm_kernel(out_ptr, x_ptr, weight_ptr, eps, width, heads, token_stride, WIDTH: tl.constexpr):
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)

@@ -77,10 +77,6 @@ def rotate(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
         table: `rotary_table` in the dtype of `x`.
         positions: [T] int64.
     """
-    if x.is_cuda:
-        from .kernels import rotate as kernel
-
-        return kernel(x, table, positions)
     cos, sin = table[positions][:, :, None].unbind(1)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
