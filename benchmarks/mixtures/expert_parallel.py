@@ -23,7 +23,8 @@ LR = 0.1
 def loss_of(model: Any, ids_SL: Tensor) -> Tensor:
     """Mean negative log-prob of the next tokens."""
     log_p_SLV = model(input_ids=ids_SL, use_cache=False).logits[:, :-1].log_softmax(-1)
-    return -log_p_SLV.gather(2, ids_SL[:, 1:, None]).mean()
+    loss: Tensor = -log_p_SLV.gather(2, ids_SL[:, 1:, None]).mean()
+    return loss
 
 
 def main() -> None:

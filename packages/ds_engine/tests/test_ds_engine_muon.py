@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from ds_engine import EngineConfig, LoraConfig, OffloadConfig, OptimConfig, ZeroConfig, estimate_memory
 from ds_engine.model.loading import load_model
 from ds_engine.optimizers import MATRIX_ROUND
+from ds_engine.zero import muon
 from ds_engine.zero.muon import Matrix, assign, orthogonalized, rounds
 from ds_engine.zero.optimizer import parameter_groups
 from plinth_testing import RankPool
@@ -67,6 +69,16 @@ def test_the_iteration_in_bfloat16_is_that_of_torch() -> None:
         optimizer.step()
         expected = -weight.detach() / math.sqrt(max(1.0, shape[0] / shape[1]))
         assert torch.allclose(orthogonalized(weight.grad.bfloat16(), 5).float(), expected, atol=1e-2)
+
+
+def test_matrices_of_one_shape_are_iterated_together() -> None:
+    generator = torch.Generator().manual_seed(3)
+    matrices = [torch.randn(shape, generator=generator) for shape in ((4, 6), (6, 4), (4, 6), (2, 4, 6), (6, 4))]
+    with patch.object(muon, "orthogonalized", wraps=orthogonalized) as iterated:
+        results = muon._by_shape(matrices, 5)
+    assert [call.args[0].shape for call in iterated.call_args_list] == [(2, 4, 6), (2, 6, 4), (1, 2, 4, 6)]
+    for matrix, result in zip(matrices, results, strict=True):
+        assert torch.allclose(result.view(matrix.shape), orthogonalized(matrix, 5), atol=1e-5)
 
 
 @given(st.lists(st.integers(1, 100), max_size=20), st.integers(1, 8))

@@ -9,7 +9,7 @@ for "original".
 
 ZeRO cuts matrices between ranks. Momentum and weights stay cut: each rank updates its pieces, sends them to the
 matrix's owner, which iterates on the whole, and gets its pieces of the result. Owners share the work by its cost. All
-ranks, stages and cuts therefore compute the same step from the same gradients.
+ranks, stages and cuts therefore compute the same step from the same gradients, up to rounding.
 
 Sources: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; Liu et al., "Muon is scalable
 for LLM training", 2025, section 2.2. `torch.optim.Muon` has the same options and names.
@@ -177,10 +177,7 @@ class Muon(AdamW):
         for _ in range(world_size):
             for collected in parts:
                 collected.append(next(pieces))
-        results = [
-            orthogonalized(torch.cat(collected).view(matrix.shape), self._ns_steps).reshape(-1)
-            for matrix, collected in zip(mine, parts, strict=True)
-        ]
+        results = _by_shape([torch.cat(one).view(m.shape) for m, one in zip(mine, parts, strict=True)], self._ns_steps)
         replies = [
             result[slice(*matrix.cuts[source])]
             for source in range(world_size)
@@ -218,6 +215,17 @@ def orthogonalized(matrix: Tensor, steps: int) -> Tensor:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if is_tall else x).reshape(matrix.shape)
+
+
+def _by_shape(matrices: Sequence[Tensor], steps: int) -> list[Tensor]:
+    """The orthogonalized matrices, flat. Those of one shape are iterated together: alone, they would take fewer
+    microseconds than the launches of their kernels."""
+    results: dict[int, Tensor] = {}
+    for shape in dict.fromkeys(matrix.shape for matrix in matrices):
+        indices = [index for index, matrix in enumerate(matrices) if matrix.shape == shape]
+        stack = orthogonalized(torch.stack([matrices[index] for index in indices]), steps)
+        results |= dict(zip(indices, stack.flatten(1), strict=True))
+    return [results[index] for index in range(len(matrices))]
 
 
 def rounds(matrices: Sequence[Matrix], num_ranks: int) -> Iterator[list[Matrix]]:
