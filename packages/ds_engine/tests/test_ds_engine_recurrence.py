@@ -17,6 +17,7 @@ from ds_engine_testkit import make_batch, make_samples, token_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_ds_engine_models import assert_step_equals_transformers
+from transformers import CONFIG_MAPPING
 
 import ds_engine.model.recurrence as recurrence
 import ds_engine.model.trial as trial
@@ -229,6 +230,15 @@ def test_kernels_are_tried_where_they_run(monkeypatch: pytest.MonkeyPatch) -> No
     trial.try_model(config, device=torch.device("cuda"))
     trial.try_model(config)
     assert devices == ["cpu", "cpu", "cuda", "cpu"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not (torch.cuda.is_available() and recurrence.has_kernels()), reason="needs CUDA and fla-core")
+@pytest.mark.parametrize("name", ["qwen3_5_text", "kimi_linear", "mamba2"])
+def test_kernels_equal_each_sequence_alone_on_a_gpu(name: str) -> None:
+    result = trial.try_model(CONFIG_MAPPING[name](), device=torch.device("cuda"))
+    assert result.way == "packed", str(result)
+    assert result.recurrent.endswith("by flash-linear-attention")
 
 
 def test_layers_of_an_untested_transformers_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,7 +234,7 @@ def _gather_key(param: Any) -> Any:
 class _Bucket:
     """Parameters that one collective gathers, in its order, and their memory layout."""
 
-    def __init__(self, params: Sequence[Any], *, second: bool) -> None:
+    def __init__(self, params: Sequence[Any], *, second: bool = False) -> None:
         """`second`: of hpZ's shards within a node."""
         first = params[0]
         self.params = params

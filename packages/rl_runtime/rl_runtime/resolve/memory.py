@@ -323,7 +323,7 @@ def size_plans(
         least: tokens of the smallest micro batch. MLPs run in tiles if it is larger than usual, because micro batches
             cannot shrink then, and the family is known.
     """
-    is_open = any(engine.gradient_checkpointing is None for engine in engines)
+    is_open: bool = any(engine.gradient_checkpointing is None for engine in engines)
     ways = [Recompute(), *([Recompute(layers=True)] if is_open else [])]
     # Small micro batches without recomputation are no better than larger ones with it.
     sizes = [size for size in itertools.product(ways, budgets) if not is_open or size != (ways[0], TOKEN_BUDGETS[-1])]
