@@ -109,8 +109,12 @@ def plan_run(
 
 
 def check_states_from(folders: Mapping[str, str], roles: Collection[str], *, warm_start: bool = False) -> None:
-    """Raises InputError for another role, for a folder that is no whole DeepSpeed checkpoint, and for an actor whose
-    `warm_start` it would replace."""
+    """Refuses states of a model that the run does not train, or of an actor that has a `warm_start`, and a folder that
+    is no whole DeepSpeed checkpoint.
+
+    Raises:
+        InputError: with the key of the folder.
+    """
     for role, folder in folders.items():
         key = f"trainer.states_from.{role}"
         if role not in roles:
