@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.runs import free_port
 from benchmarks.sft_step.workload import lengths as lognormal_lengths
@@ -104,7 +104,7 @@ def build(name: str, *, rows: bool, compiled: bool, device: Any) -> Any:
     register_packed_attention()
     shape = dict(MODELS[name])
     config = AutoConfig.for_model(shape.pop("model_type"), **shape)
-    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16" if device.type == "cuda" else "float32"
     torch.manual_seed(0)
     with device:
         options = {} if rows else {"attn_implementation": ATTENTION_NAME}

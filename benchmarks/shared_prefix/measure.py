@@ -341,7 +341,8 @@ def time_attention(trainer: Trainer) -> Iterator[Record]:
         parents = [-1] * groups + [group for group in range(groups) for _ in range(SAMPLES)]
         for kind, limit in (("shared", None), ("in place", 0.0), ("gathered", 1e9)):
             names = ("FORWARD_ROWS", "BACKWARD_ROWS", "MOST_ROWS")
-            with patch.multiple(prefix_tree, **dict.fromkeys(names, limit)) if limit is not None else nullcontext():
+            limits: dict[str, Any] = dict.fromkeys(names, limit)
+            with patch.multiple(prefix_tree, **limits) if limit is not None else nullcontext():
                 yield {"case": case, **time_layout(trainer, kind, [prompt] * groups + responses, parents)}
         yield {"case": case, **time_layout(trainer, "equal work", equal_work(groups, prompt, response))}
         yield {"case": case, **time_layout(trainer, "unshared", [prompt + response] * groups * SAMPLES)}

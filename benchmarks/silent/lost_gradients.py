@@ -14,15 +14,15 @@ from ds_engine import EngineConfig, LossOutput, ZeroConfig, ZeroEngine, dense_lo
 
 
 def loss(model: torch.nn.Module, ids_BL: torch.Tensor) -> torch.Tensor:
-    log_p = model(input_ids=ids_BL, use_cache=False).logits[:, :-1].float().log_softmax(-1)
-    return -log_p.gather(-1, ids_BL[:, 1:, None]).sum() / 124
+    log_p: torch.Tensor = model(input_ids=ids_BL, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+    return log_p.gather(-1, ids_BL[:, 1:, None]).sum().div(-124)
 
 
 def main() -> None:
     folder, micro_batches = start(), rows(4).split(1)
     for stage in (1, 2, 3):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        sum(loss(model, ids) for ids in micro_batches).backward()
+        torch.stack([loss(model, ids) for ids in micro_batches]).sum().backward()
         true_norm = float(torch.cat([p.grad.flatten() for p in model.parameters()]).norm())
         model.zero_grad()
         engine = deepspeed_engine(model, stage)

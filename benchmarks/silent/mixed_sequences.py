@@ -6,6 +6,8 @@ sequence from that sequence alone: on transformers' packed row, and as the engin
     python -m benchmarks.silent.mixed_sequences
 """
 
+from typing import Any
+
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -16,7 +18,7 @@ SIZES = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0,
 }  # fmt: skip
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "qwen3_5_text": {

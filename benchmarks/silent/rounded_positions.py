@@ -15,7 +15,7 @@ from ds_engine import EngineConfig, ZeroConfig, ZeroEngine, dense_log_prob
 
 
 def frequencies(model: torch.nn.Module) -> torch.Tensor:
-    return model.model.rotary_emb.inv_freq.double()
+    return model.get_buffer("model.rotary_emb.inv_freq").double()
 
 
 def main() -> None:

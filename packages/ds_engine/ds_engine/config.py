@@ -381,8 +381,8 @@ class EngineConfig:
     dense Llama, Qwen2 and Qwen3 models."""
     router_replay: RouterReplay = "off"
     """Mixtures of experts: the routes of log-probs and updates. off: the routers choose in every pass. R2: updates
-    replay the experts of the pass for old log-probs. R3: both replay the experts that the rollout servers chose for
-    prompts and responses (arXiv:2510.11370). Routers are trained in any case."""
+    replay the experts of the pass for old log-probs (arXiv:2507.18071, section 5.3). R3: both replay the experts that
+    the rollout servers chose for prompts and responses (arXiv:2510.11370). Routers are trained in any case."""
     experts: Experts = "auto"
     """Experts of a mixture: grouped (one product for all experts of a layer) or loop (transformers' own, one expert
     after the other). auto: grouped where torch has it: on CPUs and on GPUs of compute capability 8.0 (fast from 9.0 on,

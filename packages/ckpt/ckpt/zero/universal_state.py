@@ -56,7 +56,7 @@ class UniversalState(ModelFile):
         return tuple(dict.fromkeys(kind for name in self.shapes for kind in self.states_of(name)))
 
     def states_of(self, name: str) -> tuple[str, ...]:
-        """Those of the parameter `name`."""
+        """Names of the optimizer's states of the parameter `name`."""
         kinds = (file.stem for file in sorted(self._parameters[name].glob("*.pt")))
         return tuple(kind for kind in kinds if kind not in (_WEIGHT, "step"))
 
@@ -115,7 +115,7 @@ class UniversalState(ModelFile):
 def open_deepspeed(path: Path, tag: str | None = None) -> ZeroCheckpoint | UniversalState:
     """The checkpoint in `path`, of ZeRO-1, 2 or 3 or universal, whoever wrote it.
 
-    Raises ShardError as both classes do.
+    Raises ShardError for a missing or torn file, as both classes do.
     """
     is_universal = (find_deepspeed_folder(Path(path), tag) / "zero").is_dir()
     return UniversalState(path, tag) if is_universal else ZeroCheckpoint(path, tag)

@@ -188,7 +188,7 @@ class ZeroCheckpoint(ModelFile):
         return tuple(dict.fromkeys(kind for kinds in self._states_and_steps[0] for kind in kinds))
 
     def states_of(self, name: str) -> tuple[str, ...]:
-        """Those of the parameter `name`.
+        """Names of the optimizer's states of the parameter `name`.
 
         Raises ShardError as `check` does.
         """

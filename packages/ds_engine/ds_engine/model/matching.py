@@ -192,7 +192,8 @@ class _Silu(nn.Module):
 
 
 def matching_log_probs(log_prob_fn: LogProbFn, operations: Operations) -> LogProbFn:
-    """Log-probs of the servers, of logits in the model's dtype, and their entropies; gradients of `log_prob_fn`."""
+    """A function of the servers' log-probs, from logits in the model's dtype, and of entropies, both fp32 [N]; their
+    gradients are those of `log_prob_fn`."""
 
     def compute(hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, temperature: float, **options: Any) -> Any:
         def usual(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

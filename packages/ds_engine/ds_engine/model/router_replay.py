@@ -92,7 +92,11 @@ class RouterReplay:
         self._given_PLk, self._recorded = given_PLk, {} if record else None
 
     def take_recorded(self) -> Tensor:
-        """The routes of the last pass: int16 [P, L, k], -1 in layers without experts."""
+        """The routes of the last pass: int16 [P, L, k], -1 in layers without experts.
+
+        Raises:
+            EngineConfigError: no router has recorded any.
+        """
         if not self._recorded:
             raise replay_refusal("the routers choose no experts by topk")
         recorded, self._recorded = self._recorded, None

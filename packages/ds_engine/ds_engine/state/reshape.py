@@ -76,7 +76,7 @@ class StateSource(Protocol):
         """Names of the optimizer's states, such as Adam's moments; empty before its first step."""
 
     def states_of(self, name: str) -> Sequence[str]:
-        """Those of one parameter."""
+        """Names of the optimizer's states of the parameter `name`."""
 
     @property
     def optimizer_steps(self) -> int:

@@ -107,7 +107,11 @@ def plan_run(
 
 
 def check_states_from(folders: Mapping[str, str], roles: Collection[str]) -> None:
-    """Raises InputError for another role, and for a folder that is no whole DeepSpeed checkpoint."""
+    """Refuses states of a model that the run does not train, and a folder that is no whole DeepSpeed checkpoint.
+
+    Raises:
+        InputError: with the key of the folder.
+    """
     for role, folder in folders.items():
         key = f"trainer.states_from.{role}"
         if role not in roles:

@@ -7,7 +7,8 @@ vLLM's layers, and ds_engine into those of transformers (`EngineConfig.match_ser
 
 On a CPU, rows are padded to whole blocks, and attention reads keys in blocks that begin at position 0. Functions such
 as exp are computed in whole vectors, since torch computes what is left over in another way. On a GPU, Triton kernels
-with one tile shape do the same (`kernels.py`).
+with one tile shape do the same (`kernels.py`). Source of the idea: He et al., "Defeating nondeterminism in LLM
+inference", 2025.
 """
 
 from __future__ import annotations
