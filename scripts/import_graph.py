@@ -10,6 +10,7 @@ import argparse
 import ast
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import resolve_name
 from pathlib import Path
 
 
@@ -43,7 +44,9 @@ def _imported_modules(source: str, package: str) -> Iterator[tuple[int, str]]:
             and isinstance(node.args[0], ast.Constant)
             and isinstance(node.args[0].value, str)
         ):
-            yield node.lineno, node.args[0].value
+            module = node.args[0].value
+            if package or not module.startswith("."):
+                yield node.lineno, resolve_name(module, package)
 
 
 def module_imports(module_folder: Path) -> dict[Path, set[Path]]:

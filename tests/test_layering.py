@@ -143,6 +143,14 @@ def test_folders_import_only_their_neighbors(package: str) -> None:
     assert cycles(graph) == []
 
 
+def test_a_module_imported_by_a_relative_name_counts(tmp_path: Path) -> None:
+    """Otherwise import_module(".b") would hide a cycle."""
+    for name, other in (("a", "b"), ("b", "a")):
+        line = f'from importlib import import_module\nimport_module(".{other}", __package__)\n'
+        (tmp_path / f"{name}.py").write_text(line)
+    assert cycles(rooms(tmp_path)) == [("a.py", "b.py")]
+
+
 def test_importing_packages_and_apps_loads_nothing_heavy() -> None:
     apps = [f"apps.{path.parent.name}.main" for path in sorted((REPO / "apps").glob("*/main.py"))]
     program = f"""

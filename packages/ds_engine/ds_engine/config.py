@@ -6,7 +6,6 @@ Imports no torch. Combinations that DeepSpeed does not support, or would silentl
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any, Literal, NoReturn, get_args
@@ -189,7 +188,9 @@ class OptimConfig:
                 known = ", ".join(optimizer.options) or f"none; {self.name} has no further settings"
                 raise EngineConfigError(field=f"options.{key}", value=self.options[key], allowed=known)
         if self.options and self.name in OPTIMIZERS:
-            import_module(".zero.own_optimizer", __package__).try_optimizer(optimizer, self)
+            from .own_optimizer import try_optimizer  # loads torch
+
+            try_optimizer(optimizer, self)
         elif optimizer.package and find_spec(optimizer.package) is None:
             package = f"it needs {optimizer.package}, which is not installed"
             _refuse("name", self.name, package, f"pip install {optimizer.package}")
@@ -209,8 +210,9 @@ class OptimConfig:
         """
         if self.name in OPTIMIZERS:
             return OPTIMIZERS[self.name]
-        entry: Optimizer = import_module(".zero.own_optimizer", __package__).own_optimizer(self)
-        return entry
+        from .own_optimizer import own_optimizer  # loads torch
+
+        return own_optimizer(self)
 
     @property
     def rate_factor(self) -> float:

@@ -1,7 +1,7 @@
 """Optimizers by name (`optim.name`). Standard library only: settings and memory plans know them before torch is loaded.
 
 To add an optimizer, write its class in a module of `zero/` (torch's own need none) and its entry here; the tests over
-all names then cover it. A user's own class needs no entry: `zero.own_optimizer` makes one by trying it.
+all names then cover it. A user's own class needs no entry: `own_optimizer` makes one by trying it.
 """
 
 from collections.abc import Mapping

@@ -122,10 +122,12 @@ def test_grouped_is_refused_where_it_cannot_be_computed(model_type: str) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_compiled_layers_compute_the_same(dtype: torch.dtype) -> None:
-    """In bfloat16 in one graph for any number of tokens; torch's graphs take no other dtype, so that breaks them."""
+    """In bfloat16 in one graph for any number of tokens; torch's graphs take no other dtype, so that breaks them. Also
+    after another model of the process is loaded."""
     model = family("qwen3_moe").to(dtype)
     use_experts(model, "auto", device=CPU)
     keep_out_of_graphs(model)
+    use_experts(family("qwen3_moe"), "auto", device=CPU)
     mlp = model.model.layers[0].mlp
     compiled = torch.compile(mlp, backend="aot_eager", dynamic=True, fullgraph=dtype == torch.bfloat16)
     for length in (5, 9):

@@ -13,9 +13,11 @@ import torch
 from ds_engine_testkit import distance, make_samples, reference_training
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_engine import EngineConfig, LoraConfig, OffloadConfig, OptimConfig, ZeroConfig, estimate_memory
 from ds_engine.model.loading import load_model
+from ds_engine.model.small_copy import small_config
 from ds_engine.optimizers import MATRIX_ROUND
 from ds_engine.zero import muon
 from ds_engine.zero.muon import Matrix, assign, orthogonalized, rounds
@@ -110,6 +112,18 @@ def test_adamw_steps_embeddings_heads_and_vectors(untied_model: Path) -> None:
         (0.1, False),
         (0.0, False),
     ]
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "mamba", "kimi_linear", "zamba", "qwen3_moe"])
+def test_vectors_of_several_dimensions_are_no_matrices(model_type: str) -> None:
+    """Biases of experts, decays of recurrences: an iteration over all of them would mix what is apart."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(small_config(AutoConfig.for_model(model_type)))
+    names = {id(p): name.rpartition(".")[2] for name, p in model.named_parameters()}
+    groups = parameter_groups(model, OptimConfig(name="muon"))
+    matrices = {names[id(p)] for group in groups if group.get("matrices") for p in group["params"]}
+    assert matrices
+    assert {name for name in matrices if "weight" not in name} <= {"gate_up_proj", "down_proj"}
 
 
 def test_the_plan_counts_one_state_for_matrices_and_two_for_the_rest() -> None:

@@ -79,6 +79,7 @@ def test_an_unknown_optimizer_is_refused() -> None:
         ({"name": "sgd", "options": {"beta": 0.9}}, "options.beta"),
         ({"name": "sgd", "options": {"nesterov": True}}, "options"),  # without momentum
         ({"name": "muon", "options": {"adjust_lr_fn": "none"}}, "options"),
+        ({"name": "muon", "options": {"ns_steps": 2.5}}, "options"),
     ],
 )
 def test_an_optimizer_that_would_train_on_something_else_is_refused(settings: dict[str, Any], field: str) -> None:

@@ -52,20 +52,25 @@ def use_experts(model: Any, setting: Experts, *, device: torch.device) -> None:
     if setting == "grouped" and reason:
         raise EngineConfigError(reason, field="experts", value=setting, allowed="auto or loop")
     if experts_of(model):
-        _register(grouped_experts)
+        _register(EXPERTS_NAME, grouped_experts)
         model.set_experts_implementation("eager" if setting == "loop" or reason else EXPERTS_NAME)
 
 
-def keep_out_of_graphs(model: nn.Module) -> None:
+def keep_out_of_graphs(model: Any) -> None:
     """Exclude grouped products from graphs of torch.compile, which takes them in bfloat16 only."""
-    if any(weight.dtype != torch.bfloat16 for layer in experts_of(model) for weight in layer.parameters()):
-        _register(torch.compiler.disable(grouped_experts))
+    layers = experts_of(model)
+    is_grouped = bool(layers) and model.config._experts_implementation == EXPERTS_NAME
+    if is_grouped and any(weight.dtype != torch.bfloat16 for layer in layers for weight in layer.parameters()):
+        # Under a name of its own: the next model of this process registers the other one again.
+        name = f"{EXPERTS_NAME}_out_of_graphs"
+        _register(name, torch.compiler.disable(grouped_experts))
+        model.set_experts_implementation(name)
 
 
-def _register(function: Callable[..., Tensor]) -> None:
+def _register(name: str, function: Callable[..., Tensor]) -> None:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, function)
+    ALL_EXPERTS_FUNCTIONS.register(name, function)
 
 
 def experts_of(model: nn.Module) -> list[Any]:

@@ -9,6 +9,8 @@ from torch.nn.modules.conv import _ConvNd
 
 VALUE_HEAD = "score"
 """Attribute that holds the value head, as transformers names it in every family."""
+_VECTORS = ("A_log", "D")
+"""Mamba's and Kimi's names of a decay and a factor of each channel."""
 
 
 def find_backbone(model: Any) -> tuple[str, nn.Module | None]:
@@ -36,12 +38,17 @@ def transformer_layers(model: Any) -> list[Any]:
 
 
 def table_parameters(model: Any) -> set[int]:
-    """Ids of the parameters of embeddings and heads, and of convolutions: their rows or filters are no matrix."""
+    """Ids of the parameters that are no matrices: rows of embeddings and heads, filters of convolutions, and vectors
+    that have more dimensions than one, such as the biases of experts and Mamba's decays."""
     get_head = getattr(model, "get_output_embeddings", lambda: None)
     head = get_head()
     return {
         id(parameter)
         for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding | _ConvNd) or module is head or name.rpartition(".")[2] == VALUE_HEAD
-        for parameter in module.parameters(recurse=False)
+        for own, parameter in module.named_parameters(recurse=False)
+        if isinstance(module, nn.Embedding | _ConvNd)
+        or module is head
+        or name.rpartition(".")[2] == VALUE_HEAD
+        or own.endswith("bias")
+        or own in _VECTORS
     }

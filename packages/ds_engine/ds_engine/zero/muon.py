@@ -18,6 +18,7 @@ for LLM training", 2025, section 2.2. `torch.optim.Muon` has the same options an
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,7 +77,7 @@ class Muon(AdamW):
     ) -> None:
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum {momentum} is not in [0, 1)")
-        if not 1 <= ns_steps < 100:
+        if not 1 <= operator.index(ns_steps) < 100:  # the trial of options steps no matrices
             raise ValueError(f"ns_steps {ns_steps} is not in [1, 100)")
         if adjust_lr_fn not in _ADJUSTMENTS:
             raise ValueError(f"adjust_lr_fn {adjust_lr_fn!r} is none of {', '.join(_ADJUSTMENTS)}")

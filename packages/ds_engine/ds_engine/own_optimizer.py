@@ -7,24 +7,32 @@ another, such as one that divides by a parameter's norm, would train on somethin
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..errors import EngineConfigError
-from ..optimizers import Optimizer
-
-if TYPE_CHECKING:
-    from ..config import OptimConfig
+from .errors import EngineConfigError
+from .optimizers import Optimizer
 
 _SIZE = 16
 _NUM_STEPS = 3
 
 
-def own_optimizer(optim: OptimConfig) -> Optimizer:
+class OptimizerSettings(Protocol):
+    """The part of `OptimConfig` that a trial reads; config.py stands above this module."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def options(self) -> Mapping[str, Any]: ...
+    @property
+    def weight_decay(self) -> float: ...
+
+
+def own_optimizer(optim: OptimizerSettings) -> Optimizer:
     """The entry of the class `optim.name` (`package.module:Class`), whose states are those that it makes.
 
     Raises:
@@ -43,7 +51,7 @@ def own_optimizer(optim: OptimConfig) -> Optimizer:
     return Optimizer(function=optim.name, states=tuple(states), settings=settings, unportable=unportable)
 
 
-def _settings(optim: OptimConfig) -> tuple[str, ...]:
+def _settings(optim: OptimizerSettings) -> tuple[str, ...]:
     """Keys of AdamW that are given and that the class takes too; the class has its own defaults."""
     module, _, name = optim.name.partition(":")
     try:
@@ -55,7 +63,7 @@ def _settings(optim: OptimConfig) -> tuple[str, ...]:
     )
 
 
-def try_optimizer(entry: Optimizer, optim: OptimConfig) -> Any:
+def try_optimizer(entry: Optimizer, optim: OptimizerSettings) -> Any:
     """The optimizer of one flat parameter after a few steps; its attribute `start` has its group's plain settings
     before the first.
 
@@ -83,7 +91,7 @@ def try_optimizer(entry: Optimizer, optim: OptimConfig) -> Any:
     return optimizer
 
 
-def _stepped(entry: Optimizer, optim: OptimConfig, sizes: Sequence[int]) -> tuple[Tensor, Any]:
+def _stepped(entry: Optimizer, optim: OptimizerSettings, sizes: Sequence[int]) -> tuple[Tensor, Any]:
     params = [torch.nn.Parameter(part.clone()) for part in torch.linspace(-1, 1, _SIZE).split(list(sizes))]
     optimizer = entry.build([{"params": params, "weight_decay": optim.weight_decay}], 1e-2, optim)
     (group,) = optimizer.param_groups
