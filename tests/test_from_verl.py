@@ -71,6 +71,8 @@ def test_hints_name_keys_that_exist() -> None:
         (GrpoConfig, "actor_rollout_ref.actor.ppo_mini_batch_size", "batch.mini_batch_size"),
         (GrpoConfig, "actor_rollout_ref.model.path", "model.path"),
         (GrpoConfig, "actor_rollout_ref.rollout.n", "sampling.n"),
+        (GrpoConfig, "actor_rollout_ref.actor.router_replay.mode", "actor.router_replay"),
+        (GrpoConfig, "actor_rollout_ref.rollout.enable_rollout_routing_replay", "actor.router_replay"),
         (EvaluateConfig, "num_generations", "sampling.n"),
         (GrpoConfig, "n_samples_per_prompt", "sampling.n"),
         (GrpoConfig, "learning_rate", "actor.optim.lr"),

@@ -11,7 +11,7 @@ from rl_data.config import expand_files
 from run_kit import EXPERIMENT_PATTERN
 
 from .errors import InputError
-from .rules import Feature, Rule, check_at_least, check_features, check_seconds, check_value, only
+from .rules import Feature, Rule, check_at_least, check_features, check_seconds, check_value, only, value_of
 
 DEFAULT_NUM_RANKS = 2
 """Ranks on the CPU."""
@@ -331,6 +331,17 @@ class TrainerConfig(TrainingConfig):
     def takes_turns(self) -> bool:
         """True if servers sleep while the trainer works."""
         return self.take_turns in ("servers", "both")
+
+
+UNSERVED: Mapping[str, Any] = {"router_replay": "off", "match_servers": False}
+"""Settings that make an engine agree with its rollout servers, and their values for a model without servers."""
+
+
+def check_unserved(config: object, section: str) -> None:
+    """Raises InputError if the engine of `section`, a model without servers, is to agree with some."""
+    for name, off in UNSERVED.items():
+        is_off = value_of(config, f"{section}.{name}") == off
+        check_value(config, f"{section}.{name}", is_off, f"{str(off).lower()}: no servers compute this model")
 
 
 STALENESS = Feature(

@@ -10,7 +10,17 @@ from rollout_vllm import RolloutConfig, SamplingConfig
 from run_kit import TrackingConfig
 from weight_sync import SyncConfig
 
-from .config import STALENESS, TURNS, FrozenModel, ModelConfig, TaskSize, TrainedModel, TrainerConfig
+from .config import (
+    STALENESS,
+    TURNS,
+    UNSERVED,
+    FrozenModel,
+    ModelConfig,
+    TaskSize,
+    TrainedModel,
+    TrainerConfig,
+    check_unserved,
+)
 from .peer_keys import PEER_KEYS
 from .rollout.config import (
     DYNAMIC_SAMPLING,
@@ -71,8 +81,7 @@ class JobConfig:
         check_value(self, "sampling.temperature", self.sampling.temperature > 0, "above 0")
         check_features(self, self.features)
         for model in self.models[1:]:
-            only_actor = model.engine.router_replay == "off"
-            check_value(self, f"{model.section}.router_replay", only_actor, "off: servers have the actor's routes")
+            check_unserved(self, model.section)
 
     @property
     def features(self) -> tuple[Feature, ...]:
@@ -96,8 +105,8 @@ class JobConfig:
 
     @property
     def frozen_engine(self) -> EngineConfig:
-        """The engine of `frozen_models`: as the actor's, without adapters and replayed routes."""
-        return replace(self.actor, lora=None, router_replay="off")
+        """The engine of `frozen_models`: as the actor's, without adapters and what only a served model can have."""
+        return replace(self.actor, lora=None, **UNSERVED)
 
     @property
     def frozen_models(self) -> tuple[FrozenModel, ...]:

@@ -45,6 +45,7 @@ _THEIRS = {
     "{engine}.zero.offload.optimizer": "adam_offload optimizer_offload offload_optimizer_device",
     "{engine}.sequence_parallel": "ulysses_sequence_parallel_size ring_attn_size",
     "{engine}.gradient_checkpointing": "enable_gradient_checkpointing",
+    "actor.router_replay": "router_replay.mode enable_rollout_routing_replay use_rollout_routing_replay",
     "rollout.num_servers": "vllm_num_engines",
     "rollout.tensor_parallel_size": "vllm_tensor_parallel_size tensor_model_parallel_size",
     "rollout.gpu_memory_utilization": "vllm_gpu_memory_utilization",

@@ -8,7 +8,15 @@ from rl_core import BatchConfig
 from rl_data import DataConfig
 from run_kit import TrackingConfig
 
-from .config import BUILTIN_MODEL, ModelConfig, PreferenceTaskSize, TaskSize, TrainedModel, TrainingConfig
+from .config import (
+    BUILTIN_MODEL,
+    ModelConfig,
+    PreferenceTaskSize,
+    TaskSize,
+    TrainedModel,
+    TrainingConfig,
+    check_unserved,
+)
 from .peer_keys import PEER_KEYS
 from .rules import check_at_least, check_value
 from .training.supervised_config import FineTuningConfig, LearningRates, PreferenceTrainingConfig, SupervisedConfig
@@ -52,7 +60,7 @@ class SupervisedJobConfig:
             check_value(self, f"data.{name}", is_default, "its default", problem=_COLUMNS[self.examples])
         is_default = self.engine.optim == OptimConfig()
         check_value(self, "engine.optim", is_default, "its defaults", remedy="the optimizer is supervised.optim")
-        check_value(self, "engine.router_replay", self.engine.router_replay == "off", "off: no server routes examples")
+        check_unserved(self, "engine")
         self._check_best()
 
     def _check_best(self) -> None:

@@ -383,3 +383,5 @@ def test_a_new_run_starts_with_the_states_of_a_deepspeed_checkpoint(tmp_path: Pa
     for folders, key in (({"actor": str(tmp_path)}, "actor"), ({"critic": str(tmp_path)}, "critic")):
         with raises(InputError, field=f"trainer.states_from.{key}", value=str(tmp_path)):
             check_states_from(folders, {"actor"})
+    with raises(InputError, field="trainer.states_from.actor", allowed="none"):
+        check_states_from({"actor": str(tmp_path)}, {"actor"}, warm_start=True)

@@ -181,6 +181,21 @@ def test_pushes_interrupt_no_response_of_servers_that_label_tokens(
         assert ("sync.running_requests" in choice.reasons) == (chosen != given_value)
 
 
+def test_no_push_keeps_caches_that_ranks_cannot_compute() -> None:
+    """Tokens behind a cache of older weights have the log-probs of neither policy."""
+    exact = {"actor": EngineConfig(match_servers=True), "trainer": TrainerConfig(max_staleness=1)}
+    assert resolve_job_for(config(**exact), gpus=(), shape=None).config.sync.running_requests == "recompute"
+    with raises(InputError, field="sync.running_requests", value="keep"):
+        config(**exact, sync=SyncConfig(running_requests="keep"))
+
+
+@pytest.mark.parametrize("key", ["tensor_parallel_size", "kv_cache_dtype"])
+def test_servers_that_cannot_match_are_refused(key: str) -> None:
+    servers = RolloutConfig(**{key: {"tensor_parallel_size": 2, "kv_cache_dtype": "fp8"}[key]})
+    with raises(InputError, field=f"rollout.{key}"):
+        resolve_job_for(config(actor=EngineConfig(match_servers=True), rollout=servers), gpus=gpus(2), shape=QWEN3_06B)
+
+
 @pytest.mark.parametrize(("number", "ranks", "per_server"), [(1, 1, 256), (2, 2, 128), (3, 2, 128), (4, 4, 64)])
 def test_ranks_and_servers_follow_the_gpus(number: int, ranks: int, per_server: int) -> None:
     chosen = resolve_job_for(config(), gpus=gpus(number), shape=QWEN3_06B).config

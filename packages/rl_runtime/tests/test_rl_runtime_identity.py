@@ -86,6 +86,7 @@ def test_a_run_with_the_same_settings_and_inputs_is_the_same(model: Path, tmp_pa
         ({"batch": BatchConfig(train_batch_size=8, mini_batch_size=8)}, "batch.train_batch_size"),
         ({"data": DataConfig(train=("train.jsonl",), system_prompt="Think.")}, "data.system_prompt"),
         ({"actor": LORA}, "actor.lora"),
+        ({"actor": EngineConfig(router_replay="R3")}, "actor.router_replay"),
         ({"reward": ScoringConfig(terms={"a": RewardTermConfig(function="gsm8k")})}, "reward.terms"),
     ],
 )

@@ -60,8 +60,14 @@ def test_settings_that_no_replay_can_use_are_refused() -> None:
         job("R3", routes=False)
     with raises(InputError, field="actor.router_replay", value="R2", allowed="off"):
         replace(job("R2"), model=ModelConfig())
-    with raises(InputError, field="engine.router_replay"):
-        SupervisedJobConfig(engine=EngineConfig(router_replay="R3"))
+
+
+@pytest.mark.parametrize(("key", "value"), [("router_replay", "R3"), ("match_servers", True)])
+def test_models_without_servers_agree_with_none(key: str, value: Any) -> None:
+    engine = EngineConfig(**{key: value})
+    with raises(InputError, field=f"engine.{key}"):
+        SupervisedJobConfig(engine=engine)
+    assert JobConfig(model=ModelConfig(path="own"), actor=engine).frozen_engine == EngineConfig(optim=engine.optim)
 
 
 def test_only_r2_needs_a_pass_for_old_log_probs() -> None:

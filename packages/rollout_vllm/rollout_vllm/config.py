@@ -103,6 +103,10 @@ class RolloutConfig:
         require(loads_folder, "load_format", self.load_format, f"auto with quantization={self.quantization}")
         rank_fits = self.max_lora_rank in (None, *_LORA_RANKS)
         require(rank_fits, "max_lora_rank", self.max_lora_rank, f"{', '.join(map(str, _LORA_RANKS))} or None")
+        for name in ("tensor_parallel_size", "kv_cache_dtype", "quantization", "max_lora_rank"):
+            default = getattr(RolloutConfig, name)
+            matches = not self.match_trainer or getattr(self, name) == default
+            require(matches, name, getattr(self, name), f"{default} with match_trainer")
         require(self.stop_grace_s >= 0, "stop_grace_s", self.stop_grace_s, "0 or more seconds")
         require(self.max_retries >= 0, "max_retries", self.max_retries, "0 or more")
         memory = self.gpu_memory_utilization

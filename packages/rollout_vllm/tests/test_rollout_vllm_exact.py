@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rollout_vllm_helpers import run_under_the_interpreter
 
-from rollout_vllm import RolloutConfig
+from plinth_testing import raises
+from rollout_vllm import RolloutConfig, RolloutConfigError
 from rollout_vllm.servers.command import server_arguments, server_environment
 from rollout_vllm.servers.exact import operations
 from rollout_vllm.servers.exact.install import match_transformers
 from rollout_vllm.servers.exact.operations import attention
+from rollout_vllm.servers.launch import _check_tested
+from rollout_vllm.servers.model_folder import check_match
+from rollout_vllm.servers.patch import FENCE
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -166,6 +171,37 @@ def test_a_matching_server_has_no_compiled_layers_and_no_other_invariance() -> N
     environment = server_environment({}, config, device="cuda", api_key="k", num_cores=8)
     assert environment["PLINTH_ROLLOUT_EXACT"] == "1"
     assert "VLLM_BATCH_INVARIANT" not in environment
+
+
+@pytest.mark.parametrize(
+    ("model", "allowed"),
+    [
+        ({"model_type": "qwen3", "use_sliding_window": False}, None),
+        ({"model_type": "llama", "rope_scaling": {"rope_type": "llama3"}}, None),
+        ({"model_type": "mistral"}, "false but for model_type llama or qwen2 or qwen3"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "false but for use_sliding_window None or False"),
+        ({"model_type": "qwen2", "rope_scaling": {"type": "yarn"}}, "false but for rope_type default or llama3"),
+    ],
+)
+def test_models_with_other_layers_are_refused(model: dict[str, Any], allowed: str | None) -> None:
+    check_match(RolloutConfig(), model)
+    with raises(RolloutConfigError, field="match_trainer", allowed=allowed) if allowed else nullcontext():
+        check_match(RolloutConfig(match_trainer=True), model)
+
+
+def test_servers_that_compute_otherwise_cannot_match() -> None:
+    with raises(RolloutConfigError, field="tensor_parallel_size", value=2):
+        RolloutConfig(match_trainer=True, tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(("device", "key"), [("cuda", "match_trainer"), ("cpu", "match_trainer"), ("cpu", "routes")])
+def test_an_untested_vllm_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch, device: Any, key: str) -> None:
+    config = RolloutConfig(**{key: True})
+    _check_tested(config, device)
+    monkeypatch.setitem(FENCE.tested, "vllm", "<0.1")
+    _check_tested(RolloutConfig(), device)
+    with raises(RolloutConfigError, field=key):
+        _check_tested(config, device)
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
+from rollout_vllm_helpers import AppThread
 
-from plinth_testing import random_model, write_word_tokenizer
-from rollout_vllm import Group, Request, RolloutClient, RolloutConfig, SamplingConfig, ServerGroup
+from plinth_testing import raises, random_model, write_word_tokenizer
+from rollout_vllm import (
+    Group,
+    Request,
+    RolloutClient,
+    RolloutConfig,
+    RolloutConfigError,
+    SamplingConfig,
+    ServerGroup,
+    check_running,
+)
 from rollout_vllm.servers.command import server_arguments, server_environment
 from rollout_vllm.servers.fast.buffering import _is_plain_step
 from rollout_vllm.servers.routes import RouteBuffer
@@ -49,6 +60,26 @@ def test_vllm_makes_the_outputs_of_steps_with_routes(name: str) -> None:
     plain = {"sampled_token_ids": [[1]], "num_nans_in_logits": None}
     steps = [SimpleNamespace(**plain, **{name: value}) for value in (None, {"a": (0, np.zeros((1, 1, 1)))})]
     assert [_is_plain_step(SimpleNamespace(), scheduled, step, None) for step in steps] == [True, False]
+
+
+def test_existing_servers_without_routes_are_refused() -> None:
+    async def complete(_: web.Request) -> web.Response:
+        return web.json_response({"choices": [{"logprobs": {"token_logprobs": [0.0]}} | extra]})
+
+    async def list_models(_: web.Request) -> web.Response:
+        return web.json_response({"data": [{}]})
+
+    extra: dict[str, str] = {}
+    server = AppThread(web.post("/v1/completions", complete), web.get("/v1/models", list_models))
+    try:
+        for log_probs in (True, False):
+            config = RolloutConfig(urls=(server.url,), routes=True, log_probs=log_probs)
+            with raises(RolloutConfigError, field="urls", remedy="start it with --enable-return-routed-experts"):
+                check_running(config)
+        extra["routed_experts"] = "base64"
+        check_running(config)
+    finally:
+        server.close()
 
 
 def test_servers_are_started_for_it() -> None:

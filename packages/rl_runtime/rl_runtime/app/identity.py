@@ -32,7 +32,7 @@ _DEFINING = {
     **dict.fromkeys(("actor.lora", "actor.optim", "critic.lora", "critic.optim", "engine.lora", "engine.optim"), ""),
     **dict.fromkeys(("algorithm", "dynamic_sampling", "oversampling", "sampling", "task"), ""),
     **dict.fromkeys(("batch.train_batch_size", "batch.mini_batch_size"), ""),
-    **dict.fromkeys(("rollout.kv_cache_dtype", "rollout.quantization"), ""),
+    **dict.fromkeys(("actor.router_replay", "rollout.kv_cache_dtype", "rollout.quantization"), ""),
     "data": "max_val_prompts",
     "episode": "max_environments start_timeout_s step_timeout_s timeout_s",
     "reward": "api_key api_key_file num_workers start_timeout_s timeout_s url",

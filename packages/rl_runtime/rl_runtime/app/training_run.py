@@ -95,19 +95,22 @@ def plan_run(
     """
     check_tracking(config.tracking)
     check_checkpoint_url(config.trainer)
-    check_states_from(config.trainer.states_from, {"actor", *(model.section for model in config.models)} - {"engine"})
     skipped: list[str] = []
     resume_from = find_checkpoint(config.trainer, skipped.append)
     digests = input_digests(config, rows)
     if resume_from is not None:
         skipped += check_same_run(resume_from, config, digests, allows_changes=config.trainer.allow_changes)
+    else:  # a resumed run does not read them
+        roles = {"actor", *(model.section for model in config.models)} - {"engine"}
+        check_states_from(config.trainer.states_from, roles, warm_start=config.first_stage.trains)
     return JobPlan(
         placement=placement, resume_from=resume_from, lines=(*skipped, *lines), inputs=inputs, digests=digests
     )
 
 
-def check_states_from(folders: Mapping[str, str], roles: Collection[str]) -> None:
-    """Refuses states of a model that the run does not train, and a folder that is no whole DeepSpeed checkpoint.
+def check_states_from(folders: Mapping[str, str], roles: Collection[str], *, warm_start: bool = False) -> None:
+    """Refuses states of a model that the run does not train, or of an actor that has a `warm_start`, and a folder that
+    is no whole DeepSpeed checkpoint.
 
     Raises:
         InputError: with the key of the folder.
@@ -116,6 +119,8 @@ def check_states_from(folders: Mapping[str, str], roles: Collection[str]) -> Non
         key = f"trainer.states_from.{role}"
         if role not in roles:
             raise InputError("no such model", field=key, value=folder, allowed=", ".join(sorted(roles)))
+        if warm_start and role == "actor":
+            raise InputError("it would replace the weights of the warm start", field=key, value=folder, allowed="none")
         try:
             open_deepspeed(Path(folder)).check()
         except CheckpointError as error:

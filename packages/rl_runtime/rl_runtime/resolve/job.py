@@ -15,7 +15,12 @@ from ds_engine import ModelShape
 from rl_core import BatchError, batch_layout
 from rl_core.batching.layout import DEFAULT_TOKEN_BUDGET
 from rollout_vllm import untested_vllm
-from rollout_vllm.servers.command import DEFAULT_GPU_MEMORY_UTILIZATION, DEFAULT_MAX_NUM_SEQS, server_threads
+from rollout_vllm.servers.command import (
+    DEFAULT_GPU_MEMORY_UTILIZATION,
+    DEFAULT_MAX_NUM_SEQS,
+    MAX_GRAPH_SIZE,
+    server_threads,
+)
 from rollout_vllm.servers.memory import DEFAULT_CPU_KV_CACHE_GIB
 from weight_sync import choose_transports, plan_transports
 from weight_sync.transports.select import transport_kind
@@ -34,8 +39,6 @@ from .own_model import ModelFacts, choose_defaults, read_facts
 from .resolved import ResolvedConfig, device_warning, with_fetched_files
 from .steps import resolve_steps
 
-_MOST_SEQUENCES = 512
-"""Sequences for which vLLM captures CUDA graphs."""
 _HOST_USABLE = 0.9
 """Share of the host's free memory that is planned."""
 _NO_SHAPES: Mapping[str, ModelShape | None] = {}
@@ -220,6 +223,8 @@ def _resolve_running_requests(resolved: ResolvedConfig[JobConfigT], untested: st
         treatment, why = "wait", "with rollout.fast_paths=false servers do not label tokens with policy versions"
     elif untested is not None:
         treatment, why = "wait", f"servers may not label tokens with policy versions: {untested}"
+    elif resolved.config.actor.match_servers:
+        treatment, why = "recompute", "with actor.match_servers no token has a cache of older weights"
     return resolved.with_default("sync.running_requests", treatment, why)
 
 
@@ -320,7 +325,7 @@ def _resolve_decoding(
     resolved = resolved.with_default("rollout.enforce_eager", not graphs, why)
     if on_gpu:
         samples = samples_per_server(resolved.config)
-        most = min(_MOST_SEQUENCES, samples)
+        most = min(MAX_GRAPH_SIZE, samples)
         why = "all samples of a step at once" if most == samples else "as many as CUDA graphs are captured for"
         resolved = resolved.with_default("rollout.max_num_seqs", most, why)
         longest = longest_sequence(resolved.config)

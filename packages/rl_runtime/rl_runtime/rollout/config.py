@@ -132,15 +132,13 @@ MATCHED_SERVERS = Feature(
     key="actor.match_servers",
     rules=(
         only("rollout.urls", (), why="and existing servers compute with vLLM's operations"),
-        only("rollout.tensor_parallel_size", 1, why="and GPUs of one server sum in an order of their own"),
-        only("rollout.kv_cache_dtype", "auto"),
-        only("rollout.quantization", "none"),
         Rule(
             field="rollout.dtype",
             allowed="auto or actor.dtype",
             holds=lambda c: c.rollout.dtype in ("auto", c.actor.model_dtype),
         ),
         only("rollout.log_probs", True),
+        only("sync.running_requests", "auto", "wait", "recompute", why="and kept caches are those of older weights"),
         *(
             only(f"sampling.{name}", value, why="and log-probs are those of the whole, unchanged distribution")
             for name, value in (

@@ -75,7 +75,8 @@ def prepare_engine_core(patch: Any) -> None:
 
         patch.EXACT.check()
         match_transformers(patch.EXACT.replace, on_gpu=os.environ.get(GPU_VARIABLE) == "1")
-    if os.environ.get(ROUTES_VARIABLE) == "1" and patch.ROUTES.check():
+    if os.environ.get(ROUTES_VARIABLE) == "1":
+        patch.ROUTES.check()
         _load("plinth_server_routes", "routes.py").record_routes(patch.ROUTES.replace)
     if uses_fast_paths():
         speed_up_engine_core(patch)

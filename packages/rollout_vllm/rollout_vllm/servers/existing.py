@@ -17,7 +17,7 @@ def check_running(config: RolloutConfig) -> None:
     """Check that each server in `config.urls` can be used with `config`. Generates one token on each.
 
     Raises RolloutConfigError if a server does not answer, rejects the API key, returns log-probs of a distribution
-    other than the one it samples from, or lacks the control routes that config.control_routes requires.
+    other than the one it samples from, or lacks the experts of config.routes or the routes of config.control_routes.
     RequestTooLongError: its context is shorter than max_model_len.
     """
     for url in config.urls:
@@ -65,15 +65,18 @@ def _check(endpoint: Endpoint, config: RolloutConfig) -> None:
     if config.control_routes:
         missing = "start it with VLLM_SERVER_DEV_MODE=1, on a private network"
         _request(endpoint, "GET", "/get_world_size", missing=missing)
-    if is_paused(endpoint) or not config.log_probs:
-        return  # it cannot generate, and the first weight push resumes it; or nobody reads log-probs
+    if is_paused(endpoint) or not (config.log_probs or config.routes):
+        return  # it cannot generate, and the first weight push resumes it; or nobody reads more than ids
     # top_k=1 leaves one token: its log-prob is 0 after the sampling settings are applied, and below 0 before.
     body = {"prompt": [1, 2], "max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0, "seed": 0}
     answer = _request(endpoint, "POST", "/v1/completions", body)
-    given = _first(answer, "choices").get("logprobs")
+    choice = _first(answer, "choices")
+    if config.routes and choice.get("routed_experts") is None:
+        raise _unusable(endpoint, "it returns no routed experts", "start it with --enable-return-routed-experts")
+    given = choice.get("logprobs")
     log_probs = given.get("token_logprobs") if isinstance(given, dict) else None
     first = log_probs[0] if isinstance(log_probs, list) and log_probs else None
-    if not isinstance(first, (int, float)) or not first >= -1e-4:
+    if config.log_probs and (not isinstance(first, (int, float)) or not first >= -1e-4):
         remedy = "start it with --logprobs-mode processed_logprobs"
         raise _unusable(endpoint, "it returns log-probs of a distribution other than the one it samples from", remedy)
 

@@ -12,7 +12,8 @@ from ..errors import RolloutConfigError
 from .command import SERVED_MODEL_NAME, has_multicast, server_arguments, server_environment
 from .device import Device, check_build, check_device_features, detect_device
 from .memory import available_memory_bytes, check_kv_cache, check_memory
-from .model_folder import check_context, read_model_config
+from .model_folder import check_context, check_match, read_model_config
+from .patch import untested_vllm
 from .process import ServerProcess, reserve_port
 
 
@@ -35,14 +36,24 @@ def check_launch(
     model_config = read_model_config(str(model_path), load_format=config.load_format)
     check_context(config, model_config)
     check_kv_cache(config, model_config, device)
+    check_match(config, model_config or {})
     if elsewhere:
         return device
     check_build(device, device_key=device_key)
+    _check_tested(config, device)
     _check_cache_folder()
     check_memory(config, device, _free_memory())
     for index in range(config.server_count):
         reserve_port(config.host, None if config.port is None else config.port + index).close()
     return device
+
+
+def _check_tested(config: RolloutConfig, device: Device) -> None:
+    """Refuse what stock vLLM does not do where ours cannot replace its parts."""
+    untested = untested_vllm()
+    for name, is_ours in (("match_trainer", config.match_trainer), ("routes", config.routes and device == "cpu")):
+        if is_ours and untested:
+            raise RolloutConfigError(f"it replaces parts of vLLM, and {untested}", field=name, value=True)
 
 
 def _free_memory() -> int | None:

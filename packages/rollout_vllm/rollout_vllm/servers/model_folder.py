@@ -9,7 +9,7 @@ from plinth_base import ModelFolderError, check_model_folder, weight_files
 from plinth_base.model_folder import files_of_index
 
 from ..config import RolloutConfig
-from ..errors import RequestTooLongError
+from ..errors import RequestTooLongError, RolloutConfigError
 
 
 def read_model_config(model_path: str, *, load_format: str = "auto") -> dict[str, Any] | None:
@@ -46,6 +46,24 @@ def _check_same_weights(folder: Path) -> None:
     if strays := sorted(path.name for path in loaded - set(weight_files(folder))):
         problem = f"vLLM would load {', '.join(strays[:3])}, from which the trainer does not read the model"
         raise ModelFolderError(problem, value=str(folder), remedy="move what is not the model out of the folder")
+
+
+MATCHED = {"model_type": ("llama", "qwen2", "qwen3"), "rope_type": ("default", "llama3")}
+"""Families and rotary positions that `servers/exact` computes."""
+
+
+def check_match(config: RolloutConfig, model_config: Mapping[str, Any]) -> None:
+    """Check that match_trainer has the model's layers. Raises RolloutConfigError."""
+    rope = model_config.get("rope_parameters") or model_config.get("rope_scaling") or {}
+    model = {**model_config, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
+    for name, known in (*MATCHED.items(), ("use_sliding_window", (None, False))):
+        if config.match_trainer and model_config and model.get(name) not in known:
+            raise RolloutConfigError(
+                f"its model has {name} {model.get(name)}",
+                field="match_trainer",
+                value=True,
+                allowed=f"false but for {name} {' or '.join(map(str, known))}",
+            )
 
 
 def check_context(config: RolloutConfig, model_config: Mapping[str, Any] | None) -> None:

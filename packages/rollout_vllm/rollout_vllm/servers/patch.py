@@ -182,7 +182,7 @@ WARM_UP = FENCE.patch(
 )
 ROUTES = FENCE.patch(
     name="routed experts on the CPU",
-    otherwise="stock path",
+    otherwise="refused",
     reason="vLLM returns routed experts from its second model runner alone, which the CPU lacks without Triton",
     replaces={
         "vllm.v1.worker.cpu_model_runner:CPUModelRunner": (
