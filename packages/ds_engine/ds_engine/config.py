@@ -151,8 +151,8 @@ class OptimConfig:
     weight_decay: float = 0.0
     """Weight decay, decoupled but in sgd; 0 or more."""
     decay_1d: bool = False
-    """Also decay one-dimensional parameters: scales of norms, and biases. Decay pulls weights to zero, which these have
-    no reason to approach."""
+    """Also decay vectors: scales of norms, biases, decays of recurrences. Decay pulls weights to zero, which these
+    have no reason to approach."""
     grad_clip: float | None = 1.0
     """Maximum global gradient norm; larger gradients are scaled down to it. null: no clipping."""
     schedule: Schedule = "constant"

@@ -21,7 +21,14 @@ def config(ranks: int, **extra: object) -> EngineConfig:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "extra", [{}, {"gradient_checkpointing": True, "dtype": "bfloat16"}, {"lora": LoraConfig(rank=4)}], ids=str
+    "extra",
+    [
+        {},
+        {"gradient_checkpointing": True, "dtype": "bfloat16"},
+        {"lora": LoraConfig(rank=4)},
+        {"optim": OptimConfig(name="muon", lr=3e-3, eps=1e-4)},
+    ],
+    ids=["plain", "recomputed", "lora", "muon"],
 )
 def test_steps_are_those_without_second_shards_to_the_bit(
     four_ranks: RankPool, tiny_model: Path, extra: dict[str, object]

@@ -86,7 +86,7 @@ def model_of(folder: Path, operations: CountedOperations | None, **fields: Any) 
     config = EngineConfig(dtype="float32", match_servers=operations is not None, **fields)
     options: Any = {"device": CPU, "kernel": "sdpa", "trainable": True, "head": "lm"}
     prepare_model(model, config, log_prob_fn=dense_log_prob, operations=operations, **options)
-    return model
+    return model.train()  # evaluation mode recomputes nothing
 
 
 def outputs_and_gradients(model: Any, prefixes: Prefixes | None = None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -98,19 +98,21 @@ def outputs_and_gradients(model: Any, prefixes: Prefixes | None = None) -> tuple
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2"])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_gradients_are_those_of_the_usual_forward_pass(tmp_path: Path, family: str, recompute: bool) -> None:
+@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}, {"tiled_mlp": 4}], ids=str)
+def test_gradients_are_those_of_the_usual_forward_pass(tmp_path: Path, family: str, settings: dict[str, Any]) -> None:
     extra = {} if family != "qwen2" else {"head_dim": 8}
     folder = write_tiny_model(tmp_path, family, tie_word_embeddings=family == "qwen3", **extra)
     operations = CountedOperations()
     expected, expected_gradients = outputs_and_gradients(model_of(folder, None))
-    rows_RK, gradients = outputs_and_gradients(model_of(folder, operations, gradient_checkpointing=recompute))
+    rows_RK, gradients = outputs_and_gradients(model_of(folder, operations, **settings))
     torch.testing.assert_close(rows_RK, expected, rtol=1e-6, atol=1e-6)
     assert gradients.keys() == expected_gradients.keys()
     for name, gradient in gradients.items():
         error = (gradient - expected_gradients[name]).abs().max() / expected_gradients[name].abs().max()
         assert error < 1e-6, (name, error)  # norms and log-probs are in fp32
     assert all(operations.calls.values()), operations.calls
+    if settings:  # SiLU ran again in the backward pass, or for several tiles
+        assert operations.calls["silu"] > model_of(folder, None).config.num_hidden_layers
 
 
 def test_the_forward_pass_is_that_of_the_operations(tiny_model: Path) -> None:

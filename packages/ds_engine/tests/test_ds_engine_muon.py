@@ -120,10 +120,11 @@ def test_vectors_of_several_dimensions_are_no_matrices(model_type: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(small_config(AutoConfig.for_model(model_type)))
     names = {id(p): name.rpartition(".")[2] for name, p in model.named_parameters()}
-    groups = parameter_groups(model, OptimConfig(name="muon"))
-    matrices = {names[id(p)] for group in groups if group.get("matrices") for p in group["params"]}
-    assert matrices
-    assert {name for name in matrices if "weight" not in name} <= {"gate_up_proj", "down_proj"}
+    groups = parameter_groups(model, OptimConfig(name="muon", weight_decay=0.1))
+    for key in ("matrices", "weight_decay"):
+        matrices = {names[id(p)] for group in groups if group.get(key) for p in group["params"]}
+        assert matrices, key
+        assert {name for name in matrices if "weight" not in name} <= {"gate_up_proj", "down_proj"}, key
 
 
 def test_the_plan_counts_one_state_for_matrices_and_two_for_the_rest() -> None:

@@ -196,6 +196,15 @@ def test_packed_gradients_are_the_sum_of_those_of_each_sequence(tmp_path: Path, 
             assert difference <= 3e-5 * float(expected.abs().max()), (name, key)
 
 
+def test_tiles_and_recomputation_leave_packed_gradients_as_they_are(tmp_path: Path) -> None:
+    folder = write_architecture(tmp_path, "qwen3_5_text", HYBRIDS["qwen3_5_text"])
+    expected = gradients(prepared(folder, FP32), [SAMPLES])
+    tiled = prepared(folder, replace(FP32, tiled_mlp=4, gradient_checkpointing=True))
+    for key, gradient in gradients(tiled, [SAMPLES]).items():
+        difference = float((gradient - expected[key]).abs().max())
+        assert difference <= 3e-5 * float(expected[key].abs().max()), key
+
+
 def test_check_model_says_packed_by_which_code_and_refuses_sequence_parallelism(tmp_path: Path) -> None:
     folder = str(write_architecture(tmp_path, "olmo_hybrid", HYBRIDS["olmo_hybrid"]))
     result = check_model(folder, replace(FP32, compile=True))

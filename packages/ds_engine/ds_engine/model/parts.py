@@ -38,17 +38,17 @@ def transformer_layers(model: Any) -> list[Any]:
 
 
 def table_parameters(model: Any) -> set[int]:
-    """Ids of the parameters that are no matrices: rows of embeddings and heads, filters of convolutions, and vectors
-    that have more dimensions than one, such as the biases of experts and Mamba's decays."""
+    """Ids of the parameters of embeddings and heads, and of convolutions: their rows or filters are no matrix."""
     get_head = getattr(model, "get_output_embeddings", lambda: None)
     head = get_head()
     return {
         id(parameter)
         for name, module in model.named_modules()
-        for own, parameter in module.named_parameters(recurse=False)
-        if isinstance(module, nn.Embedding | _ConvNd)
-        or module is head
-        or name.rpartition(".")[2] == VALUE_HEAD
-        or own.endswith("bias")
-        or own in _VECTORS
+        if isinstance(module, nn.Embedding | _ConvNd) or module is head or name.rpartition(".")[2] == VALUE_HEAD
+        for parameter in module.parameters(recurse=False)
     }
+
+
+def is_vector(name: str) -> bool:
+    """True for a parameter that is a vector whatever its dimensions: biases of all experts, decays of all channels."""
+    return name.endswith("bias") or name.rpartition(".")[2] in _VECTORS

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import EngineConfigError
-from ..model.parts import table_parameters
+from ..model.parts import is_vector, table_parameters
 from ..upstream import FENCE
 from .grad_accumulation import fuse_grad_accumulation
 from .optimizer_step import fuse_grad_norm, keep_weight_views
@@ -56,10 +56,14 @@ def build_optimizer(module: nn.Module, optim: OptimConfig) -> torch.optim.Optimi
 
 def parameter_groups(module: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
     """Trained parameters grouped by weight decay and kind of step, in the module's order; no group is empty."""
-    params = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    params = list(trained.values())
     # At stage 3 parameters are sharded by now; ds_shape is the shape before.
     tables = table_parameters(module)
-    groups = optim.parameter_groups((len(getattr(p, "ds_shape", p.shape)), id(p) in tables) for p in params)
+    kinds = (
+        (1 if is_vector(name) else len(getattr(p, "ds_shape", p.shape)), id(p) in tables) for name, p in trained.items()
+    )
+    groups = optim.parameter_groups(kinds)
     return [
         {"params": [params[i] for i in indices], "weight_decay": decay, **({"matrices": True} if matrices else {})}
         for (decay, matrices), indices in groups.items()
