@@ -35,7 +35,7 @@ def group_numbers(samples: Sequence[Sample]) -> list[int]:
 def batch_of(samples: Sequence[Sample], *, policy_version: int | None = None) -> Batch:
     """The scored samples as one batch.
 
-    Per token: `routes` if the samples have them, uint8 or int16 [T, layers, experts]; 0 behind those that are known.
+    Per token: `routes` if the samples have them, uint8 or int16 [T, layers, experts]; -1 in context behind the last turn.
 
     Columns: `rollout_log_probs`, unless they were not requested; `staleness`, int32, versions between the token and the
     weights that train; `turn_rewards` if a sample has some. Per sequence: `scores` (float64), `group_ids`,
@@ -87,6 +87,8 @@ def _routes(samples: Sequence[Sample]) -> torch.Tensor:
         assert sample.routes is not None
         # Of the last token, and of context behind the last sampled one, none are known, and no target depends on them.
         num_unknown = sample.token_ids.size - len(sample.routes)
-        parts += [sample.routes, np.zeros_like(sample.routes, shape=(num_unknown, *sample.routes.shape[1:]))]
+        unknown = np.full((num_unknown, *sample.routes.shape[1:]), -1, np.int16)
+        # Nobody reads those of the last token; context has none to differ from (actor/routes_differ).
+        parts += [sample.routes, unknown if num_unknown > 1 else unknown.astype(sample.routes.dtype)]
     routes = np.concatenate(parts)
     return torch.from_numpy(routes if routes.dtype == np.uint8 else routes.astype(np.int16))  # torch knows no uint16

@@ -28,12 +28,14 @@ def test_a_batch_has_the_experts_of_every_token_of_its_samples() -> None:
     batch = batch_of([first, second])
     routes_TLk = batch.per_token["routes"]
     assert (routes_TLk.dtype, tuple(routes_TLk.shape)) == (
-        torch.uint8,
+        torch.int16,
         (first.token_ids.size + second.token_ids.size, 1, 2),
     )
     begin = first.token_ids.size
     assert routes_TLk[: len(rows[0])].tolist() == rows[0].tolist()
     assert routes_TLk[begin : begin + 3].tolist() == rows[1][:3].tolist()
+    assert (routes_TLk[begin + 3 :] == -1).all(), "no router is asked what it would have chosen there"
+    assert batch_of([first]).per_token["routes"].dtype == torch.uint8
     assert batch.select([1]).per_token["routes"].tolist() == routes_TLk[begin:].tolist()
     wide = batch_of([sample(3, routes=rows[0].astype(np.uint16) + 300)]).per_token["routes"]
     assert (wide.dtype, int(wide.max())) == (torch.int16, int(rows[0].max()) + 300)
