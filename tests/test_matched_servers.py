@@ -50,6 +50,36 @@ def test_mismatch_is_exactly_zero(
     assert all(float(row["actor/grad_norm"]) > 0 for row in rows)
 
 
+def test_a_push_between_the_tokens_of_a_response_leaves_no_mismatch(
+    tmp_path: Path, start_app: Callable[..., Any]
+) -> None:
+    """Tokens of the new weights are computed on a cache of the new weights."""
+    app = start_app(
+        tmp_path,
+        "preset=demo",
+        "actor.match_servers=true",
+        "trainer.num_ranks=1",
+        "trainer.max_staleness=1",
+        "rollout.max_samples_in_flight=4",  # so that groups are in flight at every push
+        "batch.train_batch_size=4",
+        "batch.mini_batch_size=2",
+        "sampling.n=4",
+        "algorithm.entropy_coef=0.05",
+        "warm_start.steps=5",
+        "warm_start.optim.warmup_steps=0",
+        "trainer.total_training_steps=5",
+        "trainer.val_before_train=false",
+        "trainer.val_after_train=false",
+    )
+    assert app.finish() == 0, app.output
+    assert "sync.running_requests=recompute" in app.output
+    assert "do not have the same bits" not in app.output
+    rows = metrics_rows(only(tmp_path.iterdir()))
+    assert max(float(row["rollout/stale_token_share"]) for row in rows) > 0
+    fresh = {float(row["rollout/log_prob_mismatch_max"]) for row in rows if row["rollout/log_prob_mismatch_max"]}
+    assert fresh == {0.0}
+
+
 def test_the_tool_finds_equal_bits_in_every_operation(tmp_path: Path) -> None:
     model = write_random_model("qwen3-tiny", tmp_path / "model")
     command = [sys.executable, "-m", "benchmarks.bitwise.run", str(model), "--match"]

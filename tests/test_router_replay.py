@@ -90,3 +90,27 @@ def test_a_mixture_learns_with_the_routes_of_its_servers_and_partial_rollouts(
     assert len(rows) == 3
     assert float(rows[0]["actor/routes_differ"]) < 0.01, "later steps have samples of older policy versions"
     assert all(float(row["rollout/log_prob_mismatch"]) < 1e-4 for row in rows), "fresh weights, the same routes"
+
+
+def test_groups_drawn_ahead_bring_their_routes_into_a_resumed_run(
+    mixture: Path, tmp_path: Path, start_app: Callable[..., Any]
+) -> None:
+    common = [
+        *settings(mixture, tmp_path),
+        f"data.val=[{tmp_path / 'train.jsonl'}]",
+        "trainer.test_freq=1",
+        "trainer.save_freq=1",
+        "trainer.max_staleness=1",
+        "rollout.max_samples_in_flight=4",  # so that groups are in flight at every push
+        "actor.router_replay=R3",
+        "trainer.total_training_steps=4",
+    ]
+    first = start_app(tmp_path / "first", *common)
+    first.wait_for("step 2/4")
+    first.stop()
+    old = only((tmp_path / "first").glob("grpo_*"))
+    rows = run(start_app, tmp_path / "second", *common, "trainer.resume=auto", f"trainer.resume_from={old}")
+    assert rows[-1]["step"] == "4"
+    assert all(float(row["actor/routes_differ"]) < 0.5 for row in rows)
+    assert any(row["rollout/log_prob_mismatch_stale"] for row in rows)
+    assert all(row["val/accuracy"] for row in rows)
