@@ -170,7 +170,9 @@ def test_three_steps_equal_torchs_muon_in_one_fp32_process(
 
 
 @pytest.mark.slow
-def test_a_run_resumes_bit_for_bit(two_ranks: RankPool, tiny_model: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_bit_for_bit_and_with_the_settings_that_it_has_now(
+    two_ranks: RankPool, tiny_model: Path, tmp_path: Path
+) -> None:
     for stage in (2, 3):
         common = {"model_path": str(tiny_model), "config": config(stage, dtype="bfloat16")}
         whole = two_ranks.run("train", per_rank(), **common)[0]
@@ -180,6 +182,14 @@ def test_a_run_resumes_bit_for_bit(two_ranks: RankPool, tiny_model: Path, tmp_pa
         resumed = two_ranks.run("train", rest, load_from=str(tmp_path / f"{stage}"), **common)[0]
         assert resumed["stats"] == whole["stats"][2:]
         assert all(torch.equal(resumed["weights"][name], weight) for name, weight in whole["weights"].items()), stage
+        changes = {
+            "model.norm.weight": {"options": {"adam_lr": LR / 10}},
+            "model.layers.0.mlp.up_proj.weight": {"weight_decay": 0.5},
+        }
+        for name, optim in changes.items():
+            common["config"] = config(stage, dtype="bfloat16", optim=optim)
+            changed = two_ranks.run("train", rest, load_from=str(tmp_path / f"{stage}"), **common)[0]["weights"]
+            assert not torch.equal(changed[name], whole["weights"][name]), (stage, name)
 
 
 @pytest.mark.slow

@@ -20,6 +20,10 @@ STAGE = FENCE.patch(
 )
 
 
+_SETTINGS = ("weight_decay", "betas", "eps", "lr_scale")
+"""Settings of parameter groups that come from the configuration; each step sets the learning rate."""
+
+
 def save_state(engine: Any, folder: str | Path, tag: str, *, num_steps: int) -> None:
     """Write a checkpoint to `folder`/`tag`. Frozen parameters are not saved: the model folder has them.
 
@@ -44,6 +48,7 @@ def load_state(engine: Any, folder: str | Path, tag: str) -> int:
     path = Path(folder) / tag
     if not path.is_dir():
         raise CheckpointError(f"no such checkpoint in {str(folder)!r}", field="tag", value=tag)
+    settings = [{key: group.get(key) for key in _SETTINGS} for group in engine.optimizer.optimizer.param_groups]
     has_no_frozen = all(parameter.requires_grad for parameter in engine.module.parameters())
     try:
         loaded, state = engine.load_checkpoint(
@@ -53,6 +58,11 @@ def load_state(engine: Any, folder: str | Path, tag: str) -> int:
         raise CheckpointError(f"{str(path)!r} does not fit this engine's model and adapters: {error}") from error
     if loaded is None or "num_steps" not in state:
         raise CheckpointError(f"{str(path)!r} is not a checkpoint of this engine")
+    # torch's optimizers load those of the run that saved, and a changed configuration would be ignored.
+    for group, values in zip(engine.optimizer.optimizer.param_groups, settings, strict=True):
+        for key, value in values.items():
+            group.pop(key, None)
+            group.update({} if value is None else {key: value})
     return int(state["num_steps"])
 
 
