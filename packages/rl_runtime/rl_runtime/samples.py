@@ -35,7 +35,7 @@ def group_numbers(samples: Sequence[Sample]) -> list[int]:
 def batch_of(samples: Sequence[Sample], *, policy_version: int | None = None) -> Batch:
     """The scored samples as one batch.
 
-    Per token: `routes` if the samples have them, uint8 or int16 [T, layers, experts]; -1 in context behind the last turn.
+    Per token: `routes` if the samples have them, uint8 or int16 [T, layers, experts]; -1 in context at the end.
 
     Columns: `rollout_log_probs`, unless they were not requested; `staleness`, int32, versions between the token and the
     weights that train; `turn_rewards` if a sample has some. Per sequence: `scores` (float64), `group_ids`,
