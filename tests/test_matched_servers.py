@@ -50,6 +50,7 @@ def test_mismatch_is_exactly_zero(
     assert all(float(row["actor/grad_norm"]) > 0 for row in rows)
 
 
+@pytest.mark.thorough
 def test_a_push_between_the_tokens_of_a_response_leaves_no_mismatch(
     tmp_path: Path, start_app: Callable[..., Any]
 ) -> None:
@@ -80,6 +81,7 @@ def test_a_push_between_the_tokens_of_a_response_leaves_no_mismatch(
     assert fresh == {0.0}
 
 
+@pytest.mark.thorough
 def test_the_tool_finds_equal_bits_in_every_operation(tmp_path: Path) -> None:
     model = write_random_model("qwen3-tiny", tmp_path / "model")
     command = [sys.executable, "-m", "benchmarks.bitwise.run", str(model), "--match"]

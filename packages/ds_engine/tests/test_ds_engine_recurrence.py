@@ -178,7 +178,7 @@ def gradients(model: Any, parts: list[list[Any]]) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("way", ["lora", "recomputed", pytest.param("compiled", marks=pytest.mark.long)])
+@pytest.mark.parametrize("way", ["lora", "recomputed", pytest.param("compiled", marks=pytest.mark.thorough)])
 def test_packed_gradients_are_the_sum_of_those_of_each_sequence(tmp_path: Path, way: str) -> None:
     settings = {
         "lora": {"lora": LoraConfig(rank=4)},

@@ -35,6 +35,7 @@ EXPERTS = FENCE.patch(
         "transformers.integrations.moe": ("ALL_EXPERTS_FUNCTIONS", "_default_apply_gate(gate_up_out)"),
         "transformers.models.mixtral.modeling_mixtral:MixtralExperts": ("_apply_gate(gate_up_out)",),
         "transformers:PreTrainedModel": ("set_experts_implementation(experts_implementation)",),
+        "transformers:PreTrainedConfig": ("_experts_implementation",),
         "torch.nn.functional": ("grouped_mm",),
     },
 )
