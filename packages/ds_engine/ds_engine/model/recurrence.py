@@ -1,4 +1,4 @@
-"""Recurrent layers on packed rows: convolutions and scans begin anew at each border between sequences.
+"""Recurrent layers on packed rows: convolutions and scans start over at each border between sequences.
 
 transformers' linear attention, Mamba and short convolutions mix tokens in a few functions of their modules. These know
 no borders: the torch versions drop `cu_seqlens` and `seq_idx` without a word. The forward of each such layer runs with
