@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 FAMILIES = ("idefics3", "gemma3", "qwen2_5_vl", "qwen3_vl", "smolvlm", "llava_onevision")
-"""Those after the first two have a video processor, which needs torchvision: `AutoProcessor` and vLLM load their folders
-only with it, `AutoImageProcessor` and `AutoTokenizer` always."""
+"""Those after the first two have a video processor, which needs torchvision: without it `AutoProcessor` and vLLM cannot
+load their folders, but `AutoImageProcessor` and `AutoTokenizer` can."""
 
 _PLACEHOLDERS = {
     "idefics3": "<image>",
@@ -20,10 +20,10 @@ _PLACEHOLDERS = {
 }
 """An image in the chat template, before expansion."""
 _SPECIAL = (
-    ("<pad>", "<s>", "<|im_start|>", "<|im_end|>", "<image>", "<video>", "<fake_token_around_image>", "<global-img>")
-    + ("<end_of_utterance>", "<start_of_image>", "<end_of_image>", "<image_soft_token>")
-    + ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-    + tuple(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))
+    *("<pad>", "<s>", "<|im_start|>", "<|im_end|>", "<image>", "<video>", "<fake_token_around_image>", "<global-img>"),
+    *("<end_of_utterance>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+    *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+    *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
 )
 _TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.content is string %}"
@@ -169,6 +169,10 @@ def tiny_vlm(
     torch.manual_seed(seed)
     config = tiny_vlm_config(family, tokenizer, **changes)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1 and not parameter.any():  # Gemma 3's projection, which would hide the image
+                parameter.normal_(std=0.1)
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
