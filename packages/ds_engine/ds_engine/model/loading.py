@@ -261,7 +261,7 @@ def prepare_model(
         for parameter in vision_parameters(backbone):
             parameter.requires_grad_(False)
     if trainable and config.lora is not None:
-        add_adapters(module, config.lora, head=head, seed=config.seed)
+        add_adapters(module, config.lora, head=head, seed=config.seed, vision=config.train_vision)
     if config.gradient_checkpointing:
         enable_checkpointing(module, every=config.checkpoint_every, to_cpu=config.checkpoint_to_cpu)
     if operations is not None:
