@@ -47,9 +47,9 @@ def batch_of(samples: Sequence[Sample], *, policy_version: int | None = None) ->
     Per token: `routes` if the samples have them, uint8 or int16 [T, layers, experts]; -1 in context at the end.
 
     Columns: `rollout_log_probs`, unless they were not requested; `staleness`, int32, versions between the token and the
-    weights that train; `turn_rewards` if a sample has some. Per sequence: `scores` (float64), `group_ids`, `sample_ids`,
-    `total_lens` (response tokens including context, of the longest branch, which `sampling.max_tokens` limits),
-    `is_truncated`, and `baseline_scores` (float64) if there are extra responses.
+    weights that train; `turn_rewards` if a sample has some. Per sequence: `scores` (float64), `group_ids`,
+    `sample_ids`, `total_lens` (response tokens of the longest path including context, which `sampling.max_tokens`
+    limits), `is_truncated`, and `baseline_scores` (float64) if there are extra responses.
 
     Args:
         policy_version: of the weights that train on the samples; None: the newest one that sampled a token.

@@ -21,9 +21,9 @@ class EpisodeConfig:
     of `function`. Each episode has an object of it in a process of its own. Its rewards are the score; an environment
     that gives none (None) leaves scoring to `reward`."""
     agent: str | None = None
-    """`package.module:function`, instead of `function`, called as `agent(base_url, api_key, prompt)` in a process of its
-    own. The policy answers what it sends to base_url, in OpenAI's or Anthropic's protocol; see docs/environments.md. A
-    number that it returns is the score; else `reward` scores."""
+    """`package.module:function`, instead of `function`, called as `agent(base_url, api_key, prompt)` in a process of
+    its own. The policy answers what it sends to base_url (docs/environments.md). A number that it returns is the score;
+    else `reward` scores."""
     call_format: str = "hermes"
     """Format of the policy's tool calls that an agent gets: hermes, llama or mistral."""
     options: Mapping[str, Any] = field(default_factory=dict)

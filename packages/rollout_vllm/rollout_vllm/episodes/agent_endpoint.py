@@ -1,7 +1,7 @@
 """The HTTP endpoint through which the agent of an episode reaches the policy, in the protocols of `protocols`.
 
-Only the agent has the key of its episode. Answers are whole turns: a stream begins when its turn has ended. A turn whose
-reader has hung up is kept, and answers the same request when it is sent again.
+Only the agent has the key of its episode. Answers are whole turns: a stream begins when its turn has ended. A turn
+whose reader has hung up is kept, and answers the same request when it is sent again.
 """
 
 import asyncio
@@ -50,8 +50,8 @@ class _Pending:
 class AgentEndpoint:
     """The endpoint of one episode; use it as an async context manager, in the event loop of the episode.
 
-    read_calls: finds the tool calls in the text of a turn, as a value of `CALL_FORMATS`. max_turns: further requests are
-    refused. max_context: tokens of a prompt and its answer.
+    read_calls: finds the tool calls in the text of a turn, as a value of `CALL_FORMATS`. max_turns: further requests
+    are refused. max_context: tokens of a prompt and its answer.
 
     A refused request sets `episode.is_cut`; its agent reads that its context is full. `ignored`: settings of requests
     that had no effect, since those of the run hold. `failure`: of the first turn that failed.

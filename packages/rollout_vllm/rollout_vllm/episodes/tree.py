@@ -1,8 +1,8 @@
 """The tree of an episode that branches: tokens in, spans out. No processes, no text.
 
-A turn is a prompt and the tokens that the policy sampled after it. A turn whose prompt begins with all tokens of another
-turn continues that one; any other prompt begins a branch, which shares with the rest what its tokens have in common. A
-path goes from a first prompt to a turn that no other one continues.
+A turn is a prompt and the tokens that the policy sampled after it. A turn whose prompt begins with all tokens of
+another turn continues that one; any other prompt begins a branch, which shares with the rest what its tokens have in
+common. A path goes from a first prompt to a turn that no other one continues.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Turn:
 
 
 class Path(NamedTuple):
-    """turns: indices from the first prompt on. own: those whose tokens are trained here; earlier paths train the rest."""
+    """turns: indices from the first prompt on. own: those that are trained here; earlier paths train the others."""
 
     turns: tuple[int, ...]
     own: frozenset[int]
