@@ -9,6 +9,7 @@ import random
 import subprocess
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from openai import AsyncOpenAI, OpenAI
@@ -148,3 +149,15 @@ def seen(base_url: str, api_key: str, prompt: Any) -> float:
     with open(prompt, "w") as file:
         json.dump({"pid": os.getpid(), "url": base_url, "key": api_key}, file)
     return 1.0
+
+
+def compacting(base_url: str, api_key: str, prompt: Any) -> float:
+    """It asks the question of a row, goes on twice in parallel, and then goes on from the end of the conversation."""
+    client = OpenAI(base_url=base_url, api_key=api_key)
+    messages: list[Any] = [{"role": "user", "content": prompt.text}]
+    first = ask(client, messages)
+    messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": prompt.text}]
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda _: ask(client, messages).content, range(2)))
+    ask(client, [messages[-1], {"role": "assistant", "content": answers[0]}, messages[0]])
+    return float(sum(str(prompt.ground_truth) in answer for answer in (first.content, *answers)))

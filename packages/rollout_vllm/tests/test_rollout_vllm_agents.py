@@ -125,27 +125,8 @@ def test_an_agent_that_takes_too_long_ends_with_its_processes() -> None:
 
 
 # ---- agents drawn at random ------------------------------------------------------------------------------------------
-ACTIONS = st.lists(
-    st.tuples(
-        st.sampled_from(
-            [
-                "append",
-                "compact",
-                "drop thoughts",
-                "edit",
-                "fork",
-                "parallel",
-                "retry",
-                "hang up",
-                "time out",
-                "several",
-            ]
-        ),
-        st.integers(0, 7),
-    ),
-    min_size=1,
-    max_size=14,
-)
+KINDS = ("append", "compact", "drop thoughts", "edit", "fork", "parallel", "retry", "hang up", "time out", "several")
+ACTIONS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 7)), min_size=1, max_size=14)
 
 
 class _RandomAgent:

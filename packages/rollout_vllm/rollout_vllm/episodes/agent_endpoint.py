@@ -26,9 +26,11 @@ from .episodes import Episode, TurnFailedError
 from .processes import describe
 from .protocols.base import Answer, Ask, Protocol, Reply, call_of, read_reply
 from .protocols.chat_completions import CHAT_COMPLETIONS
+from .protocols.messages import MESSAGES
+from .protocols.responses import RESPONSES
 from .tools import ToolCall
 
-PROTOCOLS: tuple[Protocol, ...] = (CHAT_COMPLETIONS,)
+PROTOCOLS: tuple[Protocol, ...] = (CHAT_COMPLETIONS, RESPONSES, MESSAGES)
 _MAX_BODY_BYTES = 64 * 2**20
 _FULL = "maximum context length reached: no tokens are left"
 _NO_TURNS = "maximum context length reached: no turns are left (episode.max_turns)"
