@@ -41,7 +41,10 @@ def text(sample: Sample) -> str:
     return ChatTokenizer().decode(sample.token_ids.tolist())
 
 
-CONVERSATION = f"[tools 1][system]You add.¶[user]17 + 25?¶[assistant]{CALL}¶[tool]42¶[assistant]It is 42.¶[user]Sure?¶[assistant]Yes¶"
+CONVERSATION = (
+    f"[tools 1][system]You add.¶[user]17 + 25?¶[assistant]{CALL}¶[tool]42¶"
+    "[assistant]It is 42.¶[user]Sure?¶[assistant]Yes¶"
+)
 """Of the agents below, in one piece: with the thoughts, which not all of them send back."""
 
 
