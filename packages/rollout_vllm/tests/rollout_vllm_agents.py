@@ -155,9 +155,9 @@ def compacting(base_url: str, api_key: str, prompt: Any) -> float:
     """It asks the question of a row, goes on twice in parallel, and then goes on from the end of the conversation."""
     client = OpenAI(base_url=base_url, api_key=api_key)
     messages: list[Any] = [{"role": "user", "content": prompt.text}]
-    first = ask(client, messages)
+    first = ask(client, messages, max_tokens=12)
     messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": prompt.text}]
     with ThreadPoolExecutor(2) as pool:
-        answers = list(pool.map(lambda _: ask(client, messages).content, range(2)))
-    ask(client, [messages[-1], {"role": "assistant", "content": answers[0]}, messages[0]])
+        answers = list(pool.map(lambda _: ask(client, messages, max_tokens=12).content, range(2)))
+    ask(client, [messages[-1], {"role": "assistant", "content": answers[0]}, messages[0]], max_tokens=12)
     return float(sum(str(prompt.ground_truth) in answer for answer in (first.content, *answers)))
