@@ -74,9 +74,12 @@ class ColumnsConfig:
     data_source: str | None = None
     #: Column of the tools, a list of JSON schemas or its JSON text. None: `tools`, if there is one.
     tools: str | None = None
+    #: Column of the images: paths, bytes, or structs of `bytes` and `path`; a list, or one of them. None: `images`, if
+    #: there is one. They stand where messages have image parts or `<image>`, else before the first user message.
+    images: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("prompt", "ground_truth", "data_source", "tools"):
+        for name in ("prompt", "ground_truth", "data_source", "tools", "images"):
             if getattr(self, name) == "":
                 raise DataConfigError(field=name, value="", allowed="the name of a column, or null")
 
