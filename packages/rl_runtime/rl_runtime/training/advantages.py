@@ -31,7 +31,7 @@ def advantages(
 
     With `kl_in=reward`, kl_t = `kl_kind` of (old_log_probs, ref_log_probs) lowers the rewards:
 
-        discounting: r_t = (turn rewards and the rest of the score at the last token)_t - kl_coef kl_t
+        discounting: r_t = (turn rewards and the score at the last token)_t - kl_coef kl_t, summed over a turn per turn
         the others:  s_i = score_i - kl_coef sum_t kl_it           (RLOO, arXiv:2402.14740, equation 2)
 
     With `overlong_penalty`, DAPO's punishment of long responses (arXiv:2503.14476, equation 13) is added to the score
@@ -65,16 +65,24 @@ def advantages(
     estimator = rl_core.ADVANTAGES[config.advantage]
     if estimator.discounts:
         inputs["rewards_K"] = _token_rewards(batch, scores_S) - penalty_K
-        inputs["response_lens_N"] = lens_S  # the return of a token is that of its path
+        # the return of a token, or of a turn, is that of its path
+        inputs |= {"response_lens_N": lens_S, "group_ids_N": batch.per_sequence["group_ids"]}
     else:
         inputs["scores_N"] = scores_S[first_N] - rl_core.segment_sum(penalty_K, lens_N)
+    turns = rl_core.find_turns(batch) if estimator.per_turn else None
+    if turns is not None:
+        inputs["turn_rewards_U"] = rl_core.segment_sum(inputs["rewards_K"].double(), turns.lens_U)
+        inputs |= {"turn_counts_N": turns.counts_S, "state_ids_U": turns.state_ids_U}
     estimate = estimator.estimate(inputs)
     if estimator.needs_critic:
         advantages_K, returns_K = estimate
         columns, critic_metrics = _with_returns(advantages_K, returns_K, inputs["values_K"], whiten=whiten)
         return columns, metrics | kl_metrics | critic_metrics
     metrics |= kl_metrics | _spread(estimate)
-    advantages_K = estimate if estimator.per_token else rl_core.broadcast_to_tokens(estimate, lens_N)
+    if turns is not None:
+        advantages_K = rl_core.broadcast_to_tokens(estimate, turns.lens_U)
+    else:
+        advantages_K = estimate if estimator.per_token else rl_core.broadcast_to_tokens(estimate, lens_N)
     return {"advantages": advantages_K}, metrics
 
 
