@@ -56,8 +56,8 @@ NEIGHBORS: dict[str, dict[str, str]] = {
     "rl_data": {
         "files": "",
         "prepare": "config.py files images.py messages.py rewards rows.py",
-        "rewards": "config.py",
-        "tasks": "",
+        "rewards": "config.py package_index.py",
+        "tasks": "config.py package_index.py",
     },
     "run_kit": {
         "cluster": "commands.py config tracking",

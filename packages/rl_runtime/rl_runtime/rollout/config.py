@@ -7,6 +7,8 @@ from typing import Any
 
 from ..rules import Feature, Rule, check_at_least, check_seconds, check_value, only
 
+_TOOLS = "rollout_vllm:ToolEnvironment"
+
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeConfig:
@@ -20,6 +22,9 @@ class EpisodeConfig:
     """`package.module:Class` with `reset(prompt)` and `step(action_text) -> (observation, reward, done, info)`, instead
     of `function`. Each episode has an object of it in a process of its own. Its rewards are the score; an environment
     that gives none (None) leaves scoring to `reward`."""
+    tools: tuple[str, ...] = ()
+    """Tools that the policy calls, for `environment=rollout_vllm:ToolEnvironment`, which they select:
+    `package.module:function`, and MCP servers as `mcp:COMMAND ARGUMENTS` or `mcp:http://HOST:PORT/mcp`."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the environment class."""
     max_turns: int = 8
@@ -34,11 +39,21 @@ class EpisodeConfig:
     """Seconds after which an episode fails and is left out of the batch; null: no limit."""
 
     def __post_init__(self) -> None:
+        self._read_tools()
         is_one = self.function is None or self.environment is None
         check_value(self, "environment", is_one, f"null with a function ({self.function!r})")
         check_value(self, "options", not self.options or self.environment is not None, "{} without an environment")
         check_at_least(1, self, "max_turns", "max_environments")
         check_seconds(self, "step_timeout_s", "start_timeout_s", "timeout_s")
+
+    def _read_tools(self) -> None:
+        """`tools` as the environment and the option that they stand for, also in a configuration that has these."""
+        if self.tools:
+            check_value(self, "environment", self.environment in (None, _TOOLS), f"null or {_TOOLS} with tools")
+            options = {**self.options, "tools": list(self.tools)}
+            check_value(self, "options", self.options.get("tools", options["tools"]) == options["tools"], "no tools")
+            object.__setattr__(self, "environment", _TOOLS)
+            object.__setattr__(self, "options", options)
 
 
 @dataclass(frozen=True, kw_only=True)
