@@ -7,6 +7,8 @@ from typing import Any
 
 from ..rules import Feature, Rule, check_at_least, check_seconds, check_value, only
 
+_TOOLS = "rollout_vllm:ToolEnvironment"
+
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeConfig:
@@ -26,6 +28,9 @@ class EpisodeConfig:
     else `reward` scores."""
     call_format: str = "hermes"
     """Format of the policy's tool calls that an agent gets: hermes, llama or mistral."""
+    tools: tuple[str, ...] = ()
+    """Tools that the policy calls, for `environment=rollout_vllm:ToolEnvironment`, which they select:
+    `package.module:function`, and MCP servers as `mcp:COMMAND ARGUMENTS` or `mcp:http://HOST:PORT/mcp`."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the environment class, or of the agent."""
     max_turns: int = 8
@@ -40,6 +45,7 @@ class EpisodeConfig:
     """Seconds after which an episode fails and is left out of the batch; null: no limit."""
 
     def __post_init__(self) -> None:
+        self._read_tools()
         given = [name for name in ("function", "environment", "agent") if getattr(self, name) is not None]
         for name in given[1:]:
             check_value(self, name, False, f"null with a {given[0]} ({getattr(self, given[0])!r})")
@@ -52,6 +58,15 @@ class EpisodeConfig:
     def has_process(self) -> bool:
         """True if each episode has a process of its own."""
         return self.environment is not None or self.agent is not None
+
+    def _read_tools(self) -> None:
+        """`tools` as the environment and the option that they stand for, also in a configuration that has these."""
+        if self.tools:
+            check_value(self, "environment", self.environment in (None, _TOOLS), f"null or {_TOOLS} with tools")
+            options = {**self.options, "tools": list(self.tools)}
+            check_value(self, "options", self.options.get("tools", options["tools"]) == options["tools"], "no tools")
+            object.__setattr__(self, "environment", _TOOLS)
+            object.__setattr__(self, "options", options)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,7 +60,7 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentSpec:
-    """Which environment to make and how long it may take.
+    """The class of an environment, its options and its time limits.
 
     path: `package.module:Class`. options: keyword arguments of the class. start_timeout_s: seconds to start the
     process, import the module and make the object. step_timeout_s: seconds of `reset` and of every `step`. name: for
