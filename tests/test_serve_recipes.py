@@ -9,12 +9,11 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import App
 
 pytest.importorskip("tinker_cookbook", reason="tests/extras/tinker.txt is not installed")
 pytestmark = [pytest.mark.e2e, pytest.mark.thorough]
@@ -24,6 +23,7 @@ MODEL = "Qwen/Qwen3-8B-Base"
 KEY = "tml-test-0123456789"
 RL = ("loss_fn=importance_sampling", "save_every=0", "eval_every=0", "behavior_if_log_dir_exists=delete")
 END = "\n\nUser:"
+NAMED = (f"model_name={MODEL}", "renderer_name=role_colon")
 
 
 def conversations() -> list[list[dict[str, str]]]:
@@ -85,7 +85,7 @@ def write_rows(folder: Path, **splits: list[dict[str, Any]]) -> None:
 class Kitchen:
     """A working folder with the model and the data sets, and a server."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, start_app: Callable[..., Any]) -> None:
         self.folder = folder
         chats = conversations()
         texts = [f"{turn['role'].capitalize()}: {turn['content']}{END}" for chat in chats for turn in chat]
@@ -96,7 +96,7 @@ class Kitchen:
         write_rows(folder / "Anthropic" / "hh-rlhf", train=pairs, test=pairs[:32])
         write_rows(folder / "zwhe99" / "DeepMath-103K", train=[{"question": f"What is {n} + 7?"} for n in range(400)])
         (folder / "distilled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[::2][:256]))
-        self.app = App(
+        self.app = start_app(
             folder / "outputs",
             f"model.path={folder / MODEL}",
             f"api.model_name={MODEL}",
@@ -141,11 +141,9 @@ def ends(rows: list[dict[str, Any]], key: str) -> tuple[float, float]:
 
 
 @pytest.fixture(scope="module")
-def kitchen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kitchen]:
+def kitchen(tmp_path_factory: pytest.TempPathFactory, start_shared_app: Callable[..., Any]) -> Kitchen:
     os.environ["TINKER_API_KEY"] = KEY
-    kitchen = Kitchen(tmp_path_factory.mktemp("kitchen"))
-    yield kitchen
-    kitchen.app.stop()
+    return Kitchen(tmp_path_factory.mktemp("kitchen"), start_shared_app)
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +161,9 @@ def test_supervised(taught: list[dict[str, Any]]) -> None:
 def test_rl_on_arithmetic(kitchen: Kitchen, taught: list[dict[str, Any]]) -> None:
     start = f"load_checkpoint_path={kitchen.state('supervised')}"
     sizes = ("group_size=8", "groups_per_batch=16", "max_tokens=16", "learning_rate=2e-3", "max_steps=16")
-    rows = kitchen.cook("math_rl.train", "arithmetic", f"model_name={MODEL}", "renderer_name=role_colon", start, *sizes, *RL)
+    rows = kitchen.cook(
+        "math_rl.train", "arithmetic", f"model_name={MODEL}", "renderer_name=role_colon", start, *sizes, *RL
+    )
     first, last = ends(rows, "env/all/reward/total")
     assert last > first + 0.02
 
@@ -171,7 +171,12 @@ def test_rl_on_arithmetic(kitchen: Kitchen, taught: list[dict[str, Any]]) -> Non
 def test_multi_turn(kitchen: Kitchen) -> None:
     sizes = ("group_size=4", "batch_size=4", "max_tokens=8", "learning_rate=1e-2", "max_steps=4", "eval_every=0")
     rows = kitchen.cook(
-        "multiplayer_rl.guess_number.train", "guess", f"model_name={MODEL}", "renderer_name=role_colon", *sizes, *RL[1:2]
+        "multiplayer_rl.guess_number.train",
+        "guess",
+        f"model_name={MODEL}",
+        "renderer_name=role_colon",
+        *sizes,
+        *RL[1:2],
     )
     assert len(rows) >= 4
     assert all("env/all/reward/total" in row for row in rows if "progress/batch" in row)

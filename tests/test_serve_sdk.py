@@ -3,7 +3,7 @@
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,6 @@ import httpx
 import numpy as np
 import pytest
 import torch
-
-from conftest import App
 
 tinker: Any = pytest.importorskip("tinker", reason="tests/extras/tinker.txt is not installed")
 
@@ -40,13 +38,12 @@ ADAM = {
 class Server:
     """`plinth serve` in its own process; `start` again after a kill, on the same folder of states."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.app: App | None = None
+    def __init__(self, folder: Path, start_app: Callable[..., Any]) -> None:
+        self.folder, self._start_app = folder, start_app
 
     def start(self) -> None:
         overrides = ("preset=demo", "api.port=0", "api.full=true", f"api.states_dir={self.folder / 'states'}")
-        self.app = App(self.folder / "outputs", *overrides, app="serve")
+        self.app = self._start_app(self.folder / "outputs", *overrides, app="serve")
         self.app.wait_for("TINKER_BASE_URL=")
         self.url = self.app.output.rpartition("TINKER_BASE_URL=")[2].split()[0]
         self.app.read_in_background()
@@ -62,8 +59,8 @@ class Server:
         with tinker.ServiceClient(base_url=self.url, api_key=KEY) as client:
             yield client
 
-    def post(self, path: str, **body: Any) -> dict[str, Any]:
-        answer: dict[str, Any] = self.http.post(path, json=body).raise_for_status().json()
+    def post(self, route: str, **body: Any) -> dict[str, Any]:
+        answer: dict[str, Any] = self.http.post(route, json=body).raise_for_status().json()
         return answer
 
     def result(self, request_id: str) -> Any:
@@ -73,13 +70,12 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory, start_shared_app: Callable[..., Any]) -> Iterator[Server]:
     os.environ["TINKER_API_KEY"] = KEY
     os.environ["TINKER_TELEMETRY"] = "0"
-    server = Server(tmp_path_factory.mktemp("serve"))
+    server = Server(tmp_path_factory.mktemp("serve"), start_shared_app)
     server.start()
     yield server
-    assert server.app is not None
     server.app.stop()
     assert not server.app.survivors()
 
@@ -257,7 +253,6 @@ def test_a_killed_server_resumes_to_the_bit(server: Server) -> None:
     server.post("save_weights", model_id=model, seq_id=2, path="later")
     while f"tinker://{model}/weights/later" not in str(server.http.get("checkpoints").json()):
         time.sleep(0.1)
-    assert server.app is not None
     server.app.process.kill()
     server.app.finish()
     assert not server.app.survivors()

@@ -99,6 +99,7 @@ class Models:
                 self._handle.load(str(checkpoint.path / ROLE))
                 if not optimizer:
                     self._handle.forget_optimizer()
+        model.num_waiting = 0
         if start is not None:
             model.version = f"{model.run.run_id} from {start.uri}"
         self.states.add_run(model.run)

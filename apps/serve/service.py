@@ -22,6 +22,8 @@ from apps.serve.wire import ForwardBackward
 from plinth_base.errors import PlinthError
 from rl_runtime import InputError, RankError
 from rl_runtime.rules import check_value
+from rollout_vllm.errors import RolloutError
+from weight_sync import WeightSyncError
 
 T = TypeVar("T")
 Body = Mapping[str, Any]
@@ -34,12 +36,9 @@ class Session:
     """A client's session."""
 
     session_id: str
-    user_metadata: dict[str, Any] = field(default_factory=dict)
     seen_s: float = field(default_factory=time.monotonic)
     """Time of its last heartbeat."""
     is_finished: bool = False
-    run_ids: list[str] = field(default_factory=list)
-    sampler_ids: list[str] = field(default_factory=list)
 
 
 class NotFoundError(PlinthError):
@@ -64,8 +63,8 @@ class Service:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     # ---- sessions ------------------------------------------------------------------------------------------------
-    def create_session(self, body: Body) -> dict[str, Any]:
-        session = Session(session_id=f"s-{uuid.uuid4().hex}", user_metadata=dict(body.get("user_metadata") or {}))
+    def create_session(self, _: Body) -> dict[str, Any]:
+        session = Session(session_id=f"s-{uuid.uuid4().hex}")
         self._sessions[session.session_id] = session
         trained = "all weights are trained: the rank of a client is not used"
         note = trained if self.config.api.full else "adapters are on attention and MLP layers, none on the unembedding"
@@ -78,14 +77,6 @@ class Service:
     def finish(self, session_id: str) -> dict[str, Any]:
         self._session({"session_id": session_id}).is_finished = True
         return {}
-
-    def session(self, session_id: str) -> dict[str, Any]:
-        session = self._session({"session_id": session_id})
-        ids = {"training_run_ids": session.run_ids, "sampler_ids": session.sampler_ids}
-        return {**ids, "user_metadata": session.user_metadata}
-
-    def list_sessions(self) -> dict[str, Any]:
-        return {"sessions": list(self._sessions)}
 
     def _session(self, body: Body) -> Session:
         session = self._sessions.get(str(body.get("session_id")))
@@ -102,51 +93,44 @@ class Service:
         """A new model; it waits until the session of the model that is trained has ended."""
         self._check_base(body.get("base_model"))
         check_optimizer(body.get("optimizer_config"))
-        session, number = self._session(body), int(body["model_seq_id"])
-        run = Run(
-            run_id=f"{session.session_id}:train:{number}",
-            base_model=self.model_name,
-            lora=lora_of(self.config, body.get("lora_config")),
-            user_metadata=dict(body.get("user_metadata") or {}),
-        )
-        self.models.engine_of(run)
-        return self._open_model(session, run, first=1)
+        return self._open_model(body, lora_of(self.config, body.get("lora_config")))
 
     def load_weights(self, body: Body) -> dict[str, Any]:
         """A new model from a saved state."""
         if body.get("model_id") is not None:
             return self._in_order(body, "load_state", lambda model: self._load_into(model, body))
-        session, number = self._session(body), int(body["model_seq_id"])
         if body.get("base_model") is not None:
             self._check_base(body["base_model"])
         check_optimizer(body.get("optimizer_config"))
-        saved = self.models.states.find(str(body.get("path")), "weights")
-        former = self.models.states.run(saved.run_id)
-        run = Run(
-            run_id=f"{session.session_id}:train:{number}",
-            base_model=self.model_name,
-            lora=former.lora,
-            user_metadata=dict(body.get("user_metadata") or {}),
-        )
-        return self._open_model(session, run, first=1, start=saved, optimizer=bool(body.get("optimizer")))
+        saved, lora = self._state(body)
+        return self._open_model(body, lora, saved)
 
     def _load_into(self, model: Model, body: Body) -> dict[str, Any]:
-        saved = self.models.states.find(str(body.get("path")), "weights")
-        former = self.models.states.run(saved.run_id)
-        same = former.lora == model.run.lora
-        check_value({"path": saved.uri}, "path", same, f"a state with the adapters of the model, {model.run.lora}")
+        saved, lora = self._state(body)
+        fits = lora == model.run.lora
+        check_value({"path": saved.uri}, "path", fits, f"a state with the adapters of the model, {model.run.lora}")
         self.models.build(model, saved, optimizer=bool(body.get("optimizer")))
         return {"path": saved.uri, "type": "load_weights"}
 
-    def _open_model(
-        self, session: Session, run: Run, *, first: int, start: Saved | None = None, optimizer: bool = False
-    ) -> dict[str, Any]:
+    def _state(self, body: Body) -> tuple[Saved, dict[str, Any] | None]:
+        """A saved state and its adapters."""
+        saved = self.models.states.find(str(body.get("path")), "weights")
+        return saved, self.models.states.run(saved.run_id).lora
+
+    def _open_model(self, body: Body, lora: dict[str, Any] | None, start: Saved | None = None) -> dict[str, Any]:
+        session = self._session(body)
+        run = Run(
+            run_id=f"{session.session_id}:train:{int(body['model_seq_id'])}",
+            base_model=self.model_name,
+            lora=lora,
+            user_metadata=dict(body.get("user_metadata") or {}),
+        )
+        self.models.engine_of(run)  # refuses adapters that it cannot have
         request_id = f"{run.run_id}:create"
         future = self.requests.open(request_id)
         if future is not None:
-            session.run_ids.append(run.run_id)
-            model = Model(run=run, session_id=session.session_id, order=InOrder(self.models.thread.submit, first))
-            self._start(request_id, self._build(future, model, start, optimizer))
+            model = Model(run=run, session_id=session.session_id, order=InOrder(self.models.thread.submit, 1))
+            self._start(request_id, self._build(future, model, start, bool(body.get("optimizer"))))
         return {"request_id": request_id, "model_id": run.run_id}
 
     async def _build(self, future: Future[Result], model: Model, start: Saved | None, optimizer: bool) -> None:
@@ -174,7 +158,6 @@ class Service:
                 self.models.current = None
 
         self.models.thread.submit(run)
-        return
 
     def get_info(self, body: Body) -> dict[str, Any]:
         run = self._model(body).run
@@ -182,11 +165,6 @@ class Service:
         lora = {name: value for name, value in describe_lora(run).items() if name in ("is_lora", "lora_rank")}
         data = {"model_name": self.model_name, **tokenizer}
         return {"type": "get_info", "model_id": run.run_id, "model_name": self.model_name, "model_data": data, **lora}
-
-    def unload_model(self, body: Body) -> dict[str, Any]:
-        model = self._model(body)
-        self._sessions[model.session_id].is_finished = True
-        return self._done(f"{model.run.run_id}:unload", {"model_id": model.run.run_id, "type": "unload_model"})
 
     def _model(self, body: Body) -> Model:
         model = self.models.current
@@ -260,8 +238,8 @@ class Service:
 
     def _run(self, future: Future[Result], job: Callable[[], Result]) -> None:
         run_into(future, job)
-        if isinstance(error := future.exception(), RankError):
-            self._fail(error)
+        if (error := future.exception()) is not None and not isinstance(error, InputError):
+            self._check_processes(error)
 
     def _wait_for(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine of the event loop from the thread of the models."""
@@ -283,7 +261,6 @@ class Service:
     ) -> str:
         sampler_id = f"{session_id}:sample:{number}"
         self._samplers[sampler_id] = SamplingSession(weights=weights, model_path=path)
-        self._sessions[session_id].sampler_ids.append(sampler_id)
         return sampler_id
 
     def get_sampler(self, sampler_id: str) -> dict[str, Any]:
@@ -314,12 +291,21 @@ class Service:
             result = Result(message=await self._sampler.sample(session, body, request_id))
         except BaseException as error:
             future.set_exception(error)
-            if isinstance(error, RankError):
-                self._fail(error)
             if isinstance(error, asyncio.CancelledError):
                 raise
+            if not isinstance(error, InputError):
+                self._check_processes(error)
         else:
             future.set_result(result)
+
+    def _check_processes(self, error: BaseException) -> None:
+        """Ends the service after an error because of which it cannot go on."""
+        try:
+            self.models.session.servers.check()
+        except RolloutError as died:
+            self._fail(died)
+        if isinstance(error, RankError | WeightSyncError):
+            self._fail(error)
 
     def cancel(self, body: Body) -> dict[str, Any]:
         if (task := self._tasks.get(str(body.get("request_id")))) is not None:
@@ -380,11 +366,6 @@ class Service:
         """Settings of the SDK: a batch is one request up to half of the largest body."""
         chunk = self.config.api.max_request_bytes // 2
         return {"use_pyqwest_transport": False, "fwdbwd_max_chunk_bytes_count": chunk, "custom_loss_server_side": False}
-
-    def _done(self, request_id: str, answer: dict[str, Any]) -> dict[str, Any]:
-        if (future := self.requests.open(request_id)) is not None:
-            future.set_result(Result(json=answer))
-        return {"request_id": request_id}
 
     def _start(self, request_id: str, coroutine: Coroutine[Any, Any, None]) -> None:
         task = self._tasks[request_id] = asyncio.create_task(coroutine)
