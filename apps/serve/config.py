@@ -1,6 +1,8 @@
 """Configuration of the training API."""
 
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 from ds_engine import EngineConfig, LoraConfig, OptimConfig
 from rl_runtime import JobConfig, TrainerConfig
@@ -40,6 +42,10 @@ class ApiConfig:
         check_seconds(self, "session_timeout_s")
 
 
+def _has_default(config: Any, *, section: str) -> bool:
+    return bool(getattr(config, section) == getattr(JobConfig(), section))
+
+
 SERVED = Feature(
     key="model.path",
     rules=(
@@ -47,7 +53,7 @@ SERVED = Feature(
             Rule(
                 field=section,
                 allowed="not set: the program of the client decides it",
-                holds=lambda c, section=section: getattr(c, section) == getattr(JobConfig(), section),
+                holds=partial(_has_default, section=section),
             )
             for section in CLIENT_SECTIONS
         ),

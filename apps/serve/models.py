@@ -203,7 +203,7 @@ def step_settings(params: Mapping[str, Any]) -> StepSettings:
         raise InputError("this server steps with AdamW", field="optim_params", value=dict(params), allowed="AdamParams")
     values = {own: float(params[name]) for name, own in names.items() if name in params}
     betas = (float(params.get("beta1", 0.9)), float(params.get("beta2", 0.95)))
-    return StepSettings(**{"lr": 1e-4, "eps": 1e-12, **values, "betas": betas})
+    return StepSettings(**{"lr": 1e-4, "eps": 1e-12, **values}, betas=betas)
 
 
 def lora_of(config: ServeConfig, given: Mapping[str, Any] | None) -> dict[str, Any] | None:

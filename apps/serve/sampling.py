@@ -141,7 +141,7 @@ def sampling_settings(params: Mapping[str, Any], num_samples: int, *, room: int)
     are all equal, so that one is enough.
     """
     stop = params.get("stop")
-    stops = [stop] if isinstance(stop, str) else list(stop or ())
+    stops: list[Any] = [stop] if isinstance(stop, str) else list(stop or ())
     is_text = all(isinstance(one, str) for one in stops)
     if not is_text and not all(isinstance(one, int) for one in stops):
         raise InputError(field="sampling_params.stop", value=stop, allowed="texts or tokens")

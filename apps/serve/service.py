@@ -17,7 +17,7 @@ from apps.serve.config import ServeConfig
 from apps.serve.models import Model, Models, Weights, describe_lora, lora_of
 from apps.serve.requests import InOrder, Requests, Result, run_into
 from apps.serve.sampling import Sampler, SamplingSession, ServedWeights
-from apps.serve.states import Run, Saved
+from apps.serve.states import Kind, Run, Saved
 from apps.serve.wire import ForwardBackward
 from plinth_base.errors import PlinthError
 from rl_runtime import InputError, RankError
@@ -315,7 +315,7 @@ class Service:
     # ---- saved states --------------------------------------------------------------------------------------------
     def weights_info(self, body: Body) -> dict[str, Any]:
         path = str(body.get("tinker_path") or body.get("path"))
-        kind = "sampler_weights" if "/sampler_weights/" in path else "weights"
+        kind: Kind = "sampler_weights" if "/sampler_weights/" in path else "weights"
         run = self.models.states.run(self.models.states.find(path, kind).run_id)
         return {"base_model": run.base_model, **describe_lora(run)}
 
