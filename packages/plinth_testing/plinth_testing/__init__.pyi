@@ -25,3 +25,4 @@ from .ranks import run_ranks as run_ranks
 from .slurm import FinishedJob as FinishedJob
 from .slurm import Slurm as Slurm
 from .spmd import SpmdGroup as SpmdGroup
+from .vision import tiny_vlm as tiny_vlm
