@@ -192,6 +192,12 @@ def test_a_request_that_is_sent_twice_runs_once_and_pending_ones_are_bounded(mon
     with pytest.raises(KeyError):
         requests["a"]
     assert not requests["b"].done(), "a request that runs is never dropped"
+    monkeypatch.setattr("apps.serve.requests.KEPT_ANSWERS", 1)
+    for name in ("d", "e"):
+        requests.answered(name)
+    assert requests["e"].done()
+    with pytest.raises(KeyError):
+        requests["d"]
 
 
 def test_servers_change_weights_when_the_requests_before_have_ended() -> None:

@@ -61,12 +61,12 @@ def build_model(folder: Path, texts: list[str]) -> None:
     set_seed(1)
     config = Qwen3Config(
         vocab_size=448,
-        hidden_size=96,
+        hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=24,
+        head_dim=32,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
         bos_token_id=0,

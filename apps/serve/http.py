@@ -124,6 +124,7 @@ def application(start: Callable[[], Service], *, key: str, max_request_bytes: in
         done, _ = await asyncio.wait({asyncio.ensure_future(_settled(waiting))}, timeout=POLL_S)
         if not done:
             return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408)
+        service.requests.answered(request_id)
         return answer_of(future.exception(), None if future.exception() else future.result())
 
     async def finish(service: Service, request: Request) -> Response:

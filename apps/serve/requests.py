@@ -10,8 +10,8 @@ from typing import Any
 from plinth_base.errors import PlinthError
 from rl_runtime import InputError
 
-KEPT_RESULTS = 4096
-"""Results that stay for a client that asks again, the newest; and further ones that nobody has asked for yet."""
+KEPT_RESULTS, KEPT_ANSWERS = 4096, 256
+"""Results that stay until somebody asks for them, and that stay for a client that asks again; the newest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,7 @@ class Requests:
         self._max_pending = max_pending
         self._futures: OrderedDict[str, Future[Result]] = OrderedDict()
         self._pending: set[str] = set()
+        self._answered: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
 
     def open(self, request_id: str) -> Future[Result] | None:
@@ -55,6 +56,13 @@ class Requests:
     def __getitem__(self, request_id: str) -> Future[Result]:
         """Raises KeyError for a request that is unknown, such as one of a server that ran before."""
         return self._futures[request_id]
+
+    def answered(self, request_id: str) -> None:
+        """The result was sent to a client."""
+        with self._lock:
+            self._answered[request_id] = None
+            while len(self._answered) > KEPT_ANSWERS:
+                self._futures.pop(self._answered.popitem(last=False)[0], None)
 
     def _ended(self, request_id: str) -> None:
         with self._lock:
