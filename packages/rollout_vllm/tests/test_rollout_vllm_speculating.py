@@ -180,9 +180,7 @@ def distribution(model: Any, ids: list[int], sampling: SamplingConfig) -> torch.
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes", [{"temperature": 0.6}, {"top_k": 4, "top_p": 0.8}], ids=str
-)
+@pytest.mark.parametrize("changes", [{"temperature": 0.6}, {"top_k": 4, "top_p": 0.8}], ids=str)
 def test_tokens_have_the_distribution_and_the_log_probs_of_the_model(
     drafting: ServerGroup, small: tuple[Path, Any], changes: dict[str, Any]
 ) -> None:
