@@ -170,6 +170,17 @@ QUANTIZED_CACHE = Feature(
     is_on=lambda c: c.rollout.kv_cache_dtype != "auto",
     rules=(only("rollout.log_probs", True, why="whose error they show"),),
 )
+SPECULATIVE = Feature(
+    key="rollout.speculative",
+    is_on=lambda c: c.rollout.speculative != "none",
+    rules=(
+        only("actor.match_servers", False, why="and matched servers compute one token a step"),
+        only("actor.router_replay", "off", "R2", why="and servers would also return the experts of rejected drafts"),
+        only("sampling.min_p", 0.0, why="with which vLLM verifies no drafts"),
+        only("sampling.repetition_penalty", 1.0, why="and drafts are verified together"),
+        only("sampling.stop", (), why="and a step may go on after the text that ends a response"),
+    ),
+)
 MATCHED_SERVERS = Feature(
     key="actor.match_servers",
     rules=(
