@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "harnesses"))
 from rollout_vllm_agents import ChatTokenizer, Policy
 from test_rollout_vllm_agents import assert_faithful
 
-from rollout_vllm import AgentRollout, ChatFormat, Group, Request, SamplingConfig, run_episodes
+from rollout_vllm import AgentRollout, ChatFormat, Group, Request, SamplingConfig, agent_spec, run_episodes
 
 pytestmark = pytest.mark.slow
 
@@ -48,11 +48,10 @@ def play(example: str, policy: Policy) -> Group:
     pytest.importorskip(needed.get(example, "openai"))
     importlib.import_module(example)
     rollout = AgentRollout(
-        agent=f"{example}:solve",
+        spec=agent_spec(f"{example}:solve", start_timeout_s=300.0),  # it imports the library first
         chat=ChatFormat(ChatTokenizer()),
         max_turns=8,
         max_prompt_tokens=20_000,
-        start_timeout_s=300.0,  # it imports the library first
     )
     question = ({"role": "user", "content": "How much is 17 + 25?"},)
     prompt = SimpleNamespace(messages=question, ground_truth="42", extra={"stones": 10, "seed": 2})
