@@ -14,7 +14,7 @@ from ..config import ModelConfig, TaskSize
 from ..errors import InputError
 from ..launch.reachability import why_unreachable
 from ..rollout.config import EpisodeConfig
-from ..rollout.episodes import load_environment, load_rollout, reset_once
+from ..rollout.episodes import load_agent, load_environment, load_rollout, reset_once
 from ..rollout.reward_trial import has_functions, try_rewards
 from ..rollout.scoring import load_answer, load_functions, prepare_rewards
 from ..rollout.scoring_config import ScoringConfig
@@ -28,6 +28,8 @@ def check_functions(episode: EpisodeConfig, reward: ScoringConfig) -> None:
         load_rollout(episode.function)
     if episode.environment is not None:
         load_environment(episode)
+    if episode.agent is not None:
+        load_agent(episode)
     prepare_rewards(load_functions(reward).values())
     load_answer(reward)
     if reward.url is not None:
@@ -53,7 +55,7 @@ def first_prompts(
 
 
 def check_environment(episode: EpisodeConfig, prompts: Mapping[str, Prompt]) -> None:
-    """Starts the environment once for each of `first_prompts`, and resets it.
+    """Starts the environment or agent once for each of `first_prompts`, and resets it.
 
     Raises InputError if a start or a reset fails, for example because the rows lack a column.
     """
@@ -65,8 +67,8 @@ def check_environment(episode: EpisodeConfig, prompts: Mapping[str, Prompt]) -> 
             raise InputError(
                 f"it fails at the first prompt of {dataset} ({prompt.id}): {error}; its columns in prompt.extra: "
                 f"{columns}",
-                field="episode.environment",
-                value=episode.environment,
+                field=f"episode.{'agent' if episode.agent else 'environment'}",
+                value=episode.agent or episode.environment,
             ) from error
 
 
@@ -89,13 +91,13 @@ def check_first_prompts(
 
     Raises InputError.
     """
-    if episode.environment is None and not has_functions(reward):
+    if not episode.has_process and not has_functions(reward):
         return []
     prompts = first_prompts(inputs, model, data, task, seed=seed)
-    if episode.environment is not None:
+    if episode.has_process:
         check_environment(episode, prompts)
     # An episode that scores itself leaves out all rewards but terms.
-    scores_itself = (episode.environment is not None or episode.function is not None) and not reward.adds_up
+    scores_itself = (episode.has_process or episode.function is not None) and not reward.adds_up
     known = prompts.get("training")
     scored = {
         name: prompt

@@ -1,11 +1,11 @@
-"""A sample as a multi-turn episode, from a rollout function or an environment of the user."""
+"""A sample as a multi-turn episode, from a rollout function, an environment or an agent of the user."""
 
 import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any, SupportsFloat
 
 from rl_data import Prompt
-from rollout_vllm import ChatFormat, EnvironmentRollout, EnvironmentSpec, Episode
+from rollout_vllm import AgentRollout, ChatFormat, EnvironmentRollout, EnvironmentSpec, Episode, agent_spec
 from rollout_vllm.episodes.environment_process import EnvironmentProcess
 
 from ..errors import InputError
@@ -16,18 +16,30 @@ RolloutFunction = Callable[[Episode, Prompt, Any], Awaitable[SupportsFloat | Non
 PlayEpisode = Callable[[Episode, Prompt], Awaitable[SupportsFloat | None]]
 
 
-def episode_player(config: EpisodeConfig, tokenizer: Any, chat: ChatFormat | None = None) -> PlayEpisode | None:
+def episode_player(
+    config: EpisodeConfig, tokenizer: Any, chat: ChatFormat | None = None, max_prompt_tokens: int | None = None
+) -> PlayEpisode | None:
     """The coroutine function that plays the episode of a sample; None for single-turn responses.
 
-    `chat`: the format of the conversation with an environment; default: that of the tokenizer.
+    `chat`: the format of the conversation with an environment or agent; default: that of the tokenizer.
+    `max_prompt_tokens`: see `AgentRollout`.
 
     Raises:
-        InputError: `episode.function` or `episode.environment` cannot be imported or called.
+        InputError: `episode.function`, `episode.environment` or `episode.agent` cannot be imported or called.
     """
+    if config.agent is not None:
+        load_agent(config)
+        return AgentRollout(
+            spec=process_spec(config),
+            chat=chat or ChatFormat(tokenizer),
+            max_turns=config.max_turns,
+            call_format=config.call_format,
+            max_prompt_tokens=max_prompt_tokens,
+        )
     if config.environment is not None:
         load_environment(config)
         return EnvironmentRollout(
-            spec=environment_spec(config), chat=chat or ChatFormat(tokenizer), max_turns=config.max_turns
+            spec=process_spec(config), chat=chat or ChatFormat(tokenizer), max_turns=config.max_turns
         )
     if config.function is None:
         return None
@@ -35,23 +47,23 @@ def episode_player(config: EpisodeConfig, tokenizer: Any, chat: ChatFormat | Non
     return lambda episode, prompt: function(episode, prompt, tokenizer)
 
 
-def environment_spec(config: EpisodeConfig) -> EnvironmentSpec:
-    """The environment that `episode` names."""
-    return EnvironmentSpec(
-        path=config.environment or "",
-        options=config.options,
-        start_timeout_s=config.start_timeout_s,
-        step_timeout_s=config.step_timeout_s,
-    )
+def process_spec(config: EpisodeConfig) -> EnvironmentSpec:
+    """The process of the environment or agent that `episode` names."""
+    limits: dict[str, Any] = {"start_timeout_s": config.start_timeout_s, "isolated": config.isolated}
+    limits["memory_bytes"] = config.memory_bytes
+    if config.agent is not None:
+        return agent_spec(config.agent, config.options, **limits)
+    path, step_timeout_s = config.environment or "", config.step_timeout_s
+    return EnvironmentSpec(path=path, options=config.options, step_timeout_s=step_timeout_s, **limits)
 
 
 async def reset_once(config: EpisodeConfig, prompt: Prompt) -> None:
-    """Starts the environment in its own process, resets it and ends it.
+    """Starts the environment or agent in its own process, resets it and ends it. An agent does not run.
 
     Raises:
         rollout_vllm.EnvironmentFailedError: as in an episode.
     """
-    async with EnvironmentProcess(environment_spec(config), prompt) as environment:
+    async with EnvironmentProcess(process_spec(config), prompt) as environment:
         await environment.reset()
 
 
@@ -62,6 +74,21 @@ def load_rollout(name: str) -> RolloutFunction:
         InputError: it cannot be imported or called.
     """
     return load_function(name, key="episode.function", arguments=("episode", "prompt", "tokenizer"), is_coroutine=True)
+
+
+def load_agent(config: EpisodeConfig) -> None:
+    """Imports the function `episode.agent` and checks that it takes `episode.options`.
+
+    Raises:
+        InputError: it cannot be imported or called.
+    """
+    load_function(
+        config.agent or "",
+        key="episode.agent",
+        arguments=("base_url", "api_key", "prompt"),
+        keywords=tuple(config.options),
+        is_coroutine=None,
+    )
 
 
 def load_environment(config: EpisodeConfig) -> Callable[..., Any]:
