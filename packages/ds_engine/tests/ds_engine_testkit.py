@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_engine.model.parts import auto_class
 from ds_engine.simple import SimpleBatch
+from ds_engine.upstream import auto_class
 from plinth_testing import RankPool
 
 VOCAB = 64

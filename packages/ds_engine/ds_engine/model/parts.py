@@ -5,13 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
-
-if TYPE_CHECKING:
-    from ..batch import Head
 
 VALUE_HEAD = "score"
 """Attribute that holds the value head, as transformers names it in every family."""
@@ -32,17 +29,6 @@ def text_part(backbone: Any) -> Any:
     """The text model inside the backbone of a vision-language model; of other models the backbone itself."""
     names = ("language_model", "text_model") if hasattr(backbone, "get_image_features") else ()
     return next((getattr(backbone, name) for name in names if hasattr(backbone, name)), backbone)
-
-
-def auto_class(config: Any, head: Head) -> Any:
-    """transformers' class that builds and loads the model of a configuration with this head."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
-
-    if head == "value":
-        return AutoModelForSequenceClassification
-    text: Any = AutoModelForCausalLM
-    sees = type(config) in AutoModelForImageTextToText._model_mapping and type(config) not in text._model_mapping
-    return AutoModelForImageTextToText if sees else text
 
 
 def linear_layers(model: Any, *types: type[nn.Linear], vision: bool = False) -> dict[str, Any]:

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from ..errors import ModelError, UntriedModelError
 from ..simple import SimpleBatch, dense_log_prob
-from ..upstream import transformers_message
+from ..upstream import auto_class, transformers_message
 from .attention import attention_options, register_packed_attention
 from .experts import use_experts
 from .packed_model import ROWS, PackedInputs, install_packed_forward, packed_inputs
-from .parts import auto_class, find_backbone, vision_names
+from .parts import find_backbone, vision_names
 from .recurrence import has_kernels, recurrent_line
 from .router_replay import install_replay, replay_refusal
 from .small_copy import randomize, small_config
