@@ -41,6 +41,11 @@ class EpisodeConfig:
     """Seconds to start the process of the environment or agent, import its module and make its object."""
     max_environments: int = 256
     """Environments or agents that run at the same time; further episodes wait."""
+    isolated: bool = False
+    """Shut the process of an environment or agent in: it reaches the policy and no other network, no process, no secret
+    of the environment, and writes files in a temporary folder alone. Refused where the kernel denies namespaces."""
+    memory_gib: float | None = None
+    """Memory that the process of an environment or agent, and each one that it starts, may add; null: no limit."""
     timeout_s: float | None = None
     """Seconds after which an episode fails and is left out of the batch; null: no limit."""
 
@@ -51,8 +56,17 @@ class EpisodeConfig:
             check_value(self, name, False, f"null with a {given[0]} ({getattr(self, given[0])!r})")
         check_value(self, "options", not self.options or self.has_process, "{} without an environment or an agent")
         check_value(self, "call_format", self.call_format in ("hermes", "llama", "mistral"), "hermes, llama or mistral")
+        for name, is_off in (("isolated", not self.isolated), ("memory_gib", self.memory_gib is None)):
+            allowed = f"{getattr(type(self), name)} without an environment or an agent"
+            check_value(self, name, is_off or self.has_process, allowed)
+        check_value(self, "memory_gib", self.memory_gib is None or self.memory_gib > 0, "above 0, or null")
         check_at_least(1, self, "max_turns", "max_environments")
         check_seconds(self, "step_timeout_s", "start_timeout_s", "timeout_s")
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """`memory_gib` in bytes."""
+        return None if self.memory_gib is None else int(self.memory_gib * 2**30)
 
     @property
     def has_process(self) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, SupportsFloat
 
 from rl_data import Prompt
-from rollout_vllm import AgentRollout, ChatFormat, EnvironmentRollout, EnvironmentSpec, Episode
+from rollout_vllm import AgentRollout, ChatFormat, EnvironmentRollout, EnvironmentSpec, Episode, agent_spec
 from rollout_vllm.episodes.environment_process import EnvironmentProcess
 
 from ..errors import InputError
@@ -30,18 +30,16 @@ def episode_player(
     if config.agent is not None:
         load_agent(config)
         return AgentRollout(
-            agent=config.agent,
+            spec=process_spec(config),
             chat=chat or ChatFormat(tokenizer),
             max_turns=config.max_turns,
-            options=config.options,
             call_format=config.call_format,
-            start_timeout_s=config.start_timeout_s,
             max_prompt_tokens=max_prompt_tokens,
         )
     if config.environment is not None:
         load_environment(config)
         return EnvironmentRollout(
-            spec=environment_spec(config), chat=chat or ChatFormat(tokenizer), max_turns=config.max_turns
+            spec=process_spec(config), chat=chat or ChatFormat(tokenizer), max_turns=config.max_turns
         )
     if config.function is None:
         return None
@@ -49,23 +47,23 @@ def episode_player(
     return lambda episode, prompt: function(episode, prompt, tokenizer)
 
 
-def environment_spec(config: EpisodeConfig) -> EnvironmentSpec:
-    """The environment that `episode` names."""
-    return EnvironmentSpec(
-        path=config.environment or "",
-        options=config.options,
-        start_timeout_s=config.start_timeout_s,
-        step_timeout_s=config.step_timeout_s,
-    )
+def process_spec(config: EpisodeConfig) -> EnvironmentSpec:
+    """The process of the environment or agent that `episode` names."""
+    limits: dict[str, Any] = {"start_timeout_s": config.start_timeout_s, "isolated": config.isolated}
+    limits["memory_bytes"] = config.memory_bytes
+    if config.agent is not None:
+        return agent_spec(config.agent, config.options, **limits)
+    path, step_timeout_s = config.environment or "", config.step_timeout_s
+    return EnvironmentSpec(path=path, options=config.options, step_timeout_s=step_timeout_s, **limits)
 
 
 async def reset_once(config: EpisodeConfig, prompt: Prompt) -> None:
-    """Starts the environment in its own process, resets it and ends it.
+    """Starts the environment or agent in its own process, resets it and ends it. An agent does not run.
 
     Raises:
         rollout_vllm.EnvironmentFailedError: as in an episode.
     """
-    async with EnvironmentProcess(environment_spec(config), prompt) as environment:
+    async with EnvironmentProcess(process_spec(config), prompt) as environment:
         await environment.reset()
 
 
