@@ -105,7 +105,7 @@ def _read_held_out(config: PrepareConfig, report: Report) -> HeldOut:
         if config.prompt_column not in table.columns:
             config = replace(config, prompt_column=None, response_column=None, ground_truth_column=None)
         num_rows = 0
-        for num_rows, (place, record) in enumerate(read_records(table, find_layout(table, config)), start=1):
+        for num_rows, (place, record) in enumerate(read_records(table, find_layout(table, config)), 1):  # noqa: B007
             held_out.add(str(place), tokens(_compared(record)[0]))
         report.files.append(File("held out", table.file, num_rows))
     return held_out
