@@ -62,10 +62,8 @@ def batch_of(rows: list[Row]) -> Batch:
 
 def same(a: Batch, b: Batch) -> bool:
     mappings = [(getattr(a, name), getattr(b, name)) for name in ("columns", "per_sequence", "per_token")]
-    return (
-        all(torch.equal(getattr(a, name), getattr(b, name)) for name in TENSORS)
-        and a.max_seqlen == b.max_seqlen
-        and all(x.keys() == y.keys() and all(torch.equal(x[key], y[key]) for key in x) for x, y in mappings)
+    return all(torch.equal(getattr(a, name), getattr(b, name)) for name in TENSORS) and all(
+        x.keys() == y.keys() and all(torch.equal(x[key], y[key]) for key in x) for x, y in mappings
     )
 
 
@@ -77,7 +75,6 @@ def test_nothing_is_padded(rows: list[Row]) -> None:
     assert batch.num_tokens == sum(lengths)
     assert batch.num_sequences == len(rows)
     assert batch.seq_lens_S.tolist() == lengths
-    assert batch.max_seqlen == max(lengths, default=0)
     assert batch.position_ids_T.tolist() == [t for length in lengths for t in range(length)]
     assert batch.response_lens_S.tolist() == [len(one.targets) for one in rows]
     assert {getattr(batch, name).dtype for name in TENSORS} == {torch.int64, torch.int32}
