@@ -1,6 +1,7 @@
 """Agents that ask the policy over HTTP and rewrite their conversations, in training on the real stack."""
 
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -68,14 +69,15 @@ def test_a_killed_run_resumes_with_the_branches_of_groups_drawn_ahead(
     first.finish()
     assert not first.survivors()
     (run,) = tmp_path.iterdir()
-    assert '"branches": [{' in (run / "checkpoints" / "step_00000002" / "state.json").read_text()
+    state = (run / "checkpoints" / "step_00000002" / "state.json").read_text()
+    assert re.search(r'"branches": \[\s*\{', state), "no group that was drawn ahead has ended"
     second = start_app(tmp_path, f"config={run / 'config.yaml'}", "trainer.resume=auto", f"trainer.resume_from={run}")
     assert second.finish() == 0, second.output
     (resumed,) = {*tmp_path.iterdir()} - {run}
     test_staleness.check_ledger(test_staleness.read_samples(resumed), steps=6, groups=4, samples=4, max_staleness=1)
     for row in read_metrics(resumed):
         assert float(row["rollout/num_paths"]) == 3
-        assert float(row["rollout/log_prob_mismatch"] or 0) < 1e-4
+        assert float(row.get("rollout/log_prob_mismatch") or 0) < 1e-4
 
 
 def assert_faithful(run: Path) -> None:
