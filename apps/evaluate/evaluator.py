@@ -84,7 +84,13 @@ class Evaluator(ExitStack):
         self.callback(self._client.close)
         chat = chat_format(tokenizer, config.data) if config.episode.environment is not None else None
         self._phase = RolloutPhase(
-            self._client, tokenizer, scorer=scorer, seed=config.seed, episode=config.episode, chat=chat
+            self._client,
+            tokenizer,
+            scorer=scorer,
+            seed=config.seed,
+            episode=config.episode,
+            chat=chat,
+            images=self._inputs.image_files(self._folder),
         )
 
     def evaluate(self) -> Validation:

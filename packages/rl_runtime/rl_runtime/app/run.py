@@ -182,6 +182,7 @@ def _rollouts(
             chat=chat_format(inputs.tokenizer, config.data) if config.episode.environment is not None else None,
             oversampling=config.oversampling,
             extra_rollout=config.extra_rollout,
+            images=job.image_files,
         ),
         sampler=PromptSampler(len(inputs.train_prompts), seed=config.trainer.seed, shuffle=config.data.shuffle),
         train_prompts=inputs.train_prompts,

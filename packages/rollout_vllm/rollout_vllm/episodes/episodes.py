@@ -68,6 +68,7 @@ class Episode:
         self.prompt = request.prompt
         self.sample_index = sample_index
         self.prompt_ids = id_list(request.prompt_ids)
+        self.images = request.images
         self.response_ids: list[int] = []
         self.log_probs: list[float] | None = []
         self.response_mask: list[bool] = []
@@ -111,7 +112,7 @@ class Episode:
             seed = request_seed(self._seed, turn_number, f"{self.sample_index}/{self.prompt_id}")
         # A distinct routing name: later turns use the server that has this episode's prefix in its cache.
         name = f"{self.prompt_id}/{self.sample_index}"
-        request = Request(prompt_id=name, prompt_ids=self.token_ids, seed=seed)
+        request = Request(prompt_id=name, prompt_ids=self.token_ids, seed=seed, images=self.images)
         sample = self._client.sample if self._gate is None else partial(self._client.sample, gate=self._gate)
         group = await sample(request, sampling)
         if group.failures:
@@ -165,6 +166,7 @@ class Episode:
             sample_index=self.sample_index,
             prompt=self.prompt,
             prompt_ids=np.array(self.prompt_ids, np.int32),
+            images=self.images,
             response_ids=np.array(self.response_ids, np.int32),
             log_probs=None if self.log_probs is None else np.array(self.log_probs, np.float32),
             response_mask=np.array(self.response_mask),

@@ -206,6 +206,30 @@ ROUTES = FENCE.patch(
         "vllm.v1.engine:EngineCoreOutput": ("routed_experts", "new_token_ids", "request_id"),
     },
 )
+IMAGES = FENCE.patch(
+    name="images of completion requests",
+    otherwise="refused",
+    reason="vLLM takes images in chat requests, as base64, and expands their placeholders where a client sees nothing",
+    replaces={
+        "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion": ("render_completion_request(request)",),
+        "vllm.multimodal.processing.processor:BaseMultiModalProcessor": (
+            "_maybe_apply_prompt_updates(mm_items, mm_res)",
+        ),
+    },
+    reads={
+        "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion": (
+            "_check_model(request)",
+            "_preflight(n)",
+            "create_error_response",
+        ),
+        "vllm.multimodal.processing.processor:BaseMultiModalProcessor": (
+            "_find_mm_placeholders(new_token_ids, mm_prompt_updates)",
+            "_validate_mm_kwargs(mm_kwargs, mm_item_counts)",
+        ),
+        "vllm.renderers.base:BaseRenderer": ("render_cmpl_async(prompts, ...)",),
+        "vllm.inputs": ("TokensPrompt",),
+    },
+)
 SOCKETS = FENCE.patch(
     name="folder of sockets",
     otherwise="stock path",
