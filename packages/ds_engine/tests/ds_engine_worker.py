@@ -76,9 +76,9 @@ def train_and_go_back(model_path: str, config: EngineConfig, samples: list[Sampl
     and the return to the state of the first, after the checkpoint of the start, and of a frozen second engine."""
     engine, batch = build(model_path, config), make_batch(samples)
 
-    def look(of: ZeroEngine = engine) -> tuple[torch.Tensor, int]:
-        log_probs_K = of.log_probs([batch])[0].log_probs_K
-        return log_probs_K, sum(getattr(p, "ds_secondary_tensor", None) is not None for p in of.module.parameters())
+    def look(used: ZeroEngine = engine) -> tuple[torch.Tensor, int]:
+        log_probs_K = used.log_probs([batch])[0].log_probs_K
+        return log_probs_K, sum(getattr(p, "ds_secondary_tensor", None) is not None for p in used.module.parameters())
 
     try:
         result = {"start": look()}

@@ -204,19 +204,6 @@ def test_kept_blocks_are_not_overwritten_before_use(num_rows: int, num_columns: 
         assert (block + 1) * width * hidden_size <= start  # the gradient's rows end before the block that produces them
 
 
-def test_shapes_of_the_speed_table_use_whole_waves() -> None:
-    for tokens, size, expected in (
-        (16384, 1024, (16384, 16384, 8448)),
-        (4096, 1024, (4096, 4096, 33792)),
-        (16384, 4096, (16384, 16384, 8448)),
-        (65536, 1024, (65536, 16384, 8448)),
-        (65536, 2048, (16384, 16384, 8448)),
-        (65536, 4096, (16384, 16384, 4224)),
-    ):
-        rows = plan_groups(tokens, size)
-        assert (rows, *plan_blocks(rows, 151936, 2, sum_bytes(tokens, rows, size, 2))) == expected
-
-
 def test_tuner_measures_once_and_skips_candidates_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     tuner = Tuner()
     configs = [TileConfig(block_m=m, block_n=64, block_k=32, num_warps=4, num_stages=2) for m in (16, 32, 64)]
