@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
+
+if TYPE_CHECKING:
+    from ..batch import Head
 
 VALUE_HEAD = "score"
 """Attribute that holds the value head, as transformers names it in every family."""
@@ -22,6 +25,24 @@ def find_backbone(model: Any) -> tuple[str, nn.Module | None]:
     return name, backbone if isinstance(backbone, nn.Module) and backbone is not model else None
 
 
+def text_part(backbone: Any) -> Any:
+    """The text model inside the backbone of a vision-language model; of other models the backbone itself."""
+    if not hasattr(backbone, "get_image_features"):
+        return backbone
+    return next(getattr(backbone, name) for name in ("language_model", "text_model") if hasattr(backbone, name))
+
+
+def auto_class(config: Any, head: Head) -> Any:
+    """transformers' class that builds and loads the model of a configuration with this head."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
+
+    if head == "value":
+        return AutoModelForSequenceClassification
+    text: Any = AutoModelForCausalLM
+    sees = type(config) in AutoModelForImageTextToText._model_mapping and type(config) not in text._model_mapping
+    return AutoModelForImageTextToText if sees else text
+
+
 def linear_layers(model: Any, *types: type[nn.Linear]) -> dict[str, Any]:
     """Layers of exactly one of `types` inside the backbone, keyed by name in `model`, in the model's order."""
     prefix, backbone = find_backbone(model)
@@ -35,6 +56,12 @@ def transformer_layers(model: Any) -> list[Any]:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def decoder_layers(model: Any) -> list[Any]:
+    """The transformer layers without those of a vision tower."""
+    _, backbone = find_backbone(model)
+    return transformer_layers(model if backbone is None else text_part(backbone))
 
 
 def table_parameters(model: Any) -> set[int]:

@@ -196,13 +196,15 @@ def count_shape(folder: str | Path) -> ModelShape:
         ValueError: transformers cannot build it, or its configuration lacks a size.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
+
+    from ..model.parts import auto_class
 
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         text = config.get_text_config()
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model = auto_class(config, "lm").from_config(config, trust_remote_code=False)
         heads = int(getattr(text, "num_attention_heads", None) or 1)  # state-space models have none
         layers, width = int(text.num_hidden_layers), int(text.hidden_size)
     except Exception as error:  # from_config runs the architecture's own code
