@@ -19,7 +19,7 @@ from plinth_base.model_folder import check_model_folder
 
 from .errors import DataError
 from .files.table import Place, first_line
-from .tasks.fetched import cache_folder
+from .package_index import cache_folder
 
 MARKER = "<image>"
 """Place of an image in a text, as verl and LLaMA-Factory write it."""
@@ -62,9 +62,14 @@ def _file(place: Place, value: Any, column: str) -> str:
     return str(path)
 
 
+def image_folder() -> Path:
+    """The folder of images that come without a file."""
+    return cache_folder() / "images"
+
+
 def _kept(content: bytes) -> str:
     """The file of these bytes in the cache folder."""
-    path = cache_folder() / "images" / hashlib.sha256(content).hexdigest()
+    path = image_folder() / hashlib.sha256(content).hexdigest()
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.{os.getpid()}")

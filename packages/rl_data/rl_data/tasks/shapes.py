@@ -1,9 +1,11 @@
-"""A task with images, and a vision-language model of 0.5 million parameters that learns it on two CPU cores.
+"""Tasks with images, and a vision-language model of 0.5 million parameters that learns them on two CPU cores.
 
-    python -m rl_data.tasks.shapes shapes        writes the model, train.parquet, val.parquet, demonstrations.parquet
+    python -m rl_data.tasks.shapes shapes
 
-An image shows one to four shapes of one color; the model counts them and names the color: "3 red". Most demonstrations
-give a random count, so that after a warm start the model is often wrong, and reinforcement learning has to teach it.
+writes the model and the files of two tasks. In one, an image shows one to four shapes of one color; the model counts
+them and names the color: "3 red". In the other it moves a blue square to a green one, one move for each image
+(`apps.grpo.grid:GridGame`). Most demonstrations give a random count or move, so that after a warm start the model is
+often wrong, and reinforcement learning has to teach it.
 """
 
 import io
@@ -22,10 +24,14 @@ RANDOM_SHARE = 0.6
 """Share of demonstrations with a random count."""
 _IMAGE = "<image>"
 _TEMPLATE = (
-    "{% for message in messages %}<user>{% for part in message.content %}"
-    "{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}{% endfor %}"
+    "{% for message in messages %}<{{ message.role }}>{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}"
+    "{% endif %}{{ '<eos>' if message.role == 'assistant' }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+MOVES = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
+MOVE = "Move."
+Cell = tuple[int, int]
 
 
 def draw(count: int, color: str, rng: random.Random) -> bytes:
@@ -44,24 +50,67 @@ def draw(count: int, color: str, rng: random.Random) -> bytes:
             pen.ellipse((x, y, x + size, y + size), fill=fill)
         else:
             pen.rectangle((x, y, x + size, y + size), fill=fill)
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return buffer.getvalue()
+    return _png(image)
+
+
+def draw_board(player: Cell, goal: Cell) -> bytes:
+    """A PNG image of a board of two times two cells."""
+    from PIL import Image, ImageDraw
+
+    image = Image.new("RGB", (SIDE, SIDE), "white")
+    pen, half = ImageDraw.Draw(image), SIDE // 2
+    for (x, y), color in ((goal, "green"), (player, "blue")):
+        pen.rectangle((x * half + 4, y * half + 4, x * half + 23, y * half + 23), fill=COLORS[color])
+    return _png(image)
+
+
+def board(rng: random.Random) -> tuple[Cell, Cell]:
+    """Two different cells: of the player and of the goal."""
+    player, goal = rng.sample([(x, y) for x in range(2) for y in range(2)], 2)
+    return player, goal
+
+
+def _png(image: Any) -> bytes:
+    with io.BytesIO() as buffer:
+        image.save(buffer, "PNG")
+        return buffer.getvalue()
+
+
+def _row(question: str, image: bytes) -> dict[str, Any]:
+    """A row as `datasets` writes it."""
+    return {
+        "prompt": [{"role": "user", "content": f"{_IMAGE}{question}"}],
+        "images": [{"bytes": image, "path": None}],
+    }
 
 
 def rows(rng: random.Random, num_rows: int, *, demonstrations: bool = False) -> list[dict[str, Any]]:
-    """Rows as `datasets` writes them: `prompt`, `images`, and `ground_truth` or `completion`."""
+    """Images of shapes, with `ground_truth` or with a `completion`."""
     made = []
     for _ in range(num_rows):
         count, color = rng.choice(COUNTS), rng.choice(list(COLORS))
-        row: dict[str, Any] = {
-            "prompt": [{"role": "user", "content": f"{_IMAGE}{QUESTION}"}],
-            "images": [{"bytes": draw(int(count), color, rng), "path": None}],
-        }
+        row = _row(QUESTION, draw(int(count), color, rng))
         if demonstrations:
-            row["completion"] = f"{rng.choice(COUNTS) if rng.random() < RANDOM_SHARE else count} {color}"
-        made.append(row if demonstrations else row | {"ground_truth": f"{count} {color}"})
+            shown = rng.choice(COUNTS) if rng.random() < RANDOM_SHARE else count
+            made.append(row | {"completion": f"{shown} {color}"})
+        else:
+            made.append(row | {"ground_truth": f"{count} {color}"})
     return made
+
+
+def moves(rng: random.Random, num_rows: int) -> list[dict[str, Any]]:
+    """Demonstrations of moves on boards."""
+    made = []
+    for _ in range(num_rows):
+        (x, y), goal = board(rng)
+        right = [name for name, (dx, dy) in MOVES.items() if _far(x + dx, y + dy, goal) < _far(x, y, goal)]
+        move = rng.choice(list(MOVES) if rng.random() < RANDOM_SHARE else right)
+        made.append(_row(MOVE, draw_board((x, y), goal)) | {"completion": move})
+    return made
+
+
+def _far(x: int, y: int, goal: Cell) -> int:
+    return abs(x - goal[0]) + abs(y - goal[1])
 
 
 def reward(response_text: str, prompt: Any) -> float:
@@ -77,6 +126,10 @@ def write_shapes(
     build_tiny_vision_model(folder / "model", seed=seed)
     for name, count in (("train", num_train), ("val", num_val), ("demonstrations", num_demonstrations)):
         write_parquet(folder / f"{name}.parquet", rows(rng, count, demonstrations=name == "demonstrations"))
+    write_parquet(folder / "moves.parquet", moves(rng, num_demonstrations))
+    for name, count in (("boards", num_train), ("val_boards", num_val)):
+        seeds = [{"prompt": MOVE, "seed": rng.getrandbits(31)} for _ in range(count)]
+        write_parquet(folder / f"{name}.parquet", seeds)
     return folder
 
 
@@ -94,7 +147,7 @@ def build_tiny_vision_model(folder: str | Path, *, seed: int = 0) -> Path:
 
     special = ["<pad>", "<eos>", "<unk>", _IMAGE, "<fake_token_around_image>", "<global-img>", "<user>", "<assistant>"]
     special.append("<end_of_utterance>")
-    words = dict.fromkeys([*special, *QUESTION.removesuffix(".").split(), ".", *COUNTS, *COLORS])
+    words = dict.fromkeys([*special, "Count", "Move", ".", *COUNTS, *COLORS, *MOVES])
     vocabulary = {word: index for index, word in enumerate(words)}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()

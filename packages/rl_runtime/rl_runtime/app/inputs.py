@@ -239,10 +239,15 @@ def vocab_size(folder: Path) -> int:
     return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
 
 
-def chat_format(tokenizer: Any, data: DataConfig) -> ChatFormat:
+def chat_format(inputs: Inputs, data: DataConfig) -> ChatFormat:
     """The format in which turns of a conversation become tokens, as in the prompts of `load_prompts`."""
-    with_template = uses_chat_template(tokenizer, data)
-    return ChatFormat(tokenizer, with_template=with_template, template_kwargs=data.chat_template_kwargs)
+    with_template, vision = uses_chat_template(inputs.tokenizer, data), inputs.vision
+    return ChatFormat(
+        inputs.tokenizer,
+        with_template=with_template,
+        template_kwargs=data.chat_template_kwargs,
+        vision=None if vision is None else lambda text, images: vision(text, images)[0],
+    )
 
 
 def policy_tokenizer(model: ModelConfig) -> Any:

@@ -179,7 +179,7 @@ def _rollouts(
             scorer=scorer,
             seed=config.trainer.seed,
             episode=config.episode,
-            chat=chat_format(inputs.tokenizer, config.data) if config.episode.has_process else None,
+            chat=chat_format(inputs, config.data) if config.episode.has_process else None,
             max_prompt_tokens=config.data.max_prompt_length,
             oversampling=config.oversampling,
             extra_rollout=config.extra_rollout,

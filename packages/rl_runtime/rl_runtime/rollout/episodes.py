@@ -4,7 +4,8 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any, SupportsFloat
 
-from rl_data import Prompt
+from rl_data import ImageFiles, Prompt
+from rl_data.images import image_folder
 from rollout_vllm import AgentRollout, ChatFormat, EnvironmentRollout, EnvironmentSpec, Episode
 from rollout_vllm.episodes.environment_process import EnvironmentProcess
 
@@ -17,12 +18,16 @@ PlayEpisode = Callable[[Episode, Prompt], Awaitable[SupportsFloat | None]]
 
 
 def episode_player(
-    config: EpisodeConfig, tokenizer: Any, chat: ChatFormat | None = None, max_prompt_tokens: int | None = None
+    config: EpisodeConfig,
+    tokenizer: Any,
+    chat: ChatFormat | None = None,
+    max_prompt_tokens: int | None = None,
+    images: ImageFiles | None = None,
 ) -> PlayEpisode | None:
     """The coroutine function that plays the episode of a sample; None for single-turn responses.
 
     `chat`: the format of the conversation with an environment or agent; default: that of the tokenizer.
-    `max_prompt_tokens`: see `AgentRollout`.
+    `max_prompt_tokens`: see `AgentRollout`. `images`: the files of observations with images.
 
     Raises:
         InputError: `episode.function`, `episode.environment` or `episode.agent` cannot be imported or called.
@@ -41,7 +46,10 @@ def episode_player(
     if config.environment is not None:
         load_environment(config)
         return EnvironmentRollout(
-            spec=environment_spec(config), chat=chat or ChatFormat(tokenizer), max_turns=config.max_turns
+            spec=environment_spec(config),
+            chat=chat or ChatFormat(tokenizer),
+            max_turns=config.max_turns,
+            image_file=images,
         )
     if config.function is None:
         return None
@@ -56,6 +64,7 @@ def environment_spec(config: EpisodeConfig) -> EnvironmentSpec:
         options=config.options,
         start_timeout_s=config.start_timeout_s,
         step_timeout_s=config.step_timeout_s,
+        image_folder=str(image_folder()),
     )
 
 

@@ -66,7 +66,7 @@ class RolloutPhase:
         self._images = images
         self._client, self._scorer, self._seed, self._tokenizer = client, scorer, seed, tokenizer
         self._episode, self._oversampling = episode or EpisodeConfig(), oversampling or OversamplingConfig()
-        self._play = episode_player(self._episode, tokenizer, chat, max_prompt_tokens)
+        self._play = episode_player(self._episode, tokenizer, chat, max_prompt_tokens, images)
         self._extra_rollout = extra_rollout
         self._meter = RolloutMeter(client)
         self._partial: list[Group] = []
@@ -284,9 +284,12 @@ class RolloutPhase:
 
     def with_images(self, group: Group) -> Group:
         """A group of a checkpoint with the files of its images in this run."""
-        images = self._file_of(group.request.prompt)
-        samples = tuple(replace(sample, images=images) for sample in group.samples)
-        return replace(group, request=replace(group.request, images=images), samples=samples)
+        if self._images is None:
+            return group
+        own = group.request.prompt.images
+        files = [self._images(sample.data.get("images", own)) for sample in group.samples]
+        samples = tuple(replace(sample, images=file) for sample, file in zip(group.samples, files, strict=True))
+        return replace(group, request=replace(group.request, images=self._images(own)), samples=samples)
 
     def _file_of(self, prompt: Prompt) -> str | None:
         return self._images(prompt.images) if self._images is not None else None

@@ -5,8 +5,10 @@ each. The process and its caller exchange lines of JSON; see `_serve`.
 """
 
 import asyncio
+import hashlib
 import importlib
 import inspect
+import io
 import json
 import multiprocessing.util
 import os
@@ -63,7 +65,8 @@ class EnvironmentSpec:
     """The class of an environment, its options and its time limits.
 
     path: `package.module:Class`. options: keyword arguments of the class. start_timeout_s: seconds to start the
-    process, import the module and make the object. step_timeout_s: seconds of `reset` and of every `step`. name: for
+    process, import the module and make the object. step_timeout_s: seconds of `reset` and of every `step`.
+    image_folder: where images of observations are written, which travel as files.
     messages. preload: modules that it imports later.
     """
 
@@ -71,6 +74,7 @@ class EnvironmentSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     start_timeout_s: float = 60.0
     step_timeout_s: float = 30.0
+    image_folder: str | None = None
     name: str = ""
     preload: tuple[str, ...] = ()
 
@@ -206,7 +210,7 @@ def _start(spec: EnvironmentSpec, prompt: Any, theirs: socket.socket) -> BasePro
     shorten_socket_paths()
     modules = ["__main__", __name__, *_modules(spec.path), *spec.preload, *_imported_by_main()]
     context.set_forkserver_preload(modules)  # before the first start only
-    work = partial(_serve, spec.path, dict(spec.options), prompt)
+    work = partial(_serve, spec, prompt)
     process = context.Process(target=run_kept, args=(work, theirs), daemon=True)
     process.start()
     return process
@@ -244,7 +248,7 @@ def _imported_by_main() -> list[str]:
 
 
 # ---- the process -----------------------------------------------------------------------------------------------------
-def _serve(path: str, options: dict[str, Any], prompt: Any, pipe: socket.socket) -> None:
+def _serve(spec: EnvironmentSpec, prompt: Any, pipe: socket.socket) -> None:
     """Main loop of the process. One line of JSON is read and one is written at a time.
 
     It starts with {}. {"reset"} is answered by {"observation", "tools"}, {"step": action} by the fields of `Step`,
@@ -266,13 +270,16 @@ def _serve(path: str, options: dict[str, Any], prompt: Any, pipe: socket.socket)
     with asyncio.Runner() as runner:
         environment: Any = None
         try:
-            environment = _load(path)(**options)
+            environment = _load(spec.path)(**dict(spec.options))
             write({})
             for line in file:
                 message = json.loads(line)
                 if "close" in message:
                     break
-                write(_reply(message, environment, prompt, runner))
+                reply = _reply(message, environment, prompt, runner)
+                if isinstance(seen := reply.get("observation"), list):
+                    reply["observation"] = [_by_reference(one, spec.image_folder) for one in seen]
+                write(reply)
         except BaseException as error:  # sys.exit in an environment is an error like others
             write({"error": describe(error)})
         if (close := getattr(environment, "close", None)) is not None:
@@ -337,6 +344,34 @@ def _messages(value: Any, source: str) -> list[Message]:
     if not isinstance(value, list | tuple) or not all(isinstance(item, Mapping) for item in value):
         raise TypeError(f"{source} returned {_shown(value)}; allowed: text, a list of messages, or None")
     return [dict(item) for item in value]
+
+
+def _by_reference(message: Message, folder: str | None) -> Message:
+    """The message with files in place of the images (PIL's, or bytes of an image file) of its parts."""
+    if not isinstance(content := message.get("content"), list):
+        return message
+    parts = [
+        {**one, "image": _file(one.get("image"), folder)} if one.get("type") == "image" else one for one in content
+    ]
+    return {**message, "content": parts}
+
+
+def _file(image: Any, folder: str | None) -> str:
+    if isinstance(image, str):
+        return os.path.abspath(image)
+    if folder is None:
+        raise TypeError("an observation has an image, and there is no folder for it")
+    if not isinstance(image, bytes):
+        with io.BytesIO() as buffer:
+            image.save(buffer, "PNG")
+            image = buffer.getvalue()
+    path = os.path.join(folder, hashlib.sha256(image).hexdigest())
+    if not os.path.exists(path):
+        os.makedirs(folder, exist_ok=True)
+        with open(f"{path}.{os.getpid()}", "wb") as file:
+            file.write(image)
+        os.replace(file.name, path)
+    return os.path.abspath(path)
 
 
 def _shown(value: Any) -> str:

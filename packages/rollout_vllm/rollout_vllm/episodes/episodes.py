@@ -167,8 +167,12 @@ class Episode:
             raise TurnFailedError(group.failures[0])
         return group.samples[0]
 
-    def add_context(self, token_ids: Sequence[int]) -> None:
-        """Append tokens that the policy did not sample, e.g. the result of a tool. They are masked out of the loss."""
+    def add_context(self, token_ids: Sequence[int], *, images: str | None = None) -> None:
+        """Append tokens that the policy did not sample, e.g. the result of a tool. They are masked out of the loss.
+
+        images: if they have placeholders, the file of all images so far (`Request.images`).
+        """
+        self.images = images or self.images
         if self._version_spans:
             self._version_spans.append(VersionSpan(self._version_spans[-1].policy_version, len(token_ids)))
         self._append(list(token_ids), [0.0] * len(token_ids), False)
@@ -190,11 +194,11 @@ class Episode:
             self._rewards[place] = read_number(self._rewards.get(place, 0.0) + number)
         read_number(math.fsum((*self._rewards.values(), self._score or 0.0)))
 
-    def replace_prompt(self, token_ids: Sequence[int]) -> None:
+    def replace_prompt(self, token_ids: Sequence[int], *, images: str | None = None) -> None:
         """Use another prompt than that of the request. Raises ValueError once the response has begun."""
         if self.response_ids:
             raise ValueError("the prompt cannot be replaced: the response has begun")
-        self.prompt_ids = list(token_ids)
+        self.prompt_ids, self.images = list(token_ids), images
 
     def _append(self, ids: list[int], log_probs: list[float] | None, sampled: bool) -> None:
         self.response_ids += ids
