@@ -1,16 +1,28 @@
 """Requests with images: tokens are those of the client, and log-probs those of the model that sees the images."""
 
+import asyncio
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from rollout_vllm_helpers import config_for_tests
+from rollout_vllm_helpers import config_for_tests, group_of_one
 
 from plinth_testing.vision import tiny_vlm
-from rollout_vllm import Request, RolloutClient, SamplingConfig, ServerGroup
+from rollout_vllm import (
+    ChatFormat,
+    EnvironmentRollout,
+    EnvironmentSpec,
+    Group,
+    Request,
+    RolloutClient,
+    SamplingConfig,
+    ServerGroup,
+    run_episodes,
+)
 from rollout_vllm.client.protocol import completion_body
 
 
@@ -22,6 +34,66 @@ def test_a_server_that_would_not_see_the_images_does_not_know_the_model() -> Non
     assert (with_images["model"], without["model"]) == ("policy+images", "policy")
     assert with_images["vllm_xargs"]["plinth_images"] == "/a"
     assert "plinth_images" not in without["vllm_xargs"]
+
+
+class PartsTokenizer:
+    """Token i is byte i; 256 ends a turn. The template writes `#` for an image."""
+
+    chat_template, all_special_ids, name_or_path = "parts", (256,), "parts"
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": list(text.encode())}
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return bytes(ids).decode()
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, **_: Any) -> str:
+        texts = ["".join(one.get("text", "#") for one in message["content"]) for message in messages]
+        return "".join(f"<{text}>" for text in texts) + ">" * add_generation_prompt
+
+
+class SeeingClient:
+    """Answers "go" to every turn, and keeps the requests."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+
+    async def sample(self, request: Request, sampling: SamplingConfig) -> Group:
+        self.requests.append(request)
+        return group_of_one(request, [*b"go", 256])
+
+
+def test_images_of_observations_travel_as_files_and_every_turn_sees_those_before_it(tmp_path: Path) -> None:
+    asked: list[list[str]] = []
+
+    def file_of(images: Sequence[str]) -> str:
+        asked.append(list(images))
+        return f"file {len(images)}"
+
+    def with_placeholders(text: str, images: Sequence[str]) -> list[int]:
+        assert text.count("#") == len(images)
+        return list(text.replace("#", "##").encode())
+
+    folder, client = tmp_path / "images", SeeingClient()
+    spec = EnvironmentSpec(path="rollout_vllm_environments:Painter", image_folder=str(folder))
+    chat = ChatFormat(PartsTokenizer(), vision=with_placeholders)
+    rollout = EnvironmentRollout(spec=spec, chat=chat, max_turns=2, image_file=file_of)
+    requests = [Request(prompt_id="p", prompt_ids=[1])]
+    played: Any = lambda episode: rollout(episode, None)  # noqa: E731
+    client_of_test: Any = client
+    (group,) = asyncio.run(run_episodes(client_of_test, requests, played, SamplingConfig(n=1, max_tokens=64)))
+    (sample,) = group.samples
+    assert [(bytes(one.prompt_ids[:6]), one.images) for one in client.requests] == [
+        (b"<##a>>", "file 1"),
+        (b"<##a>>", "file 2"),
+    ]
+    assert sample.images == "file 2"
+    assert bytes(one for one in sample.response_ids.tolist() if one < 256) == b"go><##>>go"
+    first, second = asked[-1]
+    assert sample.data["images"] == asked[-1]
+    assert Path(first).read_bytes() == b"first"
+    assert Path(second).read_bytes().startswith(b"\x89PNG")
+    assert {Path(first).parent, Path(second).parent} == {folder}
 
 
 @pytest.mark.slow

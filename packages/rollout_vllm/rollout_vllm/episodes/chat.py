@@ -49,7 +49,7 @@ class ChatFormat:
         if not self._with_template:
             if tools:
                 raise ChatTemplateError("the tokenizer has no chat template, or it is turned off", field="tools")
-            return self._encode(_plain(prompt), add_special_tokens=True)
+            return self._encode(_plain(prompt), add_special_tokens=True, images=images_of(prompt))
         messages = _as_messages(prompt)
         return self._encode(self._render(_as_parts(messages), tools), images=images_of(messages))
 
@@ -69,7 +69,7 @@ class ChatFormat:
         Raises ChatTemplateError if the template changes what precedes the turn, or does not take the messages.
         """
         if not self._with_template:
-            return self._encode(_plain(new))
+            return self._encode(_plain(new), images=images_of(new))
         question = [{"role": "user", "content": "question"}]
         answer = [{"role": "assistant", "content": _MARK}]
         whole = _as_parts([*question, *answer, *_as_messages(new)])
@@ -108,8 +108,9 @@ class ChatFormat:
 
     def _encode(self, text: str, *, add_special_tokens: bool = False, images: Sequence[str] = ()) -> list[int]:
         if images:
-            if self._vision is None:
-                raise ChatTemplateError("there are images, and nothing that reads them", field="vision")
+            if self._vision is None or not self._with_template:
+                problem = "images need the template and the processor of a vision-language model"
+                raise ChatTemplateError(problem, field="vision")
             return list(self._vision(text, images))
         return list(map(int, self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]))
 
