@@ -7,7 +7,9 @@ An image is named by the path of its file everywhere, so that it travels by refe
 import hashlib
 import json
 import os
+import shutil
 import threading
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -210,13 +212,14 @@ class ImageFiles:
     """Decoded images and their features in files that servers and ranks map: one file for each list of images.
 
     A file is made when it is first asked for; the oldest ones are removed when all exceed `max_bytes`, which has to
-    hold those of a few steps.
+    hold those of a few steps, and the folder when this process ends.
     """
 
     def __init__(self, folder: str | Path, vision: VisionProcessor, *, max_bytes: int = 32 << 30) -> None:
         self._folder, self._vision, self._max_bytes = Path(folder).absolute(), vision, max_bytes
         self._sizes: dict[Path, int] = {}
         self._lock = threading.Lock()
+        self._remove: weakref.finalize[..., Any] | None = None
 
     def __call__(self, images: Sequence[str]) -> str | None:
         """The file of these images, in this order; None without images."""
@@ -227,6 +230,7 @@ class ImageFiles:
             from safetensors.torch import save_file
 
             self._folder.mkdir(parents=True, exist_ok=True)
+            self._remove = self._remove or weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
             partial = path.with_name(f"{path.name}.{threading.get_ident()}")
             save_file(self._vision.contents(images), partial)
             partial.replace(path)

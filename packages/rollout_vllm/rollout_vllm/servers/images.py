@@ -34,42 +34,43 @@ def take_images(replace: Replace) -> None:
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
     from vllm.inputs import TokensPrompt
     from vllm.multimodal.processing.processor import BaseMultiModalProcessor
+    from vllm.renderers.online_renderer import OnlineRenderer
 
-    render, update = (
-        OpenAIServingCompletion.render_completion_request,
-        BaseMultiModalProcessor._maybe_apply_prompt_updates,
-    )
+    check, render = OpenAIServingCompletion.render_completion_request, OnlineRenderer.render_completion
+    update: Callable[..., Any] = BaseMultiModalProcessor._maybe_apply_prompt_updates
 
     async def render_completion_request(self: Any, request: Any) -> Any:
-        file = (request.vllm_xargs or {}).pop(IMAGES, None)
-        if file is None:
-            return await render(self, request)
-        request.model = (request.model or "").removesuffix(SUFFIX)
-        if (error := await self._check_model(request)) is not None:
-            return error
-        self._preflight(request.n or 1)
+        if IMAGES in (request.vllm_xargs or {}):
+            request.model = (request.model or "").removesuffix(SUFFIX)
+        return await check(self, request)
+
+    async def render_completion(self: Any, request: Any, **options: Any) -> Any:
+        if (file := (request.vllm_xargs or {}).pop(IMAGES, None)) is None:
+            return await render(self, request, **options)
         try:
             images = await asyncio.to_thread(read_images, file)
         except OSError as error:
             return self.create_error_response(f"the images of the request cannot be read: {error}")
-        names = [f"{file}:{index}" for index in range(len(images))]
+        names, sent = [f"{file}:{index}" for index in range(len(images))], list(request.prompt)
         prompt = TokensPrompt(
-            prompt_token_ids=request.prompt, multi_modal_data={"image": images}, multi_modal_uuids={"image": names}
+            prompt_token_ids=sent, multi_modal_data={"image": images}, multi_modal_uuids={"image": names}
         )
-        (engine_input,) = await self.online_renderer.renderer.render_cmpl_async([prompt])
-        if list(engine_input["prompt_token_ids"]) != list(request.prompt):
-            counts = f"{len(engine_input['prompt_token_ids'])} tokens instead of {len(request.prompt)}"
+        (engine_input,) = await self.renderer.render_cmpl_async([prompt])
+        if (expanded := list(engine_input["prompt_token_ids"])) != sent:
+            counts = f"{len(expanded)} tokens instead of {len(sent)}"
             return self.create_error_response(f"vLLM expands the placeholders of the images otherwise: {counts}")
         return [engine_input]
 
-    def _maybe_apply_prompt_updates(self: Any, mm_items: Any, mm_res: Any) -> Any:
+    def _maybe_apply_prompt_updates(self: Any, *args: Any, **named: Any) -> Any:
         """Keep tokens that are what vLLM would expand placeholders to."""
-        places = self._find_mm_placeholders(mm_res.prompt_ids, mm_res.prompt_updates)
-        counts = mm_items.get_all_counts()
-        if any(len(places.get(modality, ())) != count for modality, count in counts.items()):
-            return update(self, mm_items, mm_res)
-        self._validate_mm_kwargs(mm_res.kwargs, counts)
-        return mm_res.prompt_ids, places
+        result = named.get("mm_res")  # vLLM 0.26 has its fields as arguments
+        ids = named["prompt_ids"] if result is None else result.prompt_ids
+        updates = named["mm_prompt_updates"] if result is None else result.prompt_updates
+        places = self._find_mm_placeholders(ids, updates)
+        if all(len(places.get(modality, ())) == len(one) for modality, one in updates.items()):
+            return ids, places
+        return update(self, *args, **named)
 
     replace(OpenAIServingCompletion, render_completion_request=render_completion_request)
+    replace(OnlineRenderer, render_completion=render_completion)
     replace(BaseMultiModalProcessor, _maybe_apply_prompt_updates=_maybe_apply_prompt_updates)

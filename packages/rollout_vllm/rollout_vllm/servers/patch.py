@@ -212,21 +212,15 @@ IMAGES = FENCE.patch(
     reason="vLLM takes images in chat requests, as base64, and expands their placeholders where a client sees nothing",
     replaces={
         "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion": ("render_completion_request(request)",),
-        "vllm.multimodal.processing.processor:BaseMultiModalProcessor": (
-            "_maybe_apply_prompt_updates(mm_items, mm_res)",
-        ),
+        "vllm.renderers.online_renderer:OnlineRenderer": ("render_completion(request, ...)",),
+        "vllm.multimodal.processing.processor:BaseMultiModalProcessor": ("_maybe_apply_prompt_updates",),
     },
     reads={
-        "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion": (
-            "_check_model(request)",
-            "_preflight(n)",
-            "create_error_response",
-        ),
+        "vllm.renderers.online_renderer:OnlineRenderer": ("create_error_response",),
+        "vllm.renderers.base:BaseRenderer": ("render_cmpl_async(prompts, ...)",),
         "vllm.multimodal.processing.processor:BaseMultiModalProcessor": (
             "_find_mm_placeholders(new_token_ids, mm_prompt_updates)",
-            "_validate_mm_kwargs(mm_kwargs, mm_item_counts)",
         ),
-        "vllm.renderers.base:BaseRenderer": ("render_cmpl_async(prompts, ...)",),
         "vllm.inputs": ("TokensPrompt",),
     },
 )
