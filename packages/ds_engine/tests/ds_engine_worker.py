@@ -22,7 +22,7 @@ import ds_engine
 import ds_engine.model.loading
 import ds_engine.zero.adamw
 import ds_engine.zero.optimizer
-from ds_engine import EngineConfig, LossOutput, TokenOutputs, ZeroEngine, dense_log_prob
+from ds_engine import EngineConfig, LossOutput, StepSettings, TokenOutputs, ZeroEngine, dense_log_prob
 from ds_engine.micro_batch import MicroBatches
 from ds_engine.model.compilation import compile_layers
 from ds_engine.model.nf4 import Nf4Linear
@@ -67,6 +67,43 @@ def train(
             engine.save_checkpoint(save_to, "tag")
         weights = {name: tensor.clone() for name, tensor in engine.export_parameters(torch.float32)}
         return {"stats": stats, "weights": weights, "outputs": outputs, "memory": engine.memory_stats()}
+    finally:
+        engine.close()
+
+
+def train_in_parts(
+    model_path: str, config: EngineConfig, steps: list[list[list[Sample]]], settings: StepSettings
+) -> dict[str, Any]:
+    """`train` by `accumulate` and `step`: each micro batch but the first two is a call, with log-probs in between."""
+    engine = build(model_path, config)
+    try:
+        losses, norms = [], []
+        for micro in steps:
+            batches = [make_batch(m) for m in micro]
+            loss = engine.accumulate(batches[:2], weighted_loss)[0]
+            for batch in batches[2:]:
+                engine.log_probs([batch])
+                loss += engine.accumulate([batch], weighted_loss)[0]
+            losses.append(loss)
+            norms.append(engine.step(settings)[0])
+        weights = {name: tensor.clone() for name, tensor in engine.export_parameters(torch.float32)}
+        return {"losses": losses, "norms": norms, "weights": weights}
+    finally:
+        engine.close()
+
+
+def step_after_another(model_path: str, config: EngineConfig, samples: list[list[Sample]], forgets: bool | None) -> Any:
+    """Weights after a step on the second samples; before it a step on the first at a rate of 0, which moves the moments
+    alone, and `forget_optimizer` if `forgets`. None: no step before it."""
+    engine = build(model_path, config)
+    try:
+        for batch, lr in zip(map(make_batch, samples), (0.0, 1e-2), strict=True):
+            if forgets is not None or lr:
+                engine.accumulate([batch], weighted_loss)
+                engine.step(StepSettings(lr=lr))
+            if forgets and not lr:
+                engine.forget_optimizer()
+        return {name: tensor.clone() for name, tensor in engine.export_parameters(torch.float32)}
     finally:
         engine.close()
 

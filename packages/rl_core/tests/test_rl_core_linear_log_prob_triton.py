@@ -4,15 +4,14 @@ The interpreter runs in a separate process, because Triton reads TRITON_INTERPRE
 """
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import rl_core
+from plinth_testing import run_under_the_interpreter
 from rl_core.fused_log_prob.tiles import (
     BLOCK_BYTES,
     EXTRA_BYTES,
@@ -123,14 +122,8 @@ print(count, "cases")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_interpreter_equals_float64(tmp_path: Path) -> None:
-    script = tmp_path / "cases.py"
-    script.write_text(CASES)
-    paths = [str(Path(importlib.util.find_spec("rl_core").origin).parents[1]), *sys.path]  # type: ignore[union-attr,arg-type]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
-    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "5 cases" in done.stdout
+def test_interpreter_equals_float64() -> None:
+    assert "5 cases" in run_under_the_interpreter(CASES, str(Path(rl_core.__file__).parents[1]))
 
 
 @settings(deadline=None, derandomize=True, max_examples=300)

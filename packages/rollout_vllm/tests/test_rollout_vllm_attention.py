@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from rollout_vllm_helpers import run_under_the_interpreter
+from rollout_vllm_helpers import FAST_PATHS
 
+from plinth_testing import run_under_the_interpreter
 from rollout_vllm.servers.patch import ATTENTION
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -105,7 +106,7 @@ print("compared")
 
 @needs_triton
 def test_attention_under_the_interpreter_is_a_softmax_over_each_requests_tokens() -> None:
-    assert "16 cases\ncompared" in run_under_the_interpreter(CASES)
+    assert "16 cases\ncompared" in run_under_the_interpreter(CASES, str(FAST_PATHS))
 
 
 @needs_triton

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from rollout_vllm_helpers import run_under_the_interpreter
+from rollout_vllm_helpers import FAST_PATHS
 
+from plinth_testing import run_under_the_interpreter
 from rollout_vllm.servers.patch import SCORES
 
 CASES = """
@@ -36,7 +37,7 @@ print(count, "cases")
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_scores_under_the_interpreter_are_those_of_a_log_softmax() -> None:
-    assert "14 cases" in run_under_the_interpreter(CASES)
+    assert "14 cases" in run_under_the_interpreter(CASES, str(FAST_PATHS))
 
 
 def reference(logits: torch.Tensor, num_logprobs: int, tokens: torch.Tensor, *_: object, **__: object) -> object:
