@@ -139,7 +139,8 @@ def test_a_file_has_features_pixels_and_the_number_of_placeholders(folder: Path,
 
 def test_the_oldest_files_are_removed_but_not_those_that_were_used_again(folder: Path, red: Path) -> None:
     vision, lists = VisionProcessor(folder), [[str(red)] * count for count in (1, 2, 3)]
-    size = sum(Path(str(ImageFiles(red.parent / "a", vision)(one))).stat().st_size for one in lists)
+    all_files = ImageFiles(red.parent / "a", vision)
+    size = sum(Path(str(all_files(one))).stat().st_size for one in lists)
     files = ImageFiles(red.parent / "b", vision, max_bytes=size - 1)
     first, second = files(lists[0]), files(lists[1])
     files(lists[0])
