@@ -6,7 +6,7 @@ from typing import Any, SupportsFloat
 
 from rl_data import ImageFiles, Prompt
 from rl_data.images import image_folder
-from rollout_vllm import AgentRollout, ChatFormat, EnvironmentRollout, EnvironmentSpec, Episode
+from rollout_vllm import AgentRollout, ChatFormat, EnvironmentRollout, EnvironmentSpec, Episode, agent_spec
 from rollout_vllm.episodes.environment_process import EnvironmentProcess
 
 from ..errors import InputError
@@ -35,18 +35,16 @@ def episode_player(
     if config.agent is not None:
         load_agent(config)
         return AgentRollout(
-            agent=config.agent,
+            spec=process_spec(config),
             chat=chat or ChatFormat(tokenizer),
             max_turns=config.max_turns,
-            options=config.options,
             call_format=config.call_format,
-            start_timeout_s=config.start_timeout_s,
             max_prompt_tokens=max_prompt_tokens,
         )
     if config.environment is not None:
         load_environment(config)
         return EnvironmentRollout(
-            spec=environment_spec(config),
+            spec=process_spec(config),
             chat=chat or ChatFormat(tokenizer),
             max_turns=config.max_turns,
             image_file=images,
@@ -57,24 +55,23 @@ def episode_player(
     return lambda episode, prompt: function(episode, prompt, tokenizer)
 
 
-def environment_spec(config: EpisodeConfig) -> EnvironmentSpec:
-    """The environment that `episode` names."""
-    return EnvironmentSpec(
-        path=config.environment or "",
-        options=config.options,
-        start_timeout_s=config.start_timeout_s,
-        step_timeout_s=config.step_timeout_s,
-        image_folder=str(image_folder()),
-    )
+def process_spec(config: EpisodeConfig) -> EnvironmentSpec:
+    """The process of the environment or agent that `episode` names."""
+    limits: dict[str, Any] = {"start_timeout_s": config.start_timeout_s, "isolated": config.isolated}
+    limits["memory_bytes"] = config.memory_bytes
+    if config.agent is not None:
+        return agent_spec(config.agent, config.options, **limits)
+    limits |= {"step_timeout_s": config.step_timeout_s, "image_folder": str(image_folder())}
+    return EnvironmentSpec(path=config.environment or "", options=config.options, **limits)
 
 
 async def reset_once(config: EpisodeConfig, prompt: Prompt) -> None:
-    """Starts the environment in its own process, resets it and ends it.
+    """Starts the environment or agent in its own process, resets it and ends it. An agent does not run.
 
     Raises:
         rollout_vllm.EnvironmentFailedError: as in an episode.
     """
-    async with EnvironmentProcess(environment_spec(config), prompt) as environment:
+    async with EnvironmentProcess(process_spec(config), prompt) as environment:
         await environment.reset()
 
 

@@ -24,6 +24,7 @@ BUFFER_VARIABLE = "PLINTH_ROLLOUT_BUFFER"
 GPU_VARIABLE = "PLINTH_ROLLOUT_GPU"
 EXACT_VARIABLE = "PLINTH_ROLLOUT_EXACT"
 ROUTES_VARIABLE = "PLINTH_ROLLOUT_ROUTES"
+SPECULATIVE_VARIABLE = "PLINTH_ROLLOUT_SPECULATIVE"
 QUANTIZATION_VARIABLE = "PLINTH_ROLLOUT_QUANTIZATION"
 _PR_SET_PDEATHSIG = 1
 
@@ -78,8 +79,18 @@ def prepare_engine_core(patch: Any) -> None:
     if os.environ.get(ROUTES_VARIABLE) == "1":
         patch.ROUTES.check()
         _load("plinth_server_routes", "routes.py").record_routes(patch.ROUTES.replace)
+    if os.environ.get(SPECULATIVE_VARIABLE) == "1":
+        patch.VERIFYING.check()
+        speculating = _load("plinth_server_speculating", "speculating.py")
+        speculating.verify_by_request(patch.VERIFYING.replace, on_gpu=os.environ.get(GPU_VARIABLE) == "1")
     if uses_fast_paths():
         speed_up_engine_core(patch)
+
+
+def draft_where_it_pays(patch: Any) -> None:
+    """Measure whole steps, hence after `buffer_tokens`, whose steps look at fewer requests."""
+    if os.environ.get(SPECULATIVE_VARIABLE) == "1" and uses_fast_paths() and patch.DRAFTING.check():
+        _load("plinth_server_speculating", "speculating.py").draft_where_it_pays(patch.DRAFTING.replace)
 
 
 def speed_up_engine_core(patch: Any) -> None:
@@ -172,6 +183,7 @@ def main() -> None:
         _load("plinth_server_images", "images.py").take_images(patch.IMAGES.replace)
     else:
         print(f"requests with images are refused: {why}", flush=True)
+    draft_where_it_pays(patch)
     print(f"vLLM's engine was imported in {time.perf_counter() - begin:.1f} s", flush=True)
     if sys.argv[1:] == ["--prepared"]:
         take_over()
@@ -189,3 +201,4 @@ elif __name__ == "__mp_main__":  # a spawned engine core or worker
     prepare_engine_core(patch)
     if os.environ.get(BUFFER_VARIABLE) == "1":
         buffer_tokens(patch, front_end=False)
+    draft_where_it_pays(patch)

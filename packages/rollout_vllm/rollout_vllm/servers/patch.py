@@ -224,6 +224,38 @@ IMAGES = FENCE.patch(
         "vllm.inputs": ("TokensPrompt",),
     },
 )
+VERIFYING = FENCE.patch(
+    name="sampling settings of drafts",
+    otherwise="refused",
+    reason="vLLM 0.32 verifies drafts on the CPU with temperatures that it never wrote, and fails without drafts",
+    replaces={
+        "vllm.v1.sample.rejection_sampler": (
+            "apply_top_k_top_p(logits, k, p)",
+            "expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from, replace_to)",
+        )
+    },
+)
+DRAFTING = FENCE.patch(
+    name="drafts where they save time",
+    otherwise="stock path",
+    reason="vLLM drafts for every step, also where verifying takes longer than it saves",
+    replaces={
+        "vllm.v1.core.sched.scheduler:Scheduler": (
+            "update_from_output(scheduler_output, model_runner_output)",
+            "update_draft_token_ids(draft_token_ids)",
+        ),
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("propose_draft_token_ids",),
+    },
+    reads={
+        "vllm.v1.outputs:DraftTokenIds": ("req_ids", "draft_token_ids"),
+        "vllm.v1.outputs:ModelRunnerOutput": ("sampled_token_ids",),
+        "vllm.v1.core.sched.output:SchedulerOutput": (
+            "num_scheduled_tokens",
+            "total_num_scheduled_tokens",
+            "scheduled_spec_decode_tokens",
+        ),
+    },
+)
 SOCKETS = FENCE.patch(
     name="folder of sockets",
     otherwise="stock path",
