@@ -59,6 +59,12 @@ class Inputs:
     lines: Sequence[str] = ()
     """Lines for the user about the files: how messages became text, what was left out."""
 
+    @property
+    def images_in(self) -> str:
+        """The key of files whose rows have images; empty if none has."""
+        rows = {"data.train": self.train_prompts, "data.val": self.val_prompts, "files": self.demonstrations}
+        return next((key for key, part in rows.items() if any(getattr(one, "images", ()) for one in part)), "")
+
     def image_files(self, folder: Path) -> ImageFiles | None:
         """The files of images below a run folder."""
         return None if self.vision is None else ImageFiles(folder / "images", self.vision)
