@@ -45,10 +45,6 @@ class TokenBatch(Protocol):
         """int32 cumulative sequence lengths: sequence s is [cu_seqlens_S1[s], cu_seqlens_S1[s + 1])."""
 
     @property
-    def max_seqlen(self) -> int:
-        """Number of tokens of the longest sequence."""
-
-    @property
     def target_index_K(self) -> Tensor:
         """int64 indices into T of the hidden states that predict the targets."""
 

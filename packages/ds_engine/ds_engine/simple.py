@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +25,6 @@ class SimpleBatch:
     input_ids_T: Tensor
     position_ids_T: Tensor
     cu_seqlens_S1: Tensor
-    max_seqlen: int
     target_index_K: Tensor
     target_ids_K: Tensor
     columns: Mapping[str, Tensor] = field(default_factory=dict)
@@ -68,7 +66,6 @@ class SimpleBatch:
             input_ids_T=torch.tensor(ids, dtype=torch.int64),
             position_ids_T=torch.tensor(positions, dtype=torch.int64),
             cu_seqlens_S1=torch.tensor(boundaries, dtype=torch.int32),
-            max_seqlen=max((end - start for start, end in pairwise(boundaries)), default=0),
             target_index_K=torch.tensor(index, dtype=torch.int64),
             target_ids_K=torch.tensor(targets, dtype=torch.int64),
             columns={name: torch.tensor(values, dtype=torch.float32) for name, values in (columns or {}).items()},

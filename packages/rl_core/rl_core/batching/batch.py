@@ -36,8 +36,6 @@ class Batch:
     """int64 [T], restarting at 0 in each sequence."""
     cu_seqlens_S1: Tensor
     """int32 [S + 1], start offsets of the sequences in T, and T at the end."""
-    max_seqlen: int
-    """Length of the longest sequence in tokens; 0 for an empty batch."""
     target_index_K: Tensor
     """int64 [K], the position in T whose hidden state predicts the target (one before it)."""
     target_ids_K: Tensor
@@ -120,7 +118,6 @@ class Batch:
             input_ids_T=self.input_ids_T[keep_T],
             position_ids_T=self.position_ids_T[keep_T],
             cu_seqlens_S1=borders_S1.int(),
-            max_seqlen=int(lens_S.max()) if len(lens_S) else 0,
             target_index_K=self.target_index_K[keep_K] + moved_S.repeat_interleave(num_targets_S),
             target_ids_K=self.target_ids_K[keep_K],
             response_lens_S=num_targets_S,
@@ -202,7 +199,6 @@ def pack(
         input_ids_T=torch.from_numpy(input_ids_T),
         position_ids_T=torch.from_numpy(np.arange(borders[-1]) - np.repeat(borders[:-1], seq_lens)),
         cu_seqlens_S1=torch.from_numpy(borders.astype(np.int32)),
-        max_seqlen=int(seq_lens.max(initial=0)),
         target_index_K=torch.from_numpy(target_places - 1),
         target_ids_K=torch.from_numpy(input_ids_T[target_places]),
         response_lens_S=torch.from_numpy(np.diff(np.searchsorted(target_places, borders))),
