@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_engine.model.parts import auto_class
 from ds_engine.simple import SimpleBatch
+from ds_engine.upstream import auto_class
 from plinth_testing import RankPool
 
 VOCAB = 64
@@ -132,6 +132,7 @@ def reference_training(
 def upstream_inputs(model: Any, sample: Sample) -> dict[str, Any]:
     """Arguments of transformers' own forward for one sequence, with its images."""
     ids = torch.tensor([sample.ids])
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's
     if sample.images is None:
         return {"input_ids": ids}
     kinds = (ids == model.config.image_token_id).int()

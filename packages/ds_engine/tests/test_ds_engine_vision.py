@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,18 +14,21 @@ import torch
 import transformers
 from ds_engine_testkit import (
     Sample,
+    assert_trained,
     make_batch,
     make_samples,
     reference_training,
     token_loss,
     upstream_inputs,
+    write_adapters,
 )
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from ds_engine import EngineConfig, OptimConfig, ZeroConfig, check_model, dense_log_prob
+from ds_engine import EngineConfig, LoraConfig, OptimConfig, ZeroConfig, check_model, dense_log_prob
 from ds_engine.errors import BatchError
 from ds_engine.model.loading import load_model
+from ds_engine.model.lora import adapter_settings, adapter_tensors, add_adapters, whole_tensors
 from ds_engine.model.packed_model import install_packed_forward, packed_inputs, vision_of
 from plinth_testing import RankPool, raises, tiny_vlm
 from plinth_testing.vision import FAMILIES
@@ -161,10 +165,58 @@ def test_images_that_do_not_belong_to_the_tokens_are_refused(grids: Path) -> Non
         packed_inputs(make_batch([one_more]), device=CPU, kernel="sdpa", vision=vision)
 
 
+LORA = LoraConfig(rank=4, alpha=12)
+
+
+def is_text(name: str) -> bool:
+    return any(part in name for part in ("language_model", "text_model", "lm_head"))
+
+
 def config(stage: int, **extra: object) -> EngineConfig:
     zero = ZeroConfig(stage=stage, param_persistence_elements=0, reduce_bucket_bytes=100_000)
     optim = OptimConfig(lr=LR, eps=EPS, grad_clip=1.0)
     return replace(EngineConfig(zero=zero, optim=optim, dtype="float32", collective_guard="lockstep"), **extra)
+
+
+def test_an_export_has_the_tensors_of_the_model_folder(model_folder: Path) -> None:
+    saved = load_file(model_folder / "model.safetensors")
+    exported = {tensor.name: tensor.value() for tensor in whole_tensors(load(model_folder))}
+    assert exported.keys() == saved.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in saved.items())
+
+
+def test_the_documented_models_are_those_of_the_tests() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    assert sorted(re.findall(r"^\| [\w .-]+ \| `(\w+)` \| packed", text, re.M)) == sorted(FAMILIES)
+
+
+def adapted(folder: Path, *, vision: bool) -> Any:
+    model = load_model(str(folder), FP32, device=CPU, ds_config={})
+    add_adapters(model, LORA, head="lm", seed=0, vision=vision)
+    return model
+
+
+@pytest.mark.parametrize("vision", [False, True])
+def test_adapters_of_the_text_model_or_of_both(model_folder: Path, vision: bool) -> None:
+    names = [name for name, p in adapted(model_folder, vision=vision).named_parameters() if p.requires_grad]
+    assert all("lora_" in name for name in names)
+    assert any(is_text(name) for name in names)
+    assert any(not is_text(name) for name in names) is vision
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vision", [False, True])
+def test_adapters_train_as_peft_trains_them(two_ranks: RankPool, tmp_path: Path, vision: bool) -> None:
+    folder = write(tmp_path / "model", "qwen3_vl")
+    steps = [samples_of(folder, 6, seed) for seed in (1, 5)]
+    model = adapted(folder, vision=vision)
+    start = {t.name: t.value() for t in adapter_tensors(model)}
+    adapters = write_adapters(tmp_path / "start", adapter_settings(model), start)
+    expected = reference_training(folder, steps, lr=LR, eps=EPS, adapters=adapters)
+    per_rank = [{"steps": [[samples[rank::2], []] for samples in steps]} for rank in range(2)]
+    wanted = config(3, lora=LORA, train_vision=vision)
+    results = two_ranks.run("train_adapters", per_rank, model_path=str(folder), config=wanted, samples=steps[0][:3])
+    assert_trained(results[0], *expected)
 
 
 @pytest.mark.slow
@@ -198,10 +250,8 @@ def test_two_ranks_of_which_one_sees_no_images_train_as_one_process(
     wanted = config(stage, train_vision=trains, **extra)
     results = two_ranks.run("train", per_rank, model_path=str(folder), config=wanted)
 
-    def is_frozen(name: str) -> bool:
-        return not trains and not any(part in name for part in ("language_model", "text_model", "lm_head"))
-
-    weights, losses, norms = reference_training(folder, steps, lr=LR, eps=EPS, is_frozen=is_frozen)
+    frozen = (lambda name: False) if trains else (lambda name: not is_text(name))
+    weights, losses, norms = reference_training(folder, steps, lr=LR, eps=EPS, is_frozen=frozen)
     for result in results:
         assert [s.loss for s in result["stats"]] == pytest.approx(losses, rel=1e-5)
         assert [s.grad_norm for s in result["stats"]] == pytest.approx(norms, rel=1e-5)

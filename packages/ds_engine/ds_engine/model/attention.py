@@ -44,8 +44,9 @@ ATTENTION_NAME = "plinth_packed"
 
 def attention_options(config: Any) -> dict[str, Any]:
     """Options of transformers that select packed attention for the text model; a vision tower keeps upstream's."""
-    name = {"text_config": ATTENTION_NAME} if hasattr(config, "vision_config") else ATTENTION_NAME
-    return {"attn_implementation": name}
+    if getattr(config, "vision_config", None) is None:
+        return {"attn_implementation": ATTENTION_NAME}
+    return {"attn_implementation": {"": ATTENTION_NAME, "text_config": ATTENTION_NAME}}
 
 
 _SCORE_MODIFIERS = ("softcap", "s_aux", "position_bias", "cum_seq_lens")

@@ -16,7 +16,7 @@ from torch import nn
 from plinth_base.model_folder import stored_tensors
 
 from ..errors import EngineConfigError, ModelError
-from ..upstream import FENCE, warn_on_first_rank
+from ..upstream import FENCE, auto_class, warn_on_first_rank
 from .attention import attention_options, register_packed_attention
 from .compilation import compile_layers
 from .experts import use_experts
@@ -25,7 +25,7 @@ from .lora import add_adapters
 from .matching import Operations, check_match, match_servers
 from .nf4 import nf4_weights, quantize_base, round_to_nf4
 from .packed_model import install_packed_forward, mark_way
-from .parts import VALUE_HEAD, auto_class, find_backbone
+from .parts import VALUE_HEAD, find_backbone
 from .recomputation import enable_checkpointing
 from .router_replay import RouterReplay, install_replay
 from .sequence_parallel import check_model_heads
@@ -261,7 +261,7 @@ def prepare_model(
         for parameter in vision_parameters(backbone):
             parameter.requires_grad_(False)
     if trainable and config.lora is not None:
-        add_adapters(module, config.lora, head=head, seed=config.seed)
+        add_adapters(module, config.lora, head=head, seed=config.seed, vision=config.train_vision)
     if config.gradient_checkpointing:
         enable_checkpointing(module, every=config.checkpoint_every, to_cpu=config.checkpoint_to_cpu)
     if operations is not None:

@@ -274,7 +274,7 @@ def install_packed_forward(
     original: Callable[..., Any] = model.forward
     set_rotary_layout = rotary_per_sequence(backbone)
     set_recurrent_layout = recurrence_per_sequence(backbone, compiled=not count_calls)
-    if hasattr(backbone, "get_image_features"):
+    if text_part(backbone) is not backbone:
         install_vision(backbone)
     uncounted = count_calls
 

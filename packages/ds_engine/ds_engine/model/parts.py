@@ -5,13 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
-
-if TYPE_CHECKING:
-    from ..batch import Head
 
 VALUE_HEAD = "score"
 """Attribute that holds the value head, as transformers names it in every family."""
@@ -30,28 +27,28 @@ def find_backbone(model: Any) -> tuple[str, nn.Module | None]:
 
 def text_part(backbone: Any) -> Any:
     """The text model inside the backbone of a vision-language model; of other models the backbone itself."""
-    if not hasattr(backbone, "get_image_features"):
-        return backbone
-    return next(getattr(backbone, name) for name in ("language_model", "text_model") if hasattr(backbone, name))
+    names = ("language_model", "text_model") if hasattr(backbone, "get_image_features") else ()
+    return next((getattr(backbone, name) for name in names if hasattr(backbone, name)), backbone)
 
 
-def auto_class(config: Any, head: Head) -> Any:
-    """transformers' class that builds and loads the model of a configuration with this head."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
-
-    if head == "value":
-        return AutoModelForSequenceClassification
-    text: Any = AutoModelForCausalLM
-    sees = type(config) in AutoModelForImageTextToText._model_mapping and type(config) not in text._model_mapping
-    return AutoModelForImageTextToText if sees else text
-
-
-def linear_layers(model: Any, *types: type[nn.Linear]) -> dict[str, Any]:
-    """Layers of exactly one of `types` inside the backbone, keyed by name in `model`, in the model's order."""
+def linear_layers(model: Any, *types: type[nn.Linear], vision: bool = False) -> dict[str, Any]:
+    """Layers of exactly one of `types` inside the backbone, keyed by name in `model`, in the model's order; with
+    `vision` also those of a vision tower."""
     prefix, backbone = find_backbone(model)
     if backbone is None:
         return {}
-    return {f"{prefix}.{name}": layer for name, layer in backbone.named_modules() if type(layer) in types}
+    inside = {id(layer) for layer in (backbone if vision else text_part(backbone)).modules()}
+    layers = backbone.named_modules()
+    return {f"{prefix}.{name}": layer for name, layer in layers if type(layer) in types and id(layer) in inside}
+
+
+def vision_names(model: Any) -> list[str]:
+    """Names in `model` of the modules beside the text model: vision tower and projector."""
+    prefix, backbone = find_backbone(model)
+    text = None if backbone is None else text_part(backbone)
+    if backbone is None or text is backbone:
+        return []
+    return [f"{prefix}.{name}" for name, part in backbone.named_children() if part is not text]
 
 
 def transformer_layers(model: Any) -> list[Any]:

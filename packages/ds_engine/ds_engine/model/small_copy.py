@@ -53,12 +53,13 @@ def small_config(config: Any, *, widths: Literal["fixed", "scaled", "kept"] = "f
     """
     small = copy.deepcopy(config)
     for part in _parts(small):
-        if part is getattr(small, "vision_config", None):
-            continue
+        window = getattr(part, "window_size", None)
         _shrink(part, {**_COUNTS, **_WIDTHS} if widths == "fixed" else _COUNTS)
         if widths == "scaled":
             _scale(part)
-    if hasattr(small, "vision_config") and hasattr(small, "image_token_id"):
+        if part is getattr(small, "vision_config", None) and window is not None:
+            part.window_size = window  # in pixels
+    if getattr(small, "vision_config", None) is not None and hasattr(small, "image_token_id"):
         _shrink_images(small)
     turn_off_dropout(small)
     return small

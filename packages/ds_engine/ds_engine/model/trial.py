@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from ..errors import ModelError, UntriedModelError
 from ..simple import SimpleBatch, dense_log_prob
-from ..upstream import transformers_message
+from ..upstream import auto_class, transformers_message
 from .attention import attention_options, register_packed_attention
 from .experts import use_experts
 from .packed_model import ROWS, PackedInputs, install_packed_forward, packed_inputs
-from .parts import auto_class, find_backbone
+from .parts import find_backbone, vision_names
 from .recurrence import has_kernels, recurrent_line
 from .router_replay import install_replay, replay_refusal
 from .small_copy import randomize, small_config
@@ -67,12 +67,12 @@ class Trial:
     """Recurrent layers that get the borders of packed sequences, and by which code; empty if there are none."""
     why_not_tiled: str
     """Empty if its MLPs can run over tiles of tokens."""
-    sees: bool
-    """It is a vision-language model whose packed sequences with images equal each one alone."""
-    why_blind: str
-    """Empty unless images are not exact."""
     seconds: float
     """Duration of the trial."""
+    sees: bool = False
+    """It is a vision-language model whose packed sequences with images equal each one alone."""
+    why_blind: str = ""
+    """Set if a vision-language model is not exact with images."""
 
     def __str__(self) -> str:
         cost = f"tried on a small random copy in {self.seconds:.1f} s"
@@ -137,7 +137,7 @@ def _try(config: Any, head: Head, device: torch.device) -> Trial:
             reasons[way] = _inexactness(way, small, model, sequences, head, expected)
             if not reasons[way]:
                 is_packed = way == "packed"
-                has_vision = Vision.of(model) is not None
+                has_vision = bool(vision_names(model))
                 why_blind = f"packed {reasons['packed']}" if has_vision else ""
                 if has_vision and is_packed:
                     why_blind = _blindness(small, model, head)
@@ -357,7 +357,8 @@ def _alone(model: Any, ids_T: Tensor, head: Head, images: Mapping[str, Tensor] |
     inputs: dict[str, Tensor] = {}
     if images is not None:
         kinds = (ids_T == model.config.image_token_id).int()[None]
-        names = inspect.signature(type(find_backbone(model)[1]).forward).parameters
+        backbone: Any = find_backbone(model)[1]
+        names = inspect.signature(type(backbone).forward).parameters
         inputs = {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in names}
         inputs |= {name: value.to(ids_T.device) for name, value in images.items()}
     logits = model(input_ids=ids_T[None], use_cache=False, **inputs).logits

@@ -73,8 +73,8 @@ class Vision:
     @classmethod
     def of(cls, model: Any, *, always: bool = False) -> Vision | None:
         """None for a model without a vision tower."""
-        _, backbone = find_backbone(model)
-        if backbone is None or not hasattr(backbone, "get_image_features"):
+        backbone: Any = find_backbone(model)[1]
+        if backbone is None or text_part(backbone) is backbone:
             return None
         return cls(
             placeholder=int(model.config.image_token_id),

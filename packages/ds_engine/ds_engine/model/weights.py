@@ -15,8 +15,8 @@ import torch
 from plinth_base.model_folder import ModelFolderError, stored_tensors, weight_files
 
 from ..errors import ModelError
-from ..upstream import transformers_message, warn_on_first_rank
-from .parts import VALUE_HEAD, auto_class
+from ..upstream import auto_class, transformers_message, warn_on_first_rank
+from .parts import VALUE_HEAD
 
 if TYPE_CHECKING:
     from ..batch import Head

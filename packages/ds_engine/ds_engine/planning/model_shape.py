@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from ..config import LoraConfig
 from ..errors import EngineConfigError, ModelError
-from ..upstream import transformers_message
+from ..upstream import auto_class, transformers_message
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Dense decoders whose sizes follow from config.json alone, to the byte."""
@@ -197,8 +197,6 @@ def count_shape(folder: str | Path) -> ModelShape:
     """
     import torch
     from transformers import AutoConfig
-
-    from ..model.parts import auto_class
 
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
