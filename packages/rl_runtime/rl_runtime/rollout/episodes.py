@@ -4,7 +4,8 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, SupportsFloat
 
-from rl_data import Prompt
+from rl_data import ImageFiles, Prompt
+from rl_data.images import image_folder
 from rollout_vllm import AgentRollout, ChatFormat, EnvironmentRollout, EnvironmentSpec, Episode, agent_spec
 from rollout_vllm.episodes.environment_process import EnvironmentProcess
 
@@ -17,12 +18,16 @@ PlayEpisode = Callable[[Episode, Prompt], Awaitable[SupportsFloat | None]]
 
 
 def episode_player(
-    config: EpisodeConfig, tokenizer: Any, chat: ChatFormat | None = None, max_prompt_tokens: int | None = None
+    config: EpisodeConfig,
+    tokenizer: Any,
+    chat: ChatFormat | None = None,
+    max_prompt_tokens: int | None = None,
+    images: ImageFiles | None = None,
 ) -> PlayEpisode | None:
     """The coroutine function that plays the episode of a sample; None for single-turn responses.
 
     `chat`: the format of the conversation with an environment or agent; default: that of the tokenizer.
-    `max_prompt_tokens`: see `AgentRollout`.
+    `max_prompt_tokens`: see `AgentRollout`. `images`: the files of observations with images.
 
     Raises:
         InputError: `episode.function`, `episode.environment` or `episode.agent` cannot be imported or called.
@@ -39,7 +44,10 @@ def episode_player(
     if config.environment is not None:
         load_environment(config)
         return EnvironmentRollout(
-            spec=process_spec(config), chat=chat or ChatFormat(tokenizer), max_turns=config.max_turns
+            spec=process_spec(config),
+            chat=chat or ChatFormat(tokenizer),
+            max_turns=config.max_turns,
+            image_file=images,
         )
     if config.function is None:
         return None
@@ -53,8 +61,8 @@ def process_spec(config: EpisodeConfig) -> EnvironmentSpec:
     limits["memory_bytes"] = config.memory_bytes
     if config.agent is not None:
         return agent_spec(config.agent, config.options, **limits)
-    path, step_timeout_s = config.environment or "", config.step_timeout_s
-    return EnvironmentSpec(path=path, options=config.options, step_timeout_s=step_timeout_s, **limits)
+    limits |= {"step_timeout_s": config.step_timeout_s, "image_folder": str(image_folder())}
+    return EnvironmentSpec(path=config.environment or "", options=config.options, **limits)
 
 
 async def reset_once(config: EpisodeConfig, prompt: Prompt) -> None:
