@@ -188,6 +188,10 @@ def main() -> None:
         os.environ[BUFFER_VARIABLE] = "1"  # both halves or none
         buffer_tokens(patch, front_end=True)  # the engine core is forked, or does it again
         versions.PolicyVersionMiddleware.enabled = True
+    if (why := patch.IMAGES.problem()) is None:
+        _load("plinth_server_images", "images.py").take_images(patch.IMAGES.replace)
+    else:
+        print(f"requests with images are refused: {why}", flush=True)
     draft_where_it_pays(patch)
     print(f"vLLM's engine was imported in {time.perf_counter() - begin:.1f} s", flush=True)
     if sys.argv[1:] == ["--prepared"]:
