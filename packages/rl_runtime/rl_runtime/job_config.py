@@ -11,6 +11,7 @@ from run_kit import TrackingConfig
 from weight_sync import SyncConfig
 
 from .config import (
+    KEPT_SERVERS,
     STALENESS,
     TURNS,
     UNSERVED,
@@ -46,6 +47,7 @@ FEATURES = (
     QUANTIZED_SERVERS,
     SERVED_ADAPTERS,
     STALENESS,
+    KEPT_SERVERS,
     TURNS,
     GREEDY_BASELINE,
     REWARD_MODEL,

@@ -73,6 +73,8 @@ class WorkerGroup:
         self.world_size = len(seats)
         self.nodes = tuple(dict.fromkeys(seat.node for seat in seats))
         """Ray's ids of the nodes that the ranks are on."""
+        self.built: dict[str, tuple[Any, ...]] = {}
+        """Role -> the last settings of `TrainerWorker.build`."""
         self._timeout_s, self._stall_timeout_s = timeout_s, stall_timeout_s
         self._name = f"{name} " if name else ""
         self._address = seats[0].address
@@ -92,6 +94,11 @@ class WorkerGroup:
             )
             for rank, seat in enumerate(seats)
         ]
+
+    def begin_warm_up(self, model_path: str) -> None:
+        """Lets the processes prepare for engines of this model as soon as they have started."""
+        for actor in self._actors:
+            actor.warm_up.remote(model_path)
 
     def wait_started(self) -> None:
         """Waits until every process has imported what a rank needs."""
