@@ -64,8 +64,8 @@ class Command:
 
     @classmethod
     def current(cls, app: str, arguments: Sequence[str]) -> "Command":
-        """That of this process, before it changes its environment."""
-        return cls(
+        """That of this process, before it changes its environment; in a standby the one that it received."""
+        return _received or cls(
             app=app,
             arguments=tuple(arguments),
             invoked_as=INVOKED_AS.get(),
@@ -85,6 +85,7 @@ class Command:
         return f"the environment differs in {', '.join(changed)}" if changed else ""
 
 
+_received: Command | None = None
 COMMAND: ContextVar[Command | None] = ContextVar("COMMAND", default=None)
 """The command that this process runs; None: a program calls the app's functions."""
 
@@ -335,7 +336,8 @@ def _command_of(request: Mapping[str, Any]) -> Command:
 
 def _run(connection: socket.socket, request: Mapping[str, Any]) -> int:
     """Runs the command of a request on its streams; returns the exit code."""
-    command = _command_of(request)
+    global _received
+    _received = command = _command_of(request)
     os.environ.update({name: value for name, value in command.environment.items() if _is_idle(name)})
     os.umask(request["umask"])
     sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
