@@ -1,4 +1,4 @@
-"""Two runs of one command with trainer.keep_servers: the second continues in processes that wait, with equal results."""
+"""Two runs of one command with trainer.keep_servers: the second continues in kept processes, with equal results."""
 
 import os
 import re

@@ -1,5 +1,6 @@
 """Environment variables of the driver and the ranks. No other module of this package reads or sets any."""
 
+import gc
 import hashlib
 import os
 import secrets
@@ -55,6 +56,7 @@ def prepare_driver(device: str) -> None:
 
 def prepare_imports() -> None:
     """The part of `prepare_driver` that imports no library."""
+    gc.set_threshold(100_000)  # imports make a million objects that stay; by default all are looked at again and again
     compiled = cache_variables(os.environ)
     if "PYTHONPYCACHEPREFIX" in compiled:  # this process has started without it
         sys.pycache_prefix, sys.dont_write_bytecode = compiled["PYTHONPYCACHEPREFIX"], False

@@ -110,8 +110,8 @@ class TrainerWorker(RankProfiler):
                 (ones @ ones).sum().item()
                 importlib.import_module("torch._inductor.compile_fx")  # with dynamo
             check_model(model_path, EngineConfig(), report=lambda _: None)  # its trial is kept for the engine
-        except Exception as error:  # the engine meets it again, and says more
-            logging.getLogger(__name__).warning("the rank is not warmed up: %r", error)
+        except Exception as error:  # the engine meets it again, and says what it means
+            logging.getLogger(__name__).info("the rank is not warmed up: %r", error)
 
     def reserve_port(self, address: str) -> int:
         """A free port for the process group at this address of rank 0's host; 0 on the other ranks."""
