@@ -43,8 +43,20 @@ if TYPE_CHECKING:
     from ..launch.session import HostDevices, Session
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-_OF_THE_TERMINAL = ("_", "PWD", "OLDPWD", "SHLVL", "COLUMNS", "LINES", "TERM", "STY", "WINDOWID", "PS1")
-_PREFIXES_OF_THE_TERMINAL = ("SSH_", "TMUX", "PYTEST_")
+_OF_THE_TERMINAL = (
+    "_",
+    "PWD",
+    "OLDPWD",
+    "SHLVL",
+    "COLUMNS",
+    "LINES",
+    "TERM",
+    "STY",
+    "WINDOWID",
+    "PS1",
+    "XDG_SESSION_ID",
+)
+_PREFIXES_OF_THE_TERMINAL = ("SSH_", "TMUX", "TERM_", "VSCODE_", "PYTEST_")
 """Variables that no run reads, and that differ between two shells."""
 _MIB_OF_OTHERS = 1024
 """GPU memory that other programs may have taken while a session was kept."""
@@ -138,7 +150,7 @@ def run_in_kept(command: Command, minutes: float) -> int | None:
         if "pid" not in answer:
             answers.read()  # until its servers are gone
             return None
-        for number in _PASSED_ON:
+        for number in _PASSED_ON if threading.current_thread() is threading.main_thread() else ():
             signal.signal(number, lambda number, _: _pass_on(answer["pid"], number))
         return int(json.loads(answers.readline() or '{"code": 1}')["code"])
 
@@ -245,8 +257,10 @@ def main() -> None:
     """Keeps the servers that stdin describes until the next command, or until their time is over."""
     from run_kit.signals import signals_as_exceptions
 
-    with signals_as_exceptions(), sys.stdin.buffer as stdin, ExitStack() as stack:
-        left: Left = pickle.load(stdin)
+    with signals_as_exceptions(), ExitStack() as stack:
+        left: Left = pickle.load(sys.stdin.buffer)
+        with open(os.devnull, "rb") as nothing:  # a closed stdin would become the number of another file
+            os.dup2(nothing.fileno(), 0)
         path = socket_path(os.environ)
         _end_other(path)
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -283,10 +297,9 @@ def main() -> None:
 
 
 def _prepare(left: Left, stack: ExitStack) -> list[int]:
-    """Rehearses the command, starts its session, and builds its models once; free MiB of each GPU after that."""
+    """Rehearses the command, starts its session, and builds its models once; `_free_mib` after that."""
     global _stage
     from rollout_vllm import ServerGroup
-    from run_kit.machine.gpus import read_gpus
 
     from ..launch.ahead import begun_ahead, keep_servers, sessions_ahead
     from ..launch.session import fix_devices
@@ -308,21 +321,27 @@ def _prepare(left: Left, stack: ExitStack) -> list[int]:
             group.run(TrainerWorker.build, role, *settings)
             group.run(TrainerWorker.drop, role)
     session.wait_ready()
-    return [gpu.free_mib or 0 for gpu in read_gpus()[0]]
+    return _free_mib(left)
+
+
+def _free_mib(left: Left) -> list[int]:
+    """Free memory of each GPU of the session."""
+    from run_kit.machine.gpus import read_gpus
+
+    placement = left.keys.placement
+    used = {gpu for slot in (*placement.all_ranks, *placement.servers) for gpu in slot.gpus}
+    return [gpu.free_mib or 0 for gpu in read_gpus()[0] if gpu.index in used]
 
 
 def _why_not(left: Left, request: Mapping[str, Any], free_mib: Sequence[int], code_state: object) -> str:
     """Empty if this process can run the request; else why not."""
-    from run_kit.machine.gpus import read_gpus
-
     from ..launch.ahead import begun_ahead
 
     if not request["minutes"]:
         return "trainer.keep_servers is 0"
     if not all(server.alive for session in begun_ahead() for server in session.servers.servers):
         return "a kept server has died"
-    now_mib = [gpu.free_mib or 0 for gpu in read_gpus()[0]]
-    if any(now < before - _MIB_OF_OTHERS for now, before in zip(now_mib, free_mib, strict=False)):
+    if any(now < before - _MIB_OF_OTHERS for now, before in zip(_free_mib(left), free_mib, strict=True)):
         return "another program has taken GPU memory"
     if _state_of_code() != code_state:
         return "code or installed packages have changed"

@@ -94,6 +94,8 @@ def sessions_ahead() -> Iterator[None]:
     finally:
         while _ahead:
             _ahead.pop().__exit__()
+        while _kept:
+            _kept.pop()[1].stop()
 
 
 def begin_ahead(keys: SessionKeys, begin: Callable[[Path], AbstractContextManager["Session"]], folder: Path) -> None:
