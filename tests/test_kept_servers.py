@@ -21,12 +21,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.long]
 def test_the_second_run_of_a_command_starts_in_kept_processes(tmp_path: Path) -> None:
     model = write_random_model("qwen3-tiny", tmp_path / "model")
     write_verl_rows(tmp_path / "rows.parquet", 6, words=0)
-    (tmp_path / "length.py").write_text("def score(response_text, prompt):\n    return len(response_text) / 64\n")
+    (tmp_path / "reward_of_length.py").write_text(
+        "def score(response_text, prompt):\n    return len(response_text) / 64\n"
+    )
     (tmp_path / "tmp").mkdir()
-    env = os.environ | {"TMPDIR": str(tmp_path / "tmp"), "PLINTH_TEST_MARK": str(tmp_path)}
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    env = os.environ | {"PYTHONPATH": path, "TMPDIR": str(tmp_path / "tmp"), "PLINTH_TEST_MARK": str(tmp_path)}
     command = [
         *(sys.executable, "-m", "apps.grpo.main", f"model.path={model}", f"data.train=[{tmp_path / 'rows.parquet'}]"),
-        *(f"reward.function={tmp_path / 'length.py'}:score", "data.max_prompt_length=64", "sampling.max_tokens=16"),
+        *("reward.function=reward_of_length:score", "data.max_prompt_length=64", "sampling.max_tokens=16"),
         *("batch.train_batch_size=4", "batch.mini_batch_size=2", "sampling.n=2", "actor.optim.lr=1e-3"),
         *("trainer.device=cpu", "trainer.num_ranks=1", "trainer.total_training_steps=2", "rollout.kv_cache_gib=0.1"),
         *("actor.dtype=float32", "rollout.dtype=float32", "rollout.deterministic=true", "tracking.curves=false"),
@@ -37,7 +40,8 @@ def test_the_second_run_of_a_command_starts_in_kept_processes(tmp_path: Path) ->
         """Output, and seconds until the run was ready."""
         begin, lines, ready_s = time.monotonic(), list[str](), 0.0
         arguments = (f"trainer.output_dir={tmp_path / name}", *arguments)
-        with subprocess.Popen([*command, *arguments], env=env, text=True, stdout=subprocess.PIPE) as app:
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        with subprocess.Popen([*command, *arguments], env=env, text=True, **streams) as app:
             assert app.stdout is not None
             for line in app.stdout:
                 lines.append(line)
@@ -75,7 +79,7 @@ def test_the_second_run_of_a_command_starts_in_kept_processes(tmp_path: Path) ->
     wait_until(lambda: "ready since" in (runs[1] / "servers" / "standby.log").read_text(), timeout_s=120)
     assert len(left()) > 3
     third, _ = run("third", "sampling.max_tokens=8", "trainer.keep_servers=0")
-    assert "trainer.keep_servers is 0: its servers end" in third
+    assert "trainer.keep_servers is 0: the kept servers end" in third
     assert not psutil.pid_exists(process)
     wait_until(lambda: not left())
     assert not list((tmp_path / "tmp").glob("plinth-*/*"))

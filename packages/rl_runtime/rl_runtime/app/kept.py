@@ -146,8 +146,8 @@ def run_in_kept(command: Command, minutes: float) -> int | None:
             socket.send_fds(connection, [b"+"], streams or [connection.fileno()])
             connection.sendall(json.dumps(request).encode() + b"\n")
             answer = json.loads(answers.readline() or "{}")
-        print(f"trainer.keep_servers: {answer.get('line', 'the kept process has ended')}", flush=True)
         if "pid" not in answer:
+            print(f"trainer.keep_servers: {answer.get('why', 'the kept process has ended')}", flush=True)
             answers.read()  # until its servers are gone
             return None
         for number in _PASSED_ON if threading.current_thread() is threading.main_thread() else ():
@@ -282,8 +282,7 @@ def main() -> None:
                 try:
                     request = _read_request(connection)
                     why = _why_not(left, request, free_mib, code_state)
-                    line = f"{why}: its servers end" if why else f"servers and ranks are kept from {left.origin}"
-                    _answer(connection, {"line": line} | ({} if why else {"pid": os.getpid()}))
+                    _answer(connection, {"why": f"{why}: the kept servers end"} if why else {"pid": os.getpid()})
                 except (OSError, ValueError):  # the command has ended
                     continue
                 if why:
@@ -292,6 +291,7 @@ def main() -> None:
                 path.unlink(missing_ok=True)
                 listener.close()
                 connection.settimeout(None)
+                print(f"trainer.keep_servers: servers and ranks are kept from {left.origin}", flush=True)
                 _answer(connection, {"code": _run(connection, request)})
                 return
 

@@ -119,7 +119,7 @@ class ModelHandle:
     def build(self, model_path: str, config: EngineConfig, *, total_steps: int, head: Head = "lm") -> None:
         """Builds the engine on every rank from a Hugging Face folder, with a new optimizer."""
         self._sp = config.sequence_parallel
-        seconds = self._build(model_path, config, total_steps, head)
+        seconds = self.ranks.run(TrainerWorker.build, self.name, model_path, config, total_steps, head)
         if config.compile:
             built_s, compiled_s = map(max, zip(*seconds, strict=True))
             self._report(f"{self.name}: built in {built_s:.1f} s, its layers compiled in {compiled_s:.1f} s")
@@ -127,11 +127,7 @@ class ModelHandle:
     def build_frozen(self, model_path: str, config: EngineConfig, *, head: Head = "lm") -> None:
         """Builds a frozen engine (a reference or reward model), without gradients and optimizer states."""
         self._sp = config.sequence_parallel
-        self._build(model_path, _frozen(config), None, head)
-
-    def _build(self, *settings: Any) -> list[tuple[float, float]]:
-        self.ranks.built[self.name] = settings
-        return self.ranks.run(TrainerWorker.build, self.name, *settings)
+        self.ranks.run(TrainerWorker.build, self.name, model_path, _frozen(config), None, head)
 
     def compute(self, batch: TrainBatch, function: Compute, *, mini_batches: Sequence[int] | None = None) -> Tensor:
         """One value per target, [K], computed by every rank for its micro batches, without gradients.

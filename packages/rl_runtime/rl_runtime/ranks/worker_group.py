@@ -116,6 +116,8 @@ class WorkerGroup:
             RankLost: a rank died or did not answer in time.
         """
         name = method.__name__
+        if name == TrainerWorker.build.__name__:
+            self.built[str(args[0])] = args[1:]
         return self._wait([getattr(actor, name).remote(*args, **kwargs) for actor in self._actors], name)
 
     def run_each(
