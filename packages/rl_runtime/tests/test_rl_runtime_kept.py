@@ -210,6 +210,8 @@ def test_servers_and_sessions_serve_runs_with_the_same_keys_and_model_alone(tmp_
         yield "session"
         events.append("ended")
 
+    ahead.begin_ahead(keys, begin, tmp_path)  # nothing would end it
+    assert not events
     with ahead.sessions_ahead():
         ahead.begin_ahead(keys, begin, tmp_path)
         ahead.begin_ahead(keys, begin, tmp_path)  # it has begun

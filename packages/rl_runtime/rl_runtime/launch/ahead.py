@@ -5,6 +5,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,12 +87,17 @@ def check_links(folder: Path) -> None:
     os.link(probe, folder / "link")
 
 
+_allowed = ContextVar("_allowed", default=False)
+
+
 @contextmanager
 def sessions_ahead() -> Iterator[None]:
-    """Ends at the end of the block what was begun inside and no run has taken."""
+    """Allows sessions to begin ahead; ends at the end of the block those that no run has taken."""
+    token = _allowed.set(True)
     try:
         yield
     finally:
+        _allowed.reset(token)
         while _ahead:
             _ahead.pop().__exit__()
         while _kept:
@@ -99,9 +105,9 @@ def sessions_ahead() -> Iterator[None]:
 
 
 def begin_ahead(keys: SessionKeys, begin: Callable[[Path], AbstractContextManager["Session"]], folder: Path) -> None:
-    """Begins a session for a run that will ask for these keys; does nothing if there is one, or `folder` cannot hold
-    logs."""
-    if any(one.keys == keys for one in _ahead):
+    """Begins a session for a run that will ask for these keys; does nothing outside of `sessions_ahead`, if there is
+    one, or if `folder` cannot hold logs."""
+    if not _allowed.get() or any(one.keys == keys for one in _ahead):
         return
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     with suppress(OSError):
