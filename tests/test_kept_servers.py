@@ -40,8 +40,8 @@ def test_the_second_run_of_a_command_starts_in_kept_processes(tmp_path: Path) ->
         """Output, and seconds until the run was ready."""
         begin, lines, ready_s = time.monotonic(), list[str](), 0.0
         arguments = (f"trainer.output_dir={tmp_path / name}", *arguments)
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        with subprocess.Popen([*command, *arguments], env=env, text=True, **streams) as app:
+        full = [*command, *arguments]
+        with subprocess.Popen(full, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as app:
             assert app.stdout is not None
             for line in app.stdout:
                 lines.append(line)

@@ -8,6 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,7 +67,7 @@ def test_what_cannot_be_kept_is_refused(arguments: list[str], field: str) -> Non
 
 @pytest.fixture
 def own_tmp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr(kept.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
 
@@ -196,7 +197,8 @@ def test_servers_and_sessions_serve_runs_with_the_same_keys_and_model_alone(tmp_
     assert keys.differing(other) == ["rollout.max_model_len"]
     servers: Any = Servers()
     ahead.keep_servers(keys, servers)
-    assert ahead.take_servers(keys) is servers
+    same: Any = ahead.take_servers(keys)
+    assert same is servers
     assert not servers.stopped
     ahead.keep_servers(keys, servers)
     assert ahead.take_servers(other) is None
@@ -219,7 +221,8 @@ def test_servers_and_sessions_serve_runs_with_the_same_keys_and_model_alone(tmp_
         assert taken is not None
         assert not differing
         with taken as session:
-            assert (session, events) == ("session", [f"began in {tmp_path}"])
+            assert str(session) == "session"
+            assert events == [f"began in {tmp_path}"]
         assert events.pop() == "ended"
         ahead.begin_ahead(keys, begin, tmp_path / "new" / "folder")
         assert ahead.take_ahead(other) == (None, ["rollout.max_model_len"])
