@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--server-args", default="")
     parser.add_argument("--throughput", action="store_true", help="also of a server without routes")
     args = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     write_model(args.folder, args.size, args.dtype, device.type)
     if args.throughput:
         print(json.dumps({"tokens_per_s_without_routes": sampled(args.folder, args, routes=False)[1]}), flush=True)

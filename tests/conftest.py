@@ -163,6 +163,16 @@ def start_cluster() -> Iterator[Callable[..., RayCluster]]:
 @pytest.fixture
 def start_app() -> Iterator[Callable[..., App]]:
     """`start_app(output_dir, *overrides, app="grpo", cluster=None)` starts an app in its own process."""
+    yield from _start_apps()
+
+
+@pytest.fixture(scope="module")
+def start_shared_app() -> Iterator[Callable[..., App]]:
+    """`start_app` for an app that the tests of a module share."""
+    yield from _start_apps()
+
+
+def _start_apps() -> Iterator[Callable[..., App]]:
     started: list[App] = []
 
     def start(output_dir: Path, *overrides: str, app: str = "grpo", cluster: RayCluster | None = None) -> App:

@@ -29,6 +29,7 @@ from benchmarks.scaling.run import COLUMNS
 from benchmarks.session.plan import PLANS, read_plan
 from benchmarks.session.summary import joined_tables
 from benchmarks.sft_step import compare as sft_step
+from benchmarks.shared_prefix.parts import PARTS, split
 from benchmarks.small_cards.run import PRESETS, keys
 from ds_engine import ModelShape, count_shape
 from run_kit import MetricsTable, load_config
@@ -186,3 +187,26 @@ def test_tables_of_cases_are_joined_if_several_outputs_have_them() -> None:
     one = "| case | y |\n| --- | --- |\n| a | 2 |\n"
     two = "text\n| case | y |\n| --- | --- |\n| a | 3 |\n| b | 5 |\n| step | s |\n"
     assert joined_tables([one, two]) == ["| case | y |\n| --- | --- |\n| a | 3 |\n| b | 5 |\n| step | s |"]
+
+
+def test_kernels_are_counted_by_the_operator_that_launched_them_and_gaps_as_idle() -> None:
+    def operator(name: str, start: float, stop: float) -> dict[str, Any]:
+        return {"cat": "cpu_op", "name": name, "ts": start, "dur": stop - start, "tid": 1}
+
+    def kernel(name: str, launched: float, start: float, dur: float) -> list[dict[str, Any]]:
+        ids = {"args": {"correlation": int(launched)}}
+        launch = {"cat": "cuda_driver", "name": "cuLaunchKernel", "ts": launched, "dur": 1, "tid": 1}
+        return [launch | ids, {"cat": "kernel", "name": name, "ts": start, "dur": dur} | ids]
+
+    events = [
+        operator("ds_engine::flash4", 0, 10),
+        *kernel("kernel_flash_attn_fwd", 1, 1000, 1000),
+        *kernel("_merge_kernel", 2, 2000, 500),
+        operator("_LinearLogProb", 20, 30),
+        *kernel("nvjet_product", 25, 2500, 2000),
+        *kernel("nvjet_product", 35, 6500, 1000),  # after a gap of 2 ms
+    ]
+    parts, kernels = split(events)
+    expected = {"attention": 1, "paths": 0.5, "head": 2, "products": 1, "idle": 2, "wall": 6.5}
+    assert parts == dict.fromkeys(PARTS, 0.0) | expected
+    assert kernels["head", "nvjet_product"] == 2

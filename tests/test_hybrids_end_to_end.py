@@ -11,7 +11,7 @@ from rl_data import write_task
 from rl_data.tasks.tiny_model import VOCABULARY_SIZE, build_tiny_tokenizer
 from tests.run_folders import metrics_rows
 
-pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.long]
+pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.thorough]
 
 
 def write_hybrid(folder: Path) -> Path:

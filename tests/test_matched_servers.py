@@ -18,7 +18,11 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.parametrize(
     ("dtype", "settings"),
     [
-        ("float32", ["actor.zero.stage=2", "actor.gradient_checkpointing=true", "actor.tiled_mlp=64"]),
+        pytest.param(
+            "float32",
+            ["actor.zero.stage=2", "actor.gradient_checkpointing=true", "actor.tiled_mlp=64"],
+            marks=pytest.mark.thorough,
+        ),
         ("bfloat16", ["actor.zero.stage=3", "actor.sequence_parallel=2"]),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 from rl_data import build_tiny_model, write_task
 from tests.run_folders import metrics_rows, only
 
-pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.long]
+pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.thorough]
 LAST_EXPERT = "model.layers.1.mlp.experts.7.down_proj.weight"
 DEMO = Path(__file__).resolve().parents[1] / "apps" / "presets" / "demo.yaml"
 

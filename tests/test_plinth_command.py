@@ -11,7 +11,7 @@ from run_kit.commands import GROUP, main
 
 APPS = Path(__file__).resolve().parents[1] / "apps"
 COMMANDS = {"grpo", "ppo", "sft", "evaluate", "bench", "ckpt", "report", "plan", "prepare", "runs", "slurm"}
-COMMANDS |= {"distill", "reward", "dpo", "doctor"}
+COMMANDS |= {"distill", "reward", "dpo", "doctor", "serve"}
 
 
 def test_every_command_is_registered(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from plinth_testing import run_script
 from rl_data import DataConfig, load_prompts, load_tokenizer
 from rl_data.lost_characters import LostCharacters, compared
-from rl_data.tasks.fetched import FetchError, fetch
+from rl_data.package_index import FetchError
+from rl_data.tasks.fetched import fetch
 from tests.real_model_game import RETORTS
 from tests.run_folders import exact_metrics, metrics_rows, only
 

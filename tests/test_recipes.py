@@ -8,9 +8,8 @@ import pytest
 
 from apps.grpo.config import GrpoConfig
 from apps.sft.config import SftConfig
-from benchmarks.random_model import CONFIGS
 from ds_engine import ModelShape
-from plinth_testing import raises
+from plinth_testing import models, raises
 from rl_runtime.launch.gpus import Gpu
 from rl_runtime.resolve.job import resolve_job_for
 from rl_runtime.resolve.supervised import resolve_supervised_for
@@ -21,7 +20,7 @@ from rollout_vllm.servers.device import check_device_features
 from run_kit import ConfigError, load_config
 
 REPO = Path(__file__).resolve().parents[1]
-QWEN2_7B = ModelShape.read(CONFIGS["qwen2-7b"])
+QWEN2_7B = ModelShape.read(models.QWEN2_7B)
 
 
 SMALL_CARDS = "plinth grpo preset=deepseek_r1_distill_qwen_7b_grpo"

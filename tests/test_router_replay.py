@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from plinth_testing import random_model, write_word_tokenizer
+from plinth_testing import random_model, tiny_config, write_word_tokenizer
 from tests.run_folders import metrics_rows, only
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long]
@@ -16,27 +16,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long]
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder: the first of its three layers has no experts."""
-    import transformers
-
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        intermediate_size=128,
-        moe_intermediate_size=64,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        mlp_only_layers=[0],
-        max_position_embeddings=128,
-        initializer_range=0.2,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = tiny_config("qwen3_moe", **sizes, mlp_only_layers=[0], max_position_embeddings=128, pad_token_id=0)
     folder = tmp_path_factory.mktemp("mixture")
     random_model(config).save_pretrained(folder)
     write_word_tokenizer(folder, 64, eos_token="w2", bos_token="w1", pad_token="w0")
@@ -84,6 +65,7 @@ def test_a_mixture_learns_with_the_routes_of_its_servers_and_partial_rollouts(
         "actor.zero.stage=3",
         "actor.gradient_checkpointing=true",
         "actor.collective_guard=auto",
+        "sync.verify=true",
         "oversampling.extra_prompts=2",
         "trainer.total_training_steps=3",
     )

@@ -82,9 +82,15 @@ class Evaluator(ExitStack):
         self._servers.wait_ready()
         self._client = RolloutClient(self._servers.endpoints, config.rollout)
         self.callback(self._client.close)
-        chat = chat_format(tokenizer, config.data) if config.episode.environment is not None else None
+        chat = chat_format(tokenizer, config.data) if config.episode.has_process else None
         self._phase = RolloutPhase(
-            self._client, tokenizer, scorer=scorer, seed=config.seed, episode=config.episode, chat=chat
+            self._client,
+            tokenizer,
+            scorer=scorer,
+            seed=config.seed,
+            episode=config.episode,
+            chat=chat,
+            max_prompt_tokens=config.data.max_prompt_length,
         )
 
     def evaluate(self) -> Validation:

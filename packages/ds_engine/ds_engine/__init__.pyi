@@ -12,6 +12,7 @@ from .config import EngineConfig as EngineConfig
 from .config import LoraConfig as LoraConfig
 from .config import OffloadConfig as OffloadConfig
 from .config import OptimConfig as OptimConfig
+from .config import StepSettings as StepSettings
 from .config import ZeroConfig as ZeroConfig
 from .config import check_schedule as check_schedule
 from .config import learning_rate as learning_rate

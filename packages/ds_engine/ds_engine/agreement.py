@@ -14,7 +14,10 @@ from torch import Tensor
 from .batch import TokenBatch
 from .errors import BatchError, PlanMismatchError
 
-_METHODS = ("log_probs", "log_probs(adapters=False)", "next_tokens", "hidden_states", "train_mini_batch", "values")
+_METHODS = (
+    *("log_probs", "log_probs(adapters=False)", "next_tokens", "hidden_states"),
+    *("train_mini_batch", "accumulate", "values"),
+)
 
 
 def agree_on_plan(method: str, micro_batches: Sequence[TokenBatch], device: torch.device, *, sp: int = 1) -> int:

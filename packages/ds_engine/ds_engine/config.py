@@ -316,6 +316,24 @@ def learning_rate(step: int, config: OptimConfig, total_steps: int | None) -> fl
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """AdamW's settings for one step of `ZeroEngine.step`."""
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    """Decoupled, of the parameters that `OptimConfig.weight_decay` above 0 would decay: those of an engine built so."""
+    grad_clip: float = 0.0
+    """Maximum global gradient norm; 0: no clipping."""
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "eps", "weight_decay", "grad_clip"):
+            _require(self, name, 0 <= getattr(self, name) < math.inf, "0 or more")
+        _require(self, "betas", len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "two in [0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoraConfig:
     """Low-rank adapters trained beside frozen linear layers (requires PEFT)."""
 

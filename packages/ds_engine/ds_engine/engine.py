@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .agreement import agree_on_plan, sum_over_ranks
 from .batch import Head, HeadTerm, LmHead, LogProbFn, LossFn, StepStats, TokenBatch, TokenOutputs
-from .config import EngineConfig, check_schedule, learning_rate
+from .config import EngineConfig, StepSettings, check_schedule, learning_rate
 from .errors import CheckpointError, EngineError
 from .guard.collective_guard import num_guarded, start_guard
 from .micro_batch import ROUTES_COMPARED, ROUTES_DIFFER, MicroBatches
@@ -28,6 +28,7 @@ from .state.checkpoint import load_state, save_state
 from .state.export import export_tensors
 from .state.reshape import StateSource, fill_state, flat_fragments, has_layout
 from .zero.ds_config import check_deepspeed, deepspeed_config
+from .zero.grad_accumulation import WAITING
 from .zero.hpz import prepare_hpz
 from .zero.memory import EngineMemory, MemoryReport, memory_stats
 from .zero.optimizer import build_optimizer, start_deepspeed
@@ -93,6 +94,8 @@ class ZeroEngine:
         self._optimizer = build_optimizer(module, config.optim) if trainable else None
         if deepspeed_settings is None:
             deepspeed_settings = deepspeed_config(config, device_type=device.type, trainable=trainable)
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        self._decays = [group["weight_decay"] > 0 for group in groups]
         self._deepspeed = start_deepspeed(module, self._optimizer, config, deepspeed_settings)
         if self._optimizer is not None and config.optim.optimizer.matrix_states:
             matrices = [(flat, parts) for flat, group, parts in flat_fragments(self._deepspeed) if group["matrices"]]
@@ -287,6 +290,8 @@ class ZeroEngine:
             EngineError: the engine was built with trainable=False, or an earlier mini batch failed before its step.
         """
         optimizer = self._require_optimizer("train_mini_batch")
+        if self._micro_batches.num_waiting:
+            raise EngineError("gradients of accumulate() wait for step()")
         guarded_before = num_guarded()
         num_empty = agree_on_plan("train_mini_batch", micro_batches, self.device, sp=self._sp)
         self._set_mode(training=True)
@@ -317,6 +322,69 @@ class ZeroEngine:
             loss_scale=loss_scale,
             num_guarded_collectives=num_guarded() - guarded_before,
         )
+
+    def accumulate(
+        self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, *, temperature: float = 1.0
+    ) -> tuple[float, dict[str, float]]:
+        """Add the gradient of the summed losses of all micro batches of all ranks to those that wait for `step`.
+
+        Any number of calls and a `step` give the bits of `train_mini_batch` on their micro batches together.
+
+        Returns:
+            The loss and the metrics, summed over micro batches and ranks.
+
+        Raises as `train_mini_batch`; also EngineError for settings that cannot accumulate over calls.
+        """
+        self._require_optimizer("accumulate")
+        self._require_waiting_gradients()
+        agree_on_plan("accumulate", micro_batches, self.device, sp=self._sp)
+        self._set_mode(training=True)
+        label = f"step {self._num_steps}, part {self._micro_batches.num_waiting}"
+        losses, metrics = self._micro_batches.train(micro_batches, loss_fn, temperature, label=label, steps=False)
+        loss, totals, _ = sum_over_ranks(losses, metrics, 0, sp=self._sp)
+        return loss, totals
+
+    def step(self, settings: StepSettings) -> tuple[float, bool]:
+        """Take one optimizer step on the gradients that wait, with settings of its own; the schedule is not used.
+
+        Returns:
+            The gradient's norm before clipping, and False if it was not finite, so that nothing changed.
+
+        Raises:
+            EngineError: no gradients wait, or the optimizer has other settings than AdamW.
+        """
+        optimizer = self._require_optimizer("step")
+        self._require_waiting_gradients()
+        if not self._micro_batches.num_waiting:
+            raise EngineError("no gradients wait for it", remedy="call accumulate() first")
+        for group, is_decayed in zip(optimizer.param_groups, self._decays, strict=True):
+            decay = settings.weight_decay if is_decayed else 0.0
+            group.update(lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=decay)
+        WAITING.replace(self._deepspeed.optimizer, clip_grad=settings.grad_clip)
+        self._micro_batches.step()
+        self._num_steps += 1
+        self._loss_scale.after_step()
+        return float(self._deepspeed.get_global_grad_norm()), bool(self._deepspeed.was_step_applied())
+
+    def forget_optimizer(self) -> None:
+        """Set the optimizer's states to those of a new one; the weights stay."""
+        for state in self._require_optimizer("forget_optimizer").state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    value.zero_()
+
+    def _require_waiting_gradients(self) -> None:
+        """Refuse settings with which gradients cannot wait for a step of their own."""
+        zero, optim = self.config.zero, self.config.optim
+        for field, value, allowed in (
+            ("zero.stage", zero.stage, (2, 3)),
+            ("zero.step_each_micro", zero.step_each_micro, (False,)),
+            ("optim.name", optim.name, ("adamw",)),
+        ):
+            if value not in allowed:
+                problem = "gradients cannot wait for a step of their own"
+                raise EngineError(problem, field=field, value=value, allowed=", ".join(map(str, allowed)))
+        WAITING.check()
 
     def compile_ahead(self) -> None:
         """Compile what the first log-probs or values and the first step would, on two made-up sequences. Collective.

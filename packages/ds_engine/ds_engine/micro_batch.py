@@ -43,6 +43,8 @@ class MicroBatches:
     replay: RouterReplay | None = None
     """Set with `EngineConfig.router_replay`: updates replay the batches' routes."""
     has_partial_gradient: bool = False
+    num_waiting: int = 0
+    """Calls of `train` whose gradients wait for `step`."""
     num_backward: int = 0
     """Backward passes of this rank so far."""
 
@@ -54,11 +56,13 @@ class MicroBatches:
         *,
         label: str,
         head_term: HeadTerm | None = None,
+        steps: bool = True,
     ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
         """Run forward, backward and the optimizer's step; returns detached (losses, metrics) of this rank.
 
         Args:
             label: name of this mini batch in reports of the collective guard.
+            steps: False leaves the gradient, which later calls add to, for `step`.
 
         Raises:
             EngineError: an earlier call failed between its first backward pass and its step.
@@ -76,7 +80,7 @@ class MicroBatches:
         on_device = [self.to_device(batch, with_columns=head_term is not None) for batch in micro_batches]
         for index, batch in enumerate(on_device):
             mark(f"{label}, micro batch {index} of {len(micro_batches)}")
-            is_last = index == len(micro_batches) - 1
+            is_last = steps and index == len(micro_batches) - 1
             self.mark_boundary(is_last)
             losses.append(self.backward(batch, loss_fn, temperature, metrics, head_term))
             if self.step_each_micro or is_last:
@@ -85,8 +89,16 @@ class MicroBatches:
             different, compared = self.replay.take_counts()
             metrics |= {ROUTES_DIFFER: [different], ROUTES_COMPARED: [compared]}
         self.has_partial_gradient = False
+        self.num_waiting += not steps
         mark(f"after {label}")
         return losses, metrics
+
+    def step(self) -> None:
+        """Take the optimizer's step on the gradients that wait for it."""
+        self.mark_boundary(True)
+        self.deepspeed.optimizer.finalize_gradient_accumulation_boundary()
+        self.deepspeed.step()
+        self.num_waiting = 0
 
     def infer(
         self,

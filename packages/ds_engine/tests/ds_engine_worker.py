@@ -22,7 +22,7 @@ import ds_engine
 import ds_engine.model.loading
 import ds_engine.zero.adamw
 import ds_engine.zero.optimizer
-from ds_engine import EngineConfig, LossOutput, TokenOutputs, ZeroEngine, dense_log_prob
+from ds_engine import EngineConfig, LossOutput, StepSettings, TokenOutputs, ZeroEngine, dense_log_prob
 from ds_engine.micro_batch import MicroBatches
 from ds_engine.model.compilation import compile_layers
 from ds_engine.model.nf4 import Nf4Linear
@@ -71,14 +71,51 @@ def train(
         engine.close()
 
 
+def train_in_parts(
+    model_path: str, config: EngineConfig, steps: list[list[list[Sample]]], settings: StepSettings
+) -> dict[str, Any]:
+    """`train` by `accumulate` and `step`: each micro batch but the first two is a call, with log-probs in between."""
+    engine = build(model_path, config)
+    try:
+        losses, norms = [], []
+        for micro in steps:
+            batches = [make_batch(m) for m in micro]
+            loss = engine.accumulate(batches[:2], weighted_loss)[0]
+            for batch in batches[2:]:
+                engine.log_probs([batch])
+                loss += engine.accumulate([batch], weighted_loss)[0]
+            losses.append(loss)
+            norms.append(engine.step(settings)[0])
+        weights = {name: tensor.clone() for name, tensor in engine.export_parameters(torch.float32)}
+        return {"losses": losses, "norms": norms, "weights": weights}
+    finally:
+        engine.close()
+
+
+def step_after_another(model_path: str, config: EngineConfig, samples: list[list[Sample]], forgets: bool | None) -> Any:
+    """Weights after a step on the second samples; before it a step on the first at a rate of 0, which moves the moments
+    alone, and `forget_optimizer` if `forgets`. None: no step before it."""
+    engine = build(model_path, config)
+    try:
+        for batch, lr in zip(map(make_batch, samples), (0.0, 1e-2), strict=True):
+            if forgets is not None or lr:
+                engine.accumulate([batch], weighted_loss)
+                engine.step(StepSettings(lr=lr))
+            if forgets and not lr:
+                engine.forget_optimizer()
+        return {name: tensor.clone() for name, tensor in engine.export_parameters(torch.float32)}
+    finally:
+        engine.close()
+
+
 def train_and_go_back(model_path: str, config: EngineConfig, samples: list[Sample], folder: str) -> dict[str, Any]:
     """Log-probs, each with the number of second shards (hpZ) at its end: at the start, after a step, after another one
     and the return to the state of the first, after the checkpoint of the start, and of a frozen second engine."""
     engine, batch = build(model_path, config), make_batch(samples)
 
-    def look(of: ZeroEngine = engine) -> tuple[torch.Tensor, int]:
-        log_probs_K = of.log_probs([batch])[0].log_probs_K
-        return log_probs_K, sum(getattr(p, "ds_secondary_tensor", None) is not None for p in of.module.parameters())
+    def look(used: ZeroEngine = engine) -> tuple[torch.Tensor, int]:
+        log_probs_K = used.log_probs([batch])[0].log_probs_K
+        return log_probs_K, sum(getattr(p, "ds_secondary_tensor", None) is not None for p in used.module.parameters())
 
     try:
         result = {"start": look()}

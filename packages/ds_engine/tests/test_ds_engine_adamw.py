@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,7 @@ from ds_engine_testkit import make_samples
 
 from ds_engine import EngineConfig, OptimConfig, ZeroConfig
 from ds_engine.zero.adamw import AdamW
-from plinth_testing import RankPool
+from plinth_testing import RankPool, run_under_the_interpreter
 
 CASES = """
 import itertools
@@ -105,14 +102,9 @@ for first, then in ((ours, theirs), (theirs, ours), (ours, ours)):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_interpreted_kernel_equals_torch(tmp_path: Path) -> None:
+def test_interpreted_kernel_equals_torch() -> None:
     """The kernel alone, and the optimizer resumed from its own and from torch's state."""
-    script = tmp_path / "cases.py"
-    script.write_text(CASES + CONTINUED)
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("case") == 8 + 2 + 3
+    assert run_under_the_interpreter(CASES + CONTINUED).count("case") == 8 + 2 + 3
 
 
 def test_cpu_steps_and_states_equal_torchs_fused_adamw() -> None:

@@ -3,8 +3,6 @@ the two functions that run them here; ds_engine_gpu_worker.py runs the real ones
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from itertools import pairwise
 from types import ModuleType
@@ -21,6 +19,7 @@ from torch._dynamo.testing import CompileCounter
 
 from ds_engine.model import prefix_tree
 from ds_engine.model.attention import packed_attention, packed_layout
+from plinth_testing import run_under_the_interpreter
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
@@ -96,9 +95,7 @@ for num_rows, shape, dtype in ((50, (2, 300), torch.float32), (7, (3, 24), torch
 
 
 def test_interpreted_kernels_equal_torch() -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    result = subprocess.run([sys.executable, "-c", MERGE], env=env, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr[-3000:]
+    run_under_the_interpreter(MERGE)
 
 
 @pytest.fixture(scope="module", autouse=True)

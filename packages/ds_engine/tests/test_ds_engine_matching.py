@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,10 @@ from ds_engine.model.attention import ATTENTION_NAME, packed_layout, register_pa
 from ds_engine.model.loading import check_model, prepare_model
 from ds_engine.model.matching import MatchedAttention
 from ds_engine.model.packed_model import packed_inputs
-from plinth_testing import raises, write_tiny_model
+from plinth_testing import raises, run_under_the_interpreter, write_tiny_model
 
 CPU = torch.device("cpu")
-OPERATIONS = ("linear", "rms_norm", "silu", "rotary_table", "attention")
+OPERATIONS = ("linear", "rms_norm", "silu_and_mul", "rotate", "rotary_table", "attention")
 
 
 @dataclass
@@ -40,9 +41,15 @@ class CountedOperations:
         wide = x.float()
         return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) + self.shift
 
-    def silu(self, x: Tensor) -> Tensor:
-        self.calls["silu"] += 1
-        return F.silu(x)
+    def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        self.calls["silu_and_mul"] += 1
+        return F.silu(gate) * up
+
+    def rotate(self, x: Tensor, table: Tensor, positions: Tensor, inverse: bool) -> Tensor:
+        self.calls["rotate"] += 1
+        cos, sin = table[positions][:, :, None].unbind(1)
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-second, first), dim=-1) * (-sin if inverse else sin)
 
     def rotary_table(self, frequencies: Tensor, num_positions: int, dtype: torch.dtype) -> Tensor:
         self.calls["rotary_table"] += 1
@@ -71,8 +78,9 @@ class CountedOperations:
             outs.append(out[0].transpose(0, 1))
         return torch.cat(outs)
 
-    def log_probs(self, logits: Tensor) -> Tensor:
-        return logits.log_softmax(-1)
+    def scores(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        rows = logits.float().log_softmax(-1)
+        return rows.gather(-1, tokens[:, None])[:, 0], -(rows.exp() * rows).sum(-1)
 
 
 def model_of(folder: Path, operations: CountedOperations | None, **fields: Any) -> Any:
@@ -111,8 +119,30 @@ def test_gradients_are_those_of_the_usual_forward_pass(tmp_path: Path, family: s
         error = (gradient - expected_gradients[name]).abs().max() / expected_gradients[name].abs().max()
         assert error < 1e-6, (name, error)  # norms and log-probs are in fp32
     assert all(operations.calls.values()), operations.calls
-    if settings:  # SiLU ran again in the backward pass, or for several tiles
-        assert operations.calls["silu"] > model_of(folder, None).config.num_hidden_layers
+    if settings:  # the gate ran again in the backward pass, or for several tiles
+        assert operations.calls["silu_and_mul"] > model_of(folder, None).config.num_hidden_layers
+
+
+KERNELS = """
+import torch
+from ds_engine.model import matching, matching_kernels
+
+def drawn(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+for shape in ((700, 96), (3, 40, 16)):
+    x, grad, weight = drawn(*shape, seed=0), drawn(*shape, seed=1), drawn(shape[-1], seed=2)
+    for name, inputs in (("norm_gradients", (x, weight, grad, 1e-5)), ("silu_and_mul_gradients", (x, x.flip(0), grad))):
+        results = getattr(matching_kernels, name)(*inputs), getattr(matching, name)(*inputs)
+        for one, other in zip(*results):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-5)
+print("equal")
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_fused_gradients_under_the_interpreter_are_those_of_torch() -> None:
+    assert "equal" in run_under_the_interpreter(KERNELS)
 
 
 def test_the_forward_pass_is_that_of_the_operations(tiny_model: Path) -> None:

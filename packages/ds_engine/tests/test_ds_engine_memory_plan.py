@@ -23,18 +23,8 @@ from ds_engine.planning.memory_plan import MemoryEstimate, estimate_memory
 from ds_engine.planning.model_shape import ModelShape, count_shape
 from ds_engine.upstream import FENCE
 from plinth_testing import RankPool, raises, write_tiny_model
+from plinth_testing.models import QWEN2_7B, QWEN3_06B
 
-QWEN3_06B = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": True,
-}
 LARGEST_WEIGHT = 128 * 64
 
 
@@ -105,13 +95,11 @@ def test_parameters_are_counted_as_published() -> None:
 
 def test_a_7b_model_in_four_bits_fits_cards_of_11_gb() -> None:
     """DeepSeek-R1-Distill-Qwen-7B's sizes on two cards; 0.5 GB of them are CUDA's own."""
-    sizes = {"model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944}
-    model = sizes | {"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
 
     def device_bytes(stage: int, base_format: str) -> tuple[int, int]:
         lora = LoraConfig(rank=16, base_format=base_format)
         settings_ = config(stage, offload="cpu", lora=lora, gradient_checkpointing=True)
-        estimate = estimate_memory(model, settings_, dp=2, tokens_per_micro_batch=2048)
+        estimate = estimate_memory(QWEN2_7B, settings_, dp=2, tokens_per_micro_batch=2048)
         assert estimate.num_parameters - estimate.num_trained == 7_615_616_512
         return estimate.weights.device, estimate.device_bytes
 

@@ -12,7 +12,7 @@ import transformers
 from ds_engine_testkit import VOCAB, Sample, distance, make_samples, reference_training
 
 from ds_engine import EngineConfig, OptimConfig, ZeroConfig
-from plinth_testing import RankPool
+from plinth_testing import RankPool, random_model, tiny_config
 
 pytestmark = pytest.mark.slow
 LR, EPS = 3e-3, 1e-4
@@ -39,13 +39,8 @@ ALL = [[*first, *second] for first, second in STEPS]
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The first number of a hidden state tells the half of the vocabulary, and the router reads it alone."""
     folder = tmp_path_factory.mktemp("mixture")
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        num_experts=NUM_EXPERTS, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True,
-        initializer_range=0.2, tie_word_embeddings=False, pad_token_id=None, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    sizes = {"vocab_size": VOCAB, "num_experts": NUM_EXPERTS, "moe_intermediate_size": 16}
+    model = random_model(tiny_config("qwen3_moe", **sizes))
     with torch.no_grad():
         side_V = torch.where(torch.arange(VOCAB) < VOCAB // 2, -1.0, 1.0)
         model.model.embed_tokens.weight[:, 0] = 5 * side_V

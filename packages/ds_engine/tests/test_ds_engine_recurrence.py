@@ -196,6 +196,13 @@ def test_packed_gradients_are_the_sum_of_those_of_each_sequence(tmp_path: Path, 
             assert difference <= 3e-5 * float(expected.abs().max()), (name, key)
 
 
+def test_fp32_residuals_reach_a_bf16_head(tmp_path: Path) -> None:
+    name = "mamba2"
+    model = prepared(write_architecture(tmp_path, name, HYBRIDS[name]), replace(FP32, dtype="bfloat16"))
+    assert model.config.residual_in_fp32
+    assert all(gradient.dtype == torch.bfloat16 for gradient in gradients(model, [SAMPLES]).values())
+
+
 def test_tiles_and_recomputation_leave_packed_gradients_as_they_are(tmp_path: Path) -> None:
     folder = write_architecture(tmp_path, "qwen3_5_text", HYBRIDS["qwen3_5_text"])
     expected = gradients(prepared(folder, FP32), [SAMPLES])

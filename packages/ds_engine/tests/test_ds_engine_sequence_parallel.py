@@ -85,6 +85,7 @@ def test_recomputation_and_the_guard_see_the_same_collectives(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("stage", "sp"), [(1, 2), (3, 2), (2, 4)], ids=lambda value: str(value))
 def test_four_ranks_equal_one_process(
     four_ranks: RankPool, tiny_model: Path, reference: Reference, stage: int, sp: int
@@ -94,6 +95,7 @@ def test_four_ranks_equal_one_process(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("stage", "dtype", "grad_clip"),
     [(1, "float32", 0.1), (2, "bfloat16", None), (3, "float32", 0.1)],

@@ -29,6 +29,7 @@ from ds_engine.model.tiled_mlp import tile_mlps
 from ds_engine.model.trial import try_model
 from ds_engine.planning.memory_plan import estimate_memory
 from plinth_testing import RankPool, raises
+from plinth_testing.models import QWEN2_7B
 
 LR, EPS = 3e-3, 1e-4
 
@@ -105,15 +106,10 @@ def test_architectures_are_tried_with_tiles(tmp_path: Path) -> None:
 @settings(deadline=None, derandomize=True)
 @given(tokens=st.integers(2, 300_000), tile=st.sampled_from([1024, 4096, 16384]), compiled=st.booleans())
 def test_smaller_tiles_are_planned_with_less(tokens: int, tile: int, compiled: bool) -> None:
-    model = {
-        "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,
-        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
-    }  # fmt: skip
-
     def peak(tiled: int) -> int:
         lora, recompute = LoraConfig(), {"gradient_checkpointing": True, "compile": compiled}
         config = EngineConfig(lora=lora, tiled_mlp=tiled, **recompute)
-        return estimate_memory(model, config, tokens_per_micro_batch=tokens).device_bytes
+        return estimate_memory(QWEN2_7B, config, tokens_per_micro_batch=tokens).device_bytes
 
     assert peak(tile) <= peak(2 * tile) <= peak(0)
 

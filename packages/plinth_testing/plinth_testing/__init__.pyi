@@ -12,6 +12,7 @@ from .network_hosts import NetworkHost as NetworkHost
 from .network_hosts import network_hosts as network_hosts
 from .processes import free_port as free_port
 from .processes import run_script as run_script
+from .processes import run_under_the_interpreter as run_under_the_interpreter
 from .processes import start_process as start_process
 from .processes import stop_process as stop_process
 from .processes import wait_until as wait_until
@@ -25,3 +26,4 @@ from .ranks import run_ranks as run_ranks
 from .slurm import FinishedJob as FinishedJob
 from .slurm import Slurm as Slurm
 from .spmd import SpmdGroup as SpmdGroup
+from .vision import tiny_vlm as tiny_vlm

@@ -6,14 +6,38 @@ from pathlib import Path
 from typing import Any
 
 _CONFIGS = {"qwen3": "Qwen3Config", "qwen2": "Qwen2Config", "llama": "LlamaConfig", "phi3": "Phi3Config"}
+_CONFIGS["qwen3_moe"] = "Qwen3MoeConfig"
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "tie_word_embeddings": False}
+QWEN3_06B = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+}
+"""Sizes of Qwen3-0.6B, for planners."""
+QWEN2_7B = {
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+}
+"""Sizes of Qwen2.5-7B and DeepSeek-R1-Distill-Qwen-7B."""
 
 
 def tiny_config(family: str = "qwen3", **changes: Any) -> Any:
     """A transformers config: 64 tokens, hidden size 32, 2 layers, 4 heads on 2 KV heads, tied embeddings.
 
     Args:
-        family: qwen3, qwen2, llama or phi3.
-        changes: other values, under transformers' names. `intermediate_size` and `head_dim` follow `hidden_size`.
+        family: qwen3, qwen2, llama, phi3 or qwen3_moe (8 experts, 2 for each token).
+        changes: other values, under transformers' names. Widths of MLPs and heads follow `hidden_size`.
     """
     import transformers
 
@@ -29,11 +53,14 @@ def tiny_config(family: str = "qwen3", **changes: Any) -> Any:
         "pad_token_id": None,
         "bos_token_id": 1,
         "eos_token_id": 2,
-    } | changes
+    }
+    sizes |= (_EXPERTS if family == "qwen3_moe" else {}) | changes
     derived = {
         "intermediate_size": 2 * sizes["hidden_size"],
         "head_dim": sizes["hidden_size"] // sizes["num_attention_heads"],
     }
+    if family == "qwen3_moe":
+        derived["moe_intermediate_size"] = sizes["hidden_size"]
     return getattr(transformers, _CONFIGS[family])(**(derived | sizes))
 
 

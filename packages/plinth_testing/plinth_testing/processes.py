@@ -32,6 +32,20 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def run_under_the_interpreter(code: str, *paths: str) -> str:
+    """Output of `code` in a process that runs Triton's kernels on the CPU; it imports from `paths` first.
+
+    Triton reads TRITON_INTERPRET when it is imported, and functions of a kernel need a file.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        (script := Path(folder) / "cases.py").write_text(code)
+        places = os.pathsep.join(path for path in (*paths, *sys.path) if path)
+        env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": places}
+        done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
 def wait_until(condition: Callable[[], object], timeout_s: float = 300.0, *, interval_s: float = 0.05) -> None:
     """Calls `condition` until it is true; an AssertionError after `timeout_s`."""
     deadline = time.monotonic() + timeout_s

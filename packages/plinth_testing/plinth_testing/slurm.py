@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import re
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +25,9 @@ from .processes import die_with_parent
 
 _OPTIONS = {"job-name", "output", "open-mode", "nodes", "ntasks-per-node", "cpus-per-task", "mem", "time", "signal"}
 _OPTIONS |= {"requeue", "no-requeue"}
+_SCONTROL = """#!/bin/sh
+if [ "$1" = show ]; then echo "$3" | tr , "\n"; else touch "$SLURM_FOLDER/requeue"; fi
+"""
 _JOB_IDS = itertools.count(1000 * os.getpid())  # test runs side by side share /tmp
 
 
@@ -62,19 +63,20 @@ class Slurm:
                 has printed, says whether the signal is sent now, once.
         """
         first = next(index for index, word in enumerate(command) if index and not word.startswith("-"))
-        options = read_options(command[1:first], Path(command[first]).read_text())
+        in_file = re.findall(r"^#SBATCH (.*)$", Path(command[first]).read_text(), re.MULTILINE)
+        options = dict(word.removeprefix("--").partition("=")[::2] for word in (*in_file, *command[1:first]))
+        assert options.keys() <= _OPTIONS, f"sbatch: unrecognized option: {options}"
         job_id = next(_JOB_IDS)
         job = self.folder / f"job_{job_id}"
         (job / "bin").mkdir(parents=True)
-        for program in ("srun", "scontrol"):
-            path = job / "bin" / program
-            path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m plinth_testing.slurm {program} "$@"\n')
-            path.chmod(0o755)
         nodes = [(host.address, host.command()) for host in self.hosts] or [("localhost", [])]
         nodes = nodes[: int(options.get("nodes", "1"))]
+        for program, script in (("srun", _srun([prefix for _, prefix in nodes[1:]])), ("scontrol", _SCONTROL)):
+            (job / "bin" / program).write_text(script)
+            (job / "bin" / program).chmod(0o755)
         variables = {**os.environ, **(env or {}), "SLURM_JOB_ID": str(job_id), "SLURM_FOLDER": str(job)}
-        variables |= {"PATH": f"{job / 'bin'}:{os.environ['PATH']}", "SLURM_NODES": json.dumps(nodes)}
-        variables |= {"SLURM_JOB_NUM_NODES": str(len(nodes)), "SLURM_CPUS_PER_TASK": options["cpus-per-task"]}
+        variables |= {"PATH": f"{job / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_NUM_NODES": str(len(nodes))}
+        variables |= {"SLURM_CPUS_PER_TASK": options["cpus-per-task"]}
         variables["SLURM_JOB_NODELIST"] = ",".join(name for name, _ in nodes)
         survivors: list[str] = []
         for num_starts in itertools.count(1):
@@ -86,6 +88,14 @@ class Slurm:
             variables["SLURM_RESTART_COUNT"] = str(num_starts)
         output = (job / "output").read_text(errors="replace")
         return FinishedJob(job_id=job_id, exit_code=code, output=output, num_starts=num_starts, survivors=survivors)
+
+
+def _srun(nodes: Sequence[Sequence[str]]) -> str:
+    """A program that runs one task on each node, which SIGTERM ends; `nodes` are prefixes of their commands."""
+    lines = ["#!/bin/bash", "while [[ $1 == --* ]]; do shift; done"]
+    # Tasks are children of another host's daemon, not of srun.
+    lines += [f'SLURM_PROCID={task} setsid {shlex.join(prefix)} "$@" & pids+=($!)' for task, prefix in enumerate(nodes)]
+    return "\n".join([*lines, """trap 'kill "${pids[@]}"' TERM""", "wait", "wait", ""])
 
 
 def _run_file(
@@ -111,19 +121,6 @@ def _run_file(
     return 128 - process.returncode if process.returncode < 0 else process.returncode
 
 
-def read_options(words: Sequence[str], text: str) -> dict[str, str]:
-    """Options of the `#SBATCH` lines before the first command, and of the command line, which wins."""
-    head = re.split(r"^(?!#|\s*$)", text, maxsplit=1, flags=re.MULTILINE)[0]
-    lines = re.findall(r"^#SBATCH (.*)$", head, re.MULTILINE)
-    options = {}
-    for word in (*lines, *words):
-        name, _, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or name not in _OPTIONS:
-            raise ValueError(f"sbatch: unrecognized option {word!r}")
-        options[name] = value
-    return options
-
-
 def _kill_rest(job_id: int) -> list[str]:
     """Kills the processes of a job that its file has left, as SLURM does; their command lines."""
     mark = ("SLURM_JOB_ID", str(job_id))
@@ -135,37 +132,3 @@ def _kill_rest(job_id: int) -> list[str]:
             lines.append(" ".join(process.cmdline()))
             process.kill()
     return lines
-
-
-def srun(arguments: Sequence[str]) -> int:
-    """One task on each node that is not excluded; SIGTERM goes to all tasks."""
-    options = dict(word.removeprefix("--").split("=", 1) for word in arguments if word.startswith("--"))
-    command = arguments[len(options) :]
-    nodes = [node for node in json.loads(os.environ["SLURM_NODES"]) if node[0] != options.get("exclude")]
-    assert options["nodes"] == options["ntasks"] == str(len(nodes)), options
-    tasks = [
-        # Tasks are children of another host's daemon, not of srun.
-        subprocess.Popen([*prefix, *command], env={**os.environ, "SLURM_PROCID": str(task)}, start_new_session=True)
-        for task, (_, prefix) in enumerate(nodes)
-    ]
-
-    def pass_on(number: int, _: object) -> None:
-        for task in tasks:
-            task.send_signal(number)
-
-    signal.signal(signal.SIGTERM, pass_on)
-    return max(abs(task.wait()) for task in tasks)
-
-
-def scontrol(arguments: Sequence[str]) -> int:
-    """`scontrol show hostnames LIST` and `scontrol requeue JOB`."""
-    if list(arguments[:2]) == ["show", "hostnames"]:
-        print(*arguments[2].split(","), sep="\n")
-    else:
-        assert list(arguments) == ["requeue", os.environ["SLURM_JOB_ID"]], arguments
-        (Path(os.environ["SLURM_FOLDER"]) / "requeue").touch()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit({"srun": srun, "scontrol": scontrol}[sys.argv[1]](sys.argv[2:]))

@@ -22,6 +22,7 @@ from plinth_testing import (
     start_process,
     stop_process,
     tiny_config,
+    tiny_vlm,
     uncovered_pairs,
     wait_until,
     write_tiny_model,
@@ -97,6 +98,27 @@ def test_a_written_model_loads_with_its_tokenizer(tmp_path: Path) -> None:
     write_word_tokenizer(folder, 12, eos_token="w2")
     assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == 12
     assert AutoTokenizer.from_pretrained(folder)("w3 w11")["input_ids"] == [3, 11]
+
+
+@pytest.mark.parametrize("family", ["idefics3", "gemma3"])
+def test_a_written_vision_language_model_sees_the_image_of_its_processor(family: str, tmp_path: Path) -> None:
+    import numpy as np
+    import torch
+    from PIL import Image
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    tiny_vlm(tmp_path, family, words=["circle"])
+    processor = AutoProcessor.from_pretrained(tmp_path)
+    assert len(processor.tokenizer("circle")["input_ids"]) == 1
+    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "circle?"}]}
+    text = processor.apply_chat_template([message], add_generation_prompt=True)
+    images = [Image.fromarray(np.full((40, 60, 3), shade, dtype=np.uint8)) for shade in (0, 255)]
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path)
+    assert model.num_parameters() < 1_200_000
+    black, white = (
+        model(**processor(text=[text], images=[[image]], return_tensors="pt")).logits[0, -1] for image in images
+    )
+    assert not torch.allclose(black, white)
 
 
 def test_a_process_group_ends_as_a_whole(tmp_path: Path) -> None:

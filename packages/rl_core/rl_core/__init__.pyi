@@ -10,6 +10,9 @@ from .advantages.registry import Advantage as Advantage
 from .advantages.registry import ExtraRollout as ExtraRollout
 from .advantages.reinforce_pp import reinforce_pp_advantages as reinforce_pp_advantages
 from .advantages.reinforce_pp import reinforce_pp_baseline_advantages as reinforce_pp_baseline_advantages
+from .advantages.turns import gigpo_advantages as gigpo_advantages
+from .advantages.turns import turn_grpo_advantages as turn_grpo_advantages
+from .advantages.turns import turn_rloo_advantages as turn_rloo_advantages
 from .advantages.whiten import masked_whiten as masked_whiten
 from .batching.batch import Batch as Batch
 from .batching.batch import pack as pack
@@ -35,6 +38,8 @@ from .batching.segments import pad_flat as pad_flat
 from .batching.segments import returns_to_go as returns_to_go
 from .batching.segments import segment_mean as segment_mean
 from .batching.segments import segment_sum as segment_sum
+from .batching.turns import Turns as Turns
+from .batching.turns import find_turns as find_turns
 from .errors import ArgumentError as ArgumentError
 from .errors import BatchError as BatchError
 from .errors import RLCoreError as RLCoreError

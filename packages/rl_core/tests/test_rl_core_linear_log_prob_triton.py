@@ -4,15 +4,14 @@ The interpreter runs in a separate process, because Triton reads TRITON_INTERPRE
 """
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import rl_core
+from plinth_testing import run_under_the_interpreter
 from rl_core.fused_log_prob.tiles import (
     BLOCK_BYTES,
     EXTRA_BYTES,
@@ -123,14 +122,8 @@ print(count, "cases")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_interpreter_equals_float64(tmp_path: Path) -> None:
-    script = tmp_path / "cases.py"
-    script.write_text(CASES)
-    paths = [str(Path(importlib.util.find_spec("rl_core").origin).parents[1]), *sys.path]  # type: ignore[union-attr,arg-type]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
-    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "5 cases" in done.stdout
+def test_interpreter_equals_float64() -> None:
+    assert "5 cases" in run_under_the_interpreter(CASES, str(Path(rl_core.__file__).parents[1]))
 
 
 @settings(deadline=None, derandomize=True, max_examples=300)
@@ -202,19 +195,6 @@ def test_kept_blocks_are_not_overwritten_before_use(num_rows: int, num_columns: 
         start = num_columns * hidden_size - (blocks - block) * width * num_rows
         assert start % 8 == 0  # TMA needs multiples of 16 bytes
         assert (block + 1) * width * hidden_size <= start  # the gradient's rows end before the block that produces them
-
-
-def test_shapes_of_the_speed_table_use_whole_waves() -> None:
-    for tokens, size, expected in (
-        (16384, 1024, (16384, 16384, 8448)),
-        (4096, 1024, (4096, 4096, 33792)),
-        (16384, 4096, (16384, 16384, 8448)),
-        (65536, 1024, (65536, 16384, 8448)),
-        (65536, 2048, (16384, 16384, 8448)),
-        (65536, 4096, (16384, 16384, 4224)),
-    ):
-        rows = plan_groups(tokens, size)
-        assert (rows, *plan_blocks(rows, 151936, 2, sum_bytes(tokens, rows, size, 2))) == expected
 
 
 def test_tuner_measures_once_and_skips_candidates_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

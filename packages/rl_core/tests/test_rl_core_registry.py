@@ -88,6 +88,9 @@ def test_every_advantage_is_finite_and_ignores_a_shift_of_its_baseline(
         "response_lens_S": lens_N,
         "rewards_K": torch.randn(num_tokens, generator=random),
         "values_K": torch.randn(num_tokens, generator=random),
+        "turn_rewards_U": torch.randn(num_samples, generator=random),
+        "turn_counts_N": torch.ones(num_samples, dtype=torch.int64),
+        "state_ids_U": torch.zeros(num_samples, dtype=torch.int64),
         "gamma": 1.0,
         "lam": 0.9,
     }
@@ -100,5 +103,6 @@ def test_every_advantage_is_finite_and_ignores_a_shift_of_its_baseline(
     assert estimate.shape == ((num_tokens,) if entry.per_token else (num_samples,))
     assert all(math.isfinite(value) for value in estimate.tolist())
     if entry.compares_group:
-        shifted = entry.estimate(inputs | {"scores_N": inputs["scores_N"] + 5.0})
+        shifts = {name: inputs[name] + 5.0 for name in ("scores_N", "turn_rewards_U")}
+        shifted = entry.estimate(inputs | shifts)
         assert torch.allclose(shifted, estimate, atol=1e-5)

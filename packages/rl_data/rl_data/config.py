@@ -32,6 +32,10 @@ def require_at_least(minimum: int, field: str, value: int | None) -> None:
         raise DataConfigError(field=field, value=value, allowed=f"at least {minimum}")
 
 
+MADE = ("fetched:", "reasoning_gym:")
+"""Beginnings of names that `rl_data.tasks.fetched` makes files of."""
+
+
 def expand_files(field: str, names: Sequence[str]) -> tuple[str, ...]:
     """The names with `~` as the home folder, and the sorted matches in place of each pattern (`*`, `?`, `[...]`, `**`).
 
@@ -39,6 +43,9 @@ def expand_files(field: str, names: Sequence[str]) -> tuple[str, ...]:
     """
     expanded: list[str] = []
     for name in map(os.path.expanduser, names):
+        if name.startswith(MADE):
+            expanded.append(name)
+            continue
         exists = os.path.lexists(name) or os.path.isdir(name.rpartition(":")[0])
         if exists or not glob.has_magic(name) or "\0" in name:
             expanded.append(name)
@@ -67,9 +74,12 @@ class ColumnsConfig:
     data_source: str | None = None
     #: Column of the tools, a list of JSON schemas or its JSON text. None: `tools`, if there is one.
     tools: str | None = None
+    #: Column of the images: paths, bytes, or structs of `bytes` and `path`; a list, or one of them. None: `images`, if
+    #: there is one. They stand where messages have image parts or `<image>`, else before the first user message.
+    images: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("prompt", "ground_truth", "data_source", "tools"):
+        for name in ("prompt", "ground_truth", "data_source", "tools", "images"):
             if getattr(self, name) == "":
                 raise DataConfigError(field=name, value="", allowed="the name of a column, or null")
 
@@ -80,7 +90,8 @@ class DataConfig:
 
     #: Training files: parquet; JSON lines or an array (.jsonl, .ndjson, .json) or CSV with a header (.csv), these also
     #: with .gz; or a folder saved by Hugging Face `datasets` (`folder:split` if it has splits). A name may be a pattern
-    #: (`data/*.parquet`) and begin with `~`. Empty: the caller uses the built-in arithmetic task.
+    #: (`data/*.parquet`) and begin with `~`; `reasoning_gym:TASK?size=5000` makes one. Empty: the caller uses the
+    #: built-in arithmetic task.
     train: tuple[str, ...] = ()
     #: Validation files of the same kinds. Empty: no validation, or the held-out part of the built-in task.
     val: tuple[str, ...] = ()

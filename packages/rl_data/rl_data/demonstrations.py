@@ -14,7 +14,7 @@ template has ended it.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,12 @@ from .config import DataConfig, TurnsTrained
 from .errors import DataError
 from .files.opening import open_table
 from .files.table import Place, Table
+from .images import ImageProcessor, as_parts, ids_with_images, take_images
 from .lost_characters import compared
 from .messages import leaves
 from .prompts import batches, dotted, report_filtered, too_long
 from .rendering import Renderer, encode, with_configured
-from .rows import Message, Tool, conversation, tools_of
+from .rows import IMAGES, MEDIA_COLUMNS, Message, Tool, conversation, refuse_media, tools_of
 from .tokenizer import TokenizerLike
 
 _HELP = (
@@ -53,6 +54,8 @@ class AnsweredRow:
     """The response as texts of the model and a tool in turn; None: it is in the messages."""
     num_before: int = 0
     """Without parts: number of messages before those that are trained on."""
+    images: tuple[str, ...] = ()
+    """Files, in the order of their places in the messages."""
     columns: tuple[str, str]
     """The columns of the prompt and of the response; the same for a conversation."""
 
@@ -71,6 +74,8 @@ class Demonstration:
     response_ids: tuple[int, ...]
     response_mask: tuple[bool, ...] | None = None
     """False for response tokens that the model does not write (a user's, a tool's); None if it writes them all."""
+    images: tuple[str, ...] = ()
+    """Files of the images whose placeholders the ids have."""
 
     @property
     def num_tokens(self) -> int:
@@ -112,8 +117,22 @@ def _rows(file: str | Path) -> Iterator[AnsweredRow]:
     table = open_table(file)
     columns, parse = _format(table)
     table.require(columns, _HELP)
-    for place, row in table.rows(columns, text=columns):
-        yield parse(place, row)
+    for place, row in table.rows([*columns, *media_of(table)], text=columns):
+        yield with_images(parse(place, row), row)
+
+
+def media_of(table: Table) -> list[str]:
+    """The table's columns of images and other media."""
+    return [name for name in (IMAGES, *MEDIA_COLUMNS) if name in table.columns]
+
+
+def with_images(row: AnsweredRow, columns: dict[str, Any]) -> AnsweredRow:
+    """The row with the images of its messages or of the column `images`. Raises DataError for other media."""
+    refuse_media(row.place, columns)
+    messages, images = take_images(row.place, row.messages, columns, IMAGES)
+    if images and not messages:
+        raise row.place.error("images beside plain text", "Give the prompt as messages.", column=IMAGES)
+    return replace(row, messages=messages, images=images)
 
 
 def of_question(place: Place, row: dict[str, Any], answer: str = "answer") -> AnsweredRow:
@@ -156,11 +175,15 @@ def _of_text(place: Place, row: dict[str, Any]) -> AnsweredRow:
 
 def _require_response(place: Place, messages: Sequence[Message], column: str) -> None:
     last, roles = messages[-1], [message["role"] for message in messages]
-    if roles[-1] != "assistant" or not (last["content"].strip() or last.get("tool_calls")) or roles[0] == "assistant":
+    if roles[-1] != "assistant" or not (_has_text(last) or last.get("tool_calls")) or roles[0] == "assistant":
         problem = "the conversation does not end with an assistant's text that answers another message"
         if roles[0] == "assistant":
             problem = "the conversation begins with an assistant's message, which answers none"
         raise place.error(problem, "Drop the messages around it, or drop the row.", column=column)
+
+
+def _has_text(message: Message) -> bool:
+    return isinstance(message["content"], str) and bool(message["content"].strip())
 
 
 def check_demonstrations(files: Sequence[str | Path]) -> int:
@@ -182,6 +205,7 @@ def load_demonstrations(
     turns: TurnsTrained = "all",
     max_length: int | None = None,
     section: str = "",
+    vision: ImageProcessor | None = None,
 ) -> list[Demonstration]:
     """The demonstrations of all files, in order. Prompts are identical to those of `load_prompts`.
 
@@ -193,10 +217,11 @@ def load_demonstrations(
         max_length: maximum tokens of prompt and response; None: no limit. Prompts alone have `max_prompt_length`, but
             for plain text.
         section: the configuration section of `turns` and `max_length`, for errors.
+        vision: gives the token ids of rows with images.
     """
     if not files:
         raise DataError("no files were given", "Name at least one.")
-    encoded = RowEncoder(tokenizer, config, turns, section=section)
+    encoded = RowEncoder(tokenizer, config, turns, section=section, vision=vision)
     demonstrations: list[Demonstration] = []
     num_filtered = 0
     for rows in batches(row for file in files for row in _rows(file)):
@@ -213,20 +238,29 @@ def load_demonstrations(
 class RowEncoder:
     """Renders and tokenizes rows."""
 
-    def __init__(self, tokenizer: TokenizerLike, config: DataConfig, turns: TurnsTrained, *, section: str) -> None:
+    def __init__(
+        self,
+        tokenizer: TokenizerLike,
+        config: DataConfig,
+        turns: TurnsTrained,
+        *,
+        section: str,
+        vision: ImageProcessor | None = None,
+    ) -> None:
         self.renderer = Renderer(tokenizer, config)
         chat = ChatTurns(tokenizer, self.renderer, turns, section=section)
         self._scripts = partial(_scripts, renderer=self.renderer, chat=chat, config=config)
-        self._tokenizer = tokenizer
+        self._tokenizer, self._vision = tokenizer, vision
         self._known: dict[int, int] = {}
 
     def __call__(self, rows: Sequence[AnsweredRow]) -> Iterator[tuple[AnsweredRow, Demonstration]]:
         """The sequences of each row, in order: several if each turn is one. Raises DataError."""
         made = [(row, one) for row in rows for one in self._scripts(row)]
-        sequences = _encode([one for _, one in made], self._tokenizer, self._known)
-        for (row, script), (ids, mask) in zip(made, sequences, strict=True):
-            self.renderer.lost.check(script.text, ids, row.place, row.column_of)
-            demonstration = _demonstration(ids, mask)
+        sequences = _encode(made, self._tokenizer, self._known, self._vision)
+        for (row, script), (ids, mask, images) in zip(made, sequences, strict=True):
+            if not images:  # placeholders are no characters of the text
+                self.renderer.lost.check(script.text, ids, row.place, row.column_of)
+            demonstration = _demonstration(ids, mask, images)
             if demonstration is None:
                 raise row.place.error("it has no token to train on", _FILL_IN)
             yield row, demonstration
@@ -235,6 +269,10 @@ class RowEncoder:
 def _scripts(row: AnsweredRow, *, renderer: Renderer, chat: ChatTurns, config: DataConfig) -> list[Script]:
     """The sequences of a row."""
     messages = with_configured(row.messages, config, is_question=row.is_question) if row.messages else ()
+    messages = as_parts(messages, len(row.images))
+    if row.images and chat.has_markers and row.parts is None:
+        problem = "images in a conversation whose template marks turns with {% generation %}"
+        raise row.place.error(problem, "Give `prompt` and `completion`.", column=IMAGES)
     if row.parts is None:
         return chat.scripts(messages, row.tools, row.place, first=row.num_before + len(messages) - len(row.messages))
     before = renderer(messages, row.tools, row.place) if messages else row.prompt
@@ -249,29 +287,38 @@ def _scripts(row: AnsweredRow, *, renderer: Renderer, chat: ChatTurns, config: D
 
 
 def _encode(
-    scripts: Sequence[Script], tokenizer: TokenizerLike, known: dict[int, int]
-) -> Iterator[tuple[list[int], list[bool]]]:
-    """Token ids of each sequence, and whether they are trained on.
+    made: Sequence[tuple[AnsweredRow, Script]],
+    tokenizer: TokenizerLike,
+    known: dict[int, int],
+    vision: ImageProcessor | None,
+) -> Iterator[tuple[list[int], list[bool], tuple[str, ...]]]:
+    """Token ids of each sequence, whether they are trained on, and the images that it has.
 
     `known` has one object per token id, which all sequences share: 8 bytes per token instead of 36.
     """
+    scripts = [script for _, script in made]
     firsts = [script.segments[0].text for script in scripts if script.with_special_tokens]
     rests = [segment.text for script in scripts for segment in script.segments[int(script.with_special_tokens) :]]
     first = iter(encode(firsts, tokenizer, add_special_tokens=True) if firsts else [])
     rest = iter(encode(rests, tokenizer, add_special_tokens=False) if rests else [])
     end = int(tokenizer.eos_token_id)
-    for script in scripts:
-        ids, mask = list(script.ids), list(script.mask)
+    for row, script in made:
+        ids, mask, num_images = list(script.ids), list(script.mask), 0
         for index, segment in enumerate(script.segments):
             tokens = next(first if index == 0 and script.with_special_tokens else rest)
+            if row.images and not segment.is_trained:
+                count = vision.count(segment.text) if vision is not None else len(row.images)
+                images = row.images[num_images : num_images + count]
+                num_images += count
+                tokens = ids_with_images(segment.text, images, vision, row.place, IMAGES) if count else tokens
             ids += tokens
             mask += [segment.is_trained] * len(tokens)
         if script.ends and not (mask and mask[-1] and ids[-1] == end):
             ids, mask = [*ids, end], [*mask, True]
-        yield [known.setdefault(token, token) for token in ids], mask
+        yield [known.setdefault(token, token) for token in ids], mask, row.images[:num_images]
 
 
-def _demonstration(ids: Sequence[int], mask: Sequence[bool]) -> Demonstration | None:
+def _demonstration(ids: Sequence[int], mask: Sequence[bool], images: tuple[str, ...]) -> Demonstration | None:
     """The sequence from its first to its last trained token as the response, and the tokens before it as the prompt.
 
     The first token of the sequence is never trained on: nothing predicts it. None if no token is trained on.
@@ -282,7 +329,7 @@ def _demonstration(ids: Sequence[int], mask: Sequence[bool]) -> Demonstration | 
     first, last = trained[0], trained[-1]
     response_mask = tuple(mask[first : last + 1])
     return Demonstration(
-        tuple(ids[:first]), tuple(ids[first : last + 1]), None if all(response_mask) else response_mask
+        tuple(ids[:first]), tuple(ids[first : last + 1]), None if all(response_mask) else response_mask, images
     )
 
 

@@ -91,6 +91,9 @@ def _parts(message: Message, template: str) -> Iterator[tuple[str, str]]:
         if isinstance(message.get(field), str) and message[field].strip() and field not in template:
             yield field, message[field]
     content = message["content"]
+    if isinstance(content, list):  # with images
+        yield from (("content", part["text"]) for part in content if part["type"] == "text" and part["text"].strip())
+        content = ""
     if _END_OF_THOUGHT in template:
         content = content.rpartition(_END_OF_THOUGHT)[2]
     yield from [("content", content)] if content.strip() else []

@@ -25,7 +25,17 @@ import numpy as np
 from plinth_base.errors import shown
 
 from .config import DataConfig
-from .demonstrations import AnsweredRow, Demonstration, RowEncoder, exceeds, of_completion, of_messages, of_question
+from .demonstrations import (
+    AnsweredRow,
+    Demonstration,
+    RowEncoder,
+    exceeds,
+    media_of,
+    of_completion,
+    of_messages,
+    of_question,
+    with_images,
+)
 from .errors import DataError
 from .files.opening import open_table
 from .files.table import Place, Table
@@ -87,8 +97,8 @@ def _pairs(file: str | Path) -> Iterator[_Group[float]]:
     with_margin = ["margin"] if "margin" in table.columns else []
     columns, parse = _format(table)
     table.require([*columns, *with_margin], _PAIRS_HELP)
-    for place, row in table.rows([*columns, *with_margin], text=columns):
-        pair = tuple(parse(place, row, name) for name in ("chosen", "rejected"))
+    for place, row in table.rows([*columns, *with_margin, *media_of(table)], text=columns):
+        pair = tuple(with_images(parse(place, row, name), row) for name in ("chosen", "rejected"))
         if row.get("chosen") == row.get("rejected"):
             raise place.error("the chosen response equals the rejected one", "Drop the row.", column="rejected")
         yield pair, _margin(place, row.get("margin", 0.0))
@@ -136,8 +146,8 @@ def _labeled(file: str | Path) -> Iterator[_Group[bool]]:
     columns = ["question", "answer"] if is_question else ["prompt", "completion"]
     table.require([*columns, "label"], _LABELED_HELP)
     parse = of_question if is_question else of_completion
-    for place, row in table.rows([*columns, "label"], text=columns):
-        yield (parse(place, row),), _label(place, row.get("label"))
+    for place, row in table.rows([*columns, "label", *media_of(table)], text=columns):
+        yield (with_images(parse(place, row), row),), _label(place, row.get("label"))
 
 
 def _label(place: Place, value: Any) -> bool:

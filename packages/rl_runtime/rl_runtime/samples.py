@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rl_core import Batch, pack
 from rl_data import Prompt
@@ -32,19 +33,30 @@ def group_numbers(samples: Sequence[Sample]) -> list[int]:
     return [number[sample.prompt_id] for sample in samples]
 
 
+def sample_numbers(batch: Batch) -> Tensor:
+    """int64 [S], the sample of each sequence, 0 to N - 1; sequences of a sample are neighbors."""
+    default = torch.arange(batch.num_sequences)
+    return batch.per_sequence.get("sample_ids", default).unique_consecutive(return_inverse=True)[1]
+
+
 def batch_of(samples: Sequence[Sample], *, policy_version: int | None = None) -> Batch:
     """The scored samples as one batch.
+
+    A sample with branches is several sequences, one after another, which have its facts in common.
 
     Per token: `routes` if the samples have them, uint8 or int16 [T, layers, experts]; -1 in context at the end.
 
     Columns: `rollout_log_probs`, unless they were not requested; `staleness`, int32, versions between the token and the
     weights that train; `turn_rewards` if a sample has some. Per sequence: `scores` (float64), `group_ids`,
-    `total_lens` (response tokens including context, which `sampling.max_tokens` limits), `is_truncated`, and
-    `baseline_scores` (float64) if there are extra responses.
+    `sample_ids`, `total_lens` (response tokens of the longest path including context, which `sampling.max_tokens`
+    limits), `is_truncated`, and `baseline_scores` (float64) if there are extra responses.
 
     Args:
         policy_version: of the weights that train on the samples; None: the newest one that sampled a token.
     """
+    ids = [number for number, sample in enumerate(samples) for _ in sample.paths]
+    longest = [max(path.response_ids.size for path in sample.paths) for sample in samples]
+    samples = [path for sample in samples for path in sample.paths]
     versions = np.concatenate([np.zeros(0, np.int32), *(sample.generated_versions for sample in samples)])
     newest = int(versions.max(initial=0)) if policy_version is None else policy_version
     columns = {"staleness": newest - versions}
@@ -62,7 +74,8 @@ def batch_of(samples: Sequence[Sample], *, policy_version: int | None = None) ->
     facts = {
         "scores": torch.tensor([sample.score for sample in samples], dtype=torch.float64),
         "group_ids": torch.tensor(group_numbers(samples), dtype=torch.int64),
-        "total_lens": torch.tensor([sample.response_ids.size for sample in samples], dtype=torch.int64),
+        "sample_ids": torch.tensor(ids, dtype=torch.int64),
+        "total_lens": torch.tensor([longest[number] for number in ids], dtype=torch.int64),
         "is_truncated": torch.tensor([sample.finish_reason == "length" for sample in samples], dtype=torch.bool),
     }
     baselines = [sample.baseline_score for sample in samples if sample.baseline_score is not None]

@@ -83,7 +83,10 @@ def by_loops(
     if name == "reinforce_pp":
         return whitened([returns_loop(row) for row in rewards])
     totals = np.array(scores) - [penalty.sum() for penalty in penalties]
-    one_each = [sample_loop(batch, name, totals, index) for index in range(len(lens))]
+    # Samples of one turn, which all answer the same prompt: GiGPO compares each with its group twice.
+    alike = {"turn_grpo": ("grpo", 1), "turn_rloo": ("rloo", 1), "gigpo": ("grpo", 2)}
+    name, factor = alike.get(name, (name, 1))
+    one_each = [factor * sample_loop(batch, name, totals, index) for index in range(len(lens))]
     rows = [np.full(length, value) for length, value in zip(lens, one_each, strict=True)]
     return whitened(rows) if name == "reinforce_pp_baseline" else rows
 
@@ -148,7 +151,7 @@ def test_an_advantage_is_what_a_loop_over_samples_and_tokens_computes(
     penalties = [0.3 * row * (kl_in == "reward") for row in kl_rows(batch)]
     turns = [np.zeros(length) for length in lens]
     expected = by_loops(batch, name, shaped, penalties, turns)
-    if name not in ("grpo", "reinforce_pp", "reinforce_pp_baseline") or has_spread(expected):
+    if name not in ("grpo", "turn_grpo", "gigpo", "reinforce_pp", "reinforce_pp_baseline") or has_spread(expected):
         assert advantages == pytest.approx(np.concatenate(expected).tolist(), rel=2e-3, abs=2e-3)
     assert metrics["actor/ref_kl"] == pytest.approx(np.concatenate(kl_rows(batch)).mean(), abs=1e-5)
     if penalty:
@@ -174,6 +177,26 @@ def test_rewards_of_turns_are_at_their_tokens_and_the_rest_of_the_score_at_the_l
     assert columns["advantages"].tolist() == columns["returns"].tolist()
     per_sample, _ = advantages(batch, PolicyConfig(advantage="dr_grpo"), max_tokens=8)
     assert per_sample["advantages"].tolist() == [0] * 4
+
+
+def test_turns_of_samples_are_compared_by_number_or_by_the_observation_that_they_answer() -> None:
+    """By hand: two episodes of two turns, `context` between them; the second turns answer different observations."""
+    mask = np.array([True, True, False, True])
+    rewards = np.array([1, 0, 4], np.float32), np.array([0, 0, 2], np.float32)  # of sampled tokens
+    batch = batch_of(
+        [
+            sample((5, 6, 7, 8), response_mask=mask, turn_rewards=rewards[0], score=5.0),
+            sample((5, 6, 9, 8), response_mask=mask, turn_rewards=rewards[1], score=2.0),
+        ]
+    )
+    config = PolicyConfig(advantage="turn_rloo", gamma=0.5)
+    columns, _ = advantages(batch, config, max_tokens=8)
+    assert columns["advantages"].tolist() == [2, 2, 2, -2, -2, -2]  # returns (3, 4) and (1, 2)
+    columns, _ = advantages(batch, PolicyConfig(advantage="gigpo", gamma=0.5), max_tokens=8)
+    half = 0.5**0.5  # GRPO's advantage in a group of two; only the first turns answer the same
+    assert columns["advantages"].tolist() == pytest.approx(
+        [2 * half, 2 * half, half, *[-2 * half] * 2, -half], abs=1e-5
+    )
 
 
 def test_the_length_penalty_lowers_the_score_that_is_trained_on_and_nothing_else() -> None:

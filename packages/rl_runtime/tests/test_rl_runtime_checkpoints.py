@@ -1,4 +1,4 @@
-"""Which checkpoints a run refuses to resume from before it changes an engine, and what it restores.
+"""Checkpoints that a run refuses before it changes an engine, and the state that it restores.
 
 The tests of the apps save and load engines.
 """

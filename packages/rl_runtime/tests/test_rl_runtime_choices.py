@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ds_engine import EngineConfig, LoraConfig, ModelShape, OptimConfig
 from ds_engine.config import OffloadConfig, ZeroConfig
+from plinth_testing import models
 from plinth_testing.errors import raises
 from rl_core import BatchConfig
 from rl_data import DataConfig
@@ -39,30 +40,7 @@ from rollout_vllm import RolloutConfig, SamplingConfig
 from run_kit.machine import gpus as machine_gpus
 from weight_sync import SyncConfig
 
-QWEN3_06B = ModelShape.read(
-    {
-        "model_type": "qwen3",
-        "vocab_size": 151936,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": True,
-    }
-)
-QWEN2_7B = ModelShape.read(
-    {
-        "model_type": "qwen2",
-        "vocab_size": 152064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-    }
-)
+QWEN3_06B, QWEN2_7B = ModelShape.read(models.QWEN3_06B), ModelShape.read(models.QWEN2_7B)
 GIB = 2**30
 
 

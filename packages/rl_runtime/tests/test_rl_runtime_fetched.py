@@ -5,6 +5,7 @@ import pytest
 from rl_data import DataConfig, DataConfigError
 from rl_runtime.config import ModelConfig
 from rl_runtime.job_config import JobConfig
+from rl_runtime.resolve import resolved
 from rl_runtime.resolve.resolved import with_fetched_files
 
 
@@ -17,6 +18,13 @@ def test_names_become_paths_and_other_values_stay(tmp_path, monkeypatch):
     assert made.model.path == str(tmp_path / "SmolLM2-135M-Instruct")
     assert made.data.train == (str(tmp_path / "sums_reasoning_gym_0.1.25/train.parquet"), "own")
     assert with_fetched_files(made) is made
+
+
+def test_names_of_validation_are_held_out(monkeypatch):
+    monkeypatch.setattr(resolved, "fetch", lambda name, held_out: f"{name.rpartition('?')[2]} {held_out}")
+    data = DataConfig(train=("reasoning_gym:dice?size=2",), val=("reasoning_gym:dice?size=1",))
+    made = with_fetched_files(JobConfig(data=data)).data
+    assert (made.train, made.val) == (("size=2 False",), ("size=1 True",))
 
 
 def test_an_unknown_name_is_refused_with_its_key():

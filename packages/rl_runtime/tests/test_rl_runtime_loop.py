@@ -1,4 +1,4 @@
-"""Which steps the loop takes and saves when a signal asks it to stop, and what it says.
+"""Steps that the loop takes and saves when a signal asks it to stop, and its lines.
 
 The tests of the apps run it on real processes.
 """

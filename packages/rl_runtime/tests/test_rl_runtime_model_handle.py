@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rl_runtime_samples import prompt, sample
 
-from ds_engine import EngineConfig, LossOutput, StepStats, TokenOutputs
+from ds_engine import EngineConfig, LossOutput, StepSettings, StepStats, TokenOutputs
 from plinth_testing import raises
 from rl_core import Batch, BatchConfig
 from rl_data import Demonstration
@@ -58,6 +58,16 @@ class EchoEngine:
 
     def values(self, micro_batches: list[Any]) -> list[torch.Tensor]:
         return [batch.target_ids_K.float() / 2 for batch in micro_batches]
+
+    def accumulate(
+        self, micro_batches: list[Any], loss_fn: Any, *, temperature: float
+    ) -> tuple[float, dict[str, float]]:
+        self.train_mini_batch(micro_batches, loss_fn, temperature=temperature)
+        return float(sum(output.loss for output in self.losses[-1])), {}
+
+    def step(self, settings: StepSettings) -> tuple[float, bool]:
+        self.settings = settings
+        return 2.0, True
 
     def train_mini_batch(
         self, micro_batches: list[Any], loss_fn: Any, *, temperature: float, head_term: object = None
@@ -391,6 +401,25 @@ def test_a_function_of_a_module_computes_on_the_ranks() -> None:
         partly = actor.compute(train_batch, doubled, mini_batches=[1])
         assert partly[:2].isnan().all()
         assert partly[2:].tolist() == [200, 400, 402, 404, 406]
+
+
+def own_loss(outputs: TokenOutputs, batch: Any) -> LossOutput:
+    return LossOutput(loss=(batch.columns["weights"] * batch.columns["own"]).sum())
+
+
+def test_a_gradient_that_waits_brings_its_log_probs_in_the_order_of_the_batch() -> None:
+    ranks = InProcessRanks(2, "actor")
+    actor, batch = handle(ranks, "actor"), make_batch([2, 9, 4])
+    batch.add_columns(weights=torch.arange(batch.num_targets).float())
+    with TrainBatch(batch) as train_batch:
+        loss, _, own_K = actor.accumulate(train_batch, own_loss, column="own")
+    assert own_K.tolist() == batch.target_ids_K.tolist()
+    shares = [float(output.loss) for engine in ranks.engines("actor") for output in engine.losses[0]]
+    assert sum(shares) == float((batch.columns["weights"] * own_K).sum())
+    assert loss == sum(float(output.loss) for output in ranks.engines("actor")[0].losses[0]), "summed by the engine"
+    settings = StepSettings(lr=0.5)
+    assert actor.step(settings) == (2.0, True)
+    assert [engine.settings for engine in ranks.engines("actor")] == [settings] * 2
 
 
 def test_models_of_different_layouts_on_the_same_ranks_keep_copies_of_their_own() -> None:

@@ -163,6 +163,7 @@ def test_a_mini_batch_of_filtered_responses_has_a_loss_of_zero() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_sequence_parallel_ranks_make_the_same_update_with_gspo(two_ranks: RankPool, tmp_path: Path) -> None:
     """It needs whole sequences: every rank gets all outputs of a micro batch, whatever slice it computes."""
     two_ranks.run("update_with_gspo", folder=str(write_tiny_model(tmp_path)))

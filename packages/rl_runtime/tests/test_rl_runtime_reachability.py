@@ -1,4 +1,4 @@
-"""Which weight transports are refused before anything starts, by where rank 0 and the servers will be."""
+"""Weight transports that are refused before anything starts, by where rank 0 and the servers will be."""
 
 import pytest
 from hypothesis import given

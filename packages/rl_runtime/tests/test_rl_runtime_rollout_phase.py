@@ -82,6 +82,17 @@ def test_an_episodes_context_is_masked_and_its_log_probs_are_left_out(scorer: Sc
     assert [item.generated_versions.tolist() for item in collected.samples] == [[3, 3]] * 4
 
 
+def test_tools_stand_for_their_environment_also_in_a_configuration_that_was_written() -> None:
+    made = EpisodeConfig(tools=("my_tools:add", "mcp:python server.py"), options={"call_format": "llama"})
+    assert made.environment == "rollout_vllm:ToolEnvironment"
+    assert made.options == {"call_format": "llama", "tools": ["my_tools:add", "mcp:python server.py"]}
+    assert replace(made) == made, "as read from config.yaml"
+    with raises(InputError, field="environment", value="my_games:Game"):
+        EpisodeConfig(tools=("my_tools:add",), environment="my_games:Game")
+    with raises(InputError, field="options"):
+        replace(made, tools=("my_tools:sub",))
+
+
 class EpisodeTokenizer(Tokenizer):
     """Texts of an episode: a token is a letter."""
 

@@ -1,4 +1,4 @@
-"""Which servers are pushed to when servers die, with scripted servers and ranks; tests/ uses real ones."""
+"""Pushes while servers die, with scripted servers and ranks; tests/ uses real ones."""
 
 import asyncio
 import threading

@@ -4,6 +4,7 @@ from .client.scoring import TokenScores as TokenScores
 from .config import Endpoint as Endpoint
 from .config import RolloutConfig as RolloutConfig
 from .config import SamplingConfig as SamplingConfig
+from .episodes.agents import AgentRollout as AgentRollout
 from .episodes.async_rewards import AsyncRewardPool as AsyncRewardPool
 from .episodes.chat import ChatFormat as ChatFormat
 from .episodes.chat import ChatTemplateError as ChatTemplateError

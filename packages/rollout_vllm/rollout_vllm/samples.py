@@ -100,6 +100,12 @@ class Sample:
     last but one sampled token; None without `RolloutConfig(routes=True)`. Tokens that a later turn or a resumed request
     computed again have the experts of the last time: the newest tokens were sampled with those."""
     num_turns: int = 1
+    """Of the whole episode."""
+    branches: "tuple[Sample, ...]" = field(default=(), repr=False)
+    """Further paths of an episode that branches, each a sequence of its own. A token that several paths have in common
+    is sampled in one of them, and context in the others."""
+    tree: tuple[str, ...] = field(default=(), repr=False)
+    """The turns of an episode that branches, for a reader."""
     turn_rewards: FloatArray | None = None
     """float32, the rewards that a rollout function gave, one value per sampled token, 0 but for the last token of a
     rewarded turn; None if it gave none."""
@@ -127,9 +133,18 @@ class Sample:
             object.__setattr__(self, "version_spans", spans)
 
     @property
+    def paths(self) -> "tuple[Sample, ...]":
+        """The sample and its branches, each as a sample without branches that has the score."""
+        if not self.branches:
+            return (self,)
+        common = {"branches": (), "score": self.score, "baseline_score": self.baseline_score}
+        return tuple(replace(path, **common) for path in (self, *self.branches))
+
+    @property
     def policy_version(self) -> int:
         """The oldest version of a token."""
-        return min((span.policy_version for span in self.version_spans), default=self.last_policy_version)
+        spans = (span.policy_version for path in self.paths for span in path.version_spans)
+        return min(spans, default=self.last_policy_version)
 
     @property
     def token_ids(self) -> IntArray:
@@ -138,8 +153,9 @@ class Sample:
 
     @property
     def num_generated(self) -> int:
-        """Response tokens that the policy sampled."""
-        return self.response_ids.size if self.response_mask is None else int(self.response_mask.sum())
+        """Response tokens that the policy sampled, of all paths."""
+        own = self.response_ids.size if self.response_mask is None else int(self.response_mask.sum())
+        return own + sum(branch.num_generated for branch in self.branches)
 
     @property
     def generated_log_probs(self) -> FloatArray | None:
@@ -171,6 +187,7 @@ class Sample:
         routes = None if self.routes is None else pack_routes(self.routes)
         state = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "prompt"}
         arrays = {name: state[name].tolist() for name in _ARRAYS if state[name] is not None}
+        arrays["branches"] = [branch.to_state() for branch in self.branches]
         return state | arrays | {"reward_terms": dict(self.reward_terms), "data": dict(self.data), "routes": routes}
 
     @classmethod
@@ -178,7 +195,9 @@ class Sample:
         """The inverse of `to_state`, also after JSON."""
         spans = tuple(VersionSpan(*span) for span in state["version_spans"])
         routes = None if state.get("routes") is None else unpack_routes(state["routes"])
-        return cls(prompt=prompt, **{**state, "version_spans": spans, "routes": routes})
+        branches = tuple(cls.from_state(branch, prompt=prompt) for branch in state.get("branches", ()))
+        made = {"version_spans": spans, "routes": routes, "branches": branches, "tree": tuple(state.get("tree", ()))}
+        return cls(prompt=prompt, **{**state, **made})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,15 +63,15 @@ class Moody(Counter):
         return b"board" if prompt == "reset returns bytes" else None
 
     def step(self, action: str) -> Any:
-        found = super().step(action)
+        result = super().step(action)
         if self.count < 2:
-            return found
-        observation, _, done, info = found
+            return result
+        observation, _, done, info = result
         wrong: dict[str, Any] = {
             "nan": (observation, float("nan"), done, info),
             "string": (observation, "1.0", done, info),
             "nothing": None,
-            "three values": found[:3],
+            "three values": result[:3],
             "number as text": (7, 1.0, done, info),
             "megabytes": ("x" * (17 * 2**20), 1.0, done, info),
         }
@@ -100,7 +100,7 @@ class Moody(Counter):
             subprocess.Popen(
                 [sys.executable, "-c", f"import time; time.sleep(600)  # {self.log}"], start_new_session=True
             )
-        return found
+        return result
 
 
 class Endless(Counter):

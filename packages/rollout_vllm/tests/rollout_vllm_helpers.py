@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import re
 import subprocess
@@ -24,15 +23,6 @@ from rollout_vllm.client.transport import LoopThread
 EOS_ID = 1
 FAST_PATHS = Path(rollout_vllm.__file__).parent / "servers" / "fast"
 """Folder of files that a server process loads by path."""
-
-
-def run_under_the_interpreter(code: str) -> str:
-    """Output of `code` in a process that runs Triton kernels on the CPU and imports the files of `FAST_PATHS`."""
-    paths = os.pathsep.join(path for path in (str(FAST_PATHS), *sys.path) if path)
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
 
 
 _BUILD_MODEL = """

@@ -68,8 +68,8 @@ class FinderHarness(vf.Harness[FinderConfig]):
                     break
                 for call in message.tool_calls:
                     digit = json.loads(call.function.arguments)["digit"]
-                    found = str(data.number)[digit]
-                    messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
+                    result = str(data.number)[digit]
+                    messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 

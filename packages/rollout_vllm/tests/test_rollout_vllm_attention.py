@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from rollout_vllm_helpers import run_under_the_interpreter
+from rollout_vllm_helpers import FAST_PATHS
 
+from plinth_testing import run_under_the_interpreter
 from rollout_vllm.servers.patch import ATTENTION
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -105,7 +106,7 @@ print("compared")
 
 @needs_triton
 def test_attention_under_the_interpreter_is_a_softmax_over_each_requests_tokens() -> None:
-    assert "16 cases\ncompared" in run_under_the_interpreter(CASES)
+    assert "16 cases\ncompared" in run_under_the_interpreter(CASES, str(FAST_PATHS))
 
 
 @needs_triton
@@ -159,7 +160,7 @@ def layer(**changes: Any) -> Any:
 
 
 def plain_attention(self: Any, query: torch.Tensor, kv_cache: torch.Tensor, step: Any, output: torch.Tensor) -> None:
-    """What vLLM's forward computes, in torch: its kernels need a GPU."""
+    """The output of vLLM's forward, in torch: its kernels need a GPU."""
     for row, length in enumerate(step.seq_lens.tolist()):
         blocks = step.block_table[row, : -(-length // kv_cache.shape[2])].long()
         both = kv_cache[blocks].transpose(1, 2).reshape(-1, self.num_kv_heads, 2 * self.head_size)[:length].float()
@@ -212,15 +213,15 @@ class Replaced:
         self.implementation = FlashAttentionImpl
 
     def forward(
-        self, of: Any, step: Any, *, dtype: torch.dtype = torch.bfloat16, scales: Any = None, block: int = 16
+        self, attention: Any, step: Any, *, dtype: torch.dtype = torch.bfloat16, scales: Any = None, block: int = 16
     ) -> None:
-        query = torch.randn((2, 4, of.head_size), generator=torch.Generator().manual_seed(1)).to(dtype)
+        query = torch.randn((2, 4, attention.head_size), generator=torch.Generator().manual_seed(1)).to(dtype)
         cache = torch.randn((5, 2, block, 128), generator=torch.Generator().manual_seed(2)).to(dtype)
         output, expected = torch.zeros_like(query), torch.zeros_like(query)
         forward: Any = self.implementation.forward
-        assert forward(of, None, query, None, None, cache, step, output, scales) is output
+        assert forward(attention, None, query, None, None, cache, step, output, scales) is output
         if step is not None and step.max_query_len == 1:
-            plain_attention(of, query, cache, step, expected)
+            plain_attention(attention, query, cache, step, expected)
             torch.testing.assert_close(output, expected, rtol=0, atol=0)
 
 
@@ -296,14 +297,14 @@ def test_graphs_that_vllm_replays_for_prompts_are_vllms(mode: str, ours: bool, m
 
     replaced, config = Replaced(monkeypatch), VllmConfig()
     with set_current_vllm_config(config):
-        of = replaced.implementation(4, 64, 0.125, 2, None, None, "auto")
+        attention = replaced.implementation(4, 64, 0.125, 2, None, None, "auto")
     config.compilation_config.cudagraph_mode = CUDAGraphMode[mode]  # vLLM decides after it has built the layers
-    replaced.forward(of, decoding_step())
+    replaced.forward(attention, decoding_step())
     assert replaced.our_calls == (COMPARED + 1 if ours else 0)
 
 
 @pytest.mark.parametrize(
-    ("of", "changes", "options"),
+    ("sizes", "changes", "options"),
     [
         ({}, {"max_query_len": 2}, {}),  # a prompt, or speculated tokens
         ({}, {"causal": False}, {}),
@@ -325,14 +326,14 @@ def test_graphs_that_vllm_replays_for_prompts_are_vllms(mode: str, ours: bool, m
     ],
 )
 def test_other_steps_are_vllms(
-    of: dict[str, Any], changes: dict[str, Any] | None, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    sizes: dict[str, Any], changes: dict[str, Any] | None, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = {name: options[name] for name in ("processors", "capability") if name in options}
     replaced = Replaced(monkeypatch, **gpu)
     step = None if changes is None else decoding_step(**changes)
-    if of.get("num_kv_heads") == 1:
+    if sizes.get("num_kv_heads") == 1:
         monkeypatch.setattr(sys.modules[__name__], "plain_attention", lambda *_: None)
-    replaced.forward(layer(**of), step, **({} if gpu else options))
+    replaced.forward(layer(**sizes), step, **({} if gpu else options))
     assert (replaced.stock_calls, replaced.our_calls) == (1, 0)
 
 
@@ -355,8 +356,8 @@ def test_attention_on_a_gpu_is_a_softmax(requests: int, heads: int, key_heads: i
     q = torch.randn((requests, heads, width), device="cuda", dtype=torch.bfloat16)
     out, expected = torch.full_like(q, 7.0), torch.zeros_like(q)
     keys, values = cache.transpose(1, 2).split(width, -1)
-    of = layer(num_heads=heads, num_kv_heads=key_heads, head_size=width, scale=width**-0.5)
-    plain_attention(of, q, cache, SimpleNamespace(seq_lens=lengths, block_table=table), expected)
+    attention = layer(num_heads=heads, num_kv_heads=key_heads, head_size=width, scale=width**-0.5)
+    plain_attention(attention, q, cache, SimpleNamespace(seq_lens=lengths, block_table=table), expected)
     for together in _choices(heads, key_heads):
         decode(out.fill_(7.0), q, keys, values, table, lengths, width**-0.5, together=together)
         torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)

@@ -28,7 +28,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 17}}\n</tool_call>'
 
 
 def talk(agent: Callable[[AsyncOpenAI], Awaitable[Any]], policy: Callable[[ChatEndpoint], Awaitable[Any]]) -> Any:
-    """What the policy returns, after both have ended."""
+    """The policy's result, after both have ended."""
 
     async def both() -> Any:
         async with ChatEndpoint(hermes_calls) as endpoint:

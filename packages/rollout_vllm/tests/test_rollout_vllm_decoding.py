@@ -35,7 +35,7 @@ BLOCK = 16
 
 @dataclass(frozen=True)
 class Plan:
-    """What happens to a scheduler. arrivals: (step, prompt length, most tokens, prompt). aborts: (step, request)."""
+    """Events of a scheduler. arrivals: (step, prompt length, most tokens, prompt). aborts: (step, request)."""
 
     arrivals: tuple[tuple[int, int, int, int], ...]
     aborts: tuple[tuple[int, int], ...]
@@ -132,7 +132,7 @@ def answer(scheduler: Scheduler, scheduled: Any, *, log_probs: bool) -> ModelRun
 
 
 def message(output: Any) -> tuple[Any, ...]:
-    """What the front end receives of a request."""
+    """The part of a request that the front end receives."""
     lists = output.new_logprobs
     values = None if lists is None else (lists.logprobs.tolist(), lists.logprob_token_ids.tolist())
     return output.request_id, output.new_token_ids, values, output.finish_reason, output.stop_reason

@@ -289,10 +289,10 @@ def test_a_cancelled_run_leaves_no_environment_behind() -> None:
         for pid, parent, command in (line.split(None, 2) for line in listing.splitlines()):
             if not command.startswith("ps "):
                 children.setdefault(int(parent), []).append(int(pid))
-        found = [os.getpid()]
-        for own in found:
-            found += children.get(own, [])
-        return len(found)
+        pids = [os.getpid()]
+        for own in pids:
+            pids += children.get(own, [])
+        return len(pids)
 
     async def cancelled(after_s: float) -> None:
         spec = EnvironmentSpec(path="rollout_vllm_environments:Endless")

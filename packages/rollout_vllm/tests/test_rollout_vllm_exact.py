@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from rollout_vllm_helpers import run_under_the_interpreter
 
-from plinth_testing import raises
+from plinth_testing import raises, run_under_the_interpreter
 from rollout_vllm import RolloutConfig, RolloutConfigError
 from rollout_vllm.servers.command import server_arguments, server_environment
 from rollout_vllm.servers.exact import operations
@@ -58,7 +57,7 @@ def test_a_row_has_the_same_bits_beside_any_others(dtype: torch.dtype, begin: in
     for rows in (
         lambda x: operations.linear(x, weight, bias),
         lambda x: operations.rms_norm(x, weight[0], 1e-6),
-        lambda x: operations.silu(x[:, :37]),
+        lambda x: operations.silu_and_mul(x[:, :37], x[:, 1:38]),
         lambda x: operations.log_probs(operations.linear(x, weight)),
         lambda x: operations.token_log_probs(operations.linear(x, weight), torch.full((len(x),), 7)),
     ):
@@ -74,7 +73,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(dtype: torch.dtype, num_thr
     for threads in (1, num_threads):
         torch.set_num_threads(threads)
         products = operations.linear(x, weight)
-        parts = operations.rms_norm(x, weight[0], 1e-6), operations.silu(x), operations.log_probs(products)
+        parts = operations.rms_norm(x, weight[0], 1e-6), operations.silu_and_mul(x, x), operations.log_probs(products)
         results.append([products, *parts, operations.rotary_table(frequencies, 3000, dtype)])
     torch.set_num_threads(before)
     assert [torch.equal(one, other) for one, other in zip(*results, strict=True)] == [True] * 5
@@ -149,6 +148,18 @@ assert torch.equal(kernels.linear(x, weight, bias), kernels.matmul(x, weight, bi
 logits = drawn(3, 5000)
 logits[0, :2500] = float("-inf")  # whole blocks of masked tokens
 close(kernels.log_sum_exp(logits), logits.logsumexp(-1))
+tokens = torch.tensor([3000, 7, 4999])
+close(kernels.entropies(logits, kernels.log_sum_exp(logits)), torch.distributions.Categorical(logits=logits).entropy())
+gate, up = drawn(70, 96).chunk(2, dim=-1)
+close(kernels.silu_and_mul(gate, up), operations.silu_and_mul(gate, up))
+summed = kernels.add_rms_norm(x, x.flip(0), weight[0], 1e-6)
+for one, other in zip(summed, operations.add_rms_norm(x, x.flip(0), weight[0], 1e-6)):
+    close(one, other)
+places, angles = torch.arange(69, -1, -1), operations.rotary_table(drawn(16).abs(), 70, torch.float32)
+for inverse in (False, True):
+    turned = operations.rotate(inside, angles, places, inverse)
+    close(kernels.rotate(inside, angles, places, inverse), turned)
+    close(kernels.rotate(inside.transpose(0, 1).contiguous().transpose(0, 1), angles, places, inverse), turned)
 for heads, key_heads, width in ((9, 3, 64), (4, 2, 16)):
     cache = drawn(12, key_heads, 32, 2 * width)
     table = torch.randperm(12, generator=torch.Generator().manual_seed(0))[:10].to(torch.int32).view(2, 5)
@@ -238,7 +249,7 @@ def test_layers_compute_what_those_of_transformers_compute(layers: dict[str, Any
 
     mlp = LlamaMLP(config).to(dtype)
     merged = torch.cat((mlp.gate_proj(x), mlp.up_proj(x)), dim=-1)
-    expected = operations.silu(mlp.gate_proj(x)) * mlp.up_proj(x)
+    expected = operations.silu_and_mul(mlp.gate_proj(x), mlp.up_proj(x))
     assert torch.equal(layers["SiluAndMul.forward_cuda"](None, merged), expected)
     torch.testing.assert_close(
         expected, mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x)
@@ -293,7 +304,13 @@ def test_on_a_gpu_rows_have_the_same_bits_beside_any_others() -> None:
         assert torch.equal(operations.linear(x[:num], weight, bias), whole[:num])
         normed = operations.rms_norm(x, weight[0], 1e-6)
         assert torch.equal(operations.rms_norm(x[:num], weight[0], 1e-6), normed[:num])
-        assert torch.equal(operations.silu(x.view(4100, 2, -1)[:num, 0]), operations.silu(x)[:num, :1536])
+        gates = x.view(4100, 2, -1)
+        gated = operations.silu_and_mul(gates[:, 0], gates[:, 1])
+        merged = x[:num].chunk(2, dim=-1)  # as in a server
+        assert torch.equal(operations.silu_and_mul(*merged), gated[:num])
+        summed, total = operations.add_rms_norm(x[:num], x[:num].flip(0), weight[0], 1e-6)
+        assert torch.equal(total, x[:num] + x[:num].flip(0))
+        assert torch.equal(summed, operations.rms_norm(total, weight[0], 1e-6))
         assert torch.equal(operations.log_probs(logits[:num]), operations.log_probs(logits)[:num])
     for heads, key_heads, width in ((9, 3, 64), (16, 8, 128), (28, 4, 128)):
         q = on_gpu(500, heads, width)

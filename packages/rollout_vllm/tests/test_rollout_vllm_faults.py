@@ -19,7 +19,7 @@ import rollout_vllm.client.transport
 from plinth_testing import wait_until
 from rollout_vllm import Endpoint, Group, RolloutClient, RolloutConfig, SamplingConfig, ServerGroup, ServerWatch
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]  # two servers
 SHORT = SamplingConfig(n=3, max_tokens=5)
 
 

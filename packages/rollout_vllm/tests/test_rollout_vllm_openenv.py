@@ -71,9 +71,9 @@ def test_errors_of_the_server_and_of_the_fields_are_named(url: str) -> None:
             await environment.step(action)
 
     def fails(action: str, **options: Any) -> str:
-        with pytest.raises(EnvironmentFailedError) as found:
+        with pytest.raises(EnvironmentFailedError) as caught:
             asyncio.run(one_step(action, **options))
-        return str(found.value)
+        return str(caught.value)
 
     assert "invalid literal for int()" in fails("seven")
     assert "observation_field: got 'text'; it is no text in the observation; allowed: hint (str)" in fails(

@@ -24,7 +24,7 @@ from rollout_vllm.client.protocol import Choice, completion_body, parse_completi
 from rollout_vllm.servers.blocking_http import call
 from rollout_vllm.servers.fast.buffering import INTERVAL
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]  # two servers
 LONG = SamplingConfig(n=4, max_tokens=200, ignore_eos=True, temperature=0.8)
 
 

@@ -1,4 +1,4 @@
-"""What the server process replaces in vLLM: it exists, and requests of other clients take vLLM's own path."""
+"""Parts of vLLM that the server process replaces: they exist, and requests of other clients take vLLM's own path."""
 
 import json
 from collections.abc import Iterator

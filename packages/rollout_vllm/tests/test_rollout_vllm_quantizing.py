@@ -93,12 +93,12 @@ def test_weights_that_are_still_being_copied_are_quantized_afterwards_on_a_gpu()
         torch.cuda._sleep(100_000_000)  # cycles
         late.copy_(source)
         packed, state = functional.quantize_4bit(late, compress_statistics=True, quant_type="nf4")
-        found: torch.Tensor = functional.dequantize_4bit(packed, state)
-        return found
+        weights: torch.Tensor = functional.dequantize_4bit(packed, state)
+        return weights
 
     expected = rounded(weight)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
-        found = on_default_stream(rounded, torch.cuda)(weight)
+        weights = on_default_stream(rounded, torch.cuda)(weight)
     torch.cuda.synchronize()
-    assert torch.equal(found, expected)
+    assert torch.equal(weights, expected)

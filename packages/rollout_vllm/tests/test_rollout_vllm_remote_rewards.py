@@ -44,20 +44,20 @@ class Service(AppThread):
 
     async def _score(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        what, self.key = body["text"], request.headers.get("Authorization")
-        count = self.num_calls[what] = self.num_calls.get(what, 0) + 1
+        text, self.key = body["text"], request.headers.get("Authorization")
+        count = self.num_calls[text] = self.num_calls.get(text, 0) + 1
         self.in_flight += 1
         self.max_in_flight = max(self.max_in_flight, self.in_flight)
         try:
-            await asyncio.sleep(60 if what == "hang" else 0.02)
+            await asyncio.sleep(60 if text == "hang" else 0.02)
         finally:
             self.in_flight -= 1
-        if what == "drop":
+        if text == "drop":
             assert request.transport is not None
             request.transport.abort()
-        if what in ("busy", "busy once") and (what == "busy" or count == 1):
+        if text in ("busy", "busy once") and (text == "busy" or count == 1):
             return web.json_response({"error": "busy"}, status=503)
-        if what == "refuse":
+        if text == "refuse":
             return web.json_response({"error": {"message": "bad text"}}, status=422)
         answers = {
             "nan": '{"score": NaN}',
@@ -66,7 +66,7 @@ class Service(AppThread):
             "none": "{}",
             "html": "<html>",
         }
-        return web.Response(text=answers.get(what, f'{{"score": {len(what)}}}'), content_type="application/json")
+        return web.Response(text=answers.get(text, f'{{"score": {len(text)}}}'), content_type="application/json")
 
     async def _chat(self, request: web.Request) -> web.Response:
         self.last = await request.json()

@@ -64,18 +64,18 @@ def shout():
 def whisper():
     print("one line")
     return 1.0
-def batch(texts, what):
+def batch(texts, case):
     values = [float(len(text)) for text in texts]
-    if what == "raise":
+    if case == "raise":
         raise ValueError("no")
-    if what == "hang":
+    if case == "hang":
         time.sleep(1000)
-    if what == "exit":
+    if case == "exit":
         os._exit(3)
     wrong = {"short": values[1:], "word": "abc", "none": None, "nan": [float("nan"), 2.0], "text": ["1", 2.0]}
     wrong |= {"dict": dict.fromkeys((1.0, 2.0), 0.5), "set": {1.0, 2.0}, "keys": {1.0: 0, 2.0: 0}.keys()}
     wrong |= {"huge": [1e39, 2.0], "tuple": (1.0, 2.0)}
-    return wrong.get(what, values)
+    return wrong.get(case, values)
 async def wait(then, seconds=0.05):
     await asyncio.sleep(seconds)
     if then == "raise":
@@ -198,10 +198,10 @@ BATCHES = {
 
 
 def test_a_batched_call_gives_an_outcome_for_each_response(pool: RewardPool, functions: Any) -> None:
-    futures = {what: pool.submit_batch(functions.batch, ["a", "bb"], what, num_scores=2) for what in BATCHES}
-    for what, (first, second, message) in BATCHES.items():
-        outcomes = futures[what].result(60)
-        assert [o.kind for o in outcomes] == [first, second], what
+    futures = {case: pool.submit_batch(functions.batch, ["a", "bb"], case, num_scores=2) for case in BATCHES}
+    for case, (first, second, message) in BATCHES.items():
+        outcomes = futures[case].result(60)
+        assert [o.kind for o in outcomes] == [first, second], case
         assert message in outcomes[0].message
         assert outcomes[1].score == (2.0 if second == "ok" else None)
 
@@ -294,12 +294,12 @@ ASYNC = {
 
 def test_failures_of_coroutine_functions_affect_only_their_own_sample(functions: Any) -> None:
     with AsyncRewardPool(timeout_s=0.75) as pool:
-        calls = {what: pool.submit(functions.wait, what) for what in ASYNC}
+        calls = {case: pool.submit(functions.wait, case) for case in ASYNC}
         more = [pool.submit(functions.wait, "fine") for _ in range(20)]
         batch = pool.submit_batch(functions.wait_batch, ["a", "bb"], num_scores=2)
-        for what, (kind, message) in ASYNC.items():
-            outcome = calls[what].result(120)
-            assert (outcome.kind, outcome.score) == (kind, 1.0 if kind == "ok" else None), (what, outcome)
+        for case, (kind, message) in ASYNC.items():
+            outcome = calls[case].result(120)
+            assert (outcome.kind, outcome.score) == (kind, 1.0 if kind == "ok" else None), (case, outcome)
             assert message in outcome.message
         assert [future.result(120).score for future in more] == [1.0] * 20
         assert [outcome.score for outcome in batch.result(120)] == [1.0, 2.0]

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rollout_vllm_helpers import AppThread
 
-from plinth_testing import raises, random_model, write_word_tokenizer
+from plinth_testing import raises, random_model, tiny_config, write_word_tokenizer
 from rollout_vllm import (
     Group,
     Request,
@@ -99,25 +99,8 @@ def test_servers_are_started_for_it() -> None:
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """A mixture whose first of three layers has no experts, and its folder."""
-    import transformers
-
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        intermediate_size=128,
-        moe_intermediate_size=64,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        mlp_only_layers=[0],
-        max_position_embeddings=256,
-        initializer_range=0.2,
-        eos_token_id=2,
-    )
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = tiny_config("qwen3_moe", **sizes, mlp_only_layers=[0])
     folder = tmp_path_factory.mktemp("mixture")
     model = random_model(config)
     model.save_pretrained(folder)

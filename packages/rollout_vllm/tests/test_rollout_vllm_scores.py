@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from rollout_vllm_helpers import run_under_the_interpreter
+from rollout_vllm_helpers import FAST_PATHS
 
+from plinth_testing import run_under_the_interpreter
 from rollout_vllm.servers.patch import SCORES
 
 CASES = """
@@ -36,11 +37,11 @@ print(count, "cases")
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_scores_under_the_interpreter_are_those_of_a_log_softmax() -> None:
-    assert "14 cases" in run_under_the_interpreter(CASES)
+    assert "14 cases" in run_under_the_interpreter(CASES, str(FAST_PATHS))
 
 
 def reference(logits: torch.Tensor, num_logprobs: int, tokens: torch.Tensor, *_: object, **__: object) -> object:
-    """What vLLM's function returns, in torch: its kernels need a GPU."""
+    """The result of vLLM's function, in torch: its kernels need a GPU."""
     from vllm.v1.outputs import LogprobsTensors
 
     chosen = logits.gather(1, tokens[:, None])
@@ -70,19 +71,19 @@ def test_the_first_scores_are_compared_with_vllms(
     def in_parts(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if error is None:
             raise RuntimeError("no such kernel")
-        found: Any = reference(logits, 0, tokens)
-        return found.logprobs[:, 0] + error, found.selected_token_ranks + wrong_rank
+        scores: Any = reference(logits, 0, tokens)
+        return scores.logprobs[:, 0] + error, scores.selected_token_ranks + wrong_rank
 
     monkeypatch.setattr(sampler, "compute_topk_scores", stock)
     monkeypatch.setattr(scores, "token_scores", in_parts)
     scores.divide_rows(SCORES.replace)
     logits, tokens = torch.randn(3, 11), torch.tensor([0, 10, 4])
     for _ in range(3):
-        found = sampler.compute_topk_scores(logits, 0, tokens, None, max_per_req_token_ids=0, logits_mode=False)
+        scores = sampler.compute_topk_scores(logits, 0, tokens, None, max_per_req_token_ids=0, logits_mode=False)
         expected: Any = reference(logits, 0, tokens)
-        assert (found.logprobs - expected.logprobs).abs().max() < 1e-6
-        assert found.selected_token_ranks.tolist() == expected.selected_token_ranks.tolist()
-        assert found.logprobs.shape == found.logprob_token_ids.shape == (3, 1)
+        assert (scores.logprobs - expected.logprobs).abs().max() < 1e-6
+        assert scores.selected_token_ranks.tolist() == expected.selected_token_ranks.tolist()
+        assert scores.logprobs.shape == scores.logprob_token_ids.shape == (3, 1)
     assert len(calls) == (3 if said else 1), "vLLM's own path from the first difference on"
     assert (f"vLLM's own path is used: {said}" in capsys.readouterr().out) == bool(said)
 

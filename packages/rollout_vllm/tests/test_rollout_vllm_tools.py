@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import socket
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,7 +123,7 @@ def play(
     tokenizer: Any, turns: Sequence[Sequence[int]], tools: Sequence[str], **chat: Any
 ) -> tuple[Sample, FakeClient]:
     client: Any = FakeClient(turns)
-    options = {"tools": [f"rollout_vllm_environments:{name}" for name in tools]}
+    options = {"tools": [name if ":" in name else f"rollout_vllm_environments:{name}" for name in tools]}
     spec = EnvironmentSpec(path="rollout_vllm:ToolEnvironment", options=options)
     rollout = EnvironmentRollout(spec=spec, chat=ChatFormat(tokenizer, **chat), max_turns=8)
     prompt = SimpleNamespace(messages=({"role": "user", "content": "How much is 17 + 25?"},), text="")
@@ -273,6 +277,75 @@ def test_tools_are_checked() -> None:
         ToolEnvironment([])
     with raises(RolloutConfigError, field="tools", value="add"):
         ToolEnvironment(["add"])
+
+
+MCP = f"mcp:{sys.executable} {Path(__file__).with_name('rollout_vllm_mcp_server.py')}"
+
+
+@pytest.mark.slow
+def test_tools_of_an_mcp_server_serve_one_episode() -> None:
+    """A server of its own for each episode: the number of calls that it counts starts over."""
+    tokenizer = tokenizer_of(CHATML)
+    texts = [
+        CALL + CALL + '<tool_call>{"name": "shout", "arguments": {"text": "a"}}',
+        '<tool_call>{"name": "fail", "arguments": {}}</tool_call><tool_call>{"name": "add", "arguments": {"x": 1}}',
+        "It is 42.",
+    ]
+    turns = [ids_of(tokenizer, text + "<|im_end|>") for text in texts]
+    for _ in range(2):
+        result, client = play(tokenizer, turns, [MCP, "rollout_vllm_environments:shout"])
+        assert '"name": "fail"' in tokenizer.decode(client.prompts[0])
+        answers = tokenizer.decode(result.response_ids[~result.response_mask])
+        for answer in (
+            "42 after 1 calls",
+            "42 after 2 calls",
+            "\nA\n",
+            "error: Error executing tool fail",
+            "y\n  Field req",
+        ):
+            assert answer in answers, answer
+
+
+@pytest.mark.slow
+def test_an_mcp_server_at_a_url_serves_many_episodes(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = subprocess.Popen([*MCP.removeprefix("mcp:").split(), str(port)], stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(300):
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+            time.sleep(0.1)
+        seen = []
+        for _ in range(2):
+            tools = ToolEnvironment([f"mcp:http://127.0.0.1:{port}/mcp"])
+            seen.append(asyncio.run(one_step(tools, CALL)))
+        assert seen == ["42 after 1 calls", "42 after 2 calls"]
+    finally:
+        server.terminate()
+        server.wait()
+
+
+async def one_step(tools: ToolEnvironment, action: str) -> str:
+    """The answer of a tool, in an episode of one turn."""
+    await tools.reset(SimpleNamespace(messages=(), text="q"))
+    messages, *_ = await tools.step(action)
+    await tools.close()
+    assert isinstance(messages, list)
+    return str(messages[0]["content"])
+
+
+@pytest.mark.parametrize(
+    "source", ["mcp:", "mcp:no_such_command_here", "mcp:false", "mcp:'", "mcp:http://127.0.0.1:9/mcp"]
+)
+def test_an_mcp_server_that_does_not_answer_is_refused(source: str) -> None:
+    with raises(RolloutConfigError, field="tools", value=source):
+        asyncio.run(one_step(ToolEnvironment([source]), ""))
+
+
+def test_two_tools_of_one_name_are_refused() -> None:
+    with raises(RolloutConfigError, field="tools", value="len_of"):
+        ToolEnvironment([len_of, len_of])
 
 
 def test_long_results_are_shortened() -> None:

@@ -21,7 +21,7 @@ from .terminal import lasting_streams
 GROUP = "plinth.commands"
 _HELP = ("--help", "-h", "help")
 _GROUPS = {
-    "Train": ("grpo", "ppo", "sft", "reward", "dpo", "distill"),
+    "Train": ("grpo", "ppo", "sft", "reward", "dpo", "distill", "serve"),
     "Before a run": ("doctor", "prepare", "plan", "import-deepspeed"),
     "Runs and models": ("runs", "report", "evaluate", "ckpt"),
     "Clusters and benchmarks": ("slurm", "bench"),

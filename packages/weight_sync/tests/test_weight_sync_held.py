@@ -213,6 +213,7 @@ def continued(old: Any, new: Any, ids: list[int], response: list[int]) -> list[t
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("running_requests", ["keep", "recompute"])
 def test_held_request_continues_with_the_new_weights(
     server: helpers.Server, old_model: Any, new_model: Any, running_requests: Any

@@ -1,4 +1,4 @@
-"""Which transport reaches which server, and one set of buffers for several transports. Without vLLM."""
+"""Transports that reach a server, and one set of buffers for several transports. Without vLLM."""
 
 import ctypes
 import os

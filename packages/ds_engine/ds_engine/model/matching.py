@@ -1,22 +1,21 @@
 """Forward passes that compute the bits of the servers: `EngineConfig.match_servers`.
 
-The caller gives the servers' operations (`Operations`). Sums, and products with rotary positions and gates, stay those
-of transformers, which the servers compute in turn. Gradients are those of the usual operations at the same inputs: the
-operations have none.
+The caller gives the servers' operations (`Operations`). Sums of residuals stay those of transformers, which the servers
+compute in turn. The operations have no gradients: theirs are those of the usual operations at the same inputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import ModelError
-from .parts import linear_layers
+from .parts import linear_layers, with_globals
 
 if TYPE_CHECKING:
     from ..batch import LogProbFn
@@ -35,8 +34,12 @@ class Operations(Protocol):
         """(x [..., H], weight [H], eps) -> [..., H]."""
 
     @property
-    def silu(self) -> Callable[[Tensor], Tensor]:
-        """(x) -> x * sigmoid(x)."""
+    def silu_and_mul(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """(gate, up) -> gate * sigmoid(gate), rounded, times up; all [..., I]."""
+
+    @property
+    def rotate(self) -> Callable[[Tensor, Tensor, Tensor, bool], Tensor]:
+        """(x [T, heads, d], `rotary_table`, positions [T], inverse) -> [T, heads, d], turned (back: the gradient)."""
 
     @property
     def rotary_table(self) -> Callable[[Tensor, int, torch.dtype], Tensor]:
@@ -48,8 +51,8 @@ class Operations(Protocol):
         sequence [S + 1], lengths [S], scale, most queries of a sequence) -> [T, heads, d]."""
 
     @property
-    def log_probs(self) -> Callable[[Tensor], Tensor]:
-        """(logits [N, V]) -> fp32 [N, V]."""
+    def scores(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """(logits [N, V], tokens [N]) -> fp32 log-probs of the tokens and entropies, [N] each."""
 
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
@@ -57,7 +60,7 @@ MODEL_TYPES = ("llama", "qwen2", "qwen3")
 _ROPE_TYPES = ("default", "llama3")
 _HEAD_DIMS = (8, 16, 32, 64, 128, 256)
 """Powers of two, as Triton's tiles are."""
-_LOGIT_ROWS = 1024
+_LOGIT_ROWS = 2048
 """Targets whose logits are in memory at once."""
 
 
@@ -94,7 +97,9 @@ def match_servers(model: Any, operations: Operations) -> None:
         elif hasattr(module, "inv_freq"):
             module.forward = _rotary_forward(module, operations)
         elif hasattr(module, "act_fn"):
-            module.act_fn = _Silu(operations)
+            module.forward = _mlp_forward(module, operations)
+        elif hasattr(module, "q_proj"):
+            module.forward = with_globals(module, apply_rotary_pos_emb=partial(_rotate_both, operations))
 
 
 class _Linear(torch.autograd.Function):
@@ -149,24 +154,60 @@ def _linear_forward(layer: Any, operations: Operations) -> Callable[[Tensor], Te
     return forward
 
 
+def norm_gradients(x: Tensor, weight: Tensor, grad: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Gradients of `x` and `weight` of weight * round(x / sqrt(mean(x^2) + eps)); x and grad: [..., H]."""
+    if x.is_cuda:
+        from .matching_kernels import norm_gradients as kernel
+
+        return kernel(x, weight, grad, eps)
+    wide, wide_grad = _wide(x), _wide(grad)
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    normed, weighted = wide * scale, wide_grad * weight
+    grad_x = scale * (weighted - normed * (weighted * normed).mean(-1, keepdim=True))
+    grad_weight = (wide_grad * normed.to(x.dtype)).flatten(0, -2).sum(0)
+    return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
+
+
+def silu_and_mul_gradients(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `gate` and `up` of silu(gate) * up; all [..., I]."""
+    if gate.is_cuda:
+        from .matching_kernels import silu_and_mul_gradients as kernel
+
+        return kernel(gate, up, grad)
+    wide, wide_grad = _wide(gate), _wide(grad)
+    sigmoid = torch.sigmoid(wide)
+    grad_gate = wide_grad * up * sigmoid * (1 + wide * (1 - sigmoid))
+    return grad_gate.to(gate.dtype), (wide_grad * wide * sigmoid).to(up.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, operations: Operations) -> Tensor:
+        ctx.eps = eps
+        ctx.save_for_backward(x, weight)
+        return operations.rms_norm(x, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (*norm_gradients(*ctx.saved_tensors, grad, ctx.eps), None, None)
+
+
 def _norm_forward(module: Any, operations: Operations) -> Callable[[Tensor], Tensor]:
     eps = float(module.variance_epsilon)
 
-    def exact(x: Tensor, weight: Tensor) -> Tensor:
-        return operations.rms_norm(x, weight, eps)
-
-    def usual(x: Tensor, weight: Tensor) -> Tensor:
-        wide = x.float()
-        return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
-
     def forward(x: Tensor) -> Tensor:
-        out: Tensor = _Recomputed.apply(exact, usual, x, module.weight)
+        out: Tensor = _Norm.apply(x, module.weight, eps, operations)
         return out
 
     return forward
 
 
 def _rotary_forward(module: Any, operations: Operations) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """(table, positions [T]) in place of cosines and sines of all tokens."""
     table: Tensor | None = None
 
     @torch.no_grad()
@@ -175,20 +216,48 @@ def _rotary_forward(module: Any, operations: Operations) -> Callable[[Tensor, Te
         if table is None or (table.dtype, table.device) != (x.dtype, x.device):
             frequencies = module.inv_freq.to(device=x.device, dtype=torch.float32)
             table = operations.rotary_table(frequencies, module.config.max_position_embeddings, x.dtype)
-        cos, sin = table[position_ids].unbind(-2)
-        return cos, sin
+        return table, position_ids.flatten()
 
     return forward
 
 
-class _Silu(nn.Module):
-    def __init__(self, operations: Operations) -> None:
-        super().__init__()
-        self.operations = operations
+class _Rotated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, table: Tensor, positions: Tensor, operations: Operations) -> Tensor:
+        ctx.table, ctx.positions, ctx.rotate = table, positions, operations.rotate
+        return operations.rotate(x, table, positions, False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _Recomputed.apply(self.operations.silu, F.silu, x)
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.rotate(grad, ctx.table, ctx.positions, True), None, None, None
+
+
+def _rotate_both(
+    operations: Operations, q: Tensor, k: Tensor, table: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`apply_rotary_pos_emb` of the layers; q and k: [1, heads, T, d]."""
+    q, k = (_Rotated.apply(x[0].transpose(0, 1), table, positions, operations).transpose(0, 1)[None] for x in (q, k))
+    return q, k
+
+
+class _SiluAndMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, operations: Operations) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return operations.silu_and_mul(gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (*silu_and_mul_gradients(*ctx.saved_tensors, grad), None)
+
+
+def _mlp_forward(module: Any, operations: Operations) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        inner = _SiluAndMul.apply(module.gate_proj(x), module.up_proj(x), operations)
+        out: Tensor = module.down_proj(inner)
         return out
+
+    return forward
 
 
 def matching_log_probs(log_prob_fn: LogProbFn, operations: Operations) -> LogProbFn:
@@ -202,10 +271,10 @@ def matching_log_probs(log_prob_fn: LogProbFn, operations: Operations) -> LogPro
         def exact(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
             chosen, entropies = [], []
             for rows, ids in zip(hidden.split(_LOGIT_ROWS), targets_N.split(_LOGIT_ROWS), strict=True):
-                logits = operations.linear(rows, weight, options.get("bias")).float() / temperature
-                log_probs = operations.log_probs(logits)
-                chosen.append(log_probs.gather(-1, ids[:, None])[:, 0])
-                entropies.append(-(log_probs.exp() * log_probs).sum(-1))
+                logits = operations.linear(rows, weight, options.get("bias"))
+                logits = logits if temperature == 1.0 else logits.float() / temperature
+                for results, result in zip((chosen, entropies), operations.scores(logits, ids), strict=True):
+                    results.append(result)
             return torch.cat(chosen), torch.cat(entropies)
 
         return _Recomputed.apply(exact, usual, hidden_NH, weight_VH)

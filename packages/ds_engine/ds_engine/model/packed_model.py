@@ -335,6 +335,7 @@ def _install_lm_forward(head: Any, log_prob_fn: LogProbFn, options: dict[str, An
         if temperature == 0.0:
             return _most_likely(head, hidden)
         extra = dict(options, bias=head.bias) if has_bias else options
+        hidden = hidden.to(head.weight.dtype)  # residuals of Mamba are fp32 beside bf16 weights
         log_probs_K, entropy_K = log_prob_fn(hidden, head.weight, targets_K, temperature, **extra)
         # One tensor, not two: ZeRO-3 hooks each output tensor of a module. A loss that uses the entropy on only one
         # rank would make the backward passes differ, and ranks would gather parameters in different orders.

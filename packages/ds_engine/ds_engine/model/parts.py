@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -52,3 +55,18 @@ def table_parameters(model: Any) -> set[int]:
 def is_vector(name: str) -> bool:
     """True for a parameter that is a vector whatever its dimensions: biases of all experts, decays of all channels."""
     return name.endswith("bias") or name.rpartition(".")[2] in _VECTORS
+
+
+def with_globals(module: nn.Module, **names: Any) -> Callable[..., Any]:
+    """The forward of the module's class, bound to `module`, in which `names` replace functions of its file."""
+    original = inspect.unwrap(type(module).forward)
+    assert isinstance(original, FunctionType)
+    forward = FunctionType(
+        original.__code__,
+        original.__globals__ | names,
+        original.__name__,
+        original.__defaults__,
+        original.__closure__,
+    )
+    bound: Callable[..., Any] = forward.__get__(module)
+    return bound

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from ..errors import ModelError
 from ..upstream import FENCE
 from .attention import PackedLayout
+from .parts import with_globals
 
 _CONV = "causal_conv1d_fn(hidden_states, weight, bias, activation, ...)"
 _DELTA = (_CONV, "torch_chunk_gated_delta_rule(query, key, value, g, beta, ...)")
@@ -146,10 +147,7 @@ def _with_functions(layer: nn.Module, borders: _Borders) -> Callable[..., Any]:
     if not names:
         return functools.partial(_scan, original.__get__(layer), borders, layer)
     bound = {name: functools.partial(_FUNCTIONS[name], own[name], borders, layer) for name in names}
-    forward = FunctionType(
-        original.__code__, own | bound, original.__name__, original.__defaults__, original.__closure__
-    )
-    return forward.__get__(layer)
+    return with_globals(layer, **bound)
 
 
 class _Borders:

@@ -168,7 +168,7 @@ def gather_heads(out: Tensor, sp_group: SequenceGroup) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetShare:
-    """Which targets this rank computes, and where the gathered outputs of all targets are."""
+    """The targets that this rank computes, and the places of all targets in the gathered outputs."""
 
     own_k: Tensor
     """int64 indices of the targets in this rank's slice; may be empty."""

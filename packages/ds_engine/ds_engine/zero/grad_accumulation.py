@@ -28,6 +28,19 @@ COUNT = FENCE.patch(
     },
     reads={"deepspeed.runtime.engine:DeepSpeedEngine": ("_config",)},
 )
+WAITING = FENCE.patch(
+    name="gradients that wait for a step of their own",
+    reason="accumulate and step are calls of their own: nobody knows at a backward pass that it is the last",
+    otherwise="refused",
+    replaces={
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": ("clip_grad",),
+        "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": ("clip_grad",),
+    },
+    reads={
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": ("finalize_gradient_accumulation_boundary()",),
+        "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": ("finalize_gradient_accumulation_boundary()",),
+    },
+)
 GRADIENTS = FENCE.patch(
     name="gradient accumulation of stage 2",
     reason="one kernel per bucket casts gradients into the fp32 accumulator, while the next bucket is reduced",

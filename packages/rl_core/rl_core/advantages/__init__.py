@@ -1,1 +1,1 @@
-"""Advantage estimators: group-relative, GAE, REINFORCE++; token rewards and whitening."""
+"""Advantage estimators: group-relative, of turns, GAE, REINFORCE++; token rewards and whitening."""

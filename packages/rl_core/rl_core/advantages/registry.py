@@ -33,16 +33,20 @@ class Advantage:
     scores_N, group_ids_N, response_lens_N    score, prompt and number of tokens of each sample
     baseline_scores_N                         with an extra rollout
     rewards_K, response_lens_S                with `discounts`: rewards of tokens, and lengths
+    turn_rewards_U, turn_counts_N, state_ids_U with `per_turn`: rewards of turns, and what `find_turns` knows of them
     values_K                                  of the critic
     gamma, lam                                discount, and lambda of GAE
 
-    It returns advantages, [N] or with `per_token` [K]; with a critic the pair (advantages [K], returns [K])."""
+    It returns advantages, [N], with `per_token` [K], or with `per_turn` [U]; with a critic the pair (advantages [K],
+    returns [K])."""
     compares_group: bool = False
     """Compares the samples of a prompt, and needs two of them."""
     per_token: bool = False
     """Tokens of a sample have advantages of their own."""
+    per_turn: bool = False
+    """Turns of a sample have rewards and advantages of their own."""
     discounts: bool = False
-    """Gets a reward for each token; otherwise a sample has one score, and nothing to discount."""
+    """Gets a reward for each token or turn; otherwise a sample has one score, and nothing to discount."""
     needs_critic: bool = False
     extra_rollout: ExtraRollout | None = None
 
@@ -69,6 +73,9 @@ ADVANTAGES: Mapping[str, Advantage] = {
     "reinforce_pp_baseline": Advantage(
         function="reinforce_pp:reinforce_pp_baseline_advantages", compares_group=True, per_token=True
     ),
+    "turn_grpo": Advantage(function="turns:turn_grpo_advantages", compares_group=True, per_turn=True, discounts=True),
+    "turn_rloo": Advantage(function="turns:turn_rloo_advantages", compares_group=True, per_turn=True, discounts=True),
+    "gigpo": Advantage(function="turns:gigpo_advantages", compares_group=True, per_turn=True, discounts=True),
     "remax": Advantage(function="group:remax_advantages", extra_rollout=ExtraRollout()),
     "gae": Advantage(function="gae:gae", per_token=True, discounts=True, needs_critic=True),
 }

@@ -10,6 +10,7 @@ from typing import Any
 from ..config import ColumnsConfig, DataConfig
 from ..errors import DataError, UnknownDataSourceError
 from ..files.table import Place, Table
+from ..images import with_markers
 from ..messages import as_text, with_arguments
 from ..rewards.registry import reward_for
 from ..rows import Message, Schema, conversation, find_schema, parse_row, raw_rows
@@ -23,7 +24,7 @@ _COLUMNS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 """Layout -> column of the prompt, possible columns of the response."""
 MEANINGFUL = {"question", "answer", "messages", "prompt", "completion", "ground_truth", "reward_model"}
-MEANINGFUL |= {"data_source", "tools"}
+MEANINGFUL |= {"data_source", "tools", "images"}
 """Columns that decide how the apps read a file; no other column may have such a name."""
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 Record = dict[str, Any]
@@ -119,12 +120,13 @@ def _record(place: Place, raw: dict[str, Any], layout: Layout) -> Record:
     if row.is_question and layout.name in ("question", "math"):
         record = {"question": row.messages[0]["content"], "answer": response["content"] if response else None}
     else:
-        prompt = with_arguments(row.messages, as_text)  # a struct would lose their nulls
+        prompt = with_arguments(with_markers(row.messages), as_text)  # a struct would lose their nulls
         record = {"prompt": prompt, "messages": [*prompt, response] if response else None}
     return {
         **record,
         "ground_truth": row.ground_truth or None,
         "data_source": row.data_source or layout.data_source or None,
+        **({"images": list(row.images)} if row.images else {}),
         "tools": json.dumps(row.tools, ensure_ascii=False) if row.tools else None,
         **{name: value for name, value in row.extra.items() if name not in layout.read | MEANINGFUL},
     }

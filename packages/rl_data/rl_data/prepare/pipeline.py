@@ -113,10 +113,10 @@ def _read_held_out(config: PrepareConfig, report: Report) -> HeldOut:
 
 
 def _compared(record: Record) -> tuple[str, str]:
-    """The normalized prompt without system messages, which many rows share; and these with the tools."""
+    """The normalized prompt without system messages, which many rows share; and these with the tools and images."""
     system = [message for message in prompt_of(record) if message["role"] == "system"]
     text = text_of(message for message in prompt_of(record) if message["role"] != "system")
-    return normalized(text), json_text([*system, record["tools"]])
+    return normalized(text), json_text([*system, record["tools"], *record.get("images", ())])
 
 
 # --------------------------------------------------------------------- writing

@@ -11,6 +11,7 @@ from .code import CodeReward
 from .equivalence import MathReward
 from .gsm8k import Gsm8kReward
 from .multiple_choice import MultipleChoiceReward
+from .reasoning_gym import ReasoningGymReward
 from .text import FormatReward, LengthReward
 
 REWARDS: Mapping[str, type[Reward]] = {
@@ -20,6 +21,7 @@ REWARDS: Mapping[str, type[Reward]] = {
     "format": FormatReward,
     "length": LengthReward,
     "code": CodeReward,
+    "reasoning_gym": ReasoningGymReward,
 }
 """The rewards that a configuration can name."""
 
@@ -29,6 +31,7 @@ _BY_DATA_SOURCE: dict[str, type[Reward]] = {
     "lighteval/MATH": MathReward,
     "DigitalLearningGmbH/MATH-lighteval": MathReward,
     "HuggingFaceH4/MATH-500": MathReward,
+    "reasoning_gym": ReasoningGymReward,
 }
 
 

@@ -27,6 +27,7 @@ COMMON_KEYS = (
     *("rollout.num_servers", "rollout.tensor_parallel_size"),
     *("trainer.total_training_steps", "trainer.num_ranks", "trainer.max_staleness", "trainer.test_freq"),
     *("trainer.save_freq", "trainer.resume", "trainer.experiment", "trainer.output_dir"),
+    *("api.host", "api.port", "api.full", "api.model_name", "api.states_dir"),
     *("pass_at", "compare", "experiment", "output_dir", "tracking.wandb_project"),
 )
 """Keys that `--help` lists, of all apps: each has some of them."""

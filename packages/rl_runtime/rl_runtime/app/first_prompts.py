@@ -14,7 +14,7 @@ from ..config import ModelConfig, TaskSize
 from ..errors import InputError
 from ..launch.reachability import why_unreachable
 from ..rollout.config import EpisodeConfig
-from ..rollout.episodes import load_environment, load_rollout, reset_once
+from ..rollout.episodes import load_agent, load_environment, load_rollout, reset_once
 from ..rollout.reward_trial import has_functions, try_rewards
 from ..rollout.scoring import load_answer, load_functions, prepare_rewards
 from ..rollout.scoring_config import ScoringConfig
@@ -28,6 +28,8 @@ def check_functions(episode: EpisodeConfig, reward: ScoringConfig) -> None:
         load_rollout(episode.function)
     if episode.environment is not None:
         load_environment(episode)
+    if episode.agent is not None:
+        load_agent(episode)
     prepare_rewards(load_functions(reward).values())
     load_answer(reward)
     if reward.url is not None:
@@ -95,7 +97,7 @@ def check_first_prompts(
     if episode.environment is not None:
         check_environment(episode, prompts)
     # An episode that scores itself leaves out all rewards but terms.
-    scores_itself = (episode.environment is not None or episode.function is not None) and not reward.adds_up
+    scores_itself = (episode.has_process or episode.function is not None) and not reward.adds_up
     known = prompts.get("training")
     scored = {
         name: prompt

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from ds_engine import EngineConfig, Head, HeadTerm, LossFn, OptimConfig, StepStats, ZeroEngine
+from ds_engine import EngineConfig, Head, HeadTerm, LossFn, OptimConfig, StepSettings, StepStats, ZeroEngine
 from rl_core import Batch, BatchConfig
 from weight_sync import Endpoint, SyncConfig, SyncReport
 
@@ -202,6 +202,31 @@ class ModelHandle:
         stats, outputs = self._train(mini_batch, loss_fn, own_log_probs=column)
         return stats, mini_batch.train_batch.gather(self._layout, outputs, [mini_batch.index])
 
+    def accumulate(self, batch: TrainBatch, loss_fn: LossFn, *, column: str) -> tuple[float, dict[str, float], Tensor]:
+        """Adds the gradient of a batch of one mini batch to those that wait for `step`.
+
+        Args:
+            loss_fn: as in `update`; it gets the log-probs of its own forward pass, detached, as `column`.
+
+        Returns:
+            The loss and the metrics, summed, and these log-probs, [K].
+        """
+        loss_function, number = RankFunction.of(loss_fn), batch.send(self._layout)
+        columns = batch.missing_columns(self._layout, 0)
+        results = self.ranks.run_each(
+            TrainerWorker.accumulate, columns, number, self.name, 0, loss_function, self._temperature, column
+        )
+        loss, metrics = results[0][0]
+        return loss, metrics, batch.gather(self._layout, [own_Kr for _, own_Kr in results], [0])
+
+    def step(self, settings: StepSettings) -> tuple[float, bool]:
+        """One optimizer step on the gradients that wait: the norm before clipping, and False if it was not finite."""
+        return self.ranks.run(TrainerWorker.step, self.name, settings)[0]
+
+    def forget_optimizer(self) -> None:
+        """Sets the optimizer's states to those of a new one; the weights stay."""
+        self.ranks.run(TrainerWorker.forget_optimizer, self.name)
+
     def _train(self, mini_batch: MiniBatch, loss_fn: LossFn, **options: Any) -> tuple[StepStats, list[Tensor]]:
         """`TrainerWorker.train` on every rank; the statistics of rank 0, and the own log-probs of each."""
         batch, index = mini_batch.train_batch, mini_batch.index
@@ -258,6 +283,10 @@ class ModelHandle:
         `base`: then the frozen base is pushed once, now; False: the servers have one of their own.
         """
         self.ranks.run(TrainerWorker.connect_servers, self.name, tuple(endpoints), config, adapter, version, base)
+
+    def disconnect_servers(self) -> None:
+        """Ends the connection, so that others can push to the servers."""
+        self.ranks.run(TrainerWorker.disconnect_servers)
 
     def push_weights(self, version: int) -> SyncReport:
         """Sends the weights to every server as policy `version`; returns the report of rank 0."""

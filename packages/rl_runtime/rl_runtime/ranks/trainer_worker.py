@@ -38,6 +38,7 @@ from ds_engine import (
     Head,
     LossFn,
     LossOutput,
+    StepSettings,
     StepStats,
     TokenOutputs,
     ZeroEngine,
@@ -160,9 +161,8 @@ class TrainerWorker(RankProfiler):
         self._captures.pop(role, None)
         if engine is None:
             return
-        if self._pusher is not None and self._pushed_role == role:
-            self._pusher.close()
-            self._pusher = None
+        if self._pushed_role == role:
+            self.disconnect_servers()
         engine.close()
         del engine
         gc.collect()
@@ -226,11 +226,7 @@ class TrainerWorker(RankProfiler):
         Returns:
             Statistics, and with `own_log_probs` these log-probs, [K_r].
         """
-        micro_batches = self._batches[number][mini_batch]
-        lens = [micro.num_targets for micro in micro_batches]
-        parts = {name: column_Kr.split(lens) for name, column_Kr in columns.items()}
-        for index, micro in enumerate(micro_batches):
-            micro.add_columns(**{name: part[index] for name, part in parts.items()})
+        micro_batches = self._with_columns(columns, number, mini_batch)
         term: Any = None if head_term is None else head_term.load()
         if teacher is not None:
             term = partial(term, teacher_head=self._engines[teacher].lm_head())
@@ -244,6 +240,43 @@ class TrainerWorker(RankProfiler):
                 micro_batches, loss_fn, temperature=temperature, head_term=term
             )
         return stats, torch.cat([part_K.cpu() for part_K in kept])
+
+    def accumulate(
+        self,
+        columns: Mapping[str, torch.Tensor],
+        number: int,
+        role: str,
+        mini_batch: int,
+        loss: RankFunction,
+        temperature: float,
+        own_log_probs: str,
+    ) -> tuple[tuple[float, dict[str, float]], torch.Tensor]:
+        """`train` without the step, which `step` takes: the loss and the metrics, and the own log-probs, [K_r]."""
+        micro_batches = self._with_columns(columns, number, mini_batch)
+        kept = [torch.zeros(0)]
+        loss_fn = partial(_with_own_log_probs, loss_fn=loss.load(), column=own_log_probs, kept=kept)
+        with record_function(f"{role}: accumulate"):
+            sums = self._engines[role].accumulate(micro_batches, loss_fn, temperature=temperature)
+        return sums, torch.cat([part_K.cpu() for part_K in kept])
+
+    def step(self, role: str, settings: StepSettings) -> tuple[float, bool]:
+        """The optimizer step on what `accumulate` has left; see `ZeroEngine.step`."""
+        if self._saver is not None:
+            self._saver.wait_copied()
+        return self._engines[role].step(settings)
+
+    def forget_optimizer(self, role: str) -> None:
+        """Sets the optimizer's states to those of a new one."""
+        self._engines[role].forget_optimizer()
+
+    def _with_columns(self, columns: Mapping[str, torch.Tensor], number: int, mini_batch: int) -> list[Batch]:
+        """The micro batches of a mini batch, with the columns that this rank lacked, [K_r] each."""
+        micro_batches = self._batches[number][mini_batch]
+        lens = [micro.num_targets for micro in micro_batches]
+        parts = {name: column_Kr.split(lens) for name, column_Kr in columns.items()}
+        for index, micro in enumerate(micro_batches):
+            micro.add_columns(**{name: part[index] for name, part in parts.items()})
+        return micro_batches
 
     def connect_servers(
         self,
@@ -260,9 +293,7 @@ class TrainerWorker(RankProfiler):
         the servers serve them under that name. `version`: that of the adapters that they serve until then. `base`: the
         frozen base is pushed once, now; not to servers that rounded the folder's.
         """
-        if self._pusher is not None:
-            self._pusher.close()
-            self._pusher = None
+        self.disconnect_servers()
         self._pushed_role = role
         engine = self._engines[role]
         pusher = partial(WeightPusher, endpoints=endpoints, config=config, rank=self.rank, device=self.device)
@@ -274,6 +305,12 @@ class TrainerWorker(RankProfiler):
                 once.push(version)
         served_as = Adapter(name=adapter, settings=engine.adapter_config())
         self._pusher = pusher(ZeroSource(engine.adapter_tensors()), adapter=served_as)
+
+    def disconnect_servers(self) -> None:
+        """Ends the connection to the servers, if there is one."""
+        if self._pusher is not None:
+            self._pusher.close()
+            self._pusher = None
 
     def push_weights(self, version: int) -> SyncReport:
         """Sends the current weights to every server as policy `version`."""

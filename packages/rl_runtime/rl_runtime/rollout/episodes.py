@@ -1,11 +1,11 @@
-"""A sample as a multi-turn episode, from a rollout function or an environment of the user."""
+"""A sample as a multi-turn episode, from a rollout function, an environment or an agent of the user."""
 
 import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any, SupportsFloat
 
 from rl_data import Prompt
-from rollout_vllm import ChatFormat, EnvironmentRollout, EnvironmentSpec, Episode
+from rollout_vllm import AgentRollout, ChatFormat, EnvironmentRollout, EnvironmentSpec, Episode
 from rollout_vllm.episodes.environment_process import EnvironmentProcess
 
 from ..errors import InputError
@@ -16,14 +16,28 @@ RolloutFunction = Callable[[Episode, Prompt, Any], Awaitable[SupportsFloat | Non
 PlayEpisode = Callable[[Episode, Prompt], Awaitable[SupportsFloat | None]]
 
 
-def episode_player(config: EpisodeConfig, tokenizer: Any, chat: ChatFormat | None = None) -> PlayEpisode | None:
+def episode_player(
+    config: EpisodeConfig, tokenizer: Any, chat: ChatFormat | None = None, max_prompt_tokens: int | None = None
+) -> PlayEpisode | None:
     """The coroutine function that plays the episode of a sample; None for single-turn responses.
 
-    `chat`: the format of the conversation with an environment; default: that of the tokenizer.
+    `chat`: the format of the conversation with an environment or agent; default: that of the tokenizer.
+    `max_prompt_tokens`: see `AgentRollout`.
 
     Raises:
-        InputError: `episode.function` or `episode.environment` cannot be imported or called.
+        InputError: `episode.function`, `episode.environment` or `episode.agent` cannot be imported or called.
     """
+    if config.agent is not None:
+        load_agent(config)
+        return AgentRollout(
+            agent=config.agent,
+            chat=chat or ChatFormat(tokenizer),
+            max_turns=config.max_turns,
+            options=config.options,
+            call_format=config.call_format,
+            start_timeout_s=config.start_timeout_s,
+            max_prompt_tokens=max_prompt_tokens,
+        )
     if config.environment is not None:
         load_environment(config)
         return EnvironmentRollout(
@@ -62,6 +76,21 @@ def load_rollout(name: str) -> RolloutFunction:
         InputError: it cannot be imported or called.
     """
     return load_function(name, key="episode.function", arguments=("episode", "prompt", "tokenizer"), is_coroutine=True)
+
+
+def load_agent(config: EpisodeConfig) -> None:
+    """Imports the function `episode.agent` and checks that it takes `episode.options`.
+
+    Raises:
+        InputError: it cannot be imported or called.
+    """
+    load_function(
+        config.agent or "",
+        key="episode.agent",
+        arguments=("base_url", "api_key", "prompt"),
+        keywords=tuple(config.options),
+        is_coroutine=None,
+    )
 
 
 def load_environment(config: EpisodeConfig) -> Callable[..., Any]:

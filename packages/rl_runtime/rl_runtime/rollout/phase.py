@@ -45,7 +45,7 @@ class RolloutPhase:
     generated and scored at the same time as the others, and their mean score is the others' `baseline_score`.
 
     Raises:
-        InputError: `episode.function` or `episode.environment` cannot be imported or called.
+        InputError: `episode.function`, `episode.environment` or `episode.agent` cannot be imported or called.
     """
 
     def __init__(
@@ -57,12 +57,13 @@ class RolloutPhase:
         seed: int,
         episode: EpisodeConfig | None = None,
         chat: ChatFormat | None = None,
+        max_prompt_tokens: int | None = None,
         oversampling: OversamplingConfig | None = None,
         extra_rollout: ExtraRollout | None = None,
     ) -> None:
         self._client, self._scorer, self._seed, self._tokenizer = client, scorer, seed, tokenizer
         self._episode, self._oversampling = episode or EpisodeConfig(), oversampling or OversamplingConfig()
-        self._play = episode_player(self._episode, tokenizer, chat)
+        self._play = episode_player(self._episode, tokenizer, chat, max_prompt_tokens)
         self._extra_rollout = extra_rollout
         self._meter = RolloutMeter(client)
         self._partial: list[Group] = []
@@ -307,7 +308,7 @@ class RolloutPhase:
             self._client,
             play,
             episode_timeout_s=self._episode.timeout_s,
-            max_concurrent=self._episode.max_environments if self._episode.environment is not None else None,
+            max_concurrent=self._episode.max_environments if self._episode.has_process else None,
         )
 
 

@@ -334,7 +334,7 @@ def prepare_rewards(functions: Collection[RewardFunction]) -> list[str]:
 
 def rewards_of_rows(config: ScoringConfig, episode: EpisodeConfig) -> tuple[Reward, ...] | None:
     """The registry's rewards that score every row; None: the reward of each row's data source."""
-    if episode.environment is not None and not config.terms:
+    if episode.has_process and not config.terms:
         return ()
     if config.terms:
         return tuple(term.registered() for term in config.terms.values() if term.is_registered)

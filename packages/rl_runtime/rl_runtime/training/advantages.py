@@ -1,6 +1,8 @@
 """Advantages by name: the scores of a train batch become per-token columns for the losses.
 
-Shapes: N samples; K generated tokens of all samples in order.
+An episode that branches is several sequences of one sample: it is compared with others, and counted, once.
+
+Shapes: N samples; S sequences; K generated tokens of all samples in order.
 """
 
 from typing import Any
@@ -10,6 +12,7 @@ from torch import Tensor
 
 import rl_core
 
+from ..samples import sample_numbers
 from .policy import PolicyConfig
 
 
@@ -28,7 +31,7 @@ def advantages(
 
     With `kl_in=reward`, kl_t = `kl_kind` of (old_log_probs, ref_log_probs) lowers the rewards:
 
-        discounting: r_t = (turn rewards and the score at the last token)_t - kl_coef kl_t
+        discounting: r_t = (turn rewards and the score at the last token)_t - kl_coef kl_t, summed over a turn per turn
         the others:  s_i = score_i - kl_coef sum_t kl_it           (RLOO, arXiv:2402.14740, equation 2)
 
     With `overlong_penalty`, DAPO's punishment of long responses (arXiv:2503.14476, equation 13) is added to the score
@@ -48,47 +51,58 @@ def advantages(
     Raises:
         KeyError: the batch lacks what the estimator reads, such as the scores of an extra rollout.
     """
-    lens_N = batch.response_lens_S
-    scores_N, metrics = _training_scores(batch, config, max_tokens)
+    lens_S, numbers_S = batch.response_lens_S, sample_numbers(batch)
+    lens_N = torch.bincount(numbers_S, lens_S.double()).long()
+    first_N = torch.searchsorted(numbers_S, torch.arange(len(lens_N)))
+    scores_S, metrics = _training_scores(batch, config, max_tokens)
     penalty_K, kl_metrics = _kl_penalty(batch, config, kl_coef)
-    inputs: dict[str, Any] = {"response_lens_N": lens_N, "response_lens_S": lens_N}
-    inputs |= {"group_ids_N": batch.per_sequence["group_ids"], "gamma": config.gamma, "lam": lam}
+    inputs: dict[str, Any] = {"response_lens_N": lens_N, "response_lens_S": lens_S}
+    inputs |= {"group_ids_N": batch.per_sequence["group_ids"][first_N], "gamma": config.gamma, "lam": lam}
     if "baseline_scores" in batch.per_sequence:
-        inputs["baseline_scores_N"] = batch.per_sequence["baseline_scores"]
+        inputs["baseline_scores_N"] = batch.per_sequence["baseline_scores"][first_N]
     if "values" in batch.columns:
         inputs["values_K"] = batch.columns["values"]
     estimator = rl_core.ADVANTAGES[config.advantage]
     if estimator.discounts:
-        inputs["rewards_K"] = _token_rewards(batch, scores_N) - penalty_K
+        inputs["rewards_K"] = _token_rewards(batch, scores_S) - penalty_K
+        # the return of a token, or of a turn, is that of its path
+        inputs |= {"response_lens_N": lens_S, "group_ids_N": batch.per_sequence["group_ids"]}
     else:
-        inputs["scores_N"] = scores_N - rl_core.segment_sum(penalty_K, lens_N)
+        inputs["scores_N"] = scores_S[first_N] - rl_core.segment_sum(penalty_K, lens_N)
+    turns = rl_core.find_turns(batch) if estimator.per_turn else None
+    if turns is not None:
+        inputs["turn_rewards_U"] = rl_core.segment_sum(inputs["rewards_K"].double(), turns.lens_U)
+        inputs |= {"turn_counts_N": turns.counts_S, "state_ids_U": turns.state_ids_U}
     estimate = estimator.estimate(inputs)
     if estimator.needs_critic:
         advantages_K, returns_K = estimate
         columns, critic_metrics = _with_returns(advantages_K, returns_K, inputs["values_K"], whiten=whiten)
         return columns, metrics | kl_metrics | critic_metrics
     metrics |= kl_metrics | _spread(estimate)
-    advantages_K = estimate if estimator.per_token else rl_core.broadcast_to_tokens(estimate, lens_N)
+    if turns is not None:
+        advantages_K = rl_core.broadcast_to_tokens(estimate, turns.lens_U)
+    else:
+        advantages_K = estimate if estimator.per_token else rl_core.broadcast_to_tokens(estimate, lens_N)
     return {"advantages": advantages_K}, metrics
 
 
 def _training_scores(batch: rl_core.Batch, config: PolicyConfig, max_tokens: int) -> tuple[Tensor, dict[str, float]]:
-    """Scores with the penalty of long responses, float64 [N], and metrics of the length shaping."""
-    scores_N, metrics = batch.per_sequence["scores"], {}
+    """Scores with the penalty of long responses, float64 [S], and metrics of the length shaping."""
+    scores_S, metrics = batch.per_sequence["scores"], {}
     if config.overlong_penalty:
-        penalty_N = rl_core.overlong_penalty(
+        penalty_S = rl_core.overlong_penalty(
             batch.per_sequence["total_lens"],
             max_length=max_tokens,
             buffer_length=config.overlong_buffer or max(1, max_tokens // 5),
             penalty=config.overlong_penalty,
             dtype=torch.float64,
         )
-        scores_N = scores_N + penalty_N
-        metrics["overlong/num_penalized"] = float((penalty_N < 0).sum())
-        metrics["overlong/penalty_mean"] = float(penalty_N.mean())
+        scores_S = scores_S + penalty_S
+        metrics["overlong/num_penalized"] = float((penalty_S < 0).sum())
+        metrics["overlong/penalty_mean"] = float(penalty_S.mean())
     if config.overlong_filter:
         metrics["overlong/num_filtered"] = float(batch.per_sequence["is_truncated"].sum())
-    return scores_N, metrics
+    return scores_S, metrics
 
 
 def _kl_penalty(batch: rl_core.Batch, config: PolicyConfig, kl_coef: float) -> tuple[Tensor, dict[str, float]]:
@@ -100,12 +114,16 @@ def _kl_penalty(batch: rl_core.Batch, config: PolicyConfig, kl_coef: float) -> t
     return kl_coef * kl_K if config.kl_in == "reward" else none_K, {"actor/ref_kl": float(kl_K.mean())}
 
 
-def _token_rewards(batch: rl_core.Batch, scores_N: Tensor) -> Tensor:
-    """Turn rewards at their tokens, and the part of the score beyond them at the last token: float32 [K]."""
-    lens_N = batch.response_lens_S
+def _token_rewards(batch: rl_core.Batch, scores_S: Tensor) -> Tensor:
+    """Turn rewards at their tokens, and the part of the score beyond them at the last token: float32 [K].
+
+    Each path of an episode that branches has that part at its own last token.
+    """
+    lens_S, numbers_S = batch.response_lens_S, sample_numbers(batch)
     turn_rewards_K = batch.columns.get("turn_rewards", torch.zeros(batch.num_targets))
-    rest_N = scores_N - rl_core.segment_sum(turn_rewards_K.double(), lens_N)
-    return rl_core.token_rewards(rest_N.float(), lens_N) + turn_rewards_K
+    sums_S = rl_core.segment_sum(turn_rewards_K.double(), lens_S)
+    rest_S = scores_S - torch.zeros_like(sums_S).index_add(0, numbers_S, sums_S)[numbers_S]
+    return rl_core.token_rewards(rest_S.float(), lens_S) + turn_rewards_K
 
 
 def _with_returns(

@@ -84,7 +84,7 @@ def _rows_of(step: int, group: Group, trained: set[tuple[str, int]]) -> Iterator
     }
     for sample in group.samples:
         outcome = "trained" if (group.prompt_id, sample.sample_index) in trained else "left_out"
-        versions = [span.policy_version for span in sample.version_spans]
+        versions = [span.policy_version for path in sample.paths for span in path.version_spans]
         oldest, newest = str(min(versions)), str(max(versions))
         rows[sample.sample_index] = SampleRow(step, group.prompt_id, sample.sample_index, outcome, oldest, newest)
     return (rows[index] for index in sorted(rows))

@@ -40,6 +40,7 @@ def rollout_metrics(collected: Collected) -> dict[str, float]:
         "rollout/num_samples": float(len(collected.samples)),
         "rollout/num_failed": float(collected.num_failed),
         "rollout/num_turns": float(np.mean([sample.num_turns for sample in samples])),
+        "rollout/num_paths": float(np.mean([len(sample.paths) for sample in samples])),
         **({"rollout/baseline_score_mean": float(np.mean(list(baselines.values())))} if baselines else {}),
         **term_metrics(samples),
         **collected.metrics,

@@ -23,9 +23,10 @@ class PolicyConfig:
     """Estimator of the advantages (`rl_core.ADVANTAGES`). `grpo` (arXiv:2402.03300), `dr_grpo` (arXiv:2503.20783),
     `rloo` (arXiv:2402.14740) and `reinforce_pp_baseline` (arXiv:2501.03262) compare the samples of a prompt; `remax`
     (arXiv:2310.10505) compares each with the greedy response, which costs one more response per prompt; `reinforce_pp`
-    (arXiv:2501.03262) compares with the whole batch; `gae` (arXiv:1506.02438) with a critic, in the PPO app."""
+    (arXiv:2501.03262) compares with the whole batch; `turn_grpo` (arXiv:2505.11821), `turn_rloo` and `gigpo`
+    (arXiv:2505.10978) compare the returns of turns; `gae` (arXiv:1506.02438) with a critic, in the PPO app."""
     gamma: float = 1.0
-    """Discount per token, for `gae` and `reinforce_pp`."""
+    """Discount per token, for `gae` and `reinforce_pp`; per turn for `turn_grpo`, `turn_rloo` and `gigpo`."""
     loss: str = "ppo_clip"
     """The policy loss (`rl_core.POLICY_LOSSES`): `ppo_clip` (arXiv:1707.06347), `gspo` (arXiv:2507.18071; use it with
     `loss_aggregation=seq_mean_token_mean`), `cispo` (arXiv:2506.13585), or your own `package.module:function`. The
@@ -51,7 +52,8 @@ class PolicyConfig:
     """KL estimator (Schulman, 'Approximating KL divergence')."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Place of the KL term. `loss`: added to the loss (GRPO). `reward`: subtracted from the reward, of each
-    token for `gae` and `reinforce_pp` (InstructGPT, arXiv:2203.02155), as a sum over the response for the others."""
+    token for `gae` and `reinforce_pp` (InstructGPT, arXiv:2203.02155), as a sum over the turn for `turn_grpo`,
+    `turn_rloo` and `gigpo`, and over the response for the others."""
     kl_target: float | None = None
     """Target of the mean KL per token, to which `kl_coef` adapts (arXiv:1909.08593); null: fixed `kl_coef`."""
     kl_horizon: float = 10_000.0

@@ -16,6 +16,7 @@ from ds_engine import LossOutput, TokenOutputs
 
 from ..errors import InputError
 from ..rollout.user_functions import load_function
+from ..samples import sample_numbers
 from .off_policy import correction_weights
 from .policy import PolicyConfig
 
@@ -25,25 +26,28 @@ def loss_weights(
 ) -> dict[str, Tensor]:
     """The columns that turn token losses into the mini-batch loss: `weights`, and `mean_weights` for metrics.
 
+    An episode that branches counts as one sequence of all its tokens.
     With `overlong_filter`, truncated responses have weight 0 and are not counted in the means.
 
     Args:
         max_tokens: `sampling.max_tokens`, the divisor of `fixed_length`.
-        mini_batches: sample indices of each mini batch; None: the batch is one mini batch.
+        mini_batches: sequences of each mini batch; None: the batch is one mini batch.
     """
     mode = config.loss_aggregation
     fixed_length = max_tokens if mode == "fixed_length" else None
-    lens_N = batch.response_lens_S
+    lens_S, numbers_S = batch.response_lens_S, sample_numbers(batch)
     if config.overlong_filter:
-        lens_N = lens_N * rl_core.overlong_keep(batch.per_sequence["is_truncated"])
-    weights_N, mean_N = torch.zeros(len(lens_N), dtype=torch.float64), torch.zeros(len(lens_N), dtype=torch.float64)
-    for indices in mini_batches or [range(len(lens_N))]:
+        lens_S = lens_S * rl_core.overlong_keep(batch.per_sequence["is_truncated"])
+    weights_S, mean_S = torch.zeros(len(lens_S), dtype=torch.float64), torch.zeros(len(lens_S), dtype=torch.float64)
+    for indices in mini_batches or [range(len(lens_S))]:
         chosen = torch.tensor(indices)
-        weights_N[chosen] = rl_core.token_weights(mode, lens_N[chosen], fixed_length=fixed_length).double()
-        mean_N[chosen] = rl_core.token_weights("token_mean", lens_N[chosen]).double()
+        numbers_N, place = numbers_S[chosen].unique(return_inverse=True)
+        lens_N = torch.zeros(len(numbers_N), dtype=lens_S.dtype).index_add(0, place, lens_S[chosen])
+        weights_S[chosen] = rl_core.token_weights(mode, lens_N, fixed_length=fixed_length).double()[place]
+        mean_S[chosen] = rl_core.token_weights("token_mean", lens_N).double()[place]
     per_token = rl_core.broadcast_to_tokens
-    lens_N = batch.response_lens_S
-    return {"weights": per_token(weights_N, lens_N), "mean_weights": per_token(mean_N, lens_N)}
+    lens_S = batch.response_lens_S
+    return {"weights": per_token(weights_S, lens_S), "mean_weights": per_token(mean_S, lens_S)}
 
 
 def policy_loss(outputs: TokenOutputs, batch: rl_core.Batch, *, config: PolicyConfig, kl_coef: float) -> LossOutput:

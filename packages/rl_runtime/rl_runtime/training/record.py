@@ -67,7 +67,7 @@ class RunRecord:
     def log_step(self, step: int, collected: Collected, metrics: dict[str, float], timer: PhaseTimer) -> None:
         """Writes the step's metrics, with times, throughput and memory, and some of its rollouts."""
         started = time.perf_counter()
-        self.log(step, metrics, timer, num_tokens=sum(sample.token_ids.size for sample in collected.samples))
+        self.log(step, metrics, timer, num_tokens=_num_tokens(collected.samples))
         groups = group_numbers(collected.samples)
         self._tracker.log_rollouts(step, list(map(rollout_record, collected.samples, groups)))
         self._log_s = time.perf_counter() - started
@@ -112,5 +112,10 @@ def rollout_record(sample: Sample, group: int) -> dict[str, Any]:
         "version_spans": sample.generated_spans,
         "num_turns": sample.num_turns,
         "num_response_tokens": sample.num_generated,
-        "num_context_tokens": sample.response_ids.size - sample.num_generated,
+        "num_context_tokens": sum(path.response_ids.size for path in sample.paths) - sample.num_generated,
+        **({"tree": "\n".join(sample.tree)} if sample.tree else {}),
     }
+
+
+def _num_tokens(samples: Sequence[Sample]) -> int:
+    return sum(path.token_ids.size for sample in samples for path in sample.paths)

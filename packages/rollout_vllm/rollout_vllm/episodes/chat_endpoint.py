@@ -8,14 +8,14 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 from aiohttp import web
 
-from ..errors import RolloutError
 from .environment_process import Message
 from .processes import describe
+from .protocols.base import ConversationError, Reply, read_reply, text_of
+from .protocols.chat_completions import openai_error
 from .tools import ToolCall
 
 _MAX_BODY_BYTES = 16 * 2**20
@@ -23,55 +23,6 @@ _READ_FIELDS = {"messages", "model", "stream", "stream_options", "tools"}
 _DEFAULTS = {"n": 1, "tool_choice": "auto", "parallel_tool_calls": True, "store": False}  # what happens anyway
 
 _KEEP = "the agent has to keep earlier messages and add new ones (no compaction, no second conversation)"
-
-
-class ConversationError(RolloutError, ValueError):
-    """A request that the episode cannot answer. `field`: the field of its body that is refused."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reply:
-    """An answer of the policy, as the agent reads it.
-
-    content: the text after the thoughts; calls stay in it. reasoning: the thoughts, up to `</think>`. calls: with
-    their ids.
-    """
-
-    content: str
-    reasoning: str = ""
-    calls: Sequence[Mapping[str, Any]] = ()
-
-    @property
-    def message(self) -> dict[str, Any]:
-        """The message in OpenAI's format."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.content}
-        if self.reasoning:
-            message["reasoning_content"] = self.reasoning
-        if self.calls:
-            message["tool_calls"] = list(self.calls)
-        return message
-
-
-def read_reply(text: str, read_calls: Callable[[str], list[ToolCall]] | None, *, turn_number: int) -> Reply:
-    """The reply in the text of a turn. A call that cannot be parsed stays text.
-
-    read_calls: a value of `CALL_FORMATS`; None if the request has no tools. turn_number: part of the ids of the calls.
-    """
-    thoughts, mark, rest = text.partition("</think>")
-    content = rest.lstrip() if mark else text
-    calls = [] if read_calls is None else [call for call in read_calls(content) if not call.problem]
-    return Reply(
-        content=content,
-        reasoning=thoughts.strip().removeprefix("<think>").strip() if mark else "",
-        calls=[
-            {
-                "id": f"call_{turn_number}_{index}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
-            }
-            for index, call in enumerate(calls)
-        ],
-    )
 
 
 def new_messages(history: Sequence[Message], messages: Sequence[Message]) -> list[Message]:
@@ -186,12 +137,7 @@ class ChatEndpoint:
 def _as_text(message: Message) -> Message:
     """The message with its content as one text."""
     content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    kinds = sorted({str(part.get("type")) for part in content} - {"text"})
-    if kinds:
-        raise ConversationError(field="messages.content.type", value=", ".join(kinds), allowed="text")
-    return {**message, "content": "".join(part["text"] for part in content)}
+    return {**message, "content": text_of(content)} if isinstance(content, list) else message
 
 
 def _is_same(old: Message, message: Message) -> bool:
@@ -211,9 +157,7 @@ def _shown(message: Message) -> str:
 
 
 def _refusal(why: str, code: str, field: str | None = None) -> web.Response:
-    return web.json_response(
-        {"error": {"message": why, "type": "invalid_request_error", "code": code, "param": field}}, status=400
-    )
+    return web.json_response(openai_error(why, code, field), status=400)
 
 
 def _completion(reply: Reply, *, model: str, is_streamed: bool) -> web.Response:

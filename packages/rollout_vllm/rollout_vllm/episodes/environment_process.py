@@ -60,16 +60,19 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentSpec:
-    """Which environment to make and how long it may take.
+    """The class of an environment, its options and its time limits.
 
     path: `package.module:Class`. options: keyword arguments of the class. start_timeout_s: seconds to start the
-    process, import the module and make the object. step_timeout_s: seconds of `reset` and of every `step`.
+    process, import the module and make the object. step_timeout_s: seconds of `reset` and of every `step`. name: for
+    messages. preload: modules that it imports later.
     """
 
     path: str
     options: Mapping[str, Any] = field(default_factory=dict)
     start_timeout_s: float = 60.0
     step_timeout_s: float = 30.0
+    name: str = ""
+    preload: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +188,7 @@ class EnvironmentProcess:
         return "" if self._process.exitcode is None else f" (exit code {self._process.exitcode})"
 
     def _failed(self, why: str) -> EnvironmentFailedError:
-        return EnvironmentFailedError(f"environment {self._spec.path}: {why}")
+        return EnvironmentFailedError(f"{self._spec.name or f'environment {self._spec.path}'}: {why}")
 
     async def _end(self) -> None:
         """Ends the process and all that it has started, even if this coroutine is cancelled."""
@@ -201,7 +204,7 @@ class EnvironmentProcess:
 def _start(spec: EnvironmentSpec, prompt: Any, theirs: socket.socket) -> BaseProcess:
     context = multiprocessing.get_context("forkserver")
     shorten_socket_paths()
-    modules = ["__main__", __name__, *_modules(spec.path), *_imported_by_main()]
+    modules = ["__main__", __name__, *_modules(spec.path), *spec.preload, *_imported_by_main()]
     context.set_forkserver_preload(modules)  # before the first start only
     work = partial(_serve, spec.path, dict(spec.options), prompt)
     process = context.Process(target=run_kept, args=(work, theirs), daemon=True)

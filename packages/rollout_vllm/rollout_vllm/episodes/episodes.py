@@ -16,8 +16,10 @@ The rollout function can score the episode itself: it returns a number, or calls
 
 import asyncio
 import dataclasses
+import hashlib
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
@@ -43,6 +45,7 @@ from ..samples import (
 )
 from .processes import describe
 from .rewards import read_number
+from .tree import EpisodeTree
 
 
 class TurnFailedError(RolloutError):
@@ -54,7 +57,8 @@ class TurnFailedError(RolloutError):
 
 
 class Episode:
-    """One conversation with the policy, as token ids. Passed to the rollout function."""
+    """One conversation with the policy, as token ids; or, with `answer`, several that branch. Passed to the rollout
+    function."""
 
     def __init__(
         self,
@@ -74,7 +78,10 @@ class Episode:
         self.routes: RouteArray | None = None
         self.turns: list[Sample] = []
         self._version_spans: list[VersionSpan] = []
-        self._rewards: dict[int, float] = {}  # index among the sampled tokens -> reward
+        self._rewards: dict[int, float] = {}  # index among the sampled tokens, or of a turn of the tree -> reward
+        self.tree = EpisodeTree()  # the turns of `answer`
+        self._score: float | None = None  # of all of them
+        self._num_asked: Counter[bytes] = Counter()  # turns after each prompt
         self.data: dict[str, Any] = {}  # for the rollout function; returned with the result
         self.is_cut = False  # set by the rollout function if a limit ends the episode
         self._client, self._gate = client, gate
@@ -105,18 +112,7 @@ class Episode:
             min_tokens=0,
             stop_token_ids=tuple(dict.fromkeys((*self._sampling.stop_token_ids, *stop_token_ids))),
         )
-        turn_number = len(self.turns)
-        seed = None
-        if self._seed is not None:
-            seed = request_seed(self._seed, turn_number, f"{self.sample_index}/{self.prompt_id}")
-        # A distinct routing name: later turns use the server that has this episode's prefix in its cache.
-        name = f"{self.prompt_id}/{self.sample_index}"
-        request = Request(prompt_id=name, prompt_ids=self.token_ids, seed=seed)
-        sample = self._client.sample if self._gate is None else partial(self._client.sample, gate=self._gate)
-        group = await sample(request, sampling)
-        if group.failures:
-            raise TurnFailedError(group.failures[0])
-        turn = group.samples[0]
+        turn = await self._sample(self.token_ids, sampling, len(self.turns), self.prompt_id)
         self.turns.append(turn)
         if not self._version_spans and self.response_ids:  # context before the first turn
             self._version_spans.append(VersionSpan(turn.policy_version, len(self.response_ids)))
@@ -125,24 +121,71 @@ class Episode:
         self._append(turn.response_ids.tolist(), None if turn.log_probs is None else turn.log_probs.tolist(), True)
         return turn
 
+    async def answer(
+        self, prompt_ids: Sequence[int], *, n: int = 1, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> list[int]:
+        """Sample `n` turns after any prompt, also concurrently; returns their indices in `tree`.
+
+        max_tokens: limit of a turn, in addition to sampling.max_tokens. stop: texts in addition to those of the
+        sampling settings. Raises TurnFailedError if a turn fails; the others are in the tree. The seeds depend on the
+        prompt and on how often it was asked, not on the order of concurrent calls.
+        """
+        limit = self._sampling.response_tokens
+        sampling = dataclasses.replace(
+            self._sampling,
+            max_tokens=min(limit, max_tokens or limit),
+            min_tokens=0,
+            stop=tuple(dict.fromkeys((*self._sampling.stop, *stop))),
+        )
+        ids = np.asarray(prompt_ids, np.int32)
+        place = hashlib.sha256(ids.tobytes())
+
+        async def one(number: int) -> int:
+            turn = await self._sample(list(prompt_ids), sampling, number, f"{place.hexdigest()}/{self.prompt_id}")
+            return self.tree.add(ids, turn)
+
+        first = self._num_asked[place.digest()]
+        self._num_asked[place.digest()] += n
+        turns = await asyncio.gather(*(one(first + index) for index in range(n)), return_exceptions=True)
+        for turn in turns:
+            if isinstance(turn, BaseException):
+                raise turn
+        return [turn for turn in turns if isinstance(turn, int)]
+
+    async def _sample(self, prompt_ids: list[int], sampling: SamplingConfig, number: int, place: str) -> Sample:
+        """Samples a turn. number, place: they decide the seed."""
+        seed = None if self._seed is None else request_seed(self._seed, number, f"{self.sample_index}/{place}")
+        # A distinct routing name: later turns use the server that has this episode's prefix in its cache.
+        name = f"{self.prompt_id}/{self.sample_index}"
+        request = Request(prompt_id=name, prompt_ids=prompt_ids, seed=seed)
+        sample = self._client.sample if self._gate is None else partial(self._client.sample, gate=self._gate)
+        group = await sample(request, sampling)
+        if group.failures:
+            raise TurnFailedError(group.failures[0])
+        return group.samples[0]
+
     def add_context(self, token_ids: Sequence[int]) -> None:
         """Append tokens that the policy did not sample, e.g. the result of a tool. They are masked out of the loss."""
         if self._version_spans:
             self._version_spans.append(VersionSpan(self._version_spans[-1].policy_version, len(token_ids)))
         self._append(list(token_ids), [0.0] * len(token_ids), False)
 
-    def reward(self, value: SupportsFloat) -> None:
+    def reward(self, value: SupportsFloat, *, turn: int | None = None) -> None:
         """Reward the latest turn, at its last token. Rewards of one turn add up; the score is the sum of all.
 
+        turn: its index in `tree`; None: in an episode of `answer`, the reward is that of all its turns.
         Raises TypeError if value is not a number, ValueError if it is not finite, if it or the sum of all is larger
         than a training step can use, or if nothing was generated yet.
         """
         number = read_number(value)
-        if not any(self.response_mask):
+        if self.tree.turns and turn is None:
+            self._score = number + (self._score or 0.0)
+        elif not any(self.response_mask) and turn is None:
             raise ValueError("a reward was given before the first turn")
-        last = sum(self.response_mask) - 1
-        self._rewards[last] = read_number(self._rewards.get(last, 0.0) + number)
-        read_number(math.fsum(self._rewards.values()))
+        else:
+            place = sum(self.response_mask) - 1 if turn is None else turn
+            self._rewards[place] = read_number(self._rewards.get(place, 0.0) + number)
+        read_number(math.fsum((*self._rewards.values(), self._score or 0.0)))
 
     def replace_prompt(self, token_ids: Sequence[int]) -> None:
         """Use another prompt than that of the request. Raises ValueError once the response has begun."""
@@ -156,7 +199,10 @@ class Episode:
         self.response_mask += [sampled] * len(ids)
 
     def result(self, duration_s: float) -> Sample:
-        """The finished episode as one training sequence, with the sum of its rewards as its score."""
+        """The finished episode as one training sequence, or one for each path of the tree, with the sum of its rewards
+        as its score."""
+        if self.tree.turns:
+            return self._tree_result(duration_s)
         if not self.turns:
             raise ValueError("the rollout function generated nothing")
         rewards = [self._rewards.get(index, 0.0) for index in range(sum(self.response_mask))]
@@ -177,6 +223,27 @@ class Episode:
             data=self.data,
             turn_rewards=np.array(rewards, np.float32) if self._rewards else None,
             score=math.fsum(rewards) if self._rewards else None,
+        )
+
+    def _tree_result(self, duration_s: float) -> Sample:
+        last = [turn.sample for turn in self.tree.turns][-1]
+        episode = Sample(
+            prompt_id=self.prompt_id,
+            sample_index=self.sample_index,
+            prompt=self.prompt,
+            finish_reason="length" if self.is_cut else last.finish_reason,
+            last_policy_version=max(turn.sample.last_policy_version for turn in self.tree.turns),
+            num_turns=len(self.tree.turns),
+            duration_s=duration_s,
+        )
+        main, *branches = self.tree.samples(episode, self._rewards)
+        has_score = self._rewards or self._score is not None
+        return dataclasses.replace(
+            main,
+            branches=tuple(branches),
+            tree=tuple(self.tree.lines()),
+            data=self.data,
+            score=math.fsum((*self._rewards.values(), self._score or 0.0)) if has_score else None,
         )
 
 

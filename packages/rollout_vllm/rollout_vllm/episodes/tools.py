@@ -6,11 +6,13 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..config import require
 from ..errors import RolloutConfigError
 from .environment_process import Message, Observation
+from .mcp_tools import PREFIX, McpServer, ToolError
 from .processes import describe
 
 ToolFunction = Callable[..., Any]
@@ -66,30 +68,42 @@ class ToolEnvironment:
 
     It gives no reward, so the configured reward scores the episode; a subclass may override `step` and add one.
 
-    tools: functions or `package.module:function`, coroutine functions too. The chat template gets their JSON schemas:
-    the attribute `schema` of a function if it has one, else the one that transformers derives from its type hints and
-    its docstring. call_format: a key of `CALL_FORMATS`. max_result_chars: longer results are shortened.
+    tools: functions or `package.module:function`, coroutine functions too, and MCP servers (`McpServer`), which are
+    opened by `reset`. The chat template gets their JSON schemas: the attribute `schema` of a function if it has one,
+    else the one that transformers derives from its type hints and its docstring. call_format: a key of `CALL_FORMATS`.
+    max_result_chars: longer results are shortened.
 
     A call that cannot be made (no JSON, no such tool, wrong arguments) or raises is answered by a line that begins with
     `error:`, which the policy reads.
     """
 
     # Imported once, before processes are forked; transformers looks for torch.Tensor in type hints.
-    preload = ("transformers.utils.chat_template_utils", "torch")
+    preload = ("transformers.utils.chat_template_utils", "torch", "mcp")
 
     def __init__(
         self, tools: Sequence[ToolFunction | str], *, call_format: str = "hermes", max_result_chars: int = 4000
     ) -> None:
-        require(bool(tools), "tools", tools, "functions, or package.module:function")
+        require(bool(tools), "tools", tools, "functions, package.module:function, or mcp:COMMAND or mcp:URL")
         check_call_format(call_format)
-        functions = [_function(tool) for tool in tools]
-        self.tools = [tool_schema(function) for function in functions]
-        names = [schema["function"]["name"] for schema in self.tools]
-        self._functions = dict(zip(names, functions, strict=True))
+        self._servers = [McpServer(tool) for tool in tools if isinstance(tool, str) and tool.startswith(PREFIX)]
+        functions = [_function(tool) for tool in tools if not (isinstance(tool, str) and tool.startswith(PREFIX))]
+        self.tools: list[Any] = []
+        self._functions: dict[str, ToolFunction] = {}
+        for function in functions:
+            self._add(tool_schema(function), function)
         self._read_calls, self._max_result_chars = CALL_FORMATS[call_format], max_result_chars
 
-    def reset(self, prompt: Any) -> Observation:
+    def _add(self, schema: dict[str, Any], function: ToolFunction) -> None:
+        name = schema["function"]["name"]
+        require(name not in self._functions, "tools", name, "tools with different names")
+        self.tools.append(schema)
+        self._functions[name] = function
+
+    async def reset(self, prompt: Any) -> Observation:
         """The conversation of the prompt, to which the chat template adds the tools."""
+        for server in self._servers:
+            for schema in await server.open():
+                self._add(schema, partial(_call_server, server, schema["function"]["name"]))
         messages = getattr(prompt, "messages", ())
         return list(messages) if messages else str(prompt.text)
 
@@ -102,6 +116,11 @@ class ToolEnvironment:
         ]
         return messages, None, not calls, {}
 
+    async def close(self) -> None:
+        """Ends the MCP servers of the episode."""
+        for server in self._servers:
+            await server.close()
+
     async def _result(self, call: ToolCall) -> str:
         if call.problem:
             return f"error: {call.problem}"
@@ -111,11 +130,17 @@ class ToolEnvironment:
             result = self._functions[call.name](**call.arguments)
             if inspect.isawaitable(result):
                 result = await result
+        except ToolError as error:
+            return f"error: {error}"
         except Exception as error:
             return f"error: {describe(error)}"
         text = result if isinstance(result, str) else json.dumps(result, default=str)
         limit = self._max_result_chars
         return text if len(text) <= limit else f"{text[:limit]} … ({len(text) - limit} characters left out)"
+
+
+async def _call_server(server: McpServer, name: str, /, **arguments: Any) -> str:
+    return await server.call(name, arguments)
 
 
 def tool_schema(function: ToolFunction) -> dict[str, Any]:

@@ -18,10 +18,9 @@ from ..tracking.run_state import process_start
 
 def address_towards(host: str) -> tuple[str, int, int]:
     """This node's address on the way to `host`, and two of its ports that were free a moment ago."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+    with socket.socket(type=socket.SOCK_DGRAM) as route, socket.socket() as first, socket.socket() as second:
         route.connect((host, 9))  # sends nothing
         address = route.getsockname()[0]
-    with socket.socket() as first, socket.socket() as second:
         first.bind((address, 0))
         second.bind((address, 0))
         return address, first.getsockname()[1], second.getsockname()[1]

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 _QUERY = "index,uuid,compute_cap,memory.total,memory.used,memory.free,driver_version,name"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Gpu:
-    """A GPU. None stands for what nvidia-smi does not report."""
+    """A GPU, with fields in the order of the query. None stands for what nvidia-smi does not report."""
 
     index: int
     uuid: str
-    name: str
     capability: tuple[int, int] | None
     total_mib: int | None
     used_mib: int | None
@@ -22,6 +21,7 @@ class Gpu:
     free_mib: int | None
     """Memory that processes can still allocate: as the driver reports it, else all that is not used."""
     driver: str
+    name: str
 
 
 def read_gpus() -> tuple[list[Gpu], str]:
@@ -46,23 +46,16 @@ def find_gpu(gpus: Sequence[Gpu], uuid: str) -> Gpu | None:
 
 def parse_gpus(text: str) -> list[Gpu]:
     """GPUs of nvidia-smi's lines with the fields of the query above; other lines are left out."""
-    rows = [[part.strip() for part in line.split(",", 7)] for line in text.splitlines()]
-    return [_gpu(*row) for row in rows if len(row) == 8 and row[0].isdecimal()]
-
-
-def _gpu(index: str, uuid: str, capability: str, total: str, used: str, free: str, driver: str, name: str) -> Gpu:
-    total_mib, used_mib, free_mib = (int(text) if text.isdecimal() else None for text in (total, used, free))
-    # Total minus used can be too much: drivers reserve memory for themselves and do not count it as used.
-    if free_mib is None and total_mib is not None and used_mib is not None:
-        free_mib = total_mib - used_mib
-    major, _, minor = capability.partition(".")
-    return Gpu(
-        index=int(index),
-        uuid=uuid,
-        name=name,
-        capability=(int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None,
-        total_mib=total_mib,
-        used_mib=used_mib,
-        free_mib=free_mib,
-        driver=driver,
-    )
+    gpus = []
+    for line in text.splitlines():
+        row = [part.strip() for part in line.split(",", 7)]
+        if len(row) < 8 or not row[0].isdecimal():
+            continue
+        version = row[2].split(".")
+        capability = (int(version[0]), int(version[1])) if len(version) == 2 else None  # not "[N/A]"
+        total, used, free = (int(part) if part.isdecimal() else None for part in row[3:6])
+        # Total minus used can be too much: drivers reserve memory for themselves and do not count it as used.
+        if free is None and total is not None and used is not None:
+            free = total - used
+        gpus.append(Gpu(int(row[0]), row[1], capability, total, used, free, *row[6:]))
+    return gpus

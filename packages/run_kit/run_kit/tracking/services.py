@@ -167,11 +167,11 @@ class SentOnce:
         """Finish the service's run."""
         self._try("did not finish its run", lambda: self._service.close(failed=failed))
 
-    def _try(self, what: str, call: Callable[[], None]) -> None:
+    def _try(self, problem: str, call: Callable[[], None]) -> None:
         try:
             call()
         except Exception as error:
-            print(f"warning: {self.package} {what}: {redact(str(error))}", file=sys.stderr, flush=True)
+            print(f"warning: {self.package} {problem}: {redact(str(error))}", file=sys.stderr, flush=True)
 
 
 def check_tracking(config: TrackingConfig) -> None:

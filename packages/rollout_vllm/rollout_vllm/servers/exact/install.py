@@ -61,13 +61,12 @@ def _replace_forward(replace: Replace, layer: Any, forward: Callable[..., Any]) 
 def _norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
     if residual is None:
         return operations.rms_norm(x, self.weight, self.variance_epsilon)
-    residual = residual + x
-    return operations.rms_norm(residual, self.weight, self.variance_epsilon), residual
+    return operations.add_rms_norm(x, residual, self.weight, self.variance_epsilon)
 
 
 def _silu_and_mul(self: Any, x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
-    return operations.silu(gate) * up
+    return operations.silu_and_mul(gate, up)
 
 
 def _rotate(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -88,7 +87,7 @@ def _rotate(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = No
 def _attend(layer: Any, query: Tensor, kv_cache: Tensor, step: Any, output: Tensor) -> None:
     size, num = layer.head_size, step.num_actual_tokens
     shape = (-1, layer.num_heads, size)
-    out = operations.attention(
+    operations.attention(
         query[:num].view(shape),
         kv_cache[..., :size],
         kv_cache[..., size:],
@@ -97,8 +96,8 @@ def _attend(layer: Any, query: Tensor, kv_cache: Tensor, step: Any, output: Tens
         step.seq_lens,
         layer.scale,
         step.max_query_len,
+        out=output[:num].view(shape),
     )
-    output[:num].view(shape).copy_(out)
 
 
 def _replace_on_gpu(replace: Replace) -> None:

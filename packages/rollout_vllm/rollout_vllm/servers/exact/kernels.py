@@ -51,6 +51,8 @@ def _matmul_kernel(
 
 
 _M, _N, _K = 64, 128, 64
+_FEW_TILES = 132
+"""Fewer tiles than the multiprocessors of a GPU: narrower tiles, of the same bits, keep all of them busy."""
 _CHUNK = 2048
 """Rows that cuBLAS computes at once: of one shape it computes each product alike."""
 _same_bits: dict[tuple[object, ...], bool] = {}
@@ -85,20 +87,31 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out = x.new_empty((len(x), len(weight)))
     if len(x) == 0:
         return out
-    grid = (triton.cdiv(len(x), _M) * triton.cdiv(len(weight), _N),)
-    _matmul_kernel[grid](
+    rows, columns = triton.cdiv(len(x), _M), _N
+    while columns > 32 and rows * triton.cdiv(len(weight), columns) < _FEW_TILES:
+        columns //= 2
+    _matmul_kernel[(rows * triton.cdiv(len(weight), columns),)](
         out, x, weight, bias, len(x), len(weight), x.shape[1], x.stride(0), weight.stride(0), out.stride(0),
-        HAS_BIAS=bias is not None, M=_M, N=_N, K=_K, GROUP=8, num_warps=4, num_stages=4,
+        HAS_BIAS=bias is not None, M=_M, N=columns, K=_K, GROUP=8, num_warps=4, num_stages=4,
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _rms_norm_kernel(out_ptr, x_ptr, weight_ptr, eps, width, heads, token_stride, WIDTH: tl.constexpr):
+def _rms_norm_kernel(
+    out_ptr, x_ptr, weight_ptr, residual_ptr, sum_ptr, eps, width, heads, token_stride,
+    HAS_RESIDUAL: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     there = columns < width
     start = row // heads * token_stride + row % heads * width
-    x = tl.load(x_ptr + start + columns, mask=there, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + start + columns, mask=there, other=0.0)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + row * width + columns, mask=there, other=0.0)
+        # Rounded to fp32 first, as a sum of tensors is: the GPU's own sum in bf16 rounds once.
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(out_ptr.dtype.element_ty)
+        tl.store(sum_ptr + row * width + columns, x, mask=there)
+    x = x.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / width + eps)
     rounded = (x * scale).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * width + columns, rounded * tl.load(weight_ptr + columns, mask=there), mask=there)
@@ -106,16 +119,85 @@ def _rms_norm_kernel(out_ptr, x_ptr, weight_ptr, eps, width, heads, token_stride
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `operations.rms_norm`."""
+    return _norm(x, weight, eps, None)[0]
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(norm of the sum, sum) in one pass, with the bits of the two operations."""
+    return _norm(x.contiguous(), weight, eps, residual.contiguous())
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
-    if x.dim() == 3 and x.stride(2) == 1 and x.stride(1) == width:  # heads inside a merged product
+    if residual is None and x.dim() == 3 and x.stride(2) == 1 and x.stride(1) == width:  # heads inside a merged product
         heads, token_stride = x.shape[1], x.stride(0)
     else:
         x, heads, token_stride = x.contiguous(), 1, width
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     padded = triton.next_power_of_2(width)
     warps = min(8, max(1, padded // 512))
+    total = x if residual is None else torch.empty_like(out)
     _rms_norm_kernel[(x.numel() // width,)](
-        out, x, weight, eps, width, heads, token_stride, WIDTH=padded, num_warps=warps
+        out, x, weight, residual, total, eps, width, heads, token_stride,
+        HAS_RESIDUAL=residual is not None, WIDTH=padded, num_warps=warps,
+    )  # fmt: skip
+    return out, total
+
+
+@triton.jit(do_not_specialize=["num"])
+def _silu_and_mul_kernel(out_ptr, gate_ptr, up_ptr, num, width, gate_row, up_row, BLOCK: tl.constexpr):
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = places < num
+    row, column = places // width, places % width
+    gate = tl.load(gate_ptr + row * gate_row + column, mask=there, other=0.0)
+    wide = gate.to(tl.float32)
+    active = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
+    up = tl.load(up_ptr + row * up_row + column, mask=there, other=0.0).to(tl.float32)
+    tl.store(out_ptr + places, (active * up).to(gate.dtype), mask=there)
+
+
+def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """See `operations.silu_and_mul`."""
+    width = gate.shape[-1]
+    rows = [x if x.stride(-1) == 1 and x.dim() == 2 else x.reshape(-1, width).contiguous() for x in (gate, up)]
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    _silu_and_mul_kernel[(triton.cdiv(out.numel(), 2048),)](
+        out, *rows, out.numel(), width, rows[0].stride(0), rows[1].stride(0), BLOCK=2048, num_warps=4
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _rotate_kernel(
+    out_ptr, x_ptr, table_ptr, position_ptr, heads, token_stride, head_stride, SIGN: tl.constexpr, HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):  # fmt: skip
+    """All heads of a token. Products and sums are rounded one by one, as those of tensors are."""
+    token = tl.program_id(0).to(tl.int64)
+    head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
+    there = (head < heads) & (column < HALF)
+    place = x_ptr + token * token_stride + head * head_stride + column
+    first, second = tl.load(place, mask=there, other=0.0), tl.load(place + HALF, mask=there, other=0.0)
+    dtype = first.dtype
+    row = table_ptr + tl.load(position_ptr + token) * 4 * HALF + column
+    cos_1, cos_2 = tl.load(row).to(tl.float32), tl.load(row + HALF).to(tl.float32)
+    sin_1, sin_2 = SIGN * tl.load(row + 2 * HALF).to(tl.float32), SIGN * tl.load(row + 3 * HALF).to(tl.float32)
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    out_1 = (first * cos_1).to(dtype).to(tl.float32) + (-second * sin_1).to(dtype).to(tl.float32)
+    out_2 = (second * cos_2).to(dtype).to(tl.float32) + (first * sin_2).to(dtype).to(tl.float32)
+    out = out_ptr + (token * heads + head) * 2 * HALF + column
+    tl.store(out, out_1.to(dtype), mask=there)
+    tl.store(out + HALF, out_2.to(dtype), mask=there)
+
+
+def rotate(x: Tensor, table: Tensor, positions: Tensor, inverse: bool) -> Tensor:
+    """See `operations.rotate`."""
+    tokens, heads, width = x.shape
+    x = x if x.stride(2) == 1 else x.contiguous()
+    out = torch.empty((tokens, heads, width), dtype=x.dtype, device=x.device)
+    _rotate_kernel[(tokens,)](
+        out, x, table, positions, heads, x.stride(0), x.stride(1),
+        SIGN=-1.0 if inverse else 1.0, HEADS=triton.next_power_of_2(heads), HALF=width // 2, num_warps=2,
     )  # fmt: skip
     return out
 
@@ -139,6 +221,25 @@ def log_sum_exp(logits: Tensor) -> Tensor:
     """fp32 log(sum(exp)) of rows, [N]; logits: [N, V], the last dimension contiguous."""
     out = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     _log_sum_exp_kernel[(len(logits),)](out, logits, logits.stride(0), logits.shape[1], BLOCK=2048, num_warps=8)
+    return out
+
+
+@triton.jit
+def _entropy_kernel(out_ptr, logits_ptr, log_sum_ptr, row_stride, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    log_sum, total = tl.load(log_sum_ptr + row), tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        logits = tl.load(logits_ptr + row * row_stride + columns, mask=columns < width, other=float("-inf"))
+        log_probs = logits.to(tl.float32) - log_sum
+        total -= tl.where(log_probs == float("-inf"), 0.0, tl.exp(log_probs) * log_probs)
+    tl.store(out_ptr + row, tl.sum(total, axis=0))
+
+
+def entropies(logits: Tensor, log_sums: Tensor) -> Tensor:
+    """fp32 entropies of rows of logits, [N]; log_sums: their `log_sum_exp`."""
+    out = torch.empty_like(log_sums)
+    _entropy_kernel[(len(logits),)](out, logits, log_sums, logits.stride(0), logits.shape[1], BLOCK=2048, num_warps=8)
     return out
 
 

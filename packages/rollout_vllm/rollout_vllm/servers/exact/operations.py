@@ -49,9 +49,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def silu(x: Tensor) -> Tensor:
-    """x * sigmoid(x)."""
-    return F.silu(x) if x.is_cuda else _in_vectors(F.silu, x)
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(`rms_norm` of x + residual, the sum)."""
+    if x.is_cuda:
+        from .kernels import add_rms_norm as kernel
+
+        return kernel(x, residual, weight, eps)
+    residual = residual + x
+    return rms_norm(residual, weight, eps), residual
+
+
+def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """gate * sigmoid(gate), rounded, times `up`; both [..., I]."""
+    if gate.is_cuda:
+        from .kernels import silu_and_mul as kernel
+
+        return kernel(gate, up)
+    return _in_vectors(F.silu, gate) * up
 
 
 def _in_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -70,22 +84,29 @@ def rotary_table(frequencies: Tensor, num_positions: int, dtype: torch.dtype) ->
     return torch.stack((_in_vectors(torch.cos, angles), _in_vectors(torch.sin, angles)), dim=1).to(dtype)
 
 
-def rotate(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+def rotate(x: Tensor, table: Tensor, positions: Tensor, inverse: bool = False) -> Tensor:
     """Rotary positions as in transformers.
 
     Args:
         x: [T, heads, d].
         table: `rotary_table` in the dtype of `x`.
         positions: [T] int64.
+        inverse: turn back, which is the gradient.
     """
+    if x.is_cuda:
+        from .kernels import rotate as kernel
+
+        return kernel(x, table, positions, inverse)
     cos, sin = table[positions][:, :, None].unbind(1)
     first, second = x.chunk(2, dim=-1)
+    sin = -sin if inverse else sin
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, query_start: Tensor, lengths: Tensor, scale: float, longest_q: int
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, query_start: Tensor, lengths: Tensor, scale: float, longest_q: int,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Causal attention of the last tokens of S sequences to all tokens of each.
 
     Args:
@@ -96,6 +117,7 @@ def attention(
         query_start: [S + 1] int32, the first query of each sequence, and their number.
         lengths: [S] int32, tokens of each sequence.
         longest_q: the largest number of queries of a sequence.
+        out: takes the result.
 
     Returns:
         [T, heads, d]; rows after the last query are undefined.
@@ -103,8 +125,8 @@ def attention(
     if q.is_cuda:
         from .kernels import attention as kernel
 
-        return kernel(q, k, v, table, query_start, lengths, scale, longest_q)
-    out, block = torch.empty_like(q), k.shape[2]
+        return kernel(q, k, v, table, query_start, lengths, scale, longest_q, out)
+    out, block = torch.empty_like(q) if out is None else out, k.shape[2]
     starts = query_start.tolist()
     for row, length in enumerate(lengths.tolist()):
         if (begin := starts[row]) == (end := starts[row + 1]):
@@ -159,6 +181,17 @@ def log_probs(logits: Tensor) -> Tensor:
 
         return logits - log_sum_exp(logits)[:, None]
     return logits.float().log_softmax(dim=-1)
+
+
+def scores(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """(`token_log_probs`, entropies), fp32 [N]; logits: [N, V] in any dtype."""
+    if logits.is_cuda:
+        from .kernels import entropies, log_sum_exp
+
+        log_sums = log_sum_exp(logits)
+        return logits.gather(-1, tokens[:, None])[:, 0].float() - log_sums, entropies(logits, log_sums)
+    rows = log_probs(logits.float())
+    return rows.gather(-1, tokens[:, None])[:, 0], -(rows.exp() * rows).sum(-1)
 
 
 def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""The training API of the `tinker` SDK on DeepSpeed and vLLM."""

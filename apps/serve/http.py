@@ -1,0 +1,191 @@
+"""Routes of the API: the key, the limits, and errors as the SDK expects them.
+
+A request without the key gets 401 and nothing else. 400 is a request that cannot be read, 404 an unknown session,
+model or route, 413 a body that is too large, 429 a full queue: the SDK sends such a request again. An error of a
+request that was accepted is the result of its future, of the category `user`, or `server` for a fault of the service.
+"""
+
+import asyncio
+import json
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from apps.serve.requests import BusyError, Result
+from apps.serve.service import NotFoundError, Service
+from apps.serve.wire import read_request
+from ds_engine import EngineConfigError
+from plinth_base.errors import PlinthError
+from rl_runtime import InputError
+from rollout_vllm.errors import RolloutConfigError
+
+POLL_S = 20.0
+"""Longest time that a request for a result waits for it; then the client asks again."""
+_PROTO = "application/x-protobuf"
+_USER_ERRORS = (InputError, NotFoundError, EngineConfigError, RolloutConfigError)
+_log = logging.getLogger(__name__)
+
+
+class RefusedError(Exception):
+    """A request that gets no answer but a status."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(detail)
+        self.status, self.detail = status, detail
+
+
+class WithKey:
+    """Lets only requests with the key through."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app, self._key = app, key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = dict(scope.get("headers", ())).get(b"x-api-key", b"")
+        if scope["type"] == "http" and not secrets.compare_digest(given, self._key):
+            await JSONResponse({"detail": "unauthorized"}, 401)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def application(start: Callable[[], Service], *, key: str, max_request_bytes: int) -> ASGIApp:
+    """The ASGI application; `start` makes the service in the event loop."""
+    services: list[Service] = []
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        services.append(start())
+        yield
+        await services[0].close()
+
+    async def body_of(request: Request) -> bytes:
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > max_request_bytes:
+                raise RefusedError(413, f"a body of more than {max_request_bytes} bytes (api.max_request_bytes)")
+        if (encoding := request.headers.get("content-encoding")) is not None:
+            raise RefusedError(415, f"content-encoding: {encoding}")
+        return bytes(body)
+
+    def route(path: str, handle: Callable[[Service, Request], Awaitable[Response]], method: str) -> Route:
+        async def endpoint(request: Request) -> Response:
+            try:
+                return await handle(services[0], request)
+            except RefusedError as error:
+                return JSONResponse({"detail": error.detail}, error.status)
+            except BusyError as error:
+                return JSONResponse({"detail": str(error)}, 429)
+            except NotFoundError as error:
+                return JSONResponse({"detail": str(error)}, 404)
+            except _USER_ERRORS as error:
+                return JSONResponse({"detail": str(error)}, 400)
+            except (KeyError, TypeError, ValueError) as error:
+                return JSONResponse({"detail": f"a malformed request: {error!r}"}, 400)
+
+        return Route(f"/api/v1/{path}", endpoint, methods=[method])
+
+    def post(path: str, method: str) -> Route:
+        async def handle(service: Service, request: Request) -> Response:
+            return JSONResponse(getattr(service, method)(await json_of(request)))
+
+        return route(path, handle, "POST")
+
+    def get(path: str, method: str) -> Route:
+        async def handle(service: Service, request: Request) -> Response:
+            return JSONResponse(getattr(service, method)(*request.path_params.values()))
+
+        return route(path, handle, "GET")
+
+    async def json_of(request: Request) -> dict[str, Any]:
+        body = json.loads(await body_of(request) or b"{}")
+        if not isinstance(body, dict):
+            raise RefusedError(400, "a malformed request: no JSON object")
+        return body
+
+    async def forward_backward(service: Service, request: Request) -> Response:
+        return JSONResponse(service.forward_backward(read_request(await body_of(request))))
+
+    async def retrieve(service: Service, request: Request) -> Response:
+        request_id = str((await json_of(request)).get("request_id"))
+        try:
+            future = service.requests[request_id]
+        except KeyError:
+            return JSONResponse({"detail": f"request_id {request_id}: unknown, or of a server that ran before"}, 410)
+        waiting = asyncio.wrap_future(future)
+        done, _ = await asyncio.wait({asyncio.ensure_future(_settled(waiting))}, timeout=POLL_S)
+        if not done:
+            return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408)
+        service.requests.answered(request_id)
+        return answer_of(future.exception(), None if future.exception() else future.result())
+
+    async def finish(service: Service, request: Request) -> Response:
+        return JSONResponse(service.finish(request.path_params["session_id"]))
+
+    async def no_content(service: Service, request: Request) -> Response:
+        service.cancel(await json_of(request))
+        return Response(status_code=204)
+
+    routes = [
+        get("healthz", "health"),
+        get("get_server_capabilities", "capabilities"),
+        post("client/config", "client_config"),
+        post("client/dynamic_config", "client_dynamic_config"),
+        post("telemetry", "drop_telemetry"),
+        post("create_session", "create_session"),
+        post("session_heartbeat", "heartbeat"),
+        route("sessions/{session_id}/finish", finish, "POST"),
+        post("create_model", "create_model"),
+        post("get_info", "get_info"),
+        route("forward_backward", forward_backward, "POST"),
+        post("optim_step", "optim_step"),
+        post("save_weights", "save_weights"),
+        post("load_weights", "load_weights"),
+        post("save_weights_for_sampler", "save_weights_for_sampler"),
+        post("create_sampling_session", "create_sampling_session"),
+        get("samplers/{sampler_id}", "get_sampler"),
+        post("asample", "sample"),
+        route("retrieve_future", retrieve, "POST"),
+        route("cancel_future", no_content, "POST"),
+        post("weights_info", "weights_info"),
+        get("training_runs", "training_runs"),
+        get("training_runs/{run_id}", "training_run"),
+        get("training_runs/{run_id}/checkpoints", "checkpoints"),
+        get("checkpoints", "checkpoints"),
+    ]
+    unknown = {404: _unsupported, 405: _unsupported}
+    return WithKey(Starlette(routes=routes, lifespan=lifespan, exception_handlers=unknown), key)
+
+
+async def _settled(waiting: "asyncio.Future[Result]") -> None:
+    """Waits for a future whose result, or error, somebody else reads."""
+    await asyncio.wait({waiting})
+    if not waiting.cancelled():
+        waiting.exception()
+
+
+async def _unsupported(request: Request, _: Exception) -> Response:
+    detail = f"plinth serve does not have {request.method} {request.url.path}; docs/serve.md lists what it has"
+    return JSONResponse({"detail": detail}, 404)
+
+
+def answer_of(error: BaseException | None, result: Result | None) -> Response:
+    """The answer to a client that asks for the result of a request that has ended."""
+    if error is not None:
+        is_user = isinstance(error, _USER_ERRORS)
+        if not is_user:
+            _log.error("a request failed", exc_info=error)
+        text = str(error) if isinstance(error, PlinthError) else f"{type(error).__name__}: {error}"
+        return JSONResponse({"error": text, "category": "user" if is_user else "server"})
+    assert result is not None
+    if result.json is None:
+        return Response(result.message, media_type=_PROTO)
+    return JSONResponse(result.json)

@@ -1,0 +1,139 @@
+"""Rows with images: where they may stand, and their tokens by a processor."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from plinth_testing import raises
+from plinth_testing.vision import tiny_vlm
+from rl_data import (
+    ColumnsConfig,
+    DataConfig,
+    DataError,
+    PrepareConfig,
+    load_demonstrations,
+    load_pairs,
+    load_prompts,
+    load_tokenizer,
+    prepare_data,
+)
+from rl_data.images import VisionProcessor, read_image
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_vlm(tmp_path_factory.mktemp("vlm"))
+
+
+@pytest.fixture
+def red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PLINTH_CACHE", str(tmp_path / "cache"))
+    Image.new("RGB", (40, 30), "red").save(tmp_path / "red.png")
+    return tmp_path / "red.png"
+
+
+def write(folder: Path, *rows: dict[str, Any]) -> Path:
+    file = folder / "a.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return file
+
+
+def loaded(file: Path, model: Path, **config: Any) -> list[Any]:
+    return load_prompts([file], load_tokenizer(model), DataConfig(**config), vision=VisionProcessor(model))
+
+
+def asked(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": "See."}, {"role": "user", "content": content}]
+
+
+def test_an_image_stands_where_a_part_a_marker_or_the_first_user_message_says(folder: Path, red: Path) -> None:
+    text, image = {"type": "text", "text": "How many?"}, {"type": "image"}
+    rows = [
+        {"messages": asked([image, text]), "images": ["red.png"]},
+        {"messages": asked("<image>How many?"), "images": ["red.png"]},
+        {"messages": asked("How many?"), "images": str(red)},
+        {"messages": asked([image | {"image": str(red)}, text])},
+    ]
+    first, *others = loaded(write(red.parent, *rows), folder)
+    assert first.images == (str(red),)
+    assert [(one.text, one.token_ids, one.images) for one in others] == [
+        (first.text, first.token_ids, first.images)
+    ] * 3
+    placeholder = load_tokenizer(folder).convert_tokens_to_ids("<image>")
+    assert first.token_ids.count(placeholder) == 4  # of one in the text
+    assert first.token_ids == VisionProcessor(folder)(first.text, first.images)[0]
+
+
+def test_bytes_of_parquet_files_become_one_file_each(folder: Path, red: Path) -> None:
+    buffer = io.BytesIO()
+    Image.new("RGB", (20, 20), "blue").save(buffer, "PNG")
+    rows = [{"prompt": asked("a"), "picture": {"bytes": buffer.getvalue(), "path": "x.png"}}] * 2
+    pq.write_table(pa.Table.from_pylist(rows), red.parent / "a.parquet")
+    one, other = loaded(red.parent / "a.parquet", folder, columns=ColumnsConfig(images="picture"))
+    assert one.images == other.images
+    assert "picture" not in one.extra
+    assert read_image(one.images[0]).getpixel((0, 0)) == (0, 0, 255)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": asked("<image> and <image>"), "images": ["red.png"]},
+        {"messages": asked([{"type": "image"}, {"type": "text", "text": "a"}]), "images": ["red.png"] * 2},
+        {"messages": asked([{"type": "text", "text": "<image>"}, {"type": "image"}]), "images": ["red.png"]},
+        {"messages": asked("a"), "images": ["broken.png"]},
+    ],
+)
+def test_images_without_a_place_and_broken_ones_are_refused(folder: Path, red: Path, row: dict[str, Any]) -> None:
+    (red.parent / "broken.png").write_bytes(red.read_bytes()[:50])
+    with raises(DataError, row=1, column="images"):
+        loaded(write(red.parent, row), folder)
+
+
+def test_text_rows_load_no_processor_and_rows_with_images_need_one(folder: Path, red: Path) -> None:
+    vision = VisionProcessor(folder)
+    tokenizer = load_tokenizer(folder)
+    load_prompts([write(red.parent, {"messages": asked("a <image> tag"), "images": []})], tokenizer, DataConfig(),
+                 vision=vision)  # fmt: skip
+    assert "processor" not in vars(vision)
+    with raises(DataError, row=1, column="images"):
+        load_prompts([write(red.parent, {"messages": asked("a"), "images": ["red.png"]})], tokenizer, DataConfig())
+
+
+def test_demonstrations_have_the_images_before_each_trained_turn(folder: Path, red: Path) -> None:
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "Two."}]}
+    turns = [*asked("<image>How many?"), answer, {"role": "user", "content": "<image>Now?"}, answer]
+    file = write(red.parent, {"messages": turns, "images": ["red.png"] * 2})
+    tokenizer, vision = load_tokenizer(folder), VisionProcessor(folder)
+    first, whole = load_demonstrations([file], tokenizer, DataConfig(), turns="each", vision=vision)
+    assert (len(first.images), len(whole.images)) == (1, 2)
+    placeholder = tokenizer.convert_tokens_to_ids("<image>")
+    assert (first.prompt_ids.count(placeholder), whole.prompt_ids.count(placeholder)) == (4, 8)
+    assert tokenizer.decode(first.response_ids) == "Two.<|im_end|>"
+    (prompt,) = loaded(write(red.parent, {"messages": turns[:2], "images": ["red.png"]}), folder)
+    assert first.prompt_ids == prompt.token_ids
+
+
+def test_pairs_with_images_are_refused(folder: Path, red: Path) -> None:
+    row = {"prompt": asked("a"), "chosen": "b", "rejected": "c", "images": ["red.png"]}
+    with raises(DataError, row=1, column="images"):
+        load_pairs([write(red.parent, row)], load_tokenizer(folder), DataConfig())
+
+
+def test_prepare_keeps_images_and_rows_that_differ_in_them_alone(folder: Path, red: Path) -> None:
+    blue = red.with_name("blue.png")
+    Image.new("RGB", (40, 30), "blue").save(blue)
+    part = [{"type": "text", "text": "Which color?"}, {"type": "image"}]
+    rows = [{"messages": asked(part), "images": [name], "ground_truth": "x"} for name in ("red.png", "blue.png")]
+    out = red.parent / "out"
+    prepare_data(PrepareConfig(files=(str(write(red.parent, *rows, rows[0])),), out=str(out), validation=0))
+    prompts = loaded(out / "train.parquet", folder)
+    assert [one.images for one in prompts] == [(str(red),), (str(blue),)]
+    assert prompts[0].text.count("<image>") == 1
+    assert "Which color?<image>" in prompts[0].text

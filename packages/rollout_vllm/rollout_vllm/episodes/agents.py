@@ -1,0 +1,104 @@
+"""Episodes of agents that send requests to the policy themselves: any function with any client."""
+
+import importlib
+import inspect
+import json
+import math
+import os
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .agent_endpoint import AgentEndpoint
+from .chat import ChatFormat
+from .environment_process import EnvironmentFailedError, EnvironmentProcess, EnvironmentSpec, Observation
+from .episodes import Episode
+from .tools import CALL_FORMATS, check_call_format
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentRollout:
+    """Plays one episode of an agent in a process of its own: `await rollout(episode, prompt)`.
+
+    The agent is called as `agent(base_url, api_key, prompt, **options)`; it may be a coroutine function. Its requests
+    to base_url are answered by the policy. It returns the score of the episode, rewards of replies by their ids
+    (`{reply.id: 1.0}`), or None, which leaves scoring to others. What it returns is a reward of all turns, or of those.
+
+    agent: `package.module:function`. call_format: how the policy writes tool calls, a key of `CALL_FORMATS`. max_turns:
+    turns that the policy answers. max_prompt_tokens: a prompt and its answer have at most these and the tokens of
+    sampling.max_tokens; None: as many as the prompt of the data and those.
+    """
+
+    agent: str
+    chat: ChatFormat
+    max_turns: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    call_format: str = "hermes"
+    start_timeout_s: float = 60.0
+    max_prompt_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        check_call_format(self.call_format)
+
+    async def __call__(self, episode: Episode, prompt: Any) -> float | None:
+        spec = EnvironmentSpec(
+            path=f"{__name__}:_Agent",
+            options={"agent": self.agent, "options": dict(self.options)},
+            start_timeout_s=self.start_timeout_s,
+            step_timeout_s=math.inf,  # episode.timeout_s limits the whole episode
+            name=f"agent {self.agent}",
+            preload=(self.agent.partition(":")[0],),
+        )
+        most = len(episode.prompt_ids) if self.max_prompt_tokens is None else self.max_prompt_tokens
+        endpoint = AgentEndpoint(
+            episode,
+            self.chat,
+            CALL_FORMATS[self.call_format],
+            max_turns=self.max_turns,
+            max_context=most + episode.num_tokens_left,
+        )
+        async with EnvironmentProcess(spec, prompt) as process, endpoint:
+            await process.reset()
+            try:
+                end = await process.step(json.dumps([endpoint.url, endpoint.key]))
+            except EnvironmentFailedError as error:
+                if endpoint.failure is not None:
+                    raise endpoint.failure from error
+                raise
+        if not episode.tree.turns:
+            raise EnvironmentFailedError(f"{spec.name}: it ended without an answer of the policy")
+        if endpoint.ignored:
+            episode.data["ignored_settings"] = sorted(endpoint.ignored)
+        for reply_id, reward in end.info.items():
+            episode.reward(reward, turn=endpoint.turn_of(reply_id))
+        return end.reward
+
+
+class _Agent:
+    """The agent as an environment of one step, whose action is the address and the key of its endpoint."""
+
+    def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
+        module, _, name = agent.partition(":")
+        self._function, self._options = getattr(importlib.import_module(module), name), options
+
+    def reset(self, prompt: Any) -> Observation:
+        """Keeps the row."""
+        self._prompt = prompt
+        return None
+
+    def step(self, action: str) -> Any:
+        """Runs the agent, which may start an event loop of its own."""
+        url, key = json.loads(action)
+        root = url.removesuffix("/v1")
+        os.environ.update(OPENAI_BASE_URL=url, OPENAI_API_KEY=key, ANTHROPIC_BASE_URL=root, ANTHROPIC_API_KEY=key)
+        os.environ.update(NO_PROXY="127.0.0.1", no_proxy="127.0.0.1")
+        result = self._function(url, key, self._prompt, **self._options)
+        return _awaited(result) if inspect.isawaitable(result) else _ended(result)
+
+
+async def _awaited(result: Awaitable[Any]) -> tuple[Observation, Any, bool, dict[str, Any]]:
+    return _ended(await result)
+
+
+def _ended(result: Any) -> tuple[Observation, Any, bool, dict[str, Any]]:
+    return (None, None, True, dict(result)) if isinstance(result, Mapping) else (None, result, True, {})

@@ -1,0 +1,1 @@
+"""The protocols in which agents ask for answers of the policy, each as plain functions between JSON and `Ask`."""

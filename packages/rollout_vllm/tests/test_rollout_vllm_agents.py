@@ -1,0 +1,213 @@
+"""Agents that ask the policy themselves: in a process of their own, over HTTP, in whatever order they like."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))  # where a user's own agents are
+
+from rollout_vllm_agents import ChatTokenizer, Policy
+
+from rollout_vllm import AgentRollout, ChatFormat, Episode, Group, Request, Sample, SamplingConfig, run_episodes
+from rollout_vllm.episodes.agent_endpoint import AgentEndpoint
+from rollout_vllm.episodes.tools import hermes_calls
+from rollout_vllm.episodes.tree import Turn
+
+
+def play(name: str, policy: Policy | None = None, *, prompt: str = "hello", n: int = 1, **options: Any) -> Group:
+    run_keys = {key: options.pop(key) for key in ("episode_timeout_s",) if key in options}
+    max_tokens = options.pop("max_tokens", 200)
+    rollout = AgentRollout(
+        agent=f"rollout_vllm_agents:{name}", chat=ChatFormat(ChatTokenizer()), **({"max_turns": 8} | options)
+    )
+    client: Any = policy or Policy()
+    request = Request(prompt_id="p", prompt_ids=[1, 2, 3], prompt=prompt, seed=7)
+    sampling = SamplingConfig(n=n, max_tokens=max_tokens)
+    (group,) = asyncio.run(
+        run_episodes(client, [request], lambda episode: rollout(episode, episode.prompt), sampling, **run_keys)
+    )
+    return group
+
+
+def sample_of(group: Group) -> Sample:
+    assert not group.failures, group.failures[0].message
+    return group.samples[0]
+
+
+def text(ids: Any) -> str:
+    return ChatTokenizer().decode(np.asarray(ids).tolist())
+
+
+def assert_faithful(samples: Sequence[Sample], policy: Policy) -> None:
+    """Every token that the policy sampled is trained once, behind the tokens that the policy saw."""
+    trained = {}
+    for path in (path for sample in samples for path in sample.paths):
+        assert path.response_mask is not None
+        assert path.log_probs is not None
+        assert path.response_ids.size == path.versions.size
+        for place in np.flatnonzero(path.response_mask).tolist():
+            number = -int(path.log_probs[place])
+            assert number not in trained, "a token is trained twice"
+            trained[number] = (path, place)
+    assert sorted(trained) == list(range(sum(len(ids) for _, ids, _ in policy.turns)))
+    for prompt, ids, log_probs in policy.turns:
+        paths = {id(trained[-int(log_prob)][0]): trained[-int(log_prob)] for log_prob in log_probs}
+        ((path, end),) = paths.values()
+        end += path.prompt_ids.size + 1
+        assert path.token_ids[:end].tolist() == [*prompt, *ids]
+
+
+def test_a_conversation_that_goes_on_is_one_sequence() -> None:
+    policy = Policy(["one", "two"])
+    sample = sample_of(play("two_turns", policy, options={"score": 0.75}))
+    assert text(sample.token_ids) == "[user]hello¶[assistant]one¶[user]go on¶[assistant]two¶"
+    assert (sample.score, sample.num_turns, len(sample.paths)) == (0.75, 2, 1)
+    assert text(sample.response_ids[sample.response_mask]) == "one¶two¶"
+    assert_faithful([sample], policy)
+
+
+def test_parallel_requests_and_several_answers_are_branches() -> None:
+    policy = Policy(["one", "two", "a", "b", "c"])
+    sample = sample_of(play("in_parallel", policy))
+    assert [len(sample.paths), sample.num_turns, sample.score] == [4, 5, 0.5]
+    assert_faithful([sample], policy)
+    assert len(sample.tree) == 5
+    assert sample.num_generated == len("onetwoabc") + 5
+
+
+def test_rewards_of_turns_stand_at_their_last_tokens() -> None:
+    sample = sample_of(play("by_turn", Policy(["one", "two"])))
+    assert sample.score == 0.75
+    assert [path.turn_rewards.tolist() for path in sample.paths if path.turn_rewards is not None] == [
+        [0, 0, 0, 0.5],
+        [0, 0, 0, 0.25],
+    ]
+
+
+def test_an_episode_that_fails_says_why() -> None:
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        ("crashing", {}, "agent rollout_vllm_agents:crashing: ValueError: no idea"),
+        ("silent", {}, "agent rollout_vllm_agents:silent: it ended without an answer of the policy"),
+        ("two_turns", {"policy": Policy(failing=1.0)}, "it died"),
+    ]
+    for name, options, message in cases:
+        (failure,) = play(name, **options).failures
+        assert message in failure.message
+        assert failure.kind == ("server" if "policy" in options else "rollout")
+
+
+def test_a_full_context_and_the_last_turn_are_refusals_that_agents_know() -> None:
+    for options, score in (({"max_turns": 3}, 3.0), ({"max_prompt_tokens": 5, "max_tokens": 5}, 0.0)):
+        group = play("endless", Policy(), **options)
+        if not score:
+            assert "without an answer" in group.failures[0].message
+            continue
+        sample = sample_of(group)
+        assert (sample.score, sample.finish_reason, sample.num_turns) == (score, "length", 3)
+
+
+def test_an_agent_that_takes_too_long_ends_with_its_processes() -> None:
+    (failure,) = play("sleeping", episode_timeout_s=3.0).failures
+    assert failure.kind == "deadline"
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert b"sleep\x00977\x00" not in commands
+
+
+# ---- agents drawn at random ------------------------------------------------------------------------------------------
+KINDS = ("append", "compact", "drop thoughts", "edit", "fork", "parallel", "retry", "hang up", "time out", "several")
+ACTIONS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 7)), min_size=1, max_size=14)
+
+
+class _RandomAgent:
+    """An agent that takes these actions, each on one of its conversations."""
+
+    def __init__(self, endpoint: AgentEndpoint, session: aiohttp.ClientSession, turns: Sequence[Turn]) -> None:
+        self._url, self._session, self._turns = f"{endpoint.url}/chat/completions", session, turns
+        self._sampled: set[str] = set()  # conversations that end with a turn of the policy
+        self._headers = {"Authorization": f"Bearer {endpoint.key}"}
+        self._conversations: list[list[dict[str, Any]]] = [[{"role": "user", "content": "hello"}]]
+
+    async def take(self, action: str, number: int) -> None:
+        chosen = [*self._conversations[number % len(self._conversations)]]
+        if action == "compact":
+            chosen = [{"role": "system", "content": "so far"}, *chosen[-2:]]
+        elif action == "edit":
+            chosen[number % len(chosen)] = {**chosen[number % len(chosen)], "content": "a"}
+        elif action == "fork":
+            chosen = chosen[: 1 + number % len(chosen)]
+        elif action == "drop thoughts":
+            chosen = [{"role": each["role"], "content": each["content"]} for each in chosen]
+        if action in ("append", "drop thoughts", "parallel", "fork"):
+            chosen.append({"role": "user", "content": "ab"[number % 2]})
+        if action == "hang up":
+            await self._hang_up(chosen)
+        elif action == "time out":
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._ask(chosen), timeout=0.002)
+        elif action == "parallel":
+            await asyncio.gather(*(self._ask(chosen) for _ in range(1 + number % 3)))
+        elif action == "retry":
+            for _ in range(2):
+                await self._ask(chosen)
+        else:
+            await self._ask(chosen, n=1 + (action == "several"))
+
+    async def _ask(self, messages: list[dict[str, Any]], n: int = 1) -> None:
+        async with self._session.post(self._url, json={"messages": messages, "n": n}, headers=self._headers) as answer:
+            body = await answer.json()
+        if "choices" not in body:
+            return
+        turn = self._turns[int(body["id"].rpartition("-")[2])]
+        before = next((some for some in (messages, messages[:-1]) if _as_key(some) in self._sampled), None)
+        if before is not None:  # it goes on from the tokens that were sampled
+            assert turn.parent is not None
+            sampled = text(self._turns[turn.parent].sample.response_ids).rpartition("</think>")[2]
+            assert sampled.rstrip("¶").strip() == before[-1]["content"].strip()
+        for choice in body["choices"]:
+            self._conversations.append([*messages, choice["message"]])
+            self._sampled.add(_as_key(self._conversations[-1]))
+
+    async def _hang_up(self, messages: list[dict[str, Any]]) -> None:
+        body = {"messages": messages, "stream": True}
+        async with self._session.post(self._url, json=body, headers=self._headers) as answer:
+            async for _ in answer.content:
+                answer.close()
+                return
+
+
+def _as_key(messages: Sequence[dict[str, Any]]) -> str:
+    return json.dumps([[message["role"], message["content"].strip()] for message in messages])
+
+
+@settings(deadline=None, derandomize=True, max_examples=120, phases=[Phase.generate])
+@given(ACTIONS, st.sampled_from([0.0, 0.3]))
+def test_no_sampled_token_is_lost_doubled_or_encoded_again(actions: list[tuple[str, int]], failing: float) -> None:
+    policy: Any = Policy(failing=failing, delay_s=0.004)
+    request = Request(prompt_id="p", prompt_ids=[1, 2, 3], prompt="hello", seed=7)
+    episode = Episode(policy, request, 0, SamplingConfig(n=1, max_tokens=400))
+
+    async def act() -> None:
+        chat = ChatFormat(ChatTokenizer())
+        endpoint = AgentEndpoint(episode, chat, hermes_calls, max_turns=40, max_context=400)
+        async with endpoint, aiohttp.ClientSession() as session:
+            agent = _RandomAgent(endpoint, session, episode.tree.turns)
+            for action, number in actions:
+                await agent.take(action, number)
+
+    asyncio.run(act())
+    assert len(episode.tree.turns) == len(policy.turns)
+    if policy.turns:
+        sample = episode.result(1.0)
+        assert_faithful([sample], policy)
+        assert Sample.from_state(json.loads(json.dumps(sample.to_state()))).to_state() == sample.to_state()
