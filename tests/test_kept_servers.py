@@ -63,13 +63,13 @@ def test_the_second_run_of_a_command_starts_in_kept_processes(tmp_path: Path) ->
 
     first, first_s = run("first")
     assert "no servers are kept yet" in first
-    log = only((tmp_path / "first").iterdir()) / "servers" / "standby.log"
+    log = only((tmp_path / "first").glob("grpo_*")) / "servers" / "standby.log"
     wait_until(lambda: "ready since" in log.read_text(), timeout_s=120)
     second, second_s = run("second")
     print(f"seconds until ready: first {first_s:.1f}, second {second_s:.1f}")
     assert f"kept from {tmp_path / 'first'}" in second
     assert second_s < 0.6 * first_s
-    runs = [only((tmp_path / name).iterdir()) for name in ("first", "second")]
+    runs = [only((tmp_path / name).glob("grpo_*")) for name in ("first", "second")]
     metrics = exact_metrics(runs[0])
     assert float(metrics["1"]["actor/grad_norm"]) > 0
     assert metrics == exact_metrics(runs[1])
