@@ -43,19 +43,7 @@ if TYPE_CHECKING:
     from ..launch.session import HostDevices, Session
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-_OF_THE_TERMINAL = (
-    "_",
-    "PWD",
-    "OLDPWD",
-    "SHLVL",
-    "COLUMNS",
-    "LINES",
-    "TERM",
-    "STY",
-    "WINDOWID",
-    "PS1",
-    "XDG_SESSION_ID",
-)
+_OF_THE_TERMINAL = ("_", *"PWD OLDPWD SHLVL COLUMNS LINES TERM STY WINDOWID PS1 XDG_SESSION_ID".split())
 _PREFIXES_OF_THE_TERMINAL = ("SSH_", "TMUX", "TERM_", "VSCODE_", "PYTEST_")
 """Variables that no run reads, and that differ between two shells."""
 _MIB_OF_OTHERS = 1024
@@ -142,6 +130,7 @@ def run_in_kept(command: Command, minutes: float) -> int | None:
     with connection, connection.makefile("rb") as answers:
         streams = [stream for stream in range(3) if _is_open(stream)]
         request = {"command": asdict(command), "minutes": minutes, "streams": streams, "umask": _umask()}
+        answer: dict[str, Any] = {}
         with suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(connection, [b"+"], streams or [connection.fileno()])
             connection.sendall(json.dumps(request).encode() + b"\n")
@@ -263,9 +252,10 @@ def main() -> None:
             os.dup2(nothing.fileno(), 0)
         path = socket_path(os.environ)
         _end_other(path)
-        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        waiting = stack.enter_context(ExitStack())
+        listener = waiting.enter_context(socket.socket(socket.AF_UNIX))
         listener.bind(str(path))
-        stack.callback(path.unlink, missing_ok=True)
+        waiting.callback(path.unlink, missing_ok=True)
         listener.listen()
         free_mib = _prepare(left, stack)
         code_state = _state_of_code()
@@ -280,7 +270,7 @@ def main() -> None:
             with connection:
                 connection.settimeout(10)
                 try:
-                    request = _read_request(connection)
+                    request, streams = _read_request(connection)
                     why = _why_not(left, request, free_mib, code_state)
                     _answer(connection, {"why": f"{why}: the kept servers end"} if why else {"pid": os.getpid()})
                 except (OSError, ValueError):  # the command has ended
@@ -288,9 +278,11 @@ def main() -> None:
                 if why:
                     stack.close()  # before the connection, which the command waits for
                     return
-                path.unlink(missing_ok=True)
-                listener.close()
+                waiting.close()  # the path may be another standby's before this run ends
                 connection.settimeout(None)
+                for stream, descriptor in streams.items():
+                    os.dup2(descriptor, stream)
+                    os.close(descriptor)
                 print(f"trainer.keep_servers: servers and ranks are kept from {left.origin}", flush=True)
                 _answer(connection, {"code": _run(connection, request)})
                 return
@@ -382,22 +374,15 @@ def _end_with(connection: socket.socket) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _read_request(connection: socket.socket) -> dict[str, Any]:
-    """The request, whose streams become those of this process. Raises OSError or ValueError."""
+def _read_request(connection: socket.socket) -> tuple[dict[str, Any], dict[int, int]]:
+    """The request, and its streams: standard stream -> descriptor. Raises OSError or ValueError."""
     _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if uid != os.getuid():
         raise PermissionError
     _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
-    try:
-        with connection.makefile("rb") as lines:
-            request: dict[str, Any] = json.loads(lines.readline())
-        if request["minutes"]:
-            for stream, descriptor in zip(request["streams"], descriptors, strict=False):
-                os.dup2(descriptor, stream)
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
-    return request
+    with connection.makefile("rb") as lines:
+        request: dict[str, Any] = json.loads(lines.readline())
+    return request, dict(zip(request["streams"], descriptors, strict=False))
 
 
 def _answer(connection: socket.socket, answer: Mapping[str, Any]) -> None:
