@@ -43,7 +43,10 @@ if TYPE_CHECKING:
     from ..launch.session import HostDevices, Session
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-_OF_THE_TERMINAL = ("_", *"PWD OLDPWD SHLVL COLUMNS LINES TERM STY WINDOWID PS1 XDG_SESSION_ID".split())
+_OF_THE_TERMINAL = (
+    "_",
+    *["PWD", "OLDPWD", "SHLVL", "COLUMNS", "LINES", "TERM", "STY", "WINDOWID", "PS1", "XDG_SESSION_ID"],
+)
 _PREFIXES_OF_THE_TERMINAL = ("SSH_", "TMUX", "TERM_", "VSCODE_", "PYTEST_")
 """Variables that no run reads, and that differ between two shells."""
 _MIB_OF_OTHERS = 1024
