@@ -12,19 +12,21 @@ from tests.test_rollout_in_training import REPO, SMALL, read_metrics, read_sampl
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
 
-def test_an_agent_that_branches_is_trained_token_for_token_also_when_a_server_dies(
-    tmp_path: Path, start_app: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+AGENT = (
+    *("preset=demo", *SMALL, "trainer.total_training_steps=3", "episode.agent=rollout_vllm_agents:compacting"),
+    *("sampling.max_tokens=40", "validation.max_tokens=40", "data.max_prompt_length=24"),
+)
+
+
+@pytest.fixture(autouse=True)
+def path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(REPO / "packages" / "rollout_vllm" / "tests"), prepend=os.pathsep)
-    app = start_app(
-        tmp_path,
-        "preset=demo",
-        "trainer.total_training_steps=3",
-        *SMALL,
-        "episode.agent=rollout_vllm_agents:compacting",
-        "sampling.max_tokens=40",
-        "data.max_prompt_length=24",
-    )
+
+
+def test_an_agent_that_branches_is_trained_token_for_token_also_when_a_server_dies(
+    tmp_path: Path, start_app: Callable[..., Any]
+) -> None:
+    app = start_app(tmp_path, *AGENT)
     app.wait_for("s/step")
     (server,) = [p for p in app.children("_serve.py") if "_supervise.py" not in " ".join(p.cmdline())]
     server.kill()
@@ -32,15 +34,35 @@ def test_an_agent_that_branches_is_trained_token_for_token_also_when_a_server_di
     assert app.finish() == 0, app.output
     assert not app.survivors()
     (run,) = tmp_path.iterdir()
-    rows = read_metrics(run)
-    assert len(rows) == 3
-    for row in rows:
+    assert_faithful(run)
+    for row in read_metrics(run):
         assert float(row["rollout/num_samples"]) == 32
         assert float(row["rollout/num_failed"]) == 0
         assert float(row["rollout/num_turns"]) == 4
         assert float(row["rollout/num_paths"]) == 3
-        # Of every sampled token in the place where the policy sampled it: elsewhere they differ by tenths.
+
+
+def test_episodes_that_are_held_in_the_middle_keep_the_versions_of_their_tokens(
+    tmp_path: Path, start_app: Callable[..., Any]
+) -> None:
+    app = start_app(tmp_path, *AGENT, "oversampling.extra_prompts=4", "rollout.max_num_seqs=24")
+    assert app.finish() == 0, app.output
+    (run,) = tmp_path.iterdir()
+    assert_faithful(run)
+    rows = read_metrics(run)
+    assert max(float(row["rollout/num_partial_groups"]) for row in rows) == 4
+    assert max(float(row["rollout/stale_token_share"]) for row in rows) > 0
+    assert all(float(row["rollout/num_samples"]) == 32 for row in rows)
+
+
+def assert_faithful(run: Path) -> None:
+    """Of every sampled token the log-prob is that of its place: elsewhere they differ by tenths."""
+    rows, samples = read_metrics(run), read_samples(run)
+    assert len(rows) == 3
+    for row in rows:
         assert float(row["rollout/log_prob_mismatch"]) < 1e-4
         assert float(row["rollout/log_prob_mismatch_max"]) < 1e-3
-    for sample in read_samples(run):
+    assert samples
+    for sample in samples:
         assert sample["tree"].count("turn ") == 4
+        assert sum(count for _, count in sample["version_spans"]) <= sample["num_response_tokens"]

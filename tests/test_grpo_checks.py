@@ -46,6 +46,11 @@ max_model_len: data.max_prompt_length=500
 builtin:tiny: data.val=some.parquet
 rollout.device: rollout.device=cuda
 sampling.top_p: actor.match_servers=true sampling.top_p=0.9
+actor.match_servers: rollout.speculative=ngram actor.match_servers=true
+sampling.stop: rollout.speculative=ngram sampling.stop=[a]
+sampling.min_p: rollout.speculative=ngram sampling.min_p=0.1
+sampling.repetition_penalty: rollout.speculative=ngram sampling.repetition_penalty=1.1
+deterministic: rollout.speculative=ngram rollout.deterministic=true
 rollout.urls: actor.match_servers=true rollout.urls=[http://127.0.0.1:9]
 rollout.dtype: actor.match_servers=true actor.dtype=bfloat16
 actor.compile: actor.match_servers=true actor.compile=true

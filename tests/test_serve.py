@@ -242,9 +242,6 @@ class Stub:
         self.last: Future[Result] = future
         return {"session_id": "s"}
 
-    def health(self) -> dict[str, Any]:
-        return {"status": "ok"}
-
     def forward_backward(self, request: Any) -> dict[str, Any]:
         raise AssertionError(request)
 

@@ -105,6 +105,12 @@ def application(start: Callable[[], Service], *, key: str, max_request_bytes: in
 
         return route(path, handle, "GET")
 
+    def fixed(path: str, method: str, **answer: Any) -> Route:
+        async def handle(_: Service, __: Request) -> Response:
+            return JSONResponse(answer)
+
+        return route(path, handle, method)
+
     async def json_of(request: Request) -> dict[str, Any]:
         body = json.loads(await body_of(request) or b"{}")
         if not isinstance(body, dict):
@@ -135,11 +141,11 @@ def application(start: Callable[[], Service], *, key: str, max_request_bytes: in
         return Response(status_code=204)
 
     routes = [
-        get("healthz", "health"),
+        fixed("healthz", "GET", status="ok"),
+        fixed("telemetry", "POST", status="accepted"),  # of what the SDK reports nothing is read
+        fixed("client/dynamic_config", "POST", sample_cancel_enabled=True),
         get("get_server_capabilities", "capabilities"),
         post("client/config", "client_config"),
-        post("client/dynamic_config", "client_dynamic_config"),
-        post("telemetry", "drop_telemetry"),
         post("create_session", "create_session"),
         post("session_heartbeat", "heartbeat"),
         route("sessions/{session_id}/finish", finish, "POST"),

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from apps.serve.config import ServeConfig
 from apps.serve.models import Model, Models, Weights, describe_lora, lora_of
 from apps.serve.requests import InOrder, Requests, Result, run_into
-from apps.serve.sampling import Sampler, SamplingSession, ServedWeights
+from apps.serve.sampling import MAX_SAMPLES, Sampler, SamplingSession, ServedWeights
 from apps.serve.states import Kind, Run, Saved
 from apps.serve.wire import ForwardBackward
 from plinth_base.errors import PlinthError
@@ -265,11 +265,7 @@ class Service:
 
     def get_sampler(self, sampler_id: str) -> dict[str, Any]:
         path = self._sampling_session(sampler_id).model_path
-        return {
-            "sampler_id": sampler_id,
-            "base_model": self.model_name,
-            **({} if path is None else {"model_path": path}),
-        }
+        return {"sampler_id": sampler_id, "base_model": self.model_name, "model_path": path}
 
     def _sampling_session(self, sampler_id: Any) -> SamplingSession:
         if sampler_id not in self._samplers:
@@ -283,7 +279,7 @@ class Service:
         future = self.requests.open(request_id)
         if future is not None:
             self._start(request_id, self._sample(future, session, body, request_id))
-        ids = [f"{request_id}:{index}" for index in range(int(body.get("num_samples", 1)))]
+        ids = [f"{request_id}:{index}" for index in range(min(int(body.get("num_samples", 1)), MAX_SAMPLES))]
         return {"request_id": request_id, "sample_sequence_ids": ids}
 
     async def _sample(self, future: Future[Result], session: SamplingSession, body: Body, request_id: str) -> None:
@@ -348,19 +344,9 @@ class Service:
         }
 
     # ---- the service itself --------------------------------------------------------------------------------------
-    def health(self) -> dict[str, Any]:
-        return {"status": "ok"}
-
     def capabilities(self) -> dict[str, Any]:
         one = {"model_name": self.model_name, "max_context_length": self.models.max_tokens}
         return {"supported_models": [{**one, "trainable": True, "sampleable": True}]}
-
-    def drop_telemetry(self, _: Body) -> dict[str, Any]:
-        """The SDK reports what its programs do; nothing of it is read."""
-        return {"status": "accepted"}
-
-    def client_dynamic_config(self, _: Body) -> dict[str, Any]:
-        return {"sample_cancel_enabled": True}
 
     def client_config(self, _: Body) -> dict[str, Any]:
         """Settings of the SDK: a batch is one request up to half of the largest body."""

@@ -1,12 +1,13 @@
-"""An agent of Pydantic AI, unmodified, as the agent of an episode, with a tool and a typed answer.
+"""An agent of Pydantic AI, unmodified, as the agent of an episode: with a tool, and asked again if it names no number.
 
 pip install 'pydantic-ai-slim[openai]'
 PYTHONPATH=examples/harnesses plinth grpo model.path=MODEL data.train=train.jsonl episode.agent=pydantic_agent:solve
 """
 
+import re
 from typing import Any
 
-from pydantic_ai import Agent, UsageLimits
+from pydantic_ai import Agent, ModelRetry, TextOutput, UsageLimits
 from pydantic_ai.exceptions import AgentRunError
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
@@ -17,12 +18,19 @@ def add(x: int, y: int) -> int:
     return x + y
 
 
+def last_number(text: str) -> int:
+    """The answer in a text."""
+    if not (numbers := re.findall(r"-?\d+", text)):
+        raise ModelRetry("Answer with a number.")
+    return int(numbers[-1])
+
+
 async def solve(base_url: str, api_key: str, prompt: Any) -> float:
     """1 if the answer is the ground truth of the row."""
     model = OpenAIChatModel("policy", provider=OpenAIProvider(base_url=base_url, api_key=api_key))
-    agent = Agent(model, output_type=int, tools=[add], retries=2, instructions="Add with the tool.")
+    agent = Agent(model, output_type=TextOutput(last_number), tools=[add], retries=2)
     try:
         result = await agent.run(prompt.messages[-1]["content"], usage_limits=UsageLimits(request_limit=4))
-    except AgentRunError:  # an answer of another type, too many requests, a full context
+    except AgentRunError:  # no number, no such tool, too many requests, a full context
         return 0.0
     return float(str(result.output) == prompt.ground_truth)

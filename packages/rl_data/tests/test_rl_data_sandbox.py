@@ -141,11 +141,11 @@ def test_daemons_end_with_the_program(
 
 
 def deny_namespaces(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    launcher = folder / "launcher.py"
-    text = Path(sandbox._LAUNCHER).read_text()
+    text = (sandbox._NAMESPACES / "namespaces.py").read_text()
     assert text.count('_call("unshare"') == 1
-    launcher.write_text(text.replace('_call("unshare"', 'raise OSError("denied")\n        _call("unshare"'))
-    monkeypatch.setattr(sandbox, "_LAUNCHER", launcher)
+    denying = text.replace('_call("unshare"', 'raise OSError("denied")\n        _call("unshare"')
+    (folder / "namespaces.py").write_text(denying)
+    monkeypatch.setattr(sandbox, "_NAMESPACES", folder)
 
 
 def test_without_namespaces_the_log_says_what_is_open(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

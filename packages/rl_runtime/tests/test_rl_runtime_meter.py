@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import dataclass
 
 from rl_runtime.rollout.meter import RolloutMeter
+from rl_runtime.training.metrics import drafts_rarely
 
 
 @dataclass
@@ -36,4 +37,17 @@ def test_metrics_are_the_increase_of_counters_during_a_rollout() -> None:
     assert second["rollout/prefix_cache_hit_rate"] == 0.5
     assert second["rollout/num_retries"] == 0
     assert "rollout/prefix_cache_hit_rate" not in third
+    assert "rollout/draft_acceptance" not in third
     assert "rollout/num_preemptions" not in third
+
+
+def test_a_step_of_a_sequence_has_its_own_token_and_the_accepted_drafts() -> None:
+    base = {"client/response_tokens": 0.0, "draft_tokens": 0.0, "accepted_tokens": 0.0, "generation_tokens": 0.0}
+    readings = [base, base | {"generation_tokens": 100.0, "draft_tokens": 60.0, "accepted_tokens": 20.0}]
+    _, drafting, idle = asyncio.run(read_all([*readings, readings[1] | {"generation_tokens": 200.0}]))
+    assert drafting["rollout/draft_acceptance"] == 20 / 60
+    assert drafting["rollout/tokens_per_step"] == 100 / 80
+    assert drafting["rollout/drafts_per_step"] == 60 / 80
+    assert not drafts_rarely(drafting)
+    assert drafts_rarely(idle)
+    assert not drafts_rarely({})

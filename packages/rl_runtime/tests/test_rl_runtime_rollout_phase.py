@@ -83,7 +83,7 @@ def test_an_episodes_context_is_masked_and_its_log_probs_are_left_out(scorer: Sc
 
 
 def test_tools_stand_for_their_environment_also_in_a_configuration_that_was_written() -> None:
-    made = EpisodeConfig(tools=("my_tools:add", "mcp:python server.py"), options={"call_format": "llama"})
+    made = EpisodeConfig(tools=("my_tools:add", "mcp:python server.py"), call_format="llama")
     assert made.environment == "rollout_vllm:ToolEnvironment"
     assert made.options == {"call_format": "llama", "tools": ["my_tools:add", "mcp:python server.py"]}
     assert replace(made) == made, "as read from config.yaml"
@@ -91,6 +91,8 @@ def test_tools_stand_for_their_environment_also_in_a_configuration_that_was_writ
         EpisodeConfig(tools=("my_tools:add",), environment="my_games:Game")
     with raises(InputError, field="options"):
         replace(made, tools=("my_tools:sub",))
+    with raises(InputError, field="call_format", value="llama"):
+        EpisodeConfig(environment="my_games:Game", call_format="llama")
 
 
 class EpisodeTokenizer(Tokenizer):

@@ -5,6 +5,7 @@ from .config import Endpoint as Endpoint
 from .config import RolloutConfig as RolloutConfig
 from .config import SamplingConfig as SamplingConfig
 from .episodes.agents import AgentRollout as AgentRollout
+from .episodes.agents import agent_spec as agent_spec
 from .episodes.async_rewards import AsyncRewardPool as AsyncRewardPool
 from .episodes.chat import ChatFormat as ChatFormat
 from .episodes.chat import ChatTemplateError as ChatTemplateError

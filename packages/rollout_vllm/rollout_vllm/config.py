@@ -52,6 +52,12 @@ class RolloutConfig:
     prefix_caching: bool = True
     """vLLM keeps the KV cache of shared prefixes, such as the prompt of a group; not for models with recurrent layers
     where `chunked_prefill` is off."""
+    speculative: Literal["none", "ngram"] = "none"
+    """ngram: tokens that followed the last ones earlier in a sequence are drafts, which a step verifies together. The
+    distribution and its log-probs stay those of the model. Servers draft where that saves time, which their logs say.
+    vLLM then schedules one step at a time."""
+    speculative_tokens: int = 3
+    """Drafts per step and sequence with `speculative`."""
     chunked_prefill: bool | None = None  # None: off on the CPU (per-request seeds crash that engine), on elsewhere
     sleep_mode: bool = False  # allow control.sleep, which frees GPU memory between rollouts; GPU only
     control_routes: bool = False  # enable the routes that abort requests, pause and update weights (API key required)
@@ -68,6 +74,8 @@ class RolloutConfig:
     cpu_threads: int | None = None
     """OpenMP threads per server, whatever OMP_NUM_THREADS is; None: 1 on GPUs, on the CPU half of the cores divided by
     num_servers, at least 1."""
+    local_cores: bool = False
+    """Run the processes of a GPU server on the cores of its GPU's NUMA node."""
     port: int | None = None  # port of the first server, the next servers use the next ports; None: free ports
     host: str = "127.0.0.1"  # network interface that the servers bind to
     extra_args: tuple[str, ...] = ()  # additional vLLM arguments; they come last and override the others
@@ -95,7 +103,7 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         _require_positive(self, ("tensor_parallel_size", "startup_timeout_s"))
         _require_positive(self, ("request_timeout_s", "connect_timeout_s", "retry_base_s", "retry_max_s"))
-        _require_positive(self, ("max_samples_in_flight",))
+        _require_positive(self, ("max_samples_in_flight", "speculative_tokens"))
         optional = ("num_servers", "max_num_seqs", "max_model_len", "kv_cache_gib", "cpu_threads")
         _require_positive(self, optional, or_none=True)
         require(self.server_count <= 4096, "num_servers", self.num_servers, "at most 4096")
@@ -107,6 +115,9 @@ class RolloutConfig:
             default = getattr(RolloutConfig, name)
             matches = not self.match_trainer or getattr(self, name) == default
             require(matches, name, getattr(self, name), f"{default} with match_trainer")
+        for name in ("deterministic", "match_trainer", "routes", "urls"):
+            is_off = self.speculative == "none" or not getattr(self, name)
+            require(is_off, name, getattr(self, name), f"off with speculative={self.speculative}")
         require(self.stop_grace_s >= 0, "stop_grace_s", self.stop_grace_s, "0 or more seconds")
         require(self.max_retries >= 0, "max_retries", self.max_retries, "0 or more")
         memory = self.gpu_memory_utilization

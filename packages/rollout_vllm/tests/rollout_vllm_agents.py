@@ -151,6 +151,18 @@ def seen(base_url: str, api_key: str, prompt: Any) -> float:
     return 1.0
 
 
+def curious(base_url: str, api_key: str, prompt: dict[str, Any]) -> None:
+    """It raises with what it reaches: {name: shell command} of the row, each run by a shell as a model's would be."""
+    ask(OpenAI(base_url=base_url, api_key=api_key), [{"role": "user", "content": "hello"}])
+    done = {name: subprocess.run(["sh", "-c", command], capture_output=True) for name, command in prompt.items()}
+    raise ValueError(f"reached: {[name for name, result in done.items() if result.returncode == 0]}")
+
+
+def greedy(base_url: str, api_key: str, prompt: Any) -> float:
+    """It takes a GiB of memory."""
+    return float(len(bytearray(1 << 30)))
+
+
 def compacting(base_url: str, api_key: str, prompt: Any) -> float:
     """It asks the question of a row, goes on twice in parallel, and then goes on from the end of the conversation."""
     client = OpenAI(base_url=base_url, api_key=api_key)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import socket
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,18 +23,28 @@ sys.path.insert(0, str(Path(__file__).parent))  # where a user's own agents are
 
 from rollout_vllm_agents import ChatTokenizer, Policy
 
-from rollout_vllm import AgentRollout, ChatFormat, Episode, Group, Request, Sample, SamplingConfig, run_episodes
+from rollout_vllm import (
+    AgentRollout,
+    ChatFormat,
+    Episode,
+    Group,
+    Request,
+    Sample,
+    SamplingConfig,
+    agent_spec,
+    run_episodes,
+)
 from rollout_vllm.episodes.agent_endpoint import AgentEndpoint
 from rollout_vllm.episodes.tools import hermes_calls
 from rollout_vllm.episodes.tree import Turn
 
 
-def play(name: str, policy: Policy | None = None, *, prompt: str = "hello", n: int = 1, **options: Any) -> Group:
+def play(name: str, policy: Policy | None = None, *, prompt: Any = "hello", n: int = 1, **options: Any) -> Group:
     run_keys = {key: options.pop(key) for key in ("episode_timeout_s",) if key in options}
     max_tokens = options.pop("max_tokens", 200)
-    rollout = AgentRollout(
-        agent=f"rollout_vllm_agents:{name}", chat=ChatFormat(ChatTokenizer()), **({"max_turns": 8} | options)
-    )
+    spec_keys = options.keys() & {"options", "isolated", "memory_bytes"}
+    spec = agent_spec(f"rollout_vllm_agents:{name}", **{key: options.pop(key) for key in spec_keys})
+    rollout = AgentRollout(spec=spec, chat=ChatFormat(ChatTokenizer()), **({"max_turns": 8} | options))
     client: Any = policy or Policy()
     request = Request(prompt_id="p", prompt_ids=[1, 2, 3], prompt=prompt, seed=7)
     sampling = SamplingConfig(n=n, max_tokens=max_tokens)
@@ -122,6 +136,59 @@ def test_an_agent_that_takes_too_long_ends_with_its_processes() -> None:
     assert failure.kind == "deadline"
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
     assert b"sleep\x00977\x00" not in commands
+
+
+# ---- what an agent's process reaches ------------------------------------------------------------------------------
+def test_an_isolated_agent_reaches_the_policy_and_its_folder_alone(tmp_path: Path) -> None:
+    assert "PYTEST_VERSION" in os.environ, "it stands for a secret"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        connect = f"import socket; socket.create_connection(('127.0.0.1', {listener.getsockname()[1]}))"
+        closed = {
+            "network": f'{sys.executable} -c "{connect}"',
+            "files": f"touch {tmp_path}/written",
+            "processes": f"kill -0 {os.getpid()}",
+            "secrets": "env | grep PYTEST_VERSION",
+        }
+        still_closed = {
+            "secrets of the agent": "cat /proc/$PPID/environ /proc/*/environ | grep PYTEST_VERSION",
+            "its mounts": f"mount -o remount,rw {tmp_path} && touch {tmp_path}/written",
+        }
+        reached = {"its folder": 'touch "$HOME/own" "$TMPDIR/own" own', "files to read": f"cat {__file__}"}
+        before = set(Path(tempfile.gettempdir()).glob("plinth-episode-*"))
+        (failure,) = play("curious", prompt=closed | still_closed | reached, isolated=True).failures
+        assert failure.message.endswith(f"ValueError: reached: {[*reached]}")
+        assert set(Path(tempfile.gettempdir()).glob("plinth-episode-*")) == before
+        (failure,) = play("curious", prompt=closed, isolated=False).failures
+        assert failure.message.endswith(f"ValueError: reached: {[*closed]}"), "the test does not see what is open"
+
+
+def test_an_isolated_episode_is_played_as_any_other_and_ends_with_its_processes() -> None:
+    sample = sample_of(play("two_turns", Policy(["one", "two"]), isolated=True))
+    assert text(sample.token_ids) == "[user]hello¶[assistant]one¶[user]go on¶[assistant]two¶"
+    (failure,) = play("sleeping", episode_timeout_s=3.0, isolated=True).failures
+    assert failure.kind == "deadline"
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert b"sleep\x00977\x00" not in commands
+
+
+def test_where_the_kernel_denies_namespaces_an_isolated_process_does_not_start(tmp_path: Path) -> None:
+    code = """if True:
+        import os, socket, sys
+        from rollout_vllm.episodes import isolation
+        isolation.shut_in = lambda *_: {"network": False, "files": True}
+        ours, theirs = socket.socketpair()
+        try:
+            isolation.enter(theirs, sys.argv[1])
+        except OSError as error:
+            print(isolation.receive_listener(ours, 1.0), error, "HOME" in os.environ)
+    """
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout == "None episode.isolated: the kernel denies namespaces, so the process reaches network False\n"
+
+
+def test_the_memory_of_an_agent_is_limited() -> None:
+    (failure,) = play("greedy", memory_bytes=1 << 28).failures
+    assert "greedy: MemoryError" in failure.message
 
 
 # ---- agents drawn at random ------------------------------------------------------------------------------------------

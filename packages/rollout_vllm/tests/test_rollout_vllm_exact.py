@@ -139,10 +139,11 @@ close(kernels.matmul(x, weight, bias), operations.linear(x, weight, bias))
 close(kernels.rms_norm(x, weight[0], 1e-6), operations.rms_norm(x, weight[0], 1e-6))
 inside = drawn(70, 96).view(70, 3, 32)[:, :2]  # heads of a merged product
 close(kernels.rms_norm(inside, weight[0, :32], 1e-6), operations.rms_norm(inside, weight[0, :32], 1e-6))
-kernels._CHUNK = 16
+kernels._CHUNKS = (32, 16)
 for there in (True, False):
     kernels._same_bits.clear()
-    kernels._library = (lambda x, weight, bias: kernels.matmul(x, weight, bias)) if there else operations.linear
+    product = kernels.matmul if there else operations.linear
+    kernels._library = lambda x, weight, bias, out: out.copy_(product(x, weight, bias))
     close(kernels.linear(x, weight, bias), kernels.matmul(x, weight, bias))
 assert torch.equal(kernels.linear(x, weight, bias), kernels.matmul(x, weight, bias))
 logits = drawn(3, 5000)
@@ -314,6 +315,11 @@ def test_on_a_gpu_rows_have_the_same_bits_beside_any_others() -> None:
         assert torch.equal(operations.log_probs(logits[:num]), operations.log_probs(logits)[:num])
     for heads, key_heads, width in ((9, 3, 64), (16, 8, 128), (28, 4, 128)):
         q = on_gpu(500, heads, width)
+        table = operations.rotary_table(torch.rand(width // 2, device="cuda"), 500, torch.bfloat16)
+        cos, sin = table[:, :, None].unbind(1)
+        first, second = q.chunk(2, dim=-1)
+        turned = operations.rotate(q, table, torch.arange(500, device="cuda"))
+        assert torch.equal(turned, q * cos + torch.cat((-second, first), dim=-1) * sin)
         k, v = (on_gpu(500, key_heads, width, seed=n) for n in (1, 2))
         rows, scale = torch.arange(500, dtype=torch.int32, device="cuda")[None], width**-0.5
         starts, lengths = ints(0, 500).cuda(), ints(500).cuda()

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "harnesses"))
 from rollout_vllm_agents import ChatTokenizer, Policy
 from test_rollout_vllm_agents import assert_faithful
 
-from rollout_vllm import AgentRollout, ChatFormat, Group, Request, SamplingConfig, run_episodes
+from rollout_vllm import AgentRollout, ChatFormat, Group, Request, SamplingConfig, agent_spec, run_episodes
 
 pytestmark = pytest.mark.slow
 
@@ -32,8 +32,10 @@ WRITE = call("bash", '{"command": "echo $((17 + 25)) > sum; pwd; ls"}')
 SUBMIT = call("bash", '{"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; cat sum"}')
 CODE = "I add.\n<code>\nx = 17 + 25\nprint(x)\n</code>"
 SOLVED: dict[str, tuple[list[str], int, str]] = {
+    # It forgets the first two turns before the third.
+    "compacting": (["take 2", "take 3", "take 3"], 2, "[user]There are 3 stones.¶[assistant]"),
     "openai_agents": ([ADD, "It is 42."], 1, "[tool]42¶"),
-    "pydantic_agent": ([ADD, call("final_result", '{"response": 42}')], 1, "[tool]42¶"),
+    "pydantic_agent": ([ADD, "It is 42."], 1, "[tool]42¶"),
     # It sends the code of a turn back as a call, so its turns are no conversation that goes on.
     "smol": ([CODE, "<code>\nfinal_answer(x)\n</code>"], 2, "Execution logs:\n42"),
     "mini_swe": ([WRITE, SUBMIT], 1, "/work\nsum\n</output>"),
@@ -41,18 +43,27 @@ SOLVED: dict[str, tuple[list[str], int, str]] = {
 """Example -> the policy's turns, the paths of the episode, and what the last turn has read."""
 
 
+LIBRARIES = {
+    "compacting": "apps.grpo.stones",
+    "openai_agents": "agents",
+    "pydantic_agent": "pydantic_ai",
+    "smol": "smolagents",
+    "mini_swe": "litellm",
+}
+"""Example -> what it needs."""
+
+
 def play(example: str, policy: Policy) -> Group:
-    needed = {"openai_agents": "agents", "pydantic_agent": "pydantic_ai", "smol": "smolagents", "mini_swe": "litellm"}
-    pytest.importorskip(needed[example])
+    pytest.importorskip(LIBRARIES[example])
     importlib.import_module(example)
     rollout = AgentRollout(
-        agent=f"{example}:solve",
+        spec=agent_spec(f"{example}:solve", start_timeout_s=300.0),  # it imports the library first
         chat=ChatFormat(ChatTokenizer()),
         max_turns=8,
         max_prompt_tokens=20_000,
-        start_timeout_s=300.0,  # it imports the library first
     )
-    prompt = SimpleNamespace(messages=({"role": "user", "content": "How much is 17 + 25?"},), ground_truth="42")
+    question = ({"role": "user", "content": "How much is 17 + 25?"},)
+    prompt = SimpleNamespace(messages=question, ground_truth="42", extra={"stones": 10, "seed": 2})
     request = Request(prompt_id="p", prompt_ids=[1], prompt=prompt, seed=7)
     client: Any = policy
     sampling = SamplingConfig(n=1, max_tokens=2_000)
@@ -65,7 +76,7 @@ def test_a_harness_solves_a_task_with_the_policy_and_its_tokens_are_trained_once
     answers, num_paths, result = SOLVED[example]
     policy = Policy(answers)
     (sample,) = play(example, policy).samples
-    assert (sample.score, sample.num_turns, len(sample.paths)) == (1.0, 2, num_paths)
+    assert (sample.score, sample.num_turns, len(sample.paths)) == (1.0, len(answers), num_paths)
     assert result in ChatTokenizer().decode(policy.turns[-1][0])
     assert_faithful([sample], policy)
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from ..config import LoraConfig
 from ..errors import EngineConfigError, ModelError
-from ..upstream import transformers_message
+from ..upstream import auto_class, transformers_message
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Dense decoders whose sizes follow from config.json alone, to the byte."""
@@ -196,13 +196,13 @@ def count_shape(folder: str | Path) -> ModelShape:
         ValueError: transformers cannot build it, or its configuration lacks a size.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         text = config.get_text_config()
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model = auto_class(config, "lm").from_config(config, trust_remote_code=False)
         heads = int(getattr(text, "num_attention_heads", None) or 1)  # state-space models have none
         layers, width = int(text.num_hidden_layers), int(text.hidden_size)
     except Exception as error:  # from_config runs the architecture's own code

@@ -1,8 +1,9 @@
 """Shuts one Python program in and ends its whole process tree. Run as a script by `sandbox`; standard library only.
 
-It reads a JSON object from standard input. Namespaces (user, network, PID, mount, IPC) are entered as far as the kernel
-allows; then the file system is read-only but for a temporary folder in memory. A seccomp filter refuses new processes,
-since RLIMIT_NPROC does not hold for root and counts all processes of other users.
+It reads a JSON object from standard input, and enters namespaces as far as the kernel allows. A seccomp filter refuses
+new processes, since RLIMIT_NPROC does not hold for root and counts all processes of other users.
+
+Arguments: the pid of its parent, and the folder of plinth_base.namespaces, since this process has no site-packages.
 """
 
 import ctypes
@@ -18,77 +19,16 @@ import sys
 import traceback
 from typing import Any, NoReturn
 
+sys.path.insert(0, sys.argv[2])
+
+from namespaces import prctl, shut_in  # type: ignore[import-not-found]
+
 _FAILED = 199
-_INSIDE_ID = 1000
-"""User and group inside the namespace. Not 0, so that the program has no capabilities after exec."""
-_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
-_NEWNS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x00020000, 0x08000000, 0x10000000, 0x20000000, 0x40000000
-_MS_NOSUID, _MS_NODEV, _MS_REC, _MS_PRIVATE = 0x2, 0x4, 0x4000, 0x40000
-_SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _ATTR_RDONLY = 442, -100, 0x8000, 0x1
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER = 1, 22, 36
 
 _CLONE_THREAD, _SYS_CLONE3 = 0x00010000, 435
 _SYSTEM_CALLS = {"x86_64": (0xC000003E, 56, (57, 58)), "aarch64": (0xC00000B7, 220, ())}
 """Machine -> (AUDIT_ARCH, number of clone, numbers of fork and vfork)."""
-
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def _call(name: str, *arguments: Any) -> None:
-    if getattr(_libc, name)(*arguments) == -1:
-        raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
-
-
-def _prctl(option: int, value: int, argument: Any = 0) -> None:
-    _call("prctl", option, ctypes.c_ulong(value), argument, 0, 0)
-
-
-def _enter_namespaces() -> bool:
-    user, group = os.geteuid(), os.getegid()
-    try:
-        _call("unshare", _NEWUSER | _NEWNS | _NEWNET | _NEWPID | _NEWIPC)
-    except OSError:
-        return False
-    for name, text in (
-        ("setgroups", "deny"),
-        ("uid_map", f"{_INSIDE_ID} {user} 1"),
-        ("gid_map", f"{_INSIDE_ID} {group} 1"),
-    ):
-        try:
-            with open(f"/proc/self/{name}", "w") as file:
-                file.write(text)
-        except OSError:  # without a map the namespaces still hold, and mounts fail
-            break
-    return True
-
-
-def _make_files_read_only(folder: str, disk_bytes: int) -> bool:
-    """A file system in memory at `folder`; everything else read-only."""
-    try:
-        _call("mount", b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None)
-        options = f"size={disk_bytes},mode=0700".encode()
-        flags = ctypes.c_ulong(_MS_NOSUID | _MS_NODEV)
-        _call("mount", b"tmpfs", folder.encode(), b"tmpfs", flags, options)
-        _set_read_only(b"/", _AT_RECURSIVE, read_only=True)
-        _set_read_only(folder.encode(), 0, read_only=False)
-    except OSError:
-        return False
-    return True
-
-
-def _set_read_only(path: bytes, flags: int, *, read_only: bool) -> None:
-    """`struct mount_attr`: attributes to set, to clear, propagation, user namespace."""
-    change = (_ATTR_RDONLY, 0) if read_only else (0, _ATTR_RDONLY)
-    attributes = (ctypes.c_uint64 * 4)(*change, 0, 0)
-    size = ctypes.c_size_t(ctypes.sizeof(attributes))
-    _call("syscall", ctypes.c_long(_SYS_MOUNT_SETATTR), _AT_FDCWD, path, flags, ctypes.byref(attributes), size)
-
-
-def _shut_in(folder: str, disk_bytes: int) -> dict[str, bool]:
-    """Shuts this process in; returns the kinds of things that the program cannot reach."""
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    entered = _enter_namespaces()
-    files = entered and _make_files_read_only(folder, disk_bytes)
-    return {"network": entered, "files": files, "processes": entered}
 
 
 def _refuse_new_processes() -> None:
@@ -118,7 +58,7 @@ def _refuse_new_processes() -> None:
     ]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in rules))
     program = struct.pack("HxxxxxxP", len(rules), ctypes.addressof(code))
-    _prctl(_PR_SET_SECCOMP, 2, ctypes.c_char_p(program))
+    prctl(_PR_SET_SECCOMP, 2, ctypes.c_char_p(program))
 
 
 def _kill_descendants() -> None:
@@ -180,7 +120,7 @@ def _run(spec: dict[str, Any]) -> NoReturn:
 
 def _first_process(spec: dict[str, Any]) -> NoReturn:
     """Process 1 of the PID namespace: when it ends, the kernel kills all others. Its signals are not the program's."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     program = os.fork()
     if program == 0:
@@ -197,14 +137,14 @@ def main() -> None:
     spec = json.load(sys.stdin.buffer)
     if spec.get("probe"):
         folder = os.environ.get("TMPDIR", "/tmp")
-        os.write(1, json.dumps(_shut_in(folder, 1 << 20)).encode())
+        os.write(1, json.dumps(shut_in(folder, 1 << 20)).encode())
         os._exit(0)
     try:
         if spec["num_processes"] == 1 and platform.machine() not in _SYSTEM_CALLS:
             raise RuntimeError(f"num_processes=1: the filter for {platform.machine()} is not known")
-        _shut_in(spec["folder"], spec["disk_bytes"])
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        shut_in(spec["folder"], spec["disk_bytes"])
+        prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         signal.signal(signal.SIGTERM, _end)
         if os.getppid() != parent:
             os._exit(_FAILED)

@@ -19,7 +19,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any, Literal
 
+from plinth_base import namespaces
+
 _LAUNCHER = Path(__file__).with_name("_launcher.py")
+_NAMESPACES = Path(namespaces.__file__).parent
 _END_GRACE_S = 10.0
 """Seconds that the launcher has to kill its process tree."""
 _START_GRACE_S = 0.5
@@ -98,7 +101,7 @@ _LAUNCHER_FAILED = 199
 
 def _launched(spec: dict[str, Any]) -> subprocess.Popen[bytes]:
     launcher = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid())],
+        [sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid()), str(_NAMESPACES)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

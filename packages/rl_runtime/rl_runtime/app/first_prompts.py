@@ -55,7 +55,7 @@ def first_prompts(
 
 
 def check_environment(episode: EpisodeConfig, prompts: Mapping[str, Prompt]) -> None:
-    """Starts the environment once for each of `first_prompts`, and resets it.
+    """Starts the environment or agent once for each of `first_prompts`, and resets it.
 
     Raises InputError if a start or a reset fails, for example because the rows lack a column.
     """
@@ -67,8 +67,8 @@ def check_environment(episode: EpisodeConfig, prompts: Mapping[str, Prompt]) -> 
             raise InputError(
                 f"it fails at the first prompt of {dataset} ({prompt.id}): {error}; its columns in prompt.extra: "
                 f"{columns}",
-                field="episode.environment",
-                value=episode.environment,
+                field=f"episode.{'agent' if episode.agent else 'environment'}",
+                value=episode.agent or episode.environment,
             ) from error
 
 
@@ -91,10 +91,10 @@ def check_first_prompts(
 
     Raises InputError.
     """
-    if episode.environment is None and not has_functions(reward):
+    if not episode.has_process and not has_functions(reward):
         return []
     prompts = first_prompts(inputs, model, data, task, seed=seed)
-    if episode.environment is not None:
+    if episode.has_process:
         check_environment(episode, prompts)
     # An episode that scores itself leaves out all rewards but terms.
     scores_itself = (episode.has_process or episode.function is not None) and not reward.adds_up

@@ -34,7 +34,7 @@ _DEFINING = {
     **dict.fromkeys(("batch.train_batch_size", "batch.mini_batch_size"), ""),
     **dict.fromkeys(("actor.router_replay", "rollout.kv_cache_dtype", "rollout.quantization"), ""),
     "data": "max_val_prompts",
-    "episode": "max_environments start_timeout_s step_timeout_s timeout_s",
+    "episode": "isolated max_environments memory_gib start_timeout_s step_timeout_s timeout_s",
     "reward": "api_key api_key_file num_workers start_timeout_s timeout_s url",
     "supervised": "epochs num_samples sample_tokens steps",
     "teacher": "gpus server",

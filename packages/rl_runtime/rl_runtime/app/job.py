@@ -23,10 +23,11 @@ from ..ranks.model_handle import ModelHandle, Reference, WithoutAdapters
 from ..rollout.ahead import check_groups
 from ..rollout.scoring import rewards_of_rows
 from ..training.checkpoints import Stateful
-from ..training.engines import check_architectures, check_engine, check_sequence_parallel
+from ..training.engines import check_architectures, check_engine, check_sequence_parallel, check_sight
 from ..training.loop import Learn
 from ..training.reward_model import RewardModel
 from ..training.run_files import check_local_disks
+from ..training.teacher_config import TeacherConfig
 from . import kept
 from .first_prompts import check_first_prompts, check_functions
 from .inputs import check_context, check_prompt_files, check_supervised, check_train_prompts, load_ahead
@@ -129,6 +130,21 @@ def begins_ahead(config: JobConfig, placement: Placement) -> bool:
     return (placement.on_gpu or kept.is_standby()) and not elsewhere and not late
 
 
+def _check_images(config: JobConfig, key: str) -> None:
+    """Raises InputError for parts of a job that would not see the images of its rows."""
+    teacher: TeacherConfig | None = getattr(config, "teacher", None)
+    blind = {
+        "rollout.urls": bool(config.rollout.urls),
+        "reward.model": config.reward.model_on_ranks,
+        "teacher.on": teacher is not None and teacher.on == "server",
+    }
+    for field_, is_blind in blind.items():
+        if is_blind:
+            raise InputError(
+                f"the rows of {key} have images, which it does not see", field=field_, allowed="rows of text"
+            )
+
+
 def check_job(config: JobConfig, engines: Mapping[str, tuple[EngineConfig, int]]) -> JobPlan:
     """Refuses settings that cannot work before any process starts; plans the devices and the resume.
 
@@ -169,6 +185,9 @@ def check_job(config: JobConfig, engines: Mapping[str, tuple[EngineConfig, int]]
     architectures += check_reward_ranks(config, placement)
     seed = config.trainer.seed
     inputs = load_ahead(config.model, config.data, config.warm_start, config.task, seed=seed)
+    if inputs is not None and (key := inputs.images_in):
+        check_sight(config.model, tried, on_gpu=placement.on_gpu, key=key)
+        _check_images(config, key)
     warnings = check_first_prompts(
         inputs, config.model, config.data, config.task, episode=config.episode, reward=config.reward, seed=seed
     )

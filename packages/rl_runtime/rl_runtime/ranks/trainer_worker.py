@@ -410,7 +410,7 @@ class TrainerWorker(RankProfiler):
             self._saver.wait_copied()  # a save in the background reads the states
         moved = 0
         for role, engine in self._engines.items() if moves_states else ():
-            moved += engine.offload(include_params=role != pushed_role).moved_bytes
+            moved += engine.offload(include_params=role != pushed_role)
         if self.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
@@ -418,7 +418,7 @@ class TrainerWorker(RankProfiler):
 
     def claim_memory(self) -> int:
         """Moves back what `free_memory` moved; returns the bytes."""
-        return sum(engine.reload().moved_bytes for engine in self._engines.values())
+        return sum(engine.reload() for engine in self._engines.values())
 
     def memory_gb(self) -> dict[str, float]:
         """Peak reserved and allocated device memory since the last call, in GB (1e9 bytes); zeros on the CPU."""

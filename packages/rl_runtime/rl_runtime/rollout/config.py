@@ -27,7 +27,7 @@ class EpisodeConfig:
     its own. The policy answers what it sends to base_url (docs/environments.md). A number that it returns is the score;
     else `reward` scores."""
     call_format: str = "hermes"
-    """Format of the policy's tool calls that an agent gets: hermes, llama or mistral."""
+    """Format of the policy's tool calls that an agent or one of `tools` gets: hermes, llama or mistral."""
     tools: tuple[str, ...] = ()
     """Tools that the policy calls, for `environment=rollout_vllm:ToolEnvironment`, which they select:
     `package.module:function`, and MCP servers as `mcp:COMMAND ARGUMENTS` or `mcp:http://HOST:PORT/mcp`."""
@@ -41,6 +41,11 @@ class EpisodeConfig:
     """Seconds to start the process of the environment or agent, import its module and make its object."""
     max_environments: int = 256
     """Environments or agents that run at the same time; further episodes wait."""
+    isolated: bool = False
+    """Shut the process of an environment or agent in: it reaches the policy and no other network, no process, no secret
+    of the environment, and writes files in a temporary folder alone. Refused where the kernel denies namespaces."""
+    memory_gib: float | None = None
+    """Memory that the process of an environment or agent, and each one that it starts, may add; null: no limit."""
     timeout_s: float | None = None
     """Seconds after which an episode fails and is left out of the batch; null: no limit."""
 
@@ -51,8 +56,19 @@ class EpisodeConfig:
             check_value(self, name, False, f"null with a {given[0]} ({getattr(self, given[0])!r})")
         check_value(self, "options", not self.options or self.has_process, "{} without an environment or an agent")
         check_value(self, "call_format", self.call_format in ("hermes", "llama", "mistral"), "hermes, llama or mistral")
+        is_read = self.call_format == "hermes" or self.agent is not None or bool(self.tools)
+        check_value(self, "call_format", is_read, "hermes without an agent or tools")
+        for name, is_off in (("isolated", not self.isolated), ("memory_gib", self.memory_gib is None)):
+            allowed = f"{getattr(type(self), name)} without an environment or an agent"
+            check_value(self, name, is_off or self.has_process, allowed)
+        check_value(self, "memory_gib", self.memory_gib is None or self.memory_gib > 0, "above 0, or null")
         check_at_least(1, self, "max_turns", "max_environments")
         check_seconds(self, "step_timeout_s", "start_timeout_s", "timeout_s")
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """`memory_gib` in bytes."""
+        return None if self.memory_gib is None else int(self.memory_gib * 2**30)
 
     @property
     def has_process(self) -> bool:
@@ -63,7 +79,7 @@ class EpisodeConfig:
         """`tools` as the environment and the option that they stand for, also in a configuration that has these."""
         if self.tools:
             check_value(self, "environment", self.environment in (None, _TOOLS), f"null or {_TOOLS} with tools")
-            options = {**self.options, "tools": list(self.tools)}
+            options = {"call_format": self.call_format, **self.options, "tools": list(self.tools)}
             check_value(self, "options", self.options.get("tools", options["tools"]) == options["tools"], "no tools")
             object.__setattr__(self, "environment", _TOOLS)
             object.__setattr__(self, "options", options)
@@ -155,6 +171,17 @@ QUANTIZED_CACHE = Feature(
     key="rollout.kv_cache_dtype",
     is_on=lambda c: c.rollout.kv_cache_dtype != "auto",
     rules=(only("rollout.log_probs", True, why="whose error they show"),),
+)
+SPECULATIVE = Feature(
+    key="rollout.speculative",
+    is_on=lambda c: c.rollout.speculative != "none",
+    rules=(
+        only("actor.match_servers", False, why="and matched servers compute one token a step"),
+        only("actor.router_replay", "off", "R2", why="and servers would also return the experts of rejected drafts"),
+        only("sampling.min_p", 0.0, why="with which vLLM verifies no drafts"),
+        only("sampling.repetition_penalty", 1.0, why="and drafts are verified together"),
+        only("sampling.stop", (), why="and a step may go on after the text that ends a response"),
+    ),
 )
 MATCHED_SERVERS = Feature(
     key="actor.match_servers",

@@ -4,8 +4,9 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any, SupportsFloat
 
-from rl_data import Prompt
-from rollout_vllm import AgentRollout, ChatFormat, EnvironmentRollout, EnvironmentSpec, Episode
+from rl_data import ImageFiles, Prompt
+from rl_data.images import image_folder
+from rollout_vllm import AgentRollout, ChatFormat, EnvironmentRollout, EnvironmentSpec, Episode, agent_spec
 from rollout_vllm.episodes.environment_process import EnvironmentProcess
 
 from ..errors import InputError
@@ -17,12 +18,16 @@ PlayEpisode = Callable[[Episode, Prompt], Awaitable[SupportsFloat | None]]
 
 
 def episode_player(
-    config: EpisodeConfig, tokenizer: Any, chat: ChatFormat | None = None, max_prompt_tokens: int | None = None
+    config: EpisodeConfig,
+    tokenizer: Any,
+    chat: ChatFormat | None = None,
+    max_prompt_tokens: int | None = None,
+    images: ImageFiles | None = None,
 ) -> PlayEpisode | None:
     """The coroutine function that plays the episode of a sample; None for single-turn responses.
 
     `chat`: the format of the conversation with an environment or agent; default: that of the tokenizer.
-    `max_prompt_tokens`: see `AgentRollout`.
+    `max_prompt_tokens`: see `AgentRollout`. `images`: the files of observations with images.
 
     Raises:
         InputError: `episode.function`, `episode.environment` or `episode.agent` cannot be imported or called.
@@ -30,18 +35,19 @@ def episode_player(
     if config.agent is not None:
         load_agent(config)
         return AgentRollout(
-            agent=config.agent,
+            spec=process_spec(config),
             chat=chat or ChatFormat(tokenizer),
             max_turns=config.max_turns,
-            options=config.options,
             call_format=config.call_format,
-            start_timeout_s=config.start_timeout_s,
             max_prompt_tokens=max_prompt_tokens,
         )
     if config.environment is not None:
         load_environment(config)
         return EnvironmentRollout(
-            spec=environment_spec(config), chat=chat or ChatFormat(tokenizer), max_turns=config.max_turns
+            spec=process_spec(config),
+            chat=chat or ChatFormat(tokenizer),
+            max_turns=config.max_turns,
+            image_file=images,
         )
     if config.function is None:
         return None
@@ -49,23 +55,23 @@ def episode_player(
     return lambda episode, prompt: function(episode, prompt, tokenizer)
 
 
-def environment_spec(config: EpisodeConfig) -> EnvironmentSpec:
-    """The environment that `episode` names."""
-    return EnvironmentSpec(
-        path=config.environment or "",
-        options=config.options,
-        start_timeout_s=config.start_timeout_s,
-        step_timeout_s=config.step_timeout_s,
-    )
+def process_spec(config: EpisodeConfig) -> EnvironmentSpec:
+    """The process of the environment or agent that `episode` names."""
+    limits: dict[str, Any] = {"start_timeout_s": config.start_timeout_s, "isolated": config.isolated}
+    limits["memory_bytes"] = config.memory_bytes
+    if config.agent is not None:
+        return agent_spec(config.agent, config.options, **limits)
+    limits |= {"step_timeout_s": config.step_timeout_s, "image_folder": str(image_folder())}
+    return EnvironmentSpec(path=config.environment or "", options=config.options, **limits)
 
 
 async def reset_once(config: EpisodeConfig, prompt: Prompt) -> None:
-    """Starts the environment in its own process, resets it and ends it.
+    """Starts the environment or agent in its own process, resets it and ends it. An agent does not run.
 
     Raises:
         rollout_vllm.EnvironmentFailedError: as in an episode.
     """
-    async with EnvironmentProcess(environment_spec(config), prompt) as environment:
+    async with EnvironmentProcess(process_spec(config), prompt) as environment:
         await environment.reset()
 
 

@@ -33,4 +33,9 @@ class RolloutMeter:
         metrics |= {f"rollout/{name}": now[name] for name in ("num_running", "num_waiting") if name in now}
         if queries := increase("prefix_cache_queries") if "prefix_cache_queries" in now else 0.0:
             metrics["rollout/prefix_cache_hit_rate"] = min(1.0, increase("prefix_cache_hits") / queries)
+        if "draft_tokens" in now:  # rollout.speculative
+            tokens, drafted, accepted = map(increase, ("generation_tokens", "draft_tokens", "accepted_tokens"))
+            metrics["rollout/draft_acceptance"] = accepted / max(1.0, drafted)
+            metrics["rollout/tokens_per_step"] = tokens / max(1.0, tokens - accepted)
+            metrics["rollout/drafts_per_step"] = drafted / max(1.0, tokens - accepted)
         return metrics

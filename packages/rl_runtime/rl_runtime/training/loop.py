@@ -22,7 +22,7 @@ from ..rollout.step_rollouts import StepRollouts
 from ..samples import Phase
 from .checkpoints import RunCheckpoints, load_and_say, save_or_say
 from .learning_signal import LearningSignal
-from .metrics import disagreement, rollout_metrics
+from .metrics import disagreement, drafts_rarely, rollout_metrics
 from .record import RunRecord
 from .reward_model import RewardModel
 
@@ -84,7 +84,7 @@ class TrainingLoop:
         self._trainer, self._rollouts, self._servers = trainer, rollouts, servers
         self._checkpoints, self._record, self._reward_model = checkpoints, record, reward_model
         self._signal, self._is_exact = signal, is_exact
-        self._policies_differ = False
+        self._policies_differ = self._drafts_rarely = False
         """True if servers and ranks computed different policies in the last step."""
 
     def run(
@@ -171,6 +171,9 @@ class TrainingLoop:
                 metrics = rollout_metrics(collected) | learn(step, collected.batch(), timer.phase)
                 self._record.log_samples(step, collected)
                 self._warn_on_policy_mismatch(step, metrics)
+                if (line := drafts_rarely(metrics)) and not self._drafts_rarely:
+                    self._record.info(f"step {step}: {line}")
+                self._drafts_rarely = bool(line)
                 # Before the sync, after which the engines' memory may belong to the servers.
                 if self._checkpoints.is_due(step):
                     with timer.phase("checkpoint"):

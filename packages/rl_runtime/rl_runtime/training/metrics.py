@@ -14,6 +14,8 @@ from ..rollout.groups import Collected
 
 # Established names; every other mismatch metric is `rollout/mismatch_` and rl_core's name.
 _MISMATCH = {"abs_mean": "log_prob_mismatch", "abs_max": "log_prob_mismatch_max", "kl_k3": "mismatch_kl"}
+_FEW_DRAFTS = 0.1
+"""Drafts per step of a sequence with which speculative decoding changes little."""
 _NO_ROUNDING = 0.5
 """Mean difference of log-probs that rounding does not make: in bfloat16 it was 0.005 to 0.04 on GPUs (benchmarks), and
 1.8 where servers and ranks had nothing in common (benchmarks/small_cards)."""
@@ -105,6 +107,18 @@ def disagreement(metrics: Mapping[str, float], *, is_exact: bool = False) -> str
         f"{difference:.2g} on average (rollout/log_prob_mismatch; rounding makes less than {_NO_ROUNDING}), and the "
         f"effective sample size is {metrics['rollout/mismatch_ess']:.2g}. "
         "See docs/troubleshooting.md#updates-nan-and-mismatch"
+    )
+
+
+def drafts_rarely(metrics: Mapping[str, float]) -> str:
+    """A line if the servers of a run with rollout.speculative make few drafts; empty: they draft, or never do."""
+    drafts = metrics.get("rollout/drafts_per_step", _FEW_DRAFTS)
+    return (
+        f"rollout.speculative: servers make {drafts:.2g} drafts per step of a sequence "
+        f"({metrics['rollout/draft_acceptance']:.0%} accepted): steps without drafts are faster, or responses repeat "
+        "nothing; the servers' logs have the times"
+        if drafts < _FEW_DRAFTS
+        else ""
     )
 
 

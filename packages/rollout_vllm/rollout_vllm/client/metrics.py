@@ -17,6 +17,8 @@ _SERVER_METRICS = {
     "generation_tokens": "vllm:generation_tokens_total",
     "prefix_cache_queries": "vllm:prefix_cache_queries_total",
     "prefix_cache_hits": "vllm:prefix_cache_hits_total",
+    "draft_tokens": "vllm:spec_decode_num_draft_tokens_total",
+    "accepted_tokens": "vllm:spec_decode_num_accepted_tokens_total",
 }
 
 

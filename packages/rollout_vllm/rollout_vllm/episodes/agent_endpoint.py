@@ -8,6 +8,7 @@ import asyncio
 import hmac
 import json
 import secrets
+import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -77,6 +78,7 @@ class AgentEndpoint:
         self.ignored: set[str] = set()
         self.failure: TurnFailedError | None = None
         self.key, self.url = secrets.token_urlsafe(32), ""
+        self.listener: socket.socket | None = None  # of an isolated agent
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
         for protocol in PROTOCOLS:
             for route in protocol.routes:
@@ -86,8 +88,9 @@ class AgentEndpoint:
 
     async def __aenter__(self) -> Self:
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
+        here = self.listener or socket.create_server(("127.0.0.1", 0))
+        await web.SockSite(self._runner, here).start()
+        self.url = f"http://127.0.0.1:{here.getsockname()[1]}/v1"
         return self
 
     async def __aexit__(self, *_: object) -> None:

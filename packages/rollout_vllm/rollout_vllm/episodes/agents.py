@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from .agent_endpoint import AgentEndpoint
@@ -14,6 +14,18 @@ from .chat import ChatFormat
 from .environment_process import EnvironmentFailedError, EnvironmentProcess, EnvironmentSpec, Observation
 from .episodes import Episode
 from .tools import CALL_FORMATS, check_call_format
+
+
+def agent_spec(agent: str, options: Mapping[str, Any] | None = None, **limits: Any) -> EnvironmentSpec:
+    """The process of an agent. agent: `package.module:function`. limits: of `EnvironmentSpec`."""
+    return EnvironmentSpec(
+        path=f"{__name__}:_Agent",
+        options={"agent": agent, "options": dict(options or {})},
+        step_timeout_s=math.inf,  # episode.timeout_s limits the whole episode
+        name=f"agent {agent}",
+        preload=(agent.partition(":")[0],),
+        **limits,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,31 +36,21 @@ class AgentRollout:
     to base_url are answered by the policy. It returns the score of the episode, rewards of replies by their ids
     (`{reply.id: 1.0}`), or None, which leaves scoring to others. What it returns is a reward of all turns, or of those.
 
-    agent: `package.module:function`. call_format: how the policy writes tool calls, a key of `CALL_FORMATS`. max_turns:
-    turns that the policy answers. max_prompt_tokens: a prompt and its answer have at most these and the tokens of
+    spec: see `agent_spec`. call_format: how the policy writes tool calls, a key of `CALL_FORMATS`. max_turns: turns
+    that the policy answers. max_prompt_tokens: a prompt and its answer have at most these and the tokens of
     sampling.max_tokens; None: as many as the prompt of the data and those.
     """
 
-    agent: str
+    spec: EnvironmentSpec
     chat: ChatFormat
     max_turns: int
-    options: Mapping[str, Any] = field(default_factory=dict)
     call_format: str = "hermes"
-    start_timeout_s: float = 60.0
     max_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
         check_call_format(self.call_format)
 
     async def __call__(self, episode: Episode, prompt: Any) -> float | None:
-        spec = EnvironmentSpec(
-            path=f"{__name__}:_Agent",
-            options={"agent": self.agent, "options": dict(self.options)},
-            start_timeout_s=self.start_timeout_s,
-            step_timeout_s=math.inf,  # episode.timeout_s limits the whole episode
-            name=f"agent {self.agent}",
-            preload=(self.agent.partition(":")[0],),
-        )
         most = len(episode.prompt_ids) if self.max_prompt_tokens is None else self.max_prompt_tokens
         endpoint = AgentEndpoint(
             episode,
@@ -57,16 +59,18 @@ class AgentRollout:
             max_turns=self.max_turns,
             max_context=most + episode.num_tokens_left,
         )
-        async with EnvironmentProcess(spec, prompt) as process, endpoint:
+        async with EnvironmentProcess(self.spec, prompt) as process:
             await process.reset()
-            try:
-                end = await process.step(json.dumps([endpoint.url, endpoint.key]))
-            except EnvironmentFailedError as error:
-                if endpoint.failure is not None:
-                    raise endpoint.failure from error
-                raise
+            endpoint.listener = process.listener
+            async with endpoint:
+                try:
+                    end = await process.step(json.dumps([endpoint.url, endpoint.key]))
+                except EnvironmentFailedError as error:
+                    if endpoint.failure is not None:
+                        raise endpoint.failure from error
+                    raise
         if not episode.tree.turns:
-            raise EnvironmentFailedError(f"{spec.name}: it ended without an answer of the policy")
+            raise EnvironmentFailedError(f"{self.spec.name}: it ended without an answer of the policy")
         if endpoint.ignored:
             episode.data["ignored_settings"] = sorted(endpoint.ignored)
         for reply_id, reward in end.info.items():

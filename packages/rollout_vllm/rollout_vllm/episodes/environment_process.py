@@ -5,8 +5,12 @@ each. The process and its caller exchange lines of JSON; see `_serve`.
 """
 
 import asyncio
+import base64
+import copy
+import hashlib
 import importlib
 import inspect
+import io
 import json
 import multiprocessing.util
 import os
@@ -19,9 +23,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.process import BaseProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol, Self
 
 from ..errors import RolloutError
+from .isolation import enter, limit_memory, receive_listener
 from .processes import describe, end_kept, run_kept
 from .rewards import read_number
 
@@ -63,14 +70,18 @@ class EnvironmentSpec:
     """The class of an environment, its options and its time limits.
 
     path: `package.module:Class`. options: keyword arguments of the class. start_timeout_s: seconds to start the
-    process, import the module and make the object. step_timeout_s: seconds of `reset` and of every `step`. name: for
-    messages. preload: modules that it imports later.
+    process, import the module and make the object. step_timeout_s: seconds of `reset` and of every `step`. isolated:
+    the process is shut in (`isolation.enter`). memory_bytes: that it may add. image_folder: where images of
+    observations are written, which travel as files. name: for messages. preload: modules that it imports later.
     """
 
     path: str
     options: Mapping[str, Any] = field(default_factory=dict)
     start_timeout_s: float = 60.0
     step_timeout_s: float = 30.0
+    image_folder: str | None = None
+    isolated: bool = False
+    memory_bytes: int | None = None
     name: str = ""
     preload: tuple[str, ...] = ()
 
@@ -95,12 +106,18 @@ class EnvironmentProcess:
         self._writer: asyncio.StreamWriter | None = None
         self._is_idle = self._is_closing = self._is_over = False
         self._lock = threading.Lock()  # of _process and _is_over
+        self._folder = TemporaryDirectory(prefix="plinth-episode-") if spec.isolated else None
+        self.listener: socket.socket | None = None  # of an isolated process
         self.tools: list[Message] = []
 
     async def __aenter__(self) -> Self:
         try:
             ours, theirs = socket.socketpair()
-            starting = asyncio.get_running_loop().run_in_executor(None, self._start, theirs)
+            in_thread = asyncio.get_running_loop().run_in_executor
+            starting = in_thread(None, self._start, theirs)
+            if self._spec.isolated:
+                await asyncio.shield(starting)
+                self.listener = await in_thread(None, receive_listener, ours, self._spec.start_timeout_s)
             self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=_MAX_LINE_BYTES)
             await asyncio.shield(starting)
             await self._answer("its start", "episode.start_timeout_s", self._spec.start_timeout_s)
@@ -114,7 +131,8 @@ class EnvironmentProcess:
     def _start(self, theirs: socket.socket) -> None:
         """Starts the process, in a thread; ends it again if the episode has ended meanwhile."""
         with theirs:
-            process = _start(self._spec, self._prompt, theirs)
+            folder = None if self._folder is None else self._folder.name
+            process = _start(self._spec, self._prompt, theirs, folder)
         with self._lock:
             self._process = process
             if not self._is_over:
@@ -134,12 +152,37 @@ class EnvironmentProcess:
         """The environment's prompt; None to keep that of the data."""
         reply = await self._call({"reset": True}, "reset")
         self.tools = reply["tools"]
-        observation: Observation = reply["observation"]
-        return observation
+        return self._seen(reply["observation"])
 
     async def step(self, action: str) -> Step:
         """The environment's answer to a turn of the policy."""
-        return Step(**await self._call({"step": action}, "a step"))
+        reply = await self._call({"step": action}, "a step")
+        return Step(**reply | {"observation": self._seen(reply["observation"])})
+
+    def _seen(self, observation: Any) -> Observation:
+        """The observation with files in place of images."""
+        for message in observation if isinstance(observation, list) else ():
+            for part in parts if isinstance(parts := message.get("content"), list) else ():
+                if "image" in part:
+                    part["image"] = self._image_file(part["image"])
+        seen: Observation = observation
+        return seen
+
+    def _image_file(self, image: Any) -> str:
+        if isinstance(image, str):
+            if self._spec.isolated:
+                raise self._failed("an isolated environment gives the bytes of an image, not a path")
+            return os.path.abspath(image)
+        if self._spec.image_folder is None:
+            raise self._failed("an observation has an image, and there is no folder for it")
+        content = base64.b64decode(image["base64"])
+        path = Path(self._spec.image_folder).absolute() / hashlib.sha256(content).hexdigest()
+        if not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+            unfinished.write_bytes(content)
+            unfinished.replace(path)
+        return str(path)
 
     async def cut(self) -> float | None:
         """Tells the environment that a limit ends the episode. Returns its last reward, if it gives one."""
@@ -199,14 +242,18 @@ class EnvironmentProcess:
             process = self._process
         if process is not None:
             await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, end_kept, process))
+        if self.listener is not None:
+            self.listener.close()
+        if self._folder is not None:
+            self._folder.cleanup()
 
 
-def _start(spec: EnvironmentSpec, prompt: Any, theirs: socket.socket) -> BaseProcess:
+def _start(spec: EnvironmentSpec, prompt: Any, theirs: socket.socket, folder: str | None) -> BaseProcess:
     context = multiprocessing.get_context("forkserver")
     shorten_socket_paths()
     modules = ["__main__", __name__, *_modules(spec.path), *spec.preload, *_imported_by_main()]
     context.set_forkserver_preload(modules)  # before the first start only
-    work = partial(_serve, spec.path, dict(spec.options), prompt)
+    work = partial(_serve, spec.path, dict(spec.options), prompt, spec.memory_bytes, folder)
     process = context.Process(target=run_kept, args=(work, theirs), daemon=True)
     process.start()
     return process
@@ -244,8 +291,12 @@ def _imported_by_main() -> list[str]:
 
 
 # ---- the process -----------------------------------------------------------------------------------------------------
-def _serve(path: str, options: dict[str, Any], prompt: Any, pipe: socket.socket) -> None:
-    """Main loop of the process. One line of JSON is read and one is written at a time.
+def _serve(
+    path: str, options: dict[str, Any], prompt: Any, memory_bytes: int | None, folder: str | None, pipe: socket.socket
+) -> None:
+    """Main loop of the process, which is shut in if it has a folder of its own.
+
+    One line of JSON is read and one is written at a time.
 
     It starts with {}. {"reset"} is answered by {"observation", "tools"}, {"step": action} by the fields of `Step`,
     {"cut"} by {"reward"}, {"close"} by {}; an error by {"error"}, after which the process ends, as at the end of the
@@ -255,6 +306,14 @@ def _serve(path: str, options: dict[str, Any], prompt: Any, pipe: socket.socket)
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
         os.dup2(null, descriptor)
+    denied = None
+    if folder is not None:
+        try:
+            enter(pipe, folder)
+        except OSError as error:
+            denied = error
+    if memory_bytes is not None:
+        limit_memory(memory_bytes)
     file, own = pipe.makefile("rw", encoding="utf-8", newline="\n"), os.getpid()
 
     def write(reply: Mapping[str, Any]) -> None:
@@ -266,6 +325,8 @@ def _serve(path: str, options: dict[str, Any], prompt: Any, pipe: socket.socket)
     with asyncio.Runner() as runner:
         environment: Any = None
         try:
+            if denied is not None:
+                raise denied
             environment = _load(path)(**options)
             write({})
             for line in file:
@@ -336,7 +397,20 @@ def _observation(value: Any, method: str) -> Observation:
 def _messages(value: Any, source: str) -> list[Message]:
     if not isinstance(value, list | tuple) or not all(isinstance(item, Mapping) for item in value):
         raise TypeError(f"{source} returned {_shown(value)}; allowed: text, a list of messages, or None")
-    return [dict(item) for item in value]
+    return [_with_bytes(copy.deepcopy(dict(item))) for item in value]
+
+
+def _with_bytes(message: dict[str, Any]) -> Message:
+    """The message with base64 in place of the images (PIL's, or bytes of an image file) of its parts."""
+    for part in parts if isinstance(parts := message.get("content"), list) else ():
+        if (image := part.get("image")) is None or isinstance(image, str):
+            continue
+        if not isinstance(image, bytes):
+            with io.BytesIO() as buffer:
+                image.save(buffer, "PNG")
+                image = buffer.getvalue()
+        part["image"] = {"base64": base64.b64encode(image).decode("ascii")}
+    return message
 
 
 def _shown(value: Any) -> str:

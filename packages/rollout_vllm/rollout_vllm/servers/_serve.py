@@ -25,6 +25,8 @@ BUFFER_VARIABLE = "PLINTH_ROLLOUT_BUFFER"
 GPU_VARIABLE = "PLINTH_ROLLOUT_GPU"
 EXACT_VARIABLE = "PLINTH_ROLLOUT_EXACT"
 ROUTES_VARIABLE = "PLINTH_ROLLOUT_ROUTES"
+SPECULATIVE_VARIABLE = "PLINTH_ROLLOUT_SPECULATIVE"
+CORES_VARIABLE = "PLINTH_ROLLOUT_CORES"
 QUANTIZATION_VARIABLE = "PLINTH_ROLLOUT_QUANTIZATION"
 _PR_SET_PDEATHSIG = 1
 
@@ -79,8 +81,18 @@ def prepare_engine_core(patch: Any) -> None:
     if os.environ.get(ROUTES_VARIABLE) == "1":
         patch.ROUTES.check()
         _load("plinth_server_routes", "routes.py").record_routes(patch.ROUTES.replace)
+    if os.environ.get(SPECULATIVE_VARIABLE) == "1":
+        patch.VERIFYING.check()
+        speculating = _load("plinth_server_speculating", "speculating.py")
+        speculating.verify_by_request(patch.VERIFYING.replace, on_gpu=os.environ.get(GPU_VARIABLE) == "1")
     if uses_fast_paths():
         speed_up_engine_core(patch)
+
+
+def draft_where_it_pays(patch: Any) -> None:
+    """Measure whole steps, hence after `buffer_tokens`, whose steps look at fewer requests."""
+    if os.environ.get(SPECULATIVE_VARIABLE) == "1" and uses_fast_paths() and patch.DRAFTING.check():
+        _load("plinth_server_speculating", "speculating.py").draft_where_it_pays(patch.DRAFTING.replace)
 
 
 def speed_up_engine_core(patch: Any) -> None:
@@ -127,6 +139,12 @@ def end_forks_with_parent() -> None:
     os.register_at_fork(before=before, after_in_child=in_child)
 
 
+def stay_on_cores() -> None:
+    """Keep this thread, and what it starts, on the cores that the launcher chose, if it chose some."""
+    if cores := os.environ.get(CORES_VARIABLE):
+        os.sched_setaffinity(0, map(int, cores.split(",")))
+
+
 def take_over() -> None:
     """Become the server whose settings `spawn.PreparedServer` sends; end if it sends none."""
     begin = time.perf_counter()
@@ -138,6 +156,7 @@ def take_over() -> None:
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
+    stay_on_cores()
     sys.argv[1:] = settings["arguments"]
     log, nothing = os.open(settings["log"], os.O_WRONLY | os.O_APPEND), os.open(os.devnull, os.O_RDONLY)
     os.write(log, os.pread(1, os.fstat(1).st_size, 0))  # what was printed so far
@@ -154,6 +173,7 @@ def main() -> None:
     begin = time.perf_counter()
     gc.disable()  # a fifth of the import's time: it makes a million objects, which all stay
     end_forks_with_parent()
+    stay_on_cores()
 
     _load(AUTH_MODULE, "auth.py")
     versions = _load(VERSIONS_MODULE, "policy_versions.py")
@@ -170,6 +190,11 @@ def main() -> None:
         os.environ[BUFFER_VARIABLE] = "1"  # both halves or none
         buffer_tokens(patch, front_end=True)  # the engine core is forked, or does it again
         versions.PolicyVersionMiddleware.enabled = True
+    if (why := patch.IMAGES.problem()) is None:
+        _load("plinth_server_images", "images.py").take_images(patch.IMAGES.replace)
+    else:
+        print(f"requests with images are refused: {why}", flush=True)
+    draft_where_it_pays(patch)
     gc.freeze()
     gc.enable()
     print(f"vLLM's engine was imported in {time.perf_counter() - begin:.1f} s", flush=True)
@@ -189,3 +214,4 @@ elif __name__ == "__mp_main__":  # a spawned engine core or worker
     prepare_engine_core(patch)
     if os.environ.get(BUFFER_VARIABLE) == "1":
         buffer_tokens(patch, front_end=False)
+    draft_where_it_pays(patch)

@@ -89,7 +89,8 @@ def server_arguments(
     if is_eager(config, device):
         args += ["--enforce-eager"]
     elif device == "cuda" and config.fast_paths and not compiled and not any("cudagraph" in each for each in given):
-        args += ["--cudagraph-capture-sizes", *map(str, graph_sizes(max_num_seqs))]
+        verified = 1 if config.speculative == "none" else 1 + config.speculative_tokens
+        args += ["--cudagraph-capture-sizes", *(str(verified * size) for size in graph_sizes(max_num_seqs))]
     # routes.py records those of computed tokens alone; vLLM on a GPU has those of cached ones, too.
     uncached = device == "cpu" and (config.deterministic or config.routes)
     chunked = config.chunked_prefill if config.chunked_prefill is not None else device != "cpu"
@@ -100,6 +101,9 @@ def server_arguments(
     if config.match_trainer and device == "cuda" and not is_eager(config, device):
         # Compiled layers keep sums in float32 that others round. Graphs of decoding steps need no compiler.
         args += ["--compilation-config.mode=0", "--compilation-config.cudagraph_mode=FULL_DECODE_ONLY"]
+    if config.speculative != "none":
+        drafts = {"method": config.speculative, "num_speculative_tokens": config.speculative_tokens}
+        args += ["--speculative-config", json.dumps({**drafts, "prompt_lookup_min": 2, "prompt_lookup_max": 4})]
     if config.routes:
         args += ["--no-async-scheduling"] if device == "cpu" else ["--enable-return-routed-experts"]
     if config.tensor_parallel_size > 1:
@@ -180,6 +184,7 @@ def server_environment(
     if config.max_lora_rank is not None:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     env["PLINTH_ROLLOUT_FAST_PATHS"] = "1" if config.fast_paths else "0"
+    env["PLINTH_ROLLOUT_SPECULATIVE"] = "0" if config.speculative == "none" else "1"
     env["PLINTH_ROLLOUT_EXACT"] = "1" if config.match_trainer else "0"
     threads = server_threads(device, num_cores, config.server_count, config.cpu_threads)
     env["OMP_NUM_THREADS"] = str(threads)

@@ -206,6 +206,56 @@ ROUTES = FENCE.patch(
         "vllm.v1.engine:EngineCoreOutput": ("routed_experts", "new_token_ids", "request_id"),
     },
 )
+IMAGES = FENCE.patch(
+    name="images of completion requests",
+    otherwise="refused",
+    reason="vLLM takes images in chat requests, as base64, and expands their placeholders where a client sees nothing",
+    replaces={
+        "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion": ("render_completion_request(request)",),
+        "vllm.renderers.online_renderer:OnlineRenderer": ("render_completion(request, ...)",),
+        "vllm.multimodal.processing.processor:BaseMultiModalProcessor": ("_maybe_apply_prompt_updates",),
+    },
+    reads={
+        "vllm.renderers.online_renderer:OnlineRenderer": ("create_error_response",),
+        "vllm.renderers.base:BaseRenderer": ("render_cmpl_async(prompts, ...)",),
+        "vllm.multimodal.processing.processor:BaseMultiModalProcessor": (
+            "_find_mm_placeholders(new_token_ids, mm_prompt_updates)",
+        ),
+        "vllm.inputs": ("TokensPrompt",),
+    },
+)
+VERIFYING = FENCE.patch(
+    name="sampling settings of drafts",
+    otherwise="refused",
+    reason="vLLM 0.32 verifies drafts on the CPU with temperatures that it never wrote, and fails without drafts",
+    replaces={
+        "vllm.v1.sample.rejection_sampler": (
+            "apply_top_k_top_p(logits, k, p)",
+            "expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from, replace_to)",
+        )
+    },
+)
+DRAFTING = FENCE.patch(
+    name="drafts where they save time",
+    otherwise="stock path",
+    reason="vLLM drafts for every step, also where verifying takes longer than it saves",
+    replaces={
+        "vllm.v1.core.sched.scheduler:Scheduler": (
+            "update_from_output(scheduler_output, model_runner_output)",
+            "update_draft_token_ids(draft_token_ids)",
+        ),
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("propose_draft_token_ids",),
+    },
+    reads={
+        "vllm.v1.outputs:DraftTokenIds": ("req_ids", "draft_token_ids"),
+        "vllm.v1.outputs:ModelRunnerOutput": ("sampled_token_ids",),
+        "vllm.v1.core.sched.output:SchedulerOutput": (
+            "num_scheduled_tokens",
+            "total_num_scheduled_tokens",
+            "scheduled_spec_decode_tokens",
+        ),
+    },
+)
 SOCKETS = FENCE.patch(
     name="folder of sockets",
     otherwise="stock path",

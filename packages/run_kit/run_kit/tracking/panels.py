@@ -39,6 +39,7 @@ _KNOWN = (
     _panel("Gradient norm", "*/grad_norm"),
     _panel("Critic", "critic/explained_variance critic/values/mean critic/returns/mean"),
     _panel("Throughput", "perf/throughput", "tokens/s per device"),
+    _panel("Drafts", "rollout/draft_acceptance rollout/drafts_per_step rollout/tokens_per_step"),
     _panel("Tokens of an update", "*/tokens_per_update */computed_tokens_per_update", "tokens"),
     replace(_panel("Step time", "timing_s/*", "s", "time", limit=12), kind="stack"),
     _panel("Waiting", "rollout/trainer_wait_s rollout/servers_wait_s", "s", "time"),

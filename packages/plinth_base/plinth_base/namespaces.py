@@ -1,0 +1,89 @@
+"""Namespaces of Linux, in which a process reaches neither network nor other processes, and files only to read.
+
+Standard library only, and no import of this package: `rl_data`'s sandbox loads this file alone.
+"""
+
+import ctypes
+import os
+from typing import Any
+
+_INSIDE_ID = 1000
+"""User and group inside the namespace. Not 0, so that a program has no capabilities after exec."""
+_PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 4, 38
+_CAPABILITY_VERSION = 0x20080522
+_NEWNS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x00020000, 0x08000000, 0x10000000, 0x20000000, 0x40000000
+_MS_NOSUID, _MS_NODEV, _MS_REC, _MS_PRIVATE = 0x2, 0x4, 0x4000, 0x40000
+_SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _ATTR_RDONLY = 442, -100, 0x8000, 0x1
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _call(name: str, *arguments: Any) -> None:
+    if getattr(_libc, name)(*arguments) == -1:
+        raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
+
+
+def prctl(option: int, value: int, argument: Any = 0) -> None:
+    """prctl(2). Raises OSError."""
+    _call("prctl", option, ctypes.c_ulong(value), argument, 0, 0)
+
+
+def _enter_namespaces() -> bool:
+    user, group = os.geteuid(), os.getegid()
+    try:
+        _call("unshare", _NEWUSER | _NEWNS | _NEWNET | _NEWPID | _NEWIPC)
+    except OSError:
+        return False
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{_INSIDE_ID} {user} 1"),
+        ("gid_map", f"{_INSIDE_ID} {group} 1"),
+    ):
+        try:
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+        except OSError:  # without a map the namespaces still hold, and mounts fail
+            break
+    return True
+
+
+def _make_files_read_only(folder: str, disk_bytes: int) -> bool:
+    """A file system in memory at `folder`; everything else read-only."""
+    try:
+        _call("mount", b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None)
+        options = f"size={disk_bytes},mode=0700".encode()
+        flags = ctypes.c_ulong(_MS_NOSUID | _MS_NODEV)
+        _call("mount", b"tmpfs", folder.encode(), b"tmpfs", flags, options)
+        _set_read_only(b"/", _AT_RECURSIVE, read_only=True)
+        _set_read_only(folder.encode(), 0, read_only=False)
+    except OSError:
+        return False
+    return True
+
+
+def _set_read_only(path: bytes, flags: int, *, read_only: bool) -> None:
+    """`struct mount_attr`: attributes to set, to clear, propagation, user namespace."""
+    change = (_ATTR_RDONLY, 0) if read_only else (0, _ATTR_RDONLY)
+    attributes = (ctypes.c_uint64 * 4)(*change, 0, 0)
+    size = ctypes.c_size_t(ctypes.sizeof(attributes))
+    _call("syscall", ctypes.c_long(_SYS_MOUNT_SETATTR), _AT_FDCWD, path, flags, ctypes.byref(attributes), size)
+
+
+def shut_in(folder: str, disk_bytes: int) -> dict[str, bool]:
+    """Shuts this process in, as far as the kernel allows; returns the kinds of things that it cannot reach.
+
+    Namespaces of user, network, mounts and IPC, and of processes for its children. `folder` becomes a file system in
+    memory, the only one that it can write. The process must have one thread, and cannot leave.
+    """
+    prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    entered = _enter_namespaces()
+    files = entered and _make_files_read_only(folder, disk_bytes)
+    return {"network": entered, "files": files, "processes": entered}
+
+
+def drop_rights() -> None:
+    """Gives up what a process has in its namespaces, so that it cannot undo them, and hides its memory and environment
+    from processes that it starts. What `exec` starts has no rights anyway."""
+    header, none = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
+    _call("capset", header, none)
+    prctl(_PR_SET_DUMPABLE, 0)

@@ -1,0 +1,63 @@
+"""Shuts the process of an episode in: it reaches the policy, and no other network, process, secret or file to write."""
+
+import fcntl
+import os
+import resource
+import signal
+import socket
+import struct
+from pathlib import Path
+
+from plinth_base.namespaces import drop_rights, prctl, shut_in
+
+_DISK_BYTES = 256 << 20
+_KEPT_VARIABLES = ("LANG", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "PATH", "PYTHONPATH", "VIRTUAL_ENV")
+_SIOCSIFFLAGS, _IFF_UP, _PR_SET_PDEATHSIG = 0x8914, 0x1, 1
+
+
+def enter(pipe: socket.socket, folder: str) -> None:
+    """Returns in a new process that is shut in; the calling one waits for its end, and ends in the same way.
+
+    A socket that listens in there is sent through the pipe, so that the caller's HTTP server can answer requests. The
+    process works in `folder`, in memory. Raises OSError where the kernel denies namespaces.
+    """
+    for name in os.environ.keys() - {*_KEPT_VARIABLES}:
+        del os.environ[name]
+    closed = shut_in(folder, _DISK_BYTES)
+    if not all(closed.values()):
+        pipe.send(b"-")
+        opened = ", ".join(kind for kind, is_closed in closed.items() if not is_closed)
+        raise OSError(f"episode.isolated: the kernel denies namespaces, so the process reaches {opened}")
+    with socket.socket() as control:
+        fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", _IFF_UP))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        socket.send_fds(pipe, [b"+"], [listener.fileno()])
+    if child := os.fork():
+        pipe.close()
+        _end_like(child)
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.chdir(folder)
+    os.environ.update(HOME=folder, TMPDIR=folder)
+    drop_rights()
+
+
+def receive_listener(pipe: socket.socket, timeout_s: float) -> socket.socket | None:
+    """The socket that listens in a process that has called `enter`; None if it could not."""
+    pipe.settimeout(timeout_s)
+    _, descriptors, _, _ = socket.recv_fds(pipe, 1, 1)
+    pipe.setblocking(False)
+    return socket.socket(fileno=descriptors[0]) if descriptors else None
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Limits the address space that this process adds to what it has, and that of each process that it starts."""
+    has_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (has_bytes + num_bytes, has_bytes + num_bytes))
+
+
+def _end_like(child: int) -> None:
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
+        os.kill(os.getpid(), -code)
+    os._exit(code)
