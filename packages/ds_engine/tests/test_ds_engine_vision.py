@@ -25,7 +25,15 @@ from ds_engine_testkit import (
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from ds_engine import EngineConfig, LoraConfig, OptimConfig, ZeroConfig, check_model, dense_log_prob
+from ds_engine import (
+    EngineConfig,
+    LoraConfig,
+    OptimConfig,
+    ZeroConfig,
+    check_model,
+    dense_log_prob,
+    estimate_memory,
+)
 from ds_engine.errors import BatchError
 from ds_engine.model.loading import load_model
 from ds_engine.model.lora import adapter_settings, adapter_tensors, add_adapters, whole_tensors
@@ -183,6 +191,20 @@ def test_an_export_has_the_tensors_of_the_model_folder(model_folder: Path) -> No
     exported = {tensor.name: tensor.value() for tensor in whole_tensors(load(model_folder))}
     assert exported.keys() == saved.keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in saved.items())
+
+
+def test_the_memory_plan_knows_the_tower(model_folder: Path) -> None:
+    names = {name: p.numel() for name, p in upstream(model_folder).named_parameters()}
+    text = sum(size for name, size in names.items() if is_text(name))
+    zero = ZeroConfig(stage=2)
+    plans = [
+        estimate_memory(model_folder, EngineConfig(zero=zero, **settings), tokens_per_micro_batch=4096)
+        for settings in ({}, {"train_vision": True}, {"train_vision": True, "gradient_checkpointing": True})
+    ]
+    assert [plan.num_parameters for plan in plans] == [sum(names.values())] * 3
+    assert [plan.num_trained for plan in plans] == [text, sum(names.values()), sum(names.values())]
+    assert plans[1].activations.device > plans[0].activations.device
+    assert plans[1].activations.device > plans[2].activations.device
 
 
 def test_the_documented_models_are_those_of_the_tests() -> None:
