@@ -90,6 +90,7 @@ def batch_of(samples: Sequence[Sample], *, policy_version: int | None = None) ->
         columns={name: torch.from_numpy(column) for name, column in columns.items()},
         per_sequence=facts,
         per_token=per_token,
+        images=[sample.images for sample in samples],
     )
 
 

@@ -74,6 +74,8 @@ class RolloutConfig:
     cpu_threads: int | None = None
     """OpenMP threads per server, whatever OMP_NUM_THREADS is; None: 1 on GPUs, on the CPU half of the cores divided by
     num_servers, at least 1."""
+    local_cores: bool = False
+    """Run the processes of a GPU server on the cores of its GPU's NUMA node."""
     port: int | None = None  # port of the first server, the next servers use the next ports; None: free ports
     host: str = "127.0.0.1"  # network interface that the servers bind to
     extra_args: tuple[str, ...] = ()  # additional vLLM arguments; they come last and override the others

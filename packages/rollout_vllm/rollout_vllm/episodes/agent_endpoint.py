@@ -173,7 +173,7 @@ class AgentEndpoint:
         text = self._chat.text(sample.response_ids)
         text = next((text.removesuffix(stop) for stop in ask.stop if text.endswith(stop)), text)
         read_calls = self._read_calls if ask.tools and ask.reads_calls else None
-        reply = read_reply(text, read_calls, turn_number=turn, keeps_calls=False)
+        reply = read_reply(text, read_calls, turn_number=turn)
         return replace(reply, is_cut=sample.finish_reason == "length", num_tokens=sample.response_ids.size)
 
 
