@@ -148,6 +148,9 @@ class AgentEndpoint:
             self.failure = self.failure or error
             self._pending[key].remove(pending)
             return _error(protocol, 503, str(error), "server_error")
+        except (RolloutError, ValueError, TypeError) as error:  # a setting that nothing samples with
+            self._pending[key].remove(pending)
+            return _error(protocol, 400, describe(error), "invalid_request", getattr(error, "field", None))
         response = await _respond(protocol, answer, request)
         if not pending.is_left and pending in self._pending[key]:
             self._pending[key].remove(pending)
