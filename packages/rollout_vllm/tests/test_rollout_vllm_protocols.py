@@ -188,5 +188,8 @@ def test_what_cannot_be_answered_is_said_with_the_field() -> None:
             with pytest.raises(openai.BadRequestError):
                 await _one(endpoint, **wrong)
         await _one(endpoint)
+        assert not endpoint._episode.is_cut, "it has made room"
+        with pytest.raises(openai.BadRequestError):
+            await _one(endpoint, messages=[{"role": "user", "content": "a" * 5000}])
 
     assert talk(agent, "b").finish_reason == "length"
