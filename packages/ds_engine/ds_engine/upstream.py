@@ -77,6 +77,12 @@ def auto_class(config: Any, head: Head) -> Any:
     return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
 
 
+def text_part(backbone: Any) -> Any:
+    """The text model inside the backbone of a vision-language model; of other models the backbone itself."""
+    names = ("language_model", "text_model") if hasattr(backbone, "get_image_features") else ()
+    return next((getattr(backbone, name) for name in names if hasattr(backbone, name)), backbone)
+
+
 def transformers_message(error: Exception) -> str:
     """The first line of transformers' error: the next ones list all classes, or advise an upgrade of a pinned stack."""
     line = str(error).partition("\n")[0]
