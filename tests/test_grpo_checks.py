@@ -94,6 +94,12 @@ episode.options: episode.environment=apps.grpo.stones:StoneGame episode.options=
 stones: episode.environment=apps.grpo.stones:StoneGame
 environment: episode.environment=a:B episode.function=a:b
 episode.options: episode.options={size:3}
+episode.agent: episode.agent=apps.grpo.calculator:calculate
+__call__: episode.agent=apps.grpo.stones:StoneGame
+agent: episode.agent=a:b episode.function=a:b
+call_format: episode.call_format=xml
+isolated: episode.isolated=true
+memory_gib: episode.memory_gib=1
 run folder: trainer.resume=auto trainer.resume_from=nowhere
 resume_from: trainer.resume_from=nowhere
 resume_from: trainer.resume=auto trainer.resume_from=

@@ -21,7 +21,7 @@ from .model.attention import choose_kernel
 from .model.loading import check_offload, load_model, prepare_model, torch_dtype
 from .model.lora import NamedTensor, adapter_settings, adapter_tensors, adapters_off, has_adapters, whole_tensors
 from .model.matching import Operations
-from .model.packed_model import HIDDEN, lm_head_of, row_kernel, shares_prefixes
+from .model.packed_model import HIDDEN, lm_head_of, row_kernel, shares_prefixes, vision_of
 from .model.sequence_parallel import join_sequence_group
 from .simple import SimpleBatch
 from .state.checkpoint import load_state, save_state
@@ -110,6 +110,7 @@ class ZeroEngine:
             step_each_micro=config.zero.step_each_micro,
             shares_prefixes=shares_prefixes(module),
             replay=replay,
+            vision=vision_of(module, always=config.zero.stage == 3 or (trainable and config.train_vision)),
         )
         self._memory = EngineMemory(module, self._optimizer, self._deepspeed)
         self._loss_scale = LossScale(getattr(self._deepspeed, "optimizer", None))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,17 +30,20 @@ class SimpleBatch:
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     prefixes: Prefixes | None = None
     per_token: Mapping[str, Tensor] = field(default_factory=dict)
+    images: Sequence[Any] = ()
 
     @classmethod
     def pack(
         cls,
         sequences: Sequence[tuple[Sequence[int], Sequence[int]]],
         columns: Mapping[str, Sequence[float]] | None = None,
+        images: Sequence[Any] = (),
     ) -> SimpleBatch:
         """Pack sequences of (prompt ids, response ids); every response token is a target.
 
         Args:
             columns: one number per target, in order, for the loss function.
+            images: those of each sequence (see `TokenBatch`).
 
         Raises:
             BatchError: a sequence has no prompt.
@@ -66,6 +69,7 @@ class SimpleBatch:
             target_index_K=torch.tensor(index, dtype=torch.int64),
             target_ids_K=torch.tensor(targets, dtype=torch.int64),
             columns={name: torch.tensor(values, dtype=torch.float32) for name, values in (columns or {}).items()},
+            images=tuple(images),
         )
 
     def to(self, device: torch.device | str) -> SimpleBatch:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import logging
 import re
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
 from plinth_base.fence import Fence
 
 from .errors import EngineConfigError
+
+if TYPE_CHECKING:
+    from .batch import Head
 
 _MODULES = (
     *("distributed", "guard.collective_guard", "model.compilation", "model.experts", "model.flash4", "model.loading"),
@@ -59,6 +63,24 @@ def records() -> list[dict[str, str]]:
 def report() -> str:
     """Installed and tested versions, and one line for each of `records`."""
     return FENCE.report(records())
+
+
+def auto_class(config: Any, head: Head) -> Any:
+    """transformers' class that builds and loads the model of a configuration with this head."""
+    import transformers
+
+    if head == "value":
+        return transformers.AutoModelForSequenceClassification
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForCausalLM
+    sees = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+
+
+def text_part(backbone: Any) -> Any:
+    """The text model inside the backbone of a vision-language model; of other models the backbone itself."""
+    names = ("language_model", "text_model") if hasattr(backbone, "get_image_features") else ()
+    return next((getattr(backbone, name) for name in names if hasattr(backbone, name)), backbone)
 
 
 def transformers_message(error: Exception) -> str:

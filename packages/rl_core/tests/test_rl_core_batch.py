@@ -54,6 +54,7 @@ def batch_of(rows: list[Row]) -> Batch:
         masks=[one.mask for one in rows],
         columns={"ids": targets_K},
         per_sequence={"number": torch.arange(len(rows))},
+        images=[f"{one.prompt}" for one in rows],
         per_token={
             "twice": torch.tensor([[token, token] for one in rows for token in one.prompt + one.response]).view(-1, 2)
         },
@@ -62,8 +63,11 @@ def batch_of(rows: list[Row]) -> Batch:
 
 def same(a: Batch, b: Batch) -> bool:
     mappings = [(getattr(a, name), getattr(b, name)) for name in ("columns", "per_sequence", "per_token")]
-    return all(torch.equal(getattr(a, name), getattr(b, name)) for name in TENSORS) and all(
-        x.keys() == y.keys() and all(torch.equal(x[key], y[key]) for key in x) for x, y in mappings
+    tensors = all(torch.equal(getattr(a, name), getattr(b, name)) for name in TENSORS)
+    return (
+        tensors
+        and a.images == b.images
+        and all(x.keys() == y.keys() and all(torch.equal(x[key], y[key]) for key in x) for x, y in mappings)
     )
 
 

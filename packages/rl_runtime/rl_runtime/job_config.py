@@ -11,6 +11,7 @@ from run_kit import TrackingConfig
 from weight_sync import SyncConfig
 
 from .config import (
+    KEPT_SERVERS,
     STALENESS,
     TURNS,
     UNSERVED,
@@ -50,6 +51,7 @@ FEATURES = (
     SERVED_ADAPTERS,
     SPECULATIVE,
     STALENESS,
+    KEPT_SERVERS,
     TURNS,
     GREEDY_BASELINE,
     REWARD_MODEL,

@@ -10,13 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rl_runtime_samples import group, sample
 
-from rl_core import ADVANTAGES, LossAggregation, split_mini_batches
+from rl_core import ADVANTAGES, Batch, LossAggregation, split_mini_batches
+from rl_core.batching.prefixes import find_prefixes
 from rl_runtime import PolicyConfig, advantages
 from rl_runtime.rollout.groups import Collected
 from rl_runtime.samples import batch_of
 from rl_runtime.training.metrics import rollout_metrics
 from rl_runtime.training.policy_loss import loss_weights
 from rollout_vllm import Group, Sample
+from rollout_vllm.episodes.tree import EpisodeTree
 
 MAX_TOKENS = 12
 QUICK = settings(deadline=None, derandomize=True, max_examples=40)
@@ -105,6 +107,22 @@ def test_the_score_is_at_the_end_of_each_path_and_rewards_of_turns_are_at_theirs
     columns, _ = advantages(batch, PolicyConfig(advantage="gae"), max_tokens=MAX_TOKENS)
     # 2 - 0.25 - 0.5 is not of a turn: it is what each path ends with
     assert columns["returns"].tolist() == pytest.approx([1.5, 1.5, 1.75, 1.75, 1.25])
+
+
+def test_ranks_compute_what_branches_have_in_common_once() -> None:
+    """The tree of an episode is the tree of shared prefixes."""
+    tree, long = EpisodeTree(), [*range(40)]
+    for prompt in (long, [*long, 1, 2, 3], [*long, 1, 2, 4], [*long, 1, 2, 3, 1, 2, 5]):
+        tree.add(prompt, Sample(sample_index=0, response_ids=[1, 2], log_probs=[0.0, 0.0]))
+    main, *branches = tree.samples(sample(0, score=1.0), {})
+    batch = batch_of([replace(main, branches=tuple(branches))])
+    prefixes = {tuple(row[:size]) for row in map(list, rows_of(batch)) for size in range(1, len(row) + 1)}
+    assert find_prefixes(batch.input_ids_T, batch.cu_seqlens_S1, min_tokens=1).num_tokens == len(prefixes) == 40 + 8 + 3
+    assert batch.num_targets == 8
+
+
+def rows_of(batch: Batch) -> list[list[int]]:
+    return [row.tolist() for row in batch.input_ids_T.split(batch.seq_lens_S.tolist())]
 
 
 def test_metrics_and_checkpoints_count_an_episode_once() -> None:

@@ -184,6 +184,12 @@ def test_what_cannot_be_answered_is_said_with_the_field() -> None:
                 await client.messages.create(
                     model="m", max_tokens=9, messages=[{"role": "user", "content": "a" * 5000}]
                 )
+        for wrong in ({"max_tokens": "many"}, {"stop": [""]}, {"n": "two"}, {"messages": [{"role": "user"}, "text"]}):
+            with pytest.raises(openai.BadRequestError):
+                await _one(endpoint, **wrong)
         await _one(endpoint)
+        assert not endpoint._episode.is_cut, "it has made room"
+        with pytest.raises(openai.BadRequestError):
+            await _one(endpoint, messages=[{"role": "user", "content": "a" * 5000}])
 
     assert talk(agent, "b").finish_reason == "length"

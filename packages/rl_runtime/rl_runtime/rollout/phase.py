@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, SupportsFloat
 
 from rl_core import ExtraRollout
-from rl_data import Prompt
+from rl_data import ImageFiles, Prompt
 from rollout_vllm import (
     ChatFormat,
     Episode,
@@ -61,10 +61,13 @@ class RolloutPhase:
         max_prompt_tokens: int | None = None,
         oversampling: OversamplingConfig | None = None,
         extra_rollout: ExtraRollout | None = None,
+        images: ImageFiles | None = None,
     ) -> None:
+        """`images`: the files of prompts with images."""
+        self._images = images
         self._client, self._scorer, self._seed, self._tokenizer = client, scorer, seed, tokenizer
         self._episode, self._oversampling = episode or EpisodeConfig(), oversampling or OversamplingConfig()
-        self._play = episode_player(self._episode, tokenizer, chat, max_prompt_tokens)
+        self._play = episode_player(self._episode, tokenizer, chat, max_prompt_tokens, images)
         self._extra_rollout = extra_rollout
         self._lengths = EarlierLengths() if self._oversampling.longest_first else None
         self._meter = RolloutMeter(client)
@@ -105,6 +108,7 @@ class RolloutPhase:
         ended: list[Group] = []
         num_requested, gen_s = 0, 0.0
         while prompts:
+            self._make_images(prompts)
             new = [self.request(prompt, step=step, number=n) for n, prompt in enumerate(prompts, num_requested)]
             # Partial rollouts first, so that none of them waits indefinitely.
             requests: list[Request | Group] = [*self._partial, *new]
@@ -161,6 +165,7 @@ class RolloutPhase:
         Raises:
             RolloutFailed: no sample could be generated and scored (gives the first reason), or the reward hangs.
         """
+        self._make_images(prompts)
         requests = [self.request(prompt, step=-1 - step, number=n) for n, prompt in enumerate(prompts)]
         scoring = self._client.run(self._generate(requests, sampling, None, on_scored=on_scored))
         groups = self._client.run(_all(scoring))
@@ -201,7 +206,9 @@ class RolloutPhase:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the result of `state_dict`, which `check_groups` has accepted."""
-        self._partial = [] if "schedule" in state else list(map(from_state, state["partial_rollouts"]))
+        self._partial = (
+            [] if "schedule" in state else [self.with_images(from_state(one)) for one in state["partial_rollouts"]]
+        )
         if self._lengths is not None:
             self._lengths.by_prompt |= state.get("response_lengths", {})
 
@@ -281,7 +288,24 @@ class RolloutPhase:
             prompt_ids=prompt.token_ids,
             seed=request_seed(self._seed, step, f"{number}:{prompt.id}"),
             prompt=prompt,
+            images=self._file_of(prompt),
         )
+
+    def with_images(self, group: Group) -> Group:
+        """A group of a checkpoint with the files of its images in this run."""
+        if self._images is None:
+            return group
+        own = group.request.prompt.images
+        files = [self._images(sample.data.get("images", own)) for sample in group.samples]
+        samples = tuple(replace(sample, images=file) for sample, file in zip(group.samples, files, strict=True))
+        return replace(group, request=replace(group.request, images=self._images(own)), samples=samples)
+
+    def _file_of(self, prompt: Prompt) -> str | None:
+        return self._images(prompt.images) if self._images is not None else None
+
+    def _make_images(self, prompts: Sequence[Prompt]) -> None:
+        if self._images is not None:
+            self._images.make(prompt.images for prompt in prompts)
 
     async def play(self, start: Request | Group, sampling: SamplingConfig) -> Group:
         """Generates and scores one group, independently of steps."""

@@ -56,8 +56,8 @@ class AgentEndpoint:
     read_calls: finds the tool calls in the text of a turn, as a value of `CALL_FORMATS`. max_turns: further requests
     are refused. max_context: tokens of a prompt and its answer.
 
-    A refused request sets `episode.is_cut`; its agent reads that its context is full. `ignored`: settings of requests
-    that had no effect, since those of the run hold. `failure`: of the first turn that failed.
+    `episode.is_cut` is true if the last request was refused; its agent reads that its context is full. `ignored`:
+    settings of requests that had no effect, since those of the run hold. `failure`: of the first turn that failed.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class AgentEndpoint:
     # ---- requests ------------------------------------------------------------------------------------------------
     def _is_allowed(self, request: web.Request) -> bool:
         given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
-        return hmac.compare_digest(given.encode(), self.key.encode())
+        return hmac.compare_digest(given.encode(errors="surrogateescape"), self.key.encode())
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         if not self._is_allowed(request):
@@ -139,6 +139,7 @@ class AgentEndpoint:
                 self._episode.is_cut = True
                 return _error(protocol, 400, _FULL if left <= 0 else _NO_TURNS, "context_length_exceeded", "messages")
             self._num_asked += ask.n
+            self._episode.is_cut = False  # an agent that has made room goes on
             pending = _Pending(asyncio.ensure_future(self._answer(ask, prompt_ids, left)), request)
             self._pending.setdefault(key, []).append(pending)
         pending.reader = request
@@ -146,12 +147,18 @@ class AgentEndpoint:
             answer = await asyncio.shield(pending.answer)
         except TurnFailedError as error:
             self.failure = self.failure or error
-            self._pending[key].remove(pending)
+            self._forget(key, pending)
             return _error(protocol, 503, str(error), "server_error")
+        except (RolloutError, ValueError, TypeError) as error:  # a setting that nothing samples with
+            self._forget(key, pending)
+            return _error(protocol, 400, describe(error), "invalid_request", getattr(error, "field", None))
         response = await _respond(protocol, answer, request)
-        if not pending.is_left and pending in self._pending[key]:
-            self._pending[key].remove(pending)
+        if not pending.is_left:
+            self._forget(key, pending)
         return response
+
+    def _forget(self, key: tuple[Any, ...], pending: _Pending) -> None:
+        self._pending[key] = [one for one in self._pending[key] if one is not pending]
 
     async def _answer(self, ask: Ask, prompt_ids: list[int], left: int) -> Answer:
         limit = left if ask.max_tokens is None else min(left, ask.max_tokens)
@@ -159,9 +166,9 @@ class AgentEndpoint:
         replies = [self._reply(ask, turn) for turn in turns]
         identity = f"{secrets.token_hex(8)}-{turns[0]}"
         for reply, turn in reversed([*zip(replies, turns, strict=True)]):
-            calls = [(call["id"], call["function"]) for call in reply.calls]
-            made = [call_of(identity, one["name"], one["arguments"]) for identity, one in calls]
-            message = {**reply.message, "tool_calls": made}
+            functions = [(call["id"], call["function"]) for call in reply.calls]
+            calls = [call_of(call_id, one["name"], one["arguments"]) for call_id, one in functions]
+            message = {**reply.message, "tool_calls": calls}
             self._conversations.add(ask.messages, ask.tools, message, turn)
             self._told[identity] = [*ask.messages, message]
         return Answer(
@@ -173,7 +180,7 @@ class AgentEndpoint:
         text = self._chat.text(sample.response_ids)
         text = next((text.removesuffix(stop) for stop in ask.stop if text.endswith(stop)), text)
         read_calls = self._read_calls if ask.tools and ask.reads_calls else None
-        reply = read_reply(text, read_calls, turn_number=turn, keeps_calls=False)
+        reply = read_reply(text, read_calls, turn_number=turn)
         return replace(reply, is_cut=sample.finish_reason == "length", num_tokens=sample.response_ids.size)
 
 
