@@ -1,5 +1,6 @@
 """An episode that branches: several sequences of a batch, and one sample wherever samples are counted or compared."""
 
+import json
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -13,11 +14,11 @@ from rl_runtime_samples import group, sample
 from rl_core import ADVANTAGES, Batch, LossAggregation, split_mini_batches
 from rl_core.batching.prefixes import find_prefixes
 from rl_runtime import PolicyConfig, advantages
-from rl_runtime.rollout.groups import Collected
+from rl_runtime.rollout.groups import Collected, from_state, to_state
 from rl_runtime.samples import batch_of
 from rl_runtime.training.metrics import rollout_metrics
 from rl_runtime.training.policy_loss import loss_weights
-from rollout_vllm import Group, Sample
+from rollout_vllm import Request, Sample
 from rollout_vllm.episodes.tree import EpisodeTree
 
 MAX_TOKENS = 12
@@ -130,7 +131,9 @@ def test_metrics_and_checkpoints_count_an_episode_once() -> None:
     metrics = rollout_metrics(Collected(samples=tuple(samples), num_failed=0))
     assert (metrics["critic/score/mean"], metrics["rollout/num_samples"]) == (0.5, 2)
     assert (metrics["rollout/num_paths"], metrics["response_length/mean"]) == (1.5, 4)
-    restored = Group.from_state(group(samples).to_state(), prompt=samples[0].prompt)
+    samples[1] = replace(samples[1], sample_index=1)
+    held = replace(group(samples), request=Request(prompt_id="0", prompt_ids=[1], prompt=samples[0].prompt))
+    restored = from_state(json.loads(json.dumps(to_state(held))))
     before, after = map(batch_of, (samples, restored.samples))
     assert torch.equal(before.input_ids_T, after.input_ids_T)
     assert before.per_sequence["sample_ids"].tolist() == after.per_sequence["sample_ids"].tolist() == [0, 0, 1]

@@ -83,6 +83,8 @@ class AgentEndpoint:
         for protocol in PROTOCOLS:
             for route in protocol.routes:
                 app.router.add_post(route, partial(self._handle, protocol))
+        for route in MESSAGES.routes:
+            app.router.add_post(f"{route}/count_tokens", self._count)
         app.router.add_get("/v1/models", self._models)
         self._runner = web.AppRunner(app, shutdown_timeout=0.0)
 
@@ -118,19 +120,31 @@ class AgentEndpoint:
         models = [{"id": "policy", "object": "model", "created": 0, "owned_by": "plinth"}]
         return web.json_response({"object": "list", "data": models})
 
-    async def _handle(self, protocol: Protocol, request: web.Request) -> web.StreamResponse:
+    async def _count(self, request: web.Request) -> web.StreamResponse:
+        """Anthropic's count of the tokens of a request, by which its agents decide to compact."""
+        outcome = await self._read(MESSAGES, request)
+        return outcome if isinstance(outcome, web.Response) else web.json_response({"input_tokens": len(outcome[1])})
+
+    async def _read(self, protocol: Protocol, request: web.Request) -> tuple[Ask, list[int]] | web.Response:
+        """A request and the tokens of its prompt, or why it is refused."""
         if not self._is_allowed(request):
             return _error(protocol, 401, "this is not the key of the episode", "invalid_api_key")
         try:
             ask = protocol.read(await request.json())
             if ask.previous:
                 ask = replace(ask, messages=[*self._told[ask.previous], *ask.messages])
-            self.ignored |= {*ask.ignored}
-            prompt_ids = self._conversations.prompt_ids(ask.messages, ask.tools)
+            return ask, self._conversations.prompt_ids(ask.messages, ask.tools)
         except RolloutError as error:
             return _error(protocol, 400, str(error), "unsupported", error.field)
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             return _error(protocol, 400, f"the request cannot be read: {describe(error)}", "invalid_request")
+
+    async def _handle(self, protocol: Protocol, request: web.Request) -> web.StreamResponse:
+        outcome = await self._read(protocol, request)
+        if isinstance(outcome, web.Response):
+            return outcome
+        ask, prompt_ids = outcome
+        self.ignored |= {*ask.ignored}
         key = (bytes(np.array(prompt_ids, np.int32)), ask.n, ask.max_tokens, ask.stop, ask.is_streamed)
         pending = next((one for one in self._pending.get(key, ()) if one.is_left), None)
         if pending is None:
@@ -201,5 +215,5 @@ async def _respond(protocol: Protocol, answer: Answer, request: web.Request) -> 
     return response
 
 
-def _error(protocol: Protocol, status: int, message: str, code: str, field: str | None = None) -> web.StreamResponse:
+def _error(protocol: Protocol, status: int, message: str, code: str, field: str | None = None) -> web.Response:
     return web.json_response(protocol.error(message, code, field), status=status)
