@@ -36,7 +36,7 @@ def test_the_second_run_of_a_command_starts_in_kept_processes(tmp_path: Path) ->
         *("trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.keep_servers=10"),
     ]
 
-    def run(name: str, *arguments: str) -> tuple[str, float]:
+    def run(name: str, *arguments: str, code: int = 0) -> tuple[str, float]:
         """Output, and seconds until the run was ready."""
         begin, lines, ready_s = time.monotonic(), list[str](), 0.0
         arguments = (f"trainer.output_dir={tmp_path / name}", *arguments)
@@ -47,7 +47,7 @@ def test_the_second_run_of_a_command_starts_in_kept_processes(tmp_path: Path) ->
                 lines.append(line)
                 if line.startswith("ready after"):
                     ready_s = time.monotonic() - begin
-        assert app.returncode == 0, "".join(lines)
+        assert app.returncode == code, "".join(lines)
         return "".join(lines), ready_s
 
     def left() -> list[str]:
@@ -78,7 +78,7 @@ def test_the_second_run_of_a_command_starts_in_kept_processes(tmp_path: Path) ->
     process = int(re.findall(r"process (\d+) keeps", second)[0])
     wait_until(lambda: "ready since" in (runs[1] / "servers" / "standby.log").read_text(), timeout_s=120)
     assert len(left()) > 3
-    third, _ = run("third", "sampling.max_tokens=8", "trainer.keep_servers=0")
+    third, _ = run("third", "trainer.keep_servers=0", f"data.train=[{tmp_path / 'none.parquet'}]", code=2)
     assert "trainer.keep_servers is 0: the kept servers end" in third
     assert not psutil.pid_exists(process)
     wait_until(lambda: not left())

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from rl_runtime.errors import InputError
 from rl_runtime.launch import ahead
 from rl_runtime.launch.ahead import SessionKeys
 from rl_runtime.launch.placement import Placement, Slot
+from rl_runtime.launch.session import Session
 from rollout_vllm import RolloutConfig
 from run_kit import ConfigError, load_config
 
@@ -232,3 +234,23 @@ def test_servers_and_sessions_serve_runs_with_the_same_keys_and_model_alone(tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
     (tmp_path / "config.json").write_text('{"vocab_size": 7}')
     assert keys.differing(keys_of(tmp_path)) == ["model_files"]
+
+
+def test_logs_of_servers_that_started_ahead_get_to_the_run_folder(tmp_path: Path) -> None:
+    logs, run = tmp_path / "starting", tmp_path / "run" / "servers"
+    logs.mkdir()
+    (logs / "server_0.log").write_text("command\n")
+    server = SimpleNamespace(log_path=logs / "server_0.log")
+    servers: Any = SimpleNamespace(servers=(server,), wait_ready=lambda: None)
+    nothing: Any = None
+    placement = Placement(ranks=(Slot(),), servers=(Slot(),))
+    session = Session(placement, TrainerConfig(), RolloutConfig(), devices=nothing, servers=servers)
+    session.logs_ahead = logs
+    session.link_logs(run)
+    assert server.log_path == run / "server_0.log"
+    assert logs.exists()  # a server that still imports opens its log by this name
+    with (logs / "server_0.log").open("a") as log:
+        session.wait_ready()
+        assert not logs.exists()
+        log.write("ready\n")
+    assert server.log_path.read_text() == "command\nready\n"

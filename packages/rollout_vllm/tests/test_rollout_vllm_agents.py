@@ -246,8 +246,9 @@ def test_where_the_kernel_denies_namespaces_an_isolated_process_does_not_start(t
 
 
 def test_the_memory_of_an_agent_is_limited() -> None:
-    (failure,) = play("greedy", memory_bytes=1 << 28).failures
-    assert "greedy: MemoryError" in failure.message
+    for isolated in (False, True):
+        (failure,) = play("greedy", memory_bytes=1 << 28, isolated=isolated).failures
+        assert "greedy: MemoryError" in failure.message
 
 
 # ---- agents drawn at random ------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ They end on success, on errors and on Ctrl-C; no process is left.
 """
 
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -125,6 +126,8 @@ class Session(RankSession):
         """Folder to which the servers write traces; None: they are not traced."""
         self.note = ""
         """A line for the log."""
+        self.logs_ahead: Path | None = None
+        """A folder for the servers' logs until there is that of the run; it goes when they have names there."""
         self._rollout = rollout
         self._is_ready = False
 
@@ -141,6 +144,13 @@ class Session(RankSession):
                 with suppress(OSError):  # the log of a kept server may be on another disk
                     os.link(server.log_path, link)
                     server.log_path = link
+        self._drop_logs_ahead()
+
+    def _drop_logs_ahead(self) -> None:
+        """Servers that are ready have opened their logs."""
+        in_use = {server.log_path.parent for server in self.servers.servers}
+        if self._is_ready and self.logs_ahead is not None and self.logs_ahead not in in_use:
+            shutil.rmtree(self.logs_ahead, ignore_errors=True)
 
     def wait_ready(self) -> None:
         """Waits until the servers serve, once: later, each that dies is waited for by itself.
@@ -151,6 +161,7 @@ class Session(RankSession):
         if not self._is_ready:
             self.servers.wait_ready()
             self._is_ready = True
+            self._drop_logs_ahead()
 
     def start_ranks(self, mark: Callable[[str], None] = lambda _: None) -> None:
         """Starts all ranks and the client; the servers stay."""
@@ -290,6 +301,7 @@ def begin_session_ahead(
     @contextmanager
     def begin(logs: Path) -> Iterator[Session]:
         with begin_session(placement, trainer=trainer, rollout=rollout, model_path=model_path, log_dir=logs) as session:
+            session.logs_ahead = logs
             for group in session.rank_groups:
                 group.begin_warm_up(model_path)
             yield session
