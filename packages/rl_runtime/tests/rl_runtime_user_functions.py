@@ -18,6 +18,7 @@ class Prompt:
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
     messages: tuple[Mapping[str, Any], ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
+    images: tuple[str, ...] = ()
 
 
 def last_word(response_text: str) -> str | None:
