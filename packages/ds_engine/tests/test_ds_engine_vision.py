@@ -25,7 +25,16 @@ from ds_engine_testkit import (
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from ds_engine import EngineConfig, LoraConfig, OptimConfig, ZeroConfig, check_model, dense_log_prob
+from ds_engine import (
+    EngineConfig,
+    EngineConfigError,
+    LoraConfig,
+    OptimConfig,
+    ZeroConfig,
+    check_model,
+    dense_log_prob,
+    estimate_memory,
+)
 from ds_engine.errors import BatchError
 from ds_engine.model.loading import load_model
 from ds_engine.model.lora import adapter_settings, adapter_tensors, add_adapters, whole_tensors
@@ -185,6 +194,39 @@ def test_an_export_has_the_tensors_of_the_model_folder(model_folder: Path) -> No
     assert all(torch.equal(exported[name], tensor) for name, tensor in saved.items())
 
 
+def test_values_of_sequences_with_images(model_folder: Path) -> None:
+    """The critic's backbone is that of the folder; transformers itself has no class with a value head for most."""
+    assert check_model(str(model_folder), FP32, head="value").sees
+    model = load_model(str(model_folder), FP32, device=CPU, ds_config={}, head="value")
+    score = model.score.weight.detach()
+    install_packed_forward(model, None)
+    samples = samples_of(model_folder, 4, 1)
+    inputs, _ = packed_inputs(make_batch(samples), device=CPU, kernel="sdpa", vision=vision_of(model, always=False))
+    expected = upstream(model_folder)
+    with torch.no_grad():
+        hidden = [expected.model(**upstream_inputs(expected, s))[0][0, s.num_prompt - 1 : -1] for s in samples]
+        torch.testing.assert_close(model(packed=inputs), (torch.cat(hidden) @ score.T).T, rtol=1e-4, atol=1e-5)
+
+
+def test_training_a_tower_needs_one(tiny_model: Path) -> None:
+    with raises(EngineConfigError, field="train_vision"):
+        check_model(str(tiny_model), FP32)
+
+
+def test_the_memory_plan_knows_the_tower(model_folder: Path) -> None:
+    names = {name: p.numel() for name, p in upstream(model_folder).named_parameters()}
+    text = sum(size for name, size in names.items() if is_text(name))
+    zero = ZeroConfig(stage=2)
+    plans = [
+        estimate_memory(model_folder, EngineConfig(zero=zero, **settings), tokens_per_micro_batch=4096)
+        for settings in ({}, {"train_vision": True}, {"train_vision": True, "gradient_checkpointing": True})
+    ]
+    assert [plan.num_parameters for plan in plans] == [sum(names.values())] * 3
+    assert [plan.num_trained for plan in plans] == [text, sum(names.values()), sum(names.values())]
+    assert plans[1].activations.device > plans[0].activations.device
+    assert plans[1].activations.device > plans[2].activations.device
+
+
 def test_the_documented_models_are_those_of_the_tests() -> None:
     text = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
     assert sorted(re.findall(r"^\| [\w .-]+ \| `(\w+)` \| packed", text, re.M)) == sorted(FAMILIES)
@@ -263,3 +305,16 @@ def test_two_ranks_of_which_one_sees_no_images_train_as_one_process(
     assert trained.keys() == expected.keys()
     # Some gradients are rounding alone, such as those of biases of keys.
     torch.testing.assert_close(trained, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "trains"), [(2, False), (3, True)])
+def test_a_checkpoint_continues_exactly(two_ranks: RankPool, tmp_path: Path, stage: int, trains: bool) -> None:
+    folder = write(tmp_path / "model", "qwen2_5_vl")
+    steps = [[samples_of(folder, 5, seed)] for seed in (1, 5)]
+    common = {"model_path": str(folder), "config": config(stage, train_vision=trains)}
+    whole = two_ranks.run("train", steps=steps, **common)[0]
+    two_ranks.run("train", steps=steps[:1], save_to=str(tmp_path), **common)
+    resumed = two_ranks.run("train", steps=steps[1:], load_from=str(tmp_path), **common)[0]
+    assert resumed["stats"] == whole["stats"][1:]
+    assert all(torch.equal(resumed["weights"][name], weight) for name, weight in whole["weights"].items())

@@ -41,7 +41,8 @@ def group_numbers(samples: Sequence[Sample]) -> list[int]:
 def sample_numbers(batch: Batch) -> Tensor:
     """int64 [S], the sample of each sequence, 0 to N - 1; sequences of a sample are neighbors."""
     default = torch.arange(batch.num_sequences)
-    return batch.per_sequence.get("sample_ids", default).unique_consecutive(return_inverse=True)[1]
+    numbers_S: Tensor = batch.per_sequence.get("sample_ids", default).unique_consecutive(return_inverse=True)[1]
+    return numbers_S
 
 
 def batch_of(samples: Sequence[Sample], *, policy_version: int | None = None) -> Batch:

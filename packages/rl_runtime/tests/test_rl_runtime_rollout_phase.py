@@ -106,6 +106,21 @@ class EpisodeTokenizer(Tokenizer):
         return {"input_ids": [ord(letter) for letter in text]}
 
 
+def test_an_agents_score_is_that_of_all_its_branches(scorer: Scorer) -> None:
+    episode = EpisodeConfig(agent="rl_runtime_user_functions:asks", options={"times": 3}, memory_gib=4.0)
+    rollout = RolloutPhase(ScriptedClient([], n=2), EpisodeTokenizer(), scorer=scorer, seed=1, episode=episode)
+    prompts = [Prompt(name) for name in ("fine", "silent", "raises")]
+    collected = rollout.collect(prompts, SamplingConfig(n=2, max_tokens=32), step=1)
+    assert collected.num_failed == 2
+    assert collected.reason == "agent rl_runtime_user_functions:asks: KeyError: 'raises'"
+    for item in collected.samples:
+        assert (len(item.paths), item.num_turns, item.num_generated) == (3, 3, 3)
+        assert item.score == (2.0 if item.prompt.id == "fine" else 0.0), "the configured reward scores it"
+    batch = collected.batch()
+    assert batch.per_sequence["sample_ids"].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert batch.num_targets == 12
+
+
 def test_an_environments_rewards_are_the_score_and_its_failures_cost_their_own_samples(scorer: Scorer) -> None:
     names = ["fine", "raises", "silent", "other prompt"]
     episode = EpisodeConfig(environment="rl_runtime_user_functions:Echo", max_turns=4)

@@ -52,7 +52,7 @@ class Operations(Protocol):
 
     @property
     def scores(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """(logits [N, V], tokens [N]) -> fp32 log-probs of the tokens and entropies, [N] each."""
+        """(logits [N, V] fp32, tokens [N]) -> fp32 log-probs of the tokens and entropies, [N] each."""
 
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
@@ -271,8 +271,8 @@ def matching_log_probs(log_prob_fn: LogProbFn, operations: Operations) -> LogPro
         def exact(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
             chosen, entropies = [], []
             for rows, ids in zip(hidden.split(_LOGIT_ROWS), targets_N.split(_LOGIT_ROWS), strict=True):
-                logits = operations.linear(rows, weight, options.get("bias"))
-                logits = logits if temperature == 1.0 else logits.float() / temperature
+                logits = operations.linear(rows, weight, options.get("bias")).float()
+                logits = logits if temperature == 1.0 else logits / temperature
                 for results, result in zip((chosen, entropies), operations.scores(logits, ids), strict=True):
                     results.append(result)
             return torch.cat(chosen), torch.cat(entropies)

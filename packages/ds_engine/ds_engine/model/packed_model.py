@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import BatchError, ModelError
+from ..upstream import text_part
 from .attention import PackedLayout, packed_layout
 from .matching import MatchedAttention, Operations, matching_log_probs
-from .parts import VALUE_HEAD, find_backbone, text_part, transformer_layers
+from .parts import VALUE_HEAD, find_backbone, transformer_layers
 from .prefix_tree import check_order, gather_rows, take
 from .recurrence import recurrence_per_sequence
 from .rotary import rotary_per_sequence

@@ -10,6 +10,8 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
+from ..upstream import text_part
+
 VALUE_HEAD = "score"
 """Attribute that holds the value head, as transformers names it in every family."""
 _VECTORS = ("A_log", "D")
@@ -23,12 +25,6 @@ def find_backbone(model: Any) -> tuple[str, nn.Module | None]:
         name = "model"
     backbone = getattr(model, name, None)
     return name, backbone if isinstance(backbone, nn.Module) and backbone is not model else None
-
-
-def text_part(backbone: Any) -> Any:
-    """The text model inside the backbone of a vision-language model; of other models the backbone itself."""
-    names = ("language_model", "text_model") if hasattr(backbone, "get_image_features") else ()
-    return next((getattr(backbone, name) for name in names if hasattr(backbone, name)), backbone)
 
 
 def linear_layers(model: Any, *types: type[nn.Linear], vision: bool = False) -> dict[str, Any]:

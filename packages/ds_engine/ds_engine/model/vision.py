@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import BatchError
-from .parts import find_backbone, text_part
+from ..upstream import text_part
+from .parts import find_backbone
 
 ImageInputs = Mapping[str, Tensor]
 """Images of a prompt as the model's image processor returns them. Arguments of `get_image_features` are used."""

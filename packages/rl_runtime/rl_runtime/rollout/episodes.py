@@ -1,7 +1,7 @@
 """A sample as a multi-turn episode, from a rollout function, an environment or an agent of the user."""
 
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, SupportsFloat
 
 from rl_data import ImageFiles, Prompt
@@ -85,11 +85,18 @@ def load_rollout(name: str) -> RolloutFunction:
 
 
 def load_agent(config: EpisodeConfig) -> None:
-    """Imports the function `episode.agent` and checks that it takes `episode.options`.
+    """Imports the function or class `episode.agent` and checks that it takes `episode.options`.
 
     Raises:
         InputError: it cannot be imported or called.
     """
+    agent = load_attribute(config.agent or "", key="episode.agent")
+    if inspect.isclass(agent):
+        if not any("__call__" in vars(base) for base in agent.__mro__):  # not that of its own type, which makes objects
+            problem = "its objects have no method __call__(base_url, api_key, prompt)"
+            raise InputError(problem, field="episode.agent", value=config.agent)
+        _load_class(config.agent or "", "episode.agent", config, {"__call__": ("base_url", "api_key", "prompt")})
+        return
     load_function(
         config.agent or "",
         key="episode.agent",
@@ -105,14 +112,20 @@ def load_environment(config: EpisodeConfig) -> Callable[..., Any]:
     Raises:
         InputError: it cannot be imported, or lacks something; says what.
     """
-    name = config.environment or ""
-    environment = load_attribute(name, key="episode.environment", form="package.module:Class")
-    for method, arguments in (("reset", ("prompt",)), ("step", ("action",))):
+    methods = {"reset": ("prompt",), "step": ("action",)}
+    return _load_class(config.environment or "", "episode.environment", config, methods)
+
+
+def _load_class(
+    name: str, key: str, config: EpisodeConfig, methods: Mapping[str, tuple[str, ...]]
+) -> Callable[..., Any]:
+    environment = load_attribute(name, key=key, form="package.module:Class")
+    for method, arguments in methods.items():
         try:
             inspect.signature(getattr(environment, method)).bind(environment, *arguments)
         except (AttributeError, TypeError) as error:
             problem = f"it has no method {method}({', '.join(arguments)}): {error}"
-            raise InputError(problem, field="episode.environment", value=name) from error
+            raise InputError(problem, field=key, value=name) from error
     try:
         inspect.signature(environment).bind(**config.options)
     except TypeError as error:

@@ -115,6 +115,7 @@ def rollout_record(sample: Sample, group: int) -> dict[str, Any]:
         "num_response_tokens": sample.num_generated,
         "num_context_tokens": sum(path.response_ids.size for path in sample.paths) - sample.num_generated,
         **({"tree": "\n".join(sample.tree)} if sample.tree else {}),
+        **{name: value for name, value in sample.data.items() if name == "ignored_settings"},
     }
 
 

@@ -251,7 +251,7 @@ class EnvironmentProcess:
 def _start(spec: EnvironmentSpec, prompt: Any, theirs: socket.socket, folder: str | None) -> BaseProcess:
     context = multiprocessing.get_context("forkserver")
     shorten_socket_paths()
-    modules = ["__main__", __name__, *_modules(spec.path), *spec.preload, *_imported_by_main()]
+    modules = ["__main__", __name__, *modules_of(spec.path), *spec.preload, *_imported_by_main()]
     context.set_forkserver_preload(modules)  # before the first start only
     work = partial(_serve, spec.path, dict(spec.options), prompt, spec.memory_bytes, folder)
     process = context.Process(target=run_kept, args=(work, theirs), daemon=True)
@@ -272,8 +272,8 @@ def shorten_socket_paths() -> None:
 _choosing_folder = threading.Lock()
 
 
-def _modules(path: str) -> list[str]:
-    """The module of the environment class, and those that the class names in its attribute `preload`."""
+def modules_of(path: str) -> list[str]:
+    """The module of a class or function, and those that it names in its attribute `preload`."""
     module = path.partition(":")[0]
     environment = getattr(sys.modules.get(module), path.partition(":")[2], None)
     return [module, *getattr(environment, "preload", ())]
