@@ -94,6 +94,10 @@ class States:
         check_value({"name": name}, "name", overwrite or not folder.exists(), "a new name, or overwrite=True")
         return Saved(run_id=run_id, kind=kind, name=name, folder=folder)
 
+    def start_folder(self, run_id: str, version: str) -> Path:
+        """Where the sampler weights of a run before its first step stand; no client knows their path."""
+        return self._folder(run_id) / "sampler_weights" / f".start_{version.rpartition(':')[2]}"
+
     def find(self, uri: str, kind: Kind) -> Saved:
         """What a client has saved. Raises InputError for a path of another form or kind, or of nothing."""
         match = _PATH.fullmatch(uri)
