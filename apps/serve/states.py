@@ -99,7 +99,7 @@ class States:
         return self._folder(run_id) / "sampler_weights" / f".start_{version.rpartition(':')[2]}"
 
     def find(self, uri: str, kind: Kind) -> Saved:
-        """The state or weights at a path that a client knows. Raises InputError for a path of another form or kind, or of nothing."""
+        """The state or weights at a path. Raises InputError for a path of another form or kind, or of nothing."""
         match = _PATH.fullmatch(uri)
         if match is None or match[2] != kind or match[3].strip(".") == "":
             raise InputError(field="path", value=uri, allowed=f"tinker://RUN/{kind}/NAME")
