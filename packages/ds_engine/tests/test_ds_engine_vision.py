@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 
 from ds_engine import (
     EngineConfig,
+    EngineConfigError,
     LoraConfig,
     OptimConfig,
     ZeroConfig,
@@ -191,6 +192,25 @@ def test_an_export_has_the_tensors_of_the_model_folder(model_folder: Path) -> No
     exported = {tensor.name: tensor.value() for tensor in whole_tensors(load(model_folder))}
     assert exported.keys() == saved.keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in saved.items())
+
+
+def test_values_of_sequences_with_images(model_folder: Path) -> None:
+    """The critic's backbone is that of the folder; transformers itself has no class with a value head for most."""
+    assert check_model(str(model_folder), FP32, head="value").sees
+    model = load_model(str(model_folder), FP32, device=CPU, ds_config={}, head="value")
+    score = model.score.weight.detach()
+    install_packed_forward(model, None)
+    samples = samples_of(model_folder, 4, 1)
+    inputs, _ = packed_inputs(make_batch(samples), device=CPU, kernel="sdpa", vision=vision_of(model, always=False))
+    expected = upstream(model_folder)
+    with torch.no_grad():
+        hidden = [expected.model(**upstream_inputs(expected, s))[0][0, s.num_prompt - 1 : -1] for s in samples]
+        torch.testing.assert_close(model(packed=inputs), (torch.cat(hidden) @ score.T).T, rtol=1e-4, atol=1e-5)
+
+
+def test_training_a_tower_needs_one(tiny_model: Path) -> None:
+    with raises(EngineConfigError, field="train_vision"):
+        check_model(str(tiny_model), FP32)
 
 
 def test_the_memory_plan_knows_the_tower(model_folder: Path) -> None:
