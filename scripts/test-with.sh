@@ -24,7 +24,7 @@ shift
 
 scripts/setup.sh
 python=$PWD/.venv/bin/python
-site=$PWD/.cache/with/$(IFS=,; echo "${pins[*]}")
+site=$PWD/.cache/with/${pins[0]}-$(echo "${pins[*]}" | sha256sum | cut -c1-12) # a name has at most 255 bytes
 into() { "$python" -m pip install --quiet --disable-pip-version-check --no-compile --upgrade --target "$site" "$@"; }
 
 install_torch() { # install_torch torch==VERSION

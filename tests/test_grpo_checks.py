@@ -50,6 +50,7 @@ actor.match_servers: rollout.speculative=ngram actor.match_servers=true
 sampling.stop: rollout.speculative=ngram sampling.stop=[a]
 sampling.min_p: rollout.speculative=ngram sampling.min_p=0.1
 sampling.repetition_penalty: rollout.speculative=ngram sampling.repetition_penalty=1.1
+trainer.max_staleness: oversampling.longest_first=true trainer.max_staleness=1
 deterministic: rollout.speculative=ngram rollout.deterministic=true
 rollout.urls: actor.match_servers=true rollout.urls=[http://127.0.0.1:9]
 rollout.dtype: actor.match_servers=true actor.dtype=bfloat16
@@ -93,6 +94,12 @@ episode.options: episode.environment=apps.grpo.stones:StoneGame episode.options=
 stones: episode.environment=apps.grpo.stones:StoneGame
 environment: episode.environment=a:B episode.function=a:b
 episode.options: episode.options={size:3}
+episode.agent: episode.agent=apps.grpo.calculator:calculate
+__call__: episode.agent=apps.grpo.stones:StoneGame
+agent: episode.agent=a:b episode.function=a:b
+call_format: episode.call_format=xml
+isolated: episode.isolated=true
+memory_gib: episode.memory_gib=1
 run folder: trainer.resume=auto trainer.resume_from=nowhere
 resume_from: trainer.resume_from=nowhere
 resume_from: trainer.resume=auto trainer.resume_from=

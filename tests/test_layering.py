@@ -60,7 +60,7 @@ NEIGHBORS: dict[str, dict[str, str]] = {
         "tasks": "config.py package_index.py",
     },
     "run_kit": {
-        "cluster": "commands.py config tracking",
+        "cluster": "commands.py config",
         "config": "",
         "machine": "",
         "report": "config tracking",

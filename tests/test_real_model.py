@@ -1,12 +1,15 @@
 """A pretrained model (SmolLM2-135M-Instruct) on real text: what random weights and made-up words hide."""
 
+import asyncio
 import json
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from csv import DictReader
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -248,6 +251,69 @@ def log_probs_of_transformers(folder: Path, samples: list[Any]) -> list[np.ndarr
             chosen = logits_LV.log_softmax(-1).gather(1, torch.tensor(one.response_ids.tolist())[:, None])
             rows.append(chosen[:, 0].numpy())
     return rows
+
+
+HARNESSES = {"openai_agents": "agents", "pydantic_agent": "pydantic_ai", "smol": "smolagents", "mini_swe": "litellm"}
+"""Example -> the library that it needs; .ci/run has their releases."""
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.timeout(1500)
+def test_in_harnesses_of_others_every_token_has_the_log_prob_of_its_path(
+    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rollout_vllm import (
+        AgentRollout,
+        ChatFormat,
+        Request,
+        RolloutClient,
+        RolloutConfig,
+        SamplingConfig,
+        ServerGroup,
+        run_episodes,
+    )
+
+    for library in HARNESSES.values():
+        pytest.importorskip(library)
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples" / "harnesses"))
+    config = RolloutConfig(
+        max_model_len=4096, kv_cache_gib=1.0, dtype="float32", cpu_threads=1, startup_timeout_s=400.0
+    )
+    question = ({"role": "user", "content": "How much is 17 + 25?"},)
+    prompt = SimpleNamespace(messages=question, ground_truth="42")
+    chat, limits = ChatFormat(load_tokenizer(smollm2)), SamplingConfig(n=2, max_tokens=MAX_TOKENS)
+
+    async def play(client: Any) -> dict[str, list[Any]]:
+        samples = {}
+        for example in HARNESSES:
+            rollout = AgentRollout(
+                agent=f"{example}:solve", chat=chat, max_turns=3, max_prompt_tokens=3900, start_timeout_s=300.0
+            )
+            requests = [Request(prompt_id=example, prompt_ids=[1], prompt=prompt, seed=1)]
+            play_one = partial(play_with, rollout)
+            (group,) = await run_episodes(client, requests, play_one, limits)
+            assert not group.failures, group.failures[0].message
+            samples[example] = list(group.samples)
+        return samples
+
+    with ServerGroup.launch(smollm2, config, log_dir=tmp_path) as servers:
+        servers.wait_ready()
+        with RolloutClient(servers.endpoints, config) as client:
+            played = asyncio.run(play(client))
+    for example, samples in played.items():
+        paths = [path for sample in samples for path in sample.paths]
+        theirs = log_probs_of_transformers(smollm2, paths)
+        errors = [(row - one.log_probs)[one.response_mask] for row, one in zip(theirs, paths, strict=True)]
+        tokens = np.abs(np.concatenate(errors))
+        print(f"{example}: {len(paths)} paths, {tokens.size} tokens, log-probs differ by at most {tokens.max():.2g}")
+        assert tokens.size == sum(sample.num_generated for sample in samples)
+        assert tokens.max() < 1e-3
+
+
+async def play_with(rollout: Any, episode: Any) -> Any:
+    """The score that the agent gives the episode."""
+    return await rollout(episode, episode.prompt)
 
 
 def run_of(app: str, folder: Path, *keys: str) -> Path:

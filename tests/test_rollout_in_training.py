@@ -53,6 +53,7 @@ def test_tools_and_a_users_reward_survive_a_killed_server_and_the_run_folder_is_
         tmp_path,
         "preset=calculator",
         "rollout.api_key=${oc.env:PLANTED_API_KEY}",
+        "trainer.num_ranks=1",
         "trainer.total_training_steps=3",
         *SMALL,
         "trainer.val_before_train=true",

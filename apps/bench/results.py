@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, stdev
 
-from scipy import stats
+from scipy.special import stdtrit
 
 from apps.bench.config import StageGateConfig
 from apps.bench.plan import Case, gate_name
@@ -110,7 +110,7 @@ def mean_interval(values: Sequence[float], confidence: float) -> Interval:
     """Confidence interval of the mean by Student's t; one value is its own interval, no value gives nan."""
     if len(values) < 2:
         return (values[0], values[0]) if values else (math.nan, math.nan)
-    half = float(stats.t.ppf((1 + confidence) / 2, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
+    half = float(stdtrit(len(values) - 1, (1 + confidence) / 2)) * stdev(values) / math.sqrt(len(values))
     return fmean(values) - half, fmean(values) + half
 
 

@@ -45,6 +45,8 @@ def check(config: EvaluateConfig) -> Plan:
     _check_inputs(config)
     _check_servers(config)
     inputs = load_ahead(config.model, config.data, SupervisedConfig(), config.task, seed=config.seed)
+    if inputs is not None and config.rollout.urls:
+        check_value(config, "rollout.urls", not inputs.images_in, "none for prompts with images")
     has_prompts = inputs is None or bool(inputs.val_prompts)
     check_value(config, "data.val", has_prompts, "a prompt within data.max_prompt_length")
     warnings = check_first_prompts(

@@ -82,7 +82,7 @@ class Evaluator(ExitStack):
         self._servers.wait_ready()
         self._client = RolloutClient(self._servers.endpoints, config.rollout)
         self.callback(self._client.close)
-        chat = chat_format(tokenizer, config.data) if config.episode.has_process else None
+        chat = chat_format(self._inputs, config.data) if config.episode.has_process else None
         self._phase = RolloutPhase(
             self._client,
             tokenizer,
@@ -91,6 +91,7 @@ class Evaluator(ExitStack):
             episode=config.episode,
             chat=chat,
             max_prompt_tokens=config.data.max_prompt_length,
+            images=self._inputs.image_files(self._folder),
         )
 
     def evaluate(self) -> Validation:

@@ -71,6 +71,7 @@ SERVED = Feature(
         Rule(field="rollout.log_probs", allowed="true", holds=lambda c: c.rollout.log_probs),
         Rule(field="trainer.take_turns", allowed="never", holds=lambda c: not c.trainer.takes_turns),
         Rule(field="trainer.max_staleness", allowed="0", holds=lambda c: not c.trainer.max_staleness),
+        Rule(field="trainer.keep_servers", allowed="0", holds=lambda c: not c.trainer.keep_servers),
         Rule(field="trainer.ray_address", allowed="null", holds=lambda c: c.trainer.ray_address is None),
     ),
 )

@@ -116,7 +116,6 @@ def batch_of(data: Sequence[Datum], name: str, *, vocab_size: int, max_tokens: i
         input_ids_T=torch.from_numpy(np.concatenate([datum.tokens for datum in data]).astype(np.int64)),
         position_ids_T=torch.from_numpy(np.arange(borders[-1]) - np.repeat(borders[:-1], lens)),
         cu_seqlens_S1=torch.from_numpy(borders.astype(np.int32)),
-        max_seqlen=int(lens.max()),
         target_index_K=torch.arange(int(borders[-1])),
         target_ids_K=joined.pop("target_tokens").long(),
         response_lens_S=torch.from_numpy(lens),

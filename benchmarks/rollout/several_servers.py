@@ -9,13 +9,14 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import psutil
 
 from benchmarks.random_model import CONFIGS, write_random_model
 from rollout_vllm import Endpoint, Request, RolloutClient, RolloutConfig, SamplingConfig, ServerGroup
+from rollout_vllm.servers.device import local_cores
 
 
 def rounds(endpoints: Sequence[Endpoint], args: argparse.Namespace) -> list[float]:
@@ -35,11 +36,9 @@ def rounds(endpoints: Sequence[Endpoint], args: argparse.Namespace) -> list[floa
     return spent[1:]
 
 
-def pin(servers: ServerGroup, *, per_server: int) -> None:
-    """Give each server's processes, with all of their threads, `per_server` cores of their own."""
-    cores = sorted(os.sched_getaffinity(0))
-    for index, endpoint in enumerate(servers.endpoints):
-        own = cores[index * per_server : (index + 1) * per_server]
+def pin(servers: ServerGroup, cores: Sequence[Collection[int]]) -> None:
+    """Keep each server's processes, with all of their threads, on its `cores`."""
+    for own, endpoint in zip(cores, servers.endpoints, strict=True):
         port = endpoint.url.rpartition(":")[2]
         for process in psutil.process_iter(["cmdline"]):
             if "--port" in (line := process.info["cmdline"] or []) and line[line.index("--port") + 1] == port:
@@ -64,12 +63,15 @@ def main() -> None:
         gpus = [[index] for index in range(args.num_servers)]
         with ServerGroup.launch(model, config, log_dir=Path(folder), gpu_ids_per_server=gpus) as servers:
             servers.wait_ready()
-            half = (os.cpu_count() or 1) // args.num_servers
+            every = sorted(os.sched_getaffinity(0))
+            half = len(every) // args.num_servers
             measured = {f"server {i} alone": rounds([e], args) for i, e in enumerate(servers.endpoints)}
             measured["all at the same time"] = rounds(servers.endpoints, args)
-            for cores in (half, 4):
-                pin(servers, per_server=cores)
-                measured[f"all, {cores} cores each"] = rounds(servers.endpoints, args)
+            for count in (half, 4):
+                pin(servers, [every[i * count : (i + 1) * count] for i in range(args.num_servers)])
+                measured[f"all, {count} cores each"] = rounds(servers.endpoints, args)
+            pin(servers, [local_cores(index) or every for index in range(args.num_servers)])
+            measured["all, on the cores of the GPU's NUMA node"] = rounds(servers.endpoints, args)
     print(f"{args.model}, {args.requests} samples of 256+{args.tokens} tokens per server, {os.cpu_count()} cores")
     print("| | median s | range s |\n| --- | --- | --- |")
     for name, spent in measured.items():

@@ -38,8 +38,8 @@ from benchmarks.session.plan import (
     unfinished,
 )
 from benchmarks.session.summary import summary
+from plinth_base.fence import installed_version
 from run_kit.machine.gpus import read_gpus
-from run_kit.machine.software import installed_version
 from run_kit.tracking.metrics_table import atomic_write
 
 GRACE_S = 25.0

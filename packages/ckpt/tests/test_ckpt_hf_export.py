@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from ckpt import CheckpointSpaceError, ExportError, save_hf_folder
-from ckpt.tools.model_folder import ModelFolder
-from plinth_testing import raises, random_model, tiny_config
+from ckpt.tools.model_folder import ModelFolder, read_folder
+from plinth_testing import raises, random_model, tiny_config, tiny_vlm
 from plinth_testing.strategies import shapes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
@@ -218,3 +218,20 @@ def test_names_and_dtypes_of_an_offline_export_are_the_model_folders(tmp_path: P
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard-of"}))
     with pytest.warns(UserWarning, match="tensors keep the checkpoint's names"):
         assert [name for name, _ in ModelFolder(tmp_path).parts("w", torch.zeros(1))] == ["w"]
+
+
+@pytest.mark.parametrize("family", ["idefics3", "gemma3", "qwen2_5_vl", "llava_onevision"])
+def test_a_vision_tower_that_was_not_trained_is_that_of_the_folder(tmp_path: Path, family: str) -> None:
+    import transformers
+
+    folder = ModelFolder(tiny_vlm(tmp_path, family))
+    model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path)
+    trained = {n: p for n, p in model.named_parameters() if "language_model" in n or "text_model" in n}
+    written = dict(part for name, p in trained.items() for part in folder.parts(name, p.detach()))
+    tower = dict(folder.frozen_vision(list(written)))
+    assert tower
+    assert not tower.keys() & written.keys()
+    stored = dict(read_folder(tmp_path))
+    assert stored.keys() == written.keys() | tower.keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in (written | tower).items())
+    assert list(folder.frozen_vision(list(stored))) == []

@@ -46,5 +46,3 @@ from .state.reshape import StateLayout as StateLayout
 from .state.reshape import StateSource as StateSource
 from .zero.ds_config import check_deepspeed as check_deepspeed
 from .zero.ds_config import deepspeed_config as deepspeed_config
-from .zero.memory import MemoryReport as MemoryReport
-from .zero.memory import memory_stats as memory_stats

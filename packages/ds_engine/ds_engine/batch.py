@@ -27,6 +27,9 @@ class TokenBatch(Protocol):
     share are then computed once, by an engine that can (`ZeroEngine.shares_prefixes`). Everything else stays as it is.
     It may have an attribute `per_token`, a mapping whose "routes" are the experts of each token in each layer, integers
     [T, L, k], for `EngineConfig.router_replay`.
+    It may have an attribute `images`: per sequence None or the images of its prompt, as the model's image processor
+    returns them (a mapping of tensors) or as the path of a safetensors file with them. Token ids have one placeholder
+    for each feature. "num_placeholders" in the mapping is how many of them the prompt has; later ones are text.
     """
 
     @property
@@ -40,10 +43,6 @@ class TokenBatch(Protocol):
     @property
     def cu_seqlens_S1(self) -> Tensor:
         """int32 cumulative sequence lengths: sequence s is [cu_seqlens_S1[s], cu_seqlens_S1[s + 1])."""
-
-    @property
-    def max_seqlen(self) -> int:
-        """Number of tokens of the longest sequence."""
 
     @property
     def target_index_K(self) -> Tensor:

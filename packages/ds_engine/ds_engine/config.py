@@ -385,6 +385,9 @@ class EngineConfig:
     tiled_mlp: int | None = None
     """Tokens of a tile: each layer's MLP runs tile by tile and keeps only its input; the backward pass computes each
     tile again. 0: all tokens at once. null: 0, unless an app chooses it."""
+    train_vision: bool = False
+    """Train the vision tower and projector of a vision-language model too. If false, they are frozen, and adapters are
+    added to the text model only."""
     sequence_parallel: int = 1
     """Number of ranks that share each micro batch, a slice of its tokens each (Ulysses). Must divide the number of
     ranks and the model's attention heads."""

@@ -21,7 +21,7 @@ from .model.attention import choose_kernel
 from .model.loading import check_offload, load_model, prepare_model, torch_dtype
 from .model.lora import NamedTensor, adapter_settings, adapter_tensors, adapters_off, has_adapters, whole_tensors
 from .model.matching import Operations
-from .model.packed_model import HIDDEN, lm_head_of, row_kernel, shares_prefixes
+from .model.packed_model import HIDDEN, lm_head_of, row_kernel, shares_prefixes, vision_of
 from .model.sequence_parallel import join_sequence_group
 from .simple import SimpleBatch
 from .state.checkpoint import load_state, save_state
@@ -30,7 +30,7 @@ from .state.reshape import StateSource, fill_state, flat_fragments, has_layout
 from .zero.ds_config import check_deepspeed, deepspeed_config
 from .zero.grad_accumulation import WAITING
 from .zero.hpz import prepare_hpz
-from .zero.memory import EngineMemory, MemoryReport, memory_stats
+from .zero.memory import EngineMemory
 from .zero.optimizer import build_optimizer, start_deepspeed
 from .zero.optimizer_step import LossScale, check_fp16
 
@@ -110,6 +110,7 @@ class ZeroEngine:
             step_each_micro=config.zero.step_each_micro,
             shares_prefixes=shares_prefixes(module),
             replay=replay,
+            vision=vision_of(module, always=config.zero.stage == 3 or (trainable and config.train_vision)),
         )
         self._memory = EngineMemory(module, self._optimizer, self._deepspeed)
         self._loss_scale = LossScale(getattr(self._deepspeed, "optimizer", None))
@@ -529,8 +530,8 @@ class ZeroEngine:
         optim = self.config.optim
         return optim.optimizer.states_of(optim.options, matrices=bool(group.get("matrices")))
 
-    def offload(self, *, include_params: bool = False) -> MemoryReport:
-        """Move optimizer states, fp32 weights and gradient buffers to CPU memory; moves nothing if `device` is the CPU.
+    def offload(self, *, include_params: bool = False) -> int:
+        """Move optimizer states, fp32 weights and gradient buffers to CPU memory; returns their bytes, 0 on a CPU.
 
         Until `reload`, training, log-probs and checkpoints raise EngineError, and the weights can be exported only if
         they are still on the device.
@@ -540,13 +541,9 @@ class ZeroEngine:
         """
         return self._memory.offload(self.device, include_params=include_params)
 
-    def reload(self) -> MemoryReport:
-        """Move the tensors that `offload` moved back to the device."""
-        return self._memory.reload(self.device)
-
-    def memory_stats(self) -> dict[str, int]:
-        """Memory of this rank in bytes; see `ds_engine.memory_stats`."""
-        return memory_stats(self.device)
+    def reload(self) -> int:
+        """Move the tensors that `offload` moved back to the device; returns their bytes."""
+        return self._memory.reload()
 
     def close(self) -> None:
         """Release DeepSpeed's hooks and buffers; the default process group stays."""

@@ -15,6 +15,7 @@ from .errors import BatchError, EngineError
 from .guard.collective_guard import mark
 from .model.packed_model import HIDDEN, PackedInputs, packed_inputs
 from .model.router_replay import ROUTES, RouterReplay, routes_of_tokens
+from .model.vision import Vision
 from .zero.grad_accumulation import set_num_micro_batches
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class MicroBatches:
     shares_prefixes: bool = False
     replay: RouterReplay | None = None
     """Set with `EngineConfig.router_replay`: updates replay the batches' routes."""
+    vision: Vision | None = None
+    """Reads the batches' images; None for a model that sees none."""
     has_partial_gradient: bool = False
     num_waiting: int = 0
     """Calls of `train` whose gradients wait for `step`."""
@@ -150,6 +153,7 @@ class MicroBatches:
             prefixes=getattr(batch, "prefixes", None) if self.shares_prefixes else None,
             with_columns=with_columns,
             routes_TLk=self._routes(batch) if replays and batch.target_ids_K.numel() else None,
+            vision=self.vision,
         )
 
     def _routes(self, batch: TokenBatch) -> Tensor:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,23 +25,25 @@ class SimpleBatch:
     input_ids_T: Tensor
     position_ids_T: Tensor
     cu_seqlens_S1: Tensor
-    max_seqlen: int
     target_index_K: Tensor
     target_ids_K: Tensor
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     prefixes: Prefixes | None = None
     per_token: Mapping[str, Tensor] = field(default_factory=dict)
+    images: Sequence[Any] = ()
 
     @classmethod
     def pack(
         cls,
         sequences: Sequence[tuple[Sequence[int], Sequence[int]]],
         columns: Mapping[str, Sequence[float]] | None = None,
+        images: Sequence[Any] = (),
     ) -> SimpleBatch:
         """Pack sequences of (prompt ids, response ids); every response token is a target.
 
         Args:
             columns: one number per target, in order, for the loss function.
+            images: those of each sequence (see `TokenBatch`).
 
         Raises:
             BatchError: a sequence has no prompt.
@@ -65,10 +66,10 @@ class SimpleBatch:
             input_ids_T=torch.tensor(ids, dtype=torch.int64),
             position_ids_T=torch.tensor(positions, dtype=torch.int64),
             cu_seqlens_S1=torch.tensor(boundaries, dtype=torch.int32),
-            max_seqlen=max((end - start for start, end in pairwise(boundaries)), default=0),
             target_index_K=torch.tensor(index, dtype=torch.int64),
             target_ids_K=torch.tensor(targets, dtype=torch.int64),
             columns={name: torch.tensor(values, dtype=torch.float32) for name, values in (columns or {}).items()},
+            images=tuple(images),
         )
 
     def to(self, device: torch.device | str) -> SimpleBatch:

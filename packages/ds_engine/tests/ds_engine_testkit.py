@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ds_engine.simple import SimpleBatch
+from ds_engine.upstream import auto_class
 from plinth_testing import RankPool
 
 VOCAB = 64
@@ -26,6 +28,7 @@ class Sample:
     ids: list[int]
     num_prompt: int
     weight: float
+    images: Any = None
 
 
 def make_samples(num: int, *, seed: int, longest: int = 24) -> list[Sample]:
@@ -46,7 +49,7 @@ def make_samples(num: int, *, seed: int, longest: int = 24) -> list[Sample]:
 def make_batch(samples: Sequence[Sample]) -> SimpleBatch:
     sequences = [(s.ids[: s.num_prompt], s.ids[s.num_prompt :]) for s in samples]
     weights = [s.weight for s in samples for _ in range(len(s.ids) - s.num_prompt)]
-    return SimpleBatch.pack(sequences, {"weights": weights})
+    return SimpleBatch.pack(sequences, {"weights": weights}, [s.images for s in samples])
 
 
 def token_loss(log_probs_K: Tensor, entropy_K: Tensor, weights_K: Tensor) -> Tensor:
@@ -69,6 +72,7 @@ def reference_training(
     weight_decay: float = 0.0,
     adapters: Path | None = None,
     muon: bool = False,
+    is_frozen: Callable[[str], bool] = lambda name: False,
 ) -> tuple[dict[str, Tensor], list[float], list[float]]:
     """(weights, losses, grad norms) of plain PyTorch: no packing, no DeepSpeed, full logits, one process.
 
@@ -78,7 +82,10 @@ def reference_training(
     """
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation="eager")
+    kind = auto_class(transformers.AutoConfig.from_pretrained(model_path), "lm")
+    model = kind.from_pretrained(model_path, dtype=dtype, attn_implementation="eager")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not is_frozen(name))
     if adapters is not None:
         import peft
 
@@ -101,7 +108,7 @@ def reference_training(
     for samples in steps:
         total = torch.zeros(())
         for sample in samples:
-            logits = model(input_ids=torch.tensor([sample.ids])).logits[0].float() / temperature
+            logits = model(**upstream_inputs(model, sample)).logits[0].float() / temperature
             log_p = logits[sample.num_prompt - 1 : -1].log_softmax(-1)
             targets = torch.tensor(sample.ids[sample.num_prompt :])
             entropy = -(log_p.exp() * log_p).sum(-1)
@@ -120,6 +127,20 @@ def reference_training(
         weights = {name: t.clone() for name, t in peft.get_peft_model_state_dict(model).items()}
         model = model.merge_and_unload()
     return weights | {name: p.detach().clone() for name, p in model.named_parameters()}, losses, norms
+
+
+def upstream_inputs(model: Any, sample: Sample) -> dict[str, Any]:
+    """Arguments of transformers' own forward for one sequence, with its images."""
+    ids = torch.tensor([sample.ids])
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's
+    if sample.images is None:
+        return {"input_ids": ids}
+    kinds = (ids == model.config.image_token_id).int()
+    names = inspect.signature(type(model.model).forward).parameters
+    known = inspect.signature(type(model.model).get_image_features).parameters
+    images = {name: value for name, value in sample.images.items() if name in known}
+    types = {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in names}
+    return {"input_ids": ids} | types | images
 
 
 @contextmanager

@@ -66,7 +66,7 @@ def train(
         if save_to is not None:
             engine.save_checkpoint(save_to, "tag")
         weights = {name: tensor.clone() for name, tensor in engine.export_parameters(torch.float32)}
-        return {"stats": stats, "weights": weights, "outputs": outputs, "memory": engine.memory_stats()}
+        return {"stats": stats, "weights": weights, "outputs": outputs}
     finally:
         engine.close()
 
@@ -493,7 +493,7 @@ def refuse_state(model_path: str, config: EngineConfig) -> dict[str, Any]:
 
 def offload_cycle(model_path: str, config: EngineConfig) -> Any:
     engine = build(model_path, config)
-    report = engine.offload()
+    moved_bytes = engine.offload()
     refused = []
     for call in (
         lambda: engine.log_probs([]),
@@ -508,9 +508,8 @@ def offload_cycle(model_path: str, config: EngineConfig) -> Any:
     num_exported = len(list(engine.export_parameters()))
     engine.reload()
     train_steps(engine, range(1))
-    stats = engine.memory_stats()
     engine.close()
-    return report, stats, refused, num_exported
+    return moved_bytes, refused, num_exported
 
 
 def moved_states(model_path: str, config: EngineConfig) -> dict[str, Any]:

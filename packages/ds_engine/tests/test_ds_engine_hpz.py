@@ -20,6 +20,7 @@ def config(ranks: int, **extra: object) -> EngineConfig:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "extra",
     [
@@ -46,6 +47,7 @@ def test_steps_are_those_without_second_shards_to_the_bit(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_second_shards_are_new_after_weights_are_loaded(four_ranks: RankPool, tiny_model: Path, tmp_path: Path) -> None:
     """Also after a frozen engine joins the process, which DeepSpeed itself refuses."""
     options = {"samples": make_samples(3, seed=1), "folder": str(tmp_path)}

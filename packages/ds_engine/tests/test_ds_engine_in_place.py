@@ -15,6 +15,7 @@ NUM_GROUPS = 2
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("stage", "dtype", "round_robin"), [(1, "float32", False), (2, "bfloat16", True), (3, "bfloat16", False)]
 )

@@ -274,7 +274,6 @@ def test_simple_batch() -> None:
     assert batch.input_ids_T.tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert batch.position_ids_T.tolist() == [0, 1, 2, 3, 0, 0, 1]
     assert batch.cu_seqlens_S1.tolist() == [0, 4, 5, 7]
-    assert batch.max_seqlen == 4
     assert batch.target_index_K.tolist() == [1, 2, 5]
     assert batch.target_ids_K.tolist() == [3, 4, 7]
     with raises(BatchError):

@@ -284,12 +284,11 @@ def test_guard_changes_nothing(two_ranks: RankPool, tiny_model: Path, stage: int
     assert all(torch.equal(guarded[0]["weights"][n], w) for n, w in plain[0]["weights"].items())
 
 
-def test_memory_stats_and_offload_on_the_cpu(two_ranks: RankPool, tiny_model: Path) -> None:
+def test_offload_on_the_cpu(two_ranks: RankPool, tiny_model: Path) -> None:
     """Nothing moves, and what needs moved tensors is refused until they are back, as on a GPU."""
     results = two_ranks.run("offload_cycle", model_path=str(tiny_model), config=config(2))
-    report, stats, refused, num_exported = results[0]
-    assert report.moved_bytes == 0
-    assert stats["cpu_resident_bytes"] > 1 << 20
+    moved_bytes, refused, num_exported = results[0]
+    assert moved_bytes == 0
     assert [text.split()[0] for text in refused] == [
         "log_probs",
         "train_mini_batch",

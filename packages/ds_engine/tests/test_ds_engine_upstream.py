@@ -78,6 +78,7 @@ def test_ranks_join_without_deepspeeds_shared_memory_operator(two_ranks: RankPoo
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("stage", "patches"), [(2, STAGE_2), pytest.param(3, STAGE_3, marks=pytest.mark.thorough)])
 def test_a_renamed_part_of_deepspeed_changes_no_number(
     two_ranks: RankPool, tiny_model: Path, stage: int, patches: list[str]

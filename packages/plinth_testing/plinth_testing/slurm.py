@@ -59,8 +59,8 @@ class Slurm:
 
         Args:
             env: variables of the job in place of this process's.
-            signals: name of a signal (`USR1`, as before the time limit; `TERM`, as from scancel) -> told what the job
-                has printed, says whether the signal is sent now, once.
+            signals: `USR1` (as before the time limit) or `TERM` (as from scancel) -> true if the job that has printed
+                this text gets the signal now.
         """
         first = next(index for index, word in enumerate(command) if index and not word.startswith("-"))
         in_file = re.findall(r"^#SBATCH (.*)$", Path(command[first]).read_text(), re.MULTILINE)
@@ -76,8 +76,8 @@ class Slurm:
             (job / "bin" / program).chmod(0o755)
         variables = {**os.environ, **(env or {}), "SLURM_JOB_ID": str(job_id), "SLURM_FOLDER": str(job)}
         variables |= {"PATH": f"{job / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_NUM_NODES": str(len(nodes))}
+        variables |= {"SLURM_JOB_NODELIST": ",".join(name for name, _ in nodes)}
         variables |= {"SLURM_CPUS_PER_TASK": options["cpus-per-task"]}
-        variables["SLURM_JOB_NODELIST"] = ",".join(name for name, _ in nodes)
         survivors: list[str] = []
         for num_starts in itertools.count(1):
             (job / "requeue").unlink(missing_ok=True)

@@ -93,7 +93,8 @@ def tiny_vlm_config(family: str = "idefics3", tokenizer: Any = None, **changes: 
         special |= {"scale_factor": 2, "image_token_id": token_id("<image>"), "pad_token_id": tokenizer.pad_token_id}
     elif family == "gemma3":
         config_class = transformers.Gemma3Config
-        kinds = ["sliding_attention", "full_attention"] * 2
+        num_layers = changes.get("num_hidden_layers", text["num_hidden_layers"])
+        kinds = (["sliding_attention", "full_attention"] * num_layers)[:num_layers]
         text |= {"query_pre_attn_scalar": 32, "sliding_window": 32, "layer_types": kinds}
         vision = siglip | {"vision_use_head": False}
         special |= {

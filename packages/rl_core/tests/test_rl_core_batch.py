@@ -54,6 +54,7 @@ def batch_of(rows: list[Row]) -> Batch:
         masks=[one.mask for one in rows],
         columns={"ids": targets_K},
         per_sequence={"number": torch.arange(len(rows))},
+        images=[f"{one.prompt}" for one in rows],
         per_token={
             "twice": torch.tensor([[token, token] for one in rows for token in one.prompt + one.response]).view(-1, 2)
         },
@@ -62,9 +63,10 @@ def batch_of(rows: list[Row]) -> Batch:
 
 def same(a: Batch, b: Batch) -> bool:
     mappings = [(getattr(a, name), getattr(b, name)) for name in ("columns", "per_sequence", "per_token")]
+    tensors = all(torch.equal(getattr(a, name), getattr(b, name)) for name in TENSORS)
     return (
-        all(torch.equal(getattr(a, name), getattr(b, name)) for name in TENSORS)
-        and a.max_seqlen == b.max_seqlen
+        tensors
+        and a.images == b.images
         and all(x.keys() == y.keys() and all(torch.equal(x[key], y[key]) for key in x) for x, y in mappings)
     )
 
@@ -77,7 +79,6 @@ def test_nothing_is_padded(rows: list[Row]) -> None:
     assert batch.num_tokens == sum(lengths)
     assert batch.num_sequences == len(rows)
     assert batch.seq_lens_S.tolist() == lengths
-    assert batch.max_seqlen == max(lengths, default=0)
     assert batch.position_ids_T.tolist() == [t for length in lengths for t in range(length)]
     assert batch.response_lens_S.tolist() == [len(one.targets) for one in rows]
     assert {getattr(batch, name).dtype for name in TENSORS} == {torch.int64, torch.int32}

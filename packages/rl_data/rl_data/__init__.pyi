@@ -10,6 +10,8 @@ from .errors import DataError as DataError
 from .errors import RlDataError as RlDataError
 from .errors import SamplerStateError as SamplerStateError
 from .errors import UnknownDataSourceError as UnknownDataSourceError
+from .images import ImageFiles as ImageFiles
+from .images import VisionProcessor as VisionProcessor
 from .preferences import LabeledResponse as LabeledResponse
 from .preferences import PreferencePair as PreferencePair
 from .preferences import check_preferences as check_preferences

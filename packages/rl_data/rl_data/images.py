@@ -5,8 +5,13 @@ An image is named by the path of its file everywhere, so that it travels by refe
 """
 
 import hashlib
+import json
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+import threading
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +21,7 @@ from plinth_base.model_folder import check_model_folder
 
 from .errors import DataError
 from .files.table import Place, first_line
-from .tasks.fetched import cache_folder
+from .package_index import cache_folder
 
 MARKER = "<image>"
 """Place of an image in a text, as verl and LLaMA-Factory write it."""
@@ -59,9 +64,14 @@ def _file(place: Place, value: Any, column: str) -> str:
     return str(path)
 
 
+def image_folder() -> Path:
+    """The folder of images that come without a file."""
+    return cache_folder() / "images"
+
+
 def _kept(content: bytes) -> str:
     """The file of these bytes in the cache folder."""
-    path = cache_folder() / "images" / hashlib.sha256(content).hexdigest()
+    path = image_folder() / hashlib.sha256(content).hexdigest()
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.{os.getpid()}")
@@ -176,15 +186,67 @@ class VisionProcessor:
             problem = f"the model's processor refuses the images ({type(error).__name__}: {first_line(error)})"
             raise place.error(problem, "Fix or drop the row.", column=column) from error
 
-    def __call__(self, text: str, images: Sequence[str]) -> tuple[tuple[int, ...], dict[str, Any]]:
-        """Token ids, and the features: tensors by the names of the model's arguments."""
-        pixels = [read_image(file) for file in images]
+    def __call__(self, text: str, images: Sequence[Any]) -> tuple[tuple[int, ...], dict[str, Any]]:
+        """Token ids of a text, and the features of its images (files or decoded ones): tensors by the names of the
+        model's arguments."""
+        pixels = [read_image(one) if isinstance(one, str) else one for one in images]
         output = self.processor(text=[text], images=pixels, add_special_tokens=False, return_tensors="pt")
-        features = {name: value for name, value in output.items() if name not in _OF_TEXT}
-        return tuple(output["input_ids"][0].tolist()), features
+        names = self.processor.image_processor.model_input_names
+        return tuple(output["input_ids"][0].tolist()), {name: output[name] for name in names if name in output}
+
+    def contents(self, images: Sequence[str]) -> dict[str, Any]:
+        """Tensors of an `ImageFiles` file: the features, the decoded images, the number of placeholders."""
+        import numpy as np
+        import torch
+
+        token, pixels = self.processor.image_token, list(map(read_image, images))
+        ids, contents = self(token * len(images), pixels)
+        # `image_token` may stand for other tokens, such as Gemma's, which names the placeholder by this.
+        placeholder = getattr(self.processor, "image_token_id", None)
+        contents["num_placeholders"] = torch.tensor([ids.count(placeholder)])
+        contents |= {f"image.{index}": torch.from_numpy(np.array(one)) for index, one in enumerate(pixels)}
+        return {name: tensor.contiguous() for name, tensor in contents.items()}
 
 
-_OF_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
+class ImageFiles:
+    """Decoded images and their features in files that servers and ranks map: one file for each list of images.
+
+    A file is made when it is first asked for; the oldest ones are removed when all exceed `max_bytes`, which has to
+    hold those of a few steps, and the folder when this process ends.
+    """
+
+    def __init__(self, folder: str | Path, vision: VisionProcessor, *, max_bytes: int = 32 << 30) -> None:
+        self._folder, self._vision, self._max_bytes = Path(folder).absolute(), vision, max_bytes
+        self._sizes: dict[Path, int] = {}
+        self._lock = threading.Lock()
+        self._remove: weakref.finalize[..., Any] | None = None
+
+    def __call__(self, images: Sequence[str]) -> str | None:
+        """The file of these images, in this order; None without images."""
+        if not images:
+            return None
+        path = self._folder / f"{hashlib.sha256(json.dumps(list(images)).encode()).hexdigest()[:32]}.safetensors"
+        if not path.is_file():
+            from safetensors.torch import save_file
+
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._remove = self._remove or weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+            partial = path.with_name(f"{path.name}.{threading.get_ident()}")
+            save_file(self._vision.contents(images), partial)
+            partial.replace(path)
+        with self._lock:
+            self._sizes[path] = self._sizes.pop(path, 0) or path.stat().st_size  # the newest is the last
+            while sum(self._sizes.values()) > self._max_bytes and len(self._sizes) > 1:
+                oldest = next(iter(self._sizes))
+                del self._sizes[oldest]
+                oldest.unlink(missing_ok=True)
+        return str(path)
+
+    def make(self, lists: Iterable[Sequence[str]]) -> None:
+        """Makes the files of these lists of images, several at a time."""
+        if missing := [images for images in lists if images]:
+            with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+                list(threads.map(self, missing))
 
 
 def read_image(file: str) -> Any:

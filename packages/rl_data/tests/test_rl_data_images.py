@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from safetensors.torch import load_file
 
 from plinth_testing import raises
 from plinth_testing.vision import tiny_vlm
@@ -16,14 +17,16 @@ from rl_data import (
     ColumnsConfig,
     DataConfig,
     DataError,
+    ImageFiles,
     PrepareConfig,
+    VisionProcessor,
     load_demonstrations,
     load_pairs,
     load_prompts,
     load_tokenizer,
     prepare_data,
 )
-from rl_data.images import VisionProcessor, read_image
+from rl_data.images import read_image
 
 
 @pytest.fixture(scope="session")
@@ -118,6 +121,32 @@ def test_demonstrations_have_the_images_before_each_trained_turn(folder: Path, r
     assert tokenizer.decode(first.response_ids) == "Two.<|im_end|>"
     (prompt,) = loaded(write(red.parent, {"messages": turns[:2], "images": ["red.png"]}), folder)
     assert first.prompt_ids == prompt.token_ids
+
+
+def test_a_file_has_features_pixels_and_the_number_of_placeholders(folder: Path, red: Path) -> None:
+    files = ImageFiles(red.parent / "files", VisionProcessor(folder))
+    assert files(()) is None
+    assert not (red.parent / "files").exists()
+    path = files([str(red), str(red)])
+    contents = load_file(str(path))
+    assert contents["num_placeholders"].tolist() == [8]
+    assert contents["image.1"].shape == (30, 40, 3)
+    assert contents["pixel_values"].shape[:2] == (1, 2)
+    assert "input_ids" not in contents
+    assert files([str(red), str(red)]) == path
+    assert files([str(red)]) != path
+
+
+def test_the_oldest_files_are_removed_but_not_those_that_were_used_again(folder: Path, red: Path) -> None:
+    vision, lists = VisionProcessor(folder), [[str(red)] * count for count in (1, 2, 3)]
+    all_files = ImageFiles(red.parent / "a", vision)
+    size = sum(Path(str(all_files(one))).stat().st_size for one in lists)
+    files = ImageFiles(red.parent / "b", vision, max_bytes=size - 1)
+    first, second = files(lists[0]), files(lists[1])
+    files(lists[0])
+    files.make([lists[2], ()])
+    assert [Path(str(one)).exists() for one in (first, second)] == [True, False]
+    assert Path(str(files(lists[1]))).exists()
 
 
 def test_pairs_with_images_are_refused(folder: Path, red: Path) -> None:

@@ -310,11 +310,14 @@ class TrainerConfig(TrainingConfig):
     """Restarts of each rollout server that died or hangs; it gets the current weights before it serves. Servers of a
     teacher are restarted as often. With 0 a dead server ends the run. Existing servers (`rollout.urls`) are never
     restarted."""
+    keep_servers: float = 0.0
+    """Minutes for which the servers, and new processes of driver and ranks, wait after the run for the next run of the
+    same model and keys. 0: they end with the run."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(1, self, "total_training_steps")
-        check_at_least(0, self, "max_server_restarts", "max_staleness")
+        check_at_least(0, self, "max_server_restarts", "max_staleness", "keep_servers")
 
     @property
     def last_step(self) -> int | None:
@@ -374,6 +377,22 @@ STALENESS = Feature(
             True,
             when=lambda c: c.oversampling.extra_prompts > 0,
         ),
+    ),
+)
+KEPT_SERVERS = Feature(
+    key="trainer.keep_servers",
+    rules=(
+        Rule(
+            field="model.path",
+            allowed=f"a folder, not {BUILTIN_MODEL}, whose folder is a new one in every run",
+            holds=lambda c: c.model.path != BUILTIN_MODEL,
+        ),
+        only("trainer.ray_address", None, why="as only this host's processes are kept"),
+        only("trainer.take_turns", "never", None, why="as sleeping servers cannot be tried"),
+        only("trainer.profile_steps", (), why="as servers write traces to the folder of their run"),
+        only("rollout.urls", (), why="as servers of others stay anyway"),
+        only("rollout.port", None, why="as the kept servers have theirs"),
+        only("actor.lora", None, why="as the kept servers have the adapters of their run"),
     ),
 )
 TURNS = Feature(

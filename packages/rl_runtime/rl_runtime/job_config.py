@@ -11,6 +11,7 @@ from run_kit import TrackingConfig
 from weight_sync import SyncConfig
 
 from .config import (
+    KEPT_SERVERS,
     STALENESS,
     TURNS,
     UNSERVED,
@@ -25,6 +26,7 @@ from .peer_keys import PEER_KEYS
 from .rollout.config import (
     DYNAMIC_SAMPLING,
     GREEDY_BASELINE,
+    LONGEST_FIRST,
     MATCHED_SERVERS,
     OVERSAMPLING,
     QUANTIZED_CACHE,
@@ -41,6 +43,7 @@ from .training.router_replay import ROUTER_REPLAY
 from .training.supervised_config import SupervisedConfig
 
 FEATURES = (
+    LONGEST_FIRST,
     MATCHED_SERVERS,
     OVERSAMPLING,
     QUANTIZED_CACHE,
@@ -48,6 +51,7 @@ FEATURES = (
     SERVED_ADAPTERS,
     SPECULATIVE,
     STALENESS,
+    KEPT_SERVERS,
     TURNS,
     GREEDY_BASELINE,
     REWARD_MODEL,

@@ -27,6 +27,11 @@ def with_token_ids(prompt: Prompt, token_ids: Sequence[int]) -> Prompt:
     return replace(prompt, token_ids=tuple(token_ids))
 
 
+def images_of(sample: Sample) -> tuple[str, ...]:
+    """The files of the images of a sample, in order: those of its prompt, unless an environment has shown others."""
+    return tuple(sample.data.get("images", getattr(sample.prompt, "images", ())))
+
+
 def group_numbers(samples: Sequence[Sample]) -> list[int]:
     """The number of each sample's group, in the order in which groups first appear."""
     number = {key: place for place, key in enumerate(dict.fromkeys(sample.prompt_id for sample in samples))}
@@ -36,7 +41,8 @@ def group_numbers(samples: Sequence[Sample]) -> list[int]:
 def sample_numbers(batch: Batch) -> Tensor:
     """int64 [S], the sample of each sequence, 0 to N - 1; sequences of a sample are neighbors."""
     default = torch.arange(batch.num_sequences)
-    return batch.per_sequence.get("sample_ids", default).unique_consecutive(return_inverse=True)[1]
+    numbers_S: Tensor = batch.per_sequence.get("sample_ids", default).unique_consecutive(return_inverse=True)[1]
+    return numbers_S
 
 
 def batch_of(samples: Sequence[Sample], *, policy_version: int | None = None) -> Batch:
@@ -90,6 +96,7 @@ def batch_of(samples: Sequence[Sample], *, policy_version: int | None = None) ->
         columns={name: torch.from_numpy(column) for name, column in columns.items()},
         per_sequence=facts,
         per_token=per_token,
+        images=[sample.images for sample in samples],
     )
 
 

@@ -1,8 +1,10 @@
 """User functions for tests, named as `rl_runtime_user_functions:…`."""
 
 import asyncio
+import json
 import os
 import time
+import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +20,7 @@ class Prompt:
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
     messages: tuple[Mapping[str, Any], ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
+    images: tuple[str, ...] = ()
 
 
 def last_word(response_text: str) -> str | None:
@@ -72,6 +75,15 @@ async def two_turns(episode: Any, prompt: Any, tokenizer: Any) -> None:
     await episode.generate(max_tokens=1)
     episode.add_context(prompt.token_ids)
     await episode.generate(max_tokens=1)
+
+
+def asks(base_url: str, api_key: str, prompt: Any, *, times: int = 1) -> float | None:
+    """An agent: it asks the text of the row `times` times, each time anew. A row named `silent` has no score."""
+    for _ in range(times):
+        body = json.dumps({"messages": [{"role": "user", "content": prompt.text}]}).encode()
+        url, headers = f"{base_url}/chat/completions", {"Authorization": f"Bearer {api_key}"}
+        urllib.request.urlopen(urllib.request.Request(url, body, headers)).read()
+    return None if prompt.id == "silent" else {"fine": 2.0}[prompt.id]
 
 
 not_callable = 3

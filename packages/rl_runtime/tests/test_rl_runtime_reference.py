@@ -15,6 +15,7 @@ from rl_runtime.training.run_files import RunFiles
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_without_adapters_the_actor_computes_what_a_frozen_engine_computes(two_ranks: RankPool, tmp_path: Path) -> None:
     """Bit for bit, at ZeRO stage 2 in float32 and at stage 3 with sequence parallelism in bfloat16."""
     two_ranks.run("compare_references", folder=str(write_tiny_model(tmp_path)))

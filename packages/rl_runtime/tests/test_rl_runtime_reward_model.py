@@ -235,6 +235,7 @@ def by_transformers(folder: Path) -> list[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_ranks_compute_the_scores_of_transformers(two_ranks: RankPool, reward_folder: Path, tmp_path: Path) -> None:
     """Packed, at ZeRO stages 2 and 3, without and with sequence parallelism, in float32: within 1e-4."""
     expected = by_transformers(reward_folder)

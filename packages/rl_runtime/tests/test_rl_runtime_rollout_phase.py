@@ -83,7 +83,7 @@ def test_an_episodes_context_is_masked_and_its_log_probs_are_left_out(scorer: Sc
 
 
 def test_tools_stand_for_their_environment_also_in_a_configuration_that_was_written() -> None:
-    made = EpisodeConfig(tools=("my_tools:add", "mcp:python server.py"), options={"call_format": "llama"})
+    made = EpisodeConfig(tools=("my_tools:add", "mcp:python server.py"), call_format="llama")
     assert made.environment == "rollout_vllm:ToolEnvironment"
     assert made.options == {"call_format": "llama", "tools": ["my_tools:add", "mcp:python server.py"]}
     assert replace(made) == made, "as read from config.yaml"
@@ -91,6 +91,8 @@ def test_tools_stand_for_their_environment_also_in_a_configuration_that_was_writ
         EpisodeConfig(tools=("my_tools:add",), environment="my_games:Game")
     with raises(InputError, field="options"):
         replace(made, tools=("my_tools:sub",))
+    with raises(InputError, field="call_format", value="llama"):
+        EpisodeConfig(environment="my_games:Game", call_format="llama")
 
 
 class EpisodeTokenizer(Tokenizer):
@@ -102,6 +104,21 @@ class EpisodeTokenizer(Tokenizer):
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
         return {"input_ids": [ord(letter) for letter in text]}
+
+
+def test_an_agents_score_is_that_of_all_its_branches(scorer: Scorer) -> None:
+    episode = EpisodeConfig(agent="rl_runtime_user_functions:asks", options={"times": 3}, memory_gib=4.0)
+    rollout = RolloutPhase(ScriptedClient([], n=2), EpisodeTokenizer(), scorer=scorer, seed=1, episode=episode)
+    prompts = [Prompt(name) for name in ("fine", "silent", "raises")]
+    collected = rollout.collect(prompts, SamplingConfig(n=2, max_tokens=32), step=1)
+    assert collected.num_failed == 2
+    assert collected.reason == "agent rl_runtime_user_functions:asks: KeyError: 'raises'"
+    for item in collected.samples:
+        assert (len(item.paths), item.num_turns, item.num_generated) == (3, 3, 3)
+        assert item.score == (2.0 if item.prompt.id == "fine" else 0.0), "the configured reward scores it"
+    batch = collected.batch()
+    assert batch.per_sequence["sample_ids"].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert batch.num_targets == 12
 
 
 def test_an_environments_rewards_are_the_score_and_its_failures_cost_their_own_samples(scorer: Scorer) -> None:

@@ -263,6 +263,7 @@ def test_training_that_cannot_work_is_refused(settings: dict[str, Any], field: s
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_losses_and_responses_are_those_of_transformers_on_the_exported_model(
     two_ranks: RankPool, tmp_path: Path
 ) -> None:

@@ -36,13 +36,15 @@ class Request:
 
     prompt_ids: token ids, a sequence or an array. seed: makes sampling reproducible; sample i uses seed + i, so every
     prompt of a step needs its own seed (see `request_seed`). None: no seed. prompt: an object of the caller, which the
-    samples carry.
+    samples carry. images: a safetensors file on a disk of the servers with the images whose placeholders `prompt_ids`
+    has: `image.0`, `image.1`..., uint8 [height, width, 3].
     """
 
     prompt_id: str
     prompt_ids: Sequence[int] | IntArray
     seed: int | None = None
     prompt: Any = None
+    images: str | None = None
 
 
 _ARRAYS = {
@@ -77,6 +79,8 @@ class Sample:
     """That of the request."""
     prompt_ids: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
     """int32, the tokens before the response: those of the request, unless an episode has replaced them."""
+    images: str | None = None
+    """The file of the images in `prompt_ids` and in the context of the response."""
     response_ids: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
     """int32, with the end-of-sequence token if it was sampled."""
     log_probs: FloatArray | None = field(default_factory=lambda: np.zeros(0, np.float32))
@@ -137,8 +141,9 @@ class Sample:
         """The sample and its branches, each as a sample without branches that has the score."""
         if not self.branches:
             return (self,)
-        common = {"branches": (), "score": self.score, "baseline_score": self.baseline_score}
-        return tuple(replace(path, **common) for path in (self, *self.branches))
+        score, baseline = self.score, self.baseline_score
+        whole = (self, *self.branches)
+        return tuple(replace(path, branches=(), score=score, baseline_score=baseline) for path in whole)
 
     @property
     def policy_version(self) -> int:
@@ -231,6 +236,7 @@ class Group:
             sample_index=0,
             prompt=request.prompt,
             prompt_ids=np.asarray(request.prompt_ids, np.int32),
+            images=request.images,
         )
         return cls(request=request, samples=tuple(replace(first, sample_index=i) for i in range(n)))
 
@@ -270,6 +276,7 @@ class Group:
             if sample["prompt_ids"] == prompt_ids:
                 sample["prompt_ids"] = None
         request = {"prompt_id": self.prompt_id, "prompt_ids": prompt_ids, "seed": self.request.seed}
+        request |= {"images": self.request.images}
         return {"request": request, "samples": samples, "failures": list(map(asdict, self.failures))}
 
     @classmethod

@@ -45,6 +45,19 @@ class AsyncCounter(Counter):
         return observation, reward, False, done, info
 
 
+class Painter:
+    """Shows an image with each observation: bytes, then one of PIL."""
+
+    def reset(self, prompt: Any) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": [{"type": "image", "image": b"first"}, {"type": "text", "text": "a"}]}]
+
+    def step(self, action: str) -> tuple[list[dict[str, Any]], float, bool, dict[str, Any]]:
+        from PIL import Image
+
+        image = {"type": "image", "image": Image.new("RGB", (2, 3), "red")}
+        return [{"role": "user", "content": [image]}], 1.0, False, {}
+
+
 class Silent(Counter):
     """Does not score."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import socket
@@ -12,6 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -36,7 +38,7 @@ from rollout_vllm import (
 )
 from rollout_vllm.episodes.agent_endpoint import AgentEndpoint
 from rollout_vllm.episodes.tools import hermes_calls
-from rollout_vllm.episodes.tree import Turn
+from rollout_vllm.episodes.tree import EpisodeTree, Turn
 
 
 def play(name: str, policy: Policy | None = None, *, prompt: Any = "hello", n: int = 1, **options: Any) -> Group:
@@ -138,6 +140,63 @@ def test_an_agent_that_takes_too_long_ends_with_its_processes() -> None:
     assert b"sleep\x00977\x00" not in commands
 
 
+def test_a_request_that_is_sent_again_gets_the_turn_that_nobody_has_read() -> None:
+    policy: Any = Policy(["one", "two"], delay_s=0.2)
+    episode = Episode(policy, Request(prompt_id="p", prompt_ids=[1]), 0, SamplingConfig(n=1, max_tokens=50))
+
+    async def act() -> list[str]:
+        chat, read = ChatFormat(ChatTokenizer()), []
+        endpoint = AgentEndpoint(episode, chat, hermes_calls, max_turns=9, max_context=100)
+        async with endpoint, aiohttp.ClientSession(headers={"x-api-key": endpoint.key}) as session:
+            body = {"messages": [{"role": "user", "content": "hello"}]}
+            with suppress(TimeoutError):
+                await asyncio.wait_for(session.post(f"{endpoint.url}/chat/completions", json=body), timeout=0.05)
+            for _ in range(2):  # the second one is new, since the first one was read
+                answer = await session.post(f"{endpoint.url}/chat/completions", json=body)
+                read.append((await answer.json())["choices"][0]["message"]["content"])
+        return read
+
+    assert asyncio.run(act()) == ["one", "two"]
+    assert_faithful([episode.result(1.0)], policy)
+
+
+# ---- the tree --------------------------------------------------------------------------------------------------------
+@st.composite
+def trees(draw: st.DrawFn) -> tuple[EpisodeTree, list[tuple[list[int], list[int], list[float]]]]:
+    """A tree whose prompts continue, cut or ignore earlier turns, and its turns as a `Policy` has them."""
+    tree, turns, number = EpisodeTree(), list[tuple[list[int], list[int], list[float]]](), 0
+    tokens = st.lists(st.integers(0, 1), min_size=1, max_size=3)
+    for version in range(draw(st.integers(1, 7))):
+        before = draw(st.sampled_from([[]] + [[*prompt, *ids] for prompt, ids, _ in turns]))
+        before = before[: draw(st.sampled_from([len(before), len(before), len(before) // 2]))]
+        prompt, ids = [*before, *draw(tokens)], draw(tokens)
+        log_probs = [-float(number + place) for place in range(len(ids))]
+        number += len(ids)
+        turns.append((prompt, ids, log_probs))
+        sample = Sample(sample_index=0, response_ids=ids, log_probs=log_probs, last_policy_version=version)
+        tree.add(prompt, sample)
+    return tree, turns
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(trees())
+def test_every_span_is_trained_once_behind_its_own_tokens(drawn: tuple[EpisodeTree, Any]) -> None:
+    tree, turns = drawn
+    policy: Any = SimpleNamespace(turns=turns)
+    main, *branches = tree.samples(Sample(sample_index=0), {})
+    sample = dataclasses.replace(main, branches=tuple(branches))
+    assert_faithful([sample], policy)
+    assert main.token_ids.tolist() == [*turns[-1][0], *turns[-1][1]], "the first path is that of the last turn"
+    assert len(tree.lines()) == len(turns)
+    version_of = {-log_prob: version for version, (_, _, log_probs) in enumerate(turns) for log_prob in log_probs}
+    for path in sample.paths:
+        assert path.generated_log_probs is not None
+        assert path.generated_versions.tolist() == [version_of[-number] for number in path.generated_log_probs.tolist()]
+    for index, turn in enumerate(tree.turns):  # it continues the longest turn that it can
+        sizes = [len(p) + len(ids) for p, ids, _ in turns[:index] if turns[index][0][: len(p) + len(ids)] == [*p, *ids]]
+        assert max(sizes, default=None) == (None if turn.parent is None else tree.turns[turn.parent].token_ids.size)
+
+
 # ---- what an agent's process reaches ------------------------------------------------------------------------------
 def test_an_isolated_agent_reaches_the_policy_and_its_folder_alone(tmp_path: Path) -> None:
     assert "PYTEST_VERSION" in os.environ, "it stands for a secret"
@@ -187,8 +246,9 @@ def test_where_the_kernel_denies_namespaces_an_isolated_process_does_not_start(t
 
 
 def test_the_memory_of_an_agent_is_limited() -> None:
-    (failure,) = play("greedy", memory_bytes=1 << 28).failures
-    assert "greedy: MemoryError" in failure.message
+    for isolated in (False, True):
+        (failure,) = play("greedy", memory_bytes=1 << 28, isolated=isolated).failures
+        assert "greedy: MemoryError" in failure.message
 
 
 # ---- agents drawn at random ------------------------------------------------------------------------------------------

@@ -43,9 +43,18 @@ SOLVED: dict[str, tuple[list[str], int, str]] = {
 """Example -> the policy's turns, the paths of the episode, and what the last turn has read."""
 
 
+LIBRARIES = {
+    "compacting": "apps.grpo.stones",
+    "openai_agents": "agents",
+    "pydantic_agent": "pydantic_ai",
+    "smol": "smolagents",
+    "mini_swe": "litellm",
+}
+"""Example -> what it needs."""
+
+
 def play(example: str, policy: Policy) -> Group:
-    needed = {"openai_agents": "agents", "pydantic_agent": "pydantic_ai", "smol": "smolagents", "mini_swe": "litellm"}
-    pytest.importorskip(needed.get(example, "openai"))
+    pytest.importorskip(LIBRARIES[example])
     importlib.import_module(example)
     rollout = AgentRollout(
         spec=agent_spec(f"{example}:solve", start_timeout_s=300.0),  # it imports the library first

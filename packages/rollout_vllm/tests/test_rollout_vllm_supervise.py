@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -230,3 +231,57 @@ def test_a_server_that_hangs_after_its_engine_core_failed_is_stopped(
     assert caught.value.reason.startswith(cause)
     assert 2 <= time.monotonic() - begin < 30
     assert not is_running(int(pid.read_text()))
+
+
+LEAVES_ITS_SERVER = """
+import os, pickle, sys, time
+from pathlib import Path
+from rollout_vllm import Endpoint, ServerGroup
+from rollout_vllm.servers import spawn
+from rollout_vllm.servers.process import ServerProcess
+folder = spawn.HERE = Path(sys.argv[1])
+endpoint, env = Endpoint("http://127.0.0.1:9", "key"), dict(os.environ)
+server = ServerProcess(0, endpoint, [str(folder)], env, folder / "log", stop_grace_s=0.3)
+server.start()
+while not (folder / "pid").exists():
+    time.sleep(0.02)
+group = ServerGroup([endpoint], [server], 30)
+group.leave_to(int(sys.argv[2]))
+(folder / "server").write_bytes(pickle.dumps(server))
+group.stop()
+"""
+SERVES = """
+import os, sys, time
+from pathlib import Path
+folder = Path(sys.argv[1])
+(folder / "new").write_text(str(os.getpid()))
+(folder / "new").rename(folder / "pid")
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("is_mine", [True, False])
+def test_a_server_that_is_left_to_another_process_ends_with_that_one(tmp_path: Path, is_mine: bool) -> None:
+    (tmp_path / "_serve.py").write_text(SERVES)
+    (tmp_path / "_supervise.py").symlink_to(SUPERVISE)
+    other = subprocess.Popen(["sleep", "600"])
+    try:
+        owner = os.getpid() if is_mine else other.pid
+        env = os.environ | {"VLLM_RPC_BASE_PATH": str(tmp_path)}
+        subprocess.run([sys.executable, "-c", LEAVES_ITS_SERVER, str(tmp_path), str(owner)], check=True, env=env)
+        pid = int((tmp_path / "pid").read_text())
+        time.sleep(0.6)  # more than two looks of the supervisor
+        assert is_running(pid)
+        server = pickle.loads((tmp_path / "server").read_bytes())
+        assert server.alive
+        assert server.endpoint.api_key == "key"
+        assert not any("key" in file.read_text() for file in tmp_path.rglob("owner"))
+        if is_mine:
+            server.stop()
+            assert not is_running(pid)
+            assert server.reason() == "it was stopped"
+    finally:
+        other.kill()
+        other.wait()
+    wait_until(lambda: not is_running(pid) and not server.alive)
+    wait_until(lambda: not list(tmp_path.glob("plinth-vllm-*")))

@@ -11,7 +11,6 @@ from run_kit import MetricsTable, RunFolder, Tracker, TrackingConfig, write_comp
 from run_kit.errors import ReportError
 from run_kit.report.__main__ import main as report_command
 from run_kit.report.data import MAX_ROLLOUTS, MAX_TEXT, read_run
-from run_kit.tracking.curves import Line, line_svg
 
 NASTY = (
     "</script><script>document.title='owned'</script> <img src=x onerror=\"document.title='owned'\"> &amp; \u2028\ud800"
@@ -54,6 +53,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 @pytest.fixture(scope="module")
 def page(run: RunFolder) -> str:
     return run.report_file.read_text(encoding="utf-8")
+
+
+def test_images_of_samples_are_shown_by_their_files(page: str, run: RunFolder, tmp_path: Path) -> None:
+    folder = shutil.copytree(run.path, tmp_path / "run")
+    (file,) = list(folder.glob("rollouts/*12.jsonl"))
+    first, *others = file.read_text().split("\n")
+    file.write_text("\n".join([json.dumps({**json.loads(first), "images": ["/a/b c.png"]}), *others]))
+    seen = write_report(folder).read_text(encoding="utf-8")
+    assert ["/a/b c.png"] in [record.get("images") for record in records_of(seen)]
+    assert "img-src data: file:" in seen
 
 
 def records_of(page: str) -> list[dict[str, Any]]:
@@ -115,19 +124,6 @@ def test_a_comparison_shows_the_runs_side_by_side(comparison: Path) -> None:
     for words in ("actor.<wbr>zero.<wbr>stage", "2.500", "3.500", "critic/<wbr>score/<wbr>mean"):
         assert words in page
     assert {record["run"] for record in records_of(page)} == {"first <run>", "second & last"}
-
-
-def test_memory_of_gpus_is_shown_where_there_are_gpus(tmp_path: Path) -> None:
-    head = "step\tmemory/host_gib\tperf/max_memory_reserved_gb\tperf/max_memory_allocated_gb\trollout/num_failed\n"
-    for name, reserved in (("cpu", 0.0), ("gpu", 70.5)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.tsv").write_text(f"{head}1\t2.5\t{reserved}\t{reserved}\t0\n")
-    cpu, gpu = (write_report(tmp_path / name).read_text().split('id="rollouts"')[0] for name in ("cpu", "gpu"))
-    sections = [page.split('id="memory"')[1].split("</section>")[0].replace("<wbr>", "") for page in (cpu, gpu)]
-    gpu_names = ["perf/max_memory_reserved_gb", "memory/host_gib", "perf/max_memory_allocated_gb"]
-    assert [re.findall(r"<tr><td>(.+?)</td>", section) for section in sections] == [["memory/host_gib"], gpu_names]
-    both = write_comparison({"c": tmp_path / "cpu", "g": tmp_path / "gpu"}, tmp_path / "c.html").read_text()
-    assert "max_memory_reserved_gb" in both.split('id="memory"')[1].split("</section>")[0]
 
 
 def test_a_phase_of_few_steps_counts_for_all_of_them_and_its_name_breaks_at_underscores(tmp_path: Path) -> None:
@@ -205,12 +201,3 @@ def test_pages_of_long_runs_stay_small(tmp_path: Path) -> None:
     assert data.num_rollouts == MAX_ROLLOUTS + 50
     assert len(data.rollouts[0]["prompt"]) < MAX_TEXT + 100
     assert f"{MAX_ROLLOUTS} of {MAX_ROLLOUTS + 50}" in write_report(tmp_path).read_text()
-
-
-def test_a_gap_divides_a_line_and_a_picture_of_nothing_is_empty() -> None:
-    def num_paths(values: list[float]) -> int:
-        svg = line_svg([Line("a<b", range(len(values)), values)], title="a<b")
-        return max(path.count("M") for path in re.findall(r'd="([^"]*)"[^>]*stroke: #0072b2', svg))
-
-    assert (num_paths([1.0] * 20), num_paths([1.0, 2.0, math.nan, *[4.0] * 17])) == (1, 2)
-    assert line_svg([Line("a", [], [])], title="") == ""

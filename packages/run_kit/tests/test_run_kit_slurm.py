@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ from run_kit_cluster_app import register
 
 from plinth_testing import FinishedJob, Slurm, network_hosts, raises
 from plinth_testing.network_hosts import is_available
-from run_kit.cluster.ray_nodes import address_towards, wait_for_nodes
 from run_kit.cluster.slurm import BATCH_FILE, main, submission
 from run_kit.errors import ConfigError
 
@@ -62,7 +62,8 @@ def test_the_command_line_of_sbatch(environment: dict[str, str], capsys: pytest.
     del environment
     given = ["--nodes=3", "--time=1-00:00:00", "--gpus-per-node=h100:4", "--job-name=mine"]
     assert submission([*given, "toy", "trainer.steps=7"]) == [
-        *("sbatch", "--cpus-per-task=36", "--requeue", *given, str(BATCH_FILE), sys.executable),
+        *("sbatch", "--job-name=plinth-toy", "--cpus-per-task=36", "--requeue", *given),
+        *(str(BATCH_FILE), sys.executable),
         *("toy", "trainer.steps=7", "trainer.resume=auto", "trainer.experiment=toy-@JOB_ID@"),
     ]
     named = submission(["toy", "trainer.experiment=mine", "trainer.resume=auto"])
@@ -175,14 +176,17 @@ def test_two_jobs_share_two_nodes_with_a_ray_cluster_each(environment: dict[str,
     assert not [path for done in jobs for path in Path("/tmp").glob(f"plinth_{done.job_id}_*")]
 
 
-def test_a_node_that_does_not_start_ends_the_job_with_the_reason() -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("timeout_s", "ray_dir", "said"), [("0", "/tmp", ""), ("60", "/proc", "cannot create directory")]
+)
+def test_nodes_that_do_not_join_end_the_job(
+    environment: dict[str, str], tmp_path: Path, timeout_s: str, ray_dir: str, said: str
+) -> None:
     pytest.importorskip("ray")
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    host, port, other = address_towards("127.0.0.1")
-    assert (host, port != other) == ("127.0.0.1", True)
-    address = f"{host}:{port}"
-    assert wait_for_nodes(address, 2, 0.1, [os.getpid()]) == "0 of 2 nodes have joined within 0 s: none"
-    assert wait_for_nodes(address, 2, 60, [os.getpid(), dead.pid]) == (
-        f"a process that starts nodes has ended (pid {dead.pid})"
-    )
+    here: Any = SimpleNamespace(address="127.0.0.1", command=list)
+    variables = {**environment, "PLINTH_START_TIMEOUT_S": timeout_s, "PLINTH_RAY_DIR": ray_dir}
+    done = Slurm(tmp_path, hosts=[here, here]).run(submission(["--nodes=2", "toy"]), env=variables)
+    assert (done.exit_code, done.num_starts, done.survivors) == (1, 1, []), done.output
+    assert "error: 0 of 2 nodes have joined Ray" in done.output
+    assert said in done.output

@@ -34,7 +34,6 @@ from run_kit import (
 )
 from run_kit.config.loader import load_config
 from run_kit.errors import ConfigError, RunFolderError, TrackingError
-from run_kit.tracking.panels import choose_panels
 from run_kit.tracking.progress import duration_text
 from run_kit.tracking.rollouts import choose_sample
 from run_kit.tracking.run_folder import visible_line
@@ -285,15 +284,6 @@ def test_summaries() -> None:
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------------
-
-
-def test_panels_come_in_order_and_only_when_there_is_data() -> None:
-    phases = ["timing_s/step", "timing_s/gen", "timing_s/other", "timing_s/gen/wait"]
-    panels = choose_panels([*phases, "actor/loss", "critic/score/mean"])
-    assert [panel.title for panel in panels] == ["Score", "Loss", "Step time"]
-    assert panels[-1].metrics == ("timing_s/gen", "timing_s/other")
-    assert [panel.title for panel in choose_panels(["my/own"])] == ["my/own"]
-    assert choose_panels([]) == []
 
 
 def test_values_that_are_not_finite_are_gaps(table: MetricsTable, tmp_path: Path) -> None:

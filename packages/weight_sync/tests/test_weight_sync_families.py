@@ -12,7 +12,7 @@ import pytest
 import weight_sync_helpers as helpers
 from weight_sync_helpers import Server, assert_serves
 
-from plinth_testing import run_script
+from plinth_testing import run_script, tiny_vlm
 from weight_sync import HfFolderSource, ModuleSource, ReceiverError, SyncConfig, WeightPusher, WeightSyncError
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]  # three servers
@@ -212,11 +212,13 @@ def test_every_family_computes_with_the_pushed_weights(tmp_path: Path) -> None:
         for seed, which in enumerate(("old", "new")):
             config = helpers.family_config(config_class, *without, **changes)
             helpers.save_model(helpers.random_model(config, seed=seed), tmp_path / name / which)
-    arguments = [f"{name}:{family[-1]}" for name, family in FAMILIES.items()]
+    for seed, which in enumerate(("old", "new")):  # the last of its prompts has an image
+        tiny_vlm(tmp_path / "idefics3" / which, "idefics3", seed=seed, initializer_range=0.2)
+    arguments = [*(f"{name}:{family[-1]}" for name, family in FAMILIES.items()), "idefics3"]
     script = Path(__file__).with_name("weight_sync_families_worker.py")
     text = run_script(script, tmp_path, *arguments, timeout_s=1800)
     reported = [json.loads(line.removeprefix("family ")) for line in text.splitlines() if line.startswith("family ")]
-    assert [row["family"] for row in reported] == list(FAMILIES)
+    assert [row["family"] for row in reported] == [*FAMILIES, "idefics3"]
     for row in reported:
         assert "error" not in row, row
         assert row["moved"] > 0.5, row

@@ -134,6 +134,7 @@ def test_bad_folders_and_changed_modules_raise(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_fsdp2_shards_are_gathered() -> None:
     run_script(Path(__file__).with_name("weight_sync_fsdp_worker.py"), timeout_s=90)
 

@@ -15,7 +15,10 @@ from typing import Any
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
 os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "CUDA_VISIBLE_DEVICES": ""}
 
+import numpy
 import torch
+from PIL import Image
+from transformers import AutoTokenizer
 from vllm import LLM, SamplingParams
 
 from weight_sync import HfFolderSource, ReceiverError, plan_buckets
@@ -40,17 +43,23 @@ class Served:
             weight_transfer_config={"backend": "plinth"},
             disable_log_stats=True,
         )
+        self._prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        if (folder / "processor_config.json").is_file():
+            noise = numpy.random.default_rng(0).integers(0, 255, (50, 70, 3), dtype=numpy.uint8)
+            ids = AutoTokenizer.from_pretrained(folder)("Look: <image> What is it?")["input_ids"]
+            self._prompts += [{"prompt_token_ids": ids, "multi_modal_data": {"image": Image.fromarray(noise)}}]
         worker: Any = self._llm.llm_engine.model_executor.driver_worker
         self.loader = worker.weight_transfer_engine._loader
 
     def log_probs(self) -> list[float]:
         """Log-probs of the prompts' tokens."""
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-        outputs = self._llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
+        self._llm.llm_engine.reset_encoder_cache()  # as a push does
+        outputs = self._llm.generate(self._prompts, params, use_tqdm=False)
         return [
             entry[token].logprob
-            for output, prompt in zip(outputs, PROMPTS, strict=True)
-            for entry, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
+            for output in outputs
+            for entry, token in zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
         ]
 
     def push(self, folder: Path, *, layerwise: bool = False, corrupts: bool = False) -> None:

@@ -82,6 +82,9 @@ def export_deepspeed(
             for folder_name, part in model.parts(name, tensor):
                 written.append(folder_name)
                 yield folder_name, part if dtype is not None else part.to(model.dtype(folder_name))
+        for folder_name, part in model.frozen_vision(written):
+            written.append(folder_name)
+            yield folder_name, part
         model.check_complete(written)
 
     return save_hf_folder(

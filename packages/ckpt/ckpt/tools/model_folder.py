@@ -70,6 +70,22 @@ class ModelFolder:
                 raise _foreign(f"it has shape {list(shape)}, in the checkpoint {list(part.shape)}", part_name)
             yield part_name, part
 
+    def frozen_vision(self, written: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The folder's tensors of a vision tower that are not among the written ones: a checkpoint lacks it if it was
+        not trained."""
+        backbone = getattr(self._meta_model, "model", None)
+        text = getattr(backbone, "language_model", None) or getattr(backbone, "text_model", None)
+        if text is None or not hasattr(backbone, "get_image_features") or not self._stored:
+            return
+        from transformers.core_model_loading import revert_weight_conversion
+
+        model: Any = self._meta_model
+        of_text = {id(p) for part in (text, model.get_output_embeddings()) for p in part.parameters()}
+        tower = {name: p for name, p in model.named_parameters() if id(p) not in of_text}
+        left = revert_weight_conversion(model, tower).keys() - set(written)
+        if left:
+            yield from ((name, tensor) for name, tensor in read_folder(self._folder) if name in left)
+
     def check_complete(self, written: Collection[str]) -> None:
         """Raises ExportError for a weight of the folder's model that is not among the written tensors."""
         if not (left := self._stored.keys() - set(written)) or (model := self._meta_model) is None:
@@ -109,7 +125,9 @@ class ModelFolder:
 
             config = transformers.AutoConfig.from_pretrained(self._folder, trust_remote_code=False)
             with torch.device("meta"):
-                return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+                is_text = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+                kind = transformers.AutoModelForCausalLM if is_text else transformers.AutoModelForImageTextToText
+                return kind.from_config(config, trust_remote_code=False)
         except (ImportError, OSError, ValueError, KeyError, TypeError) as error:
             first = str(error).splitlines()[0]
             warnings.warn(f"{self._folder}: tensors keep the checkpoint's names: {first}", stacklevel=2)

@@ -41,6 +41,14 @@ if TYPE_CHECKING:
 ATTENTION_NAME = "plinth_packed"
 """Name of this implementation in transformers' attention registry."""
 
+
+def attention_options(config: Any) -> dict[str, Any]:
+    """Options of transformers that select packed attention for the text model; a vision tower keeps upstream's."""
+    if getattr(config, "vision_config", None) is None:
+        return {"attn_implementation": ATTENTION_NAME}
+    return {"attn_implementation": {"": ATTENTION_NAME, "text_config": ATTENTION_NAME}}
+
+
 _SCORE_MODIFIERS = ("softcap", "s_aux", "position_bias", "cum_seq_lens")
 
 
@@ -62,6 +70,8 @@ class PackedLayout:
     """Set with flash4, also without a tree."""
     matched: MatchedAttention | None = None
     """Set with match_servers: `kernel` then computes gradients only."""
+    blocks_T: Tensor | None = None
+    """Numbers of the images to which tokens belong, -1 for text: those of an image attend to each other. SDPA only."""
 
     @property
     def keys(self) -> Borders:
@@ -76,18 +86,27 @@ def packed_layout(
     kernel: str,
     sp_group: SequenceGroup | None = None,
     parents: Sequence[int] | None = None,
+    blocks_T: Tensor | None = None,
 ) -> PackedLayout:
     """The layout of sequences, or of the nodes of a tree, with these numbers of tokens.
 
     Args:
         parents: the parent of each node, -1 for a root; None without shared prefixes.
+        blocks_T: see `PackedLayout`.
     """
+    if blocks_T is not None:
+        kernel = "sdpa"
     tree = None if parents is None else tree_layout(parents, lengths, device)
     crossings = None
     if kernel == "flash4":
         crossings = make_crossings(parents or [-1] * len(lengths), lengths, tree, device)
     return PackedLayout(
-        borders=Borders.make(lengths, device), kernel=kernel, sp_group=sp_group, tree=tree, crossings=crossings
+        borders=Borders.make(lengths, device),
+        kernel=kernel,
+        sp_group=sp_group,
+        tree=tree,
+        crossings=crossings,
+        blocks_T=blocks_T,
     )
 
 
@@ -283,12 +302,17 @@ def _sdpa_per_sequence(
     enable_gqa = q.shape[1] != k.shape[1]
     queries = q.transpose(0, 1).unsqueeze(0).split(list(packing.borders.lengths), 2)
     paths = [x.transpose(0, 1).unsqueeze(0).split(list(keys.lengths), 2) for x in (k, v)]
+    blocks = (
+        [None] * len(queries) if packing.blocks_T is None else packing.blocks_T.split(list(packing.borders.lengths))
+    )
     outs = []
-    for query, key, value in zip(queries, *paths, strict=True):
+    for query, key, value, block in zip(queries, *paths, blocks, strict=True):
         num_queries, num_keys = query.shape[2], key.shape[2]
         mask = None
-        if num_keys > min(num_queries, sliding_window or num_keys):
+        if num_keys > min(num_queries, sliding_window or num_keys) or block is not None:
             mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - num_queries)
+            if block is not None:
+                mask |= (block[:, None] == block) & (block >= 0)
             if sliding_window is not None:
                 mask = mask.triu(1 + num_keys - num_queries - sliding_window)
         options: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None}

@@ -12,7 +12,7 @@ from ..errors import EngineConfigError, ModelError
 from ..upstream import FENCE
 from .attention import ATTENTION_NAME, packed_attention, varlen_parameters
 from .experts import keep_out_of_graphs
-from .parts import transformer_layers
+from .parts import decoder_layers
 from .tiled_mlp import tile_mlps
 
 RECOMPUTATION = FENCE.patch(
@@ -71,7 +71,7 @@ def compile_layers(
     """
     if device_type == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
         raise EngineConfigError("it needs a C++ compiler (g++ or clang++) on the CPU", field="compile", value=True)
-    layers = transformer_layers(model)
+    layers = decoder_layers(model)
     if not layers:
         raise ModelError(f"{type(model).__name__} has no transformer layers to compile")
     if kernel == "sdpa":

@@ -16,8 +16,8 @@ from torch import nn
 from plinth_base.model_folder import stored_tensors
 
 from ..errors import EngineConfigError, ModelError
-from ..upstream import FENCE, warn_on_first_rank
-from .attention import ATTENTION_NAME, register_packed_attention
+from ..upstream import FENCE, auto_class, warn_on_first_rank
+from .attention import attention_options, register_packed_attention
 from .compilation import compile_layers
 from .experts import use_experts
 from .folder_names import drop_unused_conversions
@@ -25,13 +25,14 @@ from .lora import add_adapters
 from .matching import Operations, check_match, match_servers
 from .nf4 import nf4_weights, quantize_base, round_to_nf4
 from .packed_model import install_packed_forward, mark_way
-from .parts import VALUE_HEAD
+from .parts import VALUE_HEAD, find_backbone
 from .recomputation import enable_checkpointing
 from .router_replay import RouterReplay, install_replay
 from .sequence_parallel import check_model_heads
 from .small_copy import turn_off_dropout
 from .tiled_mlp import tile_mlps
 from .trial import Trial, silenced_transformers, try_model, try_replay
+from .vision import vision_parameters
 from .weights import check_weights, read_config, refuse_incomplete
 
 if TYPE_CHECKING:
@@ -139,7 +140,9 @@ def load_model(
         warn_on_first_rank(
             f"{trial.architecture}: trained without its {', '.join(f'{k} {v:g}' for k, v in rates.items())}"
         )
-    options = {"config": model_config, "attn_implementation": ATTENTION_NAME if trial.way == "packed" else None}
+    options = {"config": model_config}
+    if trial.way == "packed":
+        options |= attention_options(model_config)
     torch.manual_seed(config.seed)
     sharded = config.zero.stage == 3
     with _zero3_loading(ds_config) if sharded else nullcontext():
@@ -148,7 +151,7 @@ def load_model(
     if config.lora is not None and config.lora.base_format == "nf4":
         quantize_base(model, device=device)
     use_experts(model, config.experts, device=device)
-    mark_way(model, rows=trial.way == "rows", shares_prefixes=not trial.why_not_shared)
+    mark_way(model, rows=trial.way == "rows", shares_prefixes=not trial.why_not_shared, sees_images=trial.sees)
     if not sharded:
         return model.to(device)
     drop_unused_conversions(model)
@@ -166,10 +169,9 @@ def nf4_base(model_path: str, config: EngineConfig) -> Callable[[str, torch.Tens
         ModelError: the configuration cannot be read, or the folder has other names than the model.
         ModelFolderError: a weight file cannot be read.
     """
-    from transformers import AutoModelForCausalLM
-
+    model_config = read_config(model_path)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(read_config(model_path), trust_remote_code=False)
+        model = auto_class(model_config, "lm").from_config(model_config, trust_remote_code=False)
     rounded, dtype = set(nf4_weights(model)), torch_dtype(config.model_dtype)
     if missing := sorted(rounded - stored_tensors(model_path).keys()):
         raise ModelError(
@@ -219,6 +221,9 @@ def _checked_trial(model_config: Any, config: EngineConfig, head: Head, device: 
         if trial.way == "rows" and (getattr(config, name) or default) != default:
             problem = f"it needs packed sequences, but {trial}"
             raise EngineConfigError(problem, field=name, value=getattr(config, name), allowed=str(default))
+    if config.train_vision and not trial.sees:
+        problem = f"it needs a vision tower that sees images exactly, but {trial}"
+        raise EngineConfigError(problem, field="train_vision", value=True, allowed="false")
     if config.tiled_mlp and trial.why_not_tiled:
         problem = f"{trial.architecture} in tiles: {trial.why_not_tiled}"
         raise EngineConfigError(problem, field="tiled_mlp", value=config.tiled_mlp, allowed="0")
@@ -254,8 +259,12 @@ def prepare_model(
     if config.match_servers and operations is None:
         raise EngineConfigError("it needs their operations", field="match_servers", value=True)
     check_model_heads(module.config, config.sequence_parallel)
+    _, backbone = find_backbone(module)
+    if not config.train_vision and backbone is not None:
+        for parameter in vision_parameters(backbone):
+            parameter.requires_grad_(False)
     if trainable and config.lora is not None:
-        add_adapters(module, config.lora, head=head, seed=config.seed)
+        add_adapters(module, config.lora, head=head, seed=config.seed, vision=config.train_vision)
     if config.gradient_checkpointing:
         enable_checkpointing(module, every=config.checkpoint_every, to_cpu=config.checkpoint_to_cpu)
     if operations is not None:
@@ -277,19 +286,17 @@ def _read_folder(
     model_path: str, dtype: torch.dtype, head: Head, options: dict[str, Any], *, seed: int | None
 ) -> nn.Module:
     """`seed`: of a value head that the folder lacks; None: such a folder is refused."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
     # Without the option, transformers asks at the terminal whether to run code of the folder.
     options = {"dtype": dtype, "trust_remote_code": False, **options}
-    auto_class: Any = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
+    kind = auto_class(options["config"], head)
     if head == "value":
         options["config"].num_labels = 1
     try:
         with silenced_transformers() if head == "value" else nullcontext():  # a missing head is normal for a new critic
-            model, info = auto_class.from_pretrained(model_path, output_loading_info=True, **options)
+            model, info = kind.from_pretrained(model_path, output_loading_info=True, **options)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        kind = "causal language model" if head == "lm" else "model with a value head"
-        raise ModelError(f"cannot load a {kind}: {error}", field="model_path", value=model_path) from error
+        wanted = "causal language model" if head == "lm" else "model with a value head"
+        raise ModelError(f"cannot load a {wanted}: {error}", field="model_path", value=model_path) from error
     if refuse_incomplete(model_path, info, new_head=head == "value" and seed is not None):
         assert seed is not None
         _draw_value_head(model.get_parameter(f"{VALUE_HEAD}.weight"), seed)

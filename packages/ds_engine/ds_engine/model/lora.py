@@ -11,6 +11,7 @@ Hugging Face names, `adapter_tensors` the trained tensors under the names of PEF
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from ..errors import EngineConfigError, ModelError
 from ..upstream import FENCE
 from .folder_names import TensorView, folder_views
 from .nf4 import Nf4Linear, Nf4Packing, nf4_packings
-from .parts import VALUE_HEAD, linear_layers
+from .parts import VALUE_HEAD, linear_layers, vision_names
 
 if TYPE_CHECKING:
     from ..batch import Head
@@ -112,10 +113,13 @@ class NamedTensor:
         return weight.to(dtype or weight.dtype, copy=copy)
 
 
-def add_adapters(model: Any, lora: LoraConfig, *, head: Head, seed: int) -> None:
+def add_adapters(model: Any, lora: LoraConfig, *, head: Head, seed: int, vision: bool = False) -> None:
     """Freeze `model` and add adapters to its linear layers, in place; a value head remains trainable.
 
     Adapters are initialized to a zero change (B = 0, A drawn with `seed`), identical on every rank and at every stage.
+
+    Args:
+        vision: add them to a vision tower and projector too.
 
     Raises:
         EngineConfigError: PEFT is not installed.
@@ -126,12 +130,14 @@ def add_adapters(model: Any, lora: LoraConfig, *, head: Head, seed: int) -> None
     except ImportError as error:
         raise EngineConfigError("it needs PEFT", field="lora", remedy="pip install peft") from error
     OFF.check()
+    others = "|".join(map(re.escape, vision_names(model)))
     settings = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         use_rslora=lora.rslora,
-        target_modules=_target_names(model, lora),
+        target_modules=_target_names(model, lora, vision),
+        exclude_modules=rf"({others})\..*" if others and not vision else None,
         task_type="SEQ_CLS" if head == "value" else "CAUSAL_LM",
         base_model_name_or_path=getattr(model, "name_or_path", None),
     )
@@ -146,11 +152,13 @@ def add_adapters(model: Any, lora: LoraConfig, *, head: Head, seed: int) -> None
         getattr(model, VALUE_HEAD).requires_grad_(True)
 
 
-def _target_names(model: Any, lora: LoraConfig) -> list[str]:
+def _target_names(model: Any, lora: LoraConfig, vision: bool) -> list[str]:
     """Target modules as PEFT matches them and writes them to adapter_config.json: suffixes of layer names."""
-    layers = linear_layers(model, nn.Linear, Nf4Linear)
+    layers = linear_layers(model, nn.Linear, Nf4Linear, vision=vision)
     if not layers:
         raise ModelError(f"{type(model).__name__} has no linear layer in its backbone to adapt")
+    if lora.target_modules == "all-linear" and vision:
+        return list(layers)  # last parts of a tower's names are also those of other modules
     if lora.target_modules == "all-linear":
         return sorted(name for name in {name.rpartition(".")[2] for name in layers} if _is_adapted(model, name))
     unknown = [t for t in lora.target_modules if not any(n == t or n.endswith(f".{t}") for n in layers)]

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import BatchError, ModelError
+from ..upstream import text_part
 from .attention import PackedLayout, packed_layout
 from .matching import MatchedAttention, Operations, matching_log_probs
 from .parts import VALUE_HEAD, find_backbone, transformer_layers
@@ -31,6 +32,7 @@ from .recurrence import recurrence_per_sequence
 from .rotary import rotary_per_sequence
 from .router_replay import given_routes
 from .sequence_parallel import SequenceGroup, TargetShare, gather_outputs, share_targets
+from .vision import SeenImages, Vision, install_vision
 
 if TYPE_CHECKING:
     from ..batch import HeadTerm, LogProbFn, Prefixes, TokenBatch
@@ -58,6 +60,7 @@ class PackedInputs:
 
     input_ids_1T: Tensor
     position_ids_1T: Tensor
+    """[1, T], with images in a model with three axes of positions [3, 1, T]."""
     packing: PackedLayout
     target_index_K: Tensor
     target_ids_K: Tensor
@@ -72,12 +75,21 @@ class PackedInputs:
     counted from this rank's first one; those of other ranks are outside of its rows."""
     routes_PLk: Tensor | None = None
     """Routes to replay (`given_routes`)."""
+    seen: SeenImages | None = None
+    """Images; with sequence parallelism `features_T` are those of this rank's tokens."""
 
 
-def mark_way(model: nn.Module, *, rows: bool, shares_prefixes: bool) -> None:
-    """Record on `model` that it computes padded rows, and whether it is exact where sequences share prefixes."""
+def mark_way(model: nn.Module, *, rows: bool, shares_prefixes: bool, sees_images: bool = False) -> None:
+    """Record on `model` that it computes padded rows, and whether it is exact where sequences share prefixes and with
+    images."""
     model.computes_padded_rows = rows  # type: ignore[assignment]
     model.shares_prefixes = shares_prefixes  # type: ignore[assignment]
+    model.sees_images = sees_images  # type: ignore[assignment]
+
+
+def vision_of(model: nn.Module, *, always: bool) -> Vision | None:
+    """Reads the images of batches if `model` was tried with images and is exact (see `Vision.always`)."""
+    return Vision.of(model, always=always) if getattr(model, "sees_images", False) is True else None
 
 
 def row_kernel(model: nn.Module) -> str | None:
@@ -99,6 +111,7 @@ def packed_inputs(
     prefixes: Prefixes | None = None,
     with_columns: bool = False,
     routes_TLk: Tensor | None = None,
+    vision: Vision | None = None,
 ) -> tuple[PackedInputs, int]:
     """Build the model's inputs for `batch` and count its targets; with `sp_group`, inputs are this rank's slice.
 
@@ -108,11 +121,17 @@ def packed_inputs(
     Args:
         prefixes: the shared prefixes of the sequences, which are computed once; not with kernel `ROWS`.
         routes_TLk: experts of each token in each layer, to replay (router_replay.py).
+        vision: reads the batch's images; where there are some, `prefixes` are not used.
 
     Raises:
         BatchError: `cu_seqlens_S1` does not describe the tokens of `input_ids_T`, `prefixes` no tree of them, or, with
-            kernel `ROWS`, the positions of a sequence do not count its tokens from 0.
+            kernel `ROWS`, the positions of a sequence do not count its tokens from 0. Images that the model cannot see,
+            or that do not belong to the tokens.
     """
+    images = tuple(getattr(batch, "images", ()))
+    if vision is None and any(image is not None for image in images):
+        raise BatchError("this model is not trained with images", field="images", value=len(images), allowed="none")
+    seen = None
     num_targets = batch.target_ids_K.numel()
     if num_targets == 0:
         zero = torch.zeros(1, dtype=torch.int64)
@@ -126,6 +145,11 @@ def packed_inputs(
                 field="cu_seqlens_S1",
                 allowed="positive lengths that add up",
             )
+    if vision is not None:
+        seen = vision.see(images if num_targets else (), ids, positions, lengths)
+    if seen is not None:
+        prefixes = None
+        positions = positions if seen.positions_AT is None else seen.positions_AT
     columns = dict(batch.columns) if with_columns else {}
     share = rows = parents = None
     rows_T = torch.arange(len(ids))
@@ -136,13 +160,16 @@ def packed_inputs(
     if kernel == ROWS:
         rows, rows_T = _padded_rows(ids, positions, lengths, device)
         index = rows_T[index]
+    tokens, missing = slice(None), 0
     if sp_group is not None:
-        ids, positions, lengths = _pad(ids, positions, lengths, sp_group.size)
+        missing = -len(ids) % sp_group.size
+        ids, positions, lengths = _pad(ids, positions, lengths, missing)
         if parents is not None:
             parents += [-1] * (len(lengths) - len(parents))
         part = len(ids) // sp_group.size
         start = sp_group.rank * part
-        ids, positions, rows_T = ids[start : start + part], positions[start : start + part], rows_T - start
+        tokens = slice(start, start + part)
+        ids, positions, rows_T = ids[tokens], positions[..., tokens], rows_T - start
         share = share_targets(index, tokens_per_rank=part, sequence_rank=sp_group.rank, sp=sp_group.size)
         # A rank without targets computes one dummy target, so that it runs the head and its collectives too.
         own = share.own_k if len(share.own_k) else share.own_k.new_zeros(1)
@@ -153,10 +180,18 @@ def packed_inputs(
     if routes_TLk is not None and num_targets:
         num_rows = len(ids) if rows is None else rows.mask_SL.numel()
         routes_PLk = given_routes(routes_TLk, last_T, rows_T, num_rows).to(device)
-    packing = packed_layout(lengths, device=device, kernel=kernel, sp_group=sp_group, parents=parents)
+    seen = None if seen is None else seen.pick(tokens, missing, device)
+    packing = packed_layout(
+        lengths,
+        device=device,
+        kernel=kernel,
+        sp_group=sp_group,
+        parents=parents,
+        blocks_T=None if seen is None else seen.blocks_T,
+    )
     return PackedInputs(
         input_ids_1T=ids.to(device).unsqueeze(0),
-        position_ids_1T=positions.to(device).unsqueeze(0),
+        position_ids_1T=positions.to(device).unsqueeze(-2),
         packing=packing,
         target_index_K=index.to(device),
         target_ids_K=targets.to(device),
@@ -165,6 +200,7 @@ def packed_inputs(
         share=share,
         rows_T=rows_T,
         routes_PLk=routes_PLk,
+        seen=seen,
     ), num_targets
 
 
@@ -196,13 +232,12 @@ def _padded_rows(
     return PaddedRows(input_ids_SL=ids_SL.to(device), mask_SL=mask_SL.to(device)), place_T
 
 
-def _pad(ids_T: Tensor, positions_T: Tensor, lengths: list[int], multiple: int) -> tuple[Tensor, Tensor, list[int]]:
-    """Pad T to a multiple of `multiple` with one more sequence of zeros at the end, which no target uses."""
-    missing = -len(ids_T) % multiple
+def _pad(ids_T: Tensor, positions_T: Tensor, lengths: list[int], missing: int) -> tuple[Tensor, Tensor, list[int]]:
+    """Pad T with one more sequence of `missing` zeros at the end, which no target uses."""
     if missing == 0:
         return ids_T, positions_T, lengths
-    zeros = ids_T.new_zeros(missing)
-    return torch.cat((ids_T, zeros)), torch.cat((positions_T, zeros)), [*lengths, missing]
+    pad = nn.functional.pad
+    return pad(ids_T, (0, missing)), pad(positions_T, (0, missing)), [*lengths, missing]
 
 
 def install_packed_forward(
@@ -240,6 +275,8 @@ def install_packed_forward(
     original: Callable[..., Any] = model.forward
     set_rotary_layout = rotary_per_sequence(backbone)
     set_recurrent_layout = recurrence_per_sequence(backbone, compiled=not count_calls)
+    if text_part(backbone) is not backbone:
+        install_vision(backbone)
     uncounted = count_calls
 
     def hidden_states(packed: PackedInputs) -> Tensor:
@@ -254,9 +291,14 @@ def install_packed_forward(
         if operations is not None:
             packing = replace(packing, matched=MatchedAttention.make(packing, operations))
         set_recurrent_layout(packing)
-        with _checked_calls(model, backbone, packing) if uncounted else nullcontext():
+        seen = {} if packed.seen is None else {"seen": packed.seen}
+        with _checked_calls(model, text_part(backbone), packing) if uncounted else nullcontext():
             out = backbone(
-                input_ids=packed.input_ids_1T, position_ids=packed.position_ids_1T, use_cache=False, packing=packing
+                input_ids=packed.input_ids_1T,
+                position_ids=packed.position_ids_1T,
+                use_cache=False,
+                packing=packing,
+                **seen,
             )
         uncounted = False
         return cast("Tensor", out[0][0])
@@ -295,11 +337,11 @@ _TOKENWISE = ("mlp", "moe")
 
 
 @contextmanager
-def _checked_calls(model: Any, backbone: nn.Module, packing: PackedLayout) -> Iterator[None]:
+def _checked_calls(model: Any, text: nn.Module, packing: PackedLayout) -> Iterator[None]:
     """Raise ModelError after a forward unless each transformer layer that ran called packed attention."""
     ran: list[nn.Module] = []
     hooks = [
-        layer.register_forward_pre_hook(lambda module, _: ran.append(module)) for layer in transformer_layers(backbone)
+        layer.register_forward_pre_hook(lambda module, _: ran.append(module)) for layer in transformer_layers(text)
     ]
     yield
     for hook in hooks:

@@ -10,6 +10,8 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
+from ..upstream import text_part
+
 VALUE_HEAD = "score"
 """Attribute that holds the value head, as transformers names it in every family."""
 _VECTORS = ("A_log", "D")
@@ -25,12 +27,24 @@ def find_backbone(model: Any) -> tuple[str, nn.Module | None]:
     return name, backbone if isinstance(backbone, nn.Module) and backbone is not model else None
 
 
-def linear_layers(model: Any, *types: type[nn.Linear]) -> dict[str, Any]:
-    """Layers of exactly one of `types` inside the backbone, keyed by name in `model`, in the model's order."""
+def linear_layers(model: Any, *types: type[nn.Linear], vision: bool = False) -> dict[str, Any]:
+    """Layers of exactly one of `types` inside the backbone, keyed by name in `model`, in the model's order; with
+    `vision` also those of a vision tower."""
     prefix, backbone = find_backbone(model)
     if backbone is None:
         return {}
-    return {f"{prefix}.{name}": layer for name, layer in backbone.named_modules() if type(layer) in types}
+    inside = {id(layer) for layer in (backbone if vision else text_part(backbone)).modules()}
+    layers = backbone.named_modules()
+    return {f"{prefix}.{name}": layer for name, layer in layers if type(layer) in types and id(layer) in inside}
+
+
+def vision_names(model: Any) -> list[str]:
+    """Names in `model` of the modules beside the text model: vision tower and projector."""
+    prefix, backbone = find_backbone(model)
+    text = None if backbone is None else text_part(backbone)
+    if backbone is None or text is backbone:
+        return []
+    return [f"{prefix}.{name}" for name, part in backbone.named_children() if part is not text]
 
 
 def transformer_layers(model: Any) -> list[Any]:
@@ -38,6 +52,12 @@ def transformer_layers(model: Any) -> list[Any]:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def decoder_layers(model: Any) -> list[Any]:
+    """The transformer layers without those of a vision tower."""
+    _, backbone = find_backbone(model)
+    return transformer_layers(model if backbone is None else text_part(backbone))
 
 
 def table_parameters(model: Any) -> set[int]:

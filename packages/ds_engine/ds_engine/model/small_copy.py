@@ -52,12 +52,40 @@ def small_config(config: Any, *, widths: Literal["fixed", "scaled", "kept"] = "f
             two, for a model whose widths depend on each other. kept: the model's own.
     """
     small = copy.deepcopy(config)
+    vision: Any = getattr(small, "vision_config", None)
     for part in _parts(small):
+        window = getattr(part, "window_size", None)
         _shrink(part, {**_COUNTS, **_WIDTHS} if widths == "fixed" else _COUNTS)
         if widths == "scaled":
             _scale(part)
+        if window is not None and part is vision:
+            part.window_size = window  # in pixels
+    if vision is not None and hasattr(small, "image_token_id"):
+        _shrink_images(small)
     turn_off_dropout(small)
     return small
+
+
+def _shrink_images(config: Any) -> None:
+    """Few layers and small images of the vision tower; special tokens that are in the vocabulary of the copy."""
+    vision = config.vision_config
+    values = vision.to_dict()
+    patches = 2 * int(getattr(config, "scale_factor", None) or 4)
+    changes: dict[str, Any] = {**dict.fromkeys(("num_hidden_layers", "depth"), 2), "hidden_size": 64}
+    changes |= {**dict.fromkeys(("num_attention_heads", "num_heads"), 4), "intermediate_size": 96}
+    changes |= {"out_hidden_size": config.get_text_config().hidden_size, "fullatt_block_indexes": [1]}
+    changes |= {"deepstack_visual_indexes": [0, 1], "image_size": patches * int(values.get("patch_size") or 0)}
+    for name, value in changes.items():
+        if name in values:
+            setattr(vision, name, value)
+    old, new = values.get("image_size"), changes["image_size"]
+    if getattr(config, "image_grid_pinpoints", None) and isinstance(old, int):
+        config.image_grid_pinpoints = [[new * (side // old) for side in sides] for sides in config.image_grid_pinpoints]
+    if hasattr(config, "mm_tokens_per_image"):
+        config.mm_tokens_per_image = 16
+    for token, name in enumerate(("image_token_id", "video_token_id"), start=1):
+        if hasattr(config, name):
+            setattr(config, name, token)
 
 
 def turn_off_dropout(config: Any) -> dict[str, float]:
@@ -157,6 +185,10 @@ def _are_numbers(value: Any, total: int) -> bool:
 
 
 def _shrink_rotary(config: Any, parameters: dict[str, Any]) -> None:
+    if sections := parameters.get("mrope_section"):
+        half = _rotary_dim(config, parameters) // 2
+        fewer = [half * section // sum(sections) for section in sections]
+        parameters["mrope_section"] = [half - sum(fewer[1:]), *fewer[1:]]
     kind = str(parameters.get("rope_type"))
     if "dynamic" not in kind and kind != "longrope":
         return
@@ -165,11 +197,15 @@ def _shrink_rotary(config: Any, parameters: dict[str, Any]) -> None:
     parameters["original_max_position_embeddings"] = ORIGINAL_LENGTH
     if hasattr(config, "original_max_position_embeddings"):  # Phi-3, whose configuration prefers this one
         config.original_max_position_embeddings = ORIGINAL_LENGTH
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    num = int(head_dim * parameters.get("partial_rotary_factor", 1.0)) // 2
+    num = _rotary_dim(config, parameters) // 2
     for name in ("short_factor", "long_factor"):
         if name in parameters:
             parameters[name] = parameters[name][:num]
+
+
+def _rotary_dim(config: Any, parameters: dict[str, Any]) -> int:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(head_dim * parameters.get("partial_rotary_factor", 1.0))
 
 
 def randomize(model: nn.Module) -> None:

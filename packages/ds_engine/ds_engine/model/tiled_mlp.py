@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ModelError
-from .parts import transformer_layers
+from .parts import decoder_layers
 
 Call = Callable[[Tensor], Tensor]
 
@@ -30,7 +30,7 @@ def tile_mlps(model: Any, tokens: int, *, compiled: Callable[[Call], Call] | Non
     Raises:
         ModelError: the model has no layers, or a layer has no module `mlp`.
     """
-    layers = transformer_layers(model)
+    layers = decoder_layers(model)
     if not layers or not all(isinstance(getattr(layer, "mlp", None), nn.Module) for layer in layers):
         raise ModelError(
             f"{type(model).__name__}: tiled_mlp needs layers whose MLP is called mlp", remedy="set tiled_mlp=0"

@@ -9,6 +9,7 @@ found too. The copy is in fp32 on the CPU, or on the GPU if its kernels need one
 from __future__ import annotations
 
 import copy
+import inspect
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -21,14 +22,16 @@ from torch import Tensor, nn
 
 from ..errors import ModelError, UntriedModelError
 from ..simple import SimpleBatch, dense_log_prob
-from ..upstream import transformers_message
-from .attention import ATTENTION_NAME, register_packed_attention
+from ..upstream import auto_class, transformers_message
+from .attention import attention_options, register_packed_attention
 from .experts import use_experts
 from .packed_model import ROWS, PackedInputs, install_packed_forward, packed_inputs
+from .parts import find_backbone, vision_names
 from .recurrence import has_kernels, recurrent_line
 from .router_replay import install_replay, replay_refusal
 from .small_copy import randomize, small_config
 from .tiled_mlp import tile_mlps
+from .vision import Vision, made_up_images
 
 if TYPE_CHECKING:
     from ..batch import Head
@@ -66,13 +69,18 @@ class Trial:
     """Empty if its MLPs can run over tiles of tokens."""
     seconds: float
     """Duration of the trial."""
+    sees: bool = False
+    """It is a vision-language model whose packed sequences with images equal each one alone."""
+    why_blind: str = ""
+    """Set if a vision-language model is not exact with images."""
 
     def __str__(self) -> str:
         cost = f"tried on a small random copy in {self.seconds:.1f} s"
         if self.way == "packed":
             recurrent = f", {self.recurrent}" if self.recurrent else ""
             shared = f"; without shared prefixes ({self.why_not_shared})" if self.why_not_shared else ""
-            return f"{self.architecture}: packed sequences equal each one alone{recurrent}{shared} ({cost})"
+            seen = ", with images" if self.sees else f"; without images ({self.why_blind})" if self.why_blind else ""
+            return f"{self.architecture}: packed sequences equal each one alone{seen}{recurrent}{shared} ({cost})"
         return (
             f"{self.architecture}: each sequence is a padded row of transformers' own forward, exact but slower, as "
             f"packed {self.why_not_packed} ({cost})"
@@ -129,6 +137,10 @@ def _try(config: Any, head: Head, device: torch.device) -> Trial:
             reasons[way] = _inexactness(way, small, model, sequences, head, expected)
             if not reasons[way]:
                 is_packed = way == "packed"
+                has_vision = bool(vision_names(model))
+                why_blind = f"packed {reasons['packed']}" if has_vision else ""
+                if has_vision and is_packed:
+                    why_blind = _blindness(small, model, head)
                 return Trial(
                     architecture=architecture,
                     way=cast("Any", way),
@@ -138,6 +150,8 @@ def _try(config: Any, head: Head, device: torch.device) -> Trial:
                     else f"packed {reasons['packed']}",
                     recurrent=recurrent_line(model) if is_packed else "",
                     why_not_tiled=_inexactness(way, small, model, sequences, head, expected, tile=_TILE),
+                    sees=has_vision and not why_blind,
+                    why_blind=why_blind,
                     seconds=time.monotonic() - started,
                 )
     raise ModelError(f"{architecture} cannot be trained: packed {reasons['packed']}; in padded rows {reasons['rows']}")
@@ -147,12 +161,51 @@ Result = tuple[Tensor, Mapping[str, Tensor]]
 """Outputs of all sequences, and the gradients of a weighted sum of them."""
 
 
+def _blindness(small: Any, reference: Any, head: Head) -> str:
+    """Why packed sequences with images do not equal each one alone; empty if they do."""
+    try:
+        sequences, images = _with_images(reference)
+        alone = [_alone(reference, ids, head, each) for ids, each in zip(sequences, images, strict=True)]
+        expected = _outputs_and_gradients(reference, alone)
+    except Exception as error:  # whatever a model raises whose images are of a kind that is not known here
+        return f"upstream's own forward fails with {type(error).__name__}: {transformers_message(error)[:200]}"
+    return _inexactness("packed", small, reference, sequences, head, expected, images=images)
+
+
+def _with_images(model: Any) -> tuple[list[Tensor], list[Any]]:
+    """Token ids of two sequences, one with two images and one with one; and their images."""
+    vision = Vision.of(model)
+    assert vision is not None
+    _, backbone = find_backbone(model)
+    device = next(model.parameters()).device
+    sequences, images = [], []
+    for ids, sizes in zip(_sequences(model), (((6, 5), (2, 3)), ((3, 4),)), strict=True):
+        parts, shown = list(ids.split([4, 3, len(ids) - 7])), []
+        each = made_up_images(model, sizes=sizes)
+        with torch.no_grad():
+            inputs = {name: value.to(device) for name, value in each.items()}
+            features = cast("Any", backbone).get_image_features(**inputs, return_dict=True).pooler_output
+        for part, feature in zip(parts, features, strict=False):
+            shown += [part, ids.new_full((len(feature),), vision.placeholder)]
+        sequences.append(torch.cat([*shown, *parts[len(sizes) :]]))
+        images.append(each)
+    return sequences, images
+
+
 def _inexactness(
-    way: str, small: Any, reference: Any, sequences: list[Tensor], head: Head, expected: Result, *, tile: int = 0
+    way: str,
+    small: Any,
+    reference: Any,
+    sequences: list[Tensor],
+    head: Head,
+    expected: Result,
+    *,
+    tile: int = 0,
+    images: list[Any] | None = None,
 ) -> str:
     """Why sequences computed in this way do not equal each one alone; empty if they do."""
     try:
-        model, inputs = _copy_for(way, small, reference, sequences, head, tile=tile)
+        model, inputs = _copy_for(way, small, reference, sequences, head, tile=tile, images=images)
         outputs, gradients = _outputs_and_gradients(model, [model(packed=inputs)])
     except ModelError as error:
         return f"it is refused: {error}"
@@ -171,11 +224,18 @@ def _inexactness(
 
 
 def _copy_for(
-    way: str, small: Any, reference: Any, sequences: list[Tensor], head: Head, *, tile: int = 0
+    way: str,
+    small: Any,
+    reference: Any,
+    sequences: list[Tensor],
+    head: Head,
+    *,
+    tile: int = 0,
+    images: list[Any] | None = None,
 ) -> tuple[nn.Module, PackedInputs]:
     """A model with the weights of `reference` that computes sequences in this way, and their inputs."""
     register_packed_attention()
-    options = {} if way == "rows" else {"attn_implementation": ATTENTION_NAME}
+    options = {} if way == "rows" else attention_options(small)
     model = _build(small, head, **options)
     model.load_state_dict(reference.state_dict())
     use_experts(model, "auto", device=sequences[0].device)
@@ -183,10 +243,11 @@ def _copy_for(
         tile_mlps(model, tile)
     install_packed_forward(model.train(), dense_log_prob if head == "lm" else None)
     with CPU:
-        batch = SimpleBatch.pack([_split(ids, head) for ids in sequences])
+        batch = SimpleBatch.pack([_split(ids, head) for ids in sequences], images=images or ())
         kernel = ROWS if way == "rows" else "sdpa"
         prefixes = _SHARED if way == "shared" else None
-        inputs, _ = packed_inputs(batch, device=sequences[0].device, kernel=kernel, prefixes=prefixes)
+        vision = Vision.of(model) if images else None
+        inputs, _ = packed_inputs(batch, device=sequences[0].device, kernel=kernel, prefixes=prefixes, vision=vision)
     return model, inputs
 
 
@@ -226,10 +287,8 @@ def try_replay(config: Any, trial: Trial, *, device: torch.device = CPU) -> None
 
 
 def _build(config: Any, head: Head, **options: Any) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    auto_class: Any = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
-    return auto_class.from_config(copy.deepcopy(config), dtype=torch.float32, trust_remote_code=False, **options)
+    kind = auto_class(config, head)
+    return kind.from_config(copy.deepcopy(config), dtype=torch.float32, trust_remote_code=False, **options)
 
 
 def _reference(config: Any, head: Head) -> tuple[Any, Any]:
@@ -291,11 +350,21 @@ def _split(ids_T: Tensor, head: Head) -> tuple[list[int], list[int]]:
     return ids_T[:num_prompt].tolist(), ids_T[num_prompt:].tolist()
 
 
-def _alone(model: Any, ids_T: Tensor, head: Head) -> Tensor:
+def _alone(model: Any, ids_T: Tensor, head: Head, images: Mapping[str, Tensor] | None = None) -> Tensor:
     """Upstream's outputs for the targets of one sequence: [2, K] log-probs and entropies, or values [1, 1]."""
     if head == "value":
-        return cast("Tensor", model(input_ids=ids_T[None, :-1], use_cache=False).logits)
-    log_p_KV = model(input_ids=ids_T[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+        ids_T = ids_T[:-1]
+    inputs: dict[str, Tensor] = {}
+    if images is not None:
+        kinds = (ids_T == model.config.image_token_id).int()[None]
+        backbone: Any = find_backbone(model)[1]
+        names = inspect.signature(type(backbone).forward).parameters
+        inputs = {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in names}
+        inputs |= {name: value.to(ids_T.device) for name, value in images.items()}
+    logits = model(input_ids=ids_T[None], use_cache=False, **inputs).logits
+    if head == "value":
+        return cast("Tensor", logits)
+    log_p_KV = logits[0, :-1].log_softmax(-1)
     return torch.stack((log_p_KV.gather(1, ids_T[1:, None])[:, 0], -(log_p_KV.exp() * log_p_KV).sum(-1)))
 
 

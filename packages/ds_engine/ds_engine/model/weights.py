@@ -15,7 +15,7 @@ import torch
 from plinth_base.model_folder import ModelFolderError, stored_tensors, weight_files
 
 from ..errors import ModelError
-from ..upstream import transformers_message, warn_on_first_rank
+from ..upstream import auto_class, transformers_message, warn_on_first_rank
 from .parts import VALUE_HEAD
 
 if TYPE_CHECKING:
@@ -65,14 +65,11 @@ def check_weights(
         ModelError: a weight is missing or has another shape, two that the configuration ties differ, or a file is
             damaged.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
     from .trial import silenced_transformers
 
     stored, model_config = _stored(model_path), read_config(model_path)
     if not stored:
         return
-    auto_class: Any = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
     if head == "value":
         model_config.num_labels = 1
     try:
@@ -82,7 +79,7 @@ def check_weights(
                     name: torch.empty(one.shape, dtype=getattr(torch, one.dtype, torch.uint8))
                     for name, one in stored.items()
                 }
-                model = auto_class.from_config(model_config, trust_remote_code=False)
+                model = auto_class(model_config, head).from_config(model_config, trust_remote_code=False)
             _, info = type(model).from_pretrained(
                 None,
                 config=model_config,

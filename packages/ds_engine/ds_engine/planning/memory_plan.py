@@ -214,9 +214,14 @@ def estimate_memory(
     if shape.is_exact:  # a counted model without heads has one
         check_heads(shape.num_heads, config.sequence_parallel)
     weights = shape.weights(head)
+    of_vision = [] if shape.vision is None else list(shape.vision.weights)
     frozen: list[Weight] = []
+    if config.train_vision:
+        weights += of_vision
+    else:
+        frozen = of_vision
     if config.lora is not None:
-        frozen = [w for w in weights if w.name != "score"]
+        frozen = [w for w in [*shape.weights(head), *of_vision] if w.name != "score"]
         weights = shape.adapters(config.lora) + [w for w in weights if w.name == "score"]
     num_parameters = sum(w.size for w in weights + frozen)
     if _uses_nf4(config):
@@ -229,6 +234,8 @@ def estimate_memory(
     targets = min(tokens, targets_per_micro_batch or tokens)
     late = states.late_gradients if num_micro_batches == 1 else 0
     peak = _peak(case, states, tokens, targets, log_prob_bytes if head == "lm" else 0, late)
+    seen, seeing = _vision_bytes(case, tokens_per_micro_batch)
+    peak = max(peak + seen, seen + seeing)
     inputs = tokens * shape.hidden * case.e * _recomputed(case) if config.checkpoint_to_cpu else 0
     return MemoryEstimate(
         num_parameters=num_parameters,
@@ -384,6 +391,21 @@ def _layer_bytes(case: _Case) -> int:
     if lora is not None:
         adapters = e * lora.rank * len(shape.adapters(lora)) // (2 * shape.num_layers)
     return norms + head_norms + attention + products + adapters
+
+
+def _vision_bytes(case: _Case, tokens: int) -> tuple[int, int]:
+    """(kept, temporary) bytes of the vision tower, at most: as if all tokens of a micro batch were of images, which
+    every sequence-parallel rank computes whole."""
+    shape, e, config = case.shape.vision, case.e, case.config
+    if shape is None:
+        return 0, 0
+    patches = tokens * shape.patches_per_token
+    layer = patches * (e * shape.layer_width + 2 * (4 + e) * shape.hidden)
+    pixels = patches * shape.pixels_per_patch * (4 + e)
+    if not config.train_vision:
+        return 0, layer + pixels
+    kept = patches * shape.hidden * e if config.gradient_checkpointing else layer
+    return kept * shape.num_layers + pixels, layer
 
 
 def _peak(case: _Case, states: _States, tokens: int, targets: int, log_prob_bytes: int, late: int) -> int:

@@ -7,18 +7,20 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from ..config import LoraConfig
 from ..errors import EngineConfigError, ModelError
-from ..upstream import transformers_message
+from ..upstream import auto_class, text_part, transformers_message
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Dense decoders whose sizes follow from config.json alone, to the byte."""
 COMPILED = (*FAMILIES, "qwen3_moe")
 """Families whose compiled layers were measured on GPUs."""
+_TEXT_MODELS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+"""Text models of vision-language models that have the shapes of a known family."""
 TABLES = ("embed_tokens", "lm_head", "score")
 """Weights that are no matrices for an optimizer."""
 
@@ -34,6 +36,20 @@ class Weight:
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionShape:
+    """Sizes of the vision tower and projector of a vision-language model."""
+
+    weights: tuple[Weight, ...]
+    num_layers: int
+    hidden: int
+    layer_width: int
+    """Inputs and outputs of all matrices of a layer."""
+    patches_per_token: int
+    """Patches of which a placeholder's feature is made."""
+    pixels_per_patch: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +70,8 @@ class ModelShape:
     family: str = ""
     """`model_type` of the configuration."""
     counted: tuple[Weight, ...] = ()
-    """All parameters of a model outside of the known families, whose other sizes are upper bounds."""
+    """All parameters of a model outside of the known families, whose other sizes are upper bounds; without `vision`."""
+    vision: VisionShape | None = None
 
     @property
     def is_exact(self) -> bool:
@@ -136,7 +153,7 @@ class ModelShape:
         return max((size for layer, size in sizes.items() if layer), default=0)
 
     def weights(self, head: Literal["lm", "value"] = "lm") -> list[Weight]:
-        """All parameters, in no particular order; a tied LM head is not listed."""
+        """All parameters without those of `vision`, in no particular order; a tied LM head is not listed."""
         if self.counted:
             value_head = [Weight(name="score", shape=(1, self.hidden))] if head == "value" else []
             return [w for w in self.counted if head == "lm" or w.name != "lm_head"] + value_head
@@ -196,18 +213,24 @@ def count_shape(folder: str | Path) -> ModelShape:
         ValueError: transformers cannot build it, or its configuration lacks a size.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         text = config.get_text_config()
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model = auto_class(config, "lm").from_config(config, trust_remote_code=False)
         heads = int(getattr(text, "num_attention_heads", None) or 1)  # state-space models have none
         layers, width = int(text.num_hidden_layers), int(text.hidden_size)
     except Exception as error:  # from_config runs the architecture's own code
         reason = f"{type(error).__name__}: {transformers_message(error)}"
         raise ModelError(f"its sizes cannot be counted: {reason}", value=str(folder)) from error
+    vision = _vision_shape(model, config)
+    family = _TEXT_MODELS.get(text.model_type, text.model_type)
+    if vision is not None and family in FAMILIES:
+        tied = bool(getattr(config, "tie_word_embeddings", False))
+        known = ModelShape.read({**text.to_dict(), "model_type": family, "tie_word_embeddings": tied})
+        return replace(known, family=str(config.model_type), vision=vision)
     experts = int(getattr(text, "num_experts_per_tok", None) or 1)
     outer = {id(p) for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m for p in m.parameters()}
     return ModelShape(
@@ -224,8 +247,40 @@ def count_shape(folder: str | Path) -> ModelShape:
         qk_norm=True,
         family=str(config.model_type),
         counted=tuple(
-            Weight(name=_plain_name(model, p, name), shape=tuple(p.shape)) for name, p in model.named_parameters()
+            Weight(name=_plain_name(model, p, name), shape=tuple(p.shape))
+            for name, p in model.named_parameters()
+            if vision is None or Weight(name=name, shape=tuple(p.shape)) not in vision.weights
         ),
+        vision=vision,
+    )
+
+
+def _vision_shape(model: Any, config: Any) -> VisionShape | None:
+    """None for a model without a vision tower, or with one whose sizes have other names."""
+    backbone = getattr(model, "model", model)
+    text = text_part(backbone)
+    vision: Any = getattr(config, "vision_config", None)
+    patch = getattr(vision, "patch_size", None)
+    if text is backbone or not isinstance(patch, int):
+        return None
+    outer = (text, model.get_output_embeddings())
+    of_text = {id(p) for part in outer if part is not None for p in part.parameters()}
+    sizes = {name: p for name, p in model.named_parameters() if id(p) not in of_text}
+    sides = {"spatial_merge_size": vision, "scale_factor": config}
+    side = next((int(getattr(one, name)) for name, one in sides.items() if hasattr(one, name)), 1)
+    if tokens := getattr(config, "mm_tokens_per_image", None):
+        side = int(vision.image_size) // patch // math.isqrt(int(tokens))
+    channels = int(getattr(vision, "in_channels", 0) or getattr(vision, "num_channels", 3))
+    widths = Counter[str]()
+    for name, p in sizes.items():
+        widths[_layer_of(name)] += sum(p.shape) if p.ndim == 2 else 0
+    return VisionShape(
+        weights=tuple(Weight(name=name, shape=tuple(p.shape)) for name, p in sizes.items()),
+        num_layers=int(getattr(vision, "depth", None) or vision.num_hidden_layers),
+        hidden=int(vision.hidden_size),
+        layer_width=max((width for layer, width in widths.items() if layer), default=0),
+        patches_per_token=side**2,
+        pixels_per_patch=channels * patch**2 * int(getattr(vision, "temporal_patch_size", 1)),
     )
 
 

@@ -1,10 +1,9 @@
-"""Memory statistics of a rank, and offload of the engine's tensors to CPU memory between phases."""
+"""Offload of the engine's tensors to CPU memory between phases."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,52 +11,6 @@ from torch import Tensor, nn
 
 _CHUNK_BYTES = 2**28
 """Bytes of CPU memory that an offload allocates at a time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryReport:
-    """Bytes moved by an offload or reload."""
-
-    moved_bytes: int
-    """Bytes copied between device and CPU."""
-    device_bytes_before: int
-    """Bytes allocated by torch on the device before; 0 on the CPU."""
-    device_bytes_after: int
-    """Bytes allocated by torch on the device after."""
-
-    @property
-    def freed_bytes(self) -> int:
-        """Device bytes freed (negative after a reload)."""
-        return self.device_bytes_before - self.device_bytes_after
-
-
-def memory_stats(device: torch.device) -> dict[str, int]:
-    """Resident memory of this process, on CUDA also allocated and reserved device memory, each with its peak; bytes."""
-    stats = _process_memory()
-    if device.type == "cuda":
-        stats |= {
-            "device_allocated_bytes": torch.cuda.memory_allocated(device),
-            "device_reserved_bytes": torch.cuda.memory_reserved(device),
-            "device_max_allocated_bytes": torch.cuda.max_memory_allocated(device),
-            "device_max_reserved_bytes": torch.cuda.max_memory_reserved(device),
-        }
-    return stats
-
-
-def _process_memory() -> dict[str, int]:
-    fields = {"VmRSS": "cpu_resident_bytes", "VmHWM": "cpu_max_resident_bytes"}
-    stats = {}
-    try:
-        with open("/proc/self/status") as status:
-            for line in status:
-                name, _, value = line.partition(":")
-                if name in fields:
-                    stats[fields[name]] = int(value.split()[0]) * 1024
-    except OSError:  # not Linux: the standard library has the peak only
-        import resource
-
-        stats["cpu_max_resident_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return stats
 
 
 def state_tensors(root: Any, device_type: str, *, depth: int = 4) -> Iterator[Tensor]:
@@ -171,9 +124,8 @@ class EngineMemory:
         self.is_offloaded = False
         """True if `offload` was called and `reload` was not; on the CPU too, where neither moves anything."""
 
-    def offload(self, device: torch.device, *, include_params: bool) -> MemoryReport:
+    def offload(self, device: torch.device, *, include_params: bool) -> int:
         """See `ZeroEngine.offload`."""
-        before = _device_bytes(device)
         num_bytes = 0
         if device.type == "cuda" and not self.is_offloaded:
             if self._optimizer is not None:
@@ -182,14 +134,12 @@ class EngineMemory:
             gc.collect()
             torch.cuda.empty_cache()
         self.is_offloaded = True
-        return MemoryReport(moved_bytes=num_bytes, device_bytes_before=before, device_bytes_after=_device_bytes(device))
+        return num_bytes
 
-    def reload(self, device: torch.device) -> MemoryReport:
+    def reload(self) -> int:
         """See `ZeroEngine.reload`."""
-        before = _device_bytes(device)
-        num_bytes = self._storages.reload()
         self.is_offloaded = False
-        return MemoryReport(moved_bytes=num_bytes, device_bytes_before=before, device_bytes_after=_device_bytes(device))
+        return self._storages.reload()
 
     def movable(self, device_type: str, *, include_params: bool) -> Iterator[Tensor]:
         """The tensors on `device_type` that `offload` moves."""
@@ -207,7 +157,3 @@ class EngineMemory:
 
 def _storage_id(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _device_bytes(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

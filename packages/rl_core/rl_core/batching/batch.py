@@ -36,8 +36,6 @@ class Batch:
     """int64 [T], restarting at 0 in each sequence."""
     cu_seqlens_S1: Tensor
     """int32 [S + 1], start offsets of the sequences in T, and T at the end."""
-    max_seqlen: int
-    """Length of the longest sequence in tokens; 0 for an empty batch."""
     target_index_K: Tensor
     """int64 [K], the position in T whose hidden state predicts the target (one before it)."""
     target_ids_K: Tensor
@@ -51,6 +49,8 @@ class Batch:
     per_token: dict[str, Tensor] = field(default_factory=dict)
     """Values per token by name, [T, ...], prompts included, such as the experts that computed it. They stay on the
     CPU."""
+    images: tuple[str | None, ...] = ()
+    """For each sequence the file of its images' features, or None; empty if no sequence has images."""
     prefixes: PrefixTree | None = None
     """The tokens to compute if sequences share prefixes; None: all. Nothing else of the batch depends on it."""
 
@@ -118,13 +118,13 @@ class Batch:
             input_ids_T=self.input_ids_T[keep_T],
             position_ids_T=self.position_ids_T[keep_T],
             cu_seqlens_S1=borders_S1.int(),
-            max_seqlen=int(lens_S.max()) if len(lens_S) else 0,
             target_index_K=self.target_index_K[keep_K] + moved_S.repeat_interleave(num_targets_S),
             target_ids_K=self.target_ids_K[keep_K],
             response_lens_S=num_targets_S,
             columns={name: column_K[keep_K] for name, column_K in self.columns.items()},
             per_sequence={name: values_S[chosen] for name, values_S in self.per_sequence.items()},
             per_token={name: values_T[keep_T] for name, values_T in self.per_token.items()},
+            images=tuple(self.images[int(one)] for one in sequences) if self.images else (),
         )
 
     def target_places(self, sequences: Sequence[int]) -> Tensor:
@@ -159,6 +159,7 @@ def pack(
     columns: Mapping[str, Tensor] | None = None,
     per_sequence: Mapping[str, Tensor] | None = None,
     per_token: Mapping[str, Tensor] | None = None,
+    images: Sequence[str | None] = (),
 ) -> Batch:
     """Packs prompts, each followed by its response, in the order given into one row.
 
@@ -171,6 +172,7 @@ def pack(
         columns: [K] or [K, ...] by name.
         per_sequence: [S] by name.
         per_token: [T, ...] by name.
+        images: for each sequence the file of its images' features, or None; empty if no sequence has images.
 
     Raises `ShapeError` for a mask, column or value of another length, a target without a token before it, and a
     sequence without tokens.
@@ -197,13 +199,15 @@ def pack(
         input_ids_T=torch.from_numpy(input_ids_T),
         position_ids_T=torch.from_numpy(np.arange(borders[-1]) - np.repeat(borders[:-1], seq_lens)),
         cu_seqlens_S1=torch.from_numpy(borders.astype(np.int32)),
-        max_seqlen=int(seq_lens.max(initial=0)),
         target_index_K=torch.from_numpy(target_places - 1),
         target_ids_K=torch.from_numpy(input_ids_T[target_places]),
         response_lens_S=torch.from_numpy(np.diff(np.searchsorted(target_places, borders))),
         per_sequence=dict(per_sequence or {}),
         per_token=dict(per_token or {}),
+        images=tuple(images) if any(images) else (),
     )
+    if images and len(images) != len(lens):
+        raise ShapeError(field="images", value=len(images), allowed=f"{len(lens)}, one value per sequence")
     sizes = ((batch.per_sequence, len(lens), "sequence"), (batch.per_token, batch.num_tokens, "token"))
     for values, size, noun in sizes:
         for name, each in values.items():

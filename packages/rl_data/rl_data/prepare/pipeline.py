@@ -105,9 +105,8 @@ def _read_held_out(config: PrepareConfig, report: Report) -> HeldOut:
         if config.prompt_column not in table.columns:
             config = replace(config, prompt_column=None, response_column=None, ground_truth_column=None)
         num_rows = 0
-        for place, record in read_records(table, find_layout(table, config)):
+        for num_rows, (place, record) in enumerate(read_records(table, find_layout(table, config)), 1):  # noqa: B007
             held_out.add(str(place), tokens(_compared(record)[0]))
-            num_rows += 1
         report.files.append(File("held out", table.file, num_rows))
     return held_out
 
@@ -164,8 +163,7 @@ def _schema(rows: Any, mask: Any, report: Report) -> Any:
         for name in dict.fromkeys(name for record in records for name in record):
             try:
                 type_ = pa.string() if name in _TEXTS else pa.array([record.get(name) for record in records]).type
-                one = pa.schema([(name, type_)])
-                schema = pa.unify_schemas([schema, one], promote_options="permissive")
+                schema = pa.unify_schemas([schema, pa.schema([(name, type_)])], promote_options="permissive")
             except (pa.ArrowException, OverflowError, ValueError, TypeError) as error:
                 problem = f"column {name!r} has values of different types ({first_line(error)}), as parquet cannot"
                 remedy = "Write them as text, or leave the column out: --extra-columns names those to keep."

@@ -68,17 +68,18 @@ def write_task(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     names = ("train", "val", "demonstrations")
-    files = [_write(folder / f"{name}.parquet", rows) for name, rows in zip(names, made, strict=True)]
+    files = [write_parquet(folder / f"{name}.parquet", rows) for name, rows in zip(names, made, strict=True)]
     make_pairs = partial(arithmetic.preferences, slip_share=slip_share)
     pairs = {
-        name: _write(folder / f"{name}.parquet", make_pairs(random.Random(seed), count, held_out=held_out))
+        name: write_parquet(folder / f"{name}.parquet", make_pairs(random.Random(seed), count, held_out=held_out))
         for name, count, held_out in (("pairs", num_pairs, False), ("val_pairs", num_val_pairs, True))
         if count
     }
     return TaskFiles(*files, **pairs)
 
 
-def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Writes rows to a parquet file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,8 +1,9 @@
 """The command line of an app."""
 
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -11,6 +12,7 @@ from run_kit import run_cli
 from ..job_config import JobConfig
 from ..ranks.environment import prepare_imports
 from ..supervised_job_config import SupervisedJobConfig
+from . import kept
 from .import_deepspeed import file_keys
 from .servers_ahead import servers_ahead
 
@@ -54,22 +56,29 @@ def run_job_cli(
     data = "supervised.files" if issubclass(config_cls, SupervisedJobConfig) else "data.train"
 
     origins: dict[str, str] = {}
+    app = f"{config_cls.__module__.rpartition('.')[0]}.main"
+    command = kept.Command.current(app, sys.argv[1:] if argv is None else argv)
 
-    def prepared(config: AppConfigT) -> None:
+    def prepared(config: AppConfigT) -> int | None:
+        minutes = config.trainer.keep_servers if isinstance(config, JobConfig) else 0.0
+        if isinstance(config, JobConfig) and (code := kept.run_in_kept(command, minutes)) is not None:
+            return code
         prepare_imports()  # before the app imports a library
         from ..resolve.resolved import ORIGINS
 
-        token = ORIGINS.set(origins)
+        token, kept_command = ORIGINS.set(origins), kept.COMMAND.set(command)
         try:
-            with _servers_ahead(config) if isinstance(config, JobConfig) else nullcontext():
+            with nullcontext() if kept.is_standby() else _ahead(config):
                 main(config)
         finally:
             ORIGINS.reset(token)
+            kept.COMMAND.reset(kept_command)
+        return None
 
     run_cli(
         config_cls,
         prepared,
-        app_name=app_name or f"{config_cls.__module__.rpartition('.')[0]}.main",
+        app_name=app_name or app,
         preset_dir=preset_dir,
         argv=argv,
         common_keys=COMMON_KEYS,
@@ -79,6 +88,13 @@ def run_job_cli(
     )
 
 
-def _servers_ahead(config: JobConfig) -> AbstractContextManager[None]:
-    trainer = config.trainer
-    return servers_ahead(config.rollout, device=trainer.device, ray_address=trainer.ray_address)
+@contextmanager
+def _ahead(config: JobConfig | SupervisedJobConfig) -> Iterator[None]:
+    from ..launch.ahead import sessions_ahead
+
+    with ExitStack() as stack:
+        if isinstance(config, JobConfig):
+            trainer = config.trainer
+            stack.enter_context(servers_ahead(config.rollout, device=trainer.device, ray_address=trainer.ray_address))
+        stack.enter_context(sessions_ahead())
+        yield

@@ -13,9 +13,11 @@ from rl_data import (
     DataConfig,
     DataError,
     Demonstration,
+    ImageFiles,
     Prompt,
     Reward,
     TaskFiles,
+    VisionProcessor,
     build_tiny_model,
     check_demonstrations,
     check_files,
@@ -52,8 +54,20 @@ class Inputs:
     demonstrations: Sequence[Demonstration]
     task: TaskFiles | None = None
     """The files of the built-in task, if the model is the built-in one."""
+    vision: VisionProcessor | None = None
+    """The processor of the model, which loads when images need it."""
     lines: Sequence[str] = ()
     """Lines for the user about the files: how messages became text, what was left out."""
+
+    @property
+    def images_in(self) -> str:
+        """The key of files whose rows have images; empty if none has."""
+        rows = {"data.train": self.train_prompts, "data.val": self.val_prompts, "files": self.demonstrations}
+        return next((key for key, part in rows.items() if any(getattr(one, "images", ()) for one in part)), "")
+
+    def image_files(self, folder: Path) -> ImageFiles | None:
+        """The files of images below a run folder."""
+        return None if self.vision is None else ImageFiles(folder / "images", self.vision)
 
 
 @contextmanager
@@ -133,11 +147,11 @@ def load_inputs(
         train, val, demonstrations = (str(written.train),), (str(written.val),), (str(written.demonstrations),)
     if not with_prompts:
         train, val = (), ()
-    tokenizer = load_tokenizer(model_path)
+    tokenizer, vision = load_tokenizer(model_path), VisionProcessor(model_path)
 
     def prompts(key: str, files: Sequence[str], most: int | None) -> list[Prompt]:
         with naming_file(key):
-            loaded = load_prompts(files, tokenizer, data, max_prompts=most) if files else []
+            loaded = load_prompts(files, tokenizer, data, max_prompts=most, vision=vision) if files else []
         check_token_ids(model_path, tokenizer, ((prompt.id, prompt.token_ids) for prompt in loaded), key=key)
         return loaded
 
@@ -153,6 +167,7 @@ def load_inputs(
             if supervised.trains
             else [],
             task=written,
+            vision=vision,
             lines=[] if written is not None else lines,
         )
 
@@ -176,14 +191,16 @@ def load_examples(
         section: the configuration section of `supervised`.
         key: that of the files in it.
     """
-    most, turns, examples = supervised.max_length, supervised.turns, list[Any]()
+    most, turns, examples, vision = supervised.max_length, supervised.turns, list[Any](), VisionProcessor(model_path)
     with naming_file(f"{section}.{key}"):
         if kind == "pairs":
             examples = list(load_pairs(files, tokenizer, data, max_length=most, section=section))
         elif kind == "labeled":
             examples = list(load_labeled(files, tokenizer, data, max_length=most, seed=seed, section=section))
         else:
-            examples = list(load_demonstrations(files, tokenizer, data, turns=turns, max_length=most, section=section))
+            examples += load_demonstrations(
+                files, tokenizer, data, turns=turns, max_length=most, section=section, vision=vision
+            )
     check_token_ids(model_path, tokenizer, _sequences(examples), key=f"{section}.{key}")
     return examples
 
@@ -228,10 +245,15 @@ def vocab_size(folder: Path) -> int:
     return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
 
 
-def chat_format(tokenizer: Any, data: DataConfig) -> ChatFormat:
+def chat_format(inputs: Inputs, data: DataConfig) -> ChatFormat:
     """The format in which turns of a conversation become tokens, as in the prompts of `load_prompts`."""
-    with_template = uses_chat_template(tokenizer, data)
-    return ChatFormat(tokenizer, with_template=with_template, template_kwargs=data.chat_template_kwargs)
+    with_template, vision = uses_chat_template(inputs.tokenizer, data), inputs.vision
+    return ChatFormat(
+        inputs.tokenizer,
+        with_template=with_template,
+        template_kwargs=data.chat_template_kwargs,
+        vision=None if vision is None else lambda text, images: vision(text, images)[0],
+    )
 
 
 def policy_tokenizer(model: ModelConfig) -> Any:

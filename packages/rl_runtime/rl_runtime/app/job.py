@@ -11,20 +11,24 @@ from ds_engine import EngineConfig, Head
 from plinth_base.model_folder import find_model_folder
 from rl_core import BatchError, BatchLayout, batch_layout
 
+from ..config import BUILTIN_MODEL
 from ..errors import InputError
 from ..job_config import JobConfig
 from ..launch.cluster import check_cluster
+from ..launch.placement import Placement
 from ..launch.servers import check_lengths, check_servers
-from ..launch.session import Session, plan_session
+from ..launch.session import Session, begin_session_ahead, plan_session
 from ..ranks.environment import prepare_driver
 from ..ranks.model_handle import ModelHandle, Reference, WithoutAdapters
 from ..rollout.ahead import check_groups
 from ..rollout.scoring import rewards_of_rows
 from ..training.checkpoints import Stateful
-from ..training.engines import check_architectures, check_engine, check_sequence_parallel
+from ..training.engines import check_architectures, check_engine, check_sequence_parallel, check_sight
 from ..training.loop import Learn
 from ..training.reward_model import RewardModel
 from ..training.run_files import check_local_disks
+from ..training.teacher_config import TeacherConfig
+from . import kept
 from .first_prompts import check_first_prompts, check_functions
 from .inputs import check_context, check_prompt_files, check_supervised, check_train_prompts, load_ahead
 from .reward_model import check_reward_model, check_reward_ranks
@@ -116,6 +120,31 @@ def job_layout(
         ) from error
 
 
+def begins_ahead(config: JobConfig, placement: Placement) -> bool:
+    """True for a run whose servers and ranks start while it is checked: on this host's GPUs, with a model of its own.
+
+    On the CPU they would take the cores from the checks, for which nobody waits in a kept process.
+    """
+    elsewhere = config.rollout.urls or config.trainer.ray_address is not None
+    late = config.model.path == BUILTIN_MODEL or config.trainer.profile_steps  # the run folder holds the model, traces
+    return (placement.on_gpu or kept.is_standby()) and not elsewhere and not late
+
+
+def _check_images(config: JobConfig, key: str) -> None:
+    """Raises InputError for parts of a job that would not see the images of its rows."""
+    teacher: TeacherConfig | None = getattr(config, "teacher", None)
+    blind = {
+        "rollout.urls": bool(config.rollout.urls),
+        "reward.model": config.reward.model_on_ranks,
+        "teacher.on": teacher is not None and teacher.on == "server",
+    }
+    for field_, is_blind in blind.items():
+        if is_blind:
+            raise InputError(
+                f"the rows of {key} have images, which it does not see", field=field_, allowed="rows of text"
+            )
+
+
 def check_job(config: JobConfig, engines: Mapping[str, tuple[EngineConfig, int]]) -> JobPlan:
     """Refuses settings that cannot work before any process starts; plans the devices and the resume.
 
@@ -134,21 +163,31 @@ def check_job(config: JobConfig, engines: Mapping[str, tuple[EngineConfig, int]]
     check_supervised(config.model, config.data, config.warm_start, section="warm_start")
     for section, (engine, num_updates) in engines.items():
         check_engine(engine, section=section, num_updates=num_updates, is_saved=config.trainer.save_freq > 0)
-    tried = {section: engine for section, (engine, _) in engines.items()}
-    architectures = check_architectures(config.model, tried, on_gpu=placement.on_gpu)
     validates = config.data.val or not config.data.train
     sections = {"sampling": config.sampling} | ({"validation": config.validation} if validates else {})
     samplings = list(sections.values())
     check_lengths(config.rollout, config.data, samplings)
     check_context(config.model, sections)
     longest = config.data.max_prompt_length + max(sampling.response_tokens for sampling in samplings)
-    check_reward_model(config.model, config.reward, longest=longest)
     check_servers(config.model, config.rollout, config.sync, config.trainer, placement)
+    if begins_ahead(config, placement):  # what follows imports transformers and DeepSpeed, and reads all data
+        begin_session_ahead(
+            placement,
+            trainer=config.trainer,
+            rollout=config.rollout,
+            model_path=str(find_model_folder(config.model.path)),
+        )
+    tried = {section: engine for section, (engine, _) in engines.items()}
+    architectures = check_architectures(config.model, tried, on_gpu=placement.on_gpu)
+    check_reward_model(config.model, config.reward, longest=longest)
     check_cluster(config.model, config.trainer, placement)
     check_local_disks(config.trainer, placement)
     architectures += check_reward_ranks(config, placement)
     seed = config.trainer.seed
     inputs = load_ahead(config.model, config.data, config.warm_start, config.task, seed=seed)
+    if inputs is not None and (key := inputs.images_in):
+        check_sight(config.model, tried, on_gpu=placement.on_gpu, key=key)
+        _check_images(config, key)
     warnings = check_first_prompts(
         inputs, config.model, config.data, config.task, episode=config.episode, reward=config.reward, seed=seed
     )

@@ -25,6 +25,7 @@ from ..training.ledger import SampleLedger
 from ..training.loop import LoopResult, Restart, TrainingLoop
 from ..training.reward_model import RewardModel
 from ..training.run_files import open_run_files
+from . import kept
 from .inputs import chat_format, load_inputs
 from .job import Algorithm, Job
 from .restarts import Restarts
@@ -43,6 +44,7 @@ def run_job(resolved: ResolvedConfig[JobConfigT], plan: JobPlan, compose: Callab
     Raises:
         run_kit.RunStopped: a signal ended the run before its last step; the exit code is 128 + the signal.
     """
+    kept.end_rehearsal()
     start, stop = Laps(), StopRequest()
     run = create_run_folder(resolved.config.trainer, plan.resume_from)
     resolved = resolve_traces(resolved, run.path)
@@ -70,6 +72,8 @@ def run_job(resolved: ResolvedConfig[JobConfigT], plan: JobPlan, compose: Callab
                 log_dir=run.path / "servers",
                 mark=start.mark,
             ) as session:
+                if session.note:
+                    tracker.info(session.note)
                 job = Job(
                     config=config,
                     session=session,
@@ -85,6 +89,8 @@ def run_job(resolved: ResolvedConfig[JobConfigT], plan: JobPlan, compose: Callab
                     name_others=name_others,
                 )
                 result = Restarts(job).attempts(partial(_run_attempt, compose=compose))
+                if trainer.keep_servers and result.stopped_after is None:
+                    tracker.info(kept.keep(plan.placement, config, str(inputs.model_path), session, run=run.path))
             tracker.summary(result)  # ranks and servers are gone; uploads continue to the end of the outer block
         if stop.signal and result.stopped_after is not None:
             end_stopped(run, tracker, trainer, stop.signal, f"{result.stopped_after}")
@@ -179,10 +185,11 @@ def _rollouts(
             scorer=scorer,
             seed=config.trainer.seed,
             episode=config.episode,
-            chat=chat_format(inputs.tokenizer, config.data) if config.episode.has_process else None,
+            chat=chat_format(inputs, config.data) if config.episode.has_process else None,
             max_prompt_tokens=config.data.max_prompt_length,
             oversampling=config.oversampling,
             extra_rollout=config.extra_rollout,
+            images=job.image_files,
         ),
         sampler=PromptSampler(len(inputs.train_prompts), seed=config.trainer.seed, shuffle=config.data.shuffle),
         train_prompts=inputs.train_prompts,

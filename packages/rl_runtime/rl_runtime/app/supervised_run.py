@@ -21,7 +21,13 @@ from ..launch.session import open_rank_session, plan_session
 from ..ranks.environment import prepare_driver
 from ..resolve.resolved import ResolvedConfig
 from ..supervised_job_config import SupervisedJobConfig, SupervisedJobConfigT
-from ..training.engines import check_architectures, check_optimizer_steps, check_sequence_parallel, check_states
+from ..training.engines import (
+    check_architectures,
+    check_optimizer_steps,
+    check_sequence_parallel,
+    check_sight,
+    check_states,
+)
 from ..training.loop import Restart
 from ..training.objective import Objective
 from ..training.run_files import check_local_disks, open_run_files
@@ -98,6 +104,8 @@ def check_run(config: SupervisedJobConfig, *, head: Head = "lm") -> SupervisedPl
     examples = None if config.model.path == BUILTIN_MODEL else _load(config, Path())
     rows: dict[str, Sequence[object]] = {}
     if examples is not None:
+        if any(one.images for example in examples.train for one in sequences_in(example)):
+            check_sight(config.model, tried, on_gpu=placement.on_gpu, key="supervised.files")
         rows = {"supervised.files": examples.train, "supervised.val_files": examples.held_out}
         rows |= {"warm_start.files": examples.inputs.demonstrations} if config.first_stage.trains else {}
     plan = plan_run(config, placement, architectures, rows=rows)

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, Protocol
 from ckpt import Checkpoint, CheckpointError, open_deepspeed
 from ckpt.reader import CheckpointReader
 from rl_core import BatchConfig
+from rl_data import ImageFiles
 from run_kit import RunFolder, RunStopped, StopRequest, Tracker, TrackingConfig, check_tracking
 from run_kit.cli import INVOKED_AS
 from run_kit.config.redaction import yaml_without_secrets
@@ -165,7 +166,13 @@ class TrainingRun:
             temperature=temperature,
             max_skipped_updates=self.trainer.max_skipped_updates,
             report=self.tracker.info,
+            images=self.image_files,
         )
+
+    @cached_property
+    def image_files(self) -> ImageFiles | None:
+        """The files of images of the run, which servers and ranks read."""
+        return self.inputs.image_files(self.folder)
 
     @cached_property
     def model_path(self) -> str:

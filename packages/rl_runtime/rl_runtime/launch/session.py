@@ -4,9 +4,10 @@ They end on success, on errors and on Ctrl-C; no process is left.
 """
 
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from ..config import RanksConfig, TrainerConfig, TrainingConfig
 from ..ranks.environment import visible_gpus
 from ..ranks.trainer_worker import TrainerWorker
 from ..ranks.worker_group import Seat, WorkerGroup
+from .ahead import SessionKeys, begin_ahead, take_ahead, take_servers
 from .cluster import Reservation, cluster_nodes, join_cluster, read_nodes
 from .gpus import Gpu, read_gpus
 from .local_ray import LocalRay, check_local_ray
@@ -40,6 +42,7 @@ class RankSession:
         self.placement = placement
         self._trainer, self._devices = trainer, devices
         self._stack = ExitStack()
+        self._begun = self._connected = False
 
     def restart_ranks(self) -> None:
         """Starts new ranks on the devices of those that run, and ends these.
@@ -53,25 +56,35 @@ class RankSession:
             self._devices.reservation.check_living()
         self.start_ranks()
 
-    def start_ranks(self, mark: Callable[[str], None] = lambda _: None) -> None:
-        """Starts all ranks. `mark`: called with the name of each part of the start when it has ended."""
+    def begin_ranks(self) -> None:
+        """Starts the processes of all ranks, and does not wait for them."""
         self.ranks = self._stack.enter_context(_ranks(self._trainer, self._devices.ranks))
         """The ranks of the actor and of every role without ranks of its own."""
         self.own_ranks = {
             role: self._stack.enter_context(_ranks(self._trainer, seats, name=role))
             for role, seats in self._devices.own_ranks.items()
         }
+        """Role -> the ranks that compute for it alone."""
+        self._begun = True
+
+    def start_ranks(self, mark: Callable[[str], None] = lambda _: None) -> None:
+        """Starts all ranks. `mark`: called with the name of each part of the start when it has ended."""
+        if self._connected:
+            return
+        if not self._begun:
+            self.begin_ranks()
         for group in self.rank_groups:
             group.wait_started()
         mark("rank processes")
         for group in self.rank_groups:
             group.connect()
         mark("their group" if len(self.rank_groups) == 1 else "their groups")
-        """Role -> the ranks that compute for it alone."""
         self._devices.watch()
+        self._connected = True
 
     def close(self) -> None:
         """Ends the ranks; nothing is saved."""
+        self._begun = self._connected = False
         self._stack.close()
 
     def ranks_of(self, role: str) -> WorkerGroup:
@@ -111,12 +124,33 @@ class Session(RankSession):
         self.servers = servers
         self.profile_dir = None if rollout.profile_dir is None or not servers.servers else Path(rollout.profile_dir)
         """Folder to which the servers write traces; None: they are not traced."""
+        self.note = ""
+        """A line for the log."""
+        self.logs_ahead: Path | None = None
+        """A folder for the servers' logs until there is that of the run; it goes when they have names there."""
         self._rollout = rollout
         self._is_ready = False
 
     def enter(self, context: AbstractContextManager[T]) -> T:
         """Enters a context that ends with the ranks, such as further servers."""
         return self._stack.enter_context(context)
+
+    def link_logs(self, log_dir: Path) -> None:
+        """Gives the logs of servers that started ahead a name in `log_dir` as well."""
+        for server in self.servers.servers:
+            link = log_dir / server.log_path.name
+            if server.log_path != link:
+                log_dir.mkdir(parents=True, exist_ok=True)
+                with suppress(OSError):  # the log of a kept server may be on another disk
+                    os.link(server.log_path, link)
+                    server.log_path = link
+        self._drop_logs_ahead()
+
+    def _drop_logs_ahead(self) -> None:
+        """Servers that are ready have opened their logs."""
+        in_use = {server.log_path.parent for server in self.servers.servers}
+        if self._is_ready and self.logs_ahead is not None and self.logs_ahead not in in_use:
+            shutil.rmtree(self.logs_ahead, ignore_errors=True)
 
     def wait_ready(self) -> None:
         """Waits until the servers serve, once: later, each that dies is waited for by itself.
@@ -127,9 +161,12 @@ class Session(RankSession):
         if not self._is_ready:
             self.servers.wait_ready()
             self._is_ready = True
+            self._drop_logs_ahead()
 
     def start_ranks(self, mark: Callable[[str], None] = lambda _: None) -> None:
         """Starts all ranks and the client; the servers stay."""
+        if self._connected:
+            return
         super().start_ranks(mark)
         self.client = RolloutClient(self.servers.endpoints, self._rollout)
         self._stack.callback(self.client.close)
@@ -200,6 +237,34 @@ def open_rank_session(
 
 
 @contextmanager
+def begin_session(
+    placement: Placement,
+    *,
+    trainer: TrainerConfig,
+    rollout: RolloutConfig,
+    model_path: str,
+    log_dir: Path,
+    mark: Callable[[str], None] = lambda _: None,
+) -> Iterator[Session]:
+    """Starts Ray and the processes of servers and ranks, and does not wait for them. Arguments as of `open_session`."""
+    with ExitStack() as stack:
+        start = partial(_servers, placement, rollout, model_path, log_dir)
+        kept = take_servers(SessionKeys.of(placement, trainer, rollout, model_path))
+        servers = kept and stack.enter_context(kept)
+        # A run waits longest for its servers, so they start first where they do not need Ray's nodes. Not on the CPU:
+        # Ray's processes must start within 30 s, and vLLM's start uses every core.
+        early = placement.on_gpu and trainer.ray_address is None
+        servers = servers or (stack.enter_context(start(None)) if early else None)
+        devices = stack.enter_context(_ray(trainer.ray_address, placement))
+        servers = servers or stack.enter_context(start(devices.reservation))
+        mark("Ray")
+        session = Session(placement, trainer, rollout, devices=devices, servers=servers)
+        stack.callback(session.close)
+        session.begin_ranks()
+        yield session
+
+
+@contextmanager
 def open_session(
     placement: Placement,
     *,
@@ -209,7 +274,7 @@ def open_session(
     log_dir: Path,
     mark: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Session]:
-    """Starts servers and ranks; the servers may still be loading when this yields.
+    """Starts servers and ranks, unless they have started ahead; the servers may still be loading when this yields.
 
     Args:
         mark: called with the name of each part of the start when it has ended.
@@ -217,19 +282,31 @@ def open_session(
     Raises:
         RankError: a rank could not start.
     """
-    with ExitStack() as stack:
-        start = partial(_servers, placement, rollout, model_path, log_dir)
-        # A run waits longest for its servers, so they start first where they do not need Ray's nodes. Not on the CPU:
-        # Ray's processes must start within 30 s, and vLLM's start uses every core.
-        early = placement.on_gpu and trainer.ray_address is None
-        servers = stack.enter_context(start(None)) if early else None
-        devices = stack.enter_context(_ray(trainer.ray_address, placement))
-        servers = servers or stack.enter_context(start(devices.reservation))
-        mark("Ray")
-        session = Session(placement, trainer, rollout, devices=devices, servers=servers)
-        stack.callback(session.close)
+    ahead, differing = take_ahead(SessionKeys.of(placement, trainer, rollout, model_path))
+    with ahead or begin_session(
+        placement, trainer=trainer, rollout=rollout, model_path=model_path, log_dir=log_dir, mark=mark
+    ) as session:
+        if differing:
+            session.note = f"servers and ranks that had started are not used: other {', '.join(differing)}"
+        session.link_logs(log_dir)
         session.start_ranks(mark)
         yield session
+
+
+def begin_session_ahead(
+    placement: Placement, *, trainer: TrainerConfig, rollout: RolloutConfig, model_path: str
+) -> None:
+    """Begins the session that `open_session` will be asked for, and lets its ranks import what the model needs."""
+
+    @contextmanager
+    def begin(logs: Path) -> Iterator[Session]:
+        with begin_session(placement, trainer=trainer, rollout=rollout, model_path=model_path, log_dir=logs) as session:
+            session.logs_ahead = logs
+            for group in session.rank_groups:
+                group.begin_warm_up(model_path)
+            yield session
+
+    begin_ahead(SessionKeys.of(placement, trainer, rollout, model_path), begin, Path(trainer.output_dir))
 
 
 def plan_session(
@@ -284,8 +361,27 @@ class HostDevices:
     """Free memory of the hosts, as if all had the least; None: unknown."""
 
 
+_fixed: list[HostDevices] = []
+_last: list[HostDevices] = []
+
+
+def fix_devices(devices: HostDevices) -> None:
+    """Makes `read_devices` return these, for a run whose servers and ranks hold memory already."""
+    _fixed[:] = [devices]
+
+
+def last_devices() -> HostDevices:
+    """The devices that `read_devices` returned last."""
+    return _last[0]
+
+
 def read_devices(trainer: RanksConfig) -> HostDevices:
     """The devices that the run may use."""
+    _last[:] = _fixed or [_read_devices(trainer)]
+    return _last[0]
+
+
+def _read_devices(trainer: RanksConfig) -> HostDevices:
     usable = usable_nodes(trainer)
     cores = tuple(node.num_cpus or len(os.sched_getaffinity(0)) for node in usable)
     nodes = [node for node in usable if node.gpu_ids]

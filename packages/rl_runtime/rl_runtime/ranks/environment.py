@@ -1,5 +1,6 @@
 """Environment variables of the driver and the ranks. No other module of this package reads or sets any."""
 
+import gc
 import hashlib
 import os
 import secrets
@@ -55,6 +56,7 @@ def prepare_driver(device: str) -> None:
 
 def prepare_imports() -> None:
     """The part of `prepare_driver` that imports no library."""
+    gc.set_threshold(100_000)  # imports make a million objects that stay; by default all are looked at again and again
     compiled = cache_variables(os.environ)
     if "PYTHONPYCACHEPREFIX" in compiled:  # this process has started without it
         sys.pycache_prefix, sys.dont_write_bytecode = compiled["PYTHONPYCACHEPREFIX"], False
@@ -96,10 +98,14 @@ def _bytecode_variables(folder: str) -> dict[str, str]:
     if sys.pycache_prefix is not None or all(map(_keeps_bytecode, ("torch", "transformers", "vllm"))):
         return {}
     # Python compares a source's time and size, which two images may share: each set of releases has a folder.
-    listings = (os.listdir(entry) for entry in sys.path if os.access(entry, os.R_OK) and os.path.isdir(entry))
-    releases = sorted(name for names in listings for name in names if name.endswith((".dist-info", ".egg-info")))
-    key = hashlib.sha256("\n".join(releases).encode()).hexdigest()[:16]
+    key = hashlib.sha256("\n".join(installed_releases()).encode()).hexdigest()[:16]
     return {"PYTHONPYCACHEPREFIX": os.path.join(folder, key), "PYTHONDONTWRITEBYTECODE": ""}
+
+
+def installed_releases() -> list[str]:
+    """Names of the folders that describe the installed releases."""
+    listings = (os.listdir(entry) for entry in sys.path if os.access(entry, os.R_OK) and os.path.isdir(entry))
+    return sorted(name for names in listings for name in names if name.endswith((".dist-info", ".egg-info")))
 
 
 def _keeps_bytecode(package: str) -> bool:

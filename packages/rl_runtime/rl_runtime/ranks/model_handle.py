@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ds_engine import EngineConfig, Head, HeadTerm, LossFn, OptimConfig, StepSettings, StepStats, ZeroEngine
 from rl_core import Batch, BatchConfig
+from rl_data import ImageFiles
 from weight_sync import Endpoint, SyncConfig, SyncReport
 
 from ..errors import DivergedError
@@ -110,8 +111,10 @@ class ModelHandle:
         temperature: float = 1.0,
         max_skipped_updates: int = 0,
         report: Callable[[str], None] = print,
+        images: ImageFiles | None = None,
     ) -> None:
-        """`max_skipped_updates` and `report` are those of `SkippedUpdates`."""
+        """`max_skipped_updates` and `report` are those of `SkippedUpdates`; `images`: the files of examples' images."""
+        self.images = images
         self.ranks, self.name, self._batch, self._temperature = ranks, name, batch, temperature
         self._report, self.skipped = report, SkippedUpdates(name, max_skipped_updates, report)
         self._sp = 1

@@ -115,7 +115,9 @@ class TrainBatch:
 
     @cached_property
     def _prefixes(self) -> PrefixOrder | None:
-        """The prefixes that the sequences share; None if these are few tokens."""
+        """The prefixes that the sequences share; None if these are few tokens, or if sequences have images."""
+        if self.batch.images:  # equal placeholders are no equal prefixes
+            return None
         order = self.batch.order_prefixes()
         return order if order.shared_S.sum() >= MIN_SHARED_SHARE * self.batch.num_tokens else None
 

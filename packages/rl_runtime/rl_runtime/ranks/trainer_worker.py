@@ -4,6 +4,7 @@ A plain class that tests use without Ray; `WorkerGroup` runs it as a Ray actor.
 """
 
 import gc
+import importlib
 import logging
 import socket
 import time
@@ -41,6 +42,7 @@ from ds_engine import (
     StepStats,
     TokenOutputs,
     ZeroEngine,
+    check_model,
     init_distributed,
 )
 from rl_core import Batch, linear_log_prob
@@ -100,6 +102,17 @@ class TrainerWorker(RankProfiler):
         self._pushed_role = ""
         if heartbeats is not None:
             Heartbeat(heartbeats, rank)
+
+    def warm_up(self, model_path: str) -> None:
+        """Imports and initializes what every engine of this model needs; nothing that a later call returns changes."""
+        try:
+            if self.device.type == "cuda":
+                ones = torch.ones(16, 16, device=self.device)
+                (ones @ ones).sum().item()
+                importlib.import_module("torch._inductor.compile_fx")  # with dynamo
+            check_model(model_path, EngineConfig(), report=lambda _: None)  # its trial is kept for the engine
+        except Exception as error:  # the engine meets it again, and says what it means
+            logging.getLogger(__name__).info("the rank is not warmed up: %r", error)
 
     def reserve_port(self, address: str) -> int:
         """A free port for the process group at this address of rank 0's host; 0 on the other ranks."""
@@ -397,7 +410,7 @@ class TrainerWorker(RankProfiler):
             self._saver.wait_copied()  # a save in the background reads the states
         moved = 0
         for role, engine in self._engines.items() if moves_states else ():
-            moved += engine.offload(include_params=role != pushed_role).moved_bytes
+            moved += engine.offload(include_params=role != pushed_role)
         if self.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
@@ -405,7 +418,7 @@ class TrainerWorker(RankProfiler):
 
     def claim_memory(self) -> int:
         """Moves back what `free_memory` moved; returns the bytes."""
-        return sum(engine.reload().moved_bytes for engine in self._engines.values())
+        return sum(engine.reload() for engine in self._engines.values())
 
     def memory_gb(self) -> dict[str, float]:
         """Peak reserved and allocated device memory since the last call, in GB (1e9 bytes); zeros on the CPU."""

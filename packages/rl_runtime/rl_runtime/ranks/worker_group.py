@@ -73,6 +73,8 @@ class WorkerGroup:
         self.world_size = len(seats)
         self.nodes = tuple(dict.fromkeys(seat.node for seat in seats))
         """Ray's ids of the nodes that the ranks are on."""
+        self.built: dict[str, tuple[Any, ...]] = {}
+        """Role -> the last settings of `TrainerWorker.build`."""
         self._timeout_s, self._stall_timeout_s = timeout_s, stall_timeout_s
         self._name = f"{name} " if name else ""
         self._address = seats[0].address
@@ -93,6 +95,11 @@ class WorkerGroup:
             for rank, seat in enumerate(seats)
         ]
 
+    def begin_warm_up(self, model_path: str) -> None:
+        """Lets the processes prepare for engines of this model as soon as they have started."""
+        for actor in self._actors:
+            actor.warm_up.remote(model_path)
+
     def wait_started(self) -> None:
         """Waits until every process has imported what a rank needs."""
         self._port = self.run(TrainerWorker.reserve_port, self._address)[0]
@@ -109,6 +116,8 @@ class WorkerGroup:
             RankLost: a rank died or did not answer in time.
         """
         name = method.__name__
+        if name == TrainerWorker.build.__name__:
+            self.built[str(args[0])] = args[1:]
         return self._wait([getattr(actor, name).remote(*args, **kwargs) for actor in self._actors], name)
 
     def run_each(

@@ -454,7 +454,8 @@ def _server_memory(config: JobConfig, shape: ModelShape, kv_share: float, total:
 
 def _server_weights(rollout: RolloutConfig, shape: ModelShape, size: int) -> int:
     """Bytes of a server's weights with `size` bytes per element. In NF4, one dequantized matrix comes on top."""
-    total = sum(weight.size for weight in shape.weights())
+    vision = () if shape.vision is None else shape.vision.weights
+    total = sum(weight.size for weight in (*shape.weights(), *vision))
     if rollout.quantization == "none":
         return size * total
     matrices = [weight.size for weight in shape.linear_layers()]

@@ -212,9 +212,14 @@ class RolloutsAhead:
         """Restores the result of `state_dict`, which `check_groups` has accepted; `published` starts the groups."""
         if "schedule" not in state:
             return
-        self._groups = {int(number): _held(saved) for number, saved in state["groups"].items()}
+        self._groups = {int(number): self._held(saved) for number, saved in state["groups"].items()}
         ended = [number for number, group in self._groups.items() if group.scored is not None]
         self._schedule.load_state_dict(state["schedule"], has_ended=ended)
+
+    def _held(self, state: Mapping[str, Any]) -> _Held:
+        group = from_state({name: value for name, value in state.items() if name != "is_scored"})
+        group = self._phase.with_images(group)
+        return _Held(start=group, scored=group if state["is_scored"] else None)
 
 
 def check_groups(state: Mapping[str, Any], config: Any) -> None:
@@ -240,8 +245,3 @@ def check_groups(state: Mapping[str, Any], config: Any) -> None:
     fits = largest_step <= config.batch.train_batch_size or config.dynamic_sampling.max_rounds > 0
     problem = "the checkpoint has groups that replace others"
     check_value(config, "dynamic_sampling.max_rounds", fits, "above 0", problem=problem)
-
-
-def _held(state: Mapping[str, Any]) -> _Held:
-    group = from_state({name: value for name, value in state.items() if name != "is_scored"})
-    return _Held(start=group, scored=group if state["is_scored"] else None)

@@ -27,7 +27,7 @@ class EpisodeConfig:
     its own. The policy answers what it sends to base_url (docs/environments.md). A number that it returns is the score;
     else `reward` scores."""
     call_format: str = "hermes"
-    """Format of the policy's tool calls that an agent gets: hermes, llama or mistral."""
+    """Format of the policy's tool calls that an agent or one of `tools` gets: hermes, llama or mistral."""
     tools: tuple[str, ...] = ()
     """Tools that the policy calls, for `environment=rollout_vllm:ToolEnvironment`, which they select:
     `package.module:function`, and MCP servers as `mcp:COMMAND ARGUMENTS` or `mcp:http://HOST:PORT/mcp`."""
@@ -56,6 +56,8 @@ class EpisodeConfig:
             check_value(self, name, False, f"null with a {given[0]} ({getattr(self, given[0])!r})")
         check_value(self, "options", not self.options or self.has_process, "{} without an environment or an agent")
         check_value(self, "call_format", self.call_format in ("hermes", "llama", "mistral"), "hermes, llama or mistral")
+        is_read = self.call_format == "hermes" or self.agent is not None or bool(self.tools)
+        check_value(self, "call_format", is_read, "hermes without an agent or tools")
         for name, is_off in (("isolated", not self.isolated), ("memory_gib", self.memory_gib is None)):
             allowed = f"{getattr(type(self), name)} without an environment or an agent"
             check_value(self, name, is_off or self.has_process, allowed)
@@ -77,7 +79,7 @@ class EpisodeConfig:
         """`tools` as the environment and the option that they stand for, also in a configuration that has these."""
         if self.tools:
             check_value(self, "environment", self.environment in (None, _TOOLS), f"null or {_TOOLS} with tools")
-            options = {**self.options, "tools": list(self.tools)}
+            options = {"call_format": self.call_format, **self.options, "tools": list(self.tools)}
             check_value(self, "options", self.options.get("tools", options["tools"]) == options["tools"], "no tools")
             object.__setattr__(self, "environment", _TOOLS)
             object.__setattr__(self, "options", options)
@@ -85,7 +87,7 @@ class EpisodeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OversamplingConfig:
-    """Steps that do not wait for the longest responses. Such a run is not reproducible bit for bit."""
+    """What a step does about its longest responses. Such a run is not reproducible bit for bit."""
 
     extra_prompts: int = 0
     """Prompts requested in addition to `batch.train_batch_size`; a step proceeds once `train_batch_size` groups are
@@ -93,6 +95,9 @@ class OversamplingConfig:
     partial_rollouts: bool = True
     """Unfinished groups are resumed by the next step; their tokens keep the policy version that sampled them. False
     drops them."""
+    longest_first: bool = False
+    """Prompts with the longest earlier responses are requested first, from the second epoch on: where servers have more
+    samples than they decode at once, no long response starts last. Batches have the same samples in the same order."""
 
     def __post_init__(self) -> None:
         check_at_least(0, self, "extra_prompts")
@@ -125,6 +130,10 @@ OVERSAMPLING = Feature(
             why="and with partial_rollouts responses mix policy versions",
         ),
     ),
+)
+LONGEST_FIRST = Feature(
+    key="oversampling.longest_first",
+    rules=(only("trainer.max_staleness", 0, why="and groups that are drawn ahead start in the order of drawing"),),
 )
 DYNAMIC_SAMPLING = Feature(
     key="dynamic_sampling.max_rounds",
@@ -172,7 +181,7 @@ QUANTIZED_CACHE = Feature(
 )
 SPECULATIVE = Feature(
     key="rollout.speculative",
-    is_on=lambda c: c.rollout.speculative != "none",
+    is_on=lambda c: c.rollout.speculates,
     rules=(
         only("actor.match_servers", False, why="and matched servers compute one token a step"),
         only("actor.router_replay", "off", "R2", why="and servers would also return the experts of rejected drafts"),

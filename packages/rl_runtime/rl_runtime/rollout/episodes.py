@@ -1,10 +1,11 @@
 """A sample as a multi-turn episode, from a rollout function, an environment or an agent of the user."""
 
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, SupportsFloat
 
-from rl_data import Prompt
+from rl_data import ImageFiles, Prompt
+from rl_data.images import image_folder
 from rollout_vllm import AgentRollout, ChatFormat, EnvironmentRollout, EnvironmentSpec, Episode, agent_spec
 from rollout_vllm.episodes.environment_process import EnvironmentProcess
 
@@ -17,12 +18,16 @@ PlayEpisode = Callable[[Episode, Prompt], Awaitable[SupportsFloat | None]]
 
 
 def episode_player(
-    config: EpisodeConfig, tokenizer: Any, chat: ChatFormat | None = None, max_prompt_tokens: int | None = None
+    config: EpisodeConfig,
+    tokenizer: Any,
+    chat: ChatFormat | None = None,
+    max_prompt_tokens: int | None = None,
+    images: ImageFiles | None = None,
 ) -> PlayEpisode | None:
     """The coroutine function that plays the episode of a sample; None for single-turn responses.
 
     `chat`: the format of the conversation with an environment or agent; default: that of the tokenizer.
-    `max_prompt_tokens`: see `AgentRollout`.
+    `max_prompt_tokens`: see `AgentRollout`. `images`: the files of observations with images.
 
     Raises:
         InputError: `episode.function`, `episode.environment` or `episode.agent` cannot be imported or called.
@@ -39,7 +44,10 @@ def episode_player(
     if config.environment is not None:
         load_environment(config)
         return EnvironmentRollout(
-            spec=process_spec(config), chat=chat or ChatFormat(tokenizer), max_turns=config.max_turns
+            spec=process_spec(config),
+            chat=chat or ChatFormat(tokenizer),
+            max_turns=config.max_turns,
+            image_file=images,
         )
     if config.function is None:
         return None
@@ -53,8 +61,8 @@ def process_spec(config: EpisodeConfig) -> EnvironmentSpec:
     limits["memory_bytes"] = config.memory_bytes
     if config.agent is not None:
         return agent_spec(config.agent, config.options, **limits)
-    path, step_timeout_s = config.environment or "", config.step_timeout_s
-    return EnvironmentSpec(path=path, options=config.options, step_timeout_s=step_timeout_s, **limits)
+    limits |= {"step_timeout_s": config.step_timeout_s, "image_folder": str(image_folder())}
+    return EnvironmentSpec(path=config.environment or "", options=config.options, **limits)
 
 
 async def reset_once(config: EpisodeConfig, prompt: Prompt) -> None:
@@ -77,11 +85,18 @@ def load_rollout(name: str) -> RolloutFunction:
 
 
 def load_agent(config: EpisodeConfig) -> None:
-    """Imports the function `episode.agent` and checks that it takes `episode.options`.
+    """Imports the function or class `episode.agent` and checks that it takes `episode.options`.
 
     Raises:
         InputError: it cannot be imported or called.
     """
+    agent = load_attribute(config.agent or "", key="episode.agent")
+    if inspect.isclass(agent):
+        if not any("__call__" in vars(base) for base in agent.__mro__):  # not that of its own type, which makes objects
+            problem = "its objects have no method __call__(base_url, api_key, prompt)"
+            raise InputError(problem, field="episode.agent", value=config.agent)
+        _load_class(config.agent or "", "episode.agent", config, {"__call__": ("base_url", "api_key", "prompt")})
+        return
     load_function(
         config.agent or "",
         key="episode.agent",
@@ -97,14 +112,20 @@ def load_environment(config: EpisodeConfig) -> Callable[..., Any]:
     Raises:
         InputError: it cannot be imported, or lacks something; says what.
     """
-    name = config.environment or ""
-    environment = load_attribute(name, key="episode.environment", form="package.module:Class")
-    for method, arguments in (("reset", ("prompt",)), ("step", ("action",))):
+    methods = {"reset": ("prompt",), "step": ("action",)}
+    return _load_class(config.environment or "", "episode.environment", config, methods)
+
+
+def _load_class(
+    name: str, key: str, config: EpisodeConfig, methods: Mapping[str, tuple[str, ...]]
+) -> Callable[..., Any]:
+    environment = load_attribute(name, key=key, form="package.module:Class")
+    for method, arguments in methods.items():
         try:
             inspect.signature(getattr(environment, method)).bind(environment, *arguments)
         except (AttributeError, TypeError) as error:
             problem = f"it has no method {method}({', '.join(arguments)}): {error}"
-            raise InputError(problem, field="episode.environment", value=name) from error
+            raise InputError(problem, field=key, value=name) from error
     try:
         inspect.signature(environment).bind(**config.options)
     except TypeError as error:

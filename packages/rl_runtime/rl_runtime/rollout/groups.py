@@ -48,7 +48,8 @@ def decoded(group: Group, tokenizer: Any) -> Group:
     """The group whose samples have their texts, and prompts with the token ids of their episodes."""
 
     def one(sample: Sample) -> Sample:
-        text = tokenizer.decode(sample.response_ids.tolist(), skip_special_tokens=True)
+        # Of an array: transformers looks at the type of every number in a list.
+        text = tokenizer.decode(sample.response_ids, skip_special_tokens=True)
         return replace(sample, text=text, prompt=with_token_ids(sample.prompt, sample.prompt_ids.tolist()))
 
     return replace(group, samples=tuple(map(one, group.samples)))

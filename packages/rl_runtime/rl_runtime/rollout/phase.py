@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, SupportsFloat
 
 from rl_core import ExtraRollout
-from rl_data import Prompt
+from rl_data import ImageFiles, Prompt
 from rollout_vllm import (
     ChatFormat,
     Episode,
@@ -30,6 +30,7 @@ from ..samples import Phase
 from .config import EpisodeConfig, OversamplingConfig
 from .episodes import episode_player
 from .groups import Collected, Finish, decoded, from_state, largest, to_state, with_baseline, with_final_scores
+from .longest_first import EarlierLengths
 from .meter import RolloutMeter
 from .scoring import Scorer
 from .validation import PromptResult, Validation, prompt_result
@@ -60,11 +61,15 @@ class RolloutPhase:
         max_prompt_tokens: int | None = None,
         oversampling: OversamplingConfig | None = None,
         extra_rollout: ExtraRollout | None = None,
+        images: ImageFiles | None = None,
     ) -> None:
+        """`images`: the files of prompts with images."""
+        self._images = images
         self._client, self._scorer, self._seed, self._tokenizer = client, scorer, seed, tokenizer
         self._episode, self._oversampling = episode or EpisodeConfig(), oversampling or OversamplingConfig()
-        self._play = episode_player(self._episode, tokenizer, chat, max_prompt_tokens)
+        self._play = episode_player(self._episode, tokenizer, chat, max_prompt_tokens, images)
         self._extra_rollout = extra_rollout
+        self._lengths = EarlierLengths() if self._oversampling.longest_first else None
         self._meter = RolloutMeter(client)
         self._partial: list[Group] = []
         self._training_episodes = self._episode_runs()
@@ -103,6 +108,7 @@ class RolloutPhase:
         ended: list[Group] = []
         num_requested, gen_s = 0, 0.0
         while prompts:
+            self._make_images(prompts)
             new = [self.request(prompt, step=step, number=n) for n, prompt in enumerate(prompts, num_requested)]
             # Partial rollouts first, so that none of them waits indefinitely.
             requests: list[Request | Group] = [*self._partial, *new]
@@ -159,6 +165,7 @@ class RolloutPhase:
         Raises:
             RolloutFailed: no sample could be generated and scored (gives the first reason), or the reward hangs.
         """
+        self._make_images(prompts)
         requests = [self.request(prompt, step=-1 - step, number=n) for n, prompt in enumerate(prompts)]
         scoring = self._client.run(self._generate(requests, sampling, None, on_scored=on_scored))
         groups = self._client.run(_all(scoring))
@@ -193,12 +200,17 @@ class RolloutPhase:
             raise RolloutFailed(f"step {step}: {self._scorer.gave_up}")
 
     def state_dict(self) -> dict[str, Any]:
-        """The partial rollouts; JSON-able."""
-        return {"partial_rollouts": list(map(to_state, self._partial))}
+        """The partial rollouts and earlier lengths; JSON-able."""
+        lengths = {} if self._lengths is None else {"response_lengths": dict(self._lengths.by_prompt)}
+        return {"partial_rollouts": list(map(to_state, self._partial)), **lengths}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the result of `state_dict`, which `check_groups` has accepted."""
-        self._partial = [] if "schedule" in state else list(map(from_state, state["partial_rollouts"]))
+        self._partial = (
+            [] if "schedule" in state else [self.with_images(from_state(one)) for one in state["partial_rollouts"]]
+        )
+        if self._lengths is not None:
+            self._lengths.by_prompt |= state.get("response_lengths", {})
 
     async def _generate(
         self,
@@ -219,6 +231,8 @@ class RolloutPhase:
 
         def score_into(tasks: dict[str, asyncio.Task[Group]]) -> Callable[[Group], None]:
             def on_group(group: Group) -> None:
+                if self._lengths is not None:
+                    self._lengths.note(group)
                 task = tasks[group.prompt_id] = asyncio.create_task(self._scored(group))
                 task.add_done_callback(lambda _: on_scored())
 
@@ -248,6 +262,8 @@ class RolloutPhase:
         Episodes that a step does not wait for are held in this process. In a checkpoint a held group is its request, so
         that a run that resumes from it starts its episodes again.
         """
+        if self._lengths is not None:
+            requests = self._lengths.order(requests)
         keep = num_groups is not None and self._oversampling.extra_prompts > 0 and self._oversampling.partial_rollouts
         if self._play is not None:
             whole = list(map(_request_of, requests))
@@ -272,7 +288,24 @@ class RolloutPhase:
             prompt_ids=prompt.token_ids,
             seed=request_seed(self._seed, step, f"{number}:{prompt.id}"),
             prompt=prompt,
+            images=self._file_of(prompt),
         )
+
+    def with_images(self, group: Group) -> Group:
+        """A group of a checkpoint with the files of its images in this run."""
+        if self._images is None:
+            return group
+        own = group.request.prompt.images
+        files = [self._images(sample.data.get("images", own)) for sample in group.samples]
+        samples = tuple(replace(sample, images=file) for sample, file in zip(group.samples, files, strict=True))
+        return replace(group, request=replace(group.request, images=self._images(own)), samples=samples)
+
+    def _file_of(self, prompt: Prompt) -> str | None:
+        return self._images(prompt.images) if self._images is not None else None
+
+    def _make_images(self, prompts: Sequence[Prompt]) -> None:
+        if self._images is not None:
+            self._images.make(prompt.images for prompt in prompts)
 
     async def play(self, start: Request | Group, sampling: SamplingConfig) -> Group:
         """Generates and scores one group, independently of steps."""

@@ -103,6 +103,21 @@ def check_model_weights(model: ModelConfig, *, key: str = "model.path") -> None:
         raise InputError(error.problem, field=key, value=model.path, remedy=error.remedy) from error
 
 
+def check_sight(model: ModelConfig, engines: Mapping[str, EngineConfig], *, on_gpu: bool, key: str) -> None:
+    """Raises InputError unless the engines compute sequences with images exactly; `key`: of the files with images."""
+    for section, engine in engines.items():
+        head: Head = "value" if section == "critic" else "lm"
+        try:
+            trial = check_model(str(find_model_folder(model.path)), engine, head=head, new_head=True)
+        except UntriedModelError:
+            if on_gpu:
+                continue
+            raise
+        if not trial.sees:
+            problem = f"its rows have images, and {model.path} sees none ({trial.why_blind or 'no vision tower'})"
+            raise InputError(problem, field=key, allowed="rows of text")
+
+
 def check_architectures(
     model: ModelConfig,
     engines: Mapping[str, EngineConfig],

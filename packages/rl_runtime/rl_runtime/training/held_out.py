@@ -41,7 +41,8 @@ class HeldOut:
         """Greedy responses to the first prompts, as lines of `rollouts/`; the reward is 1 for the demonstrated one."""
         chosen, decode = self._demonstrations[: self._config.num_samples], self._tokenizer.decode
         prompts, end = [item.prompt_ids for item in chosen], int(self._tokenizer.eos_token_id)
-        responses = greedy_responses(model, prompts, max_tokens=self._config.sample_tokens, end=end)
+        images = [None if model.images is None else model.images(item.images) for item in chosen]
+        responses = greedy_responses(model, prompts, max_tokens=self._config.sample_tokens, end=end, images=images)
         return [
             {
                 "prompt": str(decode(list(item.prompt_ids))),
@@ -56,14 +57,19 @@ class HeldOut:
 def log_probs_of(model: ModelHandle, demonstrations: Sequence[Demonstration], *, batch_size: int) -> Iterator[Tensor]:
     """The log-probs of each response's tokens, without gradients; the ranks get `batch_size` of them at once."""
     for start in range(0, len(demonstrations), batch_size):
-        batch = packed(demonstrations[start : start + batch_size])
+        batch = packed(demonstrations[start : start + batch_size], images=model.images)
         with TrainBatch(batch) as train_batch:
             log_probs_K = model.log_probs(train_batch)
         yield from batch.split(log_probs_K)
 
 
 def greedy_responses(
-    model: ModelHandle, prompts: Sequence[Sequence[int]], *, max_tokens: int, end: int
+    model: ModelHandle,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    end: int,
+    images: Sequence[str | None] = (),
 ) -> list[list[int]]:
     """The most likely token after each prompt, again and again, up to `end` (included) or `max_tokens` tokens."""
     responses: list[list[int]] = [[] for _ in prompts]
@@ -72,7 +78,8 @@ def greedy_responses(
         if not growing:
             break
         # The target is a placeholder: the engine returns the token it finds most likely there.
-        with TrainBatch(pack([[*prompts[i], *responses[i]] for i in growing], [[end]] * len(growing))) as batch:
+        rows, files = [[*prompts[i], *responses[i]] for i in growing], [images[i] for i in growing if images]
+        with TrainBatch(pack(rows, [[end]] * len(rows), images=files)) as batch:
             tokens = model.next_tokens(batch)
         for index, token in zip(growing, tokens, strict=True):
             responses[index].append(token)

@@ -7,7 +7,7 @@ import torch
 
 from ds_engine import LossOutput, StepStats, TokenBatch, TokenOutputs
 from rl_core import Batch, pack, token_weights
-from rl_data import Demonstration, LabeledResponse, PreferencePair
+from rl_data import Demonstration, ImageFiles, LabeledResponse, PreferencePair
 
 from ..ranks.model_handle import ModelHandle
 from ..ranks.train_batch import TrainBatch
@@ -45,7 +45,7 @@ def supervised_step(model: ModelHandle, batch: Sequence[Demonstration]) -> StepS
     The mean is over the whole batch, whatever its split into micro batches and ranks.
     """
     weights_K = token_weights("token_mean", response_lens(batch)).repeat_interleave(response_lens(batch))
-    with TrainBatch(packed(batch, columns={"weights": weights_K})) as train_batch:
+    with TrainBatch(packed(batch, columns={"weights": weights_K}, images=model.images)) as train_batch:
         return model.update(train_batch.mini_batches[0], nll_loss)
 
 
@@ -66,12 +66,18 @@ def packed(
     *,
     columns: Mapping[str, torch.Tensor] | None = None,
     per_sequence: Mapping[str, torch.Tensor] | None = None,
+    images: ImageFiles | None = None,
 ) -> Batch:
-    """The demonstrations as a batch whose targets are the response tokens that are not masked out."""
+    """The demonstrations as a batch whose targets are the response tokens that are not masked out.
+
+    Args:
+        images: the files of demonstrations with images.
+    """
     return pack(
         [item.prompt_ids for item in batch],
         [item.response_ids for item in batch],
         masks=[item.response_mask for item in batch],
         columns=columns,
         per_sequence=per_sequence,
+        images=[None if images is None else images(item.images) for item in batch],
     )

@@ -132,6 +132,7 @@ class GroupRun:
             prompt_ids=prompt_ids if part is None else prompt_ids + part.response_ids.tolist(),
             sampling=self._sampling if part is None else remaining(part, self._sampling),
             seed=request.seed if part is None else seed_of(request, part),
+            images=request.images,
         )
 
     def _unfinished(self, indices: Sequence[int]) -> list[int]:

@@ -50,11 +50,14 @@ def completion_body(
     model: str | None,
     seed: int | None,
     log_probs: bool = True,
+    images: str | None = None,
 ) -> dict[str, Any]:
     """The JSON of one request for `sampling.n` samples. It sets every sampling value, so no server default applies.
 
-    log_probs: ask for the log-prob of every token.
+    log_probs: ask for the log-prob of every token. images: the file of the prompt's images.
     """
+    with_images = {} if images is None else {"plinth_images": images}
+    model = model if images is None else f"{model}+images"  # unknown to servers that would not see them
     optional = {"model": model, "seed": seed, "logprobs": 0 if log_probs else None}
     return {
         "prompt": id_list(prompt_ids),
@@ -68,7 +71,7 @@ def completion_body(
         "frequency_penalty": 0.0,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
-        "vllm_xargs": {"plinth_ids_only": 2},  # 2: `packed` is read
+        "vllm_xargs": {"plinth_ids_only": 2, **with_images},  # 2: `packed` is read
         "stream": False,
         **{name: value for name, value in optional.items() if value is not None},
     }

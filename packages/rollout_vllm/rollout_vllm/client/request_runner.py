@@ -42,6 +42,7 @@ class CompletionRequest:
     prompt_ids: Sequence[int]
     sampling: SamplingConfig
     seed: int | None
+    images: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +180,7 @@ class RequestRunner:
             self._in_flight[request_id] = attempt
         log_probs = self._config.log_probs
         body = partial(completion_body, request.prompt_ids, request.sampling, seed=request.seed, log_probs=log_probs)
+        body = partial(body, images=request.images)
         num_routed = len(request.prompt_ids) if self._config.routes else None
         read = partial(parse_completion, n=request.sampling.num_samples, log_probs=log_probs, num_routed=num_routed)
         try:

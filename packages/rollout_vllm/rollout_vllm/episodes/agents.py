@@ -7,23 +7,30 @@ import math
 import os
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from .agent_endpoint import AgentEndpoint
 from .chat import ChatFormat
-from .environment_process import EnvironmentFailedError, EnvironmentProcess, EnvironmentSpec, Observation
+from .environment_process import (
+    EnvironmentFailedError,
+    EnvironmentProcess,
+    EnvironmentSpec,
+    Observation,
+    modules_of,
+)
 from .episodes import Episode
 from .tools import CALL_FORMATS, check_call_format
 
 
 def agent_spec(agent: str, options: Mapping[str, Any] | None = None, **limits: Any) -> EnvironmentSpec:
-    """The process of an agent. agent: `package.module:function`. limits: of `EnvironmentSpec`."""
+    """The process of an agent. agent: `package.module:function`, or a class. limits: of `EnvironmentSpec`."""
     return EnvironmentSpec(
         path=f"{__name__}:_Agent",
         options={"agent": agent, "options": dict(options or {})},
         step_timeout_s=math.inf,  # episode.timeout_s limits the whole episode
         name=f"agent {agent}",
-        preload=(agent.partition(":")[0],),
+        preload=tuple(modules_of(agent)),
         **limits,
     )
 
@@ -32,9 +39,10 @@ def agent_spec(agent: str, options: Mapping[str, Any] | None = None, **limits: A
 class AgentRollout:
     """Plays one episode of an agent in a process of its own: `await rollout(episode, prompt)`.
 
-    The agent is called as `agent(base_url, api_key, prompt, **options)`; it may be a coroutine function. Its requests
-    to base_url are answered by the policy. It returns the score of the episode, rewards of replies by their ids
-    (`{reply.id: 1.0}`), or None, which leaves scoring to others. What it returns is a reward of all turns, or of those.
+    The agent is called as `agent(base_url, api_key, prompt, **options)`; it may be a coroutine function, or a class of
+    callable objects, made as `Class(**options)`, whose method `reset(prompt)`, if it has one, checks a row before the
+    run. The policy answers its requests to base_url. It returns the score of the episode, rewards of replies by their
+    ids (`{reply.id: 1.0}`), or None, which leaves scoring to others.
 
     spec: see `agent_spec`. call_format: how the policy writes tool calls, a key of `CALL_FORMATS`. max_turns: turns
     that the policy answers. max_prompt_tokens: a prompt and its answer have at most these and the tokens of
@@ -83,12 +91,14 @@ class _Agent:
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         module, _, name = agent.partition(":")
-        self._function, self._options = getattr(importlib.import_module(module), name), options
+        target: Any = getattr(importlib.import_module(module), name)
+        self._agent: Any = target(**options) if inspect.isclass(target) else partial(target, **options)
 
-    def reset(self, prompt: Any) -> Observation:
+    def reset(self, prompt: Any) -> Any:
         """Keeps the row."""
         self._prompt = prompt
-        return None
+        reset = getattr(self._agent, "reset", None)
+        return None if reset is None else reset(prompt)
 
     def step(self, action: str) -> Any:
         """Runs the agent, which may start an event loop of its own."""
@@ -96,7 +106,7 @@ class _Agent:
         root = url.removesuffix("/v1")
         os.environ.update(OPENAI_BASE_URL=url, OPENAI_API_KEY=key, ANTHROPIC_BASE_URL=root, ANTHROPIC_API_KEY=key)
         os.environ.update(NO_PROXY="127.0.0.1", no_proxy="127.0.0.1")
-        result = self._function(url, key, self._prompt, **self._options)
+        result = self._agent(url, key, self._prompt)
         return _awaited(result) if inspect.isawaitable(result) else _ended(result)
 
 

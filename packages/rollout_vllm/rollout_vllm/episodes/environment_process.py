@@ -5,8 +5,12 @@ each. The process and its caller exchange lines of JSON; see `_serve`.
 """
 
 import asyncio
+import base64
+import copy
+import hashlib
 import importlib
 import inspect
+import io
 import json
 import multiprocessing.util
 import os
@@ -19,6 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol, Self
 
@@ -66,14 +71,15 @@ class EnvironmentSpec:
 
     path: `package.module:Class`. options: keyword arguments of the class. start_timeout_s: seconds to start the
     process, import the module and make the object. step_timeout_s: seconds of `reset` and of every `step`. isolated:
-    the process is shut in (`isolation.enter`). memory_bytes: that it may add. name: for messages. preload: modules that
-    it imports later.
+    the process is shut in (`isolation.enter`). memory_bytes: that it may add. image_folder: where images of
+    observations are written, which travel as files. name: for messages. preload: modules that it imports later.
     """
 
     path: str
     options: Mapping[str, Any] = field(default_factory=dict)
     start_timeout_s: float = 60.0
     step_timeout_s: float = 30.0
+    image_folder: str | None = None
     isolated: bool = False
     memory_bytes: int | None = None
     name: str = ""
@@ -146,12 +152,37 @@ class EnvironmentProcess:
         """The environment's prompt; None to keep that of the data."""
         reply = await self._call({"reset": True}, "reset")
         self.tools = reply["tools"]
-        observation: Observation = reply["observation"]
-        return observation
+        return self._seen(reply["observation"])
 
     async def step(self, action: str) -> Step:
         """The environment's answer to a turn of the policy."""
-        return Step(**await self._call({"step": action}, "a step"))
+        reply = await self._call({"step": action}, "a step")
+        return Step(**reply | {"observation": self._seen(reply["observation"])})
+
+    def _seen(self, observation: Any) -> Observation:
+        """The observation with files in place of images."""
+        for message in observation if isinstance(observation, list) else ():
+            for part in parts if isinstance(parts := message.get("content"), list) else ():
+                if "image" in part:
+                    part["image"] = self._image_file(part["image"])
+        seen: Observation = observation
+        return seen
+
+    def _image_file(self, image: Any) -> str:
+        if isinstance(image, str):
+            if self._spec.isolated:
+                raise self._failed("an isolated environment gives the bytes of an image, not a path")
+            return os.path.abspath(image)
+        if self._spec.image_folder is None:
+            raise self._failed("an observation has an image, and there is no folder for it")
+        content = base64.b64decode(image["base64"])
+        path = Path(self._spec.image_folder).absolute() / hashlib.sha256(content).hexdigest()
+        if not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+            unfinished.write_bytes(content)
+            unfinished.replace(path)
+        return str(path)
 
     async def cut(self) -> float | None:
         """Tells the environment that a limit ends the episode. Returns its last reward, if it gives one."""
@@ -220,7 +251,7 @@ class EnvironmentProcess:
 def _start(spec: EnvironmentSpec, prompt: Any, theirs: socket.socket, folder: str | None) -> BaseProcess:
     context = multiprocessing.get_context("forkserver")
     shorten_socket_paths()
-    modules = ["__main__", __name__, *_modules(spec.path), *spec.preload, *_imported_by_main()]
+    modules = ["__main__", __name__, *modules_of(spec.path), *spec.preload, *_imported_by_main()]
     context.set_forkserver_preload(modules)  # before the first start only
     work = partial(_serve, spec.path, dict(spec.options), prompt, spec.memory_bytes, folder)
     process = context.Process(target=run_kept, args=(work, theirs), daemon=True)
@@ -241,8 +272,8 @@ def shorten_socket_paths() -> None:
 _choosing_folder = threading.Lock()
 
 
-def _modules(path: str) -> list[str]:
-    """The module of the environment class, and those that the class names in its attribute `preload`."""
+def modules_of(path: str) -> list[str]:
+    """The module of a class or function, and those that it names in its attribute `preload`."""
     module = path.partition(":")[0]
     environment = getattr(sys.modules.get(module), path.partition(":")[2], None)
     return [module, *getattr(environment, "preload", ())]
@@ -366,7 +397,20 @@ def _observation(value: Any, method: str) -> Observation:
 def _messages(value: Any, source: str) -> list[Message]:
     if not isinstance(value, list | tuple) or not all(isinstance(item, Mapping) for item in value):
         raise TypeError(f"{source} returned {_shown(value)}; allowed: text, a list of messages, or None")
-    return [dict(item) for item in value]
+    return [_with_bytes(copy.deepcopy(dict(item))) for item in value]
+
+
+def _with_bytes(message: dict[str, Any]) -> Message:
+    """The message with base64 in place of the images (PIL's, or bytes of an image file) of its parts."""
+    for part in parts if isinstance(parts := message.get("content"), list) else ():
+        if (image := part.get("image")) is None or isinstance(image, str):
+            continue
+        if not isinstance(image, bytes):
+            with io.BytesIO() as buffer:
+                image.save(buffer, "PNG")
+                image = buffer.getvalue()
+        part["image"] = {"base64": base64.b64encode(image).decode("ascii")}
+    return message
 
 
 def _shown(value: Any) -> str:

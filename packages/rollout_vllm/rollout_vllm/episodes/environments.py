@@ -1,9 +1,11 @@
 """Multi-turn episodes in an environment with `reset` and `step`, which may score them."""
 
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .chat import ChatFormat
+from .chat import ChatFormat, images_of
 from .environment_process import EnvironmentProcess, EnvironmentSpec
 from .episodes import Episode
 
@@ -20,12 +22,16 @@ class EnvironmentRollout:
     spec: EnvironmentSpec
     chat: ChatFormat
     max_turns: int
+    image_file: Callable[[Sequence[str]], str | None] | None = None
+    """Makes the file of images (`Request.images`) for an environment whose observations have some."""
 
     async def __call__(self, episode: Episode, prompt: Any) -> None:
         async with EnvironmentProcess(self.spec, prompt) as environment:
-            opening = await environment.reset()
+            opening, shown = await environment.reset(), list(getattr(prompt, "images", ()))
             if opening is not None:
-                episode.replace_prompt(self.chat.prompt_ids(opening, environment.tools))
+                shown = images_of(opening)
+                ids = self.chat.prompt_ids(opening, environment.tools)
+                episode.replace_prompt(ids, images=await self._file(shown, episode))
             for turn_number in range(1, self.max_turns + 1):
                 turn = await episode.generate()
                 step = await environment.step(self.chat.text(turn.response_ids))
@@ -40,4 +46,13 @@ class EnvironmentRollout:
                     if (reward := await environment.cut()) is not None:
                         episode.reward(reward)
                     return
-                episode.add_context(context)
+                new = images_of(step.observation)
+                shown += new
+                episode.add_context(context, images=await self._file(shown, episode) if new else None)
+
+    async def _file(self, images: Sequence[str], episode: Episode) -> str | None:
+        """The file of all images so far, which `episode.data` names."""
+        if not images or self.image_file is None:
+            return None
+        episode.data["images"] = list(images)
+        return await asyncio.to_thread(self.image_file, images)

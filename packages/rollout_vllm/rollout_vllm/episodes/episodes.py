@@ -72,6 +72,7 @@ class Episode:
         self.prompt = request.prompt
         self.sample_index = sample_index
         self.prompt_ids = id_list(request.prompt_ids)
+        self.images = request.images
         self.response_ids: list[int] = []
         self.log_probs: list[float] | None = []
         self.response_mask: list[bool] = []
@@ -130,6 +131,8 @@ class Episode:
         sampling settings. Raises TurnFailedError if a turn fails; the others are in the tree. The seeds depend on the
         prompt and on how often it was asked, not on the order of concurrent calls.
         """
+        if self.images is not None:
+            raise ValueError("turns after any prompt cannot see the images of the data's prompt")
         limit = self._sampling.response_tokens
         sampling = dataclasses.replace(
             self._sampling,
@@ -157,15 +160,19 @@ class Episode:
         seed = None if self._seed is None else request_seed(self._seed, number, f"{self.sample_index}/{place}")
         # A distinct routing name: later turns use the server that has this episode's prefix in its cache.
         name = f"{self.prompt_id}/{self.sample_index}"
-        request = Request(prompt_id=name, prompt_ids=prompt_ids, seed=seed)
+        request = Request(prompt_id=name, prompt_ids=prompt_ids, seed=seed, images=self.images)
         sample = self._client.sample if self._gate is None else partial(self._client.sample, gate=self._gate)
         group = await sample(request, sampling)
         if group.failures:
             raise TurnFailedError(group.failures[0])
         return group.samples[0]
 
-    def add_context(self, token_ids: Sequence[int]) -> None:
-        """Append tokens that the policy did not sample, e.g. the result of a tool. They are masked out of the loss."""
+    def add_context(self, token_ids: Sequence[int], *, images: str | None = None) -> None:
+        """Append tokens that the policy did not sample, e.g. the result of a tool. They are masked out of the loss.
+
+        images: if they have placeholders, the file of all images so far (`Request.images`).
+        """
+        self.images = images or self.images
         if self._version_spans:
             self._version_spans.append(VersionSpan(self._version_spans[-1].policy_version, len(token_ids)))
         self._append(list(token_ids), [0.0] * len(token_ids), False)
@@ -187,11 +194,11 @@ class Episode:
             self._rewards[place] = read_number(self._rewards.get(place, 0.0) + number)
         read_number(math.fsum((*self._rewards.values(), self._score or 0.0)))
 
-    def replace_prompt(self, token_ids: Sequence[int]) -> None:
+    def replace_prompt(self, token_ids: Sequence[int], *, images: str | None = None) -> None:
         """Use another prompt than that of the request. Raises ValueError once the response has begun."""
         if self.response_ids:
             raise ValueError("the prompt cannot be replaced: the response has begun")
-        self.prompt_ids = list(token_ids)
+        self.prompt_ids, self.images = list(token_ids), images
 
     def _append(self, ids: list[int], log_probs: list[float] | None, sampled: bool) -> None:
         self.response_ids += ids
@@ -211,6 +218,7 @@ class Episode:
             sample_index=self.sample_index,
             prompt=self.prompt,
             prompt_ids=np.array(self.prompt_ids, np.int32),
+            images=self.images,
             response_ids=np.array(self.response_ids, np.int32),
             log_probs=None if self.log_probs is None else np.array(self.log_probs, np.float32),
             response_mask=np.array(self.response_mask),

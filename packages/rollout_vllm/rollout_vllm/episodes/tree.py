@@ -7,6 +7,7 @@ common. A path goes from a first prompt to a turn that no other one continues.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ class Turn:
     sample: Sample
     parent: int | None
 
-    @property
+    @cached_property
     def token_ids(self) -> IntArray:
         """int32, prompt and sampled tokens."""
         return np.concatenate([self.prompt_ids, self.sample.response_ids])

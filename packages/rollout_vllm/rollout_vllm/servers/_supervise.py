@@ -3,9 +3,10 @@
     python _supervise.py PARENT_PID GRACE_S COMMAND...
 
 It stops the command's whole process tree when the command exits, when SIGTERM, SIGINT or SIGHUP arrives, or when the
-process PARENT_PID is gone for any reason. As a child subreaper it inherits all orphaned descendants, so vLLM's engine
-and worker processes cannot escape. The command receives SIGTERM first; after GRACE_S seconds all remaining processes
-receive SIGKILL. The exit status is that of the command, or 128 + its signal.
+process PARENT_PID is gone for any reason, unless it has left the command to another one (`OWNER`). As a child subreaper
+it inherits all orphaned descendants, so vLLM's engine and worker processes cannot escape. The command receives SIGTERM
+first; after GRACE_S seconds all remaining processes receive SIGKILL. The exit status is that of the command, or 128 +
+its signal.
 
 If this process itself is killed, the command dies with it (parent-death signal), and the launcher kills the process
 group.
@@ -27,6 +28,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _WATCHED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
 _POLL_S = 0.25
+OWNER = "owner"
+"""File among the server's sockets with id and start of the process to which the launcher has left the command."""
 
 
 def _prctl(option: int, value: int) -> None:
@@ -44,6 +47,26 @@ def _parent_of(pid: int) -> int:
     except OSError:
         return 0
     return int(stat.rpartition(")")[2].split()[1])
+
+
+def started(pid: int) -> str:
+    """When a process started, in ticks since the boot; empty if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+def _is_owned(launcher: int) -> bool:
+    """True while the launcher lives, or the process to which it has left the command."""
+    if os.getppid() == launcher:
+        return True
+    try:
+        pid, start = Path(os.environ["PLINTH_SERVER_SOCKETS"], OWNER).read_text().split()
+    except (KeyError, OSError, ValueError):
+        return False
+    return started(int(pid)) == start
 
 
 def descendants(root: int) -> list[int]:
@@ -94,7 +117,7 @@ def main() -> int:
     process = subprocess.Popen(command, preexec_fn=_before_exec)  # a prepared server reads stdin
     child, status = process.pid, None
     process.returncode = 0  # _reap collects it; prevents Popen from waiting for it
-    while status is None and os.getppid() == parent:
+    while status is None and _is_owned(parent):
         info = signal.sigtimedwait(_WATCHED, _POLL_S)
         status = _reap(child, status)
         if info is not None and info.si_signo != signal.SIGCHLD:

@@ -15,7 +15,7 @@ from ..config import RolloutConfig
 from ..errors import RolloutConfigError, ServerDiedError
 from .existing import wait_for_existing
 from .launch import build_server, check_launch
-from .process import Server
+from .process import Server, ServerProcess
 from .spawn import close_prepared
 
 
@@ -123,6 +123,14 @@ class ServerGroup:
         for server in self.servers:
             server.stop()
             server.release_port()
+
+    def leave_to(self, owner: int) -> None:
+        """Leave the servers to process `owner`: they end with that one. It makes a group of pickled copies of them."""
+        for server in self.servers:
+            assert isinstance(server, ServerProcess), "servers of a Ray cluster end with their run"
+            server.leave_to(owner)
+            server.release_port()
+        self._owner_pid = owner
 
     def __enter__(self) -> "ServerGroup":
         return self

@@ -10,7 +10,7 @@ from plinth_base import Endpoint
 from ..config import RolloutConfig
 from ..errors import RolloutConfigError
 from .command import SERVED_MODEL_NAME, has_multicast, is_recurrent, server_arguments, server_environment
-from .device import Device, check_build, check_device_features, detect_device
+from .device import Device, check_build, check_device_features, detect_device, local_cores
 from .memory import available_memory_bytes, check_kv_cache, check_memory
 from .model_folder import check_context, check_match, read_model_config
 from .patch import untested_vllm
@@ -37,7 +37,7 @@ def check_launch(
     check_context(config, model_config)
     check_kv_cache(config, model_config, device)
     check_match(config, model_config or {})
-    if config.speculative != "none" and is_recurrent(str(model_path)):
+    if config.speculates and is_recurrent(str(model_path)):
         problem = "the states of its model's recurrent layers cannot go back behind a draft"
         raise RolloutConfigError(problem, field="speculative", value=config.speculative, allowed="none")
     if elsewhere:
@@ -57,7 +57,7 @@ def _check_tested(config: RolloutConfig, device: Device) -> None:
     for name, is_ours in (
         ("match_trainer", config.match_trainer),
         ("routes", config.routes and device == "cpu"),
-        ("speculative", config.speculative != "none"),
+        ("speculative", config.speculates),
     ):
         if is_ours and untested:
             value = getattr(config, name)
@@ -90,6 +90,9 @@ def build_server(
     variables = server_environment(
         os.environ, config, device=device, api_key=api_key, num_cores=num_cores, gpu_ids=gpu_ids, extra=env
     )
+    if config.local_cores and device == "cuda":
+        cores = set[int]().union(*map(local_cores, range(1) if gpu_ids is None else gpu_ids))
+        variables["PLINTH_ROLLOUT_CORES"] = ",".join(map(str, sorted(cores)))
     multicast = has_multicast(variables)
     arguments = server_arguments(
         config, str(model_path), port=port, device=device, multicast=multicast, extra_args=extra_args

@@ -206,6 +206,24 @@ ROUTES = FENCE.patch(
         "vllm.v1.engine:EngineCoreOutput": ("routed_experts", "new_token_ids", "request_id"),
     },
 )
+IMAGES = FENCE.patch(
+    name="images of completion requests",
+    otherwise="refused",
+    reason="vLLM takes images in chat requests, as base64, and expands their placeholders where a client sees nothing",
+    replaces={
+        "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion": ("render_completion_request(request)",),
+        "vllm.renderers.online_renderer:OnlineRenderer": ("render_completion(request, ...)",),
+        "vllm.multimodal.processing.processor:BaseMultiModalProcessor": ("_maybe_apply_prompt_updates",),
+    },
+    reads={
+        "vllm.renderers.online_renderer:OnlineRenderer": ("create_error_response",),
+        "vllm.renderers.base:BaseRenderer": ("render_cmpl_async(prompts, ...)",),
+        "vllm.multimodal.processing.processor:BaseMultiModalProcessor": (
+            "_find_mm_placeholders(new_token_ids, mm_prompt_updates)",
+        ),
+        "vllm.inputs": ("TokensPrompt",),
+    },
+)
 VERIFYING = FENCE.patch(
     name="sampling settings of drafts",
     otherwise="refused",

@@ -11,16 +11,17 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from plinth_base import Endpoint
 
 from ..errors import PortInUseError, RolloutConfigError, ServerStartError
+from ._supervise import OWNER, started
 from .blocking_http import try_generation
 from .command import describe_environment
 from .diagnose import diagnose, engine_core_failed
-from .spawn import end_server, server_command, socket_folder, spawn_server, take_prepared, with_sockets
+from .spawn import LeftProcess, end_server, server_command, socket_folder, spawn_server, take_prepared, with_sockets
 
 _MAX_LOG_BYTES = 4 << 20  # how much of the log is read for a diagnosis
 _POLL_S = 0.1
@@ -71,13 +72,22 @@ class ServerProcess:
         self._env = dict(env)
         self._reservation = reservation
         self._stop_grace_s = stop_grace_s
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | LeftProcess | None = None
         self._sockets = ""
         self._log_start = 0
         self._handed_over_at: int | None = None
         """Size of the log when a prepared process became this server."""
         self._owner_pid = os.getpid()
         self._stopped = False
+
+    def leave_to(self, owner: int) -> None:
+        """Let process `owner` end this server, and no longer this process. A pickled copy there is the server."""
+        Path(self._sockets, OWNER).write_text(f"{owner} {started(owner)}")
+        self._owner_pid = owner
+
+    def __getstate__(self) -> dict[str, Any]:
+        process = None if self._process is None else LeftProcess(self._process.pid, started(self._process.pid))
+        return vars(self) | {"_process": process, "_reservation": None}
 
     @property
     def pid(self) -> int | None:

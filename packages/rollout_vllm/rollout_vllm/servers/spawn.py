@@ -6,18 +6,21 @@ server without one starts as always.
 """
 
 import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 from ..config import RolloutConfig
+from ._supervise import started
 from .auth import KEY_VARIABLE
 from .command import server_environment
 from .device import Device
@@ -27,6 +30,7 @@ _MAX_SOCKET_FOLDER = 70  # characters: a socket's path has at most 107, and vLLM
 _LATE = frozenset(
     {
         KEY_VARIABLE,
+        "PLINTH_ROLLOUT_CORES",  # set again by whoever takes the process over
         "CUDA_VISIBLE_DEVICES",  # read when CUDA is initialized, which no import does: the engine is forked later
         "PLINTH_SERVER_SOCKETS",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
@@ -58,7 +62,35 @@ def spawn_server(
     )
 
 
-def end_server(process: subprocess.Popen[bytes], grace_s: float) -> None:
+class LeftProcess:
+    """A supervisor that another process has started and left to this one, as far as a server needs its `Popen`."""
+
+    def __init__(self, pid: int, start: str) -> None:
+        self.pid, self._start = pid, start
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """0 once it has ended: only its parent knows its status."""
+        if self.returncode is None and started(self.pid) != self._start:
+            self.returncode = 0
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Nothing happens if it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises subprocess.TimeoutExpired, as `Popen.wait`."""
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired([str(self.pid)], timeout or 0.0)
+            time.sleep(0.02)
+        return 0
+
+
+def end_server(process: subprocess.Popen[bytes] | LeftProcess, grace_s: float) -> None:
     """Waits until a process tree that was told to stop is gone; kills it otherwise."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(grace_s + 10.0)

@@ -1,1 +1,1 @@
-"""Jobs of clusters: batch files for SLURM, manifests for Kubernetes."""
+"""Jobs of SLURM."""

@@ -64,14 +64,9 @@ def submission(arguments: Sequence[str]) -> list[str]:
     app += _own_arguments(config, app, options)
     gpus = next((option.partition("=")[2] for option in options if option.startswith("--gpus-per-node=")), "0")
     cores = 8 * int(gpus.rpartition(":")[2]) + 4  # a rank and a server for each GPU, and the driver with its rewards
-    defaults = {
-        "--job-name": f"--job-name=plinth-{app[0]}",
-        "--cpus-per-task": f"--cpus-per-task={cores}",
-        "--requeue": "--requeue" if config.keys() & set(_RESUME) else "--no-requeue",
-    }
-    given = {option.partition("=")[0] for option in options}
-    added = [option for name, option in defaults.items() if name not in given]
-    return ["sbatch", *added, *options, str(BATCH_FILE), sys.executable, *app]
+    requeue = "--requeue" if config.keys() & set(_RESUME) else "--no-requeue"
+    defaults = (f"--job-name=plinth-{app[0]}", f"--cpus-per-task={cores}", requeue)  # given options override them
+    return ["sbatch", *defaults, *options, str(BATCH_FILE), sys.executable, *app]
 
 
 def _config_of(app: Sequence[str]) -> dict[str, str]:

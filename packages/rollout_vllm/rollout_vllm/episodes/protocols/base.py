@@ -95,18 +95,16 @@ class Protocol:
     end: str = ""
 
 
-def read_reply(
-    text: str, read_calls: Callable[[str], list[ToolCall]] | None, *, turn_number: int, keeps_calls: bool = True
-) -> Reply:
-    """The reply in the text of a turn. A call that cannot be parsed stays text.
+def read_reply(text: str, read_calls: Callable[[str], list[ToolCall]] | None, *, turn_number: int) -> Reply:
+    """The reply in the text of a turn, whose content ends before the first call. A call that cannot be parsed stays
+    text.
 
     read_calls: a value of `CALL_FORMATS`; None if the request has no tools. turn_number: part of the ids of the calls.
-    keeps_calls: calls stay in the content too.
     """
     thoughts, mark, rest = text.partition("</think>")
     content = rest.lstrip() if mark else text
     calls = [] if read_calls is None else [call for call in read_calls(content) if not call.problem]
-    if calls and not keeps_calls:
+    if calls:
         starts = [place for place in map(content.find, _CALL_MARKS) if place >= 0]
         content = content[: min(starts, default=0)].rstrip()
     return Reply(

@@ -53,10 +53,12 @@ def _matmul_kernel(
 _M, _N, _K = 64, 128, 64
 _FEW_TILES = 132
 """Fewer tiles than the multiprocessors of a GPU: narrower tiles, of the same bits, keep all of them busy."""
-_CHUNK = 2048
+_CHUNKS = (8192, 4096, 2048)
 """Rows that cuBLAS computes at once: of one shape it computes each product alike."""
 _same_bits: dict[tuple[object, ...], bool] = {}
-"""Product -> cuBLAS gives the bits of `matmul` for `_CHUNK` rows."""
+"""Product -> cuBLAS gives the bits of `matmul` for so many rows."""
+_plans: dict[tuple[object, ...], list[tuple[int, int]]] = {}
+"""Product -> rows (begin, end) of its chunks; `matmul` computes the rows after the last one."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -66,20 +68,44 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     once for each product.
     """
     x, weight = x.contiguous(), weight.contiguous()
-    whole = len(x) // _CHUNK * _CHUNK
-    key = (x.device, x.dtype, weight.shape, weight.data_ptr() % 256, x.data_ptr() % 256, bias is None)
-    if whole and key not in _same_bits:
-        _same_bits[key] = torch.equal(_library(x[:_CHUNK], weight, bias), matmul(x[:_CHUNK], weight, bias))
-    if not whole or not _same_bits[key]:
+    if len(x) < _CHUNKS[-1]:
         return matmul(x, weight, bias)
-    parts = [_library(rows, weight, bias) for rows in x[:whole].split(_CHUNK)]
-    if whole < len(x):
-        parts.append(matmul(x[whole:], weight, bias))
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
+    key = (x.device, x.dtype, len(x), weight.shape, weight.data_ptr() % 256, x.data_ptr() % 256, bias is None)
+    if (plan := _plans.get(key)) is None:
+        plan = _plans[key] = _chunks(x, weight, bias)
+    out = x.new_empty((len(x), len(weight)))
+    for begin, end in plan:
+        _library(x[begin:end], weight, bias, out[begin:end])
+    if (end := plan[-1][1] if plan else 0) < len(x):
+        out[end:] = matmul(x[end:], weight, bias)
+    return out
 
 
-def _library(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.nn.functional.linear(x, weight, bias)
+def _chunks(x: Tensor, weight: Tensor, bias: Tensor | None) -> list[tuple[int, int]]:
+    plan, begin = [], 0
+    for chunk in _CHUNKS:
+        while len(x) - begin >= chunk and _has_same_bits(x[begin : begin + chunk], weight, bias):
+            plan.append((begin, begin + chunk))
+            begin += chunk
+    if begin < len(x) and _has_same_bits(x[-chunk:], weight, bias):
+        plan.append((len(x) - chunk, len(x)))  # with rows before the last ones, which get their bits again
+    return plan
+
+
+def _has_same_bits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    key = (x.device, x.dtype, len(x), weight.shape, weight.data_ptr() % 256, x.data_ptr() % 256, bias is None)
+    if key not in _same_bits:
+        out = x.new_empty((len(x), len(weight)))
+        _library(x, weight, bias, out)
+        _same_bits[key] = torch.equal(out, matmul(x, weight, bias))
+    return _same_bits[key]
+
+
+def _library(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if bias is None:
+        torch.mm(x, weight.T, out=out)
+    else:
+        torch.addmm(bias, x, weight.T, out=out)
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -144,16 +170,15 @@ def _norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tup
     return out, total
 
 
-@triton.jit(do_not_specialize=["num"])
-def _silu_and_mul_kernel(out_ptr, gate_ptr, up_ptr, num, width, gate_row, up_row, BLOCK: tl.constexpr):
-    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    there = places < num
-    row, column = places // width, places % width
+@triton.jit
+def _silu_and_mul_kernel(out_ptr, gate_ptr, up_ptr, width, gate_row, up_row, BLOCK: tl.constexpr):
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = column < width
     gate = tl.load(gate_ptr + row * gate_row + column, mask=there, other=0.0)
     wide = gate.to(tl.float32)
     active = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
     up = tl.load(up_ptr + row * up_row + column, mask=there, other=0.0).to(tl.float32)
-    tl.store(out_ptr + places, (active * up).to(gate.dtype), mask=there)
+    tl.store(out_ptr + row * width + column, (active * up).to(gate.dtype), mask=there)
 
 
 def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -161,8 +186,8 @@ def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
     width = gate.shape[-1]
     rows = [x if x.stride(-1) == 1 and x.dim() == 2 else x.reshape(-1, width).contiguous() for x in (gate, up)]
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    _silu_and_mul_kernel[(triton.cdiv(out.numel(), 2048),)](
-        out, *rows, out.numel(), width, rows[0].stride(0), rows[1].stride(0), BLOCK=2048, num_warps=4
+    _silu_and_mul_kernel[(len(rows[0]), triton.cdiv(width, 1024))](
+        out, *rows, width, rows[0].stride(0), rows[1].stride(0), BLOCK=1024, num_warps=4
     )  # fmt: skip
     return out
 
@@ -198,6 +223,7 @@ def rotate(x: Tensor, table: Tensor, positions: Tensor, inverse: bool) -> Tensor
     _rotate_kernel[(tokens,)](
         out, x, table, positions, heads, x.stride(0), x.stride(1),
         SIGN=-1.0 if inverse else 1.0, HEADS=triton.next_power_of_2(heads), HALF=width // 2, num_warps=2,
+        enable_fp_fusion=False,  # a product that is added would not be rounded
     )  # fmt: skip
     return out
 
@@ -312,6 +338,6 @@ def attention(
         out, q, k, v, table, query_start, lengths, scale * math.log2(math.e),
         q.stride(0), q.stride(1), out.stride(0), out.stride(1),
         k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2), table.stride(0),
-        BLOCK=k.shape[2], WIDTH=width, PER_HEAD=per_head, ROWS=_TILE_Q, TILE=_TILE_K, num_warps=4, num_stages=2,
+        BLOCK=k.shape[2], WIDTH=width, PER_HEAD=per_head, ROWS=_TILE_Q, TILE=_TILE_K, num_warps=4, num_stages=3,
     )  # fmt: skip
     return out

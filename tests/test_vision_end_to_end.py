@@ -1,0 +1,92 @@
+"""A vision-language model learns to count shapes and plays on boards that it sees: SFT, packed GRPO, vLLM."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_data.tasks.shapes import write_shapes
+from tests.run_folders import metrics_rows
+
+pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.long]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shapes(tmp_path_factory.mktemp("files") / "shapes", num_train=256, num_val=128)
+
+
+def keys_of(files: Path, train: str, val: str, warm_start: str) -> list[str]:
+    """The files of a preset in this folder."""
+    names = {"data.train": train, "data.val": val, "warm_start.files": warm_start}
+    return [f"model.path={files / 'model'}", *(f"{key}=[{files / name}.parquet]" for key, name in names.items())]
+
+
+def samples_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for file in sorted(run.glob("rollouts/*.jsonl")) for line in file.read_text().splitlines()]
+
+
+def test_grpo_teaches_a_model_to_count_what_it_sees(tmp_path: Path, files: Path, start_app: Callable[..., Any]) -> None:
+    app = start_app(
+        tmp_path / "runs",
+        "preset=shapes",
+        *keys_of(files, "train", "val", "demonstrations"),
+        "trainer.total_training_steps=12",
+        "sync.verify=true",
+    )
+    assert app.finish() == 0, app.output
+    assert not app.survivors()
+    (run,) = (tmp_path / "runs").iterdir()
+    rows = metrics_rows(run)
+    scores = [float(row["val/score/mean"]) for row in rows if row.get("val/score/mean")]
+    assert scores[-1] > scores[0] + 0.15
+    # Servers see what the ranks see, also after pushes.
+    gaps = [float(row["rollout/log_prob_mismatch_max"]) for row in rows if row.get("rollout/log_prob_mismatch_max")]
+    assert len(gaps) == 12
+    assert max(gaps) < 1e-3
+    assert all(Path(name).is_file() for sample in samples_of(run) for name in sample["images"])
+    assert not (run / "images").exists()
+
+
+def test_sft_and_its_greedy_responses_see_images(tmp_path: Path, files: Path, start_app: Callable[..., Any]) -> None:
+    app = start_app(
+        tmp_path / "runs",
+        f"model.path={files / 'model'}",
+        f"supervised.files=[{files}/demonstrations.parquet]",
+        *("supervised.steps=60", "supervised.batch_size=32", "supervised.val_size=64", "supervised.num_samples=8"),
+        *("supervised.sample_tokens=3", "supervised.optim.lr=2e-3", "engine.dtype=float32", "engine.zero.stage=2"),
+        *("engine.gradient_checkpointing=false", "trainer.test_freq=60"),
+        app="sft",
+    )
+    assert app.finish() == 0, app.output
+    (run,) = (tmp_path / "runs").iterdir()
+    losses = [float(row["val/loss"]) for row in metrics_rows(run) if row.get("val/loss")]
+    # Colors are always right, and only an image tells them: without it they cost log(3) / 3 of a token's loss alone.
+    assert losses[-1] < losses[0] / 2
+    named = [(one["response"].split(), one["demonstrated"].split()) for one in samples_of(run)[-8:]]
+    assert sum(len(said) > 1 and said[1] == shown[1] for said, shown in named) >= 7
+
+
+def test_every_turn_of_a_game_sees_the_boards_before_it(
+    tmp_path: Path, files: Path, start_app: Callable[..., Any]
+) -> None:
+    app = start_app(
+        tmp_path / "runs",
+        "preset=grid",
+        *keys_of(files, "boards", "val_boards", "moves"),
+        "trainer.total_training_steps=2",
+        "warm_start.steps=60",
+    )
+    assert app.finish() == 0, app.output
+    (run,) = (tmp_path / "runs").iterdir()
+    gaps = [
+        float(row["rollout/log_prob_mismatch_max"])
+        for row in metrics_rows(run)
+        if row.get("rollout/log_prob_mismatch_max")
+    ]
+    assert max(gaps) < 1e-3
+    seen = {(sample["num_turns"], len(sample["images"])) for sample in samples_of(run)}
+    assert (2, 2) in seen
+    assert seen <= {(1, 1), (2, 2)}
