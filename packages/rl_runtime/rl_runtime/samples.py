@@ -27,6 +27,11 @@ def with_token_ids(prompt: Prompt, token_ids: Sequence[int]) -> Prompt:
     return replace(prompt, token_ids=tuple(token_ids))
 
 
+def images_of(sample: Sample) -> tuple[str, ...]:
+    """The files of the images of a sample, in order: those of its prompt, unless an environment has shown others."""
+    return tuple(sample.data.get("images", getattr(sample.prompt, "images", ())))
+
+
 def group_numbers(samples: Sequence[Sample]) -> list[int]:
     """The number of each sample's group, in the order in which groups first appear."""
     number = {key: place for place, key in enumerate(dict.fromkeys(sample.prompt_id for sample in samples))}

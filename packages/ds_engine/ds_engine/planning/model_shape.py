@@ -270,7 +270,7 @@ def _vision_shape(model: Any, config: Any) -> VisionShape | None:
     side = next((int(getattr(one, name)) for name, one in sides.items() if hasattr(one, name)), 1)
     if tokens := getattr(config, "mm_tokens_per_image", None):
         side = int(vision.image_size) // patch // math.isqrt(int(tokens))
-    channels = int(getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3))
+    channels = int(getattr(vision, "in_channels", 0) or getattr(vision, "num_channels", 3))
     widths = Counter[str]()
     for name, p in sizes.items():
         widths[_layer_of(name)] += sum(p.shape) if p.ndim == 2 else 0

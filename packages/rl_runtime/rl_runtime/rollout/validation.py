@@ -15,6 +15,7 @@ from rl_core import majority_vote, pass_at_k
 from rl_data import Prompt
 from rollout_vllm import Sample
 
+from ..samples import images_of
 from .groups import score_of
 
 
@@ -34,6 +35,8 @@ class SampleResult:
     num_turns: int = 1
     terms: Mapping[str, float] = field(default_factory=dict)
     """Value of each of several rewards."""
+    images: tuple[str, ...] = ()
+    """Files of the images that it has seen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +94,7 @@ def prompt_result(
                 num_tokens=sample.num_generated,
                 num_turns=sample.num_turns,
                 terms=sample.reward_terms,
+                images=images_of(sample),
             )
             for sample, right in zip(samples, is_right, strict=True)
         ),
