@@ -52,15 +52,15 @@ def small_config(config: Any, *, widths: Literal["fixed", "scaled", "kept"] = "f
             two, for a model whose widths depend on each other. kept: the model's own.
     """
     small = copy.deepcopy(config)
+    vision: Any = getattr(small, "vision_config", None)
     for part in _parts(small):
-        vision: Any = getattr(small, "vision_config", None)
         window = getattr(part, "window_size", None)
         _shrink(part, {**_COUNTS, **_WIDTHS} if widths == "fixed" else _COUNTS)
         if widths == "scaled":
             _scale(part)
-        if part is vision and window is not None:
-            vision.window_size = window  # in pixels
-    if getattr(small, "vision_config", None) is not None and hasattr(small, "image_token_id"):
+        if window is not None and part is vision:
+            part.window_size = window  # in pixels
+    if vision is not None and hasattr(small, "image_token_id"):
         _shrink_images(small)
     turn_off_dropout(small)
     return small

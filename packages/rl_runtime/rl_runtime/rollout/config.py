@@ -181,7 +181,7 @@ QUANTIZED_CACHE = Feature(
 )
 SPECULATIVE = Feature(
     key="rollout.speculative",
-    is_on=lambda c: c.rollout.speculative != "none",
+    is_on=lambda c: c.rollout.speculates,
     rules=(
         only("actor.match_servers", False, why="and matched servers compute one token a step"),
         only("actor.router_replay", "off", "R2", why="and servers would also return the experts of rejected drafts"),
