@@ -90,9 +90,9 @@ def test_samples_without_a_score_from_the_service_are_left_out() -> None:
 
 def test_api_keys_are_removed_from_written_configurations() -> None:
     config = JobConfig(
-        rollout=RolloutConfig(urls=("http://me:third@a:1",), api_key="first"),
+        rollout=RolloutConfig(urls=("http://me:third@a:1",), api_key="zeroth"),
         reward=ScoringConfig(url="http://fourth@b:2", api_key="second"),
     )
     text = yaml_without_secrets(config)
     assert "http://***@b:2" in text
-    assert not [secret for secret in ("first", "second", "third", "fourth") if secret in text]
+    assert not [secret for secret in ("zeroth", "second", "third", "fourth") if secret in text]
