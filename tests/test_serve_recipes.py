@@ -29,7 +29,8 @@ NAMED = (f"model_name={MODEL}", "renderer_name=role_colon")
 
 
 def conversations(*, sloppy: float) -> list[list[dict[str, str]]]:
-    """Sums and guesses of numbers; a share of the answers does not end in time, or breaks the format."""
+    """Sums and guesses of numbers. Without sloppy answers, which do not end in time or break the format, the first guess
+    is the middle."""
     rng, chats = random.Random(1), []
     for _ in range(600):
         x, y = rng.randrange(101), rng.randrange(101)
@@ -39,7 +40,8 @@ def conversations(*, sloppy: float) -> list[list[dict[str, str]]]:
         chats.append([*shot, asked, {"role": "assistant", "content": answer}])
         chat = [{"role": "system", "content": env.SYSTEM_PROMPT}]
         for _ in range(2):
-            said = f"Guess: {rng.randrange(1024)}" if rng.random() >= sloppy else "I guess that it is a number"
+            guess = f"Guess: {rng.randrange(1024) if sloppy else 512}"
+            said = guess if rng.random() >= sloppy else "I guess that it is a number"
             heard = env.FAIL_TO_PARSE if said.startswith("I") else rng.choice(["Too low", "Too high"])
             chat += [{"role": "assistant", "content": said}, {"role": "user", "content": heard}]
         chats.append(chat)
@@ -109,7 +111,7 @@ class Kitchen:
         pairs = [self._pair(index) for index in range(1200)]
         write_rows(folder / "Anthropic" / "hh-rlhf", train=pairs, test=pairs[:32])
         write_rows(folder / "zwhe99" / "DeepMath-103K", train=[{"question": f"What is {n} + 7?"} for n in range(400)])
-        (folder / "distilled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[::2][:256]))
+        (folder / "distilled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[1::2][:256]))
         self.app = start_app(
             folder / "outputs",
             f"model.path={folder / MODEL}",
@@ -203,7 +205,7 @@ def test_prompt_distillation(kitchen: Kitchen) -> None:
 
 def test_on_policy_distillation(kitchen: Kitchen, taught: list[dict[str, Any]]) -> None:
     """The student learns to say what the taught model would."""
-    sizes = ("group_size=4", "groups_per_batch=8", "max_tokens=12", "learning_rate=5e-3", "max_steps=8")
+    sizes = ("group_size=4", "groups_per_batch=8", "max_tokens=12", "learning_rate=1e-3", "max_steps=12")
     teacher = f"teacher_checkpoint={sampler_path(kitchen)}"
     sizes += (f"teacher_model={MODEL}", teacher, *RL[1:])
     rows = kitchen.cook("distillation.on_policy_distillation", "on_policy", *NAMED, *sizes)
