@@ -29,8 +29,8 @@ NAMED = (f"model_name={MODEL}", "renderer_name=role_colon")
 
 
 def conversations(*, sloppy: float) -> list[list[dict[str, str]]]:
-    """Sums and guesses of numbers. A sloppy answer does not end in time, or breaks the format; without any, each guess is
-    the middle."""
+    """Sums and guesses of numbers. A sloppy answer does not end in time, or breaks the format. Without any, each guess
+    is the middle."""
     rng, chats = random.Random(1), []
     for _ in range(600):
         x, y = rng.randrange(101), rng.randrange(101)
