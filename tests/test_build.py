@@ -29,6 +29,8 @@ THROUGH = {
     "fla": {"fla-core"},
     "openenv": {"openenv-core"},
     "reasoning_gym": {"pyarrow"},  # rl_data.tasks.fetched fetches it
+    "namespaces": {"plinth-base"},  # its module, which the sandbox's launcher loads by its folder
+    "PIL": {"vllm"},
 }
 """Modules that come with a distribution that is declared."""
 

@@ -169,6 +169,8 @@ def test_a_broken_group_is_refused() -> None:
 class FixedModel:
     """Ranks whose log-probs of a token depend on the token alone."""
 
+    images = None
+
     def __init__(self) -> None:
         self.num_calls = 0
 

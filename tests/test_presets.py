@@ -42,7 +42,9 @@ ALGORITHMS = [
 """Presets of an algorithm, which are applied over a run's."""
 FILES = [(app, path.stem) for app in CONFIGS for path in sorted(APPS.glob(f"{app}/presets/*.yaml"))]
 PREFERENCE_PRESETS = [(app, path.stem) for app in OF_PREFERENCES for path in sorted(APPS.glob(f"{app}/presets/*.yaml"))]
-PRESETS = [preset for preset in FILES if preset not in ALGORITHMS]
+OF_IMAGES = [("grpo", "shapes"), ("grpo", "grid")]
+"""Presets of a tiny model of their own, which need no overlay."""
+PRESETS = [preset for preset in FILES if preset not in ALGORITHMS + OF_IMAGES]
 SFT_PRESETS = sorted(path.stem for path in APPS.glob("sft/presets/*.yaml"))
 
 GSM8K = """

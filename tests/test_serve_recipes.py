@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("tinker_cookbook", reason="tests/extras/tinker.txt is not installed")
+env: Any = pytest.importorskip(
+    "tinker_cookbook.recipes.multiplayer_rl.guess_number.env", reason="tests/extras/tinker.txt is not installed"
+)
 pytestmark = [pytest.mark.e2e, pytest.mark.thorough]
 
 MODEL = "Qwen/Qwen3-8B-Base"
@@ -26,26 +28,27 @@ END = "\n\nUser:"
 NAMED = (f"model_name={MODEL}", "renderer_name=role_colon")
 
 
-def conversations() -> list[list[dict[str, str]]]:
-    """Sums with answers that are often wrong or do not end, and guesses of numbers that often break the format."""
+def conversations(*, sloppy: float) -> list[list[dict[str, str]]]:
+    """Sums and guesses of numbers; a share of the answers does not end in time, or breaks the format."""
     rng, chats = random.Random(1), []
     for _ in range(600):
         x, y = rng.randrange(101), rng.randrange(101)
-        answer = f"{x + y}" if rng.random() < 0.5 else f"{x + y} or so, I think it is"
+        answer = f"{x + y}" if rng.random() >= sloppy else f"{x + y} or so, I think it is"
         shot = [{"role": "user", "content": "What is 4 + 5?"}, {"role": "assistant", "content": "9"}]
         asked = {"role": "user", "content": f"What is {x} + {y}?"}
         chats.append([*shot, asked, {"role": "assistant", "content": answer}])
-        chat = [{"role": "system", "content": "Your job is to guess a integer between 0 and 1024."}]
+        chat = [{"role": "system", "content": env.SYSTEM_PROMPT}]
         for _ in range(2):
-            guess = rng.randrange(1024)
-            said = f"Guess: {guess}" if rng.random() < 0.5 else f"I guess {guess}"
-            chat += [{"role": "assistant", "content": said}, {"role": "user", "content": "Too low"}]
+            said = f"Guess: {rng.randrange(1024)}" if rng.random() >= sloppy else "I guess that it is a number"
+            heard = env.FAIL_TO_PARSE if said.startswith("I") else rng.choice(["Too low", "Too high"])
+            chat += [{"role": "assistant", "content": said}, {"role": "user", "content": heard}]
         chats.append(chat)
     return chats
 
 
 def build_model(folder: Path, texts: list[str]) -> None:
-    """A Qwen3 of 0.4M parameters, and a tokenizer of a few hundred pieces of these texts."""
+    """A Qwen3 of 0.6M parameters that has read these texts, and a tokenizer of their pieces."""
+    import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
 
@@ -72,7 +75,16 @@ def build_model(folder: Path, texts: list[str]) -> None:
         bos_token_id=0,
         eos_token_id=1,
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    model = Qwen3ForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    ids = torch.tensor([id for text in texts for id in fast.encode(text)])
+    for step in range(150):
+        starts = torch.randint(len(ids) - 128, (16, 1), generator=torch.Generator().manual_seed(step))
+        rows = ids[starts + torch.arange(128)]
+        optimizer.zero_grad()
+        model(input_ids=rows, labels=rows).loss.backward()
+        optimizer.step()
+    model.save_pretrained(folder)
 
 
 def write_rows(folder: Path, **splits: list[dict[str, Any]]) -> None:
@@ -87,10 +99,12 @@ class Kitchen:
 
     def __init__(self, folder: Path, start_app: Callable[..., Any]) -> None:
         self.folder = folder
-        chats = conversations()
-        texts = [f"{turn['role'].capitalize()}: {turn['content']}{END}" for chat in chats for turn in chat]
-        build_model(folder / MODEL, texts)
-        rows = [{"messages": chat} for chat in chats]
+        read = [
+            "<s>" + "\n\n".join(f"{turn['role'].capitalize()}: {turn['content']}" for turn in chat) + END
+            for chat in conversations(sloppy=0.5)
+        ]
+        build_model(folder / MODEL, read)
+        rows = [{"messages": chat} for chat in conversations(sloppy=0.0)]
         write_rows(folder / "HuggingFaceH4" / "no_robots", train=rows, test=rows[:8])
         pairs = [self._pair(index) for index in range(1200)]
         write_rows(folder / "Anthropic" / "hh-rlhf", train=pairs, test=pairs[:32])
@@ -102,7 +116,7 @@ class Kitchen:
             f"api.model_name={MODEL}",
             f"api.states_dir={folder / 'states'}",
             *("api.port=0", "api.session_timeout_s=30", "actor.dtype=float32", "trainer.num_ranks=1"),
-            *("rollout.dtype=float32", "rollout.max_model_len=1024", "rollout.kv_cache_gib=0.5"),
+            *("rollout.dtype=float32", "rollout.max_model_len=2048", "rollout.kv_cache_gib=0.5"),
             *("rollout.max_num_seqs=64", "rollout.cpu_threads=1", "trainer.experiment=kitchen"),
             app="serve",
         )
@@ -149,64 +163,50 @@ def kitchen(tmp_path_factory: pytest.TempPathFactory, start_shared_app: Callable
 @pytest.fixture(scope="module")
 def taught(kitchen: Kitchen) -> list[dict[str, Any]]:
     """Supervised fine-tuning by the recipe sl_loop; its state is where the other recipes start."""
-    settings = ("batch_size=32", "learning_rate=2e-2", "lora_rank=64", "save_every=0")
+    settings = ("batch_size=32", "learning_rate=1e-2", "lora_rank=32", "save_every=0")
     return kitchen.cook("sl_loop", "supervised", f"model_name={MODEL}", *settings)
 
 
 def test_supervised(taught: list[dict[str, Any]]) -> None:
     first, last = ends(taught, "train_mean_nll")
-    assert last < 0.6 * first
+    assert last < 0.9 * first
 
 
-def test_rl_on_arithmetic(kitchen: Kitchen, taught: list[dict[str, Any]]) -> None:
-    start = f"load_checkpoint_path={kitchen.state('supervised')}"
-    sizes = ("group_size=8", "groups_per_batch=16", "max_tokens=16", "learning_rate=2e-3", "max_steps=16")
-    rows = kitchen.cook(
-        "math_rl.train", "arithmetic", f"model_name={MODEL}", "renderer_name=role_colon", start, *sizes, *RL
-    )
+def test_rl_on_arithmetic(kitchen: Kitchen) -> None:
+    sizes = ("group_size=8", "groups_per_batch=16", "max_tokens=12", "learning_rate=4e-3", "max_steps=10")
+    rows = kitchen.cook("math_rl.train", "arithmetic", *NAMED, *sizes, *RL)
     first, last = ends(rows, "env/all/reward/total")
     assert last > first + 0.02
 
 
 def test_multi_turn(kitchen: Kitchen) -> None:
-    sizes = ("group_size=4", "batch_size=4", "max_tokens=8", "learning_rate=1e-2", "max_steps=4", "eval_every=0")
-    rows = kitchen.cook(
-        "multiplayer_rl.guess_number.train",
-        "guess",
-        f"model_name={MODEL}",
-        "renderer_name=role_colon",
-        *sizes,
-        *RL[1:2],
-    )
-    assert len(rows) >= 4
-    assert all("env/all/reward/total" in row for row in rows if "progress/batch" in row)
+    sizes = ("group_size=8", "batch_size=4", "max_tokens=10", "learning_rate=4e-3", "max_steps=6")
+    rows = kitchen.cook("multiplayer_rl.guess_number.train", "guess", *NAMED, *sizes, *RL[1:])
+    first, last = ends(rows, "env/all/reward/total")
+    assert last > first
 
 
 def test_preferences(kitchen: Kitchen, taught: list[dict[str, Any]]) -> None:
     start = f"load_checkpoint_path={kitchen.state('supervised')}"
-    sizes = ("batch_size=32", "learning_rate=2e-3", "max_steps=12", "renderer_name=role_colon", "dpo_beta=0.5")
-    rows = kitchen.cook("preference.dpo.train", "dpo", f"model_name={MODEL}", start, *sizes)
+    sizes = ("batch_size=32", "learning_rate=2e-3", "max_steps=8", "dpo_beta=0.5")
+    rows = kitchen.cook("preference.dpo.train", "dpo", *NAMED, start, *sizes)
     first, last = ends(rows, "dpo_loss")
     assert last < first
 
 
 def test_prompt_distillation(kitchen: Kitchen) -> None:
     sizes = ("batch_size=32", "learning_rate=1e-2", "num_epochs=2", "save_every=0", "eval_every=0")
-    rows = kitchen.cook(
-        "prompt_distillation.train", "distilled", f"model_name={MODEL}", "file_path=distilled.jsonl", *sizes
-    )
+    rows = kitchen.cook("prompt_distillation.train", "distilled", *NAMED, "file_path=distilled.jsonl", *sizes)
     first, last = ends(rows, "train_mean_nll")
     assert last < first
 
 
 def test_on_policy_distillation(kitchen: Kitchen, taught: list[dict[str, Any]]) -> None:
     """The student learns to say what the taught model would."""
-    sizes = ("group_size=4", "groups_per_batch=8", "max_tokens=12", "learning_rate=5e-3", "max_steps=8", "lora_rank=64")
+    sizes = ("group_size=4", "groups_per_batch=8", "max_tokens=12", "learning_rate=5e-3", "max_steps=8")
     teacher = f"teacher_checkpoint={sampler_path(kitchen)}"
-    rows = kitchen.cook(
-        "distillation.on_policy_distillation", "on_policy", f"model_name={MODEL}", f"teacher_model={MODEL}", teacher,
-        "renderer_name=role_colon", *sizes, "save_every=0", "eval_every=0",
-    )  # fmt: skip
+    sizes += (f"teacher_model={MODEL}", teacher, *RL[1:])
+    rows = kitchen.cook("distillation.on_policy_distillation", "on_policy", *NAMED, *sizes)
     first, last = ends(rows, "teacher_kl")
     assert last < first
 

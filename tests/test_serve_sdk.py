@@ -265,6 +265,11 @@ def test_a_killed_server_resumes_to_the_bit(server: Server) -> None:
             assert (step(training, make_data(2)), step(training, make_data(3))) == expected
     with server.client() as client:
         training = client.create_training_client_from_state(state).result()
+        prompt = make_data(2)[0].model_input
+        reference = training.save_weights_and_get_sampling_client().result()
+        start = reference.compute_logprobs(prompt).result()
         alone = step(training, make_data(2)), step(training, make_data(3))
         assert alone[0] == expected[0], "the weights and the gradient are the same"
         assert alone[1] != expected[1], "the step is that of a new optimizer"
+        moved = training.save_weights_and_get_sampling_client().result().compute_logprobs(prompt).result()
+        assert reference.compute_logprobs(prompt).result() == start != moved, "weights before the first step stay"

@@ -50,6 +50,25 @@ def test_grpo_teaches_a_model_to_count_what_it_sees(tmp_path: Path, files: Path,
     assert not (run / "images").exists()
 
 
+def test_sft_and_its_greedy_responses_see_images(tmp_path: Path, files: Path, start_app: Callable[..., Any]) -> None:
+    app = start_app(
+        tmp_path / "runs",
+        f"model.path={files / 'model'}",
+        f"supervised.files=[{files}/demonstrations.parquet]",
+        *("supervised.steps=60", "supervised.batch_size=32", "supervised.val_size=64", "supervised.num_samples=8"),
+        *("supervised.sample_tokens=3", "supervised.optim.lr=2e-3", "engine.dtype=float32", "engine.zero.stage=2"),
+        *("engine.gradient_checkpointing=false", "trainer.test_freq=60"),
+        app="sft",
+    )
+    assert app.finish() == 0, app.output
+    (run,) = (tmp_path / "runs").iterdir()
+    losses = [float(row["val/loss"]) for row in metrics_rows(run) if row.get("val/loss")]
+    # Colors are always right, and only an image tells them: without it they cost log(3) / 3 of a token's loss alone.
+    assert losses[-1] < losses[0] / 2
+    named = [(one["response"].split(), one["demonstrated"].split()) for one in samples_of(run)[-8:]]
+    assert sum(len(said) > 1 and said[1] == shown[1] for said, shown in named) >= 7
+
+
 def test_every_turn_of_a_game_sees_the_boards_before_it(
     tmp_path: Path, files: Path, start_app: Callable[..., Any]
 ) -> None:

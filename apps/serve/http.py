@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -82,6 +82,8 @@ def application(start: Callable[[], Service], *, key: str, max_request_bytes: in
                 return await handle(services[0], request)
             except RefusedError as error:
                 return JSONResponse({"detail": error.detail}, error.status)
+            except ClientDisconnect:
+                return Response(status_code=400)  # nobody reads it
             except BusyError as error:
                 return JSONResponse({"detail": str(error)}, 429)
             except NotFoundError as error:

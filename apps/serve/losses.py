@@ -24,7 +24,7 @@ OWN = "own_log_probs"
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """What a loss needs."""
+    """Inputs and settings of a loss."""
 
     inputs: tuple[str, ...]
     """Values of each token."""

@@ -56,6 +56,7 @@ class Model:
     version: str = BASE
     """Key of its weights: every step and load gives others."""
     num_steps: int = 0
+    """Steps since it was built or loaded."""
     num_waiting: int = 0
     """Batches whose gradients wait for a step."""
 
@@ -72,7 +73,7 @@ class Models:
         self.max_tokens = config.rollout.max_model_len or 0
         self._vocab_size = int(read_model_config(model_path)["vocab_size"])
         self._handle = ModelHandle(session.ranks, ROLE, config.batch)
-        self._connected, self._num_pushes = False, 0
+        self._connected, self._num_pushes, self._num_versions = False, 0, 0
 
     def engine_of(self, run: Run) -> EngineConfig:
         """The engine that trains a run. Raises InputError for adapters that it cannot have."""
@@ -99,9 +100,9 @@ class Models:
                 self._handle.load(str(checkpoint.path / ROLE))
                 if not optimizer:
                     self._handle.forget_optimizer()
-        model.num_waiting = 0
+        model.num_waiting = model.num_steps = 0
         if start is not None:
-            model.version = f"{model.run.run_id} from {start.uri}"
+            model.version = self._new_key(model)
         self.states.add_run(model.run)
 
     def forward_backward(self, model: Model, request: ForwardBackward) -> bytes:
@@ -129,7 +130,7 @@ class Models:
             grad_norm, applied = self._handle.step(settings)
         model.num_waiting = 0
         model.num_steps += 1
-        model.version = f"{model.run.run_id} step {model.num_steps}"
+        model.version = self._new_key(model)
         skipped = {} if applied else {"skipped_steps:sum": 1.0}
         return {"metrics": {"grad_norm:mean": grad_norm, **skipped} if np.isfinite(grad_norm) else skipped}
 
@@ -156,10 +157,19 @@ class Models:
         return Weights(key=saved.uri, folder=saved.folder)
 
     def weights(self, model: Model) -> Weights:
-        """The weights that the ranks hold now."""
+        """The weights that the ranks hold now. Those before the first step are kept in a folder: they may be the
+        reference of what follows."""
         if model.version == BASE:
             return self.base
-        return Weights(key=model.version, run_id=model.run.run_id)
+        folder = None if model.num_steps else self.states.start_folder(model.run.run_id, model.version)
+        if folder is not None and not folder.exists():
+            with self.ranks:
+                self._handle.export(str(folder), str(self.model_path))
+        return Weights(key=model.version, run_id=model.run.run_id, folder=folder)
+
+    def _new_key(self, model: Model) -> str:
+        self._num_versions += 1
+        return f"{model.run.run_id}:{self._num_versions}"
 
     @property
     def base(self) -> Weights:

@@ -26,7 +26,7 @@ _PATH = re.compile(r"tinker://([\w:.-]+)/(weights|sampler_weights)/([\w.=+-]{1,1
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a training client trains; JSON-able."""
+    """Model and adapters of a training client; JSON-able."""
 
     run_id: str
     base_model: str
@@ -86,7 +86,7 @@ class States:
         return [Run(**json.loads(path.read_text())) for path in files]
 
     def new(self, run_id: str, kind: Kind, name: str, *, overwrite: bool = False) -> Saved:
-        """Where to save under this name. Raises InputError for a name that is taken, or cannot be a folder's."""
+        """A new place under this name. Raises InputError for a name that is taken, or cannot be a folder's."""
         uri = f"tinker://{run_id}/{kind}/{name}"
         if not _PATH.fullmatch(uri) or name.strip(".") == "":
             raise InputError(field="name", value=name, allowed="letters, digits and _ . = + -")
@@ -94,8 +94,12 @@ class States:
         check_value({"name": name}, "name", overwrite or not folder.exists(), "a new name, or overwrite=True")
         return Saved(run_id=run_id, kind=kind, name=name, folder=folder)
 
+    def start_folder(self, run_id: str, version: str) -> Path:
+        """The folder of a run's weights before its first step, which no client can name."""
+        return self._folder(run_id) / "sampler_weights" / f".start_{version.rpartition(':')[2]}"
+
     def find(self, uri: str, kind: Kind) -> Saved:
-        """What a client has saved. Raises InputError for a path of another form or kind, or of nothing."""
+        """The state or weights at a path. Raises InputError for a path of another form or kind, or of nothing."""
         match = _PATH.fullmatch(uri)
         if match is None or match[2] != kind or match[3].strip(".") == "":
             raise InputError(field="path", value=uri, allowed=f"tinker://RUN/{kind}/NAME")

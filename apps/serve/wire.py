@@ -86,7 +86,7 @@ class Datum:
 
     tokens: NDArray[np.int32]
     inputs: Mapping[str, NDArray[Any]]
-    """What the loss needs of each token, by name."""
+    """Values of each token for the loss, by name."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -129,7 +129,7 @@ def main() -> None:
     if args.peer == "trl":
         trl = trl_peer.peer("benchmarks.sft_step.trl_step", folder, args, *case.trl, launcher=launcher)
     codes = trl_peer.run_beside([ours], trl, args)
-    operations = math.nan if args.case == "lora" else operations_per_token(folder, args.steps)
+    operations = math.nan if args.case == "lora" else operations_per_token(folder, args.steps) / args.ranks
     print(table_header(["", "tokens/s (median)", "seconds a step (median)", "all steps, s", "peak GB", "MFU"]))
     print(summary("app", app_steps(folder), operations))
     if trl:

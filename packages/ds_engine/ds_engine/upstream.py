@@ -70,11 +70,31 @@ def auto_class(config: Any, head: Head) -> Any:
     import transformers
 
     if head == "value":
+        if type(config) not in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+            _register_value_model(config)
         return transformers.AutoModelForSequenceClassification
     if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         return transformers.AutoModelForCausalLM
     sees = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+
+
+def _register_value_model(config: Any) -> None:
+    """Give a vision-language model that has none a class with a value head, made of transformers' own parts."""
+    import transformers
+    from transformers import conversion_mapping
+    from transformers.modeling_layers import GenericForSequenceClassification
+
+    if type(config) not in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return
+    lm: Any = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    parent = next(one for one in lm.__mro__[1:] if issubclass(one, transformers.PreTrainedModel))
+    name = lm.__name__.replace("ForConditionalGeneration", "ForSequenceClassification")
+    own = {"config_class": type(config), "__module__": lm.__module__}  # otherwise no tensor of a folder is renamed
+    kind = type(name, (GenericForSequenceClassification, parent), own)
+    if (names := conversion_mapping.get_checkpoint_conversion_mapping(lm.__name__)) is not None:
+        conversion_mapping.register_checkpoint_conversion_mapping(name, names, overwrite=True)
+    transformers.AutoModelForSequenceClassification.register(type(config), kind, exist_ok=True)
 
 
 def text_part(backbone: Any) -> Any:

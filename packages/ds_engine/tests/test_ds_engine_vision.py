@@ -14,7 +14,6 @@ import torch
 import transformers
 from ds_engine_testkit import (
     Sample,
-    assert_trained,
     make_batch,
     make_samples,
     reference_training,
@@ -27,6 +26,7 @@ from safetensors.torch import load_file, save_file
 
 from ds_engine import (
     EngineConfig,
+    EngineConfigError,
     LoraConfig,
     OptimConfig,
     ZeroConfig,
@@ -193,6 +193,25 @@ def test_an_export_has_the_tensors_of_the_model_folder(model_folder: Path) -> No
     assert all(torch.equal(exported[name], tensor) for name, tensor in saved.items())
 
 
+def test_values_of_sequences_with_images(model_folder: Path) -> None:
+    """The critic's backbone is that of the folder; transformers itself has no class with a value head for most."""
+    assert check_model(str(model_folder), FP32, head="value").sees
+    model = load_model(str(model_folder), FP32, device=CPU, ds_config={}, head="value")
+    score = model.score.weight.detach()
+    install_packed_forward(model, None)
+    samples = samples_of(model_folder, 4, 1)
+    inputs, _ = packed_inputs(make_batch(samples), device=CPU, kernel="sdpa", vision=vision_of(model, always=False))
+    expected = upstream(model_folder)
+    with torch.no_grad():
+        hidden = [expected.model(**upstream_inputs(expected, s))[0][0, s.num_prompt - 1 : -1] for s in samples]
+        torch.testing.assert_close(model(packed=inputs), (torch.cat(hidden) @ score.T).T, rtol=1e-4, atol=1e-5)
+
+
+def test_training_a_tower_needs_one(tiny_model: Path) -> None:
+    with raises(EngineConfigError, field="train_vision"):
+        check_model(str(tiny_model), FP32)
+
+
 def test_the_memory_plan_knows_the_tower(model_folder: Path) -> None:
     names = {name: p.numel() for name, p in upstream(model_folder).named_parameters()}
     text = sum(size for name, size in names.items() if is_text(name))
@@ -238,7 +257,13 @@ def test_adapters_train_as_peft_trains_them(two_ranks: RankPool, tmp_path: Path,
     per_rank = [{"steps": [[samples[rank::2], []] for samples in steps]} for rank in range(2)]
     wanted = config(3, lora=LORA, train_vision=vision)
     results = two_ranks.run("train_adapters", per_rank, model_path=str(folder), config=wanted, samples=steps[0][:3])
-    assert_trained(results[0], *expected)
+    weights, losses, norms = expected
+    assert [s.loss for s in results[0]["stats"]] == pytest.approx(losses, rel=1e-5)
+    assert [s.grad_norm for s in results[0]["stats"]] == pytest.approx(norms, rel=1e-5)
+    trained = results[0]["adapters"]
+    assert trained.keys() == start.keys() <= weights.keys()
+    # Some gradients are rounding alone, such as those of keys' biases.
+    torch.testing.assert_close(trained, {name: weights[name] for name in trained}, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.slow
@@ -292,7 +317,7 @@ def test_two_ranks_of_which_one_sees_no_images_train_as_one_process(
 def test_a_checkpoint_continues_exactly(two_ranks: RankPool, tmp_path: Path, stage: int, trains: bool) -> None:
     folder = write(tmp_path / "model", "qwen2_5_vl")
     steps = [[samples_of(folder, 5, seed)] for seed in (1, 5)]
-    common = {"model_path": str(folder), "config": config(stage, train_vision=trains)}
+    common = {"model_path": str(folder), "config": config(stage, train_vision=trains, collective_guard="off")}
     whole = two_ranks.run("train", steps=steps, **common)[0]
     two_ranks.run("train", steps=steps[:1], save_to=str(tmp_path), **common)
     resumed = two_ranks.run("train", steps=steps[1:], load_from=str(tmp_path), **common)[0]

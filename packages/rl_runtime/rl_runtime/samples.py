@@ -20,11 +20,13 @@ Phase = Callable[[str], AbstractContextManager[Any]]
 """Times a named phase of a step: `with phase("reward"): ...`."""
 
 
-def with_token_ids(prompt: Prompt, token_ids: Sequence[int]) -> Prompt:
-    """The prompt with the token ids that an environment gave an episode in place of those of the data."""
-    if tuple(token_ids) == tuple(prompt.token_ids):
+def seen_prompt(sample: Sample) -> Prompt:
+    """The prompt with the token ids and images that an environment gave an episode in place of those of the data."""
+    prompt: Prompt = sample.prompt
+    ids, images = tuple(sample.prompt_ids.tolist()), tuple(sample.data.get("images", prompt.images))
+    if ids == tuple(prompt.token_ids) and images == prompt.images:
         return prompt
-    return replace(prompt, token_ids=tuple(token_ids))
+    return replace(prompt, token_ids=ids, images=images)
 
 
 def group_numbers(samples: Sequence[Sample]) -> list[int]:
@@ -36,7 +38,8 @@ def group_numbers(samples: Sequence[Sample]) -> list[int]:
 def sample_numbers(batch: Batch) -> Tensor:
     """int64 [S], the sample of each sequence, 0 to N - 1; sequences of a sample are neighbors."""
     default = torch.arange(batch.num_sequences)
-    return batch.per_sequence.get("sample_ids", default).unique_consecutive(return_inverse=True)[1]
+    numbers_S: Tensor = batch.per_sequence.get("sample_ids", default).unique_consecutive(return_inverse=True)[1]
+    return numbers_S
 
 
 def batch_of(samples: Sequence[Sample], *, policy_version: int | None = None) -> Batch:

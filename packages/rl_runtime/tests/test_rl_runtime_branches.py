@@ -1,5 +1,6 @@
 """An episode that branches: several sequences of a batch, and one sample wherever samples are counted or compared."""
 
+import json
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -10,13 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rl_runtime_samples import group, sample
 
-from rl_core import ADVANTAGES, LossAggregation, split_mini_batches
+from rl_core import ADVANTAGES, Batch, LossAggregation, split_mini_batches
+from rl_core.batching.prefixes import find_prefixes
 from rl_runtime import PolicyConfig, advantages
-from rl_runtime.rollout.groups import Collected
+from rl_runtime.rollout.groups import Collected, from_state, to_state
 from rl_runtime.samples import batch_of
 from rl_runtime.training.metrics import rollout_metrics
 from rl_runtime.training.policy_loss import loss_weights
-from rollout_vllm import Group, Sample
+from rollout_vllm import Request, Sample
+from rollout_vllm.episodes.tree import EpisodeTree
 
 MAX_TOKENS = 12
 QUICK = settings(deadline=None, derandomize=True, max_examples=40)
@@ -107,12 +110,30 @@ def test_the_score_is_at_the_end_of_each_path_and_rewards_of_turns_are_at_theirs
     assert columns["returns"].tolist() == pytest.approx([1.5, 1.5, 1.75, 1.75, 1.25])
 
 
+def test_ranks_compute_what_branches_have_in_common_once() -> None:
+    """The tree of an episode is the tree of shared prefixes."""
+    tree, long = EpisodeTree(), [*range(40)]
+    for prompt in (long, [*long, 1, 2, 3], [*long, 1, 2, 4], [*long, 1, 2, 3, 1, 2, 5]):
+        tree.add(prompt, Sample(sample_index=0, response_ids=[1, 2], log_probs=[0.0, 0.0]))
+    main, *branches = tree.samples(sample(0, score=1.0), {})
+    batch = batch_of([replace(main, branches=tuple(branches))])
+    prefixes = {tuple(row[:size]) for row in map(list, rows_of(batch)) for size in range(1, len(row) + 1)}
+    assert find_prefixes(batch.input_ids_T, batch.cu_seqlens_S1, min_tokens=1).num_tokens == len(prefixes) == 40 + 8 + 3
+    assert batch.num_targets == 8
+
+
+def rows_of(batch: Batch) -> list[list[int]]:
+    return [row.tolist() for row in batch.input_ids_T.split(batch.seq_lens_S.tolist())]
+
+
 def test_metrics_and_checkpoints_count_an_episode_once() -> None:
     samples = [branching(sample(5, score=1.0), [2, 3]), sample(3, score=0.0)]
     metrics = rollout_metrics(Collected(samples=tuple(samples), num_failed=0))
     assert (metrics["critic/score/mean"], metrics["rollout/num_samples"]) == (0.5, 2)
     assert (metrics["rollout/num_paths"], metrics["response_length/mean"]) == (1.5, 4)
-    restored = Group.from_state(group(samples).to_state(), prompt=samples[0].prompt)
+    samples[1] = replace(samples[1], sample_index=1)
+    held = replace(group(samples), request=Request(prompt_id="0", prompt_ids=[1], prompt=samples[0].prompt))
+    restored = from_state(json.loads(json.dumps(to_state(held))))
     before, after = map(batch_of, (samples, restored.samples))
     assert torch.equal(before.input_ids_T, after.input_ids_T)
     assert before.per_sequence["sample_ids"].tolist() == after.per_sequence["sample_ids"].tolist() == [0, 0, 1]

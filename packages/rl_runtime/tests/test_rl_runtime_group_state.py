@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from rl_data import Prompt
 from rl_runtime.rollout.groups import from_state, to_state
+from rl_runtime.rollout.phase import RolloutPhase
 from rollout_vllm import Failure, Group, Request, Sample, VersionSpan
 
 JSON: st.SearchStrategy[Any] = st.recursive(
@@ -72,3 +74,16 @@ def test_a_group_goes_through_json(prompt: Prompt, data: st.DataObject) -> None:
             np.testing.assert_array_equal(getattr(after, name), getattr(before, name))
             assert getattr(getattr(after, name), "dtype", None) == getattr(getattr(before, name), "dtype", None)
         assert (after.score, after.text, after.finish_reason) == (before.score, before.text, before.finish_reason)
+
+
+def test_a_restored_group_has_the_files_of_its_images_in_this_run() -> None:
+    """An environment has shown one more image than the prompt; both files were in the folder of the run that saved."""
+    prompt = Prompt(id="a", text="", token_ids=(1,), ground_truth="", data_source="", images=("/x.png",))
+    request = Request(prompt_id="1/0:a", prompt_ids=(1,), prompt=prompt, images="/old/x")
+    sample = Sample(sample_index=0, prompt=prompt, images="/old/xy", data={"images": ["/x.png", "/y.png"]})
+    state = json.loads(json.dumps(to_state(Group(request=request, samples=(sample,)))))
+    parts: Any = SimpleNamespace()
+    phase = RolloutPhase(parts, None, scorer=parts, seed=0, images=lambda images: f"/new/{len(images)}")  # type: ignore[arg-type]
+    phase.load_state_dict({"partial_rollouts": [state]})
+    (group,) = phase._partial
+    assert (group.request.images, group.samples[0].images) == ("/new/1", "/new/2")

@@ -163,3 +163,19 @@ def test_advantages_skip_context() -> None:
     advantages_K, returns_K = gae(rewards_K, torch.tensor([0.2, 0.6]), batch.response_lens_S, gamma=1.0, lam=0.0)
     assert advantages_K.tolist() == pytest.approx([0.4, 0.4])
     assert returns_K.tolist() == pytest.approx([0.6, 1.0])
+
+
+def test_a_batch_names_the_file_of_each_sequence_that_has_images() -> None:
+    seen = [sample(2, images="/a"), sample(3), sample(1, images="/b")]
+    batch = batch_of(seen)
+    assert batch.images == ("/a", None, "/b")
+    assert batch.select([2, 1]).images == ("/b", None)
+    assert batch_of([sample(2)]).images == ()
+
+
+def test_sequences_with_images_share_no_prefixes() -> None:
+    """Equal placeholders may stand for different images."""
+    whole = [sample(4, prompt=prompt(range(40)), images=images) for images in ("/a", "/b")]
+    blind = [sample(4, prompt=prompt(range(40))) for _ in range(2)]
+    assert TrainBatch(batch_of(whole))._prefixes is None
+    assert TrainBatch(batch_of(blind))._prefixes is not None

@@ -134,6 +134,9 @@ class Servers:
     def play(self, start: Request | Group, sampling: SamplingConfig) -> Any:
         return start
 
+    def with_images(self, group: Group) -> Group:
+        return group
+
     def min_samples(self, sampling: SamplingConfig) -> int:
         return 2
 

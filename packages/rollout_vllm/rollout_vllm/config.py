@@ -116,8 +116,8 @@ class RolloutConfig:
             matches = not self.match_trainer or getattr(self, name) == default
             require(matches, name, getattr(self, name), f"{default} with match_trainer")
         for name in ("deterministic", "match_trainer", "routes", "urls"):
-            is_off = self.speculative == "none" or not getattr(self, name)
-            require(is_off, name, getattr(self, name), f"off with speculative={self.speculative}")
+            is_off = not self.speculates or not getattr(self, name)
+            require(is_off, name, getattr(self, name), "off with speculative decoding")
         require(self.stop_grace_s >= 0, "stop_grace_s", self.stop_grace_s, "0 or more seconds")
         require(self.max_retries >= 0, "max_retries", self.max_retries, "0 or more")
         memory = self.gpu_memory_utilization
@@ -144,6 +144,12 @@ class RolloutConfig:
     def server_count(self) -> int:
         """Number of servers to start."""
         return 1 if self.num_servers is None else self.num_servers
+
+    @property
+    def speculates(self) -> bool:
+        """True for servers that verify drafts, also by an argument of vLLM."""
+        given = (argument.partition("=")[0].replace("_", "-") for argument in self.extra_args)
+        return self.speculative != "none" or not {"--speculative-config", "-sc"}.isdisjoint(given)
 
     def read_api_key(self) -> str | None:
         """The token, from the file if one is given. Raises ApiKeyError if the file cannot be read."""

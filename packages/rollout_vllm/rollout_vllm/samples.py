@@ -141,8 +141,9 @@ class Sample:
         """The sample and its branches, each as a sample without branches that has the score."""
         if not self.branches:
             return (self,)
-        common = {"branches": (), "score": self.score, "baseline_score": self.baseline_score}
-        return tuple(replace(path, **common) for path in (self, *self.branches))
+        score, baseline = self.score, self.baseline_score
+        whole = (self, *self.branches)
+        return tuple(replace(path, branches=(), score=score, baseline_score=baseline) for path in whole)
 
     @property
     def policy_version(self) -> int:

@@ -141,7 +141,7 @@ inside = drawn(70, 96).view(70, 3, 32)[:, :2]  # heads of a merged product
 close(kernels.rms_norm(inside, weight[0, :32], 1e-6), operations.rms_norm(inside, weight[0, :32], 1e-6))
 kernels._CHUNKS = (32, 16)
 for there in (True, False):
-    kernels._same_bits.clear()
+    kernels._same_bits.clear(), kernels._plans.clear()
     product = kernels.matmul if there else operations.linear
     kernels._library = lambda x, weight, bias, out: out.copy_(product(x, weight, bias))
     close(kernels.linear(x, weight, bias), kernels.matmul(x, weight, bias))
@@ -301,6 +301,7 @@ def test_on_a_gpu_rows_have_the_same_bits_beside_any_others() -> None:
     x, weight, bias = on_gpu(4100, 3072), 0.05 * on_gpu(1024, 3072, seed=1), on_gpu(1024)
     whole = operations.linear(x, weight, bias)  # cuBLAS computes most of it
     logits = operations.linear(x, weight).float()
+    sevens = torch.full((len(x),), 7, device="cuda")
     for num in (1, 2, 3, 8, 17, 64, 100, 127, 128, 257, 1000, 2048, 3000):
         assert torch.equal(operations.linear(x[:num], weight, bias), whole[:num])
         normed = operations.rms_norm(x, weight[0], 1e-6)
@@ -313,6 +314,8 @@ def test_on_a_gpu_rows_have_the_same_bits_beside_any_others() -> None:
         assert torch.equal(total, x[:num] + x[:num].flip(0))
         assert torch.equal(summed, operations.rms_norm(total, weight[0], 1e-6))
         assert torch.equal(operations.log_probs(logits[:num]), operations.log_probs(logits)[:num])
+        scores = operations.scores(logits[:num], sevens[:num])[0]
+        assert torch.equal(scores, operations.token_log_probs(logits, sevens)[:num])
     for heads, key_heads, width in ((9, 3, 64), (16, 8, 128), (28, 4, 128)):
         q = on_gpu(500, heads, width)
         table = operations.rotary_table(torch.rand(width // 2, device="cuda"), 500, torch.bfloat16)

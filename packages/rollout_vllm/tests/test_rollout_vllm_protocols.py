@@ -114,6 +114,8 @@ async def with_messages(endpoint: AgentEndpoint, *, is_streamed: bool) -> None:
         assert (call.name, call.input, answer.stop_reason) == ("add", {"x": 17}, "tool_use")
         result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "42"}]}
         messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+        counted = await client.messages.count_tokens(model="m", messages=messages, system="You add.", tools=tools)  # type: ignore
+        assert counted.input_tokens == len(CONVERSATION) - len("It is 42.¶[user]Sure?¶[assistant]Yes¶")
         messages += [
             {"role": "assistant", "content": (await turn()).content},
             {"role": "user", "content": "Sure?"},
@@ -184,6 +186,12 @@ def test_what_cannot_be_answered_is_said_with_the_field() -> None:
                 await client.messages.create(
                     model="m", max_tokens=9, messages=[{"role": "user", "content": "a" * 5000}]
                 )
+        for wrong in ({"max_tokens": "many"}, {"stop": [""]}, {"n": "two"}, {"messages": [{"role": "user"}, "text"]}):
+            with pytest.raises(openai.BadRequestError):
+                await _one(endpoint, **wrong)
         await _one(endpoint)
+        assert not endpoint._episode.is_cut, "it has made room"
+        with pytest.raises(openai.BadRequestError):
+            await _one(endpoint, messages=[{"role": "user", "content": "a" * 5000}])
 
     assert talk(agent, "b").finish_reason == "length"

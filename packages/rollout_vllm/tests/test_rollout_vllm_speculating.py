@@ -19,7 +19,7 @@ from scipy.stats import chi2
 from plinth_testing import raises, random_model, tiny_config, write_word_tokenizer
 from rollout_vllm import Request, RolloutClient, RolloutConfig, RolloutConfigError, SamplingConfig, ServerGroup
 from rollout_vllm.servers import speculating
-from rollout_vllm.servers.command import server_arguments
+from rollout_vllm.servers.command import server_arguments, server_environment
 from rollout_vllm.servers.launch import check_launch
 from rollout_vllm.servers.speculating import DraftTrial, draft_where_it_pays, expand
 
@@ -125,6 +125,23 @@ def test_each_draft_has_the_settings_of_its_request(counts: list[int], data: st.
 def test_settings_that_drafts_do_not_meet_are_refused(name: str, value: Any) -> None:
     with raises(RolloutConfigError, field=name, value=value):
         RolloutConfig(speculative="ngram", **{name: value})
+    with raises(RolloutConfigError, field=name, value=value):
+        RolloutConfig(extra_args=('--speculative-config={"model": "draft"}',), **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, ("0", "0")),
+        ({"speculative": "ngram"}, ("1", "1")),
+        ({"extra_args": ("--speculative_config", "{}")}, ("1", "0")),
+    ],
+)
+def test_drafts_of_arguments_are_verified_by_request_and_not_tried(
+    changes: dict[str, Any], expected: tuple[str, str]
+) -> None:
+    env = server_environment({}, RolloutConfig(**changes), device="cpu", api_key="", num_cores=2)
+    assert (env["PLINTH_ROLLOUT_SPECULATIVE"], env["PLINTH_ROLLOUT_DRAFTING"]) == expected
 
 
 def test_recurrent_models_are_refused(model_folder: Path, tmp_path: Path) -> None:

@@ -221,6 +221,9 @@ def _checked_trial(model_config: Any, config: EngineConfig, head: Head, device: 
         if trial.way == "rows" and (getattr(config, name) or default) != default:
             problem = f"it needs packed sequences, but {trial}"
             raise EngineConfigError(problem, field=name, value=getattr(config, name), allowed=str(default))
+    if config.train_vision and not trial.sees:
+        problem = f"it needs a vision tower that sees images exactly, but {trial}"
+        raise EngineConfigError(problem, field="train_vision", value=True, allowed="false")
     if config.tiled_mlp and trial.why_not_tiled:
         problem = f"{trial.architecture} in tiles: {trial.why_not_tiled}"
         raise EngineConfigError(problem, field="tiled_mlp", value=config.tiled_mlp, allowed="0")

@@ -52,7 +52,7 @@ class Operations(Protocol):
 
     @property
     def scores(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """(logits [N, V], tokens [N]) -> fp32 log-probs of the tokens and entropies, [N] each."""
+        """(logits [N, V] fp32, tokens [N]) -> fp32 log-probs of the tokens and entropies, [N] each."""
 
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
@@ -193,7 +193,8 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (*norm_gradients(*ctx.saved_tensors, grad, ctx.eps), None, None)
+        x, weight = ctx.saved_tensors
+        return (*norm_gradients(x, weight, grad, ctx.eps), None, None)
 
 
 def _norm_forward(module: Any, operations: Operations) -> Callable[[Tensor], Tensor]:
@@ -248,7 +249,8 @@ class _SiluAndMul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (*silu_and_mul_gradients(*ctx.saved_tensors, grad), None)
+        gate, up = ctx.saved_tensors
+        return (*silu_and_mul_gradients(gate, up, grad), None)
 
 
 def _mlp_forward(module: Any, operations: Operations) -> Callable[[Tensor], Tensor]:
@@ -269,10 +271,10 @@ def matching_log_probs(log_prob_fn: LogProbFn, operations: Operations) -> LogPro
             return log_prob_fn(hidden, weight, targets_N, temperature, **options)
 
         def exact(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-            chosen, entropies = [], []
+            chosen, entropies = list[Tensor](), list[Tensor]()
             for rows, ids in zip(hidden.split(_LOGIT_ROWS), targets_N.split(_LOGIT_ROWS), strict=True):
-                logits = operations.linear(rows, weight, options.get("bias"))
-                logits = logits if temperature == 1.0 else logits.float() / temperature
+                logits = operations.linear(rows, weight, options.get("bias")).float()
+                logits = logits if temperature == 1.0 else logits / temperature
                 for results, result in zip((chosen, entropies), operations.scores(logits, ids), strict=True):
                     results.append(result)
             return torch.cat(chosen), torch.cat(entropies)

@@ -52,14 +52,15 @@ def small_config(config: Any, *, widths: Literal["fixed", "scaled", "kept"] = "f
             two, for a model whose widths depend on each other. kept: the model's own.
     """
     small = copy.deepcopy(config)
+    vision: Any = getattr(small, "vision_config", None)
     for part in _parts(small):
         window = getattr(part, "window_size", None)
         _shrink(part, {**_COUNTS, **_WIDTHS} if widths == "fixed" else _COUNTS)
         if widths == "scaled":
             _scale(part)
-        if part is getattr(small, "vision_config", None) and window is not None:
+        if window is not None and part is vision:
             part.window_size = window  # in pixels
-    if getattr(small, "vision_config", None) is not None and hasattr(small, "image_token_id"):
+    if vision is not None and hasattr(small, "image_token_id"):
         _shrink_images(small)
     turn_off_dropout(small)
     return small
@@ -70,16 +71,23 @@ def _shrink_images(config: Any) -> None:
     vision = config.vision_config
     values = vision.to_dict()
     patches = 2 * int(getattr(config, "scale_factor", None) or 4)
-    changes: dict[str, Any] = {**dict.fromkeys(("num_hidden_layers", "depth"), 2), "hidden_size": 64}
+    changes: dict[str, Any] = {**dict.fromkeys(("num_hidden_layers", "depth"), 2), "hidden_size": 64, "embed_dim": 64}
     changes |= {**dict.fromkeys(("num_attention_heads", "num_heads"), 4), "intermediate_size": 96}
     changes |= {"out_hidden_size": config.get_text_config().hidden_size, "fullatt_block_indexes": [1]}
-    changes |= {"deepstack_visual_indexes": [0, 1], "image_size": patches * int(values.get("patch_size") or 0)}
+    size = values.get("patch_size") or 0
+    new = patches * int(size[0] if isinstance(size, list | tuple) else size)
+    old = values.get("image_size")
+    changes |= {"deepstack_visual_indexes": [0, 1], "image_size": [new, new] if isinstance(old, list | tuple) else new}
     for name, value in changes.items():
         if name in values:
             setattr(vision, name, value)
-    old, new = values.get("image_size"), changes["image_size"]
     if getattr(config, "image_grid_pinpoints", None) and isinstance(old, int):
         config.image_grid_pinpoints = [[new * (side // old) for side in sides] for sides in config.image_grid_pinpoints]
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None)
+    if hasattr(vision, "spatial_merge_size") and rope and "mrope_section" not in rope:  # the model's code has it
+        half = _rotary_dim(text, rope) // 2
+        rope["mrope_section"] = [half - 3 * half // 8 * 2, 3 * half // 8, 3 * half // 8]
     if hasattr(config, "mm_tokens_per_image"):
         config.mm_tokens_per_image = 16
     for token, name in enumerate(("image_token_id", "video_token_id"), start=1):

@@ -260,9 +260,9 @@ def _vision_shape(model: Any, config: Any) -> VisionShape | None:
     backbone = getattr(model, "model", model)
     text = text_part(backbone)
     vision: Any = getattr(config, "vision_config", None)
-    patch = getattr(vision, "patch_size", None)
-    if text is backbone or not isinstance(patch, int):
+    if text is backbone or vision is None or not isinstance(getattr(vision, "patch_size", None), int):
         return None
+    patch = int(vision.patch_size)
     outer = (text, model.get_output_embeddings())
     of_text = {id(p) for part in outer if part is not None for p in part.parameters()}
     sizes = {name: p for name, p in model.named_parameters() if id(p) not in of_text}
@@ -270,7 +270,7 @@ def _vision_shape(model: Any, config: Any) -> VisionShape | None:
     side = next((int(getattr(one, name)) for name, one in sides.items() if hasattr(one, name)), 1)
     if tokens := getattr(config, "mm_tokens_per_image", None):
         side = int(vision.image_size) // patch // math.isqrt(int(tokens))
-    channels = int(getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3))
+    channels = int(getattr(vision, "in_channels", 0) or getattr(vision, "num_channels", 3))
     widths = Counter[str]()
     for name, p in sizes.items():
         widths[_layer_of(name)] += sum(p.shape) if p.ndim == 2 else 0

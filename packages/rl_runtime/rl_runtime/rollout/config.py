@@ -87,7 +87,7 @@ class EpisodeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OversamplingConfig:
-    """Steps that do not wait for the longest responses. Such a run is not reproducible bit for bit."""
+    """What a step does about its longest responses. Such a run is not reproducible bit for bit."""
 
     extra_prompts: int = 0
     """Prompts requested in addition to `batch.train_batch_size`; a step proceeds once `train_batch_size` groups are
@@ -95,6 +95,9 @@ class OversamplingConfig:
     partial_rollouts: bool = True
     """Unfinished groups are resumed by the next step; their tokens keep the policy version that sampled them. False
     drops them."""
+    longest_first: bool = False
+    """Prompts with the longest earlier responses are requested first, from the second epoch on: where servers have more
+    samples than they decode at once, no long response starts last. Batches have the same samples in the same order."""
 
     def __post_init__(self) -> None:
         check_at_least(0, self, "extra_prompts")
@@ -127,6 +130,10 @@ OVERSAMPLING = Feature(
             why="and with partial_rollouts responses mix policy versions",
         ),
     ),
+)
+LONGEST_FIRST = Feature(
+    key="oversampling.longest_first",
+    rules=(only("trainer.max_staleness", 0, why="and groups that are drawn ahead start in the order of drawing"),),
 )
 DYNAMIC_SAMPLING = Feature(
     key="dynamic_sampling.max_rounds",
@@ -174,7 +181,7 @@ QUANTIZED_CACHE = Feature(
 )
 SPECULATIVE = Feature(
     key="rollout.speculative",
-    is_on=lambda c: c.rollout.speculative != "none",
+    is_on=lambda c: c.rollout.speculates,
     rules=(
         only("actor.match_servers", False, why="and matched servers compute one token a step"),
         only("actor.router_replay", "off", "R2", why="and servers would also return the experts of rejected drafts"),

@@ -34,6 +34,8 @@ class SampleResult:
     num_turns: int = 1
     terms: Mapping[str, float] = field(default_factory=dict)
     """Value of each of several rewards."""
+    images: tuple[str, ...] = ()
+    """Files of the images that it has seen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,7 @@ def prompt_result(
                 num_tokens=sample.num_generated,
                 num_turns=sample.num_turns,
                 terms=sample.reward_terms,
+                images=getattr(sample.prompt, "images", ()),
             )
             for sample, right in zip(samples, is_right, strict=True)
         ),

@@ -101,7 +101,7 @@ def rollout_record(sample: Sample, group: int) -> dict[str, Any]:
     """A sample as a line of `rollouts/step_*.jsonl`; `group` is the number of its group in the step."""
     return {
         "prompt": sample.prompt.text,
-        **({"images": images} if (images := list(sample.data.get("images", sample.prompt.images))) else {}),
+        **({"images": list(sample.prompt.images)} if sample.prompt.images else {}),
         "response": sample.text,
         "reward": sample.score,
         "reward_terms": dict(sample.reward_terms),
@@ -115,6 +115,7 @@ def rollout_record(sample: Sample, group: int) -> dict[str, Any]:
         "num_response_tokens": sample.num_generated,
         "num_context_tokens": sum(path.response_ids.size for path in sample.paths) - sample.num_generated,
         **({"tree": "\n".join(sample.tree)} if sample.tree else {}),
+        **{name: value for name, value in sample.data.items() if name == "ignored_settings"},
     }
 
 

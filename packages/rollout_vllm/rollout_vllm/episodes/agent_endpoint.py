@@ -56,8 +56,8 @@ class AgentEndpoint:
     read_calls: finds the tool calls in the text of a turn, as a value of `CALL_FORMATS`. max_turns: further requests
     are refused. max_context: tokens of a prompt and its answer.
 
-    A refused request sets `episode.is_cut`; its agent reads that its context is full. `ignored`: settings of requests
-    that had no effect, since those of the run hold. `failure`: of the first turn that failed.
+    `episode.is_cut` is true if the last request was refused; its agent reads that its context is full. `ignored`:
+    settings of requests that had no effect, since those of the run hold. `failure`: of the first turn that failed.
     """
 
     def __init__(
@@ -83,6 +83,8 @@ class AgentEndpoint:
         for protocol in PROTOCOLS:
             for route in protocol.routes:
                 app.router.add_post(route, partial(self._handle, protocol))
+        for route in MESSAGES.routes:
+            app.router.add_post(f"{route}/count_tokens", self._count)
         app.router.add_get("/v1/models", self._models)
         self._runner = web.AppRunner(app, shutdown_timeout=0.0)
 
@@ -110,7 +112,7 @@ class AgentEndpoint:
     # ---- requests ------------------------------------------------------------------------------------------------
     def _is_allowed(self, request: web.Request) -> bool:
         given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
-        return hmac.compare_digest(given.encode(), self.key.encode())
+        return hmac.compare_digest(given.encode(errors="surrogateescape"), self.key.encode())
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         if not self._is_allowed(request):
@@ -118,19 +120,31 @@ class AgentEndpoint:
         models = [{"id": "policy", "object": "model", "created": 0, "owned_by": "plinth"}]
         return web.json_response({"object": "list", "data": models})
 
-    async def _handle(self, protocol: Protocol, request: web.Request) -> web.StreamResponse:
+    async def _count(self, request: web.Request) -> web.StreamResponse:
+        """Anthropic's count of the tokens of a request, by which its agents decide to compact."""
+        outcome = await self._read(MESSAGES, request)
+        return outcome if isinstance(outcome, web.Response) else web.json_response({"input_tokens": len(outcome[1])})
+
+    async def _read(self, protocol: Protocol, request: web.Request) -> tuple[Ask, list[int]] | web.Response:
+        """A request and the tokens of its prompt, or why it is refused."""
         if not self._is_allowed(request):
             return _error(protocol, 401, "this is not the key of the episode", "invalid_api_key")
         try:
             ask = protocol.read(await request.json())
             if ask.previous:
                 ask = replace(ask, messages=[*self._told[ask.previous], *ask.messages])
-            self.ignored |= {*ask.ignored}
-            prompt_ids = self._conversations.prompt_ids(ask.messages, ask.tools)
+            return ask, self._conversations.prompt_ids(ask.messages, ask.tools)
         except RolloutError as error:
             return _error(protocol, 400, str(error), "unsupported", error.field)
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             return _error(protocol, 400, f"the request cannot be read: {describe(error)}", "invalid_request")
+
+    async def _handle(self, protocol: Protocol, request: web.Request) -> web.StreamResponse:
+        outcome = await self._read(protocol, request)
+        if isinstance(outcome, web.Response):
+            return outcome
+        ask, prompt_ids = outcome
+        self.ignored |= {*ask.ignored}
         key = (bytes(np.array(prompt_ids, np.int32)), ask.n, ask.max_tokens, ask.stop, ask.is_streamed)
         pending = next((one for one in self._pending.get(key, ()) if one.is_left), None)
         if pending is None:
@@ -139,6 +153,7 @@ class AgentEndpoint:
                 self._episode.is_cut = True
                 return _error(protocol, 400, _FULL if left <= 0 else _NO_TURNS, "context_length_exceeded", "messages")
             self._num_asked += ask.n
+            self._episode.is_cut = False  # an agent that has made room goes on
             pending = _Pending(asyncio.ensure_future(self._answer(ask, prompt_ids, left)), request)
             self._pending.setdefault(key, []).append(pending)
         pending.reader = request
@@ -146,12 +161,18 @@ class AgentEndpoint:
             answer = await asyncio.shield(pending.answer)
         except TurnFailedError as error:
             self.failure = self.failure or error
-            self._pending[key].remove(pending)
+            self._forget(key, pending)
             return _error(protocol, 503, str(error), "server_error")
+        except (RolloutError, ValueError, TypeError) as error:  # a setting that nothing samples with
+            self._forget(key, pending)
+            return _error(protocol, 400, describe(error), "invalid_request", getattr(error, "field", None))
         response = await _respond(protocol, answer, request)
-        if not pending.is_left and pending in self._pending[key]:
-            self._pending[key].remove(pending)
+        if not pending.is_left:
+            self._forget(key, pending)
         return response
+
+    def _forget(self, key: tuple[Any, ...], pending: _Pending) -> None:
+        self._pending[key] = [one for one in self._pending[key] if one is not pending]
 
     async def _answer(self, ask: Ask, prompt_ids: list[int], left: int) -> Answer:
         limit = left if ask.max_tokens is None else min(left, ask.max_tokens)
@@ -159,9 +180,9 @@ class AgentEndpoint:
         replies = [self._reply(ask, turn) for turn in turns]
         identity = f"{secrets.token_hex(8)}-{turns[0]}"
         for reply, turn in reversed([*zip(replies, turns, strict=True)]):
-            calls = [(call["id"], call["function"]) for call in reply.calls]
-            made = [call_of(identity, one["name"], one["arguments"]) for identity, one in calls]
-            message = {**reply.message, "tool_calls": made}
+            functions = [(call["id"], call["function"]) for call in reply.calls]
+            calls = [call_of(call_id, one["name"], one["arguments"]) for call_id, one in functions]
+            message = {**reply.message, "tool_calls": calls}
             self._conversations.add(ask.messages, ask.tools, message, turn)
             self._told[identity] = [*ask.messages, message]
         return Answer(
@@ -194,5 +215,5 @@ async def _respond(protocol: Protocol, answer: Answer, request: web.Request) -> 
     return response
 
 
-def _error(protocol: Protocol, status: int, message: str, code: str, field: str | None = None) -> web.StreamResponse:
+def _error(protocol: Protocol, status: int, message: str, code: str, field: str | None = None) -> web.Response:
     return web.json_response(protocol.error(message, code, field), status=status)

@@ -91,8 +91,8 @@ class _Agent:
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         module, _, name = agent.partition(":")
-        target = getattr(importlib.import_module(module), name)
-        self._agent = target(**options) if inspect.isclass(target) else partial(target, **options)
+        target: Any = getattr(importlib.import_module(module), name)
+        self._agent: Any = target(**options) if inspect.isclass(target) else partial(target, **options)
 
     def reset(self, prompt: Any) -> Any:
         """Keeps the row."""

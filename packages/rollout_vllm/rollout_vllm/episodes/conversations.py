@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..samples import id_list
 from .chat import ChatFormat, ChatTemplateError
 from .environment_process import Message
 from .tree import EpisodeTree
@@ -46,7 +47,7 @@ class Conversations:
         if turn is not None:
             try:
                 context = self._chat.context_ids(turn.sample.response_ids, messages[count:], tools)
-                return turn.token_ids.tolist() + context
+                return [*id_list(turn.token_ids), *context]
             except ChatTemplateError:
                 pass  # it writes earlier turns in another way when these messages follow: that is a branch
         return self._chat.prompt_ids(messages, tools)

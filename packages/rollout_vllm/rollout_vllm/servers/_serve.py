@@ -25,6 +25,7 @@ BUFFER_VARIABLE = "PLINTH_ROLLOUT_BUFFER"
 GPU_VARIABLE = "PLINTH_ROLLOUT_GPU"
 EXACT_VARIABLE = "PLINTH_ROLLOUT_EXACT"
 ROUTES_VARIABLE = "PLINTH_ROLLOUT_ROUTES"
+DRAFTING_VARIABLE = "PLINTH_ROLLOUT_DRAFTING"
 SPECULATIVE_VARIABLE = "PLINTH_ROLLOUT_SPECULATIVE"
 CORES_VARIABLE = "PLINTH_ROLLOUT_CORES"
 QUANTIZATION_VARIABLE = "PLINTH_ROLLOUT_QUANTIZATION"
@@ -91,7 +92,7 @@ def prepare_engine_core(patch: Any) -> None:
 
 def draft_where_it_pays(patch: Any) -> None:
     """Measure whole steps, hence after `buffer_tokens`, whose steps look at fewer requests."""
-    if os.environ.get(SPECULATIVE_VARIABLE) == "1" and uses_fast_paths() and patch.DRAFTING.check():
+    if os.environ.get(DRAFTING_VARIABLE) == "1" and uses_fast_paths() and patch.DRAFTING.check():
         _load("plinth_server_speculating", "speculating.py").draft_where_it_pays(patch.DRAFTING.replace)
 
 

@@ -184,7 +184,8 @@ def server_environment(
     if config.max_lora_rank is not None:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     env["PLINTH_ROLLOUT_FAST_PATHS"] = "1" if config.fast_paths else "0"
-    env["PLINTH_ROLLOUT_SPECULATIVE"] = "0" if config.speculative == "none" else "1"
+    env["PLINTH_ROLLOUT_SPECULATIVE"] = "1" if config.speculates else "0"
+    env["PLINTH_ROLLOUT_DRAFTING"] = "0" if config.speculative == "none" else "1"
     env["PLINTH_ROLLOUT_EXACT"] = "1" if config.match_trainer else "0"
     threads = server_threads(device, num_cores, config.server_count, config.cpu_threads)
     env["OMP_NUM_THREADS"] = str(threads)

@@ -37,7 +37,7 @@ def check_launch(
     check_context(config, model_config)
     check_kv_cache(config, model_config, device)
     check_match(config, model_config or {})
-    if config.speculative != "none" and is_recurrent(str(model_path)):
+    if config.speculates and is_recurrent(str(model_path)):
         problem = "the states of its model's recurrent layers cannot go back behind a draft"
         raise RolloutConfigError(problem, field="speculative", value=config.speculative, allowed="none")
     if elsewhere:
@@ -57,7 +57,7 @@ def _check_tested(config: RolloutConfig, device: Device) -> None:
     for name, is_ours in (
         ("match_trainer", config.match_trainer),
         ("routes", config.routes and device == "cpu"),
-        ("speculative", config.speculative != "none"),
+        ("speculative", config.speculates),
     ):
         if is_ours and untested:
             value = getattr(config, name)

@@ -75,6 +75,7 @@ def _tool(tool: Mapping[str, Any]) -> Message:
 
 def _items(answer: Answer, reply: Reply) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
+    content: list[dict[str, Any]]
     if reply.reasoning:
         content = [{"type": "reasoning_text", "text": reply.reasoning}]
         items.append({"type": "reasoning", "id": f"rs_{answer.id}", "summary": [], "content": content})
@@ -122,7 +123,7 @@ def _events(answer: Answer) -> list[Event]:
     ]
     for index, item in enumerate(body["output"]):
         place = {"item_id": item["id"], "output_index": index}
-        empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        empty: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
         events.append(("response.output_item.added", {**place, "item": {**item, **empty, "status": "in_progress"}}))
         if item["type"] == "function_call":
             done = {**place, "name": item["name"], "arguments": item["arguments"]}

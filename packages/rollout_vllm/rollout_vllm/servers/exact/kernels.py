@@ -53,10 +53,12 @@ def _matmul_kernel(
 _M, _N, _K = 64, 128, 64
 _FEW_TILES = 132
 """Fewer tiles than the multiprocessors of a GPU: narrower tiles, of the same bits, keep all of them busy."""
-_CHUNKS = (8192, 2048)
+_CHUNKS = (8192, 4096, 2048)
 """Rows that cuBLAS computes at once: of one shape it computes each product alike."""
 _same_bits: dict[tuple[object, ...], bool] = {}
-"""Product -> cuBLAS gives the bits of `matmul` for chunks of so many rows."""
+"""Product -> cuBLAS gives the bits of `matmul` for so many rows."""
+_plans: dict[tuple[object, ...], list[tuple[int, int]]] = {}
+"""Product -> rows (begin, end) of its chunks; `matmul` computes the rows after the last one."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -68,19 +70,26 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     x, weight = x.contiguous(), weight.contiguous()
     if len(x) < _CHUNKS[-1]:
         return matmul(x, weight, bias)
+    key = (x.device, x.dtype, len(x), weight.shape, weight.data_ptr() % 256, x.data_ptr() % 256, bias is None)
+    if (plan := _plans.get(key)) is None:
+        plan = _plans[key] = _chunks(x, weight, bias)
     out = x.new_empty((len(x), len(weight)))
-    begin = 0
+    for begin, end in plan:
+        _library(x[begin:end], weight, bias, out[begin:end])
+    if (end := plan[-1][1] if plan else 0) < len(x):
+        out[end:] = matmul(x[end:], weight, bias)
+    return out
+
+
+def _chunks(x: Tensor, weight: Tensor, bias: Tensor | None) -> list[tuple[int, int]]:
+    plan, begin = [], 0
     for chunk in _CHUNKS:
         while len(x) - begin >= chunk and _has_same_bits(x[begin : begin + chunk], weight, bias):
-            _library(x[begin : begin + chunk], weight, bias, out[begin : begin + chunk])
+            plan.append((begin, begin + chunk))
             begin += chunk
-    if begin == len(x):
-        return out
-    if _has_same_bits(x[-chunk:], weight, bias):  # with rows before them, which get their bits again
-        _library(x[-chunk:], weight, bias, out[-chunk:])
-    else:
-        out[begin:] = matmul(x[begin:], weight, bias)
-    return out
+    if begin < len(x) and _has_same_bits(x[-chunk:], weight, bias):
+        plan.append((len(x) - chunk, len(x)))  # with rows before the last ones, which get their bits again
+    return plan
 
 
 def _has_same_bits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
