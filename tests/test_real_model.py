@@ -253,7 +253,12 @@ def log_probs_of_transformers(folder: Path, samples: list[Any]) -> list[np.ndarr
     return rows
 
 
-HARNESSES = {"openai_agents": "agents", "pydantic_agent": "pydantic_ai", "smol": "smolagents", "mini_swe": "litellm"}
+HARNESSES = {
+    "openai_agents": "agents",
+    "pydantic_agent": "pydantic_ai",
+    "smol": "smolagents",
+    "mini_swe": "minisweagent",
+}
 """Example -> the library that it needs; .ci/run has their releases."""
 
 
@@ -271,6 +276,7 @@ def test_in_harnesses_of_others_every_token_has_the_log_prob_of_its_path(
         RolloutConfig,
         SamplingConfig,
         ServerGroup,
+        agent_spec,
         run_episodes,
     )
 
@@ -287,9 +293,8 @@ def test_in_harnesses_of_others_every_token_has_the_log_prob_of_its_path(
     async def play(client: Any) -> dict[str, list[Any]]:
         samples = {}
         for example in HARNESSES:
-            rollout = AgentRollout(
-                agent=f"{example}:solve", chat=chat, max_turns=3, max_prompt_tokens=3900, start_timeout_s=300.0
-            )
+            spec = agent_spec(f"{example}:solve", start_timeout_s=300.0)
+            rollout = AgentRollout(spec=spec, chat=chat, max_turns=3, max_prompt_tokens=3900)
             requests = [Request(prompt_id=example, prompt_ids=[1], prompt=prompt, seed=1)]
             play_one = partial(play_with, rollout)
             (group,) = await run_episodes(client, requests, play_one, limits)

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 class GridGame:
     """The reward is 1 for a model that reaches the goal by a shortest way, else 0."""
 
+    preload = ("PIL.ImageDraw", "PIL.PngImagePlugin")
+    """Imported once, and not in the process of each episode."""
+
     def reset(self, prompt: "Prompt") -> list[dict[str, Any]]:
         """Starts from the board of the seed that the prompt has."""
         self.player, self.goal = board(random.Random(prompt.extra["seed"]))

@@ -28,14 +28,14 @@ REWARD = "benchmarks.grpo_step.workload:parity"
 
 
 def measure(folder: Path, num_servers: int, args: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of each step after the first one: of the phases `gen`, without the servers' time, and `reward`."""
+    """Seconds of each step after the first one: `gen`, without the servers' time, `reward`, and the process's CPU."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     wanted = [
         Prompt(id=str(i), text=text, token_ids=tuple(tokenizer(text)["input_ids"]), ground_truth="", data_source="w")
         for i, text in enumerate(prompts(num_servers * NUM_PROMPTS))
     ]
     sampling = SamplingConfig(n=SAMPLES, max_tokens=NEW_TOKENS, ignore_eos=True)
-    spent: dict[str, list[float]] = {"gen": [], "reward": []}
+    spent: dict[str, list[float]] = {"gen": [], "reward": [], "cpu": []}
     with ExitStack() as stack:
         rate = NEW_TOKENS / args.seconds
         servers = [
@@ -57,7 +57,9 @@ def measure(folder: Path, num_servers: int, args: argparse.Namespace) -> dict[st
                 yield
                 times[name] += time.perf_counter() - begin
 
+            begin = time.process_time()
             phase.collect(wanted, sampling, step=step, phase=timed)
+            times["cpu"] = time.process_time() - begin
             for name in spent if step else ():
                 spent[name].append(times[name] - args.seconds * (name == "gen"))
     return spent
@@ -70,8 +72,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--lists", action="store_true", help="answers of stock vLLM")
     args = parser.parse_args()
-    print("| servers | samples | seconds after the answers, median (range) | scoring after that |")
-    print("| --- | --- | --- | --- |")
+    print("| servers | samples | seconds after the answers, median (range) | scoring after that | CPU of the driver |")
+    print("| --- | --- | --- | --- | --- |")
     gc.collect()
     gc.freeze()  # as the training loop does
     with tempfile.TemporaryDirectory() as name:

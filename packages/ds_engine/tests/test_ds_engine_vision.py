@@ -14,7 +14,6 @@ import torch
 import transformers
 from ds_engine_testkit import (
     Sample,
-    assert_trained,
     make_batch,
     make_samples,
     reference_training,
@@ -258,7 +257,13 @@ def test_adapters_train_as_peft_trains_them(two_ranks: RankPool, tmp_path: Path,
     per_rank = [{"steps": [[samples[rank::2], []] for samples in steps]} for rank in range(2)]
     wanted = config(3, lora=LORA, train_vision=vision)
     results = two_ranks.run("train_adapters", per_rank, model_path=str(folder), config=wanted, samples=steps[0][:3])
-    assert_trained(results[0], *expected)
+    weights, losses, norms = expected
+    assert [s.loss for s in results[0]["stats"]] == pytest.approx(losses, rel=1e-5)
+    assert [s.grad_norm for s in results[0]["stats"]] == pytest.approx(norms, rel=1e-5)
+    trained = results[0]["adapters"]
+    assert trained.keys() == start.keys() <= weights.keys()
+    # Some gradients are rounding alone, such as those of keys' biases.
+    torch.testing.assert_close(trained, {name: weights[name] for name in trained}, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.slow
@@ -312,7 +317,7 @@ def test_two_ranks_of_which_one_sees_no_images_train_as_one_process(
 def test_a_checkpoint_continues_exactly(two_ranks: RankPool, tmp_path: Path, stage: int, trains: bool) -> None:
     folder = write(tmp_path / "model", "qwen2_5_vl")
     steps = [[samples_of(folder, 5, seed)] for seed in (1, 5)]
-    common = {"model_path": str(folder), "config": config(stage, train_vision=trains)}
+    common = {"model_path": str(folder), "config": config(stage, train_vision=trains, collective_guard="off")}
     whole = two_ranks.run("train", steps=steps, **common)[0]
     two_ranks.run("train", steps=steps[:1], save_to=str(tmp_path), **common)
     resumed = two_ranks.run("train", steps=steps[1:], load_from=str(tmp_path), **common)[0]

@@ -20,16 +20,13 @@ Phase = Callable[[str], AbstractContextManager[Any]]
 """Times a named phase of a step: `with phase("reward"): ...`."""
 
 
-def with_token_ids(prompt: Prompt, token_ids: Sequence[int]) -> Prompt:
-    """The prompt with the token ids that an environment gave an episode in place of those of the data."""
-    if tuple(token_ids) == tuple(prompt.token_ids):
+def seen_prompt(sample: Sample) -> Prompt:
+    """The prompt with the token ids and images that an environment gave an episode in place of those of the data."""
+    prompt: Prompt = sample.prompt
+    ids, images = tuple(sample.prompt_ids.tolist()), tuple(sample.data.get("images", prompt.images))
+    if ids == tuple(prompt.token_ids) and images == prompt.images:
         return prompt
-    return replace(prompt, token_ids=tuple(token_ids))
-
-
-def images_of(sample: Sample) -> tuple[str, ...]:
-    """The files of the images of a sample, in order: those of its prompt, unless an environment has shown others."""
-    return tuple(sample.data.get("images", getattr(sample.prompt, "images", ())))
+    return replace(prompt, token_ids=ids, images=images)
 
 
 def group_numbers(samples: Sequence[Sample]) -> list[int]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -197,6 +197,24 @@ def test_turns_of_samples_are_compared_by_number_or_by_the_observation_that_they
     assert columns["advantages"].tolist() == pytest.approx(
         [2 * half, 2 * half, half, *[-2 * half] * 2, -half], abs=1e-5
     )
+
+
+def test_turns_of_an_episode_that_branches_are_compared_with_those_of_other_episodes() -> None:
+    """By hand: the returns of the first episode's turns are 1/4, 1/2 and, on the path of the latest turn, 1."""
+    branches = tuple(replace(sample(ids), score=None) for ids in ((5, 8), (9,)))
+    batch = batch_of(
+        [
+            replace(sample((5, 6, 7), score=1.0), branches=branches, num_turns=3),
+            replace(sample((5, 6, 7), score=0.0), branches=branches[:1], num_turns=2),
+        ]
+    )
+    columns, _ = advantages(batch, PolicyConfig(advantage="turn_rloo", gamma=0.5), max_tokens=8)
+    rows = [row.unique().tolist() for row in batch.split(columns["advantages"])]
+    assert rows == [[0], [0.25], [0.5], [-0.5], [-0.25]], "only one episode has a third turn"
+    columns, _ = advantages(batch, PolicyConfig(advantage="gigpo"), max_tokens=8)
+    half = 0.5**0.5  # each episode counts once; all turns answer the same prompt
+    rest = (1 - 0.6) / np.std([1, 1, 1, 0, 0], ddof=1)
+    assert columns["advantages"][0] == pytest.approx(half + rest, abs=1e-5)
 
 
 def test_the_length_penalty_lowers_the_score_that_is_trained_on_and_nothing_else() -> None:

@@ -26,7 +26,10 @@ def test_a_job_builds_a_reference_only_where_the_actor_has_no_adapters(lora: Lor
     built: list[str] = []
     lines: list[str] = []
     ranks: Any = SimpleNamespace(run=lambda method, role, *_: built.append(f"{method.__name__} {role}"))
-    stand_in: Any = SimpleNamespace(ranks_of=lambda role: ranks, info=lines.append, model_path=tmp_path, nodes=())
+    stand_in: Any = SimpleNamespace(
+        ranks_of=lambda role: ranks, info=lines.append, model_path=tmp_path, nodes=(), image_files=None
+    )
+    stand_in.image_files = lambda folder: None
     config = JobConfig(actor=EngineConfig(lora=lora))
     stand_ins = dict.fromkeys(("session", "tracker", "inputs", "memory"), stand_in)
     job = Job(config=config, folder=tmp_path, resumed=None, files=RunFiles(config.trainer, tmp_path), **stand_ins)

@@ -90,9 +90,9 @@ def test_samples_without_a_score_from_the_service_are_left_out() -> None:
 
 def test_api_keys_are_removed_from_written_configurations() -> None:
     config = JobConfig(
-        rollout=RolloutConfig(urls=("http://me:third@a:1",), api_key="first"),
-        reward=ScoringConfig(url="http://fourth@b:2", api_key="second"),
+        rollout=RolloutConfig(urls=("http://me:secret3@a:1",), api_key="secret1"),
+        reward=ScoringConfig(url="http://secret4@b:2", api_key="secret2"),
     )
     text = yaml_without_secrets(config)
     assert "http://***@b:2" in text
-    assert not [secret for secret in ("first", "second", "third", "fourth") if secret in text]
+    assert "secret" not in text

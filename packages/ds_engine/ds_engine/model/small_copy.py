@@ -71,16 +71,23 @@ def _shrink_images(config: Any) -> None:
     vision = config.vision_config
     values = vision.to_dict()
     patches = 2 * int(getattr(config, "scale_factor", None) or 4)
-    changes: dict[str, Any] = {**dict.fromkeys(("num_hidden_layers", "depth"), 2), "hidden_size": 64}
+    changes: dict[str, Any] = {**dict.fromkeys(("num_hidden_layers", "depth"), 2), "hidden_size": 64, "embed_dim": 64}
     changes |= {**dict.fromkeys(("num_attention_heads", "num_heads"), 4), "intermediate_size": 96}
     changes |= {"out_hidden_size": config.get_text_config().hidden_size, "fullatt_block_indexes": [1]}
-    changes |= {"deepstack_visual_indexes": [0, 1], "image_size": patches * int(values.get("patch_size") or 0)}
+    size = values.get("patch_size") or 0
+    new = patches * int(size[0] if isinstance(size, list | tuple) else size)
+    old = values.get("image_size")
+    changes |= {"deepstack_visual_indexes": [0, 1], "image_size": [new, new] if isinstance(old, list | tuple) else new}
     for name, value in changes.items():
         if name in values:
             setattr(vision, name, value)
-    old, new = values.get("image_size"), changes["image_size"]
     if getattr(config, "image_grid_pinpoints", None) and isinstance(old, int):
         config.image_grid_pinpoints = [[new * (side // old) for side in sides] for sides in config.image_grid_pinpoints]
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None)
+    if hasattr(vision, "spatial_merge_size") and rope and "mrope_section" not in rope:  # the model's code has it
+        half = _rotary_dim(text, rope) // 2
+        rope["mrope_section"] = [half - 3 * half // 8 * 2, 3 * half // 8, 3 * half // 8]
     if hasattr(config, "mm_tokens_per_image"):
         config.mm_tokens_per_image = 16
     for token, name in enumerate(("image_token_id", "video_token_id"), start=1):

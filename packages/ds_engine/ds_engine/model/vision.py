@@ -235,6 +235,11 @@ def vision_parameters(backbone: Any) -> Iterator[nn.Parameter]:
     return (parameter for parameter in backbone.parameters() if id(parameter) not in of_text)
 
 
+def side_of(size: Any) -> int:
+    """Pixels of a side of images or patches, which some configurations state for both sides."""
+    return int(size[0]) if isinstance(size, list | tuple) else int(size)
+
+
 def made_up_images(model: Any, *, sizes: Sequence[tuple[int, int]] = ((1, 1),)) -> dict[str, Tensor]:
     """Random images on the CPU as the model's own image processor would return them.
 
@@ -247,14 +252,16 @@ def made_up_images(model: Any, *, sizes: Sequence[tuple[int, int]] = ((1, 1),)) 
     if hasattr(vision, "spatial_merge_size"):
         merge = int(vision.spatial_merge_size)
         grid = torch.tensor([[1, rows * merge, columns * merge] for rows, columns in sizes], device="cpu")
-        width = int(vision.in_channels) * int(vision.temporal_patch_size) * int(vision.patch_size) ** 2
+        width = int(vision.in_channels) * int(vision.temporal_patch_size) * side_of(vision.patch_size) ** 2
         pixels = torch.randn(int(grid.prod(-1).sum()), width, generator=generator, device="cpu")
         return {"pixel_values": pixels, "image_grid_thw": grid}
-    number, side = len(sizes), int(vision.image_size)
+    number, side = len(sizes), side_of(vision.image_size)
+    backbone: Any = find_backbone(model)[1]
+    arguments = inspect.signature(type(backbone).get_image_features).parameters
     pixels = torch.randn(number, int(vision.num_channels), side, side, generator=generator, device="cpu")
     if getattr(config, "image_grid_pinpoints", None):
         tiles = 1
-        if number == 1:
+        if number == 1 or "batch_num_images" not in arguments:
             from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
 
             tiles = int(image_size_to_num_patches((side, side), config.image_grid_pinpoints, side))
@@ -263,7 +270,9 @@ def made_up_images(model: Any, *, sizes: Sequence[tuple[int, int]] = ((1, 1),)) 
             "image_sizes": torch.tensor([[side, side]] * number, device="cpu"),
             "batch_num_images": torch.tensor([number], device="cpu"),
         }
-    if hasattr(config, "scale_factor"):
+    if "image_sizes" in arguments and arguments["image_sizes"].default is inspect.Parameter.empty:
+        return {"pixel_values": pixels, "image_sizes": torch.tensor([[side, side]] * number, device="cpu")}
+    if "pixel_attention_mask" in arguments:
         mask = torch.ones(1, number, side, side, dtype=torch.int64, device="cpu")
         return {"pixel_values": pixels[None], "pixel_attention_mask": mask}
     return {"pixel_values": pixels}

@@ -260,9 +260,9 @@ def _vision_shape(model: Any, config: Any) -> VisionShape | None:
     backbone = getattr(model, "model", model)
     text = text_part(backbone)
     vision: Any = getattr(config, "vision_config", None)
-    patch = getattr(vision, "patch_size", None)
-    if text is backbone or not isinstance(patch, int):
+    if text is backbone or vision is None or not isinstance(getattr(vision, "patch_size", None), int):
         return None
+    patch = int(vision.patch_size)
     outer = (text, model.get_output_embeddings())
     of_text = {id(p) for part in outer if part is not None for p in part.parameters()}
     sizes = {name: p for name, p in model.named_parameters() if id(p) not in of_text}

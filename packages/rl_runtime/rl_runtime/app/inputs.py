@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -248,11 +249,17 @@ def vocab_size(folder: Path) -> int:
 def chat_format(inputs: Inputs, data: DataConfig) -> ChatFormat:
     """The format in which turns of a conversation become tokens, as in the prompts of `load_prompts`."""
     with_template, vision = uses_chat_template(inputs.tokenizer, data), inputs.vision
+
+    @lru_cache(maxsize=1024)  # the episodes of a group begin alike
+    def ids_of(text: str, images: tuple[str, ...]) -> tuple[int, ...]:
+        assert vision is not None
+        return vision(text, images)[0]
+
     return ChatFormat(
         inputs.tokenizer,
         with_template=with_template,
         template_kwargs=data.chat_template_kwargs,
-        vision=None if vision is None else lambda text, images: vision(text, images)[0],
+        vision=None if vision is None else lambda text, images: ids_of(text, tuple(images)),
     )
 
 

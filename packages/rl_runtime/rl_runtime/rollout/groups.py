@@ -8,7 +8,7 @@ from rl_core import Batch
 from rl_data import Prompt
 from rollout_vllm import Group, Sample
 
-from ..samples import batch_of, with_token_ids
+from ..samples import batch_of, seen_prompt
 
 Finish = Callable[[Sequence[Sample]], list[Sample]]
 """Completes the scores of samples, in their order."""
@@ -50,7 +50,7 @@ def decoded(group: Group, tokenizer: Any) -> Group:
     def one(sample: Sample) -> Sample:
         # Of an array: transformers looks at the type of every number in a list.
         text = tokenizer.decode(sample.response_ids, skip_special_tokens=True)
-        return replace(sample, text=text, prompt=with_token_ids(sample.prompt, sample.prompt_ids.tolist()))
+        return replace(sample, text=text, prompt=seen_prompt(sample))
 
     return replace(group, samples=tuple(map(one, group.samples)))
 
@@ -101,7 +101,4 @@ def from_state(state: Mapping[str, Any]) -> Group:
         name: tuple(value) if isinstance(value, list) else value for name, value in state["prompt"].items()
     }
     group = Group.from_state(state, prompt=Prompt(**values))
-    samples = [
-        replace(sample, prompt=with_token_ids(sample.prompt, sample.prompt_ids.tolist())) for sample in group.samples
-    ]
-    return replace(group, samples=tuple(samples))
+    return replace(group, samples=tuple(replace(sample, prompt=seen_prompt(sample)) for sample in group.samples))

@@ -295,10 +295,10 @@ class RolloutPhase:
         """A group of a checkpoint with the files of its images in this run."""
         if self._images is None:
             return group
-        own = group.request.prompt.images
-        files = [self._images(sample.data.get("images", own)) for sample in group.samples]
-        samples = tuple(replace(sample, images=file) for sample, file in zip(group.samples, files, strict=True))
-        return replace(group, request=replace(group.request, images=self._images(own)), samples=samples)
+        samples = tuple(replace(sample, images=self._images(sample.prompt.images)) for sample in group.samples)
+        return replace(
+            group, request=replace(group.request, images=self._file_of(group.request.prompt)), samples=samples
+        )
 
     def _file_of(self, prompt: Prompt) -> str | None:
         return self._images(prompt.images) if self._images is not None else None

@@ -15,7 +15,6 @@ from rl_core import majority_vote, pass_at_k
 from rl_data import Prompt
 from rollout_vllm import Sample
 
-from ..samples import images_of
 from .groups import score_of
 
 
@@ -94,7 +93,7 @@ def prompt_result(
                 num_tokens=sample.num_generated,
                 num_turns=sample.num_turns,
                 terms=sample.reward_terms,
-                images=images_of(sample),
+                images=getattr(sample.prompt, "images", ()),
             )
             for sample, right in zip(samples, is_right, strict=True)
         ),

@@ -69,20 +69,17 @@ def advantages(
         inputs |= {"response_lens_N": lens_S, "group_ids_N": batch.per_sequence["group_ids"]}
     else:
         inputs["scores_N"] = scores_S[first_N] - rl_core.segment_sum(penalty_K, lens_N)
-    turns = rl_core.find_turns(batch) if estimator.per_turn else None
-    if turns is not None:
-        inputs["turn_rewards_U"] = rl_core.segment_sum(inputs["rewards_K"].double(), turns.lens_U)
-        inputs |= {"turn_counts_N": turns.counts_S, "state_ids_U": turns.state_ids_U}
+    if estimator.per_turn:
+        inputs["group_ids_N"] = batch.per_sequence["group_ids"][first_N]
+        estimate = _turn_advantages(batch, estimator, inputs, scores_S[first_N], penalty_K)
+        return {"advantages": estimate}, metrics | kl_metrics | _spread(estimate)
     estimate = estimator.estimate(inputs)
     if estimator.needs_critic:
         advantages_K, returns_K = estimate
         columns, critic_metrics = _with_returns(advantages_K, returns_K, inputs["values_K"], whiten=whiten)
         return columns, metrics | kl_metrics | critic_metrics
     metrics |= kl_metrics | _spread(estimate)
-    if turns is not None:
-        advantages_K = rl_core.broadcast_to_tokens(estimate, turns.lens_U)
-    else:
-        advantages_K = estimate if estimator.per_token else rl_core.broadcast_to_tokens(estimate, lens_N)
+    advantages_K = estimate if estimator.per_token else rl_core.broadcast_to_tokens(estimate, lens_N)
     return {"advantages": advantages_K}, metrics
 
 
@@ -124,6 +121,29 @@ def _token_rewards(batch: rl_core.Batch, scores_S: Tensor) -> Tensor:
     sums_S = rl_core.segment_sum(turn_rewards_K.double(), lens_S)
     rest_S = scores_S - torch.zeros_like(sums_S).index_add(0, numbers_S, sums_S)[numbers_S]
     return rl_core.token_rewards(rest_S.float(), lens_S) + turn_rewards_K
+
+
+def _turn_advantages(
+    batch: rl_core.Batch, estimator: rl_core.Advantage, inputs: dict[str, Any], scores_N: Tensor, penalty_K: Tensor
+) -> Tensor:
+    """Advantages of an estimator of turns, [K].
+
+    The turns of an episode that branches are those of all its paths; the path of the latest turn, which is the first in
+    the batch, comes last. Its last turn has the part of the score beyond the turn rewards.
+    """
+    turns, numbers_S = rl_core.find_turns(batch), sample_numbers(batch)
+    is_latest_S = torch.ones_like(numbers_S).index_fill(0, numbers_S.diff().eq(0).nonzero().flatten() + 1, 0)
+    sequence_U = torch.arange(len(numbers_S)).repeat_interleave(turns.counts_S)
+    order_U = torch.argsort(2 * numbers_S[sequence_U] + is_latest_S[sequence_U], stable=True)
+    counts_N = torch.bincount(numbers_S[sequence_U], minlength=len(scores_N))
+    turn_rewards_K = batch.columns.get("turn_rewards", torch.zeros(batch.num_targets)).double()
+    given_U, taken_U = (rl_core.segment_sum(x, turns.lens_U)[order_U] for x in (turn_rewards_K, penalty_K.double()))
+    rest_N = scores_N - rl_core.segment_sum(given_U, counts_N)
+    inputs = inputs | {"turn_rewards_U": rl_core.token_rewards(rest_N, counts_N) + given_U - taken_U}
+    inputs |= {"turn_counts_N": counts_N, "state_ids_U": turns.state_ids_U[order_U]}
+    advantages_U = torch.zeros(len(order_U), dtype=torch.float64)
+    advantages_U[order_U] = estimator.estimate(inputs)
+    return rl_core.broadcast_to_tokens(advantages_U, turns.lens_U)
 
 
 def _with_returns(

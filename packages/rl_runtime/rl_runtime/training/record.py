@@ -15,7 +15,7 @@ from ..launch.session import RankSession
 from ..ranks.trainer_worker import TrainerWorker
 from ..rollout.groups import Collected
 from ..rollout.validation import Validation
-from ..samples import group_numbers, images_of
+from ..samples import group_numbers
 from .ledger import SampleLedger
 from .metrics import throughput
 
@@ -101,7 +101,7 @@ def rollout_record(sample: Sample, group: int) -> dict[str, Any]:
     """A sample as a line of `rollouts/step_*.jsonl`; `group` is the number of its group in the step."""
     return {
         "prompt": sample.prompt.text,
-        **({"images": images} if (images := list(images_of(sample))) else {}),
+        **({"images": list(sample.prompt.images)} if sample.prompt.images else {}),
         "response": sample.text,
         "reward": sample.score,
         "reward_terms": dict(sample.reward_terms),
