@@ -1,12 +1,14 @@
 """Agents that ask the policy over HTTP and rewrite their conversations, in training on the real stack."""
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import test_staleness
 from tests.test_rollout_in_training import REPO, SMALL, read_metrics, read_samples
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
@@ -53,6 +55,27 @@ def test_episodes_that_are_held_in_the_middle_keep_the_versions_of_their_tokens(
     assert max(float(row["rollout/num_partial_groups"]) for row in rows) == 4
     assert max(float(row["rollout/stale_token_share"]) for row in rows) > 0
     assert all(float(row["rollout/num_samples"]) == 32 for row in rows)
+
+
+@pytest.mark.long
+def test_a_killed_run_that_draws_ahead_resumes_and_trains_every_episode_once(
+    tmp_path: Path, start_app: Callable[..., Any]
+) -> None:
+    ahead = ("trainer.max_staleness=1", "trainer.save_freq=2", "trainer.total_training_steps=6")
+    settings = (*ahead, "sync.running_requests=recompute")  # caches of older weights are not kept
+    first = start_app(tmp_path, *AGENT, *test_staleness.SMALL, "rollout.max_model_len=136", *settings)
+    first.wait_for("step 3/6")  # the checkpoint of step 2 exists, and has groups for steps 3 and 4
+    os.killpg(first.process.pid, signal.SIGKILL)
+    first.finish()
+    assert not first.survivors()
+    (run,) = tmp_path.iterdir()
+    second = start_app(tmp_path, f"config={run / 'config.yaml'}", "trainer.resume=auto", f"trainer.resume_from={run}")
+    assert second.finish() == 0, second.output
+    (resumed,) = {*tmp_path.iterdir()} - {run}
+    test_staleness.check_ledger(test_staleness.read_samples(resumed), steps=6, groups=4, samples=4, max_staleness=1)
+    for row in read_metrics(resumed):
+        assert float(row["rollout/num_paths"]) == 3
+        assert float(row.get("rollout/log_prob_mismatch") or 0) < 1e-4
 
 
 def assert_faithful(run: Path) -> None:
