@@ -253,7 +253,12 @@ def log_probs_of_transformers(folder: Path, samples: list[Any]) -> list[np.ndarr
     return rows
 
 
-HARNESSES = {"openai_agents": "agents", "pydantic_agent": "pydantic_ai", "smol": "smolagents", "mini_swe": "litellm"}
+HARNESSES = {
+    "openai_agents": "agents",
+    "pydantic_agent": "pydantic_ai",
+    "smol": "smolagents",
+    "mini_swe": "minisweagent",
+}
 """Example -> the library that it needs; .ci/run has their releases."""
 
 

@@ -3,7 +3,7 @@
 It starts trainer ranks and rollout servers as `plinth grpo` does, and answers a program that is written with the SDK:
 forward_backward, optim_step, sample, save and load. docs/serve.md has five minutes from a recipe to your own GPU.
 
-    plinth serve model.path=Qwen/Qwen3-0.6B
+    plinth serve model.path=Qwen/Qwen3-4B-Instruct-2507
     TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-... python recipe.py
 
 `--help all` lists all keys. Without a model it serves the built-in one (`preset=demo`).

@@ -28,6 +28,7 @@ from ds_engine import (
     EngineConfig,
     EngineConfigError,
     LoraConfig,
+    OffloadConfig,
     OptimConfig,
     ZeroConfig,
     check_model,
@@ -174,6 +175,7 @@ def test_images_that_do_not_belong_to_the_tokens_are_refused(grids: Path) -> Non
 
 
 LORA = LoraConfig(rank=4, alpha=12)
+OFFLOADED = ZeroConfig(stage=3, offload=OffloadConfig(optimizer="cpu", param="cpu"), param_persistence_elements=0)
 
 
 def is_text(name: str) -> bool:
@@ -277,6 +279,7 @@ def test_adapters_train_as_peft_trains_them(two_ranks: RankPool, tmp_path: Path,
         ("gemma3", 3, False, {"sequence_parallel": 2}),
         ("qwen3_vl", 1, True, {"sequence_parallel": 2}),
         ("idefics3", 2, True, {}),
+        ("smolvlm", 3, False, {"zero": OFFLOADED}),
     ],
 )
 def test_two_ranks_of_which_one_sees_no_images_train_as_one_process(

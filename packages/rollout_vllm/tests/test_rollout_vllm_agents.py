@@ -18,6 +18,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -198,7 +199,9 @@ def test_every_span_is_trained_once_behind_its_own_tokens(drawn: tuple[EpisodeTr
 
 
 # ---- what an agent's process reaches ------------------------------------------------------------------------------
-def test_an_isolated_agent_reaches_the_policy_and_its_folder_alone(tmp_path: Path) -> None:
+def test_an_isolated_agent_reaches_the_policy_and_its_folder_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "PYTEST_VERSION" in os.environ, "it stands for a secret"
     with socket.create_server(("127.0.0.1", 0)) as listener:
         connect = f"import socket; socket.create_connection(('127.0.0.1', {listener.getsockname()[1]}))"
@@ -213,10 +216,10 @@ def test_an_isolated_agent_reaches_the_policy_and_its_folder_alone(tmp_path: Pat
             "its mounts": f"mount -o remount,rw {tmp_path} && touch {tmp_path}/written",
         }
         reached = {"its folder": 'touch "$HOME/own" "$TMPDIR/own" own', "files to read": f"cat {__file__}"}
-        before = set(Path(tempfile.gettempdir()).glob("plinth-episode-*"))
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
         (failure,) = play("curious", prompt=closed | still_closed | reached, isolated=True).failures
         assert failure.message.endswith(f"ValueError: reached: {[*reached]}")
-        assert set(Path(tempfile.gettempdir()).glob("plinth-episode-*")) == before
+        assert [*tmp_path.glob("plinth-episode-*")] == []
         (failure,) = play("curious", prompt=closed, isolated=False).failures
         assert failure.message.endswith(f"ValueError: reached: {[*closed]}"), "the test does not see what is open"
 

@@ -48,7 +48,7 @@ LIBRARIES = {
     "openai_agents": "agents",
     "pydantic_agent": "pydantic_ai",
     "smol": "smolagents",
-    "mini_swe": "litellm",
+    "mini_swe": "minisweagent",
 }
 """Example -> what it needs."""
 

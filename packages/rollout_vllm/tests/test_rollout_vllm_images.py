@@ -14,6 +14,7 @@ from rollout_vllm_helpers import config_for_tests, group_of_one
 from plinth_testing.vision import tiny_vlm
 from rollout_vllm import (
     ChatFormat,
+    EnvironmentFailedError,
     EnvironmentRollout,
     EnvironmentSpec,
     Group,
@@ -24,6 +25,7 @@ from rollout_vllm import (
     run_episodes,
 )
 from rollout_vllm.client.protocol import completion_body
+from rollout_vllm.episodes.environment_process import EnvironmentProcess
 
 
 def test_a_server_that_would_not_see_the_images_does_not_know_the_model() -> None:
@@ -94,6 +96,14 @@ def test_images_of_observations_travel_as_files_and_every_turn_sees_those_before
     assert Path(first).read_bytes() == b"first"
     assert Path(second).read_bytes().startswith(b"\x89PNG")
     assert {Path(first).parent, Path(second).parent} == {folder}
+
+
+@pytest.mark.parametrize(("isolated", "folder"), [(True, "/images"), (False, None)])
+def test_an_environment_that_is_shut_in_names_no_files_of_this_host(isolated: bool, folder: str | None) -> None:
+    spec = EnvironmentSpec(path="a:B", isolated=isolated, image_folder=folder)
+    seen = [{"role": "user", "content": [{"type": "image", "image": "/etc/passwd" if isolated else {"base64": ""}}]}]
+    with pytest.raises(EnvironmentFailedError):
+        EnvironmentProcess(spec, None)._seen(seen)
 
 
 @pytest.mark.slow

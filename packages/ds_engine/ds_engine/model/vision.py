@@ -270,7 +270,7 @@ def made_up_images(model: Any, *, sizes: Sequence[tuple[int, int]] = ((1, 1),)) 
             "image_sizes": torch.tensor([[side, side]] * number, device="cpu"),
             "batch_num_images": torch.tensor([number], device="cpu"),
         }
-    if "image_sizes" in arguments:
+    if "image_sizes" in arguments and arguments["image_sizes"].default is inspect.Parameter.empty:
         return {"pixel_values": pixels, "image_sizes": torch.tensor([[side, side]] * number, device="cpu")}
     if "pixel_attention_mask" in arguments:
         mask = torch.ones(1, number, side, side, dtype=torch.int64, device="cpu")

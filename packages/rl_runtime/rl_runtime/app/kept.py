@@ -333,7 +333,7 @@ def _why_not(left: Left, request: Mapping[str, Any], free_mib: Sequence[int], co
     from ..launch.ahead import begun_ahead
 
     if not request["minutes"]:
-        return "trainer.keep_servers is 0"
+        return "it is 0 in this run"
     if not all(server.alive for session in begun_ahead() for server in session.servers.servers):
         return "a kept server has died"
     if any(now < before - _MIB_OF_OTHERS for now, before in zip(_free_mib(left), free_mib, strict=True)):
