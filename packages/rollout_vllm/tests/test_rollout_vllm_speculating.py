@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -237,3 +238,36 @@ def test_tokens_have_the_distribution_and_the_log_probs_of_the_model(
     cells += [rest] if rest[1] >= 5 else []
     statistic = sum((count - mean) ** 2 / mean for count, mean in cells)
     assert chi2.sf(statistic, len(cells) - 1) > 1e-3, (statistic, len(cells))
+
+
+@pytest.mark.slow
+def test_interrupted_responses_keep_their_accepted_drafts_and_log_probs(
+    drafting: ServerGroup, small: tuple[Path, Any]
+) -> None:
+    prompt = [3, 4, 5, 3, 4]
+    sampling = SamplingConfig(n=4, max_tokens=240, ignore_eos=True)
+    requests = [Request(prompt_id=f"p{i}", prompt_ids=prompt, seed=100 * i) for i in range(8)]
+    with RolloutClient(drafting.endpoints, config_for_tests()) as client:
+        running = client.start(client.generate(requests, sampling))
+        interrupted = 0
+        for version in range(1, 4):
+            time.sleep(0.1)
+            client.run(client.pause())
+            interrupted += any(
+                sample.response_ids.size for group in client.partial_groups() for sample in group.samples
+            )
+            client.resume(version)
+        groups = running.result()
+    assert interrupted
+    for group in groups:
+        assert group.complete
+        [sample, *_] = group.samples
+        assert sample.response_ids.size == 240
+        assert sum(span.num_tokens for span in sample.version_spans) == 240
+        ids = torch.tensor([prompt + sample.response_ids.tolist()])
+        with torch.no_grad():
+            theirs = (
+                small[1](ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1).gather(1, ids[0, len(prompt) :, None])
+            )
+        assert sample.log_probs is not None
+        assert sample.log_probs.tolist() == pytest.approx(theirs[:, 0].tolist(), abs=1e-4)
