@@ -44,6 +44,7 @@ def test_an_agent_that_branches_is_trained_token_for_token_also_when_a_server_di
         assert float(row["rollout/num_paths"]) == 3
 
 
+@pytest.mark.thorough
 def test_episodes_that_are_held_in_the_middle_keep_the_versions_of_their_tokens(
     tmp_path: Path, start_app: Callable[..., Any]
 ) -> None:
@@ -57,7 +58,7 @@ def test_episodes_that_are_held_in_the_middle_keep_the_versions_of_their_tokens(
     assert all(float(row["rollout/num_samples"]) == 32 for row in rows)
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_a_killed_run_that_draws_ahead_resumes_and_trains_every_episode_once(
     tmp_path: Path, start_app: Callable[..., Any]
 ) -> None:

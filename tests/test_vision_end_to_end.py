@@ -69,6 +69,7 @@ def test_sft_and_its_greedy_responses_see_images(tmp_path: Path, files: Path, st
     assert sum(len(said) > 1 and said[1] == shown[1] for said, shown in named) >= 7
 
 
+@pytest.mark.thorough
 def test_every_turn_of_a_game_sees_the_boards_before_it(
     tmp_path: Path, files: Path, start_app: Callable[..., Any]
 ) -> None:
