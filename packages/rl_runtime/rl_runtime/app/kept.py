@@ -355,7 +355,8 @@ def _run(connection: socket.socket, request: Mapping[str, Any]) -> int:
     os.environ.update({name: value for name, value in command.environment.items() if _is_idle(name)})
     os.umask(request["umask"])
     sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
-    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    has_run = threading.Event()
+    threading.Thread(target=_end_with, args=(connection, has_run), daemon=True).start()
     INVOKED_AS.set(command.invoked_as)
     try:
         importlib.import_module(command.app).cli(command.arguments)
@@ -367,13 +368,14 @@ def _run(connection: socket.socket, request: Mapping[str, Any]) -> int:
     with suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
+    has_run.set()  # the command goes when it has the exit code, which does not end the clean-up here
     return code
 
 
-def _end_with(connection: socket.socket) -> None:
-    """Ends this run when its command is gone."""
+def _end_with(connection: socket.socket, has_run: threading.Event) -> None:
+    """Ends this run when its command is gone before."""
     with suppress(OSError):
-        if not connection.recv(1):
+        if not connection.recv(1) and not has_run.is_set():
             os.kill(os.getpid(), signal.SIGTERM)
 
 
