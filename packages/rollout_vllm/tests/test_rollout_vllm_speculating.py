@@ -31,7 +31,7 @@ VOCABULARY = 6
 def run_steps(
     trial: DraftTrial, count: int, *, with_drafts_s: float, without_s: float, requests: int = 8
 ) -> list[bool]:
-    """Whether each of `count` steps drafted. A drafted step makes two tokens for each request."""
+    """True for each of `count` steps that drafted. A drafted step makes two tokens for each request."""
     kinds, now = list[bool](), run_steps.clock  # type: ignore[attr-defined]
     for _ in range(count):
         drafts = trial.drafts

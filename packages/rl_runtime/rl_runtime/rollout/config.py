@@ -87,7 +87,7 @@ class EpisodeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OversamplingConfig:
-    """What a step does about its longest responses. Such a run is not reproducible bit for bit."""
+    """Treatment of a step's longest responses. Such a run is not reproducible bit for bit."""
 
     extra_prompts: int = 0
     """Prompts requested in addition to `batch.train_batch_size`; a step proceeds once `train_batch_size` groups are

@@ -77,7 +77,7 @@ def _thoughts(message: Message) -> str:
 
 
 def _head(message: Message) -> str:
-    """What has to be equal in equal messages."""
+    """The parts of a message that equal messages share."""
     return _key([message.get("role"), _text(message), _calls(message), message.get("tool_call_id")])
 
 
