@@ -78,7 +78,7 @@ async def two_turns(episode: Any, prompt: Any, tokenizer: Any) -> None:
 
 
 def asks(base_url: str, api_key: str, prompt: Any, *, times: int = 1) -> float | None:
-    """An agent: it sends the text of the row `times` times, each as a new conversation. A row named `silent` has no score."""
+    """An agent: it begins `times` conversations with the text of the row. A row named `silent` has no score."""
     for _ in range(times):
         body = json.dumps({"messages": [{"role": "user", "content": prompt.text}]}).encode()
         url, headers = f"{base_url}/chat/completions", {"Authorization": f"Bearer {api_key}"}
