@@ -212,10 +212,12 @@ def test_an_isolated_agent_reaches_the_policy_and_its_folder_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "PYTEST_VERSION" in os.environ, "it stands for a secret"
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    local = str(tmp_path / "unix")
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_server(local, family=socket.AF_UNIX):
         connect = f"import socket; socket.create_connection(('127.0.0.1', {listener.getsockname()[1]}))"
         closed = {
             "network": f'{sys.executable} -c "{connect}"',
+            "sockets": f"{sys.executable} -c \"import socket; socket.socket(socket.AF_UNIX).connect('{local}')\"",
             "files": f"touch {tmp_path}/written",
             "processes": f"kill -0 {os.getpid()}",
             "secrets": "env | grep PYTEST_VERSION",
@@ -223,8 +225,10 @@ def test_an_isolated_agent_reaches_the_policy_and_its_folder_alone(
         still_closed = {
             "secrets of the agent": "cat /proc/$PPID/environ /proc/*/environ | grep PYTEST_VERSION",
             "its mounts": f"mount -o remount,rw {tmp_path} && touch {tmp_path}/written",
+            "more files": "fallocate -l 257M large",
         }
         reached = {"its folder": 'touch "$HOME/own" "$TMPDIR/own" own', "files to read": f"cat {__file__}"}
+        reached |= {"files in memory": "fallocate -l 200M large"}
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
         (failure,) = play("curious", prompt=closed | still_closed | reached, isolated=True).failures
         assert failure.message.endswith(f"ValueError: reached: {[*reached]}")
