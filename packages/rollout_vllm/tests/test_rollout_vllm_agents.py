@@ -101,6 +101,7 @@ def test_parallel_requests_and_several_answers_are_branches() -> None:
     assert [len(sample.paths), sample.num_turns, sample.score] == [4, 5, 0.5]
     assert_faithful([sample], policy)
     assert len(sample.tree) == 5
+    assert sample.tree[0] == "turn 0: 23 context '[user]hello¶[assistant]', 4 sampled (version 0) 'one'"
     assert sample.num_generated == len("onetwoabc") + 5
 
 
@@ -205,6 +206,19 @@ def test_every_span_is_trained_once_behind_its_own_tokens(drawn: tuple[EpisodeTr
     for index, turn in enumerate(tree.turns):  # it continues the longest turn that it can
         sizes = [len(p) + len(ids) for p, ids, _ in turns[:index] if turns[index][0][: len(p) + len(ids)] == [*p, *ids]]
         assert max(sizes, default=None) == (None if turn.parent is None else tree.turns[turn.parent].token_ids.size)
+
+
+def test_a_reader_sees_who_continues_whom_and_what_was_said() -> None:
+    tree = EpisodeTree()
+    tree.decode = lambda ids: bytes(ids.tolist()).decode()
+    for version, (prompt, said) in enumerate([(b"ab", b"c"), (b"abcd", b"e"), (b"abcf", b"g"), (b"axy", b"z")]):
+        tree.add([*prompt], Sample(sample_index=0, response_ids=[*said], last_policy_version=version))
+    assert tree.lines() == [
+        "turn 0: 2 context 'ab', 1 sampled (version 0) 'c'",
+        "  turn 1: 1 context 'd', 1 sampled (version 1) 'e'",
+        "  turn 2: 1 context 'f', 1 sampled (version 2) 'g'",
+        "turn 3, branches after 1 common tokens: 3 context 'xy', 1 sampled (version 3) 'z'",
+    ]
 
 
 # ---- what an agent's process reaches ------------------------------------------------------------------------------
