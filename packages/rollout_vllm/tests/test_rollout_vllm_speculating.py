@@ -205,15 +205,15 @@ def test_tokens_have_the_distribution_and_the_log_probs_of_the_model(
     model = small[1]
     pairs = [token for pair in itertools.product(range(VOCABULARY), repeat=2) for token in pair]
     prompt = [*pairs, 3]
-    sampling = SamplingConfig(n=500, max_tokens=3, ignore_eos=True, **changes)
+    sampling = SamplingConfig(n=250, max_tokens=3, ignore_eos=True, **changes)
     requests = [Request(prompt_id=f"p{i}", prompt_ids=prompt, seed=1000 * i) for i in range(4)]
     with RolloutClient(drafting.endpoints, config_for_tests()) as client:
         before = client.metrics()
         samples = [sample for group in client.generate_blocking(requests, sampling) for sample in group.samples]
         after = client.metrics()
-    assert len(samples) == 2000
-    assert after["accepted_tokens"] - before["accepted_tokens"] > 150
-    assert after["draft_tokens"] - after["accepted_tokens"] > 150 + before["draft_tokens"] - before["accepted_tokens"]
+    assert len(samples) == 1000
+    assert after["accepted_tokens"] - before["accepted_tokens"] > 75
+    assert after["draft_tokens"] - after["accepted_tokens"] > 75 + before["draft_tokens"] - before["accepted_tokens"]
 
     expected, log_probs = {(): 1.0}, dict[tuple[int, ...], float]()
     for _ in range(3):
@@ -224,7 +224,7 @@ def test_tokens_have_the_distribution_and_the_log_probs_of_the_model(
                     longer[(*ids, token)] = probability * share
                     log_probs[(*ids, token)] = float(torch.tensor(share).log())
         expected = longer
-    for sample in samples[::50]:
+    for sample in samples[::25]:
         ids = tuple(sample.response_ids.tolist())
         theirs = [log_probs[ids[: i + 1]] for i in range(3)]
         assert sample.log_probs is not None
