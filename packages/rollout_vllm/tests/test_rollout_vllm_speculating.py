@@ -144,16 +144,6 @@ def test_drafts_of_arguments_are_verified_by_request_and_not_tried(
     assert (env["PLINTH_ROLLOUT_SPECULATIVE"], env["PLINTH_ROLLOUT_DRAFTING"]) == expected
 
 
-def test_recurrent_models_are_refused(model_folder: Path, tmp_path: Path) -> None:
-    for file in model_folder.iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    check_launch(tmp_path, config_for_tests(speculative="ngram"))
-    (tmp_path / "config.json").unlink()
-    (tmp_path / "config.json").write_text('{"model_type": "x", "linear_conv_kernel_dim": 4}')
-    with raises(RolloutConfigError, field="speculative", value="ngram"):
-        check_launch(tmp_path, config_for_tests(speculative="ngram"))
-
-
 def test_graphs_are_captured_for_steps_that_verify_drafts() -> None:
     config = RolloutConfig(speculative="ngram", speculative_tokens=3, max_num_seqs=8)
     arguments = server_arguments(config, "m", port=1, device="cuda")
@@ -174,6 +164,16 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     model.save_pretrained(folder)
     write_word_tokenizer(folder, VOCABULARY, eos_token="w1", pad_token="w0", unk_token="w2")
     return folder, model
+
+
+def test_recurrent_models_are_refused(small: tuple[Path, Any], tmp_path: Path) -> None:
+    for file in small[0].iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    check_launch(tmp_path, config_for_tests(speculative="ngram"))
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text('{"model_type": "x", "linear_conv_kernel_dim": 4}')
+    with raises(RolloutConfigError, field="speculative", value="ngram"):
+        check_launch(tmp_path, config_for_tests(speculative="ngram"))
 
 
 @pytest.fixture(scope="module")
