@@ -563,5 +563,5 @@ def test_a_student_differs_from_itself_as_its_teacher_by_rounding_until_it_moves
     )
     first, second = (abs(float(row["teacher/kl"])) for row in metrics_rows(run))
     print(first, second)
-    assert first < 1e-5
-    assert second > 1e-4
+    assert first < 1e-4
+    assert second > 1e-2
