@@ -104,7 +104,7 @@ def test_without_the_package_the_reward_says_how_to_get_it(tmp_path: Path, monke
     assert "pip install reasoning-gym==" in str(caught.value.remedy)
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_the_verifier_of_every_task_takes_its_own_answer_from_the_file(package: Path, tmp_path: Path) -> None:
     import_reasoning_gym()
     from reasoning_gym.factory import DATASETS  # type: ignore[import-not-found]
