@@ -221,12 +221,13 @@ def save_or_say(
         checkpoints.save(step, metrics)
 
 
-def load_and_say(checkpoints: RunCheckpoints, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> None:
-    """Restores the state of the run at `checkpoint`, or that of a new run, and says so."""
+def load_and_say(checkpoints: RunCheckpoints, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> int:
+    """Restores the state of the run at `checkpoint`, or that of a new run, and says so; returns its step."""
     if checkpoint is None:
         checkpoints.start(say)
-        return
+        return 0
     checkpoints.load(checkpoint)
     num_ranks = checkpoint.state["num_ranks"]
     reshaped = f", saved with trainer.num_ranks={num_ranks}" if num_ranks != checkpoints.num_ranks else ""
     say(f"resumed after step {checkpoint.step} from {checkpoint.path}{reshaped}")
+    return checkpoint.step
