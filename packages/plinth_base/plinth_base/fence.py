@@ -78,7 +78,7 @@ class Fence:
         return patch
 
     def untested(self, distribution: str) -> str | None:
-        """Why the installed version is none of the tested ones; None if it is one."""
+        """Reason why the installed version counts as untested; None if it is tested."""
         installed, tested = installed_version(distribution), self.tested[distribution]
         if installed is None:
             return f"{distribution} is not installed"

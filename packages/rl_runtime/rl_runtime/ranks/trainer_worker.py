@@ -244,7 +244,7 @@ class TrainerWorker(RankProfiler):
         return result, torch.cat([part_K.cpu() for part_K in kept])
 
     def step(self, role: str, settings: StepSettings) -> tuple[float, bool]:
-        """The optimizer step on what `train` has left; see `ZeroEngine.step`."""
+        """The optimizer step on the gradients that `train` accumulated; see `ZeroEngine.step`."""
         if self._saver is not None:
             self._saver.wait_copied()
         return self._engines[role].step(settings)

@@ -102,7 +102,7 @@ class RunCheckpoints:
         return self._trainer.save_freq > 0 and step % self._trainer.save_freq == 0
 
     def why_not(self) -> str:
-        """Why no checkpoint is to be written now; empty if one can be."""
+        """Reason why no checkpoint may be written now; empty if one may."""
         # The last good checkpoint must not make room for a model that has diverged.
         skipped = max(role.skipped.in_a_row for role in self._roles.values())
         return f"the last {skipped} updates were skipped" if skipped else self._unsavable

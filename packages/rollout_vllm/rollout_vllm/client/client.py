@@ -98,7 +98,7 @@ class RolloutClient(BalancedClient):
 
         keep_rest: interrupt the other groups and return them with all tokens so far, so that a later call can resume
         them (requires `RolloutConfig(control_routes=True)`, else ControlError). False: discard them. Groups with short
-        responses complete first, so discarding the others biases the batch towards short responses.
+        responses complete first, so discarding the others biases the batch toward short responses.
         on_group: as in `generate`, for the returned groups only.
         """
         require(1 <= num_groups <= len(requests), "num_groups", num_groups, f"1 to {len(requests)} requests")
