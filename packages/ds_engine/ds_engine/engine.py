@@ -417,14 +417,14 @@ class ZeroEngine:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Prefixes that a micro batch says its sequences share (`TokenBatch`) are computed once. False for a model that
-        is not exact with them (`check_model`): it computes every sequence whole."""
+        """True if prefixes that the sequences of a micro batch share (`TokenBatch`) are computed once. False for a
+        model that is not exact with them (`check_model`): it computes every sequence whole."""
         return self._micro_batches.shares_prefixes
 
     @property
     def copies_prefixes(self) -> bool:
-        """Attention keeps a copy of the keys and values of a shared prefix for each sequence until the backward pass;
-        False with FlashAttention-4 without sliding windows, whose copies are freed within each pass."""
+        """True if attention keeps a copy of the keys and values of a shared prefix for each sequence until the backward
+        pass. False with FlashAttention-4 without sliding windows, whose copies are freed within each pass."""
         config: Any = self.module.config
         has_windows = getattr(config.get_text_config(), "sliding_window", None) is not None
         return has_windows or self._micro_batches.kernel != "flash4"

@@ -1,10 +1,10 @@
 """A run's servers, kept for the next run of the same model and keys (`trainer.keep_servers`).
 
-At its end the run leaves its servers to a new process, the standby. That one reads the same command line up to the
-moment in which a run gets its folder: it imports the libraries, checks, starts Ray and new ranks, and lets these build
-and drop the models once. Then it waits. The next command of this user hands its command line, environment and streams
-to the standby, which runs it, and passes on signals and the exit code. A standby runs one command; what that one
-keeps, it leaves to the next standby.
+At its end the run leaves its servers to a new process, the standby. The standby runs the same command line up to the
+point where a run gets its folder: it imports the libraries, checks, starts Ray and new ranks, and lets these build and
+drop the models once. Then it waits. The next command of this user hands its command line, environment and streams to
+the standby, which runs it, and passes on signals and the exit code. A standby runs one command and leaves the servers
+of that to the next standby.
 
 This module imports no library: a command asks for a standby before anything else.
 """
@@ -37,9 +37,7 @@ from run_kit.errors import OWN_PACKAGES
 from ..ranks.environment import installed_releases
 
 if TYPE_CHECKING:
-    from ..job_config import JobConfig
     from ..launch.ahead import SessionKeys
-    from ..launch.placement import Placement
     from ..launch.session import HostDevices, Session
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -67,7 +65,7 @@ class Command:
 
     @classmethod
     def current(cls, app: str, arguments: Sequence[str]) -> "Command":
-        """That of this process, before it changes its environment; in a standby the one that it received."""
+        """The command of this process, before it changes its environment; in a standby the command that it received."""
         return _received or cls(
             app=app,
             arguments=tuple(arguments),
@@ -78,7 +76,7 @@ class Command:
         )
 
     def why_not(self, other: "Command") -> str:
-        """Empty if a process that was started for this command can run `other`; else why not."""
+        """Reason why a process that was started for this command cannot run `other`; empty if it can."""
         for name in ("app", "folder", "python"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
@@ -188,12 +186,11 @@ class Left:
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from rl_runtime.app.kept import main; main()"
 
 
-def keep(placement: "Placement", config: "JobConfig", model_path: str, session: "Session", *, run: Path) -> str:
-    """Leaves the servers of a run that has ended to a new standby; a line that says so."""
-    from ..launch.ahead import SessionKeys
+def keep(keys: "SessionKeys", session: "Session", *, run: Path) -> str:
+    """Leaves the servers of a run that has ended to a new standby; returns a line for the user."""
     from ..launch.session import last_devices
 
-    command, minutes = COMMAND.get(), config.trainer.keep_servers
+    command, minutes = COMMAND.get(), keys.trainer.keep_servers
     if command is None:
         return "trainer.keep_servers: nothing is kept, as this program has no command line that could run again"
     with (run / "servers" / "standby.log").open("ab") as log:
@@ -212,7 +209,7 @@ def keep(placement: "Placement", config: "JobConfig", model_path: str, session: 
         minutes=minutes,
         origin=str(run),
         servers=session.servers.servers,
-        keys=SessionKeys.of(placement, config.trainer, config.rollout, model_path),
+        keys=keys,
         devices=last_devices(),
         built=[group.built for group in session.rank_groups],
     )

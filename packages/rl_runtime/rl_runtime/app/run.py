@@ -9,6 +9,7 @@ from run_kit import StopRequest
 from run_kit.timing import Laps
 
 from ..job_config import JobConfigT
+from ..launch.ahead import SessionKeys
 from ..launch.session import open_session
 from ..ranks.model_handle import ModelHandle
 from ..resolve.job import resolve_traces
@@ -64,14 +65,8 @@ def run_job(resolved: ResolvedConfig[JobConfigT], plan: JobPlan, compose: Callab
         start.mark("inputs")
         with open_run_files(trainer, run.path, tracker.info) as files:
             files.bring(inputs.model_path, plan.placement.nodes)  # the servers load it
-            with open_session(
-                plan.placement,
-                trainer=config.trainer,
-                rollout=config.rollout,
-                model_path=str(inputs.model_path),
-                log_dir=run.path / "servers",
-                mark=start.mark,
-            ) as session:
+            keys = SessionKeys.of(plan.placement, config.trainer, config.rollout, str(inputs.model_path))
+            with open_session(keys, log_dir=run.path / "servers", mark=start.mark) as session:
                 if session.note:
                     tracker.info(session.note)
                 job = Job(
@@ -90,7 +85,7 @@ def run_job(resolved: ResolvedConfig[JobConfigT], plan: JobPlan, compose: Callab
                 )
                 result = Restarts(job).attempts(partial(_run_attempt, compose=compose))
                 if trainer.keep_servers and result.stopped_after is None:
-                    tracker.info(kept.keep(plan.placement, config, str(inputs.model_path), session, run=run.path))
+                    tracker.info(kept.keep(keys, session, run=run.path))
             tracker.summary(result)  # ranks and servers are gone; uploads continue to the end of the outer block
         if stop.signal and result.stopped_after is not None:
             end_stopped(run, tracker, trainer, stop.signal, f"{result.stopped_after}")
@@ -129,18 +124,23 @@ def _train(job: Job, algorithm: Algorithm, reward_model: RewardModel | None, res
             checkpoints=job.checkpoints(algorithm.roles, {**rollouts.parts, **algorithm.state}),
             record=job.record(SampleLedger(job.folder, job.resumed)),
             reward_model=reward_model,
-            signal=_signal(job),
+            signal=_signal(job, scorer),
             is_exact=job.config.actor.match_servers,
         )
         return loop.run(algorithm.learn, job.resumed, stop=job.stop, restart=restart)
 
 
-def _signal(job: Job) -> LearningSignal | None:
+def _signal(job: Job, scorer: Scorer) -> LearningSignal | None:
     """The warning of scores that teach nothing; None for a run that does not learn from scores."""
     algorithm = getattr(job.config, "algorithm", None)
     if algorithm is None or not algorithm.learns_from_scores:
         return None
-    return LearningSignal(job.tracker.info, compares_group=algorithm.compares_group)
+    return LearningSignal(
+        job.tracker.info,
+        compares_group=algorithm.compares_group,
+        finds_answers=lambda samples: job.session.client.run(scorer.finds_answers(samples)),
+        read_answer=scorer.read_answer,
+    )
 
 
 def _servers(job: Job, actor: ModelHandle) -> RolloutServers:

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,8 +24,10 @@ _kept: "list[tuple[SessionKeys, ServerGroup]]" = []
 
 @dataclass(frozen=True, kw_only=True)
 class SessionKeys:
-    """Everything that the processes of a session depend on: runs that agree in it can have the same session."""
+    """Everything that the processes of a session depend on: runs with equal keys can use the same session."""
 
+    trainer: TrainerConfig = field(compare=False)
+    """`ranks` has the part that counts."""
     placement: Placement
     rollout: RolloutConfig
     model_path: str
@@ -35,9 +37,10 @@ class SessionKeys:
 
     @classmethod
     def of(cls, placement: Placement, trainer: TrainerConfig, rollout: RolloutConfig, model_path: str) -> "SessionKeys":
-        """Those of the arguments of `open_session`."""
+        """The keys of a run whose servers load the folder `model_path`."""
         files = [(path.name, path.stat()) for path in sorted(Path(model_path).iterdir())]
         return cls(
+            trainer=trainer,
             placement=placement,
             rollout=rollout,
             model_path=model_path,
@@ -46,15 +49,15 @@ class SessionKeys:
         )
 
     def differing(self, other: "SessionKeys") -> list[str]:
-        """Names of what differs."""
+        """Names of the keys that differ."""
         names = []
-        for field in fields(self):
-            mine, theirs = getattr(self, field.name), getattr(other, field.name)
-            if field.name == "rollout":
+        for own in fields(self):
+            mine, theirs = getattr(self, own.name), getattr(other, own.name)
+            if own.name == "rollout":
                 keys = [one.name for one in fields(mine) if getattr(mine, one.name) != getattr(theirs, one.name)]
                 names += [f"rollout.{key}" for key in keys]
-            elif mine != theirs:
-                names.append(field.name)
+            elif own.compare and mine != theirs:
+                names.append(own.name)
         return names
 
 
@@ -115,7 +118,10 @@ def begin_ahead(keys: SessionKeys, begin: Callable[[Path], AbstractContextManage
 
 
 def take_ahead(keys: SessionKeys) -> tuple[SessionAhead | None, list[str]]:
-    """The session with these keys, which is the caller's from now on, and where another one differs, which ends."""
+    """The session with these keys, which the caller owns from now on, and the keys in which other sessions differ.
+
+    The other sessions end.
+    """
     taken, differing = None, list[str]()
     while _ahead:
         one = _ahead.pop()
