@@ -87,7 +87,7 @@ _NO_EFFECT = {
     "fp16.hysteresis fp16.consecutive_hysteresis fp16.min_loss_scale bf16.initial_scale_power bf16.loss_scale "
     "bf16.loss_scale_window bf16.hysteresis bf16.min_loss_scale",
     "it only prints; steps have metrics of their own": "steps_per_print wall_clock_breakdown memory_breakdown "
-    "dump_state timers log_level zero_optimization.log_trace_cache_warnings",
+    "dump_state timers log_level vocabulary_size zero_optimization.log_trace_cache_warnings",
     "Hugging Face models do not call deepspeed.checkpointing; set gradient_checkpointing": "activation_checkpointing",
     "NVMe is read with DeepSpeed's defaults": "aio",
     "torch.compile has its defaults": "compile.kwargs",
@@ -106,7 +106,7 @@ _REFUSED = {
     "; the apps profile: trainer.profile_steps": "flops_profiler comms_logger",
     "; a rollout is vLLM's": "hybrid_engine",
     "; gradients are averaged by tokens": "prescale_gradients gradient_allreduce_op",
-    "; ZeRO shards experts with their layers": "expert_parallel",
+    "; ZeRO shards experts with their layers": "expert_parallel use_data_before_expert_parallelism",
     "; set lora.base_format=nf4": "quantize_training compression_training weight_quantization",
     "": "megatron_lm_config sparse_gradients sparse_attention curriculum_learning data_efficiency eigenvalue "
     "progressive_layer_drop elasticity autotuning pipeline tensor_parallel managed_gradient_accumulation "
