@@ -1,5 +1,6 @@
 """Checkpoints of plain DeepSpeed load into our engine, and ours into plain DeepSpeed, bit for bit in fp32."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,23 +24,36 @@ def test_zero_and_universal_checkpoints_in_both_directions(tmp_path: Path) -> No
 
 @pytest.mark.e2e
 @pytest.mark.thorough
-def test_an_app_starts_from_a_checkpoint_of_plain_deepspeed(tmp_path: Path, start_app: Callable[..., Any]) -> None:
+def test_an_app_takes_the_config_and_the_checkpoint_of_plain_deepspeed(
+    tmp_path: Path, start_app: Callable[..., Any]
+) -> None:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     model = build_tiny_model(tmp_path / "model")
     plinth_testing.run_script(SCRIPT, tmp_path, "theirs", timeout_s=300)
     (tmp_path / "rows.jsonl").write_text(8 * '{"question": "1 + 1", "answer": "2"}\n')
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-12}},
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 1e6},
+        "fp16": {"enabled": False},
+        "bf16": {"enabled": False},
+        "train_batch_size": 4,
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(config))
     app = start_app(
         tmp_path / "runs",
         *(f"model.path={model}", f"supervised.files=[{tmp_path / 'rows.jsonl'}]", "supervised.num_samples=0"),
-        *("supervised.steps=1", "supervised.batch_size=4", "supervised.optim.lr=1e-12", "engine.dtype=float32"),
-        *("supervised.optim.warmup_steps=0", "engine.zero.stage=2", "trainer.num_ranks=2", "trainer.device=cpu"),
+        *("supervised.steps=1", "supervised.optim.warmup_steps=0", "trainer.num_ranks=2", "trainer.device=cpu"),
+        f"engine.deepspeed={tmp_path / 'ds.json'}",
         f"trainer.states_from.actor={tmp_path / 'theirs'}",
         app="sft",
     )
     assert app.finish() == 0, app.output
     run = only((tmp_path / "runs").iterdir())
     assert len(metrics_rows(run)) == 1
+    written = (run / "config.yaml").read_text()
+    assert f"engine.dtype=float32: fp16.enabled of {tmp_path / 'ds.json'}" in written
+    assert "\n  dtype: float32\n" in written
     theirs = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "theirs"))
     first, exported = (
         safetensors.torch.load_file(only(folder.glob("*.safetensors"))) for folder in (model, run / "model")
