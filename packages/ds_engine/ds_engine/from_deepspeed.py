@@ -309,8 +309,9 @@ def _left_out(given: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
         params |= {"muon_lr": 0.02, "adam_lr": 3e-4}
     elif optimizer is not None and "scheduler.params.warmup_max_lr" not in given:
         params |= {"lr": 1e-3}
-    schedule = {"warmup_num_steps": 1000} if scheduler in _SCHEDULES else {}
-    schedule |= {"WarmupDecayLR": {"warmup_max_lr": 1e-3}, "WarmupCosineLR": {"cos_min_ratio": 1e-4}}.get(scheduler, {})
+    schedule: dict[str, Any] = {"warmup_num_steps": 1000} if scheduler in _SCHEDULES else {}
+    further = {"WarmupDecayLR": {"warmup_max_lr": 1e-3}, "WarmupCosineLR": {"cos_min_ratio": 1e-4}}
+    schedule |= further.get(str(scheduler), {})
     return [
         (f"{section}.type (its {key})", f"{section}.params.{key}", value)
         for section, values in (("optimizer", params), ("scheduler", schedule))
