@@ -309,7 +309,7 @@ def _left_out(given: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
         params |= {"muon_lr": 0.02, "adam_lr": 3e-4}
     elif optimizer is not None and "scheduler.params.warmup_max_lr" not in given:
         params |= {"lr": 1e-3}
-    schedule: dict[str, Any] = {"warmup_num_steps": 1000} if scheduler in _SCHEDULES else {}
+    schedule: dict[str, Any] = {"warmup_num_steps": 1000} if str(scheduler) in _SCHEDULES else {}
     further = {"WarmupDecayLR": {"warmup_max_lr": 1e-3}, "WarmupCosineLR": {"cos_min_ratio": 1e-4}}
     schedule |= further.get(str(scheduler), {})
     return [
@@ -465,7 +465,7 @@ def _has_known_type(section: str, value: Mapping[str, Any]) -> bool:
     """False for an optimizer or scheduler that is refused as a whole."""
     if section == "optimizer":
         return str(value.get("type", "adamw")).lower() not in _DEEPSPEEDS_OWN
-    return section != "scheduler" or value.get("type") in _SCHEDULES
+    return section != "scheduler" or str(value.get("type")) in _SCHEDULES
 
 
 def _entry(name: str, path: str, value: Any, rows: Mapping[str, Key], given: Collection[str]) -> Entry:

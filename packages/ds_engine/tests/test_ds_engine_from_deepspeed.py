@@ -256,6 +256,7 @@ def test_given_settings_override_the_file_and_say_so() -> None:
         ({"optimizer": "adam"}, "optimizer", "adam"),
         ({"compile": {"deepcompile": True}, "zero_optimization": {"stage": 3}}, "compile.deepcompile", True),
         ({"scheduler": {"type": "OneCycle"}}, "scheduler", {"type": "OneCycle"}),
+        ({"scheduler": {"type": []}}, "scheduler", {"type": []}),
         ({"zero_optimization": {"stage": 2, "mics_shard_size": 8}}, "zero_optimization.mics_shard_size", 8),
     ],
 )
