@@ -66,7 +66,7 @@ class RolloutConfig:
     load_format: str = "auto"  # vLLM's --load-format; "dummy": random weights, when weights are pushed anyway
     deterministic: bool = False  # same seeds give the same tokens, independently of batching; slower
     match_trainer: bool = False
-    """Compute what the trainer computes, bit for bit (servers/exact): for dense Llama, Qwen2 and Qwen3 models that a
+    """Compute what the trainer computes, bit for bit (servers/exact): for Llama, Qwen2, Qwen3 and Qwen3 MoE models that a
     trainer runs with the same operations. Slower."""
     fast_paths: bool = True
     """Our replacements of parts of vLLM (servers/fast: buffered tokens, scheduling, scores, attention, start). False:
