@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from run_kit.config.field_docs import field_doc
 from run_kit.config.schema import Key, entries
 from scripts.docs_site import pages
 from scripts.docs_site.check import foreign_loads
@@ -111,6 +112,13 @@ def _exists(key: str) -> bool:
 @pytest.mark.parametrize("file", [file for file in CURRENT if file.name != "from-verl.md"], ids=name)
 def test_keys_that_a_page_names_exist(file: Path) -> None:
     assert unknown_keys(file.read_text(encoding="utf-8")) == set()
+
+
+@pytest.mark.parametrize("command", pages.config_classes())
+def test_every_key_of_a_command_is_documented(command: str) -> None:
+    """`--help` and the site read the string below a field, and no comment."""
+    keys = [entry for entry in entries(pages.config_classes()[command]) if isinstance(entry, Key)]
+    assert [key.path for key in keys if not field_doc(key.owner, key.name)] == []
 
 
 def _commands() -> set[str]:

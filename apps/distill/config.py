@@ -43,7 +43,7 @@ class AlgorithmConfig(PolicyConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DistillConfig(JobConfig):
-    """The distillation app."""
+    """Distillation on the student's own samples, for which a teacher computes log-probs."""
 
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

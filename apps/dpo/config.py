@@ -43,7 +43,7 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DpoConfig(PreferenceJobConfig):
-    """The preference-training app."""
+    """Training on preferences: DPO, IPO, KTO. Without model and data it trains a tiny model on the built-in task."""
 
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainingConfig = field(

@@ -22,7 +22,7 @@ class AlgorithmConfig(PolicyConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoConfig(JobConfig):
-    """The GRPO app."""
+    """RL training without a critic: GRPO and its relatives. Without model and data it trains a small model."""
 
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(experiment="grpo"))

@@ -62,7 +62,7 @@ class PpoTrainerConfig(TrainerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PpoConfig(JobConfig):
-    """The PPO app."""
+    """RL training with a critic (PPO). Without model and data it trains a tiny model on the built-in task."""
 
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     critic: EngineConfig = field(default_factory=lambda: EngineConfig(optim=OptimConfig(lr=None)))

@@ -20,7 +20,7 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig(PreferenceJobConfig):
-    """The reward-model app."""
+    """Training of reward models on pairs. Without model and data it trains a tiny model on the built-in task."""
 
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainingConfig = field(

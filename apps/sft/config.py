@@ -7,4 +7,4 @@ from rl_runtime import SupervisedJobConfig
 
 @dataclass(frozen=True, kw_only=True)
 class SftConfig(SupervisedJobConfig):
-    """The SFT app."""
+    """Supervised fine-tuning. Without model and data it trains a tiny model on the built-in task."""

@@ -64,19 +64,19 @@ def expand_files(field: str, names: Sequence[str]) -> tuple[str, ...]:
 class ColumnsConfig:
     """The columns of the data files, where their names are not those of GSM8K or verl."""
 
-    #: Column of the prompt: text, or a list of chat messages. None: `question`, `prompt` or `messages`.
     prompt: str | None = None
-    #: Column of the right answer, taken as it is; `struct.field` for a field of a struct. None: beside `question`,
-    #: `ground_truth` or else `answer` after its last "####"; otherwise `reward_model.ground_truth` or `ground_truth`. A
-    #: reward may need none.
+    """Column of the prompt: text, or a list of chat messages. null: `question`, `prompt` or `messages`."""
     ground_truth: str | None = None
-    #: Column of the text that selects the reward. None: `data_source`, if there is one.
+    """Column of the right answer, taken as it is; `struct.field` for a field of a struct. null: beside `question`,
+    `ground_truth` or else `answer` after its last "####"; otherwise `reward_model.ground_truth` or `ground_truth`. A
+    reward may need none."""
     data_source: str | None = None
-    #: Column of the tools, a list of JSON schemas or its JSON text. None: `tools`, if there is one.
+    """Column of the text that selects the reward. null: `data_source`, if there is one."""
     tools: str | None = None
-    #: Column of the images: paths, bytes, or structs of `bytes` and `path`; a list, or one of them. None: `images`, if
-    #: there is one. They stand where messages have image parts or `<image>`, else before the first user message.
+    """Column of the tools, a list of JSON schemas or its JSON text. null: `tools`, if there is one."""
     images: str | None = None
+    """Column of the images: paths, bytes, or structs of `bytes` and `path`; a list, or one of them. null: `images`, if
+    there is one. They stand where messages have image parts or `<image>`, else before the first user message."""
 
     def __post_init__(self) -> None:
         for name in ("prompt", "ground_truth", "data_source", "tools", "images"):
@@ -88,39 +88,37 @@ class ColumnsConfig:
 class DataConfig:
     """The prompt files, and how their rows become token ids."""
 
-    #: Training files: parquet; JSON lines or an array (.jsonl, .ndjson, .json) or CSV with a header (.csv), these also
-    #: with .gz; or a folder saved by Hugging Face `datasets` (`folder:split` if it has splits). A name may be a pattern
-    #: (`data/*.parquet`) and begin with `~`; `reasoning_gym:TASK?size=5000` makes one. Empty: the caller uses the
-    #: built-in arithmetic task.
     train: tuple[str, ...] = ()
-    #: Validation files of the same kinds. Empty: no validation, or the held-out part of the built-in task.
+    """Training files: parquet; JSON lines or an array (.jsonl, .ndjson, .json) or CSV with a header (.csv), these also
+    with .gz; or a folder saved by Hugging Face `datasets` (`folder:split` if it has splits). A name may be a pattern
+    (`data/*.parquet`) and begin with `~`; `reasoning_gym:TASK?size=5000` makes one. Empty: the built-in task."""
     val: tuple[str, ...] = ()
-    #: The names of the columns.
+    """Validation files of the same kinds. Empty: no validation, or the held-out part of the built-in task."""
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
-    #: Columns that reward functions and environments get as `prompt.extra`, typed as in the file. None: all that the
-    #: prompt is not made of and that JSON can hold.
     extra_columns: tuple[str, ...] | None = None
-    #: Maximum prompt length in tokens, including the chat template.
+    """Columns that reward functions and environments get as `prompt.extra`, typed as in the file. null: all that the
+    prompt is not made of and that JSON can hold."""
     max_prompt_length: int = 512
-    #: Overlong prompts: "filter" drops them and logs their number, "refuse" raises DataError.
+    """Maximum prompt length in tokens, including the chat template."""
     overlong: Literal["filter", "refuse"] = "filter"
-    #: "auto": the tokenizer's chat template if it has one, else plain text; "always": fail for a tokenizer without one;
-    #: "never": plain text. Plain text is the content of each message followed by a line break.
+    """Longer prompts. filter: dropped, and their number is logged. refuse: an error that names the row."""
     chat_template: Literal["auto", "always", "never"] = "auto"
-    #: Arguments of the chat template beside messages and tools, such as {enable_thinking: false}.
+    """auto: the tokenizer's chat template if it has one, else plain text. always: a tokenizer without one is refused.
+    never: plain text, which is the content of each message and a line break."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    #: System message for rows that have none. None adds nothing.
+    """Arguments of the chat template beside messages and tools, such as {enable_thinking: false}."""
     system_prompt: str | None = None
-    #: User message of a text in `question` or `columns.prompt`; must contain "{question}".
+    """System message for conversations that have none. null: no message."""
     question_template: str = "{question}"
-    #: Sentence at the end of these user messages. None: if the model has a chat template and the reward scores only
-    #: responses with "####" (`gsm8k` with `method=strict`), one that asks for it, unless `system_prompt` or
-    #: `question_template` is given. "": nothing.
+    """User message of a text in `question` or `columns.prompt`; must contain "{question}"."""
     instruction: str | None = None
-    #: Shuffle the training prompts in each epoch.
+    """Sentence at the end of these user messages. null: if the model has a chat template and the reward scores only
+    responses with "####" (`gsm8k` with `method=strict`), one that asks for it, unless `system_prompt` or
+    `question_template` is given. "": nothing."""
     shuffle: bool = True
-    #: Maximum number of validation prompts. None: all.
+    """Shuffle the training prompts in each epoch."""
     max_val_prompts: int | None = None
+    """Maximum number of validation prompts. null: all."""
 
     def __post_init__(self) -> None:
         for name in ("train", "val"):
@@ -144,12 +142,13 @@ class DataConfig:
 class RewardConfig:
     """Extraction of the answer by the rule of GSM8K, and the scores that the rule gives."""
 
-    #: "strict": the answer is the last "#### number"; "flexible": the last number.
     method: Literal["strict", "flexible"] = "strict"
-    #: Score of the right answer.
+    """strict: the answer is the last `#### number`. flexible: the last number, if it ends in the last 300
+    characters."""
     score: float = 1.0
-    #: Score of a wrong answer.
+    """Score of the right answer."""
     format_score: float = 0.0
+    """Score of a wrong answer; a response without an answer gets 0."""
 
     def __post_init__(self) -> None:
         require_choice("method", self.method, "strict", "flexible")

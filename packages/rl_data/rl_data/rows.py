@@ -49,8 +49,8 @@ class Row:
     extra: Mapping[str, Any] = field(default_factory=dict)
     images: tuple[str, ...] = ()
     """Files, in the order of their places in the messages."""
-    #: True for a text that `DataConfig.question_template` applies to.
     is_question: bool
+    """True for a text that `DataConfig.question_template` applies to."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -133,3 +133,37 @@ def test_the_prompt_of_validation_is_scored_if_its_data_source_differs(tmp_path:
     assert len(lines) == differs
     if differs:
         assert "the first prompt of validation (val:1;" in lines[0]
+
+
+def of_pattern(pattern: str) -> ScoringConfig:
+    return ScoringConfig(terms={"shape": RewardTermConfig(function="format", options={"pattern": pattern})})
+
+
+@pytest.mark.parametrize(
+    ("reward", "question", "answer", "absent"),
+    [
+        (ScoringConfig(), "2 + 3", "", "####"),
+        (ScoringConfig(), "2 + 3. End with #### and the number.", "", ""),
+        (ScoringConfig(), "2 + 3", "It is 5. #### 5", ""),
+        (ScoringConfig(method="flexible"), "2 + 3", "", ""),
+        (of_pattern("<a>.*</a>"), "x", "", "<a>"),
+        (of_pattern("<of_the_template>.*"), "x", "", ""),
+        (of_pattern("(<a>.*</a>)?.*"), "x", "", ""),
+        (ScoringConfig(function=f"{MODULE}:strict"), "2 + 3", "", ""),
+    ],
+)
+def test_a_format_that_nothing_asks_for_is_said(
+    tmp_path: Path, reward: ScoringConfig, question: str, answer: str, absent: str
+) -> None:
+    folder = build_tiny_model(tmp_path / "model")
+    template = "{% if false %}<of_the_template>{% endif %}{{ messages[0].content }}"
+    (folder / "chat_template.jinja").write_text(template)
+    row = {"question": question, "ground_truth": "5", "data_source": "openai/gsm8k"}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "shown.jsonl").write_text(json.dumps({"question": "1 + 1", "answer": answer or "2"}) + "\n")
+    data, model = DataConfig(train=(str(tmp_path / "train.jsonl"),)), ModelConfig(path=str(folder))
+    demonstrations = SupervisedConfig(files=(str(tmp_path / "shown.jsonl"),), steps=1)
+    inputs = load_ahead(model, data, demonstrations, TaskSize(), seed=1)
+    lines = check_first_prompts(inputs, model, data, TaskSize(), episode=EpisodeConfig(), reward=reward, seed=1)
+    assert len(lines) == bool(absent)
+    assert all(absent in line and "train:1" in line and "data.instruction" in line for line in lines)

@@ -33,22 +33,33 @@ class RolloutConfig:
     """Settings of the servers and of the client that sends requests to them."""
 
     # ---- servers -------------------------------------------------------------------------------------------------
-    num_servers: int | None = None  # servers to start (data-parallel replicas); None: 1; ignored when urls is set
-    tensor_parallel_size: int = 1  # GPUs per server
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: decided by the installed vLLM distribution
+    num_servers: int | None = None
+    """Number of servers to start, each with a whole model. null: 1. Ignored with `urls`."""
+    tensor_parallel_size: int = 1
+    """Number of GPUs that share a server's model."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the servers. auto: that of the installed build of vLLM."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """auto: vLLM's choice (bfloat16 for float32 weights)."""
-    max_model_len: int | None = None  # context length in tokens, prompt plus response; None: the model's maximum
-    max_num_seqs: int | None = None  # maximum number of sequences that a server decodes at the same time; None: 256
+    """Dtype of weights and activations. auto: vLLM's choice (bfloat16 for float32 weights)."""
+    max_model_len: int | None = None
+    """Context length in tokens, prompt and response. null: the model's maximum, unless an app chooses it."""
+    max_num_seqs: int | None = None
+    """Maximum number of sequences that a server decodes at a time. null: 256, unless an app chooses it."""
     gpu_memory_utilization: float | None = None
-    """Fraction of GPU memory that a server may use, 0..1; None: 0.5; ignored on the CPU."""
+    """Fraction of GPU memory that a server may use, above 0 and at most 1. null: 0.5, unless an app chooses it. Ignored
+    on the CPU."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    """auto: the model's dtype; fp8: half of the memory, less accurate, so compare log-probs; GPU only."""
+    """Dtype of the KV cache. auto: the model's. fp8: half of the memory, less accurate, so compare log-probs; GPU
+    only."""
     quantization: Literal["none", "bitsandbytes"] = "none"
-    """bitsandbytes: linear layers in NF4, rounded while the folder is loaded; GPU only, no pushed weights."""
-    kv_cache_gib: float | None = None  # of each GPU or CPU server; None: 1 on the CPU, gpu_memory_utilization on GPUs
+    """bitsandbytes: linear layers in NF4, rounded while the folder is loaded; GPU only, adapters alone can be
+    pushed."""
+    kv_cache_gib: float | None = None
+    """KV cache of each GPU, or of each server on the CPU, in GiB. null: 1 on the CPU; what `gpu_memory_utilization`
+    leaves on GPUs, unless an app chooses it."""
     enforce_eager: bool | None = None
-    """False: torch.compile and CUDA graphs, starts later, decodes faster; None: False on GPUs, True on the CPU."""
+    """false: torch.compile and CUDA graphs, which start later and decode faster. null: false on GPUs, true on the
+    CPU."""
     prefix_caching: bool = True
     """vLLM keeps the KV cache of shared prefixes, such as the prompt of a group; not for models with recurrent layers
     where `chunked_prefill` is off."""
@@ -58,13 +69,22 @@ class RolloutConfig:
     vLLM then schedules one step at a time."""
     speculative_tokens: int = 3
     """Drafts per step and sequence with `speculative`."""
-    chunked_prefill: bool | None = None  # None: off on the CPU (per-request seeds crash that engine), on elsewhere
-    sleep_mode: bool = False  # allow control.sleep, which frees GPU memory between rollouts; GPU only
-    control_routes: bool = False  # enable the routes that abort requests, pause and update weights (API key required)
-    max_lora_rank: int | None = None  # largest LoRA rank that servers accept, one of vLLM's sizes; None: no LoRA
-    profile_dir: str | None = None  # folder on the servers' host for traces (control.start_profile); None: no tracing
-    load_format: str = "auto"  # vLLM's --load-format; "dummy": random weights, when weights are pushed anyway
-    deterministic: bool = False  # same seeds give the same tokens, independently of batching; slower
+    chunked_prefill: bool | None = None
+    """vLLM splits long prompts over several steps. null: false on the CPU, whose engine crashes with seeds per request;
+    true on GPUs."""
+    sleep_mode: bool = False
+    """Allow `servers.control.sleep`, which frees GPU memory between rollouts; GPU only. Apps set it for
+    `trainer.take_turns`."""
+    control_routes: bool = False
+    """Enable the routes that abort requests, pause servers and update weights. They ask for the API key."""
+    max_lora_rank: int | None = None
+    """Largest LoRA rank that servers accept, one of vLLM's sizes; adapters are then pushed alone. null: no LoRA."""
+    profile_dir: str | None = None
+    """Folder on the servers' host for traces (`servers.control.start_profile`). null: no traces."""
+    load_format: str = "auto"
+    """vLLM's --load-format. dummy: random weights, if weights are pushed anyway."""
+    deterministic: bool = False
+    """Equal seeds give equal tokens, however requests are batched; slower."""
     match_trainer: bool = False
     """Compute what the trainer computes, bit for bit (servers/exact): for Llama, Qwen2, Qwen3 and Qwen3 MoE models that a
     trainer runs with the same operations. Slower."""
@@ -76,29 +96,42 @@ class RolloutConfig:
     num_servers, at least 1."""
     local_cores: bool = False
     """Run the processes of a GPU server on the cores of its GPU's NUMA node."""
-    port: int | None = None  # port of the first server, the next servers use the next ports; None: free ports
-    host: str = "127.0.0.1"  # network interface that the servers bind to
-    extra_args: tuple[str, ...] = ()  # additional vLLM arguments; they come last and override the others
+    port: int | None = None
+    """Port of the first server; further servers use the following ports. null: free ports."""
+    host: str = "127.0.0.1"
+    """Address of the network interface on which servers listen."""
+    extra_args: tuple[str, ...] = ()
+    """Further command-line arguments of vLLM. They come last and override the others."""
     startup_timeout_s: float = 600.0
     """Time limit in seconds until a started server answers."""
-    stop_grace_s: float = 5.0  # time between SIGTERM and SIGKILL when a server is stopped
+    stop_grace_s: float = 5.0
+    """Seconds between SIGTERM and SIGKILL when a server is stopped."""
     # ---- existing servers ----------------------------------------------------------------------------------------
-    urls: tuple[str, ...] = ()  # existing servers, e.g. ("http://10.0.0.1:8000",); no server is started
-    api_key: str | None = None  # bearer token for every route; None: a random key for servers started here
-    api_key_file: str | None = None  # file with the token, instead of api_key
+    urls: tuple[str, ...] = ()
+    """Existing servers, such as [http://10.0.0.1:8000]; none is started."""
+    api_key: str | None = None
+    """Bearer token of every route. null: a random key for servers that are started here."""
+    api_key_file: str | None = None
+    """File with the token, instead of `api_key`."""
     # ---- client --------------------------------------------------------------------------------------------------
-    log_probs: bool = True  # request the log-prob of every token; False: faster, samples have None
+    log_probs: bool = True
+    """Request the log-prob of every token. false: faster, and samples have none."""
     routes: bool | None = None
     """Servers of a mixture of experts return the experts of every token, which samples have as `routes`. null: False,
     unless an app needs them."""
-    request_timeout_s: float = 600.0  # time limit of one HTTP attempt
+    request_timeout_s: float = 600.0
+    """Time limit in seconds of one attempt."""
     connect_timeout_s: float = 10.0
     """Time limit in seconds to connect to a server."""
-    max_retries: int = 5  # retries per group after the first attempt
-    retry_base_s: float = 0.2  # delay before the first retry; doubles with each retry, with full jitter
+    max_retries: int = 5
+    """Maximum number of retries of a group after its first attempt."""
+    retry_base_s: float = 0.2
+    """Longest delay in seconds before the first retry; it doubles with each retry, and a random part of it is
+    waited."""
     retry_max_s: float = 10.0
     """Longest delay between two attempts, in seconds."""
-    max_samples_in_flight: int = 1024  # per server; further samples wait in the client (back-pressure)
+    max_samples_in_flight: int = 1024
+    """Maximum number of samples that a server is asked for at a time; further samples wait in the client."""
 
     def __post_init__(self) -> None:
         _require_positive(self, ("tensor_parallel_size", "startup_timeout_s"))
@@ -192,17 +225,20 @@ class SamplingConfig:
 
     n: int | None = None
     """Samples per prompt (the group size). null: 8, unless an app chooses it."""
-    temperature: float = 1.0  # 0: greedy
+    temperature: float = 1.0
+    """Temperature of the samples; 0: greedy."""
     top_p: float = 1.0
     """Samples from the most likely tokens whose probabilities add up to this; 1: all tokens."""
-    top_k: int = -1  # -1: all tokens
+    top_k: int = -1
+    """Samples from this number of most likely tokens; -1: all tokens."""
     min_p: float = 0.0
     """Drops tokens less likely than this fraction of the most likely one; 0: none."""
     max_tokens: int | None = None
     """Maximum number of response tokens. null: 256, unless an app chooses it."""
     min_tokens: int = 0
     """Minimum number of response tokens before an end-of-sequence or stop token."""
-    stop_token_ids: tuple[int, ...] = ()  # in addition to the model's end-of-sequence token
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a response, beside the model's end-of-sequence token."""
     stop: tuple[str, ...] = ()
     """Texts that end a response, such as ["</answer>"]. Their tokens stay in it: the policy sampled them, the loss has
     them, and the reward reads them. A text that an interruption cuts in two is not seen."""

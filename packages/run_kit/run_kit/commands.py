@@ -97,7 +97,9 @@ def summary(command: EntryPoint) -> str:
     """First line of the docstring of the command's module, read without importing the module."""
     try:
         spec = importlib.util.find_spec(command.module)
-        source = Path(spec.origin).read_text(encoding="utf-8") if spec is not None and spec.origin is not None else ""
+        if spec is None or spec.origin is None:
+            raise ImportError(f"no module {command.module}; install its package again")
+        source = Path(spec.origin).read_text(encoding="utf-8")
         doc = ast.get_docstring(ast.parse(source)) or ""
     except (ImportError, OSError, SyntaxError, ValueError) as error:
         doc = f"(cannot be loaded: {error})"

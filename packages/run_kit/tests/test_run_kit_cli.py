@@ -147,8 +147,13 @@ def test_help_lists_everything(presets: Path, capsys: pytest.CaptureFixture[str]
     assert max(map(len, text.splitlines())) <= 110
 
 
-def test_common_keys_come_in_place_of_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_common_keys_come_in_place_of_all_and_before_presets_in_short(
+    presets: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     common = ("seed", "actor.zero.stage", "not.here")
+    run("--help", common_keys=common, preset_dir=presets)
+    text = capsys.readouterr().out
+    assert text.index("Common keys") < text.index("Presets\n  base   The base values, e.g. 2\n")
     for arguments, listed in (
         (["--help"], ["seed", "actor.zero.stage"]),
         (["--help", "all"], ["experiment", "seed", "actor.enabled", "actor.zero.stage"]),
@@ -158,7 +163,7 @@ def test_common_keys_come_in_place_of_all(capsys: pytest.CaptureFixture[str]) ->
         text = capsys.readouterr().out
         keys = re.findall(r"^  ([a-z_.]+): ", text, re.MULTILINE)
         assert keys[: len(listed)] == listed
-        assert (len(keys) == 2) == ("--help all lists all 27 keys" in text)
+        assert (len(keys) == 2) == ("--help all: all 27 keys" in text)
 
 
 def test_help_of_some_keys(capsys: pytest.CaptureFixture[str]) -> None:

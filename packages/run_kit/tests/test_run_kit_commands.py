@@ -83,7 +83,8 @@ def test_a_command_of_a_broken_package_is_named_and_does_not_hide_the_others(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     odd = EntryPoint(name="odd", value="nowhere.at.all:main", group=commands.GROUP)
-    entries = [*commands.entry_points(group=""), odd]
+    gone = EntryPoint(name="gone", value="run_kit.gone:main", group=commands.GROUP)
+    entries = [*commands.entry_points(group=""), odd, gone]
     monkeypatch.setattr(commands, "entry_points", lambda group: entries)
     assert commands.main(["odd"]) == 2
     assert capsys.readouterr().err == (
@@ -91,7 +92,9 @@ def test_a_command_of_a_broken_package_is_named_and_does_not_hide_the_others(
         "'nowhere'); install that package again\n"
     )
     assert commands.main([]) == 0
-    assert "odd     (cannot be loaded: No module named 'nowhere')" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "odd     (cannot be loaded: No module named 'nowhere')" in out
+    assert "gone    (cannot be loaded: no module run_kit.gone; install its package again)" in out
 
 
 def test_a_reader_that_leaves_early_ends_a_command_without_a_traceback() -> None:

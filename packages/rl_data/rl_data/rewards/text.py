@@ -33,6 +33,12 @@ class FormatReward(Reward):
                 str(error), field="pattern", value=self.pattern, allowed="a regular expression"
             ) from None
 
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The opening tags of a pattern that has no alternatives and no optional parts."""
+        is_plain = re.search(r"\||\)[?*{]|\(\?[!<]", self.pattern) is None
+        return tuple(re.findall(r"<\w+>", self.pattern)) if is_plain else ()
+
     def __call__(self, response_text: str, prompt: PromptFields, **facts: Any) -> float:
         if self.match == "full":
             return float(re.fullmatch(self.pattern, response_text.strip(), re.DOTALL) is not None)

@@ -15,11 +15,14 @@ from ..errors import InputError
 from ..launch.reachability import why_unreachable
 from ..rollout.config import EpisodeConfig
 from ..rollout.episodes import load_agent, load_environment, load_rollout, reset_once
-from ..rollout.reward_trial import has_functions, try_rewards
-from ..rollout.scoring import load_answer, load_functions, prepare_rewards
+from ..rollout.reward_trial import has_functions, try_rewards, unasked_formats
+from ..rollout.scoring import load_answer, load_functions, prepare_rewards, rewards_of_rows
 from ..rollout.scoring_config import ScoringConfig
 from ..training.supervised_config import SupervisedConfig
 from .inputs import Inputs, load_inputs, policy_tokenizer
+
+_NUM_READ = 100
+"""Demonstrations that are read for the formats that a reward needs."""
 
 
 def check_functions(episode: EpisodeConfig, reward: ScoringConfig) -> None:
@@ -84,14 +87,15 @@ def check_first_prompts(
 ) -> list[str]:
     """Tries the environment and the user's reward functions on the first prompts; returns warnings.
 
-    The prompt of validation is scored if its data source differs from that of training.
+    The prompt of validation is scored if its data source differs from that of training. A warning also names the format
+    that a reward needs, if nothing tells the model of it.
 
     Args:
         inputs: what is loaded; None for the built-in model.
 
     Raises InputError.
     """
-    if not episode.has_process and not has_functions(reward):
+    if not episode.has_process and not has_functions(reward) and inputs is None:
         return []
     prompts = first_prompts(inputs, model, data, task, seed=seed)
     if episode.has_process:
@@ -105,4 +109,9 @@ def check_first_prompts(
         if prompt is known or known is None or prompt.data_source != known.data_source
     }
     tokenizer = policy_tokenizer(model) if inputs is None else inputs.tokenizer
-    return try_rewards(reward, scored, tokenizer=tokenizer, refuses=not scores_itself)
+    lines: list[str] = []
+    if inputs is not None and not scores_itself:
+        shown = [tokenizer.decode(one.response_ids) for one in inputs.demonstrations[:_NUM_READ]]
+        shown.append(str(getattr(tokenizer, "chat_template", "")))
+        lines = unasked_formats(rewards_of_rows(reward, episode), reward, scored, shown="\n".join(shown))
+    return lines + try_rewards(reward, scored, tokenizer=tokenizer, refuses=not scores_itself)

@@ -129,18 +129,23 @@ def _train(job: Job, algorithm: Algorithm, reward_model: RewardModel | None, res
             checkpoints=job.checkpoints(algorithm.roles, {**rollouts.parts, **algorithm.state}),
             record=job.record(SampleLedger(job.folder, job.resumed)),
             reward_model=reward_model,
-            signal=_signal(job),
+            signal=_signal(job, scorer),
             is_exact=job.config.actor.match_servers,
         )
         return loop.run(algorithm.learn, job.resumed, stop=job.stop, restart=restart)
 
 
-def _signal(job: Job) -> LearningSignal | None:
+def _signal(job: Job, scorer: Scorer) -> LearningSignal | None:
     """The warning of scores that teach nothing; None for a run that does not learn from scores."""
     algorithm = getattr(job.config, "algorithm", None)
     if algorithm is None or not algorithm.learns_from_scores:
         return None
-    return LearningSignal(job.tracker.info, compares_group=algorithm.compares_group)
+    return LearningSignal(
+        job.tracker.info,
+        compares_group=algorithm.compares_group,
+        finds_answers=lambda samples: job.session.client.run(scorer.finds_answers(samples)),
+        read_answer=scorer.read_answer,
+    )
 
 
 def _servers(job: Job, actor: ModelHandle) -> RolloutServers:

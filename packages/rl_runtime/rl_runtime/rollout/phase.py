@@ -183,12 +183,11 @@ class RolloutPhase:
 
     async def _results(self, prompts: Sequence[Prompt], groups: Sequence[Group], *, vote: bool) -> list[PromptResult]:
         async def one(prompt: Prompt, group: Group) -> PromptResult:
-            scores_itself = any(sample.turn_rewards is not None for sample in group.samples)
             return prompt_result(
                 prompt,
                 group.samples,
                 is_right=[self._scorer.is_full(sample) for sample in group.samples],
-                votes=await self._scorer.votes(group.samples, by_episode=scores_itself) if vote else None,
+                votes=await self._scorer.votes(group.samples) if vote else None,
                 failures=[failure.message for failure in group.failures],
             )
 

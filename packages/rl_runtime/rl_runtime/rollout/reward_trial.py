@@ -5,12 +5,12 @@ warning. A function that does not start, ends its process or has the parameters 
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from rl_data import Prompt, Reward
+from rl_data import Prompt, Reward, reward_for
 from rollout_vllm import AsyncRewardPool, RewardOutcome, RewardPool, Sample
 
 from ..errors import InputError
@@ -50,6 +50,26 @@ def try_rewards(
             lines.append(f"warning: {function.key}={function.name}: {problem or _signature(function)}. {hint}".rstrip())
             break
     return lines
+
+
+def unasked_formats(
+    rewards: Sequence[Reward] | None, config: ScoringConfig, prompts: Mapping[str, Prompt], *, shown: str
+) -> list[str]:
+    """Warnings about texts without which a reward gives no score, and of which nothing tells the model.
+
+    `rewards`: as of `rewards_of_rows`. `shown`: the chat template, and demonstrations that the model learns from first.
+    """
+    key, reads = ("reward.terms", "") if config.terms else ("reward.method", ", or set reward.method=flexible")
+    for dataset, prompt in prompts.items():
+        of_prompt = [reward_for(prompt.data_source, config)] if rewards is None else rewards
+        markers = [marker for reward in of_prompt for marker in reward.markers]
+        if absent := [marker for marker in markers if marker not in prompt.text and marker not in shown]:
+            return [
+                f"warning: {key}: a response without {' and '.join(absent)} scores 0, and neither the first prompt of "
+                f"{dataset} ({prompt.id}) nor the chat template or a demonstration has it. Ask for it in "
+                f"data.instruction or data.system_prompt{reads}"
+            ]
+    return []
 
 
 def sample_text(ground_truth: str) -> str:

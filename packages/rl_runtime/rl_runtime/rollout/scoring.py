@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -125,14 +126,12 @@ class Scorer:
         first = next(iter(self._config.terms), "")
         return sample.reward_terms.get(first, score_of(sample)) >= self._full_score
 
-    async def votes(self, samples: Sequence[Sample], *, by_episode: bool = False) -> list[int] | None:
+    async def votes(self, samples: Sequence[Sample]) -> list[int] | None:
         """For each sample of one prompt a number that is equal for equal answers (`AnswerReward.votes`).
 
         None: nothing extracts answers (`reward.answer`, or the reward), or it failed to.
-
-        Args:
-            by_episode: the episodes scored themselves, so that no reward knows their answers.
         """
+        by_episode = any(sample.turn_rewards is not None for sample in samples)  # no reward knows their answers
         reward = self._answer_reward(samples[0]) if samples and not by_episode else None
         vote = None if reward is None else reward.votes
         if self._answer is not None:
@@ -143,6 +142,29 @@ class Scorer:
         call = self._pool(False).submit_batch(vote, texts, num_scores=len(texts))
         numbers = [outcome.score for outcome in await asyncio.wrap_future(call)]
         return None if None in numbers else [int(vote) for vote in numbers if vote is not None]
+
+    async def finds_answers(self, samples: Sequence[Sample]) -> bool:
+        """False if no response gives an answer; True also where nothing extracts answers."""
+        for _, group in groupby(samples, lambda sample: sample.prompt_id):
+            votes = await self.votes(list(group))
+            if votes is None or max(votes) >= 0:
+                return True
+        return False
+
+    def read_answer(self, sample: Sample) -> str:
+        """The answer that the registry's reward reads in a response, in words; empty if it looks for none."""
+        reward = self._answer_reward(sample)
+        if reward is None or sample.turn_rewards is not None:
+            return ""
+        try:
+            answer = reward.answer(sample.text)
+        except Exception as error:  # of a parser, on a response like any other
+            return f"nothing, because it fails ({type(error).__name__})"
+        if answer is not None:
+            return f"the answer {answer!s:.80}"
+        key = next((f"terms.{name}.options.method" for name in self._config.terms), "method")
+        is_strict = getattr(reward, "method", None) == "strict"
+        return "no answer" + f" (reward.{key}=flexible reads the last number)" * is_strict
 
     def _answer_reward(self, sample: Sample) -> AnswerReward | None:
         """The reward that `is_full` asks, if it extracts answers."""

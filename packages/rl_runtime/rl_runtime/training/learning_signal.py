@@ -12,9 +12,8 @@ _SAID_AT = (1, 3)
 _SHOWN_CHARACTERS = 200
 _KEYS = {
     "cut": "raise sampling.max_tokens, or ask for short responses (data.system_prompt)",
-    "zero": "ask for the format that the reward reads (data.system_prompt, docs/rewards.md), use easier prompts, "
-    "warm_start, or a reward that reads more (reward.method=flexible) or gives partial credit (reward.format_score, "
-    "reward.terms)",
+    "no answer": "ask for the format that the reward reads (data.system_prompt, docs/rewards.md)",
+    "zero": "use easier prompts, warm_start, or a reward that gives partial credit (reward.format_score, reward.terms)",
     "equal": "raise sampling.n or sampling.temperature, use prompts of other difficulty, or replace such groups with "
     "dynamic_sampling.max_rounds",
 }
@@ -27,10 +26,21 @@ class LearningSignal:
     Args:
         report: gets a line in the first step of several in a row that teach nothing for one reason, and in the third.
         compares_group: only differences within a group are learned from, not those in the whole batch.
+        finds_answers: False if the reward looks for an answer and finds none in any of these samples.
+        read_answer: the answer that the reward finds in a sample, in words; empty: it looks for none.
     """
 
-    def __init__(self, report: Callable[[str], None], *, compares_group: bool) -> None:
+    def __init__(
+        self,
+        report: Callable[[str], None],
+        *,
+        compares_group: bool,
+        finds_answers: Callable[[Sequence[Sample]], bool] = lambda _: True,
+        read_answer: Callable[[Sample], str] = lambda _: "",
+    ) -> None:
         self._report, self._compares_group = report, compares_group
+        self._finds_answers, self._read_answer = finds_answers, read_answer
+        self._has_answers = False
         self._in_a_row: Mapping[str, int] = {}
 
     def check(self, step: int, samples: Sequence[Sample]) -> None:
@@ -41,10 +51,12 @@ class LearningSignal:
         if reason is None or self._in_a_row[reason] not in _SAID_AT:
             return
         one = samples[0]
+        answer = self._read_answer(one)
+        reads = f", in which the reward reads {answer}" if answer else ""
         teaches = " teaches nothing" if "equal" in reasons else ""
         self._report(
             f"warning: step {step}{teaches}: {reasons[reason]}; {_KEYS[reason]}. One response, to "
-            f"{one.prompt.id}, ends in {one.text[-_SHOWN_CHARACTERS:]!r}: score {score_of(one):g}"
+            f"{one.prompt.id}, ends in {one.text[-_SHOWN_CHARACTERS:]!r}{reads}: score {score_of(one):g}"
         )
 
     def _reasons(self, samples: Sequence[Sample]) -> dict[str, str]:
@@ -53,6 +65,10 @@ class LearningSignal:
         scores = [score_of(sample) for sample in samples]
         if all(sample.finish_reason == "length" for sample in samples):
             reasons["cut"] = f"all {count} responses were cut at sampling.max_tokens"
+        if not self._has_answers or not any(scores):
+            self._has_answers = self._finds_answers(samples)
+            if not self._has_answers:
+                reasons["no answer"] = f"the reward finds no answer in any of {count} responses"
         if not any(scores):
             reasons["zero"] = f"the score of all {count} responses is 0"
         if not differ(samples, compares_group=self._compares_group):

@@ -1,6 +1,7 @@
 """Help text of an app: every key with type, default and documentation; presets; examples. Imports nothing heavy."""
 
 import dataclasses
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ def help_text(
     Args:
         cls: the config dataclass.
         app_name: the app's command, as in `python -m apps.grpo.main`.
-        common: keys that are listed in place of all; those that the configuration lacks are left out.
+        common: keys that are listed in place of all, before presets with one sentence each; unknown ones are left out.
         file_keys: key of a file with settings in another format -> its documentation.
         under: list only the keys whose dotted path contains this text; `all` lists every key.
     """
@@ -78,20 +79,23 @@ def help_text(
         "  --print-config     print the resolved configuration and stop",
         "",
     ]
-    lines += _preset_lines("Presets", presets) + _preset_lines("Overlays", overlays)
     if examples:
         lines += ["Examples", *(f"  {app_name} {example}".rstrip() for example in examples), ""]
-    return "\n".join([*lines, *listing]) + "\n"
+    whole = not common
+    files = _preset_lines("Presets", presets, whole=whole) + _preset_lines("Overlays", overlays, whole=whole)
+    lines += [*files, *listing] if whole else [*listing, "", *files]
+    return "\n".join(lines).rstrip() + "\n"
 
 
-def _preset_lines(title: str, files: Sequence[PresetFile]) -> list[str]:
+def _preset_lines(title: str, files: Sequence[PresetFile], *, whole: bool) -> list[str]:
+    """Names with their comments, or with the first sentence of each."""
     if not files:
         return []
     width = max(len(file.name) for file in files) + 2
     lines = [title]
     for file in files:
         lines += textwrap.wrap(
-            file.doc or str(file.path),
+            (file.doc if whole else re.split(r"\.(?: (?=[A-Z])|$)", file.doc)[0]) or str(file.path),
             _WIDTH,
             initial_indent=f"  {file.name:<{width}}",
             subsequent_indent=" " * (width + 2),
@@ -103,7 +107,7 @@ def _common_lines(cls: type, common: Sequence[str]) -> list[str]:
     """The common keys in their order, and how to list the others."""
     keys = {entry.path: entry for entry in entries(cls) if isinstance(entry, Key)}
     lines = [line for path in common if path in keys for line in _entry_lines(keys[path])]
-    more = f"--help {ALL} lists all {len(keys)} keys; --help lora those with lora in their name"
+    more = f"  --help {ALL}: all {len(keys)} keys and the presets in full; --help lora: keys with lora in their name"
     return ["Common keys", *lines, "", more]
 
 
