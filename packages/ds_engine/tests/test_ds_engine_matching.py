@@ -105,9 +105,7 @@ def model_of(
     import transformers
 
     register_packed_attention()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation=ATTENTION_NAME
-    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=ATTENTION_NAME)
     use_experts(model, "loop", device=CPU)
     config = EngineConfig(dtype="float32", match_servers=operations is not None, **fields)
     options: Any = {"device": CPU, "kernel": "sdpa", "trainable": True, "head": "lm"}

@@ -86,8 +86,8 @@ class RolloutConfig:
     deterministic: bool = False
     """Equal seeds give equal tokens, however requests are batched; slower."""
     match_trainer: bool = False
-    """Compute what the trainer computes, bit for bit (servers/exact): for Llama, Qwen2, Qwen3 and Qwen3 MoE models that a
-    trainer runs with the same operations. Slower."""
+    """Compute what the trainer computes, bit for bit (servers/exact): for Llama, Qwen2 and Qwen3 models and Qwen3's
+    mixtures that a trainer runs with the same operations. Slower."""
     fast_paths: bool = True
     """Our replacements of parts of vLLM (servers/fast: buffered tokens, scheduling, scores, attention, start). False:
     stock vLLM, slower, and without the policy version of each token."""
