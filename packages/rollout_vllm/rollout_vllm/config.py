@@ -148,6 +148,7 @@ class RolloutConfig:
             default = getattr(RolloutConfig, name)
             matches = not self.match_trainer or getattr(self, name) == default
             require(matches, name, getattr(self, name), f"{default} with match_trainer")
+        require(not (self.match_trainer and self.routes), "routes", self.routes, "off with match_trainer")
         for name in ("deterministic", "match_trainer", "routes", "urls"):
             is_off = not self.speculates or not getattr(self, name)
             require(is_off, name, getattr(self, name), "off with speculative decoding")

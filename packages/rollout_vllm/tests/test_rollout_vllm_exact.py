@@ -254,9 +254,11 @@ def test_models_with_other_layers_are_refused(model: dict[str, Any], allowed: st
         check_match(RolloutConfig(match_trainer=True), model)
 
 
-def test_servers_that_compute_otherwise_cannot_match() -> None:
-    with raises(RolloutConfigError, field="tensor_parallel_size", value=2):
-        RolloutConfig(match_trainer=True, tensor_parallel_size=2)
+@pytest.mark.parametrize(("field", "value"), [("tensor_parallel_size", 2), ("routes", True)])
+def test_servers_that_compute_otherwise_cannot_match(field: str, value: Any) -> None:
+    """Nothing records the routes of matching servers."""
+    with raises(RolloutConfigError, field=field, value=value):
+        RolloutConfig(match_trainer=True, **{field: value})
 
 
 @pytest.mark.parametrize(("device", "key"), [("cuda", "match_trainer"), ("cpu", "match_trainer"), ("cpu", "routes")])
