@@ -25,6 +25,7 @@ def path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(REPO / "packages" / "rollout_vllm" / "tests"), prepend=os.pathsep)
 
 
+@pytest.mark.long
 def test_an_agent_that_branches_is_trained_token_for_token_also_when_a_server_dies(
     tmp_path: Path, start_app: Callable[..., Any]
 ) -> None:

@@ -270,6 +270,17 @@ def adapters_of(trained: Path, start_app: Callable[..., Any], *keys: str, app: s
     return next(trained.iterdir())
 
 
+def assert_last_checkpoint_is_exported_model(run: Path, folder: Path) -> None:
+    """The adapters of the last checkpoint, merged for the servers, are the model that the run exported."""
+    config, targets, _ = find_targets(sweep(run))
+    with targets[-1].open(config, folder) as merged:
+        assert merged is not None
+        ours, of_run = (load_file(one / "model.safetensors") for one in (merged, run / "model"))
+    assert ours.keys() == of_run.keys()
+    for name, tensor in ours.items():
+        np.testing.assert_allclose(tensor, of_run[name], atol=1e-6, err_msg=name)
+
+
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.e2e
@@ -291,17 +302,10 @@ def test_a_sweep_pushes_every_checkpoint_to_one_server(
     assert not list(sweep_of_run.glob("export_*"))
     (state,) = list_runs(tmp_path / "sweep")
     assert state.state == "finished"
-    code, exported = evaluated(tmp_path / "exported", f"model.path={run / 'model'}", *prompts)
-    assert code == 0, capfd.readouterr().out
     first, last = (responses(sweep_of_run, f"step_0000000{step}") for step in (1, 3))
-    # The same seeds and weights: only rounding could differ between a started server and a pushed model.
-    assert len(last) == 36
-    assert np.mean([one == other for one, other in zip(last, responses(exported, "model"), strict=True)]) > 0.9
-    assert len(first) == 36
-    assert first != last
-    (model,) = json.loads((exported / "summary.json").read_text())["models"]
-    assert (model["label"], model["num_failed"]) == ("model", 0)
-    assert set(model["metrics"]) == {"pass@1", "pass@2", "pass@3", "mean@3", "maj@3"}
+    assert len(first) == len(last) == 36
+    assert first != last, "the second checkpoint was not pushed"
+    assert_last_checkpoint_is_exported_model(run, tmp_path)
     swept = json.loads((sweep_of_run / "summary.json").read_text())
     assert [one["label"] for one in swept["models"]] == ["step_00000001", "step_00000003"]
 
@@ -336,10 +340,4 @@ def test_checkpoints_of_a_run_on_an_nf4_base_are_the_models_that_it_trained(
     keys = (*sizes, "actor.lora.base_format=nf4", "actor.optim.lr=1e-2", "trainer.val_after_train=false")
     run = adapters_of(tmp_path / "trained", start_app, *keys, app="grpo", section="actor")
     assert MetricsTable(run / "metrics.tsv").series("val/pass@2")[0] == [0], "the validation before the first step"
-    config, targets, _ = find_targets(sweep(run))
-    with targets[-1].open(config, tmp_path) as merged:
-        assert merged is not None
-        ours, of_run = (load_file(folder / "model.safetensors") for folder in (merged, run / "model"))
-    assert ours.keys() == of_run.keys()
-    for name, tensor in ours.items():
-        np.testing.assert_allclose(tensor, of_run[name], atol=1e-6, err_msg=name)
+    assert_last_checkpoint_is_exported_model(run, tmp_path)

@@ -50,6 +50,7 @@ def test_grpo_teaches_a_model_to_count_what_it_sees(tmp_path: Path, files: Path,
     assert not (run / "images").exists()
 
 
+@pytest.mark.thorough
 def test_sft_and_its_greedy_responses_see_images(tmp_path: Path, files: Path, start_app: Callable[..., Any]) -> None:
     app = start_app(
         tmp_path / "runs",

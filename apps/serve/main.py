@@ -105,18 +105,11 @@ def main(config: ServeConfig) -> None:
             config.model, config.data, config.warm_start, config.task, folder=run.path, seed=config.trainer.seed,
             with_prompts=False,
         )  # fmt: skip
+        from rl_runtime.launch.ahead import SessionKeys
         from rl_runtime.launch.session import open_session
 
-        session = stack.enter_context(
-            open_session(
-                placement,
-                trainer=config.trainer,
-                rollout=config.rollout,
-                model_path=str(inputs.model_path),
-                log_dir=run.path / "servers",
-                mark=start.mark,
-            )
-        )
+        keys = SessionKeys.of(placement, config.trainer, config.rollout, str(inputs.model_path))
+        session = stack.enter_context(open_session(keys, log_dir=run.path / "servers", mark=start.mark))
         session.wait_ready()
         start.mark("servers")
         url = f"http://{config.api.host}:{listener.getsockname()[1]}"

@@ -227,21 +227,17 @@ class CheckpointManager(CheckpointReader):
         if expected_bytes is not None:
             check_space(self.root, expected_bytes, estimate=estimate)
 
-    def _prunable(self, keep: int | None) -> list[int]:
-        steps = self.steps()
-        metrics: dict[int, Mapping[str, float]] = {}
-        if self.retention.keep_best is not None:
-            for step in steps:
-                try:
-                    metrics[step] = CheckpointManifest.read(self._final(step)).metrics
-                except (ManifestError, UnsupportedFormatError):
-                    continue  # without metrics it never counts as best
-        return steps_to_delete(steps, metrics, self.retention, keep=keep)
+    def _metrics(self, step: int) -> Mapping[str, float]:
+        try:
+            return CheckpointManifest.read(self._final(step)).metrics
+        except (ManifestError, UnsupportedFormatError):
+            return {}  # it never counts as best
 
     def _prune(self, keep: int | None) -> list[int]:
         # The step just published is kept even if a run that resumed from an older one left newer checkpoints.
         with no_new_pins() as pinned:
-            deleted = [step for step in self._prunable(keep) if self._final(step).absolute() not in pinned]
+            unwanted = steps_to_delete(self.steps(), self._metrics, self.retention, keep=keep)
+            deleted = [step for step in unwanted if self._final(step).absolute() not in pinned]
             if deleted:
                 self._take_lock()
             for step in deleted:

@@ -29,10 +29,7 @@ class Checkpoint:
     step: int
     state: Mapping[str, Any] = field(repr=False)  # the states of random generators alone print as 20,000 characters
     verified: str | None = field(default=None, compare=False)
-    """Checksum of the manifest with which all files were compared (by `load` or `newest_good`); None if they were not.
-
-    Pass the checkpoint to `load` or `newest_good` as `verified`, and its files are not hashed again.
-    """
+    """Checksum of the manifest with which `load` or `newest_good` compared all files; None if they did not."""
 
 
 class CheckpointReader:
@@ -48,16 +45,13 @@ class CheckpointReader:
         steps = (step_of(path) for path in self.root.iterdir() if path.is_dir())
         return sorted(step for step in steps if step is not None)
 
-    def load(self, step: int, *, verified: Checkpoint | None = None) -> Checkpoint:
+    def load(self, step: int) -> Checkpoint:
         """A published checkpoint, after comparing every file with the manifest.
-
-        `verified`: a checkpoint that `load` or `newest_good` returned before. If it is this checkpoint and the manifest
-        has not changed since, only the sizes of the files are checked.
 
         Raises CheckpointNotFoundError (with the published steps; also if another process deletes it meanwhile),
         CheckpointDamagedError (with the damaged files and the newest good step) or UnsupportedFormatError.
         """
-        checkpoint = self._load(step, verified)
+        checkpoint = self._load(step)
         if not isinstance(checkpoint, Checkpoint):
             self._raise_damaged(step, checkpoint)
         return checkpoint
@@ -71,23 +65,18 @@ class CheckpointReader:
         return verify_folder(self._final(step))
 
     def newest_good(
-        self, *, verified: Checkpoint | None = None, on_skip: Callable[[int, str], None] | None = None
+        self, *, on_skip: Callable[[int, str], object] = lambda step, reason: None, without: int | None = None
     ) -> Checkpoint | None:
         """The newest checkpoint that verifies, None if there is none. Reads all files of the checkpoints it tries.
 
-        `verified` as for `load`. `on_skip` gets the step of each checkpoint that is passed over, and the reason.
+        `on_skip` gets the step of each checkpoint that is passed over, and the reason; `without` is not tried.
         """
-        return self._newest_good(set(), verified, on_skip)
-
-    def _newest_good(
-        self, tried: set[int], verified: Checkpoint | None, on_skip: Callable[[int, str], None] | None
-    ) -> Checkpoint | None:
-        """`newest_good` among the steps that are not `tried`."""
+        tried = {without}
         # Listed again each time: a process that writes here may publish a newer one and delete the one being read.
         while untried := [step for step in self.steps() if step not in tried]:
             tried.add(step := untried[-1])
             try:
-                checkpoint = self._load(step, verified)
+                checkpoint = self._load(step)
                 if isinstance(checkpoint, Checkpoint):
                     return checkpoint
                 reason = _listed(checkpoint)
@@ -95,8 +84,7 @@ class CheckpointReader:
                 continue
             except (UnsupportedFormatError, CheckpointDamagedError) as error:
                 reason = str(error)
-            if on_skip is not None:
-                on_skip(step, reason)
+            on_skip(step, reason)
         return None
 
     def manifest(self, step: int) -> CheckpointManifest:
@@ -126,18 +114,13 @@ class CheckpointReader:
             known = ", ".join(map(str, self.steps())) or "no step is published"
             raise CheckpointNotFoundError(f"no such checkpoint in {self.root}", field="step", value=step, allowed=known)
 
-    def _load(self, step: int, verified: Checkpoint | None) -> Checkpoint | tuple[Problem, ...]:
+    def _load(self, step: int) -> Checkpoint | tuple[Problem, ...]:
         """The checkpoint, or its differences from its manifest. Raises CheckpointNotFoundError if it is deleted."""
         self._check_exists(step)
         folder = self._final(step)
         try:
             manifest = CheckpointManifest.read(folder)
-            is_known = (
-                verified is not None
-                and verified.verified == manifest.checksum
-                and verified.path.absolute() == folder.absolute()
-            )
-            problems = tuple(check_files(folder, manifest, manifest.files, sizes_only=is_known))
+            problems = tuple(check_files(folder, manifest, manifest.files))
             if not problems:
                 return replace(self.read(step), verified=manifest.checksum)
         except ManifestError:
@@ -149,7 +132,7 @@ class CheckpointReader:
         return problems
 
     def _raise_damaged(self, step: int, problems: tuple[Problem, ...]) -> NoReturn:
-        newest = self._newest_good({step}, None, None)
+        newest = self.newest_good(without=step)
         good = None if newest is None else newest.step
         advice = (
             f"The newest good checkpoint is step {good} ({self._final(good)})."

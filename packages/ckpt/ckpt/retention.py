@@ -1,7 +1,7 @@
 """Decides which published checkpoints to keep: a pure function of steps and metrics."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,33 +41,24 @@ class Retention:
         if self.mode not in ("max", "min"):
             raise CheckpointUsageError(field="mode", value=self.mode, allowed="'max' or 'min'")
 
-    @property
-    def keeps_all(self) -> bool:
-        """True if no checkpoint is ever deleted."""
-        return self.keep_last is None and self.keep_every is None and self.keep_best is None
-
 
 def steps_to_delete(
-    steps: Iterable[int], metrics: Mapping[int, Mapping[str, float]], rule: Retention, *, keep: int | None = None
+    steps: Iterable[int],
+    metrics_of: Callable[[int], Mapping[str, float]],
+    rule: Retention,
+    *,
+    keep: int | None = None,
 ) -> list[int]:
-    """The steps that no rule keeps, oldest first. `metrics` by step; `keep` is kept whatever the rules say."""
+    """The steps that no rule keeps, oldest first; `keep` is kept whatever the rules say."""
     ordered = sorted(steps)
-    if rule.keeps_all:
+    if rule.keep_last is None and rule.keep_every is None and rule.keep_best is None:
         return []
     kept = {*ordered[-(rule.keep_last or 1) :], keep}
     if rule.keep_every is not None:
         kept |= {step for step in ordered if step % rule.keep_every == 0}
     if rule.keep_best is not None and rule.metric is not None:
-        kept |= set(best_steps(metrics, rule.metric, rule.mode)[: rule.keep_best])
+        sign = 1.0 if rule.mode == "max" else -1.0
+        values = {step: sign * metrics_of(step).get(rule.metric, math.nan) for step in ordered}
+        ranked = sorted((value, step) for step, value in values.items() if not math.isnan(value))
+        kept |= {step for _, step in ranked[-rule.keep_best :]}
     return [step for step in ordered if step not in kept]
-
-
-def best_steps(metrics: Mapping[int, Mapping[str, float]], metric: str, mode: Literal["max", "min"]) -> list[int]:
-    """The steps that have the metric, best first; ties newer first."""
-    sign = 1.0 if mode == "max" else -1.0
-    ranked = [
-        (sign * values[metric], step)
-        for step, values in metrics.items()
-        if metric in values and not math.isnan(values[metric])
-    ]
-    return [step for _, step in sorted(ranked, reverse=True)]

@@ -172,36 +172,6 @@ def test_a_step_folder_with_another_steps_name_is_damaged(tmp_path: Path, capsys
     assert "rename it back" in capsys.readouterr().out
 
 
-def test_a_verified_checkpoint_is_not_hashed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = CheckpointManager(tmp_path)
-    folder = save(manager, 1)
-    assert manager.read(1).verified is None
-    actual = manager.newest_good()
-    assert actual is not None
-    hashed: list[str] = []
-    original = manifest.hash_files
-
-    def record(files: Any, **options: Any) -> Any:
-        hashed.extend(path.name for path in files)
-        return original(files, **options)
-
-    monkeypatch.setattr(manifest, "hash_files", record)
-    again = CheckpointManager(tmp_path).newest_good(verified=actual)
-    assert again is not None
-    assert manager.load(1, verified=again).verified == actual.verified
-    assert hashed == [], "not hashed when passed as verified"
-    assert manager.newest_good() == actual
-    assert len(hashed) == 3, "hashed again otherwise"
-    (folder / "ranks" / "1.bin").write_bytes(b"longer")
-    with raises(CheckpointDamagedError, files=("ranks/1.bin",)):
-        manager.load(1, verified=actual)
-    hashed.clear()
-    save(manager, 1, {"a": b"another"}, overwrite=True)
-    hashed.clear()
-    assert manager.load(1, verified=actual).verified != actual.verified
-    assert len(hashed) == 2, "a replaced checkpoint is verified"
-
-
 def test_a_checkpoint_that_is_deleted_while_it_is_read_is_gone_and_the_newer_one_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

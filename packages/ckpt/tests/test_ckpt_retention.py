@@ -37,7 +37,7 @@ def test_a_step_is_kept_exactly_when_a_rule_keeps_it(
     metric = None if keep_best is None else "score"
     rule = Retention(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, metric=metric, mode=mode)  # type: ignore[arg-type]
     metrics = {step: {} if value is None else {"score": value} for step, value in table.items()}
-    deleted = steps_to_delete(table, metrics, rule, keep=keep)
+    deleted = steps_to_delete(table, metrics.__getitem__, rule, keep=keep)
     assert deleted == sorted(set(deleted) & set(table))
     valued = [(value, step) for step, value in table.items() if value is not None and not math.isnan(value)]
     for step, value in table.items():

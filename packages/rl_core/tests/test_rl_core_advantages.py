@@ -214,21 +214,6 @@ def test_gae_lambda_one_is_returns_minus_values(made: tuple[Tensor, Tensor, Tens
 
 
 @PROPERTY
-@given(rollouts(), st.randoms(use_true_random=False))
-def test_gae_sequences_are_independent(
-    made: tuple[Tensor, Tensor, Tensor, Tensor, float, float], random: object
-) -> None:
-    rewards, values, lens, bootstrap, gamma, lam = made
-    options = {"gamma": gamma, "lam": lam}
-    whole = gae(rewards, values, lens, bootstrap_values_S=bootstrap, **options)[0].split(lens.tolist())
-    parts = list(zip(rewards.split(lens.tolist()), values.split(lens.tolist()), lens, bootstrap, whole, strict=True))
-    random.shuffle(parts)  # type: ignore[attr-defined]
-    for part_rewards, part_values, length, after, want in parts:
-        got, _ = gae(part_rewards, part_values, length[None], bootstrap_values_S=after[None], **options)
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
-
-
-@PROPERTY
 @given(rollouts(), st.data())
 def test_gae_through_padding_with_holes(
     made: tuple[Tensor, Tensor, Tensor, Tensor, float, float], data: st.DataObject
@@ -289,9 +274,6 @@ def test_whiten_without_spread(value: float, count: int, shift_mean: bool) -> No
 def test_reinforce_pp_is_whitened_returns(made: tuple[Tensor, Tensor, Tensor, Tensor, float, float]) -> None:
     rewards, _, lens, _, gamma, _ = made
     advantages = reinforce_pp_advantages(rewards, lens, gamma=gamma)
-    if len(rewards) > 1:
-        assert abs(float(advantages.mean())) < 1e-9
-        assert float(advantages.std()) == pytest.approx(1.0, abs=1e-6)
     torch.testing.assert_close(
         advantages, masked_whiten(returns_to_go(rewards, lens, gamma=gamma)), rtol=1e-12, atol=1e-12
     )

@@ -115,13 +115,3 @@ def test_an_interval_covers_the_true_mean_as_often_as_it_says(confidence: float)
     covered = np.mean([one.low <= 0.3 <= one.high for one in intervals])
     # 400 trials: three standard errors are 0.06 and 0.033.
     assert covered == pytest.approx(confidence, abs=0.06 if confidence < 0.9 else 0.033)
-
-
-def test_a_paired_difference_is_narrower_than_two_runs_apart() -> None:
-    rng = np.random.default_rng(2)
-    before = rng.random(300) < rng.random(300)
-    after = before | (rng.random(300) < 0.2)
-    paired = bootstrap_mean(after.astype(float) - before, num_resamples=1000)
-    alone = bootstrap_mean(before, num_resamples=1000)
-    assert paired.low > 0
-    assert paired.high - paired.low < 0.7 * (alone.high - alone.low)

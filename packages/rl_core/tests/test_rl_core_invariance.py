@@ -24,7 +24,6 @@ from rl_core import (
     gspo_loss,
     kl_loss,
     pad_flat,
-    plan_micro_batches,
     ppo_clip_loss,
     rollout_weights,
     token_weights,
@@ -207,31 +206,6 @@ def test_padding(name: str, made: tuple[Batch, Tensor], data: st.DataObject) -> 
     )
     plain = replace(batch, weights_S=token_weights(mode, batch.lens_S, fixed_length=fixed, dtype=dtype))
     assert_same(plain, theta, name, loss_and_grad(padded, theta, name))
-
-
-@every_loss
-@PROPERTY
-@given(
-    made=batch_strategy,
-    num_ranks=st.integers(1, 5),
-    budget=st.integers(1, 30),
-    size=st.integers(1, 4),
-    by=st.booleans(),
-)
-def test_micro_batches_and_ranks(
-    name: str, made: tuple[Batch, Tensor], num_ranks: int, budget: int, size: int, by: bool
-) -> None:
-    """The shares of all micro batches of all ranks add up, including empty micro batches."""
-    batch, theta = made
-    lengths = [length + 2 for length in batch.lens_S.tolist()]  # with a prompt of two tokens
-    limits = {"token_budget": budget} if by else {"micro_batch_size": size}
-    plan = plan_micro_batches(lengths, num_ranks=num_ranks, **limits)
-    rank_totals = [
-        summed([loss_and_grad(pick(batch, micro), theta, name) for micro in micros]) for micros in plan.assignment
-    ]
-    # DeepSpeed and DDP average over ranks, so each rank's share is first multiplied by their number
-    averaged = summed([(num_ranks * loss / num_ranks, num_ranks * grad / num_ranks) for loss, grad in rank_totals])
-    assert_same(batch, theta, name, averaged)
 
 
 @every_loss

@@ -63,20 +63,6 @@ def test_ppo_against_a_loop(seed: int, count: int, low: float, high: float, dual
 
 
 @PROPERTY
-@given(seeds(), st.integers(1, 30))
-def test_on_policy_gradients_are_those_of_reinforce(seed: int, count: int) -> None:
-    """On policy (ratio 1) the gradient of PPO, GSPO and CISPO is -A; GSPO's with one advantage a sequence."""
-    log_probs, advantages = rows(seed, count, 2)
-    lens = torch.tensor([count])
-    same_advantage = advantages[:1].expand(count)
-    leaf = log_probs.requires_grad_()
-    old = leaf.detach()
-    torch.testing.assert_close(grad_of(ppo_clip_loss(leaf, old, advantages)[0], leaf), -advantages)
-    torch.testing.assert_close(grad_of(cispo_loss(leaf, old, advantages)[0], leaf), -advantages)
-    torch.testing.assert_close(grad_of(gspo_loss(leaf, old, same_advantage, lens)[0], leaf), -same_advantage)
-
-
-@PROPERTY
 @given(seeds(), st.integers(1, 30), st.floats(1.01, 5))
 def test_dual_clip_bounds_the_loss_of_bad_tokens(seed: int, count: int, dual: float) -> None:
     log_probs, old, advantages = rows(seed, count, 3, scale=4.0)
@@ -148,19 +134,6 @@ def test_gspo_equals_the_sequence_objective_and_its_gradient(seed: int, lens: li
     torch.testing.assert_close(stats.ratio_K, broadcast_to_tokens(ratio_S.detach(), lens_S))
 
 
-@PROPERTY
-@given(seeds(), st.integers(1, 20))
-def test_gspo_of_single_tokens_is_ppo(seed: int, count: int) -> None:
-    log_probs, old, advantages = rows(seed, count, 3)
-    ones = torch.ones(count, dtype=torch.int64)
-    bounds = {"clip_low": 0.2, "clip_high": 0.3}
-    leaf = log_probs.requires_grad_()
-    sequence_form, _ = gspo_loss(leaf, old, advantages, ones, **bounds)
-    token_form, _ = ppo_clip_loss(leaf, old, advantages, **bounds)
-    torch.testing.assert_close(sequence_form, token_form, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(grad_of(sequence_form, leaf), grad_of(token_form, leaf), rtol=1e-12, atol=1e-12)
-
-
 # CISPO
 
 
@@ -218,29 +191,6 @@ def test_without_mismatch_weights_are_one_and_have_no_gradient(seed: int, count:
     assert not weights.requires_grad
 
 
-@PROPERTY
-@given(seeds(), st.integers(1, 20), st.sampled_from(["truncate", "mask"]))
-def test_levels_agree_on_single_tokens(seed: int, count: int, mode: str) -> None:
-    old, rollout = rows(seed, count, 2)
-    ones = torch.ones(count, dtype=torch.int64)
-    by_level = [
-        rollout_weights(old, rollout, mode=mode, level=level, response_lens_S=ones)[0]
-        for level in ("token", "sequence", "geometric")
-    ]
-    assert torch.equal(by_level[0], by_level[1])
-    assert torch.equal(by_level[0], by_level[2])
-
-
-@PROPERTY
-@given(seeds(), st.integers(2, 8))
-def test_untruncated_token_weights_are_unbiased(seed: int, vocabulary: int) -> None:
-    """E over the rollout's distribution of w f equals E over the trainer's of f."""
-    trainer, rollout, values = rows(seed, vocabulary, 3)
-    trainer, rollout = trainer.log_softmax(0), rollout.log_softmax(0)
-    weights, _ = rollout_weights(trainer, rollout, max_ratio=1e9)
-    torch.testing.assert_close((rollout.exp() * weights * values).sum(), (trainer.exp() * values).sum())
-
-
 # KL
 
 
@@ -296,29 +246,19 @@ def test_small_k3_keeps_its_precision_in_fp32(difference: float) -> None:
 
 
 @PROPERTY
-@given(seeds(), st.integers(1, 30), st.floats(0.01, 2))
-def test_value_loss_against_a_loop(seed: int, count: int, clip: float) -> None:
+@given(seeds(), st.integers(1, 30), st.none() | st.floats(0.01, 2))
+def test_value_loss_against_a_loop(seed: int, count: int, clip: float | None) -> None:
     values, returns, old = rows(seed, count, 3)
     leaf = values.requires_grad_()
     loss, clipped = value_loss(leaf, returns, old, clip=clip)
     grad, loss = grad_of(loss, leaf), loss.detach()
     for t in range(count):
         v, r, o = leaf[t].item(), float(returns[t]), float(old[t])
-        held = v if abs(v - o) <= clip else o + math.copysign(clip, v - o)
+        held = v if clip is None or abs(v - o) <= clip else o + math.copysign(clip, v - o)
         plain, bounded = 0.5 * (v - r) ** 2, 0.5 * (held - r) ** 2
         assert float(loss[t]) == pytest.approx(max(plain, bounded), rel=1e-12, abs=1e-15)
         assert bool(clipped[t]) == (bounded > plain)
         assert float(grad[t]) == pytest.approx(0.0 if bounded > plain else v - r, rel=1e-11, abs=1e-12)
-
-
-@PROPERTY
-@given(seeds(), st.integers(1, 30))
-def test_value_loss_without_a_bound_is_the_squared_error(seed: int, count: int) -> None:
-    values, returns, old = rows(seed, count, 3)
-    plain = 0.5 * (values - returns).square()
-    assert torch.equal(value_loss(values, returns, old, clip=None)[0], plain)
-    assert torch.equal(value_loss(values, returns)[0], plain)
-    assert bool((value_loss(values, returns, old, clip=0.1)[0] >= plain).all())
 
 
 @PROPERTY
@@ -355,15 +295,7 @@ def test_segments_against_a_loop(seed: int, lens: list[int]) -> None:
     assert means.tolist() == pytest.approx([s / max(n, 1) for s, n in zip(want, lens, strict=True)], abs=1e-12)
     # an empty row has a graph too
     assert torch.equal(grad_of(sums, leaf), torch.ones(sum(lens), dtype=torch.float64))
-
-
-def test_gradcheck_of_the_smooth_losses() -> None:
-    log_probs, old, advantages = rows(3, 7, 3, scale=0.05)
-    lens = torch.tensor([3, 0, 4])
-    leaf = log_probs.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: ppo_clip_loss(x, old, advantages)[0], leaf)
-    assert torch.autograd.gradcheck(lambda x: value_loss(x, advantages, old, clip=3.0)[0], leaf)
-    assert torch.autograd.gradcheck(lambda x: segment_mean(x.exp(), lens), leaf)
+    assert grad_of(means, leaf).tolist() == pytest.approx([1 / n for n in lens for _ in range(n)])
 
 
 @PROPERTY

@@ -37,9 +37,9 @@ class FetchError(DataConfigError):
 
 
 def cache_folder() -> Path:
-    """`PLINTH_CACHE`, or the folder `plinth` in the user's cache folder."""
+    """`PLINTH_CACHE_DIR`, or the folder `plinth` in the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("PLINTH_CACHE") or Path(base) / "plinth")
+    return Path(os.environ.get("PLINTH_CACHE_DIR") or Path(base) / "plinth")
 
 
 def reasoning_gym_version() -> str:
@@ -78,7 +78,7 @@ def import_reasoning_gym() -> ModuleType:
     try:
         return importlib.import_module("reasoning_gym")
     except ModuleNotFoundError as error:
-        remedy = f"pip install reasoning-gym=={REASONING_GYM_VERSION}, or give its cache folder in PLINTH_CACHE"
+        remedy = f"pip install reasoning-gym=={REASONING_GYM_VERSION}, or give its cache folder in PLINTH_CACHE_DIR"
         problem = f"the package reasoning-gym cannot be imported ({error})"
         raise DataConfigError(problem, field="reward", value="reasoning_gym", remedy=remedy) from error
 
@@ -105,7 +105,7 @@ def making(name: str, target: Path) -> Iterator[Path]:
                 if not target.is_dir():
                     raise
     except OSError as error:
-        remedy = "give another folder in PLINTH_CACHE"
+        remedy = "give another folder in PLINTH_CACHE_DIR"
         raise FetchError(f"cannot write {target}: {error}", value=name, remedy=remedy) from error
 
 
@@ -134,5 +134,5 @@ def run_module(name: str, *command: str, site: Path | None = None) -> str:
     if done.returncode:
         problem = "\n".join([f"{command[0]} failed", *(done.stderr or done.stdout).strip().splitlines()[-8:]])
         remedy = "give files of your own instead (model.path=FOLDER, data.train=FILE), or a copy of the cache folder"
-        raise FetchError(problem, value=name, remedy=f"{remedy} in PLINTH_CACHE")
+        raise FetchError(problem, value=name, remedy=f"{remedy} in PLINTH_CACHE_DIR")
     return done.stdout

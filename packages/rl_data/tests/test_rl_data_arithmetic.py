@@ -87,7 +87,7 @@ def test_bad_count(tmp_path: Path) -> None:
 def test_texts_round_trip(task: TaskFiles, model_folder: Path) -> None:
     tokenizer = load_tokenizer(model_folder)
     for path in (task.train, task.val, task.demonstrations):
-        for row in _rows(path):
+        for row in _rows(path)[:200]:
             for text in (row["question"] + "\n", row["answer"], row["question"] + "\n" + row["answer"]):
                 ids = tokenizer(text).input_ids
                 assert tokenizer.unk_token_id not in ids

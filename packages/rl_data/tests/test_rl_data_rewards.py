@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plinth_testing import raises
-from rl_data import REWARDS, DataConfigError, DataError, make_reward
+from rl_data import DataConfigError, DataError, make_reward
 from rl_data.rewards.code import last_code_block, read_tests
 
 
@@ -248,8 +248,3 @@ def test_votes_are_equal_where_numbers_are(numbers: list[Any]) -> None:
 def test_a_length_in_tokens_needs_their_number() -> None:
     with raises(DataConfigError, field="num_tokens"):
         make_reward("length", {"limit": 3})("a long response", Fields())
-
-
-def test_rewards_of_the_registry_are_documented() -> None:
-    for reward in REWARDS.values():
-        assert len(reward.__doc__ or "") > 40

@@ -10,7 +10,7 @@ from rl_runtime.resolve.resolved import with_fetched_files
 
 
 def test_names_become_paths_and_other_values_stay(tmp_path, monkeypatch):
-    monkeypatch.setenv("PLINTH_CACHE", str(tmp_path))
+    monkeypatch.setenv("PLINTH_CACHE_DIR", str(tmp_path))
     for folder in ("SmolLM2-135M-Instruct", "sums_reasoning_gym_0.1.25"):
         (tmp_path / folder).mkdir()
     config = JobConfig(model=ModelConfig(path="fetched:smollm2"), data=DataConfig(train=("fetched:sums/train", "own")))

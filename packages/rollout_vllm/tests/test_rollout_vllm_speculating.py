@@ -144,16 +144,6 @@ def test_drafts_of_arguments_are_verified_by_request_and_not_tried(
     assert (env["PLINTH_ROLLOUT_SPECULATIVE"], env["PLINTH_ROLLOUT_DRAFTING"]) == expected
 
 
-def test_recurrent_models_are_refused(model_folder: Path, tmp_path: Path) -> None:
-    for file in model_folder.iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    check_launch(tmp_path, config_for_tests(speculative="ngram"))
-    (tmp_path / "config.json").unlink()
-    (tmp_path / "config.json").write_text('{"model_type": "x", "linear_conv_kernel_dim": 4}')
-    with raises(RolloutConfigError, field="speculative", value="ngram"):
-        check_launch(tmp_path, config_for_tests(speculative="ngram"))
-
-
 def test_graphs_are_captured_for_steps_that_verify_drafts() -> None:
     config = RolloutConfig(speculative="ngram", speculative_tokens=3, max_num_seqs=8)
     arguments = server_arguments(config, "m", port=1, device="cuda")
@@ -174,6 +164,16 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     model.save_pretrained(folder)
     write_word_tokenizer(folder, VOCABULARY, eos_token="w1", pad_token="w0", unk_token="w2")
     return folder, model
+
+
+def test_recurrent_models_are_refused(small: tuple[Path, Any], tmp_path: Path) -> None:
+    for file in small[0].iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    check_launch(tmp_path, config_for_tests(speculative="ngram"))
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text('{"model_type": "x", "linear_conv_kernel_dim": 4}')
+    with raises(RolloutConfigError, field="speculative", value="ngram"):
+        check_launch(tmp_path, config_for_tests(speculative="ngram"))
 
 
 @pytest.fixture(scope="module")
@@ -205,15 +205,15 @@ def test_tokens_have_the_distribution_and_the_log_probs_of_the_model(
     model = small[1]
     pairs = [token for pair in itertools.product(range(VOCABULARY), repeat=2) for token in pair]
     prompt = [*pairs, 3]
-    sampling = SamplingConfig(n=500, max_tokens=3, ignore_eos=True, **changes)
+    sampling = SamplingConfig(n=250, max_tokens=3, ignore_eos=True, **changes)
     requests = [Request(prompt_id=f"p{i}", prompt_ids=prompt, seed=1000 * i) for i in range(4)]
     with RolloutClient(drafting.endpoints, config_for_tests()) as client:
         before = client.metrics()
         samples = [sample for group in client.generate_blocking(requests, sampling) for sample in group.samples]
         after = client.metrics()
-    assert len(samples) == 2000
-    assert after["accepted_tokens"] - before["accepted_tokens"] > 150
-    assert after["draft_tokens"] - after["accepted_tokens"] > 150 + before["draft_tokens"] - before["accepted_tokens"]
+    assert len(samples) == 1000
+    assert after["accepted_tokens"] - before["accepted_tokens"] > 75
+    assert after["draft_tokens"] - after["accepted_tokens"] > 75 + before["draft_tokens"] - before["accepted_tokens"]
 
     expected, log_probs = {(): 1.0}, dict[tuple[int, ...], float]()
     for _ in range(3):
@@ -224,7 +224,7 @@ def test_tokens_have_the_distribution_and_the_log_probs_of_the_model(
                     longer[(*ids, token)] = probability * share
                     log_probs[(*ids, token)] = float(torch.tensor(share).log())
         expected = longer
-    for sample in samples[::50]:
+    for sample in samples[::25]:
         ids = tuple(sample.response_ids.tolist())
         theirs = [log_probs[ids[: i + 1]] for i in range(3)]
         assert sample.log_probs is not None

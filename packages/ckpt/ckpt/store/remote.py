@@ -172,11 +172,12 @@ class RemoteCheckpoints(Storage):
     def _prune(self, retention: Retention, *, keep: int) -> None:
         """Delete the steps that `retention` does not keep, except `keep`."""
         published = self._published()
-        metrics: dict[int, Mapping[str, float]] = {}
-        if retention.keep_best is not None:
-            for step, name in published.items():
-                with suppress(CheckpointDamagedError, UnsupportedFormatError):  # without metrics it is never best
-                    metrics[step] = self._manifest_of(name).metrics
+
+        def metrics(step: int) -> Mapping[str, float]:
+            with suppress(CheckpointDamagedError, UnsupportedFormatError):
+                return self._manifest_of(published[step]).metrics
+            return {}  # it never counts as best
+
         for step in steps_to_delete(published, metrics, retention, keep=keep):
             self.delete(step)
 

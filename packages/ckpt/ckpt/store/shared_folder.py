@@ -15,16 +15,14 @@ class SharedFolder:
 
     `AsyncSaver` calls it from its background threads. The publishing process calls `open`, then `publish` or `abandon`;
     every process that writes calls `folder` and, with its files on the disk, `deliver`; all but the publishing process
-    end with `finish`.
+    end with `finish`, or with `drop` if nothing was published. Processes exchange messages in `storage`, and look for
+    one at least every `longest_poll_s` seconds.
     """
 
     longest_poll_s = 0.2
-    """The longest pause in seconds before a process looks again for a message of another."""
 
     def __init__(self, manager: CheckpointManager) -> None:
-        self._manager = manager
-        self.storage = Storage(manager.root)
-        """Files that all processes see; in it they exchange messages."""
+        self._manager, self.storage = manager, Storage(manager.root)
 
     def open(self, step: int, *, overwrite: bool, expected_bytes: int | None) -> str:
         """Begin the checkpoint of `step`; returns its name, by which the other processes know it."""
@@ -48,9 +46,9 @@ class SharedFolder:
     def drop(self, name: str) -> None:
         """Does nothing: `abandon` deletes the files of all processes."""
 
+    def cancel(self) -> None:
+        """Does nothing: nothing is tried twice."""
+
     def finish(self, name: str, step: int) -> Checkpoint:
         """The checkpoint, after another process has published it."""
         return self._manager.read(step)
-
-    def cancel(self) -> None:
-        """Does nothing: nothing is tried twice."""

@@ -22,11 +22,9 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class Retry:
-    """Repeats failing requests after 1, 2, 4, ... seconds, at most a minute.
+    """Repeats failing requests after 1, 2, 4, ... seconds, at most a minute, for `retry_s` seconds of failed tries.
 
-    Args:
-        report: gets a line for each failure.
-        retry_s: seconds of failed tries after which a request raises UploadError.
+    `report` gets a line for each failure.
     """
 
     def __init__(self, report: Callable[[str], None], *, retry_s: float = math.inf) -> None:
@@ -75,11 +73,10 @@ def _request(method: _Method) -> _Method:
 class Storage:
     """Files by their path below a URL. `fs` is fsspec's file system, `root` the path of the URL in it."""
 
-    def __init__(self, url: str | Path, **storage_options: Any) -> None:
-        """`storage_options` are passed to fsspec; a Path is a local folder.
+    retry: Retry | None = None
 
-        Raises CheckpointUsageError when fsspec does not support the URL.
-        """
+    def __init__(self, url: str | Path, **storage_options: Any) -> None:
+        """`storage_options` are passed to fsspec, a Path is a local folder. Raises CheckpointUsageError for the URL."""
         self.url = str(url)
         self.fs: Any
         if isinstance(url, Path):
@@ -90,7 +87,6 @@ class Storage:
             except (ValueError, ImportError) as error:
                 raise CheckpointUsageError(str(error), field="url", value=self.url) from error
         self.root = str(path).rstrip("/")
-        self.retry: Retry | None = None
 
     def with_retry(self, retry: Retry | None) -> Self:
         """The same storage, with failing requests repeated; None: not repeated."""
@@ -99,13 +95,13 @@ class Storage:
         return other
 
     def check_writable(self) -> None:
-        """Write and delete a small object. Raises CheckpointUsageError with the storage's reason if that fails.
+        """Write and delete a small object; creates folders, but no bucket. Raises CheckpointUsageError with the reason.
 
-        Creates folders, but no bucket.
+        `makedirs` would create a bucket, and `exists` hides errors of the network.
         """
         top, probe = self.root.partition("/")[0] or "/", f".writable_{secrets.token_hex(4)}"
         try:
-            self.fs.info(top)  # `makedirs` would create a bucket, and `exists` hides errors of the network
+            self.fs.info(top)
             self.put_text(probe, "plinth")
             self.delete_path(probe)
         except Exception as error:  # every storage has classes of its own
@@ -125,8 +121,7 @@ class Storage:
     @_request
     def put_text(self, path: str, text: str) -> None:
         """Upload a small text, which appears as a whole."""
-        # On a file system, readers could see a part of a file written in place, so it is renamed. On an object store,
-        # objects appear whole, and the move is a copy of a few kilobytes.
+        # A file system shows a part of a file written in place; an object store copies a few kilobytes.
         folder, _, name = f"{self.root}/{path}".rpartition("/")
         self.fs.makedirs(folder, exist_ok=True)
         self.fs.pipe_file(f"{folder}/.{name}.partial", text.encode())

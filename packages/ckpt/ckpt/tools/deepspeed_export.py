@@ -41,7 +41,6 @@ def export_deepspeed(
     model_files_from: Path,
     tag: str | None = None,
     dtype: torch.dtype | None = None,
-    max_shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
     lora: Mapping[str, Any] | None = None,
     base: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
@@ -87,11 +86,4 @@ def export_deepspeed(
             yield folder_name, part
         model.check_complete(written)
 
-    return save_hf_folder(
-        out,
-        stream(),
-        model_files_from=model_files_from,
-        dtype=dtype,
-        max_shard_bytes=max_shard_bytes,
-        overwrite=overwrite,
-    )
+    return save_hf_folder(out, stream(), model_files_from=model_files_from, dtype=dtype, overwrite=overwrite)

@@ -124,7 +124,6 @@ def export_merged(
     *,
     base: Path,
     dtype: torch.dtype | None = None,
-    max_shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
     prove: bool = True,
 ) -> HfExport:
@@ -155,7 +154,6 @@ def export_merged(
         merged,
         model_files_from=base,
         dtype=dtype,
-        max_shard_bytes=max_shard_bytes,
         overwrite=overwrite,
         config_changes={"tie_word_embeddings": False} if untied else None,
         check=(lambda folder: _compare_with_peft(adapter_folder, base, folder)) if prove else None,

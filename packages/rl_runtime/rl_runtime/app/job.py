@@ -14,6 +14,7 @@ from rl_core import BatchError, BatchLayout, batch_layout
 from ..config import BUILTIN_MODEL
 from ..errors import InputError
 from ..job_config import JobConfig
+from ..launch.ahead import SessionKeys
 from ..launch.cluster import check_cluster
 from ..launch.placement import Placement
 from ..launch.servers import check_lengths, check_servers
@@ -171,12 +172,8 @@ def check_job(config: JobConfig, engines: Mapping[str, tuple[EngineConfig, int]]
     longest = config.data.max_prompt_length + max(sampling.response_tokens for sampling in samplings)
     check_servers(config.model, config.rollout, config.sync, config.trainer, placement)
     if begins_ahead(config, placement):  # what follows imports transformers and DeepSpeed, and reads all data
-        begin_session_ahead(
-            placement,
-            trainer=config.trainer,
-            rollout=config.rollout,
-            model_path=str(find_model_folder(config.model.path)),
-        )
+        folder = str(find_model_folder(config.model.path))
+        begin_session_ahead(SessionKeys.of(placement, config.trainer, config.rollout, folder))
     tried = {section: engine for section, (engine, _) in engines.items()}
     architectures = check_architectures(config.model, tried, on_gpu=placement.on_gpu)
     check_reward_model(config.model, config.reward, longest=longest)

@@ -37,9 +37,7 @@ from run_kit.errors import OWN_PACKAGES
 from ..ranks.environment import installed_releases
 
 if TYPE_CHECKING:
-    from ..job_config import JobConfig
     from ..launch.ahead import SessionKeys
-    from ..launch.placement import Placement
     from ..launch.session import HostDevices, Session
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -188,12 +186,11 @@ class Left:
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from rl_runtime.app.kept import main; main()"
 
 
-def keep(placement: "Placement", config: "JobConfig", model_path: str, session: "Session", *, run: Path) -> str:
+def keep(keys: "SessionKeys", session: "Session", *, run: Path) -> str:
     """Leaves the servers of a run that has ended to a new standby; a line that says so."""
-    from ..launch.ahead import SessionKeys
     from ..launch.session import last_devices
 
-    command, minutes = COMMAND.get(), config.trainer.keep_servers
+    command, minutes = COMMAND.get(), keys.trainer.keep_servers
     if command is None:
         return "trainer.keep_servers: nothing is kept, as this program has no command line that could run again"
     with (run / "servers" / "standby.log").open("ab") as log:
@@ -212,7 +209,7 @@ def keep(placement: "Placement", config: "JobConfig", model_path: str, session: 
         minutes=minutes,
         origin=str(run),
         servers=session.servers.servers,
-        keys=SessionKeys.of(placement, config.trainer, config.rollout, model_path),
+        keys=keys,
         devices=last_devices(),
         built=[group.built for group in session.rank_groups],
     )

@@ -9,6 +9,7 @@ from run_kit import StopRequest
 from run_kit.timing import Laps
 
 from ..job_config import JobConfigT
+from ..launch.ahead import SessionKeys
 from ..launch.session import open_session
 from ..ranks.model_handle import ModelHandle
 from ..resolve.job import resolve_traces
@@ -64,14 +65,8 @@ def run_job(resolved: ResolvedConfig[JobConfigT], plan: JobPlan, compose: Callab
         start.mark("inputs")
         with open_run_files(trainer, run.path, tracker.info) as files:
             files.bring(inputs.model_path, plan.placement.nodes)  # the servers load it
-            with open_session(
-                plan.placement,
-                trainer=config.trainer,
-                rollout=config.rollout,
-                model_path=str(inputs.model_path),
-                log_dir=run.path / "servers",
-                mark=start.mark,
-            ) as session:
+            keys = SessionKeys.of(plan.placement, config.trainer, config.rollout, str(inputs.model_path))
+            with open_session(keys, log_dir=run.path / "servers", mark=start.mark) as session:
                 if session.note:
                     tracker.info(session.note)
                 job = Job(
@@ -90,7 +85,7 @@ def run_job(resolved: ResolvedConfig[JobConfigT], plan: JobPlan, compose: Callab
                 )
                 result = Restarts(job).attempts(partial(_run_attempt, compose=compose))
                 if trainer.keep_servers and result.stopped_after is None:
-                    tracker.info(kept.keep(plan.placement, config, str(inputs.model_path), session, run=run.path))
+                    tracker.info(kept.keep(keys, session, run=run.path))
             tracker.summary(result)  # ranks and servers are gone; uploads continue to the end of the outer block
         if stop.signal and result.stopped_after is not None:
             end_stopped(run, tracker, trainer, stop.signal, f"{result.stopped_after}")

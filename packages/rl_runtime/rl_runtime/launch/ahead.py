@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,8 @@ _kept: "list[tuple[SessionKeys, ServerGroup]]" = []
 class SessionKeys:
     """Everything that the processes of a session depend on: runs that agree in it can have the same session."""
 
+    trainer: TrainerConfig = field(compare=False)
+    """`ranks` has the part that counts."""
     placement: Placement
     rollout: RolloutConfig
     model_path: str
@@ -35,9 +37,10 @@ class SessionKeys:
 
     @classmethod
     def of(cls, placement: Placement, trainer: TrainerConfig, rollout: RolloutConfig, model_path: str) -> "SessionKeys":
-        """Those of the arguments of `open_session`."""
+        """Those of a run with the servers' model in the folder `model_path`."""
         files = [(path.name, path.stat()) for path in sorted(Path(model_path).iterdir())]
         return cls(
+            trainer=trainer,
             placement=placement,
             rollout=rollout,
             model_path=model_path,
@@ -48,13 +51,13 @@ class SessionKeys:
     def differing(self, other: "SessionKeys") -> list[str]:
         """Names of what differs."""
         names = []
-        for field in fields(self):
-            mine, theirs = getattr(self, field.name), getattr(other, field.name)
-            if field.name == "rollout":
+        for own in fields(self):
+            mine, theirs = getattr(self, own.name), getattr(other, own.name)
+            if own.name == "rollout":
                 keys = [one.name for one in fields(mine) if getattr(mine, one.name) != getattr(theirs, one.name)]
                 names += [f"rollout.{key}" for key in keys]
-            elif mine != theirs:
-                names.append(field.name)
+            elif own.compare and mine != theirs:
+                names.append(own.name)
         return names
 
 

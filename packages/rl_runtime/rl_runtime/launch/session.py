@@ -22,7 +22,7 @@ from rollout_vllm.servers import control
 from run_kit.profiling import TraceRecorder
 from weight_sync import server_args, server_env
 
-from ..config import RanksConfig, TrainerConfig, TrainingConfig
+from ..config import RanksConfig, TrainingConfig
 from ..ranks.environment import visible_gpus
 from ..ranks.trainer_worker import TrainerWorker
 from ..ranks.worker_group import Seat, WorkerGroup
@@ -238,27 +238,22 @@ def open_rank_session(
 
 @contextmanager
 def begin_session(
-    placement: Placement,
-    *,
-    trainer: TrainerConfig,
-    rollout: RolloutConfig,
-    model_path: str,
-    log_dir: Path,
-    mark: Callable[[str], None] = lambda _: None,
+    keys: SessionKeys, *, log_dir: Path, mark: Callable[[str], None] = lambda _: None
 ) -> Iterator[Session]:
     """Starts Ray and the processes of servers and ranks, and does not wait for them. Arguments as of `open_session`."""
+    placement, address = keys.placement, keys.trainer.ray_address
     with ExitStack() as stack:
-        start = partial(_servers, placement, rollout, model_path, log_dir)
-        kept = take_servers(SessionKeys.of(placement, trainer, rollout, model_path))
+        start = partial(_servers, placement, keys.rollout, keys.model_path, log_dir)
+        kept = take_servers(keys)
         servers = kept and stack.enter_context(kept)
         # A run waits longest for its servers, so they start first where they do not need Ray's nodes. Not on the CPU:
         # Ray's processes must start within 30 s, and vLLM's start uses every core.
-        early = placement.on_gpu and trainer.ray_address is None
+        early = placement.on_gpu and address is None
         servers = servers or (stack.enter_context(start(None)) if early else None)
-        devices = stack.enter_context(_ray(trainer.ray_address, placement))
+        devices = stack.enter_context(_ray(address, placement))
         servers = servers or stack.enter_context(start(devices.reservation))
         mark("Ray")
-        session = Session(placement, trainer, rollout, devices=devices, servers=servers)
+        session = Session(placement, keys.trainer, keys.rollout, devices=devices, servers=servers)
         stack.callback(session.close)
         session.begin_ranks()
         yield session
@@ -266,13 +261,7 @@ def begin_session(
 
 @contextmanager
 def open_session(
-    placement: Placement,
-    *,
-    trainer: TrainerConfig,
-    rollout: RolloutConfig,
-    model_path: str,
-    log_dir: Path,
-    mark: Callable[[str], None] = lambda _: None,
+    keys: SessionKeys, *, log_dir: Path, mark: Callable[[str], None] = lambda _: None
 ) -> Iterator[Session]:
     """Starts servers and ranks, unless they have started ahead; the servers may still be loading when this yields.
 
@@ -282,10 +271,8 @@ def open_session(
     Raises:
         RankError: a rank could not start.
     """
-    ahead, differing = take_ahead(SessionKeys.of(placement, trainer, rollout, model_path))
-    with ahead or begin_session(
-        placement, trainer=trainer, rollout=rollout, model_path=model_path, log_dir=log_dir, mark=mark
-    ) as session:
+    ahead, differing = take_ahead(keys)
+    with ahead or begin_session(keys, log_dir=log_dir, mark=mark) as session:
         if differing:
             session.note = f"servers and ranks that had started are not used: other {', '.join(differing)}"
         session.link_logs(log_dir)
@@ -293,20 +280,18 @@ def open_session(
         yield session
 
 
-def begin_session_ahead(
-    placement: Placement, *, trainer: TrainerConfig, rollout: RolloutConfig, model_path: str
-) -> None:
+def begin_session_ahead(keys: SessionKeys) -> None:
     """Begins the session that `open_session` will be asked for, and lets its ranks import what the model needs."""
 
     @contextmanager
     def begin(logs: Path) -> Iterator[Session]:
-        with begin_session(placement, trainer=trainer, rollout=rollout, model_path=model_path, log_dir=logs) as session:
+        with begin_session(keys, log_dir=logs) as session:
             session.logs_ahead = logs
             for group in session.rank_groups:
-                group.begin_warm_up(model_path)
+                group.begin_warm_up(keys.model_path)
             yield session
 
-    begin_ahead(SessionKeys.of(placement, trainer, rollout, model_path), begin, Path(trainer.output_dir))
+    begin_ahead(keys, begin, Path(keys.trainer.output_dir))
 
 
 def plan_session(

@@ -196,14 +196,14 @@ class ModelHandle:
             DivergedError: `max_skipped_updates` updates in a row had a gradient that is not finite.
         """
         term = None if head_term is None else RankFunction.of(head_term)
-        return self._train(mini_batch, loss_fn, head_term=term, teacher=None if teacher is None else teacher.name)[0]
+        name = None if teacher is None else teacher.name
+        return self._update(mini_batch, loss_fn, head_term=term, teacher=name)[0]
 
     def update_with_own_log_probs(
         self, mini_batch: MiniBatch, loss_fn: LossFn, *, column: str
     ) -> tuple[StepStats, Tensor]:
         """`update` whose loss gets the log-probs of its own forward pass as `column`; with these, [K], else NaN."""
-        stats, outputs = self._train(mini_batch, loss_fn, own_log_probs=column)
-        return stats, mini_batch.train_batch.gather(self._layout, outputs, [mini_batch.index])
+        return self._update(mini_batch, loss_fn, own_log_probs=column)
 
     def accumulate(self, batch: TrainBatch, loss_fn: LossFn, *, column: str) -> tuple[float, dict[str, float], Tensor]:
         """Adds the gradient of a batch of one mini batch to those that wait for `step`.
@@ -214,13 +214,8 @@ class ModelHandle:
         Returns:
             The loss and the metrics, summed, and these log-probs, [K].
         """
-        loss_function, number = RankFunction.of(loss_fn), batch.send(self._layout)
-        columns = batch.missing_columns(self._layout, 0)
-        results = self.ranks.run_each(
-            TrainerWorker.accumulate, columns, number, self.name, 0, loss_function, self._temperature, column
-        )
-        loss, metrics = results[0][0]
-        return loss, metrics, batch.gather(self._layout, [own_Kr for _, own_Kr in results], [0])
+        (loss, metrics), own_K = self._train(batch, 0, loss_fn, own_log_probs=column, steps=False)
+        return loss, metrics, own_K
 
     def step(self, settings: StepSettings) -> tuple[float, bool]:
         """One optimizer step on the gradients that wait: the norm before clipping, and False if it was not finite."""
@@ -230,18 +225,22 @@ class ModelHandle:
         """Sets the optimizer's states to those of a new one; the weights stay."""
         self.ranks.run(TrainerWorker.forget_optimizer, self.name)
 
-    def _train(self, mini_batch: MiniBatch, loss_fn: LossFn, **options: Any) -> tuple[StepStats, list[Tensor]]:
-        """`TrainerWorker.train` on every rank; the statistics of rank 0, and the own log-probs of each."""
+    def _update(self, mini_batch: MiniBatch, loss_fn: LossFn, **options: Any) -> tuple[StepStats, Tensor]:
         batch, index = mini_batch.train_batch, mini_batch.index
+        stats, own_K = self._train(batch, index, loss_fn, **options)
+        stats = replace(stats, metrics=stats.metrics | batch.token_counts(self._layout, index))
+        self.skipped.count(stats)
+        return stats, own_K
+
+    def _train(self, batch: TrainBatch, index: int, loss_fn: LossFn, **options: Any) -> tuple[Any, Tensor]:
+        """`TrainerWorker.train` on every rank: the result of rank 0, and the own log-probs, [K], NaN without them."""
         loss, number = RankFunction.of(loss_fn), batch.send(self._layout)
         columns = batch.missing_columns(self._layout, index)
         results = self.ranks.run_each(
             TrainerWorker.train, columns, number, self.name, index, loss, self._temperature, **options
         )
-        stats: StepStats = results[0][0]
-        stats = replace(stats, metrics=stats.metrics | batch.token_counts(self._layout, index))
-        self.skipped.count(stats)
-        return stats, [own_Kr for _, own_Kr in results]
+        chosen = [index] if options.get("own_log_probs") else []
+        return results[0][0], batch.gather(self._layout, [own_Kr for _, own_Kr in results], chosen)
 
     @property
     def _layout(self) -> Layout:

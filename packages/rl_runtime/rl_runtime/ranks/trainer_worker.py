@@ -39,7 +39,6 @@ from ds_engine import (
     LossFn,
     LossOutput,
     StepSettings,
-    StepStats,
     TokenOutputs,
     ZeroEngine,
     check_model,
@@ -214,7 +213,8 @@ class TrainerWorker(RankProfiler):
         head_term: RankFunction | None = None,
         teacher: str | None = None,
         own_log_probs: str | None = None,
-    ) -> tuple[StepStats, torch.Tensor]:
+        steps: bool = True,
+    ) -> tuple[Any, torch.Tensor]:
         """One optimizer step on this rank's part of a mini batch.
 
         Args:
@@ -222,45 +222,29 @@ class TrainerWorker(RankProfiler):
             head_term: a term of the loss that needs the LM head's weight (`ds_engine.HeadTerm`).
             teacher: role of a frozen engine whose LM head the term gets as `teacher_head`.
             own_log_probs: the column under which the loss gets the log-probs of its own forward pass, detached.
+            steps: False leaves the step to `step`; the loss and the metrics are returned then.
 
         Returns:
-            Statistics, and with `own_log_probs` these log-probs, [K_r].
+            `StepStats`, and with `own_log_probs` these log-probs, [K_r].
         """
-        micro_batches = self._with_columns(columns, number, mini_batch)
+        micro_batches, engine = self._with_columns(columns, number, mini_batch), self._engines[role]
         term: Any = None if head_term is None else head_term.load()
         if teacher is not None:
             term = partial(term, teacher_head=self._engines[teacher].lm_head())
-        if self._saver is not None:
+        if steps and self._saver is not None:
             self._saver.wait_copied()
         loss_fn, kept = loss.load(), [torch.zeros(0)]
         if own_log_probs is not None:
             loss_fn = partial(_with_own_log_probs, loss_fn=loss_fn, column=own_log_probs, kept=kept)
         with record_function(f"{role}: train"):
-            stats = self._engines[role].train_mini_batch(
-                micro_batches, loss_fn, temperature=temperature, head_term=term
-            )
-        return stats, torch.cat([part_K.cpu() for part_K in kept])
-
-    def accumulate(
-        self,
-        columns: Mapping[str, torch.Tensor],
-        number: int,
-        role: str,
-        mini_batch: int,
-        loss: RankFunction,
-        temperature: float,
-        own_log_probs: str,
-    ) -> tuple[tuple[float, dict[str, float]], torch.Tensor]:
-        """`train` without the step, which `step` takes: the loss and the metrics, and the own log-probs, [K_r]."""
-        micro_batches = self._with_columns(columns, number, mini_batch)
-        kept = [torch.zeros(0)]
-        loss_fn = partial(_with_own_log_probs, loss_fn=loss.load(), column=own_log_probs, kept=kept)
-        with record_function(f"{role}: accumulate"):
-            sums = self._engines[role].accumulate(micro_batches, loss_fn, temperature=temperature)
-        return sums, torch.cat([part_K.cpu() for part_K in kept])
+            if steps:
+                result: Any = engine.train_mini_batch(micro_batches, loss_fn, temperature=temperature, head_term=term)
+            else:
+                result = engine.accumulate(micro_batches, loss_fn, temperature=temperature)
+        return result, torch.cat([part_K.cpu() for part_K in kept])
 
     def step(self, role: str, settings: StepSettings) -> tuple[float, bool]:
-        """The optimizer step on what `accumulate` has left; see `ZeroEngine.step`."""
+        """The optimizer step on what `train` has left; see `ZeroEngine.step`."""
         if self._saver is not None:
             self._saver.wait_copied()
         return self._engines[role].step(settings)
