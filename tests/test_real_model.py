@@ -18,12 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plinth_testing import run_script
-from rl_data import DataConfig, load_prompts, load_tokenizer
+from rl_data import DataConfig, load_pairs, load_prompts, load_tokenizer
 from rl_data.lost_characters import LostCharacters, compared
 from rl_data.package_index import FetchError
 from rl_data.tasks.fetched import fetch
+from rl_runtime.training.ledger import read_samples
 from tests.real_model_game import RETORTS
-from tests.run_folders import exact_metrics, metrics_rows, only
+from tests.run_folders import check_ledger, exact_metrics, metrics_rows, only
 
 QUESTIONS = [
     "What is 7 + 5?",
@@ -446,3 +447,121 @@ def test_turns_of_an_environment_continue_the_tokens_of_the_chat_template(smollm
         num_tokens = sum(len(tokenizer(context)["input_ids"]) for context in contexts[:num_retorts])
         assert record["num_context_tokens"] == num_tokens
     assert max(record["num_turns"] for record in records) == len(RETORTS) + 1
+
+
+SUMS = ((17, 25), (3, 4), (61, 8), (40, 2), (12, 30), (9, 9), (55, 44), (81, 6))
+ON_TWO_RANKS = (
+    *("supervised.steps=2", "supervised.batch_size=4", "supervised.optim.warmup_steps=0", "supervised.num_samples=0"),
+    *("engine.dtype=float32", "engine.zero.stage=3", "trainer.num_ranks=2", "trainer.device=cpu"),
+    *("trainer.save_freq=0", "trainer.test_freq=1"),
+)
+RL = (
+    *("data.train=[fetched:sums/train]", "data.val=[fetched:sums/val]", "data.max_prompt_length=96"),
+    *("batch.train_batch_size=2", "batch.mini_batch_size=2", "sampling.n=2", "sampling.max_tokens=24"),
+    *("actor.dtype=float32", "actor.zero.stage=2", "rollout.dtype=float32", "rollout.max_model_len=128"),
+    *("trainer.num_ranks=1", "trainer.device=cpu", "trainer.save_freq=0", "trainer.export_model=false"),
+    *("trainer.val_before_train=false", "trainer.val_after_train=false"),
+)
+"""Small steps of `plinth ppo` and `plinth distill` on one rank, in float32."""
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Right sums beside sums that are one more."""
+    file = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    rows = [
+        {"question": f"What is {a} + {b}?", "chosen": f"{a} + {b} = {a + b}.", "rejected": f"{a} + {b} = {a + b + 1}."}
+        for a, b in SUMS
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.thorough
+def test_a_policy_starts_as_its_reference_and_learns_from_pairs(smollm2: Path, pairs: Path, tmp_path: Path) -> None:
+    files = (f"model.path={smollm2}", f"supervised.files=[{pairs}]", f"supervised.val_files=[{pairs}]")
+    run = run_of("dpo", tmp_path, *files, *ON_TWO_RANKS, "supervised.optim.lr=1e-5", "trainer.export_model=false")
+    rows = [row for row in metrics_rows(run) if row["val/loss"]]
+    print([(row["val/loss"], row["val/accuracy"]) for row in rows])
+    assert float(rows[0]["val/loss"]) == pytest.approx(np.log(2), abs=1e-6)
+    assert abs(float(rows[0]["val/chosen_reward"])) < 1e-5
+    assert float(rows[-1]["val/loss"]) < np.log(2) - 0.01
+
+
+@pytest.fixture(scope="module")
+def reward_model(smollm2: Path, pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of a reward model that two ranks train at ZeRO-3."""
+    files = (f"model.path={smollm2}", f"supervised.files=[{pairs}]", f"supervised.val_files=[{pairs}]")
+    return run_of("reward", tmp_path_factory.mktemp("reward"), *files, *ON_TWO_RANKS, "supervised.optim.lr=1e-5")
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.thorough
+def test_transformers_gives_the_scores_of_a_reward_model(reward_model: Path, pairs: Path) -> None:
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    rows = [row for row in metrics_rows(reward_model) if row["val/loss"]]
+    model = AutoModelForSequenceClassification.from_pretrained(reward_model / "model", dtype=torch.float32)
+    tokenizer = load_tokenizer(reward_model / "model")
+    with torch.no_grad():
+        margins = [
+            chosen - rejected
+            for chosen, rejected in (
+                [float(model(torch.tensor([[*one.prompt_ids, *one.response_ids]])).logits[0, 0]) for one in both]
+                for both in ((pair.chosen, pair.rejected) for pair in load_pairs([pairs], tokenizer, DataConfig()))
+            )
+        ]
+    print([(row["val/loss"], row["val/accuracy"], row["val/margin"]) for row in rows], np.mean(margins))
+    assert float(rows[-1]["val/margin"]) == pytest.approx(np.mean(margins), abs=1e-3)
+    assert float(rows[-1]["val/loss"]) < float(rows[0]["val/loss"])
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.thorough
+def test_ppo_with_a_reward_model_trains_on_samples_of_the_version_before(
+    smollm2: Path, reward_model: Path, tmp_path: Path
+) -> None:
+    run = run_of(
+        "ppo",
+        tmp_path,
+        *RL,
+        f"model.path={smollm2}",
+        f"reward.model={reward_model / 'model'}",
+        *("critic.dtype=float32", "critic.zero.stage=2", "actor.optim.lr=1e-4", "trainer.total_training_steps=3"),
+        *("trainer.max_staleness=1", "sync.running_requests=wait"),
+    )
+    samples = read_samples(run)
+    check_ledger(samples, steps=3, groups=2, samples=2, max_staleness=1)
+    assert {row.step - 1 - int(row.oldest_version) for row in samples} == {0, 1}
+    rows = metrics_rows(run)
+    for row in rows:
+        print({name: row[name] for name in row if "mismatch" in name or name.startswith(("critic/", "actor/grad"))})
+        assert float(row["rollout/log_prob_mismatch"] or 0) < 1e-4, "a token has the version of other weights"
+        assert float(row["critic/vf_loss"]) > 0
+        assert float(row["critic/grad_norm"]) > 0
+        assert float(row["critic/score/max"]) > float(row["critic/score/min"])
+    assert max(float(row["rollout/log_prob_mismatch_stale"] or 0) for row in rows) > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.thorough
+def test_a_student_differs_from_itself_as_its_teacher_by_rounding_until_it_moves(smollm2: Path, tmp_path: Path) -> None:
+    """The teacher is a server, whose log-probs of the sampled tokens are compared with those of the rank."""
+    run = run_of(
+        "distill",
+        tmp_path,
+        *RL,
+        *(f"model.path={smollm2}", f"teacher.model={smollm2}", "trainer.total_training_steps=2"),
+        *("teacher.server.dtype=float32", "teacher.server.kv_cache_gib=0.3", "teacher.server.cpu_threads=1"),
+        *("algorithm.entropy_coef=0.01", "actor.optim.lr=1e-4"),
+    )
+    first, second = (abs(float(row["teacher/kl"])) for row in metrics_rows(run))
+    print(first, second)
+    assert first < 1e-4
+    assert second > 1e-2

@@ -7,14 +7,14 @@ makes an EngineConfig; `imported` returns the fate of each key for whoever has f
 import difflib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 import yaml
+from pydantic import TypeAdapter, ValidationError
 
 from plinth_base.dtypes import dtype_bytes
-from plinth_base.errors import prefix_fields
 
 from .config import EngineConfig
 from .deepspeed_keys import HPZ, OWNED
@@ -229,6 +229,7 @@ def table(
         **{key: lacks(f"not supported{why}") for why, keys in _REFUSED.items() for key in keys.split()},
         **{key: Key(why=why) for why, keys in _NO_EFFECT.items() for key in keys.split()},
         **section(zero, zero_keys),
+        zero: Key("zero.stage", _stage_of_switch, note="DeepSpeed's old switch: stage 1 or none"),
         "zero_stage": stage_key,
         **{f"offload_{part}_device": key for part, key in device.items()},
         **dict.fromkeys(("offload_optimizer_nvme_path", "offload_param_nvme_path"), nvme),
@@ -293,16 +294,28 @@ def _optimizer(name: str) -> str:
     return f"torch.optim:{name}"
 
 
-def _muon_defaults(given: Collection[str]) -> list[tuple[str, str, Any]]:
-    """Keys of DeepSpeed's Muon that a file leaves out, with DeepSpeed's defaults where ours are others."""
-    params = "optimizer.params."
-    values: dict[str, Any] = {"adjust_lr_fn": "original", "betas": [0.9, 0.95], "eps": 1e-10}
-    if f"{params}lr" not in given:
-        values |= {"muon_lr": 0.02, "adam_lr": 3e-4}
+def _stage_of_switch(value: Any) -> int:
+    if not isinstance(value, bool):
+        raise TypeError("a section is needed")
+    return 1
+
+
+def _left_out(given: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
+    """Keys of the optimizer and scheduler that a file leaves out, with DeepSpeed's defaults where ours are others."""
+    optimizer, scheduler = given.get("optimizer.type"), given.get("scheduler.type")
+    is_muon = optimizer is not None and _optimizer(str(optimizer)) == "muon"
+    params: dict[str, Any] = {"adjust_lr_fn": "original", "betas": [0.9, 0.95], "eps": 1e-10} if is_muon else {}
+    if is_muon and "optimizer.params.lr" not in given:
+        params |= {"muon_lr": 0.02, "adam_lr": 3e-4}
+    elif optimizer is not None and "scheduler.params.warmup_max_lr" not in given:
+        params |= {"lr": 1e-3}
+    schedule = {"warmup_num_steps": 1000} if scheduler in _SCHEDULES else {}
+    schedule |= {"WarmupDecayLR": {"warmup_max_lr": 1e-3}, "WarmupCosineLR": {"cos_min_ratio": 1e-4}}.get(scheduler, {})
     return [
-        (f"optimizer.type (its {key})", params + key, value)
+        (f"{section}.type (its {key})", f"{section}.params.{key}", value)
+        for section, values in (("optimizer", params), ("scheduler", schedule))
         for key, value in values.items()
-        if params + key not in given
+        if f"{section}.params.{key}" not in given
     ]
 
 
@@ -352,8 +365,7 @@ def imported(
     if backend != "DEEPSPEED":
         raise EngineConfigError(field="distributed_type", value=backend, allowed="DEEPSPEED")
     keys = list(_flattened(tree, folder))
-    if any(path == "optimizer.type" and _optimizer(str(value)) == "muon" for _, path, value in keys):
-        keys += _muon_defaults({path for _, path, _ in keys})
+    keys += _left_out({path: value for _, path, value in keys})
     values = {path: value for _, path, value in keys}
     rows = table(**_context(values, given)) | dict(further or {})
     if not any(path in rows for path in values):
@@ -388,25 +400,44 @@ def config_from_deepspeed(
         remedy = "; ".join(filter(None, (first.ours and f"set {first.ours}", others and f"also refused: {others}")))
         raise EngineConfigError(first.why, field=first.theirs, value=first.value, remedy=remedy or None)
     settings = {entry.ours: entry.our_value for entry in entries if entry.fate == "mapped"}
-    config: EngineConfig = _with_settings(EngineConfig(), {**settings, **given})
-    return config
+    return engine_config({**settings, **given})
 
 
-def _with_settings(config: Any, settings: Mapping[str, Any]) -> Any:
-    """The configuration with dotted settings, all at once: some are valid only together."""
-    sections: dict[str, dict[str, Any]] = {}
+def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
+    """The configuration with dotted settings, all at once: some are valid only together.
+
+    Raises:
+        EngineConfigError: an unknown key, or an invalid value.
+    """
+    keys = list(_paths(EngineConfig))
+    values: dict[str, Any] = {}
     for key, value in settings.items():
-        name, _, rest = key.partition(".")
-        sections.setdefault(name, {})[rest] = tuple(value) if isinstance(value, list) else value
-    changes = {}
-    for name, inner in sections.items():
-        if not hasattr(config, name):
-            raise EngineConfigError(field=name, allowed=", ".join(field.name for field in fields(config)))
-        value = getattr(config, name)
-        with prefix_fields(name):
-            is_section = is_dataclass(value) and "" not in inner
-            changes[name] = _with_settings(value, inner) if is_section else inner.get("", inner)
-    return replace(config, **changes)
+        if key not in keys and not key.startswith(("optim.options.", "zero.deepspeed.")):
+            inner = key.partition(".")[2]  # such as zero.stage for actor.zero.stage of an app
+            near = [inner] if inner in keys else difflib.get_close_matches(key, keys, n=1)
+            hint: dict[str, str] = {"remedy": f"nearest: {near[0]}"} if near else {"allowed": ", ".join(keys)}
+            raise EngineConfigError("unknown key", field=key, **hint)
+        *sections, name = key.split(".")
+        section = values
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[name] = tuple(value) if isinstance(value, list) else value
+    try:
+        return TypeAdapter(EngineConfig).validate_python(values)
+    except ValidationError as error:
+        detail = error.errors()[0]
+        section_path = ".".join(str(part) for part in detail["loc"])
+        refused = detail.get("ctx", {}).get("error")
+        if isinstance(refused, EngineConfigError):
+            raise refused.under(section_path) from None
+        raise EngineConfigError(detail["msg"], field=section_path, value=detail["input"]) from None
+
+
+def _paths(config_class: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted paths of all keys."""
+    for name, annotation in get_type_hints(config_class).items():
+        section = next(filter(is_dataclass, (annotation, *get_args(annotation))), None)
+        yield from [prefix + name] if section is None else _paths(section, f"{prefix}{name}.")
 
 
 def _context(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -485,6 +516,8 @@ def _converted(name: str, value: Any, convert: Callable[[Any], Any]) -> Any:
 
 def _unknown(path: str, known: Collection[str]) -> str:
     """Message about an unknown key. A known key in another section is nearer than one of a similar name."""
+    if path in _SECTIONS:
+        return "a section is needed"
     last = path.rpartition(".")[2]
     near = [key for key in known if key.rpartition(".")[2] == last]
     near = near or difflib.get_close_matches(path, (*known, *_SECTIONS), n=1)

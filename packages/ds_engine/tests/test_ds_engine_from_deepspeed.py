@@ -21,6 +21,7 @@ from ds_engine import (
     deepspeed_config,
 )
 from ds_engine.from_deepspeed import imported, table
+from plinth_testing import raises
 from plinth_testing.deepspeed_configs import CONFIGS
 
 
@@ -124,6 +125,7 @@ def test_the_config_that_the_engine_gives_deepspeed_reads_back(
 @pytest.mark.parametrize(
     ("optimizer", "settings"),
     [
+        ({"type": "AdamW"}, {"lr": 1e-3}),
         ({"type": "SGD", "params": {"lr": 0.1}}, {"name": "sgd", "lr": 0.1}),
         (
             {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "nesterov": True}},
@@ -159,6 +161,30 @@ def test_the_config_that_the_engine_gives_deepspeed_reads_back(
 )
 def test_deepspeeds_optimizers_train_with_the_same_numbers(optimizer: dict[str, Any], settings: dict[str, Any]) -> None:
     assert config_from_deepspeed({"optimizer": optimizer}).optim == OptimConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "lr", "settings"),
+    [
+        ({"type": "WarmupLR"}, 1e-5, {"lr": 1e-5, "warmup_steps": 1000}),
+        ({"type": "WarmupLR", "params": {"warmup_max_lr": 1e-4}}, None, {"lr": 1e-4, "warmup_steps": 1000}),
+        ({"type": "WarmupDecayLR", "params": {"total_num_steps": 2000}}, None, {"lr": 1e-3, "total_steps": 2000}),
+        ({"type": "WarmupCosineLR", "params": {"total_num_steps": 2000}}, 1e-5, {"lr": 1e-5, "min_lr_ratio": 1e-4}),
+    ],
+)
+def test_keys_that_a_file_leaves_out_have_deepspeeds_values(
+    scheduler: dict[str, Any], lr: float | None, settings: dict[str, Any]
+) -> None:
+    optimizer = {"type": "AdamW", "params": {} if lr is None else {"lr": lr}}
+    optim = config_from_deepspeed({"optimizer": optimizer, "scheduler": scheduler}).optim
+    assert {key: getattr(optim, key) for key in settings} == settings
+    assert optim.warmup_steps == 1000
+
+
+def test_a_rate_that_a_scheduler_would_override_without_a_word_is_refused() -> None:
+    scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": 2000}}
+    with raises(EngineConfigError, field="scheduler.type (its warmup_max_lr)", value=1e-3):
+        config_from_deepspeed({"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}, "scheduler": scheduler})
 
 
 @pytest.mark.parametrize("name", ["Lion", "Lamb", "OneBitAdam", "NoSuchOptimizer"])
@@ -209,6 +235,8 @@ def test_given_settings_override_the_file_and_say_so() -> None:
     ("tree", "field", "value"),
     [
         ({"zero_optimization": {"stage": "two"}}, "zero_optimization.stage", "two"),
+        ({"zero_optimization": 2}, "zero_optimization", 2),
+        ({"fp16": True, "gradient_clipping": 1.0}, "fp16", True),
         ({"zero_optimization": {"stage": 4}}, "zero.stage", 4),
         ({"zero_optimization": {"stage": 2, "reduce_bucket_size": True}}, "zero_optimization.reduce_bucket_size", True),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "fp16.enabled", True),

@@ -262,14 +262,10 @@ def test_a_model_of_the_hub_is_planned_where_its_download_put_it(
 @pytest.mark.parametrize(
     ("stage", "gpus", "compiled", "recomputed", "kept_gib", "tokens", "measured_gib"),
     [
-        (1, 1, True, False, 2, 12288, 23.7),
-        (2, 1, True, False, 0.5, 12288, 20.0),
         (2, 1, True, False, 2, 12288, 21.48),
         (2, 1, True, False, 0.5, 24576, 31.2),
         (2, 2, True, False, 2, 12288, 18.15),
         (3, 1, False, False, 0.5, 12288, 31.79),
-        (3, 1, True, False, 0.5, 12288, 19.98),
-        (3, 1, True, False, 2, 12288, 21.48),
         (3, 1, False, True, 0.5, 12288, 11.93),
         (3, 1, True, True, 0.5, 12288, 11.67),
         (3, 2, True, False, 2, 12288, 18.71),

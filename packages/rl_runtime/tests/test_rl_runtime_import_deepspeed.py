@@ -78,12 +78,6 @@ def test_document_4s_zero_3_becomes_a_preset(tmp_path: Path) -> None:
     assert "# refused" not in (tmp_path / "preset.yaml").read_text()
 
 
-def test_zero_2_for_sft_has_the_keys_of_that_app(tmp_path: Path) -> None:
-    config = imported(tmp_path, ZERO_2, "sft")
-    assert (config.engine.zero.stage, config.engine.dtype, config.trainer.num_ranks) == (2, "float16", 2)
-    assert config.engine.zero.offload.optimizer == "cpu"
-
-
 def test_a_deepspeed_json_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(JSON_FILE))
     config = imported(tmp_path, with_file("ds.json"), "sft")

@@ -4,7 +4,6 @@ import asyncio
 import json
 import math
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from rl_runtime.rollout.scoring import Scorer, rewards_of_rows
 from rl_runtime.rollout.scoring_config import RewardTermConfig, ScoringConfig
 from rl_runtime.training.policy import PolicyConfig
 from rl_runtime.training.reward_model import scored_batch, with_output
-from rollout_vllm import RolloutConfig, Sample, ServerGroup
+from rollout_vllm import Sample
 
 sys.path.insert(0, str(Path(__file__).parent))  # where a user's own functions are
 
@@ -242,49 +241,3 @@ def test_two_ranks_compute_the_scores_of_transformers(two_ranks: RankPool, rewar
     assert max(expected) - min(expected) > 1
     for case, scores in on_ranks(two_ranks, reward_folder, tmp_path / "headless").items():
         assert scores == pytest.approx(expected, abs=1e-4), case
-
-
-def wait_until_it_scores(group: ServerGroup, reward: ScoringConfig) -> None:
-    """`ServerGroup.wait_ready` asks for tokens, which a pooling server does not generate."""
-    deadline = time.monotonic() + 400
-    while True:
-        try:
-            return check_reward_model(BUILTIN, reward, longest=68)
-        except InputError as error:
-            group.check()
-            if "connect" not in str(error).lower() or time.monotonic() > deadline:
-                raise
-        time.sleep(0.5)
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_a_server_gives_the_scores_that_the_ranks_compute(
-    two_ranks: RankPool, reward_folder: Path, tmp_path: Path
-) -> None:
-    """The same folder behind a real `vllm serve --runner pooling`, float32: within 1e-3."""
-    by_stage = on_ranks(two_ranks, reward_folder, tmp_path / "headless")
-    config = RolloutConfig(
-        dtype="float32", max_model_len=128, max_num_seqs=16, kv_cache_gib=0.1, cpu_threads=1, device="cpu"
-    )
-    with ServerGroup.launch(reward_folder, config, log_dir=tmp_path, extra_args=["--runner", "pooling"]) as group:
-        [endpoint] = group.endpoints
-        reward = ScoringConfig(
-            model=str(reward_folder),
-            url=endpoint.url,
-            service="reward_model",
-            api_key=endpoint.api_key,
-            model_weight=2.0,
-            terms=TERM,
-            timeout_s=120,
-        )
-        wait_until_it_scores(group, reward)
-        with Scorer(reward) as scorer:
-            began = time.monotonic()
-            scores = asyncio.run(scorer.score([sample(tuple(ids), tuple(rest)) for ids, rest in SAMPLES]))
-    print(f"{len(scores)} scores in {time.monotonic() - began:.2f} s")
-    assert [score.message for score in scores] == [""] * len(SAMPLES)
-    for computed in by_stage.values():
-        assert [score.terms["model"] for score in scores] == pytest.approx(computed, abs=1e-3)
-    for score in scores:
-        assert score.score == pytest.approx(2 * score.terms["model"] + 0.5 * score.terms["brief"])

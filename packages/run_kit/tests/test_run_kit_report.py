@@ -55,30 +55,20 @@ def page(run: RunFolder) -> str:
     return run.report_file.read_text(encoding="utf-8")
 
 
-def test_images_of_samples_are_shown_by_their_files(page: str, run: RunFolder, tmp_path: Path) -> None:
+def test_images_and_trees_of_samples_are_shown(page: str, run: RunFolder, tmp_path: Path) -> None:
     folder = shutil.copytree(run.path, tmp_path / "run")
     (file,) = list(folder.glob("rollouts/*12.jsonl"))
     first, *others = file.read_text().split("\n")
-    file.write_text("\n".join([json.dumps({**json.loads(first), "images": ["/a/b c.png"]}), *others]))
+    file.write_text("\n".join([json.dumps({**json.loads(first), "images": ["/a/b c.png"], "tree": "turn 0"}), *others]))
     seen = write_report(folder).read_text(encoding="utf-8")
-    assert ["/a/b c.png"] in [record.get("images") for record in records_of(seen)]
+    assert (["/a/b c.png"], "turn 0") in [(record.get("images"), record.get("tree")) for record in records_of(seen)]
+    assert "if (r.tree)" in seen
     assert "img-src data: file:" in seen
 
 
 def records_of(page: str) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = json.loads(re.findall(r'id="records">(.*?)</script>', page, flags=re.DOTALL)[0])
     return records
-
-
-def test_everything_is_on_the_page(page: str) -> None:
-    for words in ("Curves", "Where the time goes", "Memory", "Rollout and trainer", "Rollouts", "All metrics"):
-        assert f">{words}</h2>" in page
-    for words in ("backward", "1.000", "25.0%", "rollouts_per_step", "step 12/12"):
-        assert words in page
-    assert page.count("<svg") == page.count("</svg>") >= 6
-    own = page.split('id="mismatch"')[1].split("</section>")[0]
-    assert own.count("<svg") == 3, "the gap, the ratio, the effective sample size"
-    assert not [name for name in ("mismatch_ess", "host_peak_gib") if name in page.split('id="time"')[0]]
 
 
 def test_nothing_is_loaded_from_elsewhere(page: str) -> None:
@@ -113,17 +103,6 @@ def test_ids_are_unique_and_links_lead_to_them(page: str, comparison: Path) -> N
         assert set(re.findall(r'href="#([^"]*)"|url\(#([^)]*)\)', markup)) <= {(one, "") for one in ids} | {
             ("", one) for one in ids
         }
-
-
-def test_a_comparison_shows_the_runs_side_by_side(comparison: Path) -> None:
-    page = comparison.read_text(encoding="utf-8")
-    for words in ("Overview", "Keys that differ", "Curves", "Where the time goes", "Memory", "Rollouts"):
-        assert f">{words}</h2>" in page
-    assert "first &lt;run&gt;" in page
-    assert "first <run>" not in page
-    for words in ("actor.<wbr>zero.<wbr>stage", "2.500", "3.500", "critic/<wbr>score/<wbr>mean"):
-        assert words in page
-    assert {record["run"] for record in records_of(page)} == {"first <run>", "second & last"}
 
 
 def test_a_phase_of_few_steps_counts_for_all_of_them_and_its_name_breaks_at_underscores(tmp_path: Path) -> None:
@@ -161,13 +140,6 @@ def test_reports_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
     assert report_command([]) == 2
     with pytest.raises(ReportError, match="two run folders"):
         write_comparison({"a": one}, tmp_path / "x.html")
-
-
-def test_a_page_of_a_run_with_one_step_and_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / "metrics.tsv").write_text("step\tmy/own\n1\t2\n")
-    page = write_report(tmp_path).read_text()
-    assert "my/own" in page
-    assert 'id="query"' not in page
 
 
 @pytest.mark.parametrize(

@@ -340,7 +340,7 @@ class MatchedAttention:
 
     @classmethod
     def make(cls, packing: PackedLayout, operations: Operations) -> MatchedAttention:
-        """For one packed row or tree."""
+        """The layout and the operation for one packed row or tree."""
         keys, tree = packing.keys, packing.tree
         table = keys.cu_seqlens[:-1, None] + torch.arange(keys.longest, device=keys.cu_seqlens.device)
         if tree is not None and packing.kernel == "flash4":  # keys of a path are read in place, not gathered

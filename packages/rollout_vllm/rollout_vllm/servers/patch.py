@@ -276,6 +276,6 @@ def records() -> list[dict[str, str]]:
 
 
 def untested_vllm() -> str | None:
-    """Why the installed vLLM is none of the tested ones; None if it is one. Servers then use vLLM's own paths, and do
-    not label tokens with policy versions."""
+    """Reason why the installed vLLM counts as untested; None if it is tested. Servers of an untested vLLM use its own
+    paths, and do not label tokens with policy versions."""
     return FENCE.untested("vllm")
