@@ -7,14 +7,14 @@ makes an EngineConfig; `imported` returns the fate of each key for whoever has f
 import difflib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 import yaml
+from pydantic import TypeAdapter, ValidationError
 
 from plinth_base.dtypes import dtype_bytes
-from plinth_base.errors import prefix_fields
 
 from .config import EngineConfig
 from .deepspeed_keys import HPZ, OWNED
@@ -401,25 +401,44 @@ def config_from_deepspeed(
         remedy = "; ".join(filter(None, (first.ours and f"set {first.ours}", others and f"also refused: {others}")))
         raise EngineConfigError(first.why, field=first.theirs, value=first.value, remedy=remedy or None)
     settings = {entry.ours: entry.our_value for entry in entries if entry.fate == "mapped"}
-    config: EngineConfig = _with_settings(EngineConfig(), {**settings, **given})
-    return config
+    return engine_config({**settings, **given})
 
 
-def _with_settings(config: Any, settings: Mapping[str, Any]) -> Any:
-    """The configuration with dotted settings, all at once: some are valid only together."""
-    sections: dict[str, dict[str, Any]] = {}
+def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
+    """The configuration with dotted settings, all at once: some are valid only together.
+
+    Raises:
+        EngineConfigError: an unknown key, or an invalid value.
+    """
+    keys = list(_paths(EngineConfig))
+    values: dict[str, Any] = {}
     for key, value in settings.items():
-        name, _, rest = key.partition(".")
-        sections.setdefault(name, {})[rest] = tuple(value) if isinstance(value, list) else value
-    changes = {}
-    for name, inner in sections.items():
-        if not hasattr(config, name):
-            raise EngineConfigError(field=name, allowed=", ".join(field.name for field in fields(config)))
-        value = getattr(config, name)
-        with prefix_fields(name):
-            is_section = is_dataclass(value) and "" not in inner
-            changes[name] = _with_settings(value, inner) if is_section else inner.get("", inner)
-    return replace(config, **changes)
+        if key not in keys and not key.startswith(("optim.options.", "zero.deepspeed.")):
+            inner = key.partition(".")[2]  # such as zero.stage for actor.zero.stage of an app
+            near = [inner] if inner in keys else difflib.get_close_matches(key, keys, n=1)
+            hint: dict[str, str] = {"remedy": f"nearest: {near[0]}"} if near else {"allowed": ", ".join(keys)}
+            raise EngineConfigError("unknown key", field=key, **hint)
+        *sections, name = key.split(".")
+        section = values
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[name] = tuple(value) if isinstance(value, list) else value
+    try:
+        return TypeAdapter(EngineConfig).validate_python(values)
+    except ValidationError as error:
+        detail = error.errors()[0]
+        section_path = ".".join(str(part) for part in detail["loc"])
+        refused = detail.get("ctx", {}).get("error")
+        if isinstance(refused, EngineConfigError):
+            raise refused.under(section_path) from None
+        raise EngineConfigError(detail["msg"], field=section_path, value=detail["input"]) from None
+
+
+def _paths(config_class: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted paths of all keys."""
+    for name, annotation in get_type_hints(config_class).items():
+        section = next(filter(is_dataclass, (annotation, *get_args(annotation))), None)
+        yield from [prefix + name] if section is None else _paths(section, f"{prefix}{name}.")
 
 
 def _context(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

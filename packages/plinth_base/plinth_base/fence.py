@@ -78,7 +78,7 @@ class Fence:
         return patch
 
     def untested(self, distribution: str) -> str | None:
-        """Why the installed version is none of the tested ones; None if it is one."""
+        """Reason why the installed version counts as untested; None if it is tested."""
         installed, tested = installed_version(distribution), self.tested[distribution]
         if installed is None:
             return f"{distribution} is not installed"
@@ -104,16 +104,6 @@ class Fence:
         for module in modules:
             import_module(module)
         return [patch.record() for patch in sorted(self.patches, key=lambda patch: patch.name)]
-
-    def report(self, rows: Iterable[Mapping[str, str]]) -> str:
-        """Installed and tested versions, and one line for each of `records`."""
-        lines = [
-            f"{name} {installed_version(name) or 'not installed'} (tested: {tested})"
-            for name, tested in self.tested.items()
-        ]
-        for row in rows:
-            lines.append(f"{row['state']:<14}{row['name']}" + (f": {row['problem']}" if row["problem"] else ""))
-        return "\n".join(lines)
 
     def num_calls(self) -> dict[str, int]:
         """Calls of replaced functions in this process, by name."""

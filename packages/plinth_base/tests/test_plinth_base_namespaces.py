@@ -10,6 +10,9 @@ CODE = """
 import ctypes, os, socket, sys
 from plinth_base.namespaces import drop_rights, shut_in
 folder, outside = sys.argv[1:]
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(f"{outside}/unix")
+listener.listen()
 print(shut_in(folder, 1 << 20))
 drop_rights()
 
@@ -24,6 +27,18 @@ writable = ctypes.c_ulong(0x20)  # MS_REMOUNT without MS_RDONLY
 mounts = ctypes.CDLL(None).mount(b"none", outside.encode(), None, writable, None) == 0
 writes = [reaches(lambda: open(f"{place}/file", "w")) for place in (folder, outside)]
 print(writes, mounts, reaches(lambda: socket.create_connection(("127.0.0.1", 9))))
+left = {
+    "unix": lambda: socket.socket(socket.AF_UNIX).connect(f"{outside}/unix"),
+    "vsock": lambda: socket.socket(socket.AF_VSOCK),
+    "datagrams": lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM),
+    "pairs": socket.socketpair,
+    "internet": lambda: [socket.socket(family) for family in (socket.AF_INET, socket.AF_INET6)],
+    "names": lambda: socket.getaddrinfo("127.0.0.1", 80),
+    "packets in order": lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET),
+}
+print([name for name, act in left.items() if reaches(act)])
+rings = ctypes.CDLL(None, use_errno=True).syscall(425, 1, ctypes.create_string_buffer(120))
+print(rings, os.strerror(ctypes.get_errno()))
 """
 
 
@@ -36,5 +51,6 @@ def test_a_process_that_is_shut_in_writes_its_folder_alone_and_cannot_undo_it(tm
     reached, *rest = done.stdout.splitlines()
     if "False" in reached:
         pytest.skip("the kernel denies namespaces")
-    assert rest == ["[True, False] False False"], done.stderr
-    assert not [*inside.iterdir(), *outside.iterdir()], "what it has written is gone with it"
+    sockets = "['pairs', 'internet', 'names', 'packets in order']"
+    assert rest == ["[True, False] False False", sockets, "-1 Function not implemented"], done.stderr
+    assert [*inside.iterdir(), *outside.iterdir()] == [outside / "unix"], "what it has written is gone with it"

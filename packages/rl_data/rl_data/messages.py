@@ -62,7 +62,7 @@ def with_arguments(messages: Sequence[Message], convert: Convert) -> list[Messag
 def first_lost(
     messages: Sequence[Message], text: str, *, trained: Collection[int], template: str
 ) -> tuple[int, str] | None:
-    """Index and field of a message of which a rendering lacks a part; None if it has all parts.
+    """Index and field of a message that a rendering lacks in part; None if it has all parts.
 
     The longest parts are looked for first and taken out, so that a short one is not seen in another part.
     """

@@ -195,7 +195,7 @@ def _prompt(place: Place, prompt: Any, schema: Schema) -> tuple[Message, ...]:
 
 
 def conversation(place: Place, value: Any, column: str) -> tuple[Message, ...]:
-    """The messages of a column. Raises DataError if there are none, or for a message that is none."""
+    """The messages of a column. Raises DataError if there are none, or one is invalid."""
     if not value or (isinstance(value, str) and not value.strip()):
         raise place.error("no question" if column == "question" else "no messages", _FILL_IN, column=column)
     if not isinstance(value, list):
@@ -224,7 +224,7 @@ def _message(place: Place, message: Any, column: str) -> Message:
 
 
 def tools_of(place: Place, value: Any, column: str) -> tuple[Tool, ...]:
-    """The tools of a row. Raises DataError for what is no list of JSON schemas."""
+    """The tools of a row. Raises DataError unless they are a list of JSON schemas."""
     is_padded = place.is_padded and not isinstance(value, str)
     if isinstance(value, str) and value:
         try:

@@ -73,11 +73,24 @@ def test_an_image_stands_where_a_part_a_marker_or_the_first_user_message_says(fo
     assert first.token_ids == VisionProcessor(folder)(first.text, first.images)[0]
 
 
-def test_bytes_of_parquet_files_become_one_file_each(folder: Path, red: Path) -> None:
-    buffer = io.BytesIO()
-    Image.new("RGB", (20, 20), "blue").save(buffer, "PNG")
-    rows = [{"prompt": asked("a"), "picture": {"bytes": buffer.getvalue(), "path": "x.png"}}] * 2
-    pq.write_table(pa.Table.from_pylist(rows), red.parent / "a.parquet")
+BLUE = io.BytesIO()
+Image.new("RGB", (20, 20), "blue").save(BLUE, "PNG")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"bytes": BLUE.getvalue(), "path": "x.png"},
+        [{"bytes": BLUE.getvalue(), "path": None}],
+        BLUE.getvalue(),
+        [{"bytes": None, "path": "blue.png"}],
+        ["blue.png"],
+    ],
+    ids=["struct", "list of structs", "bytes", "struct without bytes", "path"],
+)
+def test_images_of_parquet_files_are_one_file_each(folder: Path, red: Path, value: Any) -> None:
+    red.with_name("blue.png").write_bytes(BLUE.getvalue())
+    pq.write_table(pa.Table.from_pylist([{"prompt": asked("a"), "picture": value}] * 2), red.parent / "a.parquet")
     one, other = loaded(red.parent / "a.parquet", folder, columns=ColumnsConfig(images="picture"))
     assert one.images == other.images
     assert "picture" not in one.extra

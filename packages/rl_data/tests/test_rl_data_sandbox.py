@@ -158,7 +158,7 @@ def test_without_namespaces_the_log_says_what_is_open(monkeypatch: pytest.Monkey
     assert out("print(1)") == "1\n"
 
 
-def test_the_network_is_closed(closed: dict[str, bool]) -> None:
+def test_the_network_is_closed(closed: dict[str, bool], tmp_path: Path) -> None:
     if not closed["network"]:
         pytest.skip("the kernel denies network namespaces")
     program = "import socket\nfor host in ('127.0.0.1', '203.0.113.1'):\n  s = socket.socket()\n  s.settimeout(1)\n"
@@ -167,6 +167,11 @@ def test_the_network_is_closed(closed: dict[str, bool]) -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert out(program.format(port=server.getsockname()[1])) == "closed\nclosed\n"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "unix"))
+        server.listen()
+        program = f"import socket\ntry: socket.socket(socket.AF_UNIX).connect({str(tmp_path / 'unix')!r})\n"
+        assert out(f"{program}except OSError: print('closed')") == "closed\n"
 
 
 def test_files_outside_cannot_be_written(closed: dict[str, bool], tmp_path: Path) -> None:

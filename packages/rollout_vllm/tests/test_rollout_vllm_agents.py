@@ -101,6 +101,7 @@ def test_parallel_requests_and_several_answers_are_branches() -> None:
     assert [len(sample.paths), sample.num_turns, sample.score] == [4, 5, 0.5]
     assert_faithful([sample], policy)
     assert len(sample.tree) == 5
+    assert sample.tree[0] == "turn 0: 23 context '[user]hello¶[assistant]', 4 sampled (version 0) 'one'"
     assert sample.num_generated == len("onetwoabc") + 5
 
 
@@ -207,15 +208,30 @@ def test_every_span_is_trained_once_behind_its_own_tokens(drawn: tuple[EpisodeTr
         assert max(sizes, default=None) == (None if turn.parent is None else tree.turns[turn.parent].token_ids.size)
 
 
+def test_a_reader_sees_who_continues_whom_and_what_was_said() -> None:
+    tree = EpisodeTree()
+    tree.decode = lambda ids: bytes(ids.tolist()).decode()
+    for version, (prompt, said) in enumerate([(b"ab", b"c"), (b"abcd", b"e"), (b"abcf", b"g"), (b"axy", b"z")]):
+        tree.add([*prompt], Sample(sample_index=0, response_ids=[*said], last_policy_version=version))
+    assert tree.lines() == [
+        "turn 0: 2 context 'ab', 1 sampled (version 0) 'c'",
+        "  turn 1: 1 context 'd', 1 sampled (version 1) 'e'",
+        "  turn 2: 1 context 'f', 1 sampled (version 2) 'g'",
+        "turn 3, branches after 1 common tokens: 3 context 'xy', 1 sampled (version 3) 'z'",
+    ]
+
+
 # ---- what an agent's process reaches ------------------------------------------------------------------------------
 def test_an_isolated_agent_reaches_the_policy_and_its_folder_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "PYTEST_VERSION" in os.environ, "it stands for a secret"
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    local = str(tmp_path / "unix")
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_server(local, family=socket.AF_UNIX):
         connect = f"import socket; socket.create_connection(('127.0.0.1', {listener.getsockname()[1]}))"
         closed = {
             "network": f'{sys.executable} -c "{connect}"',
+            "sockets": f"{sys.executable} -c \"import socket; socket.socket(socket.AF_UNIX).connect('{local}')\"",
             "files": f"touch {tmp_path}/written",
             "processes": f"kill -0 {os.getpid()}",
             "secrets": "env | grep PYTEST_VERSION",
@@ -223,8 +239,10 @@ def test_an_isolated_agent_reaches_the_policy_and_its_folder_alone(
         still_closed = {
             "secrets of the agent": "cat /proc/$PPID/environ /proc/*/environ | grep PYTEST_VERSION",
             "its mounts": f"mount -o remount,rw {tmp_path} && touch {tmp_path}/written",
+            "more files": "fallocate -l 257M large",
         }
         reached = {"its folder": 'touch "$HOME/own" "$TMPDIR/own" own', "files to read": f"cat {__file__}"}
+        reached |= {"files in memory": "fallocate -l 200M large"}
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
         (failure,) = play("curious", prompt=closed | still_closed | reached, isolated=True).failures
         assert failure.message.endswith(f"ValueError: reached: {[*reached]}")

@@ -37,7 +37,7 @@ class RunsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run folder as it is found. What it does not say is None or empty."""
+    """The state of a run folder. Facts that it lacks are None or empty."""
 
     name: str
     state: Literal["running", "finished", "stopped", "failed", "died", "unknown"]
@@ -123,7 +123,7 @@ def _last_line(path: Path) -> str:
 
 
 def to_text(runs: Sequence[Run]) -> str:
-    """A table, with what is known about a run's end below its line."""
+    """A table of the runs, with the reason of a run's end below its line."""
     rows = [_COLUMNS, *map(_cells, runs)]
     lines = aligned(rows)
     for number, run in reversed(list(enumerate(runs, start=1))):
@@ -148,7 +148,7 @@ def show(config: RunsConfig) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Lists the runs, or what `compare` and `open` do; exits with 2 if there is no such folder or run."""
+    """Lists the runs, or runs `compare` or `open`; exits with 2 if there is no such folder or run."""
     arguments = ["json=true" if a == "--json" else a for a in (sys.argv[1:] if argv is None else argv)]
     name = arguments[0] if arguments else ""
     if name in ACTIONS:

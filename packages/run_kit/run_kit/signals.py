@@ -38,7 +38,7 @@ class StopRequest:
 
     @contextmanager
     def listen(self, notice: str) -> Iterator[None]:
-        """Within it the first signal sets `signal` and prints `notice`; the next one acts as it did before.
+        """Context in which the first signal sets `signal` and prints `notice`; the next one acts as it did before.
 
         Only the main thread receives signals: in another one this does nothing.
         """

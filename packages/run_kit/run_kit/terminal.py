@@ -78,7 +78,7 @@ class Terminal:
 
 @contextmanager
 def lasting_streams() -> Iterator[None]:
-    """Standard streams of a program as Terminals. A program that would end well does not if `stdout.end` says so."""
+    """Context in which standard streams are Terminals; at its end `stdout.end` may end the program with an error."""
     stdout, stderr = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = out, err = Terminal(stdout), Terminal(stderr)
     try:

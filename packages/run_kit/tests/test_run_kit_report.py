@@ -55,13 +55,14 @@ def page(run: RunFolder) -> str:
     return run.report_file.read_text(encoding="utf-8")
 
 
-def test_images_of_samples_are_shown_by_their_files(page: str, run: RunFolder, tmp_path: Path) -> None:
+def test_images_and_trees_of_samples_are_shown(page: str, run: RunFolder, tmp_path: Path) -> None:
     folder = shutil.copytree(run.path, tmp_path / "run")
     (file,) = list(folder.glob("rollouts/*12.jsonl"))
     first, *others = file.read_text().split("\n")
-    file.write_text("\n".join([json.dumps({**json.loads(first), "images": ["/a/b c.png"]}), *others]))
+    file.write_text("\n".join([json.dumps({**json.loads(first), "images": ["/a/b c.png"], "tree": "turn 0"}), *others]))
     seen = write_report(folder).read_text(encoding="utf-8")
-    assert ["/a/b c.png"] in [record.get("images") for record in records_of(seen)]
+    assert (["/a/b c.png"], "turn 0") in [(record.get("images"), record.get("tree")) for record in records_of(seen)]
+    assert "if (r.tree)" in seen
     assert "img-src data: file:" in seen
 
 

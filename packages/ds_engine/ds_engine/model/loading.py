@@ -56,7 +56,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def check_offload(offload: OffloadConfig) -> None:
-    """Check, before anything is loaded, that offload can work here, and warn of what would keep it waiting.
+    """Check, before anything is loaded, that offload can work here, and warn of locks that would block it.
 
     Raises:
         EngineConfigError: `nvme_path` is not a folder, or DeepSpeed's asynchronous I/O cannot be built here.

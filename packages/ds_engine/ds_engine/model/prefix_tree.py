@@ -245,7 +245,7 @@ def rows_by_source(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def gather_copies(x: Tensor, rows: Tensor, copies: int) -> Tensor:
-    """`x[rows]` with so many copies of each head, side by side."""
+    """`x[rows]` with `copies` copies of each head, side by side."""
     if x.is_cuda and copies > 1:
         from .flash4_merge import gather_on_gpu
 
@@ -254,8 +254,8 @@ def gather_copies(x: Tensor, rows: Tensor, copies: int) -> Tensor:
 
 
 def sum_sources(grad: Tensor, sources: Tensor, borders: Tensor, copies: int = 1) -> Tensor:
-    """Of each row the sum over its places in `grad`, in fp32 and in their order (`rows_by_source`), and over the
-    `copies` of its heads."""
+    """Sum of each row over its places in `grad` and the `copies` of its heads, in fp32 and in the order of the places
+    (`rows_by_source`)."""
     if grad.is_cuda and grad.element_size() == 2:
         from .flash4_merge import sum_on_gpu
 

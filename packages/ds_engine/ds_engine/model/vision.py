@@ -48,7 +48,7 @@ class SeenImages:
     """int64: number of the image to which a token belongs, -1 for text; None in models with causal images only."""
 
     def pick(self, tokens: slice, missing: int, device: torch.device) -> SeenImages:
-        """Those of some tokens of the row, padded with `missing` tokens of text; blocks are those of the whole row."""
+        """The images of some tokens of the row, padded with `missing` tokens of text; blocks stay those of the row."""
         features_T = F.pad(self.features_T, (0, missing), value=-1)[tokens]
         blocks_T = None if self.blocks_T is None else F.pad(self.blocks_T, (0, missing), value=-1).to(device)
         return replace(self, features_T=features_T, blocks_T=blocks_T)

@@ -71,7 +71,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes of the rank with the most memory at the peak of a training step."""
+    """Planned bytes of the largest rank at the peak of a training step."""
 
     num_parameters: int
     """Parameters of the whole model, including adapters."""

@@ -144,7 +144,7 @@ class ModelShape:
 
     @property
     def largest_layer(self) -> int:
-        """Elements of the layer with the most: stage 3 gathers a layer at once, in a mixture with all its experts."""
+        """Elements of the largest layer, in a mixture with all its experts. Stage 3 gathers a layer at once."""
         if self.is_exact:
             return sum(weight.size for weight in self._layer())
         sizes: Counter[str] = Counter()

@@ -67,7 +67,7 @@ GRADIENTS = FENCE.patch(
 
 
 def set_num_micro_batches(deepspeed_engine: Any, num_micro_batches: int) -> None:
-    """Start a mini batch of which DeepSpeed itself counts the micro batches."""
+    """Start a mini batch whose micro batches DeepSpeed itself counts."""
     COUNT.check()
     COUNT.replace(deepspeed_engine._config, gradient_accumulation_steps=num_micro_batches)
     COUNT.replace(deepspeed_engine, micro_steps=0)

@@ -3,7 +3,7 @@
     B = momentum B + (1 - momentum) G;   U = NS((1 - momentum) G + momentum B)  (nesterov; otherwise NS(B))
     W = W - lr weight_decay W - lr scale U
 
-NS is the Newton-Schulz iteration that pulls all singular values of a matrix towards 1. `scale` is 0.2 sqrt(max(rows,
+NS is the Newton-Schulz iteration that pulls all singular values of a matrix toward 1. `scale` is 0.2 sqrt(max(rows,
 columns)) for `adjust_lr_fn="match_rms_adamw"`, so that AdamW's learning rates fit, and sqrt(max(1, rows / columns))
 for "original".
 

@@ -6,7 +6,6 @@ new processes, since RLIMIT_NPROC does not hold for root and counts all processe
 Arguments: the pid of its parent, and the folder of plinth_base.namespaces, since this process has no site-packages.
 """
 
-import ctypes
 import errno
 import json
 import math
@@ -14,51 +13,43 @@ import os
 import platform
 import resource
 import signal
-import struct
 import sys
 import traceback
 from typing import Any, NoReturn
 
 sys.path.insert(0, sys.argv[2])
 
-from namespaces import prctl, shut_in  # type: ignore[import-not-found]
+from namespaces import (  # type: ignore[import-not-found]
+    ANSWER,
+    EQUAL,
+    HAS_BITS,
+    LOAD,
+    REFUSE,
+    filter_system_calls,
+    prctl,
+    shut_in,
+)
 
 _FAILED = 199
-_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER = 1, 22, 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 _CLONE_THREAD, _SYS_CLONE3 = 0x00010000, 435
-_SYSTEM_CALLS = {"x86_64": (0xC000003E, 56, (57, 58)), "aarch64": (0xC00000B7, 220, ())}
-"""Machine -> (AUDIT_ARCH, number of clone, numbers of fork and vfork)."""
+_SYSTEM_CALLS = {"x86_64": (56, (57, 58)), "aarch64": (220, ())}
+"""Machine -> (number of clone, numbers of fork and vfork)."""
 
 
 def _refuse_new_processes() -> None:
-    """A seccomp filter under which this process can start threads and no processes (EPERM).
+    """A filter under which this process can start threads and no processes (EPERM).
 
     clone3 is answered by ENOSYS, because a filter cannot read its flags; C libraries then use clone.
     """
-    arch, clone, forks = _SYSTEM_CALLS[platform.machine()]
-    load, equal, has_bits, answer = 0x20, 0x15, 0x45, 0x06
-    allow, kill, refuse = 0x7FFF0000, 0x80000000, 0x00050000
-    rules = [
-        (load, 0, 0, 4),  # the architecture of the call
-        (equal, 1, 0, arch),
-        (answer, 0, 0, kill),
-        (load, 0, 0, 0),  # its number
-        (equal, 0, 1, _SYS_CLONE3),
-        (answer, 0, 0, refuse | errno.ENOSYS),
-    ]
+    clone, forks = _SYSTEM_CALLS[platform.machine()]
+    refuse = (ANSWER, 0, 0, REFUSE | errno.EPERM)
+    rules = [(EQUAL, 0, 1, _SYS_CLONE3), (ANSWER, 0, 0, REFUSE | errno.ENOSYS)]
     for fork in forks:
-        rules += [(equal, 0, 1, fork), (answer, 0, 0, refuse | errno.EPERM)]
-    rules += [
-        (equal, 0, 3, clone),
-        (load, 0, 0, 16),  # the flags of clone
-        (has_bits, 1, 0, _CLONE_THREAD),
-        (answer, 0, 0, refuse | errno.EPERM),
-        (answer, 0, 0, allow),
-    ]
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in rules))
-    program = struct.pack("HxxxxxxP", len(rules), ctypes.addressof(code))
-    prctl(_PR_SET_SECCOMP, 2, ctypes.c_char_p(program))
+        rules += [(EQUAL, 0, 1, fork), refuse]
+    rules += [(EQUAL, 0, 3, clone), (LOAD, 0, 0, 16), (HAS_BITS, 1, 0, _CLONE_THREAD), refuse]  # 16: its flags
+    filter_system_calls(rules)
 
 
 def _kill_descendants() -> None:

@@ -1,10 +1,10 @@
 """A run's servers, kept for the next run of the same model and keys (`trainer.keep_servers`).
 
-At its end the run leaves its servers to a new process, the standby. That one reads the same command line up to the
-moment in which a run gets its folder: it imports the libraries, checks, starts Ray and new ranks, and lets these build
-and drop the models once. Then it waits. The next command of this user hands its command line, environment and streams
-to the standby, which runs it, and passes on signals and the exit code. A standby runs one command; what that one
-keeps, it leaves to the next standby.
+At its end the run leaves its servers to a new process, the standby. The standby runs the same command line up to the
+point where a run gets its folder: it imports the libraries, checks, starts Ray and new ranks, and lets these build and
+drop the models once. Then it waits. The next command of this user hands its command line, environment and streams to
+the standby, which runs it, and passes on signals and the exit code. A standby runs one command and leaves the servers
+of that to the next standby.
 
 This module imports no library: a command asks for a standby before anything else.
 """
@@ -65,7 +65,7 @@ class Command:
 
     @classmethod
     def current(cls, app: str, arguments: Sequence[str]) -> "Command":
-        """That of this process, before it changes its environment; in a standby the one that it received."""
+        """The command of this process, before it changes its environment; in a standby the command that it received."""
         return _received or cls(
             app=app,
             arguments=tuple(arguments),
@@ -76,7 +76,7 @@ class Command:
         )
 
     def why_not(self, other: "Command") -> str:
-        """Empty if a process that was started for this command can run `other`; else why not."""
+        """Reason why a process that was started for this command cannot run `other`; empty if it can."""
         for name in ("app", "folder", "python"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
@@ -187,7 +187,7 @@ _START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from rl_ru
 
 
 def keep(keys: "SessionKeys", session: "Session", *, run: Path) -> str:
-    """Leaves the servers of a run that has ended to a new standby; a line that says so."""
+    """Leaves the servers of a run that has ended to a new standby; returns a line for the user."""
     from ..launch.session import last_devices
 
     command, minutes = COMMAND.get(), keys.trainer.keep_servers

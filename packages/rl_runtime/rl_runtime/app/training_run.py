@@ -85,7 +85,7 @@ def plan_run(
     rows: Mapping[str, Sequence[object]],
     inputs: Inputs | None = None,
 ) -> JobPlan:
-    """Checks what the run writes to, and finds the checkpoint to resume from.
+    """Checks the folders that the run writes to, and finds the checkpoint to resume from.
 
     Args:
         lines: of the other checks.
@@ -224,7 +224,7 @@ class TrainingRun:
         )
 
     def record(self, ledger: SampleLedger | None = None) -> RunRecord:
-        """Writes down the steps; `ledger`: of a run that samples."""
+        """The record of the steps: metrics, memory, traces; with `ledger` also the samples of a run with rollout."""
         profiler = StepProfiler(self.session.recorders, self.folder / "profile", self.trainer.profile_steps)
         return RunRecord(self.tracker, self.memory, profiler, self.session, ledger)
 

@@ -24,7 +24,7 @@ _kept: "list[tuple[SessionKeys, ServerGroup]]" = []
 
 @dataclass(frozen=True, kw_only=True)
 class SessionKeys:
-    """Everything that the processes of a session depend on: runs that agree in it can have the same session."""
+    """Everything that the processes of a session depend on: runs with equal keys can use the same session."""
 
     trainer: TrainerConfig = field(compare=False)
     """`ranks` has the part that counts."""
@@ -37,7 +37,7 @@ class SessionKeys:
 
     @classmethod
     def of(cls, placement: Placement, trainer: TrainerConfig, rollout: RolloutConfig, model_path: str) -> "SessionKeys":
-        """Those of a run with the servers' model in the folder `model_path`."""
+        """The keys of a run whose servers load the folder `model_path`."""
         files = [(path.name, path.stat()) for path in sorted(Path(model_path).iterdir())]
         return cls(
             trainer=trainer,
@@ -49,7 +49,7 @@ class SessionKeys:
         )
 
     def differing(self, other: "SessionKeys") -> list[str]:
-        """Names of what differs."""
+        """Names of the keys that differ."""
         names = []
         for own in fields(self):
             mine, theirs = getattr(self, own.name), getattr(other, own.name)
@@ -118,7 +118,10 @@ def begin_ahead(keys: SessionKeys, begin: Callable[[Path], AbstractContextManage
 
 
 def take_ahead(keys: SessionKeys) -> tuple[SessionAhead | None, list[str]]:
-    """The session with these keys, which is the caller's from now on, and where another one differs, which ends."""
+    """The session with these keys, which the caller owns from now on, and the keys in which other sessions differ.
+
+    The other sessions end.
+    """
     taken, differing = None, list[str]()
     while _ahead:
         one = _ahead.pop()

@@ -187,7 +187,7 @@ def read_model_files(folder: Path) -> dict[str, str]:
 def read_nodes(
     nodes: Sequence[Node], *, model_folder: str | None = None, shared_folder: Path | None = None
 ) -> dict[str, NodeReport]:
-    """Node id -> what the node has, found by a process on each of them at the same time.
+    """Node id -> report of the node, from a process on each, all at the same time.
 
     Args:
         model_folder: a folder that every node should have.
@@ -268,7 +268,7 @@ def _result_of(ref: Any, node: Node) -> NodeReport:
 def check_nodes(
     reports: Sequence[NodeReport], *, model_folder: str | None, shared_folder: Path | None, key: str = "model.path"
 ) -> None:
-    """Compares what the nodes have with what this host has; `key` names the model folder.
+    """Compares the nodes' reports with that of this host, the first; `key` names the model folder.
 
     Raises:
         NodeError: another version of a package, a model folder that is missing or differs, or a folder that is not

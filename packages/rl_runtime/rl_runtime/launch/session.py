@@ -93,7 +93,7 @@ class RankSession:
 
     @property
     def recorders(self) -> list[TraceRecorder]:
-        """They trace every rank."""
+        """Recorders that trace every rank."""
         ranks = [RankRecorder(self.ranks, "actor" if self.own_ranks else "")]
         return [*ranks, *(RankRecorder(group, role) for role, group in self.own_ranks.items())]
 
@@ -153,7 +153,7 @@ class Session(RankSession):
             shutil.rmtree(self.logs_ahead, ignore_errors=True)
 
     def wait_ready(self) -> None:
-        """Waits until the servers serve, once: later, each that dies is waited for by itself.
+        """Waits until all servers answer. Only the first call waits: later the watch waits for each that restarts.
 
         Raises:
             rollout_vllm.ServerStartError: a server did not start.
@@ -173,7 +173,7 @@ class Session(RankSession):
 
     @property
     def recorders(self) -> list[TraceRecorder]:
-        """They trace every rank, and the servers that were started with a folder for traces."""
+        """Recorders that trace every rank, and the servers that were started with a folder for traces."""
         servers = [] if self.profile_dir is None else [ServerRecorder(self.servers, self.profile_dir)]
         return [*super().recorders, *servers]
 

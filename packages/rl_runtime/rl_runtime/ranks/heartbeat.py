@@ -149,7 +149,7 @@ class Heartbeats:
         return self._beats.get(rank)
 
     def close(self) -> None:
-        """Stops to listen; what ranks still send is lost."""
+        """Stops listening; later heartbeats are lost."""
         self._is_closed = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # ends the thread's wait

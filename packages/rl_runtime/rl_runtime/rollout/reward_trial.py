@@ -55,7 +55,7 @@ def try_rewards(
 def unasked_formats(
     rewards: Sequence[Reward] | None, config: ScoringConfig, prompts: Mapping[str, Prompt], *, shown: str
 ) -> list[str]:
-    """Warnings about texts without which a reward gives no score, and of which nothing tells the model.
+    """Warnings about texts that a reward needs for a score and that nothing asks the model for.
 
     `rewards`: as of `rewards_of_rows`. `shown`: the chat template, and demonstrations that the model learns from first.
     """

@@ -88,7 +88,7 @@ class Schedule:
         self._tickets[number] = replace(self._tickets[number], version=self._version)
 
     def replacements(self, useless: Collection[int], *, at_most: int) -> list[tuple[int, int]]:
-        """(step, number of groups) to be drawn now in place of groups that have ended and that nothing is learned from.
+        """(step, number of groups) to be drawn now in place of finished groups that have no gradient.
 
         Args:
             useless: the numbers of all such groups; they stay until their step takes them.

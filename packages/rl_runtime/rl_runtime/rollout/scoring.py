@@ -33,7 +33,7 @@ _FACTS: Mapping[str, Callable[[Sample], Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFunction:
-    """A function that scores, with what it is called with.
+    """A scoring function, its name and key, and the facts that it takes.
 
     facts: names in `_FACTS`. key: the configuration key that gave it.
     """
@@ -115,7 +115,7 @@ class Scorer:
 
     @property
     def gave_up(self) -> str:
-        """Why no call is made any more; empty while calls are made."""
+        """Reason why scoring stopped: timeouts in a row; empty while it goes on."""
         return next((source.gave_up for source in self._sources.values() if source.gave_up), "")
 
     def is_full(self, sample: Sample) -> bool:

@@ -181,7 +181,7 @@ class RolloutServers:
         return {} if self._turns is None else self._turns.take_metrics()
 
     def check(self) -> None:
-        """Raises what ended the servers' work.
+        """Raises the error that ended the servers' work.
 
         Raises:
             rollout_vllm.ServerDiedError: no server is left, or one died and restarts are disabled.

@@ -158,7 +158,7 @@ class Validation:
 
     @property
     def failure(self) -> str:
-        """Why the first of these failed; empty if none did."""
+        """Reason why the first of the failed samples failed; empty if none did."""
         return next((reason for result in self.prompts for reason in result.failures), "")
 
     def examples(self, count: int = 3) -> list[str]:

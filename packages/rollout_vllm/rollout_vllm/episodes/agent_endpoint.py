@@ -72,6 +72,7 @@ class AgentEndpoint:
         self._episode, self._chat, self._read_calls = episode, chat, read_calls
         self._max_turns, self._max_context = max_turns, max_context
         self._conversations = Conversations(chat, episode.tree)
+        episode.tree.decode = chat.text
         self._pending: dict[tuple[Any, ...], list[_Pending]] = {}
         self._told: dict[str, Sequence[Message]] = {}
         self._num_asked = 0

@@ -1,16 +1,18 @@
-"""The tree of an episode that branches: tokens in, spans out. No processes, no text.
+"""The tree of an episode that branches: tokens in, spans out. No processes.
 
 A turn is a prompt and the tokens that the policy sampled after it. A turn whose prompt begins with all tokens of
 another turn continues that one; any other prompt begins a branch, which shares with the rest what its tokens have in
 common. A path goes from a first prompt to a turn that no other one continues.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+
+from plinth_base.errors import shown
 
 from ..samples import IntArray, Sample, VersionSpan, merge_spans
 
@@ -37,10 +39,11 @@ class Path(NamedTuple):
 
 
 class EpisodeTree:
-    """The turns of one episode, in the order in which they ended."""
+    """The turns of one episode, in the order in which they ended. decode: the text of tokens, for `lines`."""
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
+        self.decode: Callable[[IntArray], str] = lambda _: ""
 
     def add(self, prompt_ids: Sequence[int] | IntArray, sample: Sample) -> int:
         """Adds a turn; returns its index. It continues the longest turn that its prompt begins with, the latest one of
@@ -82,10 +85,16 @@ class EpisodeTree:
             for index in children.get(parent, ()):
                 turn = self.turns[index]
                 before = 0 if parent is None else self.turns[parent].token_ids.size
-                counts = f"{turn.prompt_ids.size - before} context, {turn.sample.response_ids.size} sampled"
                 shared = self._shared(index) if parent is None else 0
+                parts = [
+                    f"{ids.size} {kind}" + (f" {shown(text)}" if (text := self.decode(ids[start:]).strip()) else "")
+                    for ids, start, kind in (
+                        (turn.prompt_ids[before:], shared, "context"),
+                        (turn.sample.response_ids, 0, f"sampled (version {turn.sample.policy_version})"),
+                    )
+                ]
                 note = f", branches after {shared} common tokens" if shared else ""
-                lines.append(f"{'  ' * depth}turn {index}: {counts} (version {turn.sample.policy_version}){note}")
+                lines.append(f"{'  ' * depth}turn {index}{note}: {', '.join(parts)}")
                 # a conversation is a list, not a staircase: only branches are indented
                 lines += below(index, depth + (len(children.get(index, ())) > 1))
             return lines

@@ -50,7 +50,7 @@ def _parent_of(pid: int) -> int:
 
 
 def started(pid: int) -> str:
-    """When a process started, in ticks since the boot; empty if it has ended."""
+    """Start of a process, in ticks since the boot; empty if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

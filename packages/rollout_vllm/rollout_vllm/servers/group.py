@@ -125,7 +125,7 @@ class ServerGroup:
             server.release_port()
 
     def leave_to(self, owner: int) -> None:
-        """Leave the servers to process `owner`: they end with that one. It makes a group of pickled copies of them."""
+        """Give the servers to process `owner`, with whose end they end; it makes a group of pickled copies of them."""
         for server in self.servers:
             assert isinstance(server, ServerProcess), "servers of a Ray cluster end with their run"
             server.leave_to(owner)

@@ -37,7 +37,7 @@ class ServerMemory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of the parts, in bytes."""
         return self.weights + self.kv_cache + self.workspace
 
 

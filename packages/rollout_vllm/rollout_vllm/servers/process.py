@@ -81,7 +81,7 @@ class ServerProcess:
         self._stopped = False
 
     def leave_to(self, owner: int) -> None:
-        """Let process `owner` end this server, and no longer this process. A pickled copy there is the server."""
+        """Give the server to process `owner`, with whose end it ends from now on; a pickled copy there controls it."""
         Path(self._sockets, OWNER).write_text(f"{owner} {started(owner)}")
         self._owner_pid = owner
 

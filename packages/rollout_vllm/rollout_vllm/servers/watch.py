@@ -203,7 +203,7 @@ class ServerWatch:
 
 
 def version_problem(returned: int | None, expected: int) -> str | None:
-    """Why a server that on_restart brought to version `returned` must not generate; None: it may."""
+    """Reason why a server that on_restart brought to version `returned` must not generate; None: it may."""
     if returned is None or returned == expected:
         return None
     return f"on_restart returned version {returned}, the client is at version {expected}"

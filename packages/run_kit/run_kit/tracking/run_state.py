@@ -1,4 +1,4 @@
-"""`run.json`: what became of a run. Written by the run; the reader checks that its process still lives."""
+"""`run.json`: the state of a run. Written by the run; the reader checks that its process still lives."""
 
 import json
 import os

@@ -127,7 +127,7 @@ class Arrivals:
         return targets if copy.target.in_place else self._unprocessed.pop(module, [])
 
     def check_complete(self, problem: str) -> None:
-        """Raises ReceiverError('count', name, ...) for the first parameter of which elements are left."""
+        """Raises ReceiverError('count', name, ...) for the first parameter with missing elements."""
         for target, left in self._left.items():
             if left:
                 raise ReceiverError("count", target.qualname, f"{left} of {target.received} elements {problem}")

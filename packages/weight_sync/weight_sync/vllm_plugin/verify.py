@@ -1,8 +1,8 @@
-"""Compares what a worker computes with with a second transfer, byte for byte.
+"""Compares a worker's weights with a second transfer, byte for byte.
 
 The model's own ``load_weights`` (not the replayed copies, which are thus verified too) assembles every parameter in a
-scratch buffer. Where vLLM processes weights after loading, a stand-in of the module is processed from these buffers as
-vLLM did after loading; the results are compared with the live tensors. A packed CPU layer is read back by multiplying
+scratch buffer. Where vLLM processes weights after loading, a copy of the module is processed in the same way from these
+buffers; the results are compared with the live tensors. A packed CPU layer is read back by multiplying
 unit vectors.
 """
 
