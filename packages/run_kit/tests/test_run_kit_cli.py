@@ -170,7 +170,8 @@ def test_help_of_a_command_without_presets_names_none(capsys: pytest.CaptureFixt
     run("--help")
     text = capsys.readouterr().out
     assert text.startswith("usage: python -m apps.example [config=FILE.yaml] [key=value ...]")
-    assert "preset=" not in text and "overlay=" not in text
+    assert "preset=" not in text
+    assert "overlay=" not in text
 
 
 def test_help_of_some_keys(capsys: pytest.CaptureFixture[str]) -> None:
