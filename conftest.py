@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import Phase, settings
@@ -35,18 +36,27 @@ if _heavy_stack and _passed_on in os.environ:
     os.environ[_passed_on] = os.pathsep.join([*_roots, _heavy_stack])
 
 
+# Two thirds of the tests of `make test` that start processes are its: on one worker they would be the longest chain.
+PARTS = {"packages/ds_engine/tests": 3}
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With pytest-xdist, a package's tests that start processes run on one worker: they share servers and ranks.
 
-    Those of tests/ share nothing beyond their file. Groups run first, so that no worker ends with a long one; the
-    packages' groups are the longest and come first in `testpaths`.
+    Those of tests/ share nothing beyond their file; the largest package has several groups, each of whole files. Groups
+    run first, so that no worker ends with a long one; those of packages are the longest and come first in `testpaths`.
     """
     if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            if starts_processes(item):
-                path = item.path.relative_to(config.rootpath)
-                item.add_marker(pytest.mark.xdist_group(str(path if path.parts[0] == "tests" else path.parent)))
+        groups: dict[str, list[pytest.Item]] = {}
+        for item in filter(starts_processes, items):
+            path = item.path.relative_to(config.rootpath)
+            groups.setdefault(str(path if path.parts[0] == "tests" else path.parent), []).append(item)
+        for name, members in groups.items():
+            parts, before = PARTS.get(name, 1), dict[Path, int]()
+            for index, item in enumerate(members):
+                part = before.setdefault(item.path, index) * parts // len(members)
+                item.add_marker(pytest.mark.xdist_group(f"{name}/{part}" if parts > 1 else name))
         items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
 
 

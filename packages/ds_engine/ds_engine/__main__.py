@@ -5,29 +5,25 @@
 Keys are those of EngineConfig; MODEL is a Hugging Face folder, OWNER/NAME of a model fetched by `hf download`, or a
 config.json. An architecture that is counted is also tried, and a warning says if runs refuse it.
 `python -m ds_engine plan` is the same.
-`python -m ds_engine doctor` lists the private parts of other packages that this one relies on, and their state here.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import difflib
 import os
 import sys
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
 
 from plinth_base.model_folder import find_model_folder
 
 from .config import EngineConfig
 from .errors import EngineConfigError, ModelError
+from .from_deepspeed import engine_config
 from .planning.memory_plan import LOG_PROB_BYTES, estimate_memory
-from .upstream import report
 
 
 def main(arguments: Sequence[str] | None = None, *, command: str = "python -m ds_engine") -> None:
@@ -39,8 +35,7 @@ def main(arguments: Sequence[str] | None = None, *, command: str = "python -m ds
     parser = argparse.ArgumentParser(
         prog=command, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("doctor", help="list what this package needs of DeepSpeed, torch, transformers and PEFT")
+    commands = parser.add_subparsers(required=True)
     plan = commands.add_parser("plan", help="estimate the memory per rank")
     plan.add_argument("model", help="Hugging Face folder, OWNER/NAME after `hf download OWNER/NAME`, or config.json")
     plan.add_argument(
@@ -55,12 +50,9 @@ def main(arguments: Sequence[str] | None = None, *, command: str = "python -m ds
     args, rest = parser.parse_known_args(arguments)  # settings after an option are in rest
     if unknown := [argument for argument in rest if argument.startswith("-")]:
         parser.error(f"unknown options: {' '.join(unknown)}")
-    if args.command == "doctor":
-        print(report())
-        return
     model = str(find_model_folder(args.model))
     try:
-        config = _configured([*args.settings, *rest])
+        config = engine_config(_parsed([*args.settings, *rest]))
         estimate = estimate_memory(
             model,
             config,
@@ -95,43 +87,18 @@ def _refusal(model: str, config: EngineConfig, head: typing.Literal["lm", "value
     return ""
 
 
-def _configured(settings: Sequence[str]) -> EngineConfig:
-    """The configuration with all `section.key=value` settings; values are YAML."""
-    keys = list(_paths(EngineConfig))
+def _parsed(settings: Sequence[str]) -> dict[str, Any]:
+    """The values, which are YAML, of `section.key=value` settings."""
     values: dict[str, Any] = {}
     for setting in settings:
         key, separator, text = setting.partition("=")
         if not separator:
             raise EngineConfigError("it is not key=value", value=setting)
-        if key not in keys:
-            inner = key.partition(".")[2]  # such as zero.stage for actor.zero.stage of an app
-            near = [inner] if inner in keys else difflib.get_close_matches(key, keys, n=1)
-            hint: dict[str, str] = {"remedy": f"nearest: {near[0]}"} if near else {"allowed": ", ".join(keys)}
-            raise EngineConfigError("unknown key", field=key, **hint)
-        *sections, name = key.split(".")
-        section = values
-        for part in sections:
-            section = section.setdefault(part, {})
         try:
-            section[name] = yaml.safe_load(text)
+            values[key] = yaml.safe_load(text)
         except (ValueError, RecursionError, yaml.YAMLError) as error:
             raise EngineConfigError(f"not YAML: {str(error).splitlines()[0]}", field=key, value=text) from None
-    try:
-        return TypeAdapter(EngineConfig).validate_python(values)
-    except ValidationError as error:
-        detail = error.errors()[0]
-        section_path = ".".join(str(part) for part in detail["loc"])
-        refused = detail.get("ctx", {}).get("error")
-        if isinstance(refused, EngineConfigError):
-            raise refused.under(section_path) from None
-        raise EngineConfigError(detail["msg"], field=section_path, value=detail["input"]) from None
-
-
-def _paths(config_class: Any, prefix: str = "") -> Iterator[str]:
-    """Dotted paths of all keys."""
-    for name, annotation in typing.get_type_hints(config_class).items():
-        section = next(filter(dataclasses.is_dataclass, (annotation, *typing.get_args(annotation))), None)
-        yield from [prefix + name] if section is None else _paths(section, f"{prefix}{name}.")
+    return values
 
 
 if __name__ == "__main__":

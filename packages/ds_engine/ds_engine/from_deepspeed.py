@@ -7,14 +7,14 @@ makes an EngineConfig; `imported` returns the fate of each key for whoever has f
 import difflib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 import yaml
+from pydantic import TypeAdapter, ValidationError
 
 from plinth_base.dtypes import dtype_bytes
-from plinth_base.errors import prefix_fields
 
 from .config import EngineConfig
 from .deepspeed_keys import HPZ, OWNED
@@ -87,7 +87,7 @@ _NO_EFFECT = {
     "fp16.hysteresis fp16.consecutive_hysteresis fp16.min_loss_scale bf16.initial_scale_power bf16.loss_scale "
     "bf16.loss_scale_window bf16.hysteresis bf16.min_loss_scale",
     "it only prints; steps have metrics of their own": "steps_per_print wall_clock_breakdown memory_breakdown "
-    "dump_state timers log_level zero_optimization.log_trace_cache_warnings",
+    "dump_state timers log_level vocabulary_size zero_optimization.log_trace_cache_warnings",
     "Hugging Face models do not call deepspeed.checkpointing; set gradient_checkpointing": "activation_checkpointing",
     "NVMe is read with DeepSpeed's defaults": "aio",
     "torch.compile has its defaults": "compile.kwargs",
@@ -106,7 +106,7 @@ _REFUSED = {
     "; the apps profile: trainer.profile_steps": "flops_profiler comms_logger",
     "; a rollout is vLLM's": "hybrid_engine",
     "; gradients are averaged by tokens": "prescale_gradients gradient_allreduce_op",
-    "; ZeRO shards experts with their layers": "expert_parallel",
+    "; ZeRO shards experts with their layers": "expert_parallel use_data_before_expert_parallelism",
     "; set lora.base_format=nf4": "quantize_training compression_training weight_quantization",
     "": "megatron_lm_config sparse_gradients sparse_attention curriculum_learning data_efficiency eigenvalue "
     "progressive_layer_drop elasticity autotuning pipeline tensor_parallel managed_gradient_accumulation "
@@ -309,8 +309,9 @@ def _left_out(given: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
         params |= {"muon_lr": 0.02, "adam_lr": 3e-4}
     elif optimizer is not None and "scheduler.params.warmup_max_lr" not in given:
         params |= {"lr": 1e-3}
-    schedule = {"warmup_num_steps": 1000} if scheduler in _SCHEDULES else {}
-    schedule |= {"WarmupDecayLR": {"warmup_max_lr": 1e-3}, "WarmupCosineLR": {"cos_min_ratio": 1e-4}}.get(scheduler, {})
+    schedule: dict[str, Any] = {"warmup_num_steps": 1000} if str(scheduler) in _SCHEDULES else {}
+    further = {"WarmupDecayLR": {"warmup_max_lr": 1e-3}, "WarmupCosineLR": {"cos_min_ratio": 1e-4}}
+    schedule |= further.get(str(scheduler), {})
     return [
         (f"{section}.type (its {key})", f"{section}.params.{key}", value)
         for section, values in (("optimizer", params), ("scheduler", schedule))
@@ -400,25 +401,44 @@ def config_from_deepspeed(
         remedy = "; ".join(filter(None, (first.ours and f"set {first.ours}", others and f"also refused: {others}")))
         raise EngineConfigError(first.why, field=first.theirs, value=first.value, remedy=remedy or None)
     settings = {entry.ours: entry.our_value for entry in entries if entry.fate == "mapped"}
-    config: EngineConfig = _with_settings(EngineConfig(), {**settings, **given})
-    return config
+    return engine_config({**settings, **given})
 
 
-def _with_settings(config: Any, settings: Mapping[str, Any]) -> Any:
-    """The configuration with dotted settings, all at once: some are valid only together."""
-    sections: dict[str, dict[str, Any]] = {}
+def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
+    """The configuration with dotted settings, all at once: some are valid only together.
+
+    Raises:
+        EngineConfigError: an unknown key, or an invalid value.
+    """
+    keys = list(_paths(EngineConfig))
+    values: dict[str, Any] = {}
     for key, value in settings.items():
-        name, _, rest = key.partition(".")
-        sections.setdefault(name, {})[rest] = tuple(value) if isinstance(value, list) else value
-    changes = {}
-    for name, inner in sections.items():
-        if not hasattr(config, name):
-            raise EngineConfigError(field=name, allowed=", ".join(field.name for field in fields(config)))
-        value = getattr(config, name)
-        with prefix_fields(name):
-            is_section = is_dataclass(value) and "" not in inner
-            changes[name] = _with_settings(value, inner) if is_section else inner.get("", inner)
-    return replace(config, **changes)
+        if key not in keys and not key.startswith(("optim.options.", "zero.deepspeed.")):
+            inner = key.partition(".")[2]  # such as zero.stage for actor.zero.stage of an app
+            near = [inner] if inner in keys else difflib.get_close_matches(key, keys, n=1)
+            hint: dict[str, str] = {"remedy": f"nearest: {near[0]}"} if near else {"allowed": ", ".join(keys)}
+            raise EngineConfigError("unknown key", field=key, **hint)
+        *sections, name = key.split(".")
+        section = values
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[name] = tuple(value) if isinstance(value, list) else value
+    try:
+        return TypeAdapter(EngineConfig).validate_python(values)
+    except ValidationError as error:
+        detail = error.errors()[0]
+        section_path = ".".join(str(part) for part in detail["loc"])
+        refused = detail.get("ctx", {}).get("error")
+        if isinstance(refused, EngineConfigError):
+            raise refused.under(section_path) from None
+        raise EngineConfigError(detail["msg"], field=section_path, value=detail["input"]) from None
+
+
+def _paths(config_class: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted paths of all keys."""
+    for name, annotation in get_type_hints(config_class).items():
+        section = next(filter(is_dataclass, (annotation, *get_args(annotation))), None)
+        yield from [prefix + name] if section is None else _paths(section, f"{prefix}{name}.")
 
 
 def _context(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -464,7 +484,7 @@ def _has_known_type(section: str, value: Mapping[str, Any]) -> bool:
     """False for an optimizer or scheduler that is refused as a whole."""
     if section == "optimizer":
         return str(value.get("type", "adamw")).lower() not in _DEEPSPEEDS_OWN
-    return section != "scheduler" or value.get("type") in _SCHEDULES
+    return section != "scheduler" or str(value.get("type")) in _SCHEDULES
 
 
 def _entry(name: str, path: str, value: Any, rows: Mapping[str, Key], given: Collection[str]) -> Entry:

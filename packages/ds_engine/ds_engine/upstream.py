@@ -1,4 +1,4 @@
-"""Fence around private parts of DeepSpeed, torch, transformers and PEFT. `python -m ds_engine doctor` lists them."""
+"""Fence around private parts of DeepSpeed, torch, transformers and PEFT. `plinth doctor` lists them."""
 
 from __future__ import annotations
 
@@ -58,11 +58,6 @@ FENCE = Fence(
 def records() -> list[dict[str, str]]:
     """One row for each patch of the package, with its state here: active, stock path, refused or not installed."""
     return FENCE.records(f"{__package__}.{module}" for module in _MODULES)
-
-
-def report() -> str:
-    """Installed and tested versions, and one line for each of `records`."""
-    return FENCE.report(records())
 
 
 def auto_class(config: Any, head: Head) -> Any:

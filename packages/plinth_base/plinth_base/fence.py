@@ -105,16 +105,6 @@ class Fence:
             import_module(module)
         return [patch.record() for patch in sorted(self.patches, key=lambda patch: patch.name)]
 
-    def report(self, rows: Iterable[Mapping[str, str]]) -> str:
-        """Installed and tested versions, and one line for each of `records`."""
-        lines = [
-            f"{name} {installed_version(name) or 'not installed'} (tested: {tested})"
-            for name, tested in self.tested.items()
-        ]
-        for row in rows:
-            lines.append(f"{row['state']:<14}{row['name']}" + (f": {row['problem']}" if row["problem"] else ""))
-        return "\n".join(lines)
-
     def num_calls(self) -> dict[str, int]:
         """Calls of replaced functions in this process, by name."""
         return {name: number for patch in self.patches for name, number in patch.calls.items()}

@@ -172,9 +172,6 @@ def test_an_untested_version_is_a_problem_and_a_missing_distribution_is_told_apa
     fence.patch(name="another", reason="a test", otherwise="refused", reads={"nowhere": ("a",)})
     states = {row["name"]: row["state"] for row in fence.records(["json"])}
     assert states == {"a step": "stock path", "another": "not installed"}
-    report = fence.report(fence.records()).splitlines()
-    assert report[0] == f"hypothesis {installed} (tested: <2)"
-    assert report[-1] == "not installed another: nowhere is not installed"
 
 
 VERSIONS = st.from_regex(r"[0-4]\.[0-4](\.[0-4])?((a|b|rc|\.dev)[0-2])?(\+cpu)?", fullmatch=True)

@@ -167,7 +167,7 @@ class Rig:
     def generate(self, num_groups: int = 2) -> list[Any]:
         requests = [Request(prompt_id=f"p{i}", prompt_ids=[1, 2], seed=i) for i in range(num_groups)]
         sampling = SamplingConfig(n=2, max_tokens=3)
-        return self.client.generate_blocking(requests, sampling, deadline_s=30.0)
+        return self.client.generate_blocking(requests, sampling)
 
     def crimes(self) -> list[str]:
         return [crime for server in self.servers for crime in server.crimes]

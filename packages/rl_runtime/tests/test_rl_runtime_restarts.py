@@ -71,7 +71,10 @@ def test_it_continues_from_the_newest_checkpoint_up_to_the_limit(run: Any, capsy
         assert restarts.run.resumed.step == 4
         assert restarts.restart is not None
         assert (restarts.restart.done, restarts.restart.last) == (4, 5)
-        assert restarts.restart.describe().endswith("; step 5 is taken again")
+        said: list[str] = []
+        record: Any = SimpleNamespace(rewind=print, info=said.append)
+        restarts.restart.begin(record, restarts.run.resumed)
+        assert said[0].endswith("; step 5 is taken again")
         restarts.start_ranks()
         restarts.start_ranks()
         assert session.num_restarts == number

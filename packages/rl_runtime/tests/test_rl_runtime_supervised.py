@@ -21,6 +21,7 @@ from rl_runtime.config import TrainingConfig
 from rl_runtime.errors import InputError
 from rl_runtime.supervised_job_config import SupervisedJobConfig
 from rl_runtime.training.held_out import greedy_responses
+from rl_runtime.training.loop import Restart
 from rl_runtime.training.objective import fine_tuning
 from rl_runtime.training.supervised_config import FineTuningConfig
 from rl_runtime.training.supervised_loop import SupervisedLoop, SupervisedResult
@@ -176,9 +177,9 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint_of_it(stop_in: i
 
 def test_a_run_that_lost_its_ranks_says_what_it_repeats_and_keeps_its_first_loss() -> None:
     journal = Journal(TrainingConfig(), FineTuningConfig(steps=2, batch_size=2), 7)
-    result = journal.run(restart=SimpleNamespace(describe=lambda: "again"))
+    result = journal.run(restart=Restart(lost_at=0.0, done=0, last=1))
     assert journal.done[0] == ("rewind", 0)
-    assert journal.said == ["again"]
+    assert journal.said[0].endswith("; step 1 is taken again")
     assert result.loss_before == 9.0
 
 

@@ -24,7 +24,7 @@ FailureKind = Literal[
     "timeout",  # no response within request_timeout_s
     "server",  # 5xx or 429
     "aborted",  # the server aborted the request
-    "deadline",  # the caller's deadline passed
+    "deadline",  # the time limit of an episode passed
     "rollout",  # the user's rollout function raised
     "reward",  # generated, and not scored
 ]

@@ -159,7 +159,7 @@ def test_server_that_cannot_start_is_given_up(tmp_path: Path) -> None:
     group = ServerGroup([NOBODY], [server], 60.0)
     client = RolloutClient([NOBODY], config_for_tests(retry_base_s=0.05, retry_max_s=0.5, max_retries=4))
     with client, ServerWatch(group, client, on_restart=lambda *_: 0, max_restarts=2) as watch:
-        [result] = client.generate_blocking(make_requests(1), SamplingConfig(n=3, max_tokens=5), deadline_s=300)
+        [result] = client.generate_blocking(make_requests(1), SamplingConfig(n=3, max_tokens=5))
         assert {f.kind for f in result.failures} == {"connection"}
         wait_until(lambda: "given_up" in events(watch))
         assert events(watch) == ["died", "died", "died", "given_up"]

@@ -59,7 +59,6 @@ class Tracker:
         run: the run folder; `config.yaml` is written into it.
         config: the app's whole config with a `tracking` section, or a TrackingConfig alone.
         num_steps: number of the last step.
-        first_step: number of the first step (a resumed run starts later).
         comment: text for the top of config.yaml.
         resumes: folder of the run that this one resumes, whose runs at experiment services it continues.
         clock: monotonic seconds; for tests.
@@ -74,7 +73,6 @@ class Tracker:
         config: Any,
         *,
         num_steps: int,
-        first_step: int = 1,
         comment: str = "",
         resumes: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -83,9 +81,8 @@ class Tracker:
         check_tracking(self._config)
         self.run = run
         self.table = MetricsTable(run.metrics_file)
-        self.table.truncate_from(first_step)
         self._steps_taken = {step for step in self.table.steps if step > 0}
-        self.progress = Progress(num_steps, first_step=first_step, clock=clock)
+        self.progress = Progress(num_steps, clock=clock)
         self._supervised = MetricsTable(run.supervised_file)
         self._clock = clock
         self._started = clock()

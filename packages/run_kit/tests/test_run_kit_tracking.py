@@ -355,7 +355,7 @@ def test_progress_lines(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_resumed_run_estimates_from_its_own_steps() -> None:
     clock = Clock()
-    progress = Progress(100, first_step=91, clock=clock)
+    progress = Progress(100, clock=clock)
     assert math.isnan(progress.time_left_s)
     clock.now += 2
     progress.step(91, score=0)
@@ -438,15 +438,6 @@ def test_the_row_of_a_validation_is_no_step(run: RunFolder, capsys: pytest.Captu
         tracker.log_validation(8, {"val/accuracy": 0.5})
         assert tracker.summary()["num_steps"] == 4
     assert "4 steps in " in capsys.readouterr().out
-
-
-def test_a_resumed_run_drops_the_steps_it_repeats(run: RunFolder) -> None:
-    with Tracker(run, QUIET, num_steps=4) as tracker:
-        for step in (1, 2, 3):
-            tracker.log(step, {"a": step, "b": step})
-    with Tracker(RunFolder.open(run.path), QUIET, num_steps=4, first_step=3) as tracker:
-        tracker.log(3, {"a": 30})
-    assert run.metrics_file.read_text() == "step\ta\tb\n1\t1\t1\n2\t2\t2\n3\t30\t\n"
 
 
 def test_a_missing_tensorboard_is_reported(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from urllib.parse import parse_qsl
 from ..config import MADE
 from ..errors import DataConfigError
 from ..package_index import cache_folder, fetch_reasoning_gym, install, making, reasoning_gym_version, run_module
+from .write import write_parquet
 
 PREFIX, GYM_PREFIX = MADE
 MODEL = "smollm2"
@@ -152,7 +153,7 @@ def _write_task(task: str, folder: Path) -> None:
     train = [row for row in rows(NUM_TRAIN, 2 * NUM_TRAIN) if row["question"] not in held_out][:NUM_TRAIN]
     folder.mkdir()
     for split, made in zip(SPLITS, (train, val), strict=True):
-        _write(folder / f"{split}.parquet", made)
+        write_parquet(folder / f"{split}.parquet", made)
 
 
 def _solution(item: Mapping[str, Any]) -> str:
@@ -181,7 +182,7 @@ def _write_problems(options: dict[str, Any], folder: Path) -> None:
     if len(rows) < size:
         raise _Refused(allowed=f"at most size={len(rows)}, which this task and these options have")
     folder.mkdir()
-    _write(folder / f"{options['name']}.parquet", rows)
+    write_parquet(folder / f"{options['name']}.parquet", rows)
 
 
 def _is_held_out(question: str) -> bool:
@@ -211,13 +212,6 @@ def _create(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
         return iter(reasoning_gym.create_dataset(**options))
     except (AssertionError, TypeError, ValueError) as error:
         raise _Refused(f"{task} refuses its options: {error}") from error
-
-
-def _write(file: Path, rows: list[dict[str, Any]]) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    pq.write_table(pa.Table.from_pylist(rows), file)
 
 
 if __name__ == "__main__":

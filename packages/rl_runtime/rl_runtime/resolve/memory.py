@@ -27,10 +27,12 @@ from ..config import BUILTIN_MODEL, FrozenModel
 from ..errors import InputError
 from ..job_config import JobConfig, JobConfigT
 from ..rollout.memory_turns import sleep_level
+from ..supervised_job_config import SupervisedJobConfig
 from ..training.engines import naming_engine
-from .resolved import ConfigT, ResolvedConfig
+from .resolved import ResolvedConfig
 
 BudgetT = TypeVar("BudgetT", int, int | None)
+TrainingConfigT = TypeVar("TrainingConfigT", bound=JobConfig | SupervisedJobConfig)
 Turns = Literal["never", "servers", "both"]
 """Values of `trainer.take_turns`, in the order in which they are tried."""
 
@@ -267,20 +269,17 @@ def _resolve_share(resolved: ResolvedConfig[JobConfigT], plan: _Plan, total: int
 
 
 def resolve_sizes(
-    resolved: ResolvedConfig[JobConfigT], recompute: Recompute, *, token_budget: int | None, why: str
-) -> ResolvedConfig[JobConfigT]:
-    for model in resolved.config.models:
-        resolved = resolve_recompute(resolved, model.section, recompute, why)
-    if resolved.config.batch.micro_batch_size is not None:
+    resolved: ResolvedConfig[TrainingConfigT], recompute: Recompute, *, token_budget: int | None, why: str
+) -> ResolvedConfig[TrainingConfigT]:
+    """Recomputation of every trained model, and the size of micro batches."""
+    config = resolved.config
+    for model in config.models:
+        resolved = resolved.with_default(f"{model.section}.gradient_checkpointing", recompute.layers, why)
+        resolved = resolved.with_default(f"{model.section}.tiled_mlp", recompute.tile, why, listed=recompute.tile > 0)
+    if config.batch.micro_batch_size is not None:
         return resolved
-    return resolved.with_default("batch.token_budget", token_budget, why)
-
-
-def resolve_recompute(
-    resolved: ResolvedConfig[ConfigT], section: str, recompute: Recompute, why: str
-) -> ResolvedConfig[ConfigT]:
-    resolved = resolved.with_default(f"{section}.gradient_checkpointing", recompute.layers, why)
-    return resolved.with_default(f"{section}.tiled_mlp", recompute.tile, why, listed=recompute.tile > 0)
+    key = "batch.token_budget" if isinstance(config, JobConfig) else "token_budget"
+    return resolved.with_default(key, token_budget, why)
 
 
 def _plans(

@@ -23,7 +23,7 @@ from .memory import (
     gib,
     read_model_shape,
     reserved_bytes,
-    resolve_recompute,
+    resolve_sizes,
     size_plans,
     state_bytes,
 )
@@ -60,8 +60,7 @@ def resolve_supervised_for(
     resolved = resolve_compile(resolved, "engine", config.engine, shape, on_gpu=bool(gpus))
     if shape is not None:
         return _resolve_memory(resolved, shape, min(gpu.free_bytes for gpu in gpus))
-    resolved = resolve_recompute(resolved, "engine", Recompute(), "the default")
-    return _resolve_budget(resolved, DEFAULT_TOKEN_BUDGET, "the default")
+    return resolve_sizes(resolved, Recompute(), token_budget=DEFAULT_TOKEN_BUDGET, why="the default")
 
 
 def _resolve_memory(
@@ -90,13 +89,5 @@ def _resolve_memory(
     line = f"memory of a GPU: {gib(peaks[best])} for a rank at its peak, of {gib(free)} free"
     if peaks[best] > usable:
         line += "; expect it to run out of memory: use engine.zero.stage=3, zero.offload, LoRA or more GPUs"
-    resolved = resolve_recompute(resolved, "engine", recompute, why)
-    return replace(_resolve_budget(resolved, budget, why), memory=line, rank_bytes=peaks[best])
-
-
-def _resolve_budget(
-    resolved: ResolvedConfig[SupervisedJobConfigT], budget: int, why: str
-) -> ResolvedConfig[SupervisedJobConfigT]:
-    if resolved.config.micro_batch_size is not None:
-        return resolved
-    return resolved.with_default("token_budget", budget, why)
+    resolved = resolve_sizes(resolved, recompute, token_budget=budget, why=why)
+    return replace(resolved, memory=line, rank_bytes=peaks[best])

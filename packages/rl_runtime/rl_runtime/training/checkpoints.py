@@ -115,7 +115,7 @@ class RunCheckpoints:
         """
         saver = self._saver = self._saver or self._open()
         for group in self._groups:
-            roles = [name for name, model in self._roles.items() if model.ranks is group]
+            roles = {name: model.name for name, model in self._roles.items() if model.ranks is group}
             group.run(TrainerWorker.save, step, roles)
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         state = {
@@ -221,12 +221,13 @@ def save_or_say(
         checkpoints.save(step, metrics)
 
 
-def load_and_say(checkpoints: RunCheckpoints, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> None:
-    """Restores the state of the run at `checkpoint`, or that of a new run, and says so."""
+def load_and_say(checkpoints: RunCheckpoints, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> int:
+    """Restores the state of the run at `checkpoint`, or that of a new run, and says so; returns its step."""
     if checkpoint is None:
         checkpoints.start(say)
-        return
+        return 0
     checkpoints.load(checkpoint)
     num_ranks = checkpoint.state["num_ranks"]
     reshaped = f", saved with trainer.num_ranks={num_ranks}" if num_ranks != checkpoints.num_ranks else ""
     say(f"resumed after step {checkpoint.step} from {checkpoint.path}{reshaped}")
+    return checkpoint.step

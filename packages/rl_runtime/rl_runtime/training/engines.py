@@ -96,9 +96,16 @@ def check_model_weights(model: ModelConfig, *, key: str = "model.path") -> None:
     """Raises InputError if the files of a language model lack a weight, or hold one that is inf or NaN, with its
     name."""
     folder = str(find_model_folder(model.path))
-    try:
+    with _naming_model(model, key):
         check_weights(folder)
         check_finite(folder)
+
+
+@contextmanager
+def _naming_model(model: ModelConfig, key: str) -> Iterator[None]:
+    """Errors in the model's files name the key that gave it. Raises InputError for ds_engine.ModelError."""
+    try:
+        yield
     except ModelError as error:
         raise InputError(error.problem, field=key, value=model.path, remedy=error.remedy) from error
 
@@ -158,8 +165,6 @@ def check_architectures(
                     raise InputError(error.problem, field=key, value=model.path, remedy=error.remedy) from error
                 raise InputError.of(error, under=section) from error
             lines.append(f"{error}; the ranks try it before the first step")
-    try:
+    with _naming_model(model, key):
         check_finite(folder)
-    except ModelError as error:
-        raise InputError(error.problem, field=key, value=model.path, remedy=error.remedy) from error
     return list(dict.fromkeys([*(f"warning: {line}" for line in unused), *lines]))

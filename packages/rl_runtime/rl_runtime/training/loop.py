@@ -52,12 +52,13 @@ class Restart:
     last: int
     """The last step that was taken before."""
 
-    def describe(self) -> str:
-        """Cost of the loss, in one line."""
+    def begin(self, record: RunRecord, resume_from: Checkpoint | None) -> None:
+        """Forgets the steps that are repeated, and says in one line what the loss costs."""
+        record.rewind(self.done, {} if resume_from is None else resume_from.state.get("metrics", {}))
         seconds = time.monotonic() - self.lost_at
         steps = f"steps {self.done + 1} to {self.last} are" if self.last > self.done + 1 else f"step {self.last} is"
         repeated = f"{steps} taken again" if self.last > self.done else "no whole step is taken again"
-        return f"training again after {seconds:.1f} s; {repeated}"
+        record.info(f"training again after {seconds:.1f} s; {repeated}")
 
 
 class TrainingLoop:
@@ -116,12 +117,10 @@ class TrainingLoop:
     ) -> LoopResult:
         trainer = self._trainer
         with self._servers.changing_weights():
-            load_and_say(self._checkpoints, resume_from, self._record.info)
-            done = 0 if resume_from is None else resume_from.step
+            done = load_and_say(self._checkpoints, resume_from, self._record.info)
             self._sync(version=done)
         if restart is not None:
-            self._record.rewind(done, {} if resume_from is None else resume_from.state.get("metrics", {}))
-            self._record.info(restart.describe())
+            restart.begin(self._record, resume_from)
         before = None
         if trainer.val_before_train:
             before = self._record.first_values("val/accuracy").get("val/accuracy") if restart is not None else None

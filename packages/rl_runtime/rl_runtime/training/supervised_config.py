@@ -130,5 +130,4 @@ class PreferenceTrainingConfig(FineTuningConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "val_files", expand_files("val_files", self.val_files))
         check_value(self, "turns", self.turns == "all", "all, because a preference is about the last turn")

@@ -67,13 +67,11 @@ class SupervisedLoop:
             restart: the run has lost its ranks and continues in its folder, where later steps are recorded again.
         """
         with self._checkpoints:
-            load_and_say(self._checkpoints, resume_from, self._record.info)
-            done = 0 if resume_from is None else resume_from.step
+            done = load_and_say(self._checkpoints, resume_from, self._record.info)
             if resume_from is None and self._objective.prepare is not None:
                 self._objective.prepare(self._model)
             if restart is not None:
-                self._record.rewind(done, {} if resume_from is None else resume_from.state.get("metrics", {}))
-                self._record.info(restart.describe())
+                restart.begin(self._record, resume_from)
             before: dict[str, float] = {}
             held_out = self._objective.held_out
             if self._trainer.val_before_train and restart is not None:

@@ -60,25 +60,22 @@ class RolloutClient(BalancedClient):
         sampling: SamplingConfig,
         *,
         on_group: OnGroup | None = None,
-        deadline_s: float | None = None,
     ) -> list[Group]:
         """Generate `sampling.n` samples for each request. Results are in request order. A Group is resumed.
 
         on_group: called (and awaited) with each group as soon as it ends, in order of completion. If it raises, the
         other groups are cancelled and the exception propagates.
-        deadline_s: seconds from now after which unfinished samples become failures of kind "deadline".
 
         A sample that still fails after `config.max_retries` retries is a `Failure` in its group. Cancelling this
         coroutine closes its connections, which aborts its requests on the servers.
         """
-        end = None if deadline_s is None else time.monotonic() + deadline_s
         runs = [self._run_of(request, sampling) for request in requests]
 
         async def one(run: GroupRun) -> Group:
             with self._runner.lock:
                 self._listed[run] = None
             try:
-                result = await self._group(run, end)
+                result = await self._group(run)
             finally:
                 with self._runner.lock:
                     del self._listed[run]
@@ -96,20 +93,18 @@ class RolloutClient(BalancedClient):
         num_groups: int,
         keep_rest: bool = True,
         on_group: OnGroup | None = None,
-        deadline_s: float | None = None,
     ) -> tuple[list[Group], list[Group]]:
         """Generate, and return as soon as `num_groups` groups are complete. The longest responses do not delay it.
 
         keep_rest: interrupt the other groups and return them with all tokens so far, so that a later call can resume
         them (requires `RolloutConfig(control_routes=True)`, else ControlError). False: discard them. Groups with short
         responses complete first, so discarding the others biases the batch toward short responses.
-        on_group and deadline_s: as in `generate`; on_group is called for the returned groups only.
+        on_group: as in `generate`, for the returned groups only.
         """
         require(1 <= num_groups <= len(requests), "num_groups", num_groups, f"1 to {len(requests)} requests")
-        end = None if deadline_s is None else time.monotonic() + deadline_s
         runs = [self._run_of(request, sampling) for request in requests]
         with self._counting_busy_time():
-            tasks = [asyncio.ensure_future(self._group(run, end)) for run in runs]
+            tasks = [asyncio.ensure_future(self._group(run)) for run in runs]
             try:
                 deliver = partial(self._deliver, on_group=on_group)
                 first = await first_complete(tasks, num_groups, is_complete=lambda one: one.complete, on_end=deliver)
@@ -121,17 +116,10 @@ class RolloutClient(BalancedClient):
         rest = [run.partial() for run in others] if keep_rest else []
         return [first[index] for index in sorted(first)], rest
 
-    async def sample(
-        self,
-        request: Request,
-        sampling: SamplingConfig,
-        *,
-        deadline_s: float | None = None,
-        gate: Gate | None = None,
-    ) -> Group:
-        """Generate one group. Multi-turn rollouts are built on this. gate: see `hold`; then there is no deadline."""
+    async def sample(self, request: Request, sampling: SamplingConfig, *, gate: Gate | None = None) -> Group:
+        """Generate one group. Multi-turn rollouts are built on this. gate: see `hold`."""
         if gate is None:
-            return (await self.generate([request], sampling, deadline_s=deadline_s))[0]
+            return (await self.generate([request], sampling))[0]
         start: Request | Group = request
         while True:
             await gate.is_open.wait()
@@ -139,7 +127,7 @@ class RolloutClient(BalancedClient):
             gate.runs.add(run)
             try:
                 with self._counting_busy_time():
-                    await self._group(run, None)
+                    await run.run()
             finally:
                 gate.runs.discard(run)
             if run.is_finished:
@@ -169,10 +157,9 @@ class RolloutClient(BalancedClient):
         sampling: SamplingConfig,
         *,
         on_group: OnGroup | None = None,
-        deadline_s: float | None = None,
     ) -> list[Group]:
         """`generate` for callers without an event loop. on_group runs in the client's thread."""
-        return self.run(self.generate(requests, sampling, on_group=on_group, deadline_s=deadline_s))
+        return self.run(self.generate(requests, sampling, on_group=on_group))
 
     def _run_of(self, request: Request | Group, sampling: SamplingConfig) -> GroupRun:
         start = Group.fresh(request, sampling.num_samples) if isinstance(request, Request) else request
@@ -184,12 +171,8 @@ class RolloutClient(BalancedClient):
         )
         return GroupRun(start, sampling, self._runner, self._urls, self.config.max_model_len)
 
-    async def _group(self, run: GroupRun, end: float | None) -> Group:
-        try:
-            async with asyncio.timeout(None if end is None else max(0.0, end - time.monotonic())):
-                await run.run()
-        except TimeoutError:
-            run.fail_unfinished("deadline", "not finished before the deadline")
+    async def _group(self, run: GroupRun) -> Group:
+        await run.run()
         return run.result()
 
     async def _deliver(self, result: Group, on_group: OnGroup | None) -> None:

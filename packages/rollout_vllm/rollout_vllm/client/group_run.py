@@ -153,12 +153,8 @@ class GroupRun:
         """True if every sample is complete or has failed."""
         return not self._unfinished(range(len(self.parts)))
 
-    def fail_unfinished(self, kind: FailureKind, message: str) -> None:
-        for index in self._unfinished(range(len(self.parts))):
-            self._fail([index], kind, message, max(1, self.parts[index].num_attempts))
-
     def result(self) -> Group:
-        """The result, once `run` or `fail_unfinished` has returned."""
+        """The result, once `run` has returned."""
         return Group(
             request=self.request,
             samples=tuple(part for part in self.parts if part.sample_index not in self._failures),

@@ -28,13 +28,12 @@ class Progress:
 
     Args:
         total_steps: last step number.
-        first_step: number of the first step of this process (a resumed run starts later).
         clock: monotonic seconds; for tests.
     """
 
-    def __init__(self, total_steps: int, *, first_step: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, total_steps: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.total_steps = total_steps
-        self._next_step = first_step
+        self._next_step = 1
         self._clock = clock
         self._last = clock()
         self._durations: deque[float] = deque(maxlen=10)
