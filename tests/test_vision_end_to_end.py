@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from apps.evaluate.main import cli
 from rl_data.tasks.shapes import write_shapes
 from tests.run_folders import metrics_rows
 
@@ -50,10 +51,10 @@ def test_grpo_teaches_a_model_to_count_what_it_sees(tmp_path: Path, files: Path,
     assert not (run / "images").exists()
 
 
-@pytest.mark.thorough
-def test_sft_and_its_greedy_responses_see_images(tmp_path: Path, files: Path, start_app: Callable[..., Any]) -> None:
+def supervised(folder: Path, files: Path, start_app: Callable[..., Any]) -> Path:
+    """The run folder of an SFT that learns to name colors."""
     app = start_app(
-        tmp_path / "runs",
+        folder,
         f"model.path={files / 'model'}",
         f"supervised.files=[{files}/demonstrations.parquet]",
         *("supervised.steps=60", "supervised.batch_size=32", "supervised.val_size=64", "supervised.num_samples=8"),
@@ -62,12 +63,36 @@ def test_sft_and_its_greedy_responses_see_images(tmp_path: Path, files: Path, st
         app="sft",
     )
     assert app.finish() == 0, app.output
-    (run,) = (tmp_path / "runs").iterdir()
+    (run,) = folder.iterdir()
+    return run
+
+
+def test_sft_and_its_greedy_responses_see_images(tmp_path: Path, files: Path, start_app: Callable[..., Any]) -> None:
+    run = supervised(tmp_path / "runs", files, start_app)
     losses = [float(row["val/loss"]) for row in metrics_rows(run) if row.get("val/loss")]
     # Colors are always right, and only an image tells them: without it they cost log(3) / 3 of a token's loss alone.
     assert losses[-1] < losses[0] / 2
     named = [(one["response"].split(), one["demonstrated"].split()) for one in samples_of(run)[-8:]]
     assert sum(len(said) > 1 and said[1] == shown[1] for said, shown in named) >= 7
+
+
+@pytest.mark.thorough
+def test_an_evaluation_sees_images_and_names_their_files(
+    tmp_path: Path, files: Path, start_app: Callable[..., Any]
+) -> None:
+    model = supervised(tmp_path / "runs", files, start_app) / "model"
+    settings = ("reward.function=rl_data.tasks.shapes:reward", "sampling.max_tokens=3", "data.max_prompt_length=24")
+    with pytest.raises(SystemExit) as end:
+        cli(argv=[f"model.path={model}", f"data.val={files}/val.parquet", f"output_dir={tmp_path / 'out'}", *settings])
+    assert end.value.code == 0
+    (folder,) = (tmp_path / "out").iterdir()
+    prompts = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    pairs = [(sample, prompt["ground_truth"]) for prompt in prompts for sample in prompt["samples"]]
+    assert len(pairs) == 128
+    assert all(Path(name).is_file() for sample, _ in pairs for name in sample["images"])
+    assert len({name for sample, _ in pairs for name in sample["images"]}) > 100
+    named = [sample["response"].split()[1:2] == truth.split()[1:2] for sample, truth in pairs]
+    assert sum(named) > 0.8 * len(named), "the colors are on the images alone"
 
 
 @pytest.mark.thorough

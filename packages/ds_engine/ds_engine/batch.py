@@ -29,7 +29,8 @@ class TokenBatch(Protocol):
     [T, L, k], for `EngineConfig.router_replay`.
     It may have an attribute `images`: per sequence None or the images of its prompt, as the model's image processor
     returns them (a mapping of tensors) or as the path of a safetensors file with them. Token ids have one placeholder
-    for each feature. "num_placeholders" in the mapping is how many of them the prompt has; later ones are text.
+    for each feature. "num_placeholders" in the mapping is how many of them the images have; targets and
+    later ones are text.
     """
 
     @property

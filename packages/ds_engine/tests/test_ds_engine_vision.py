@@ -157,6 +157,25 @@ def test_a_sampled_placeholder_is_text(grids: Path) -> None:
     torch.testing.assert_close(outputs[1][-1], log_p[7], rtol=1e-4, atol=1e-4)
 
 
+def test_a_placeholder_that_is_sampled_before_another_image_is_text(grids: Path) -> None:
+    """As in an episode whose observations are images."""
+    model = load(grids)
+    vision = vision_of(model, always=False)
+    images, (first, second) = draw(grids, (50, 70), (90, 40))
+    images |= {"num_placeholders": torch.tensor([first + second])}
+    ids = [*[vision.placeholder] * first, 7, vision.placeholder, 8, *[vision.placeholder] * second, 9]
+    batch = make_batch([Sample(ids=ids, num_prompt=first, weight=1.0, images=images)])
+    assert batch.target_ids_K.tolist() == ids[first:]
+    is_sampled = batch.target_index_K < first + 2  # the other targets are context, which is none
+    inputs, _ = packed_inputs(
+        replace(batch, target_index_K=batch.target_index_K[is_sampled], target_ids_K=batch.target_ids_K[is_sampled]),
+        device=CPU,
+        kernel="sdpa",
+        vision=vision,
+    )
+    assert inputs.seen.features_T.tolist() == [*range(first), -1, -1, -1, *range(first, first + second), -1]
+
+
 def test_images_that_do_not_belong_to_the_tokens_are_refused(grids: Path) -> None:
     model = load(grids)
     vision = vision_of(model, always=False)

@@ -146,7 +146,8 @@ def packed_inputs(
                 allowed="positive lengths that add up",
             )
     if vision is not None:
-        seen = vision.see(images if num_targets else (), ids, positions, lengths)
+        sampled = index[targets == vision.placeholder] + 1
+        seen = vision.see(images if num_targets else (), ids, positions, lengths, sampled)
     if seen is not None:
         prefixes = None
         positions = positions if seen.positions_AT is None else seen.positions_AT

@@ -29,7 +29,7 @@ from .parts import find_backbone
 ImageInputs = Mapping[str, Tensor]
 """Images of a prompt as the model's image processor returns them. Arguments of `get_image_features` are used."""
 NUM_PLACEHOLDERS = "num_placeholders"
-"""May be among them: number of placeholders of the prompt. Later ones are tokens that a server sampled."""
+"""May be among them: number of placeholders of the images. Those that are sampled, and later ones, are text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +87,11 @@ class Vision:
         )
 
     def see(
-        self, images: Sequence[Any], ids_T: Tensor, positions_T: Tensor, lengths: Sequence[int]
+        self, images: Sequence[Any], ids_T: Tensor, positions_T: Tensor, lengths: Sequence[int], text_N: Tensor
     ) -> SeenImages | None:
         """The images of a batch: per sequence a safetensors file, `ImageInputs` or None; None if there are none.
+
+        text_N: places of placeholders that a policy sampled, which are text.
 
         Raises:
             BatchError: there are as many as sequences, or a sequence has fewer placeholders than features.
@@ -101,8 +103,9 @@ class Vision:
         prompts: dict[Any, tuple[int, int, ImageInputs]] = {}
         features_T, num_features = torch.full_like(ids_T, -1), 0
         positions = []
-        parts = zip(images, ids_T.split(list(lengths)), features_T.split(list(lengths)), strict=True)
-        for (image, ids, features), own in zip(parts, positions_T.split(list(lengths)), strict=True):
+        is_place_T = (ids_T == self.placeholder).index_fill(0, text_N, False)
+        split = [each.split(list(lengths)) for each in (ids_T, is_place_T, features_T, positions_T)]
+        for image, ids, is_place, features, own in zip(images, *split, strict=True):
             if image is None:
                 positions.append(own.expand(3, -1))
                 continue
@@ -113,6 +116,8 @@ class Vision:
                 prompts[key] = num_features, len(places) if count is None else count, inputs
                 num_features += prompts[key][1]
             first, count, inputs = prompts[key]
+            if len(places) > count:
+                places = is_place.nonzero()[:, 0]
             if len(places) < count:
                 raise _unlike(len(places), f"at least {count}")
             features[places[:count]] = torch.arange(first, first + count)
