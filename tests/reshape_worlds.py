@@ -230,7 +230,7 @@ def load_as_a_run_does(root: Path) -> None:
     expected = torch.load(root / "zero2.expected.pt")
     for folder in (root / "zero2", root / "as_a_run"):
         worker.build("actor", str(root / "model"), SAVED["zero2"], 10)
-        worker.load("actor", str(folder))
+        worker.load("actor", str(folder), "actor")
         check_equal(state_of(worker._engines["actor"]._deepspeed), expected, f"TrainerWorker, {folder.name}")
         worker._engines["actor"].save_checkpoint(root / "as_a_run", "actor")
         worker.start_from("actor", str(folder))

@@ -12,6 +12,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 tinker: Any = pytest.importorskip("tinker", reason="tests/extras/tinker.txt is not installed")
 
@@ -38,11 +39,13 @@ ADAM = {
 class Server:
     """`plinth serve` in its own process; `start` again after a kill, on the same folder of states."""
 
-    def __init__(self, folder: Path, start_app: Callable[..., Any]) -> None:
-        self.folder, self._start_app = folder, start_app
+    def __init__(self, folder: Path, start_app: Callable[..., Any], *overrides: str) -> None:
+        os.environ["TINKER_API_KEY"] = KEY
+        os.environ["TINKER_TELEMETRY"] = "0"
+        self.folder, self._start_app, self._overrides = folder, start_app, overrides
 
     def start(self) -> None:
-        overrides = ("preset=demo", "api.port=0", "api.full=true", f"api.states_dir={self.folder / 'states'}")
+        overrides = ("preset=demo", "api.port=0", f"api.states_dir={self.folder / 'states'}", *self._overrides)
         self.app = self._start_app(self.folder / "outputs", *overrides, app="serve")
         self.app.wait_for("TINKER_BASE_URL=")
         self.url = self.app.output.rpartition("TINKER_BASE_URL=")[2].split()[0]
@@ -59,6 +62,11 @@ class Server:
         with tinker.ServiceClient(base_url=self.url, api_key=KEY) as client:
             yield client
 
+    def kill(self) -> None:
+        self.app.process.kill()
+        self.app.finish()
+        assert not self.app.survivors()
+
     def post(self, route: str, **body: Any) -> dict[str, Any]:
         answer: dict[str, Any] = self.http.post(route, json=body).raise_for_status().json()
         return answer
@@ -71,9 +79,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, start_shared_app: Callable[..., Any]) -> Iterator[Server]:
-    os.environ["TINKER_API_KEY"] = KEY
-    os.environ["TINKER_TELEMETRY"] = "0"
-    server = Server(tmp_path_factory.mktemp("serve"), start_shared_app)
+    server = Server(tmp_path_factory.mktemp("serve"), start_shared_app, "api.full=true")
     server.start()
     yield server
     server.app.stop()
@@ -223,7 +229,7 @@ def test_requests_run_in_the_order_of_their_numbers_and_once(server: Server) -> 
     server.post(f"sessions/{session}/finish", reason={"type": "success"})
 
 
-def test_one_model_is_trained_at_a_time(server: Server) -> None:
+def test_all_weights_of_one_model_are_trained_at_a_time(server: Server) -> None:
     """The model of a session that has ended makes room; in its own session a second one is refused."""
     with server.client() as client:
         client.create_lora_training_client(NAME).result()
@@ -253,9 +259,7 @@ def test_a_killed_server_resumes_to_the_bit(server: Server) -> None:
     server.post("save_weights", model_id=model, seq_id=2, path="later")
     while f"tinker://{model}/weights/later" not in str(server.http.get("checkpoints").json()):
         time.sleep(0.1)
-    server.app.process.kill()
-    server.app.finish()
-    assert not server.app.survivors()
+    server.kill()
     server.start()
     rest = tinker.RestClient(base_url=server.url, api_key=KEY)
     assert rest.get_training_run(run_id).result().user_metadata == {"name": "mine"}
@@ -273,3 +277,63 @@ def test_a_killed_server_resumes_to_the_bit(server: Server) -> None:
         assert alone[1] != expected[1], "the step is that of a new optimizer"
         moved = training.save_weights_and_get_sampling_client().result().compute_logprobs(prompt).result()
         assert reference.compute_logprobs(prompt).result() == start != moved, "weights before the first step stay"
+
+
+ADAPTERS = {"a": {"rank": 4, "seed": 1}, "b": {"rank": 8, "seed": 2, "train_mlp": False}}
+
+
+def test_runs_that_share_the_base_are_those_of_runs_alone(tmp_path: Path, start_app: Callable[..., Any]) -> None:
+    """Bit for bit on two ranks: log-probs, gradient norms, weights; also from states of a killed server."""
+    server = Server(tmp_path, start_app, "trainer.num_ranks=2", "api.max_models=2")
+    server.start()
+    data = {name: [make_data(10 * number + len(name), num=6) for number in range(3)] for name in ("a", "bb")}
+    batches = dict(zip(ADAPTERS, data.values(), strict=True))
+
+    def weights(path: str) -> dict[str, torch.Tensor]:
+        (file,) = (tmp_path / "states" / path.removeprefix("tinker://").replace(":", "_")).glob("*.safetensors")
+        return load_file(file)
+
+    alone: dict[str, tuple[Any, Any]] = {}
+    for name, settings in ADAPTERS.items():
+        with server.client() as client:
+            training = client.create_lora_training_client(NAME, **settings).result()
+            steps = [step(training, batch) for batch in batches[name]]
+            alone[name] = steps, weights(training.save_weights_for_sampler("last").result().path)
+
+    def next_step(runs: dict[str, Any], number: int) -> dict[str, Any]:
+        """A step of each run, whose gradients wait at the same time."""
+        passes = {name: run.forward_backward(batches[name][number], "cross_entropy") for name, run in runs.items()}
+        optims = {name: run.optim_step(tinker.AdamParams(**ADAM)) for name, run in runs.items()}
+        return {n: (log_probs(passes[n].result()), optims[n].result().metrics["grad_norm:mean"]) for n in runs}
+
+    def check_weights(runs: dict[str, Any]) -> None:
+        for name, run in runs.items():
+            given, expected = weights(run.save_weights_for_sampler("end").result().path), alone[name][1]
+            assert given.keys() == expected.keys()
+            assert all(torch.equal(given[key], expected[key]) for key in expected)
+
+    states: dict[str, str] = {}
+    with server.client() as client:
+        runs = {name: client.create_lora_training_client(NAME, **kind).result() for name, kind in ADAPTERS.items()}
+        with pytest.raises(tinker.RequestFailedError):
+            client.create_lora_training_client(NAME).result()
+        for number in range(3):
+            assert next_step(runs, number) == {name: steps[number] for name, (steps, _) in alone.items()}
+            if number == 1:
+                states = {name: run.save_state("kept").result().path for name, run in runs.items()}
+        check_weights(runs)
+        samplers = {name: run.save_weights_and_get_sampling_client().result() for name, run in runs.items()}
+        for name in (*runs, *runs):
+            one = batches[name][0][0]
+            expected = log_probs(runs[name].forward([one], "cross_entropy").result())
+            whole = tinker.ModelInput.from_ints([*one.model_input.to_ints(), 5])
+            given = samplers[name].compute_logprobs(whole).result()[1:-1]
+            np.testing.assert_allclose(given, expected[: len(given)], atol=1e-5)
+    assert alone["a"][0][2] != alone["b"][0][2]
+    server.kill()
+    server.start()
+    with server.client() as client:
+        resume = client.create_training_client_from_state_with_optimizer
+        runs = {name: resume(path).result() for name, path in states.items()}
+        assert next_step(runs, 2) == {name: steps[2] for name, (steps, _) in alone.items()}
+        check_weights(runs)

@@ -29,16 +29,18 @@ class ApiConfig:
     """Train all weights in place of LoRA adapters, whatever rank the client asks for. The SDK cannot ask for it."""
     states_dir: str = "outputs/serve_states"
     """Folder of saved states and sampler weights; a server that is started again finds them there."""
+    max_models: int = 4
+    """Most adapters that train at a time, over one base. With `full` or ZeRO-3: one model."""
     max_request_bytes: int = 64 * 1024 * 1024
     """Largest body of a request."""
     max_pending: int = 4096
     """Most requests that wait or run; further ones get status 429, and the SDK sends them again."""
     session_timeout_s: float = 60.0
-    """Time without a heartbeat after which a session has ended, and its model makes room for that of another."""
+    """Time without a heartbeat after which a session has ended, and its models make room for others."""
 
     def __post_init__(self) -> None:
         check_value(self, "port", 0 <= self.port < 2**16, "0 to 65535")
-        check_at_least(1, self, "max_request_bytes", "max_pending")
+        check_at_least(1, self, "max_models", "max_request_bytes", "max_pending")
         check_seconds(self, "session_timeout_s")
 
 
@@ -64,6 +66,11 @@ SERVED = Feature(
         ),
         Rule(field="actor.zero.stage", allowed="2, 3", holds=lambda c: c.actor.zero.stage > 1),
         Rule(field="actor.zero.step_each_micro", allowed="false", holds=lambda c: not c.actor.zero.step_each_micro),
+        Rule(
+            field="actor.lora.dropout",
+            allowed="0: models would draw from the same random generators",
+            holds=lambda c: not c.lora.dropout,
+        ),
         Rule(field="actor.router_replay", allowed="off", holds=lambda c: c.actor.router_replay == "off"),
         Rule(field="warm_start.steps", allowed="0", holds=lambda c: not c.warm_start.trains),
         Rule(field="rollout.max_lora_rank", allowed="null", holds=lambda c: c.rollout.max_lora_rank is None),
@@ -95,6 +102,11 @@ class ServeConfig(JobConfig):
     def lora(self) -> LoraConfig:
         """The adapters of a training client, before its rank and layers; alpha is the one of the SDK's service."""
         return self.actor.lora or LoraConfig(alpha=32)
+
+    @property
+    def num_models(self) -> int:
+        """Most models that train at a time."""
+        return 1 if self.api.full or self.actor.zero.stage == 3 else self.api.max_models
 
     @property
     def engine(self) -> EngineConfig:

@@ -143,6 +143,7 @@ def serve(config: ServeConfig, session: "Session", listener: socket.socket, *, m
     finally:
         models.thread.shutdown(wait=False, cancel_futures=True)
     if errors:
+        session.servers.check()  # a dead server is the cause of what others met
         raise errors[0]
 
 

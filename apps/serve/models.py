@@ -1,13 +1,14 @@
-"""The model that a client trains, on the ranks; and the weights that the rollout servers hold.
+"""The models that clients train, on the ranks; and the weights that the rollout servers hold.
 
-One model is trained at a time. Its requests run in their order in one thread; `ranks` is the lock of the ranks, because
-servers may also need older weights while requests wait. Servers hold one set of weights at a time, too: `Weights`.
+Each has adapters and an optimizer of its own over one base. Requests run one at a time in one thread, those of a model
+in their order; `ranks` is the lock of the ranks, because servers may also need older weights while requests wait.
+Servers hold one set of weights at a time: `Weights`.
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,8 @@ class Model:
     run: Run
     session_id: str
     order: InOrder
+    handle: ModelHandle = field(init=False)
+    """Its place on the ranks, once it has one."""
     version: str = BASE
     """Key of its weights: every step and load gives others."""
     num_steps: int = 0
@@ -62,18 +65,21 @@ class Model:
 
 
 class Models:
-    """Builds, trains, saves and loads the model on the ranks, and gives its weights to the servers."""
+    """Builds, trains, saves and loads the models on the ranks, and gives their weights to the servers."""
 
     def __init__(self, config: ServeConfig, session: Session, *, model_path: Path, states: States) -> None:
         self.config, self.session, self.model_path, self.states = config, session, model_path, states
-        self.current: Model | None = None
+        self.trained: dict[str, Model] = {}
+        """The models that have a place on the ranks, by run."""
         self.ranks = threading.Lock()
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="training")
         """Runs the requests of models, one after the other."""
         self.max_tokens = config.rollout.max_model_len or 0
         self._vocab_size = int(read_model_config(model_path)["vocab_size"])
-        self._handle = ModelHandle(session.ranks, ROLE, config.batch)
-        self._connected, self._num_pushes, self._num_versions = False, 0, 0
+        self._places = [ModelHandle(session.ranks, f"{ROLE}_{i}", config.batch) for i in range(config.num_models)]
+        self._connected: ModelHandle | None = None
+        """The one whose engine is connected with the servers."""
+        self._num_pushes = self._num_versions = 0
 
     def engine_of(self, run: Run) -> EngineConfig:
         """The engine that trains a run. Raises InputError for adapters that it cannot have."""
@@ -89,17 +95,34 @@ class Models:
         adapters = replace(self.config.lora, rank=lora["rank"], target_modules=modules)
         return replace(engine, lora=adapters, seed=seed)
 
+    def admit(self, model: Model, has_ended: Callable[[Model], bool]) -> bool:
+        """Gives a model a place on the ranks, if need be that of one that has ended; False: there is none."""
+        if not self._places and (ended := next(filter(has_ended, self.trained.values()), None)) is not None:
+            self.leave(ended)
+        if not self._places:
+            return False
+        model.handle = self._places.pop()
+        self.trained[model.run.run_id] = model
+        return True
+
+    def leave(self, model: Model) -> None:
+        """Takes a model from the ranks; its engine stays until another has the place."""
+        if self.trained.pop(model.run.run_id, None) is not None:
+            self._places.append(model.handle)
+
     def build(self, model: Model, start: Saved | None = None, *, optimizer: bool = False) -> None:
-        """Builds the model of a run on the ranks, in place of another; from a saved state if there is one."""
-        engine = self.engine_of(model.run)
+        """Builds the model of a run in its place on the ranks; from a saved state if there is one."""
+        engine, handle = self.engine_of(model.run), model.handle
         checkpoint = None if start is None else load_state(start)
         with self.ranks:
-            self._connected = False  # building ends the connection of the engine before
-            self._handle.build(str(self.model_path), engine, total_steps=1)
+            if self._connected is handle:  # building ends the connection of the engine before
+                self._connected = None
+            shares_base = engine.lora is not None and engine.zero.stage < 3
+            handle.build(str(self.model_path), engine, total_steps=1, shares_base=shares_base)
             if checkpoint is not None:
-                self._handle.load(str(checkpoint.path / ROLE))
+                handle.load(str(checkpoint.path / ROLE))
                 if not optimizer:
-                    self._handle.forget_optimizer()
+                    handle.forget_optimizer()
         model.num_waiting = model.num_steps = 0
         if start is not None:
             model.version = self._new_key(model)
@@ -109,14 +132,14 @@ class Models:
         """Log-probs and the summed loss of a batch; unless it is `forward_only`, its gradient waits for a step."""
         options = check_loss(request.loss_fn, request.loss_config)
         data, name = read_data(request.data), request.loss_fn
-        batch = batch_of(data, name, vocab_size=self._vocab_size, max_tokens=self.max_tokens)
+        batch, handle = batch_of(data, name, vocab_size=self._vocab_size, max_tokens=self.max_tokens), model.handle
         with self.ranks, TrainBatch(batch) as train_batch:
             if request.forward_only:
-                log_probs_K = self._handle.log_probs(train_batch)
+                log_probs_K = handle.log_probs(train_batch)
                 loss = float(token_losses(name, log_probs_K, batch.columns, options).sum())
             else:
                 loss_fn = partial(summed_loss, name=name, options=options)
-                loss, _, log_probs_K = self._handle.accumulate(train_batch, loss_fn, column=OWN)
+                loss, _, log_probs_K = handle.accumulate(train_batch, loss_fn, column=OWN)
                 model.num_waiting += 1
         rows = [row.numpy() for row in batch.split(log_probs_K)]
         return write_result(rows, {"loss:sum": loss, "num_tokens:sum": float(batch.num_tokens)})
@@ -127,7 +150,7 @@ class Models:
         if not model.num_waiting:
             raise InputError("no gradient waits for it", field="optim_step", allowed="after forward_backward")
         with self.ranks:
-            grad_norm, applied = self._handle.step(settings)
+            grad_norm, applied = model.handle.step(settings)
         model.num_waiting = 0
         model.num_steps += 1
         model.version = self._new_key(model)
@@ -140,15 +163,15 @@ class Models:
         trainer = replace(self.config.trainer, background_save=False, keep_checkpoints=1)
         with self.ranks:
             checkpoints = RunCheckpoints(
-                saved.folder, trainer, self.session.rank_groups, roles={ROLE: self._handle}, parts={}, config=""
+                saved.folder, trainer, self.session.rank_groups, roles={ROLE: model.handle}, parts={}, config=""
             )
             with checkpoints:
                 checkpoints.save(step, {})
 
-    def export(self, saved: Saved) -> Weights:
+    def export(self, model: Model, saved: Saved) -> Weights:
         """Writes the weights, with merged adapters, as a Hugging Face folder."""
         with self.ranks:
-            self._handle.export(str(saved.folder), str(self.model_path))
+            model.handle.export(str(saved.folder), str(self.model_path))
         return self.weights_in(saved)
 
     def weights_in(self, saved: Saved) -> Weights:
@@ -164,7 +187,7 @@ class Models:
         folder = None if model.num_steps else self.states.start_folder(model.run.run_id, model.version)
         if folder is not None and not folder.exists():
             with self.ranks:
-                self._handle.export(str(folder), str(self.model_path))
+                model.handle.export(str(folder), str(self.model_path))
         return Weights(key=model.version, run_id=model.run.run_id, folder=folder)
 
     def _new_key(self, model: Model) -> str:
@@ -184,16 +207,16 @@ class Models:
         with self.ranks:
             self._num_pushes += 1
             endpoints, sync = self.session.servers.endpoints, self.config.sync
-            model = self.current
-            if model is not None and weights.run_id == model.run.run_id and weights.key == model.version:
-                if not self._connected:
-                    self._handle.connect_servers(endpoints, sync, version=self._num_pushes)
-                    self._connected = True
-                self._handle.push_weights(self._num_pushes)
+            model = self.trained.get(weights.run_id or "")
+            if model is not None and weights.key == model.version:
+                if self._connected is not model.handle:
+                    model.handle.connect_servers(endpoints, sync, version=self._num_pushes)
+                    self._connected = model.handle
+                model.handle.push_weights(self._num_pushes)
             elif weights.folder is not None:
-                if self._connected:
-                    self._handle.disconnect_servers()
-                    self._connected = False
+                if self._connected is not None:
+                    self._connected.disconnect_servers()
+                    self._connected = None
                 with WeightPusher(HfFolderSource(weights.folder), endpoints, sync) as pusher:
                     pusher.push(self._num_pushes)
             else:

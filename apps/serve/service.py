@@ -84,13 +84,13 @@ class Service:
             raise NotFoundError("unknown", field="session_id", value=body.get("session_id"))
         return session
 
-    def _has_ended(self, session_id: str) -> bool:
-        session = self._sessions[session_id]
+    def _has_ended(self, model: Model) -> bool:
+        session = self._sessions[model.session_id]
         return session.is_finished or time.monotonic() - session.seen_s > self.config.api.session_timeout_s
 
     # ---- models --------------------------------------------------------------------------------------------------
     def create_model(self, body: Body) -> dict[str, Any]:
-        """A new model; it waits until the session of the model that is trained has ended."""
+        """A new model; if all places on the ranks are taken, it waits until the session of another has ended."""
         self._check_base(body.get("base_model"))
         check_optimizer(body.get("optimizer_config"))
         return self._open_model(body, lora_of(self.config, body.get("lora_config")))
@@ -135,16 +135,15 @@ class Service:
 
     async def _build(self, future: Future[Result], model: Model, start: Saved | None, optimizer: bool) -> None:
         deadline = time.monotonic() + _WAIT_S
-        while (other := self.models.current) is not None and not self._has_ended(other.session_id):
-            is_own = other.session_id == model.session_id
-            if is_own or time.monotonic() > deadline:
-                problem = "the ranks train one model at a time, and that of a session that has not ended"
-                remedy = "end it (ServiceClient.close), or train one model per session"
-                error = InputError(problem, field="session_id", value=other.session_id, remedy=remedy)
-                future.set_exception(error)
+        while not self.models.admit(model, self._has_ended):
+            others = {other.session_id for other in self.models.trained.values()}
+            if others == {model.session_id} or time.monotonic() > deadline:
+                problem = "the ranks train as many models as they can, those of sessions that have not ended"
+                remedy = "end one (ServiceClient.close)"
+                most = self.config.num_models
+                future.set_exception(InputError(problem, field="api.max_models", value=most, remedy=remedy))
                 return
             await asyncio.sleep(0.2)
-        self.models.current = model
 
         def build() -> Result:
             self.models.build(model, start, optimizer=optimizer)
@@ -154,8 +153,8 @@ class Service:
 
         def run() -> None:
             self._run(future, build)
-            if future.exception() is not None and self.models.current is model:
-                self.models.current = None
+            if future.exception() is not None:
+                self.models.leave(model)
 
         self.models.thread.submit(run)
 
@@ -167,8 +166,8 @@ class Service:
         return {"type": "get_info", "model_id": run.run_id, "model_name": self.model_name, "model_data": data, **lora}
 
     def _model(self, body: Body) -> Model:
-        model = self.models.current
-        if model is None or model.run.run_id != body.get("model_id"):
+        model = self.models.trained.get(str(body.get("model_id")))
+        if model is None:
             raise NotFoundError("it is not trained here, or no longer", field="model_id", value=body.get("model_id"))
         return model
 
@@ -202,7 +201,7 @@ class Service:
             run_id, kind = model.run.run_id, {"type": "save_weights_for_sampler"}
             if body.get("path") is not None:
                 saved = self.models.states.new(run_id, "sampler_weights", str(body["path"]))
-                self.models.export(saved)
+                self.models.export(model, saved)
                 return {"path": saved.uri, **kind}
             weights = self.models.weights(model)
             self._wait_for(self._served.hold(weights))
@@ -225,8 +224,8 @@ class Service:
         if future is not None:
 
             def job() -> Result:
-                if self.models.current is not model:
-                    raise NotFoundError("another model is trained now", field="model_id", value=model.run.run_id)
+                if self.models.trained.get(model.run.run_id) is not model:
+                    raise NotFoundError("another model has its place", field="model_id", value=model.run.run_id)
                 answer = do(model)
                 return Result(message=answer) if isinstance(answer, bytes) else Result(json=answer)
 

@@ -34,6 +34,7 @@ from .guard.collective_guard import mark as mark
 from .guard.collective_guard import record_collectives as record_collectives
 from .model.loading import check_model as check_model
 from .model.loading import nf4_base as nf4_base
+from .model.shared_base import SharedBase as SharedBase
 from .model.weights import check_finite as check_finite
 from .model.weights import check_weights as check_weights
 from .planning.memory_plan import MemoryEstimate as MemoryEstimate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from .model.lora import NamedTensor, adapter_settings, adapter_tensors, adapters
 from .model.matching import Operations
 from .model.packed_model import HIDDEN, lm_head_of, row_kernel, shares_prefixes, vision_of
 from .model.sequence_parallel import join_sequence_group
+from .model.shared_base import SharedBase
 from .simple import SimpleBatch
 from .state.checkpoint import load_state, save_state
 from .state.export import export_tensors
@@ -128,6 +130,7 @@ class ZeroEngine:
         trainable: bool = True,
         head: Head = "lm",
         operations: Operations | None = None,
+        base: SharedBase | None = None,
     ) -> ZeroEngine:
         """Load the Hugging Face folder `model_path` and shard the model according to `config`.
 
@@ -141,6 +144,7 @@ class ZeroEngine:
                 (`score.weight` [1, H]) that replaces the LM head; call `values` instead of `log_probs`. Where the
                 folder has none, a trainable engine draws it, and a frozen one refuses the folder.
             operations: those of the servers, with `config.match_servers`.
+            base: with lora at stages 1 and 2, shares the frozen weights with the other engines built with it.
 
         Raises:
             ModelError: the folder or architecture is not supported.
@@ -152,7 +156,8 @@ class ZeroEngine:
         check_offload(config.zero.offload)
         check_fp16(config.model_dtype, device.type)
         settings = deepspeed_config(config, device_type=device.type, trainable=trainable)
-        module = load_model(model_path, config, device=device, ds_config=settings, head=head, new_head=trainable)
+        load = partial(load_model, model_path, config, device=device, ds_config=settings, head=head, new_head=trainable)
+        module = load() if base is None else base.model(model_path, config, head, load)
         return cls(
             module,
             config,

@@ -22,7 +22,7 @@ import ds_engine
 import ds_engine.model.loading
 import ds_engine.zero.adamw
 import ds_engine.zero.optimizer
-from ds_engine import EngineConfig, LossOutput, StepSettings, TokenOutputs, ZeroEngine, dense_log_prob
+from ds_engine import EngineConfig, LossOutput, SharedBase, StepSettings, TokenOutputs, ZeroEngine, dense_log_prob
 from ds_engine.micro_batch import MicroBatches
 from ds_engine.model.compilation import compile_layers
 from ds_engine.model.nf4 import Nf4Linear
@@ -90,6 +90,48 @@ def train_in_parts(
         return {"losses": losses, "norms": norms, "weights": weights}
     finally:
         engine.close()
+
+
+def train_side_by_side(
+    model_path: str, configs: list[EngineConfig], steps: list[list[list[Sample]]], folder: str, alternates: bool
+) -> list[dict[str, Any]]:
+    """Steps of one engine per config, over one base: in turns that end within steps, or one engine after the other.
+
+    Each saves its state after all but the last step, which it repeats from there.
+    """
+    base = SharedBase()
+    engines = [build(model_path, config, base=base) for config in configs]
+    results: list[dict[str, Any]] = [{"losses": [], "norms": []} for _ in engines]
+
+    def work(index: int, number: int, stepping: bool) -> None:
+        engine, result = engines[index], results[index]
+        if not stepping:
+            result["losses"] += [engine.accumulate([make_batch(m)], weighted_loss)[0] for m in steps[number + index]]
+            return
+        settings = StepSettings(lr=1e-2 * (1 + index), grad_clip=0.05)
+        result["norms"].append(engine.step(settings)[0])
+        if number == len(steps) - len(engines) - 1:
+            engine.save_checkpoint(folder, f"engine{index}")
+
+    numbers = range(len(steps) - len(engines) + 1)
+    plan = [(index, number, stepping) for index in range(len(engines)) for number in numbers for stepping in (0, 1)]
+    if alternates:
+        plan.sort(key=lambda one: (one[1], one[2]))
+    try:
+        for index, number, stepping in plan:
+            work(index, number, bool(stepping))
+        for index, engine in enumerate(engines):
+            weights = {name: tensor.clone() for name, tensor in engine.export_adapters(torch.float32)}
+            engine.load_checkpoint(folder, f"engine{index}")
+            results[index]["again"] = engine.accumulate(
+                [make_batch(m) for m in steps[numbers[-1] + index]], weighted_loss
+            )[0]
+            whole = engine.whole_tensors(merged=False)
+            results[index] |= {"weights": weights, "places": {t.name: t.parameter.data_ptr() for t in whole}}
+        return results
+    finally:
+        for engine in engines:
+            engine.close()
 
 
 def step_after_another(model_path: str, config: EngineConfig, samples: list[list[Sample]], forgets: bool | None) -> Any:

@@ -9,8 +9,18 @@ import pytest
 import torch
 from ds_engine_testkit import make_samples
 
-from ds_engine import EngineConfig, EngineError, LoraConfig, OffloadConfig, OptimConfig, StepSettings, ZeroConfig
-from plinth_testing import RankPool
+from ds_engine import (
+    EngineConfig,
+    EngineConfigError,
+    EngineError,
+    LoraConfig,
+    OffloadConfig,
+    OptimConfig,
+    SharedBase,
+    StepSettings,
+    ZeroConfig,
+)
+from plinth_testing import RankPool, raises
 
 pytestmark = pytest.mark.slow
 OPTIM = OptimConfig(lr=3e-3, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.1, grad_clip=0.05)
@@ -24,7 +34,7 @@ def config(stage: int, offload: str, dtype: str, lora: LoraConfig | None = None)
 @pytest.mark.parametrize(
     ("stage", "offload", "dtype", "lora"),
     [
-        (2, "none", "float32", None),
+        pytest.param(2, "none", "float32", None, marks=pytest.mark.long),
         (2, "none", "bfloat16", None),
         (2, "none", "bfloat16", LoraConfig(rank=4)),
         (2, "cpu", "bfloat16", None),
@@ -52,6 +62,40 @@ def test_steps_in_parts_with_settings_of_their_own_equal_mini_batches(
         assert all(torch.equal(result["weights"][name], weight) for name, weight in one["weights"].items())
     assert all(norm > 0.05 for norm in results[0]["norms"]), "clipping acts"
     assert results[0]["losses"] == pytest.approx([stats.loss for stats in expected[0]["stats"]], rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_over_one_base_train_as_if_alone(
+    two_ranks: RankPool, tiny_model: Path, tmp_path: Path, dtype: str
+) -> None:
+    """Of several ranks and layers, with gradients of one waiting while another steps; also from saved states."""
+    loras = (LoraConfig(rank=4), LoraConfig(rank=8, alpha=8, target_modules=("q_proj", "down_proj")))
+    configs = [replace(config(2, "none", dtype, lora), seed=seed) for seed, lora in enumerate(loras)]
+    steps = [
+        {"steps": [[make_samples(2, seed=10 * n + 3 * micro + rank) for micro in range(2)] for n in range(4)]}
+        for rank in range(2)
+    ]
+    common = {"model_path": str(tiny_model), "configs": configs}
+    apart, mixed = (
+        two_ranks.run("train_side_by_side", steps, folder=str(tmp_path / str(way)), alternates=way, **common)
+        for way in (False, True)
+    )
+    for rank in range(2):
+        first, second = mixed[rank]
+        assert first["places"] == second["places"], "the base is there once"
+        for alone, one in zip(apart[rank], mixed[rank], strict=True):
+            assert (one["losses"], one["norms"], one["again"]) == (alone["losses"], alone["norms"], alone["again"])
+            assert one["weights"].keys() == alone["weights"].keys()
+            assert all(torch.equal(one["weights"][name], weight) for name, weight in alone["weights"].items())
+    assert mixed[0][0]["norms"] != mixed[0][1]["norms"]
+    assert mixed[0][0]["losses"][0] != mixed[0][0]["losses"][2]
+
+
+@pytest.mark.parametrize(("change", "field"), [({"lora": None}, "base"), ({"zero": ZeroConfig(stage=3)}, "zero.stage")])
+def test_weights_that_cannot_be_shared_are_refused_by_name(change: dict[str, object], field: str) -> None:
+    engine = replace(config(2, "none", "float32", LoraConfig(rank=4)), **change)  # type: ignore[arg-type]
+    with raises(EngineConfigError, field=field):
+        SharedBase().model("folder", engine, "lm", lambda: pytest.fail("it is loaded"))
 
 
 @pytest.mark.parametrize(("stage", "offload"), [(2, "none"), (3, "cpu")])

@@ -85,7 +85,8 @@ def test_ranks_use_other_experts(mixture: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "experts"), [(1, "grouped"), (2, "grouped"), (3, "grouped"), (3, "loop"), (3, "listed")]
+    ("stage", "experts"),
+    [(1, "grouped"), pytest.param(2, "grouped", marks=pytest.mark.long), (3, "grouped"), (3, "loop"), (3, "listed")],
 )
 def test_training_equals_one_process(
     two_ranks: RankPool, mixture: Path, reference: Any, stage: Any, experts: Any

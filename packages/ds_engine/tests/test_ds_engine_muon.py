@@ -147,10 +147,11 @@ def test_the_plan_counts_one_state_for_matrices_and_two_for_the_rest() -> None:
 @pytest.mark.parametrize(
     "setup",
     [
-        *(config(stage) for stage in (1, 2, 3)),
+        pytest.param(config(1), marks=pytest.mark.long),
+        *(config(stage) for stage in (2, 3)),
         config(3, offload="cpu"),
         config(3, sequence_parallel=2),
-        config(3, deepspeed={"sub_group_size": 3000}),
+        pytest.param(config(3, deepspeed={"sub_group_size": 3000}), marks=pytest.mark.long),
     ],
     ids=["1", "2", "3", "3-cpu", "3-sp", "3-sub-groups"],
 )

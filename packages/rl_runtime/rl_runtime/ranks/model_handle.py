@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -119,10 +120,21 @@ class ModelHandle:
         self._report, self.skipped = report, SkippedUpdates(name, max_skipped_updates, report)
         self._sp = 1
 
-    def build(self, model_path: str, config: EngineConfig, *, total_steps: int, head: Head = "lm") -> None:
-        """Builds the engine on every rank from a Hugging Face folder, with a new optimizer."""
+    def build(
+        self,
+        model_path: str,
+        config: EngineConfig,
+        *,
+        total_steps: int,
+        head: Head = "lm",
+        shares_base: bool = False,
+    ) -> None:
+        """Builds the engine on every rank from a Hugging Face folder, with a new optimizer.
+
+        `shares_base`: adapters over frozen weights that the ranks hold once for all models built so.
+        """
         self._sp = config.sequence_parallel
-        seconds = self.ranks.run(TrainerWorker.build, self.name, model_path, config, total_steps, head)
+        seconds = self.ranks.run(TrainerWorker.build, self.name, model_path, config, total_steps, head, shares_base)
         if config.compile:
             built_s, compiled_s = map(max, zip(*seconds, strict=True))
             self._report(f"{self.name}: built in {built_s:.1f} s, its layers compiled in {compiled_s:.1f} s")
@@ -264,8 +276,11 @@ class ModelHandle:
         return self.ranks.run(TrainerWorker.describe, self.name)[0]
 
     def load(self, folder: str) -> None:
-        """Loads this engine from a checkpoint written by any number of ranks, ZeRO stage and offload."""
-        self.ranks.run(TrainerWorker.load, self.name, folder)
+        """Loads this engine from a checkpoint written by any number of ranks, ZeRO stage and offload.
+
+        The folder has the name under which `RunCheckpoints` saved the engine.
+        """
+        self.ranks.run(TrainerWorker.load, self.name, folder, Path(folder).name)
 
     def start_from(self, folder: str) -> None:
         """Gives this engine the weights and optimizer states of a DeepSpeed checkpoint that any program wrote."""

@@ -38,6 +38,7 @@ from ds_engine import (
     Head,
     LossFn,
     LossOutput,
+    SharedBase,
     StepSettings,
     TokenOutputs,
     ZeroEngine,
@@ -94,6 +95,7 @@ class TrainerWorker(RankProfiler):
         # CUDA_VISIBLE_DEVICES shows a rank only its own GPU.
         self.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
         self._engines: dict[str, ZeroEngine] = {}
+        self._base = SharedBase()
         self._batches: dict[int, list[list[Batch]]] = {}
         self._saver: AsyncSaver | None = None
         self._captures: dict[str, DeepSpeedState] = {}
@@ -128,9 +130,17 @@ class TrainerWorker(RankProfiler):
         )
 
     def build(
-        self, role: str, model_path: str, config: EngineConfig, total_steps: int | None, head: Head = "lm"
+        self,
+        role: str,
+        model_path: str,
+        config: EngineConfig,
+        total_steps: int | None,
+        head: Head = "lm",
+        shares_base: bool = False,
     ) -> tuple[float, float]:
         """Builds or rebuilds the engine of `role` from a Hugging Face folder; `total_steps=None`: frozen.
+
+        `shares_base`: its frozen weights are those of the other engines that share them (`ds_engine.SharedBase`).
 
         Returns:
             Seconds to build it, and to compile its layers.
@@ -146,6 +156,7 @@ class TrainerWorker(RankProfiler):
             trainable=total_steps is not None,
             head=head,
             operations=operations if config.match_servers else None,
+            base=self._base if shares_base else None,
         )
         built = time.perf_counter()
         try:
@@ -332,17 +343,19 @@ class TrainerWorker(RankProfiler):
         store = CheckpointManager(here) if url is None else HostCheckpoints(here, RemoteCheckpoints(url))
         self._saver = AsyncSaver(store, ranks=ranks)
 
-    def save(self, step: int, roles: Sequence[str]) -> None:
+    def save(self, step: int, roles: Mapping[str, str]) -> None:
         """Saves this rank's part of the engines and its random generators in the background.
+
+        `roles`: the engine of each name in the checkpoint.
 
         The next `train` waits until everything is copied; no call before it changes the weights.
         """
         assert self._saver is not None, "call open_saver first"
-        for role in roles:
+        for name, role in roles.items():
             if role not in self._captures:
                 engine = self._engines[role]
-                self._captures[role] = DeepSpeedState(engine.deepspeed, partial(engine.save_checkpoint, tag=role))
-        states = {**{role: self._captures[role] for role in roles}, _RNG: capture_rng()}
+                self._captures[role] = DeepSpeedState(engine.deepspeed, partial(engine.save_checkpoint, tag=name))
+        states = {**{name: self._captures[role] for name, role in roles.items()}, _RNG: capture_rng()}
         self._saver.save(step, states, copy_in_background=True)
 
     def close_saver(self) -> None:
@@ -355,13 +368,13 @@ class TrainerWorker(RankProfiler):
         """Names, full shapes and dtypes of the parameters of `role`, without gathering them."""
         return describe_model(self._engines[role].module)
 
-    def load(self, role: str, folder: str) -> None:
+    def load(self, role: str, folder: str, tag: str) -> None:
         """Loads a checkpoint written by any number of ranks, ZeRO stage and offload into the engine of `role`."""
         engine = self._engines[role]
-        source = ZeroCheckpoint(Path(folder), tag=role)
+        source = ZeroCheckpoint(Path(folder), tag=tag)
         if engine.has_layout(source):
             with loading_without_pickle(engine.deepspeed):
-                engine.load_checkpoint(folder, tag=role)
+                engine.load_checkpoint(folder, tag=tag)
         else:
             engine.load_state(source)
 

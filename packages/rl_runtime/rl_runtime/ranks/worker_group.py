@@ -1,6 +1,6 @@
 """Trainer ranks as Ray actors: starts them, runs a `TrainerWorker` method on all of them, and ends them.
 
-The methods are passed as functions, so that mypy checks the call: `group.run(TrainerWorker.load, "actor", folder)`.
+The methods are passed as functions, so that mypy checks the call: `group.run(TrainerWorker.drop, "actor")`.
 """
 
 import time

@@ -115,7 +115,7 @@ class RunCheckpoints:
         """
         saver = self._saver = self._saver or self._open()
         for group in self._groups:
-            roles = [name for name, model in self._roles.items() if model.ranks is group]
+            roles = {name: model.name for name, model in self._roles.items() if model.ranks is group}
             group.run(TrainerWorker.save, step, roles)
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         state = {
