@@ -77,6 +77,7 @@ class ServerWatch:
         ]
 
     def start(self) -> "ServerWatch":
+        """Starts to monitor; entering the watch as a context manager calls it."""
         self._client.report_suspects_to(self._suspect)
         for thread in self._threads:
             thread.start()
