@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from plinth_base import Endpoint
+from plinth_base.endpoint import NO_ANSWER, call
 
 from ..client.balanced import BalancedClient
 from ..errors import RolloutConfigError, ServerDiedError, ServerLostError, ServerStartError
-from .blocking_http import NO_ANSWER, call
 from .group import ServerGroup
 from .process import Server
 
