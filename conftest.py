@@ -36,7 +36,7 @@ if _heavy_stack and _passed_on in os.environ:
     os.environ[_passed_on] = os.pathsep.join([*_roots, _heavy_stack])
 
 
-# 170 of the 262 tests of `make test` that start processes are its: on one worker they would be the longest chain.
+# Two thirds of the tests of `make test` that start processes are its: on one worker they would be the longest chain.
 PARTS = {"packages/ds_engine/tests": 3}
 
 

@@ -1,6 +1,7 @@
 """Run by test_foreign_checkpoints: two gloo ranks with plain DeepSpeed engines and ours, which load from each other.
 
     foreign_checkpoints.py FOLDER
+    foreign_checkpoints.py FOLDER theirs    one rank trains FOLDER/model at ZeRO-3 and saves FOLDER/theirs, no more
 
 Theirs are made by `deepspeed.initialize` from a JSON config, with DeepSpeed's choice of torch's AdamW. Both sides
 compute the same loss, so that a step after a load shows that everything arrived: weights, moments, step counts.
@@ -215,8 +216,21 @@ def run(root: Path, rank: int) -> None:
     shutdown_distributed()
 
 
+def save_theirs(root: Path, rank: int) -> None:
+    init_distributed(rank, 1, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), CPU, timeout_s=300.0)
+    engine = theirs(root / "model", 3, "float32")
+    for step in range(2):
+        train_theirs(engine, step)
+    engine.save_checkpoint(str(root / "theirs"))
+    shutdown_distributed()
+
+
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
+    if sys.argv[2:] == ["theirs"]:
+        VOCABULARY = 60  # ids that the built-in tokenizer has
+        plinth_testing.run_ranks(partial(save_theirs, folder), num_ranks=1)
+        sys.exit()
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 12, "num_hidden_layers": 1}
     plinth_testing.write_tiny_model(
         folder / "model", vocab_size=VOCABULARY, hidden_size=24, intermediate_size=40, **sizes

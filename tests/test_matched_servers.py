@@ -1,5 +1,6 @@
 """actor.match_servers: ranks and servers give every token the same log-prob, to the last bit, after every update."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.random_model import write_random_model
+from plinth_testing import random_model, tiny_config, write_word_tokenizer
 from tests.run_folders import metrics_rows, only
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long]
@@ -48,7 +50,54 @@ def test_mismatch_is_exactly_zero(
         "trainer.val_after_train=false",
     )
     assert app.finish() == 0, app.output
-    rows = metrics_rows(only(tmp_path.iterdir()))
+    check_rows(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings"),
+    [
+        pytest.param("float32", ["actor.zero.stage=2", "actor.tiled_mlp=16"], marks=pytest.mark.thorough),
+        ("bfloat16", ["actor.zero.stage=3", "actor.sequence_parallel=2", "actor.gradient_checkpointing=true"]),
+    ],
+)
+def test_mismatch_of_a_mixture_is_exactly_zero(
+    dtype: str, settings: list[str], tmp_path: Path, start_app: Callable[..., Any]
+) -> None:
+    """The first of its three layers has no experts; each push is compared with the server's weights."""
+    model, data = tmp_path / "model", tmp_path / "train.jsonl"
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = tiny_config("qwen3_moe", **sizes, mlp_only_layers=[0], max_position_embeddings=128, pad_token_id=0)
+    random_model(config).save_pretrained(model)
+    write_word_tokenizer(model, 64, eos_token="w2", bos_token="w1", pad_token="w0")
+    data.write_text("\n".join(json.dumps({"question": f"w{i} w{i + 1} w{i + 2}"}) for i in range(3, 40)))
+    app = start_app(
+        tmp_path / "runs",
+        f"model.path={model}",
+        f"data.train={data}",
+        "reward.function=benchmarks.grpo_step.workload:parity",
+        "actor.match_servers=true",
+        f"actor.dtype={dtype}",
+        *settings,
+        "actor.optim.lr=1e-3",
+        "trainer.num_ranks=2",
+        "data.max_prompt_length=16",
+        "rollout.max_model_len=48",
+        "rollout.kv_cache_gib=0.1",
+        "batch.train_batch_size=8",
+        "batch.mini_batch_size=4",
+        "sampling.n=4",
+        "sampling.max_tokens=24",
+        "sync.verify=true",
+        "trainer.total_training_steps=3",
+        "trainer.val_before_train=false",
+        "trainer.val_after_train=false",
+    )
+    assert app.finish() == 0, app.output
+    check_rows(tmp_path / "runs")
+
+
+def check_rows(runs: Path) -> None:
+    rows = metrics_rows(only(runs.iterdir()))
     assert [row["step"] for row in rows] == ["1", "2", "3"]
     assert {float(row["rollout/log_prob_mismatch_max"]) for row in rows} == {0.0}
     assert all(float(row["actor/grad_norm"]) > 0 for row in rows)
@@ -86,10 +135,11 @@ def test_a_push_between_the_tokens_of_a_response_leaves_no_mismatch(
 
 
 @pytest.mark.thorough
-def test_the_tool_finds_equal_bits_in_every_operation(tmp_path: Path) -> None:
-    model = write_random_model("qwen3-tiny", tmp_path / "model")
+@pytest.mark.parametrize("name", ["qwen3-tiny", "qwen3-moe-tiny"])
+def test_the_tool_finds_equal_bits_in_every_operation(name: str, tmp_path: Path) -> None:
+    model = write_random_model(name, tmp_path / "model")
     command = [sys.executable, "-m", "benchmarks.bitwise.run", str(model), "--match"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count(": equal bits") == 3, done.stdout
-    assert "down" in done.stdout, "operations of layers were compared"
+    assert "mlp" in done.stdout, "operations of layers were compared"

@@ -288,23 +288,6 @@ def test_a_reward_model_learns_and_transformers_and_vllm_give_its_scores(
     assert max(map(abs, expected)) > 1 or min(expected) < 0, "a sigmoid could not be told from no activation"
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
-@pytest.mark.e2e
-def test_a_policy_learns_from_pairs_and_starts_as_its_reference(tmp_path: Path, start_app: Callable[..., Any]) -> None:
-    extra = ("supervised.optim.lr=1e-3", "supervised.num_samples=2", "supervised.sample_tokens=4")
-    app = start_app(tmp_path, "preset=demo", "overlay=tiny", *extra, app="dpo")
-    assert app.finish() == 0, app.output
-    (run,) = tmp_path.iterdir()
-    rows = held_out(run)
-    assert len(rows) == 3
-    assert rows[0]["val/loss"] == pytest.approx(0.6931, abs=1e-3)
-    assert abs(rows[0]["val/chosen_reward"]) < 1e-5
-    assert rows[-1]["val/loss"] < rows[0]["val/loss"]
-    assert (run / "model" / "model.safetensors").is_file()
-    assert len((run / "rollouts" / "step_000004.jsonl").read_text().splitlines()) == 2
-
-
 @pytest.mark.long
 @pytest.mark.slow
 def test_steps_and_scores_on_real_ranks_are_those_of_transformers(tmp_path: Path) -> None:

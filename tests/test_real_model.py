@@ -482,12 +482,15 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.thorough
 def test_a_policy_starts_as_its_reference_and_learns_from_pairs(smollm2: Path, pairs: Path, tmp_path: Path) -> None:
     files = (f"model.path={smollm2}", f"supervised.files=[{pairs}]", f"supervised.val_files=[{pairs}]")
-    run = run_of("dpo", tmp_path, *files, *ON_TWO_RANKS, "supervised.optim.lr=1e-5", "trainer.export_model=false")
+    samples = ("supervised.num_samples=2", "supervised.sample_tokens=4")
+    run = run_of("dpo", tmp_path, *files, *ON_TWO_RANKS, *samples, "supervised.optim.lr=1e-5")
     rows = [row for row in metrics_rows(run) if row["val/loss"]]
     print([(row["val/loss"], row["val/accuracy"]) for row in rows])
     assert float(rows[0]["val/loss"]) == pytest.approx(np.log(2), abs=1e-6)
     assert abs(float(rows[0]["val/chosen_reward"])) < 1e-5
     assert float(rows[-1]["val/loss"]) < np.log(2) - 0.01
+    assert (run / "model" / "model.safetensors").is_file()
+    assert len((run / "rollouts" / "step_000002.jsonl").read_text().splitlines()) == 2
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ Record = dict[str, list[Tensor]]
 """Output rows by operation, [rows, width], in the order of computation."""
 OPERATIONS = (
     "norm", "q", "k", "v", "q norm", "k norm", "rotated q", "rotated k", "attention", "o", "norm 2", "gate", "up",
-    "silu x up", "down",
+    "silu x up", "down", "mlp",
 )  # fmt: skip
 """Operations of a layer in the order of computation."""
 
@@ -61,7 +61,7 @@ def hook_server(model: Any, record: Callable[[], Record]) -> None:
         }
         plain = {
             "input_layernorm": "norm", "attn": "attention", "o_proj": "o", "post_attention_layernorm": "norm 2",
-            "act_fn": "silu x up", "down_proj": "down",
+            "act_fn": "silu x up", "down_proj": "down", "mlp": "mlp",
         }  # fmt: skip
         if last in parts:
 
@@ -115,7 +115,7 @@ def hook_trainer(model: Any, record: Record) -> None:
     AttentionInterface.register(ATTENTION_NAME, attention)
     plain = {
         "input_layernorm": "norm", "q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o",
-        "post_attention_layernorm": "norm 2", "gate_proj": "gate", "up_proj": "up", "down_proj": "down",
+        "post_attention_layernorm": "norm 2", "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "mlp": "mlp",
     }  # fmt: skip
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]

@@ -399,7 +399,7 @@ class EngineConfig:
     attention; on the CPU SDPA, one sequence at a time."""
     match_servers: bool = False
     """Compute the log-probs of the rollout servers, bit for bit: layers and log-probs use the servers' operations. For
-    dense Llama, Qwen2 and Qwen3 models."""
+    Llama, Qwen2 and Qwen3 models and Qwen3's mixtures."""
     router_replay: RouterReplay = "off"
     """Mixtures of experts: the routes of log-probs and updates. off: the routers choose in every pass. R2: updates
     replay the experts of the pass for old log-probs (arXiv:2507.18071, section 5.3). R3: both replay the experts that
@@ -451,6 +451,8 @@ class EngineConfig:
                 ("compile", self.compile, "false or null"),
                 ("lora", self.lora, "null"),
                 ("dtype", self.dtype == "float16", "bfloat16 or float32"),
+                ("experts", self.experts == "loop", "auto or grouped"),
+                ("router_replay", self.router_replay != "off", "off: equal bits choose equal experts"),
             ):
                 if others:
                     _refuse(

@@ -87,7 +87,7 @@ _NO_EFFECT = {
     "fp16.hysteresis fp16.consecutive_hysteresis fp16.min_loss_scale bf16.initial_scale_power bf16.loss_scale "
     "bf16.loss_scale_window bf16.hysteresis bf16.min_loss_scale",
     "it only prints; steps have metrics of their own": "steps_per_print wall_clock_breakdown memory_breakdown "
-    "dump_state timers log_level zero_optimization.log_trace_cache_warnings",
+    "dump_state timers log_level vocabulary_size zero_optimization.log_trace_cache_warnings",
     "Hugging Face models do not call deepspeed.checkpointing; set gradient_checkpointing": "activation_checkpointing",
     "NVMe is read with DeepSpeed's defaults": "aio",
     "torch.compile has its defaults": "compile.kwargs",
@@ -106,7 +106,7 @@ _REFUSED = {
     "; the apps profile: trainer.profile_steps": "flops_profiler comms_logger",
     "; a rollout is vLLM's": "hybrid_engine",
     "; gradients are averaged by tokens": "prescale_gradients gradient_allreduce_op",
-    "; ZeRO shards experts with their layers": "expert_parallel",
+    "; ZeRO shards experts with their layers": "expert_parallel use_data_before_expert_parallelism",
     "; set lora.base_format=nf4": "quantize_training compression_training weight_quantization",
     "": "megatron_lm_config sparse_gradients sparse_attention curriculum_learning data_efficiency eigenvalue "
     "progressive_layer_drop elasticity autotuning pipeline tensor_parallel managed_gradient_accumulation "
@@ -309,8 +309,9 @@ def _left_out(given: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
         params |= {"muon_lr": 0.02, "adam_lr": 3e-4}
     elif optimizer is not None and "scheduler.params.warmup_max_lr" not in given:
         params |= {"lr": 1e-3}
-    schedule = {"warmup_num_steps": 1000} if scheduler in _SCHEDULES else {}
-    schedule |= {"WarmupDecayLR": {"warmup_max_lr": 1e-3}, "WarmupCosineLR": {"cos_min_ratio": 1e-4}}.get(scheduler, {})
+    schedule: dict[str, Any] = {"warmup_num_steps": 1000} if str(scheduler) in _SCHEDULES else {}
+    further = {"WarmupDecayLR": {"warmup_max_lr": 1e-3}, "WarmupCosineLR": {"cos_min_ratio": 1e-4}}
+    schedule |= further.get(str(scheduler), {})
     return [
         (f"{section}.type (its {key})", f"{section}.params.{key}", value)
         for section, values in (("optimizer", params), ("scheduler", schedule))
@@ -483,7 +484,7 @@ def _has_known_type(section: str, value: Mapping[str, Any]) -> bool:
     """False for an optimizer or scheduler that is refused as a whole."""
     if section == "optimizer":
         return str(value.get("type", "adamw")).lower() not in _DEEPSPEEDS_OWN
-    return section != "scheduler" or value.get("type") in _SCHEDULES
+    return section != "scheduler" or str(value.get("type")) in _SCHEDULES
 
 
 def _entry(name: str, path: str, value: Any, rows: Mapping[str, Key], given: Collection[str]) -> Entry:

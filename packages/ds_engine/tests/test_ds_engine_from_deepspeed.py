@@ -1,6 +1,8 @@
 """Configs of DeepSpeed and accelerate: each key has a counterpart, no effect, or a reason why it is refused."""
 
+import inspect
 import json
+import re
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from ds_engine import (
     config_from_deepspeed,
     deepspeed_config,
 )
-from ds_engine.from_deepspeed import imported, table
+from ds_engine.from_deepspeed import _SECTIONS, imported, table
 from plinth_testing import raises
 from plinth_testing.deepspeed_configs import CONFIGS
 
@@ -75,6 +77,15 @@ def test_every_key_of_deepspeeds_zero_section_is_in_the_table() -> None:
         names = {f"{section}.{name}" for name, field in model.model_fields.items()}
         names |= {f"{section}.{field.alias}" for field in model.model_fields.values() if field.alias}
         assert not names - table().keys() - set(sections)
+
+
+def test_every_key_that_deepspeed_reads_at_the_top_is_in_the_table() -> None:
+    from deepspeed.runtime import config
+
+    read = re.findall(r"param_dict(?:\[|, |\.get\()([A-Z][A-Z0-9_]+)", inspect.getsource(config))
+    names = {getattr(config, name) for name in read}
+    assert {"gradient_clipping", "prescale_gradients", "vocabulary_size"} <= names
+    assert names <= table().keys() | set(_SECTIONS)
 
 
 def test_every_key_that_accelerate_writes_is_in_the_table() -> None:
@@ -245,6 +256,7 @@ def test_given_settings_override_the_file_and_say_so() -> None:
         ({"optimizer": "adam"}, "optimizer", "adam"),
         ({"compile": {"deepcompile": True}, "zero_optimization": {"stage": 3}}, "compile.deepcompile", True),
         ({"scheduler": {"type": "OneCycle"}}, "scheduler", {"type": "OneCycle"}),
+        ({"scheduler": {"type": []}}, "scheduler", {"type": []}),
         ({"zero_optimization": {"stage": 2, "mics_shard_size": 8}}, "zero_optimization.mics_shard_size", 8),
     ],
 )

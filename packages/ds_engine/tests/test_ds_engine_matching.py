@@ -16,6 +16,7 @@ from torch import Tensor
 from ds_engine import EngineConfig, EngineConfigError, LoraConfig, ModelError, dense_log_prob
 from ds_engine.batch import Prefixes
 from ds_engine.model.attention import ATTENTION_NAME, packed_layout, register_packed_attention
+from ds_engine.model.experts import use_experts
 from ds_engine.model.loading import check_model, prepare_model
 from ds_engine.model.matching import MatchedAttention
 from ds_engine.model.packed_model import packed_inputs
@@ -23,6 +24,7 @@ from plinth_testing import raises, run_under_the_interpreter, write_tiny_model
 
 CPU = torch.device("cpu")
 OPERATIONS = ("linear", "rms_norm", "silu_and_mul", "rotate", "rotary_table", "attention")
+MIXTURE = ("route", "grouped_linear", "collect")
 
 
 @dataclass
@@ -30,7 +32,7 @@ class CountedOperations:
     """The operations in plain torch, with the number of calls of each; `shift` is added to every norm."""
 
     shift: float = 0.0
-    calls: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OPERATIONS, 0))
+    calls: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OPERATIONS + MIXTURE, 0))
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         self.calls["linear"] += 1
@@ -78,19 +80,33 @@ class CountedOperations:
             outs.append(out[0].transpose(0, 1))
         return torch.cat(outs)
 
+    def route(self, logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+        self.calls["route"] += 1
+        weights, index = logits.softmax(-1).topk(top_k)
+        return (weights / weights.sum(-1, keepdim=True) if normalize else weights), index
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        self.calls["grouped_linear"] += 1
+        return torch.cat([F.linear(rows, w) for rows, w in zip(x.tensor_split(ends[:-1].long()), weight, strict=True)])
+
+    def collect(self, rows: Tensor, place: Tensor) -> Tensor:
+        self.calls["collect"] += 1
+        return rows[place].sum(1)
+
     def scores(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         rows = logits.float().log_softmax(-1)
         return rows.gather(-1, tokens[:, None])[:, 0], -(rows.exp() * rows).sum(-1)
 
 
-def model_of(folder: Path, operations: CountedOperations | None, **fields: Any) -> Any:
-    """The prepared model in fp64, in which a wrong gradient cannot hide behind rounding."""
+def model_of(
+    folder: Path, operations: CountedOperations | None, *, dtype: torch.dtype = torch.float64, **fields: Any
+) -> Any:
+    """The prepared model, by default in fp64, in which a wrong gradient cannot hide behind rounding."""
     import transformers
 
     register_packed_attention()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, attn_implementation=ATTENTION_NAME
-    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=ATTENTION_NAME)
+    use_experts(model, "loop", device=CPU)
     config = EngineConfig(dtype="float32", match_servers=operations is not None, **fields)
     options: Any = {"device": CPU, "kernel": "sdpa", "trainable": True, "head": "lm"}
     prepare_model(model, config, log_prob_fn=dense_log_prob, operations=operations, **options)
@@ -118,9 +134,27 @@ def test_gradients_are_those_of_the_usual_forward_pass(tmp_path: Path, family: s
     for name, gradient in gradients.items():
         error = (gradient - expected_gradients[name]).abs().max() / expected_gradients[name].abs().max()
         assert error < 1e-6, (name, error)  # norms and log-probs are in fp32
-    assert all(operations.calls.values()), operations.calls
+    assert all(operations.calls[name] for name in OPERATIONS), operations.calls
     if settings:  # the gate ran again in the backward pass, or for several tiles
         assert operations.calls["silu_and_mul"] > model_of(folder, None).config.num_hidden_layers
+
+
+@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}, {"tiled_mlp": 4}], ids=str)
+@pytest.mark.parametrize("normalize", [True, False])
+def test_gradients_of_a_mixture_are_those_of_the_usual_one_in_fp64(
+    tmp_path: Path, settings: dict[str, Any], normalize: bool
+) -> None:
+    """In fp32: torch has no grouped products in fp64."""
+    folder = write_tiny_model(tmp_path, "qwen3_moe", mlp_only_layers=[0], norm_topk_prob=normalize)
+    operations = CountedOperations()
+    expected, expected_gradients = outputs_and_gradients(model_of(folder, None))
+    rows_RK, gradients = outputs_and_gradients(model_of(folder, operations, dtype=torch.float32, **settings))
+    torch.testing.assert_close(rows_RK, expected, rtol=1e-5, atol=1e-5, check_dtype=False)
+    assert gradients.keys() == expected_gradients.keys()
+    for name, gradient in gradients.items():
+        error = (gradient - expected_gradients[name]).abs().max() / expected_gradients[name].abs().max()
+        assert error < 1e-5, (name, error)
+    assert all(operations.calls.values()), operations.calls
 
 
 KERNELS = """
@@ -151,6 +185,13 @@ def test_the_forward_pass_is_that_of_the_operations(tiny_model: Path) -> None:
     assert (usual - shifted).abs().max() > 1e-3
 
 
+def test_experts_whose_gradients_torch_cannot_compute_are_refused(tmp_path: Path) -> None:
+    """Rows of 30 numbers."""
+    folder = write_tiny_model(tmp_path, "qwen3_moe", moe_intermediate_size=30)
+    with raises(EngineConfigError, field="experts"):
+        model_of(folder, CountedOperations(), dtype=torch.float32)
+
+
 def test_keys_of_a_tree_are_read_in_place_or_gathered() -> None:
     lengths, parents = [5, 3, 2, 4], [-1, 0, 0, 1]
     in_place, gathered = (packed_layout(lengths, device=CPU, kernel=k, parents=parents) for k in ("flash4", "sdpa"))
@@ -175,11 +216,21 @@ def test_a_model_whose_servers_compute_something_else_is_refused(tmp_path: Path)
     config = EngineConfig(dtype="float32", match_servers=True)
     with raises(ModelError, field="match_servers", allowed="use_sliding_window False"):
         check_model(str(window), config)
-    with raises(ModelError, field="match_servers", allowed="model_type llama or qwen2 or qwen3"):
+    with raises(ModelError, field="match_servers", allowed="model_type llama or qwen2 or qwen3 or qwen3_moe"):
         check_model(str(write_tiny_model(tmp_path / "phi", "phi3")), config)
 
 
-@pytest.mark.parametrize(("field", "value"), [("compile", True), ("lora", LoraConfig()), ("dtype", "float16")])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("compile", True),
+        ("lora", LoraConfig()),
+        ("dtype", "float16"),
+        ("experts", "loop"),
+        ("router_replay", "R2"),
+        ("router_replay", "R3"),
+    ],
+)
 def test_settings_that_are_not_exact_are_refused(field: str, value: Any) -> None:
     with raises(EngineConfigError, field=field):
         EngineConfig(match_servers=True, **{field: value})

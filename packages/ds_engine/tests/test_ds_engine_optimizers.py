@@ -12,7 +12,7 @@ import pytest
 import torch
 from ds_engine_testkit import make_samples
 
-from ds_engine import EngineConfig, EngineConfigError, OptimConfig, ZeroConfig, estimate_memory
+from ds_engine import EngineConfig, EngineConfigError, OffloadConfig, OptimConfig, ZeroConfig, estimate_memory
 from ds_engine.optimizers import OPTIMIZERS, Optimizer
 from plinth_testing import RankPool, raises
 
@@ -140,7 +140,8 @@ def test_unportable_states_resume_on_the_same_ranks_and_are_refused_by_others(
     if package := OPTIMIZERS[name].package if name in OPTIMIZERS else "":
         pytest.importorskip(package)
     optim = OptimConfig(name=name, lr=1e-3, weight_decay=0.1)
-    setups = [EngineConfig(zero=ZeroConfig(stage=stage), optim=optim) for stage in (2, 3)]
+    zeros = (ZeroConfig(stage=2), ZeroConfig(stage=3, offload=OffloadConfig(optimizer="cpu")))
+    setups = [EngineConfig(zero=zero, optim=optim) for zero in zeros]
     steps = [[make_samples(4, seed=seed)] for seed in range(3)]
     for setup in setups:
         common = {"model_path": str(untied_model), "config": setup}

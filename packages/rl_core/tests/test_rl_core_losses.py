@@ -259,6 +259,7 @@ def test_value_loss_against_a_loop(seed: int, count: int, clip: float | None) ->
         assert float(loss[t]) == pytest.approx(max(plain, bounded), rel=1e-12, abs=1e-15)
         assert bool(clipped[t]) == (bounded > plain)
         assert float(grad[t]) == pytest.approx(0.0 if bounded > plain else v - r, rel=1e-11, abs=1e-12)
+    assert torch.equal(value_loss(leaf, returns)[0], value_loss(leaf, returns, old, clip=None)[0])
 
 
 @PROPERTY

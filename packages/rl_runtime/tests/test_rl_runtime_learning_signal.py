@@ -83,9 +83,12 @@ def test_a_step_without_answers_is_named_although_its_scores_differ() -> None:
 
 def test_answers_are_sought_until_a_step_has_some_and_again_where_all_scores_are_0() -> None:
     asked: list[int] = []
-    signal = LearningSignal(
-        lambda _: None, compares_group=True, finds_answers=lambda _: bool(asked.append(step) or step > 1)
-    )
+
+    def finds_answers(_: Sequence[Sample]) -> bool:
+        asked.append(step)
+        return step > 1
+
+    signal = LearningSignal(lambda _: None, compares_group=True, finds_answers=finds_answers)
     for step, scores in enumerate(([0.0, 1.0], [0.0, 1.0], [0.0, 1.0], [0.0, 0.0]), 1):
         signal.check(step, samples_of([scores]))
     assert asked == [1, 2, 4]

@@ -86,8 +86,8 @@ class RolloutConfig:
     deterministic: bool = False
     """Equal seeds give equal tokens, however requests are batched; slower."""
     match_trainer: bool = False
-    """Compute what the trainer computes, bit for bit (servers/exact): for dense Llama, Qwen2 and Qwen3 models that a
-    trainer runs with the same operations. Slower."""
+    """Compute what the trainer computes, bit for bit (servers/exact): for Llama, Qwen2 and Qwen3 models and Qwen3's
+    mixtures that a trainer runs with the same operations. Slower."""
     fast_paths: bool = True
     """Our replacements of parts of vLLM (servers/fast: buffered tokens, scheduling, scores, attention, start). False:
     stock vLLM, slower, and without the policy version of each token."""
@@ -148,6 +148,7 @@ class RolloutConfig:
             default = getattr(RolloutConfig, name)
             matches = not self.match_trainer or getattr(self, name) == default
             require(matches, name, getattr(self, name), f"{default} with match_trainer")
+        require(not (self.match_trainer and self.routes), "routes", self.routes, "off with match_trainer")
         for name in ("deterministic", "match_trainer", "routes", "urls"):
             is_off = not self.speculates or not getattr(self, name)
             require(is_off, name, getattr(self, name), "off with speculative decoding")

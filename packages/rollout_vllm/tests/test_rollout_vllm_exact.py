@@ -49,6 +49,40 @@ def paged(keys: torch.Tensor, values: torch.Tensor, block: int, seed: int) -> tu
     return cache[..., :width], cache[..., width:], table.to(torch.int32)[None]
 
 
+MIXTURE = (24, 6, 3)
+
+
+def matrices(x: torch.Tensor, width: int, num_experts: int) -> list[torch.Tensor]:
+    """Gate and up projections, down projections, and the router of a mixture."""
+    generator, hidden = torch.Generator(x.device).manual_seed(3), x.shape[1]
+    shapes = (num_experts, 2 * width, hidden), (num_experts, hidden, width), (num_experts, hidden)
+    return [(torch.randn(s, generator=generator, device=x.device) / s[-1] ** 0.5).to(x.dtype) for s in shapes]
+
+
+def mixture(x: torch.Tensor, width: int, num_experts: int, per_token: int) -> tuple[torch.Tensor, ...]:
+    """(output, weights and experts of each token)"""
+    up, down, router = matrices(x, width, num_experts)
+    routes = operations.route(operations.linear(x, router), per_token, True)
+    return operations.experts(x, up, down, *routes), *routes
+
+
+def check_values(x: torch.Tensor, width: int, num_experts: int, per_token: int) -> None:
+    """Compare with every expert of every token in fp64."""
+    out, weights, index = mixture(x, width, num_experts, per_token)
+    up, down, router = (each.double() for each in matrices(x, width, num_experts))
+    probs = (x.double() @ router.T).softmax(-1).gather(-1, index)
+    gates, ups = (up[index] @ x.double()[:, None, :, None]).chunk(2, dim=-2)
+    terms = (down[index] @ (F.silu(gates) * ups))[..., 0] * weights[..., None]
+    tolerance = {"rtol": TOLERANCE[x.dtype], "atol": TOLERANCE[x.dtype]}
+    torch.testing.assert_close(weights.double(), probs / probs.sum(-1, keepdim=True), **tolerance)
+    torch.testing.assert_close(out.double(), terms.sum(1), **tolerance)
+
+
+@DTYPES
+def test_a_mixture_is_the_weighted_sum_of_its_experts(dtype: torch.dtype) -> None:
+    check_values(drawn(70, 96, dtype=dtype), *MIXTURE)
+
+
 @DTYPES
 @given(begin=st.integers(0, 69), num=st.integers(1, 70))
 def test_a_row_has_the_same_bits_beside_any_others(dtype: torch.dtype, begin: int, num: int) -> None:
@@ -58,10 +92,22 @@ def test_a_row_has_the_same_bits_beside_any_others(dtype: torch.dtype, begin: in
         lambda x: operations.linear(x, weight, bias),
         lambda x: operations.rms_norm(x, weight[0], 1e-6),
         lambda x: operations.silu_and_mul(x[:, :37], x[:, 1:38]),
+        lambda x: mixture(x, *MIXTURE)[0],
         lambda x: operations.log_probs(operations.linear(x, weight)),
         lambda x: operations.token_log_probs(operations.linear(x, weight), torch.full((len(x),), 7)),
     ):
         assert torch.equal(rows(x[part]), rows(x)[part])
+
+
+def test_equal_experts_are_chosen_in_their_order() -> None:
+    """Logits in bf16 are often equal."""
+    logits = torch.tensor([[1.0, 2.0, 1.0, 1.0, 2.0, 1.0]]).repeat(50, 1)
+    weights, index = operations.route(logits, 3, True)
+    assert index.tolist() == [[1, 4, 0]] * 50
+    expected = torch.tensor([2.0, 2.0, 1.0]).softmax(0).expand(50, 3)
+    torch.testing.assert_close(weights, expected)
+    alone = operations.route(logits, 3, False)[0]
+    torch.testing.assert_close(alone, logits.softmax(-1)[:, [1, 4, 0]])
 
 
 @DTYPES
@@ -74,9 +120,10 @@ def test_bits_do_not_depend_on_the_number_of_threads(dtype: torch.dtype, num_thr
         torch.set_num_threads(threads)
         products = operations.linear(x, weight)
         parts = operations.rms_norm(x, weight[0], 1e-6), operations.silu_and_mul(x, x), operations.log_probs(products)
-        results.append([products, *parts, operations.rotary_table(frequencies, 3000, dtype)])
+        outs = mixture(x, *MIXTURE)
+        results.append([products, *parts, *outs, operations.rotary_table(frequencies, 3000, dtype)])
     torch.set_num_threads(before)
-    assert [torch.equal(one, other) for one, other in zip(*results, strict=True)] == [True] * 5
+    assert [torch.equal(one, other) for one, other in zip(*results, strict=True)] == [True] * 8
 
 
 @DTYPES
@@ -151,6 +198,11 @@ logits[0, :2500] = float("-inf")  # whole blocks of masked tokens
 close(kernels.log_sum_exp(logits), logits.logsumexp(-1))
 tokens = torch.tensor([3000, 7, 4999])
 close(kernels.entropies(logits, kernels.log_sum_exp(logits)), torch.distributions.Categorical(logits=logits).entropy())
+for ends in (ints(0, 3, 3, 68, 70), ints(70, 70, 70, 70, 70), ints(0, 0, 0, 0, 70)):  # experts without rows
+    matrices = drawn(5, 200, 96, seed=3)
+    close(kernels.grouped_linear(x, matrices, ends), operations.grouped_linear(x, matrices, ends))
+places = torch.randperm(70, generator=torch.Generator().manual_seed(0)).view(14, 5)
+close(kernels.collect(x, places), operations.collect(x, places))
 gate, up = drawn(70, 96).chunk(2, dim=-1)
 close(kernels.silu_and_mul(gate, up), operations.silu_and_mul(gate, up))
 summed = kernels.add_rms_norm(x, x.flip(0), weight[0], 1e-6)
@@ -190,7 +242,8 @@ def test_a_matching_server_has_no_compiled_layers_and_no_other_invariance() -> N
     [
         ({"model_type": "qwen3", "use_sliding_window": False}, None),
         ({"model_type": "llama", "rope_scaling": {"rope_type": "llama3"}}, None),
-        ({"model_type": "mistral"}, "false but for model_type llama or qwen2 or qwen3"),
+        ({"model_type": "qwen3_moe"}, None),
+        ({"model_type": "mistral"}, "false but for model_type llama or qwen2 or qwen3 or qwen3_moe"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "false but for use_sliding_window None or False"),
         ({"model_type": "qwen2", "rope_scaling": {"type": "yarn"}}, "false but for rope_type default or llama3"),
     ],
@@ -201,9 +254,11 @@ def test_models_with_other_layers_are_refused(model: dict[str, Any], allowed: st
         check_match(RolloutConfig(match_trainer=True), model)
 
 
-def test_servers_that_compute_otherwise_cannot_match() -> None:
-    with raises(RolloutConfigError, field="tensor_parallel_size", value=2):
-        RolloutConfig(match_trainer=True, tensor_parallel_size=2)
+@pytest.mark.parametrize(("field", "value"), [("tensor_parallel_size", 2), ("routes", True)])
+def test_servers_that_compute_otherwise_cannot_match(field: str, value: Any) -> None:
+    """Nothing records the routes of matching servers."""
+    with raises(RolloutConfigError, field=field, value=value):
+        RolloutConfig(match_trainer=True, **{field: value})
 
 
 @pytest.mark.parametrize(("device", "key"), [("cuda", "match_trainer"), ("cpu", "match_trainer"), ("cpu", "routes")])
@@ -264,6 +319,24 @@ def test_layers_compute_what_those_of_transformers_compute(layers: dict[str, Any
     layer._compute_inv_freq = partial(RotaryEmbeddingBase._compute_inv_freq, layer)
     rotated = layers["RotaryEmbedding.forward_cuda"](layer, positions, x[:, :64], x[:, 64:])
     assert [torch.equal(one, other) for one, other in zip(rotated, expected_qk, strict=True)] == [True, True]
+
+
+@DTYPES
+def test_a_mixture_of_a_server_is_that_of_transformers(layers: dict[str, Any], dtype: torch.dtype) -> None:
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    sizes = {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True, "moe_intermediate_size": 24}
+    block = Qwen3MoeSparseMoeBlock(Qwen3MoeConfig(hidden_size=96, **sizes)).to(dtype)
+    for seed, parameter in enumerate(block.parameters()):
+        parameter.data.copy_(0.1 * drawn(*parameter.shape, dtype=dtype, seed=seed))
+    experts = SimpleNamespace(
+        w13_weight=block.experts.gate_up_proj, w2_weight=block.experts.down_proj, top_k=3, renormalize=True
+    )
+    served = SimpleNamespace(gate=block.gate, experts=SimpleNamespace(routed_experts=experts))
+    x = drawn(10, 96, dtype=dtype)
+    out = layers["Qwen3MoeSparseMoeBlock.forward"](served, x)
+    torch.testing.assert_close(out, block(x[None])[0], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("place", ["sampler", "prompt_logprob"])
@@ -331,3 +404,26 @@ def test_on_a_gpu_rows_have_the_same_bits_beside_any_others() -> None:
         starts, lengths = (torch.arange(n, 501, dtype=torch.int32, device="cuda") for n in (0, 1))
         decoded = attention(q, keys, values, table.expand(500, -1).contiguous(), starts, lengths, scale, 1)
         assert torch.equal(decoded, whole)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("hidden", "sizes"), [(2048, (768, 128, 8)), (96, MIXTURE)])
+def test_on_a_gpu_a_mixture_has_the_same_bits_beside_any_others(hidden: int, sizes: tuple[int, int, int]) -> None:
+    """Also in a graph: nothing in it waits for the device."""
+    x = drawn(4100, hidden, dtype=torch.bfloat16).cuda()
+    whole = mixture(x, *sizes)
+    check_values(x[:5], *sizes)
+    for num in (1, 2, 3, 8, 64, 129, 1000, 3000):
+        for begin in (0, 1000):
+            part = slice(begin, begin + num)
+            for one, other in zip(mixture(x[part], *sizes), whole, strict=True):
+                assert torch.equal(one, other[part])
+    up, down, _ = matrices(x, *sizes[:2])
+    given, graph = [each[:64].clone() for each in (x, *whole[1:])], torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = operations.experts(given[0], up, down, *given[1:])
+    for fixed, new in zip(given, (x, *whole[1:]), strict=True):
+        fixed.copy_(new[500:564])
+    graph.replay()
+    assert torch.equal(out, whole[0][500:564])

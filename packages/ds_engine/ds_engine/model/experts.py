@@ -23,6 +23,10 @@ from ..upstream import FENCE
 if TYPE_CHECKING:
     from ..config import Experts
 
+Product = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+"""(rows [S, N] sorted by expert, weight [E, ...], ends [E], is_transposed) -> rows of each expert times its weight."""
+Collect = Callable[[Tensor, Tensor], Tensor]
+"""(rows [S, N], places [T, K]) -> sums [T, N]."""
 EXPERTS_NAME = "ds_engine"
 """Name under which transformers knows the implementation of this module."""
 _ALIGNMENT = 16
@@ -94,31 +98,6 @@ def _why_not_grouped(model: nn.Module, device: torch.device) -> str:
     return ""
 
 
-def grouped_experts(experts: Any, hidden_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """The forward pass of transformers' experts modules; `experts` has their parameters."""
-    num_tokens, per_token = index_TK.shape
-    expert_S, slot_S = index_TK.flatten().sort()
-    token_S = slot_S // per_token
-    place_TK = torch.empty_like(slot_S).scatter_(0, slot_S, torch.arange(len(slot_S), device=slot_S.device))
-    place_TK = place_TK.view(num_tokens, per_token)
-    numbers_E = torch.arange(experts.num_experts, device=slot_S.device)
-    ends_E = torch.searchsorted(expert_S, numbers_E, right=True, out_int32=True)
-    names = ("gate_up_proj" if experts.has_gate else "up_proj"), "down_proj"
-    up, down = (getattr(experts, name) for name in names)
-    products = _Up.apply(hidden_TH, up, token_S, place_TK, ends_E, experts.is_transposed)
-    if experts.has_bias:
-        products = products + getattr(experts, f"{names[0]}_bias")[expert_S]
-    inner_SI = experts._apply_gate(products) if experts.has_gate else experts.act_fn(products)
-    # Routing weights scale the narrow rows before the product, not the wide ones after it.
-    weights_S1 = _Rows.apply(weights_TK.reshape(-1, 1), slot_S, place_TK.view(-1, 1))
-    scaled_SI = (inner_SI * weights_S1).to(down.dtype)
-    out_TH: Tensor = _Down.apply(scaled_SI, down, token_S, place_TK, ends_E, experts.is_transposed)
-    if experts.has_bias:
-        zeros_TE = weights_TK.new_zeros(num_tokens, experts.num_experts)
-        out_TH = out_TH + zeros_TE.scatter(1, index_TK, weights_TK).to(down.dtype) @ experts.down_proj_bias
-    return out_TH.to(hidden_TH.dtype)
-
-
 def _product(rows_SN: Tensor, weight_E: Tensor, ends_E: Tensor, is_transposed: bool) -> Tensor:
     """Rows of each expert times its weight, [E, out, in], or [E, in, out] if transposed."""
     weight = weight_E if is_transposed else weight_E.transpose(-2, -1)
@@ -133,6 +112,49 @@ def _weight_gradient(in_SN: Tensor, grad_SN: Tensor, ends_E: Tensor, is_transpos
 def _collect(rows_SN: Tensor, place_TK: Tensor) -> Tensor:
     """The sum of each token's K rows, [T, N]."""
     return rows_SN[place_TK.flatten()].view(*place_TK.shape, -1).sum(1)
+
+
+def grouped_experts(
+    experts: Any,
+    hidden_TH: Tensor,
+    index_TK: Tensor,
+    weights_TK: Tensor,
+    *,
+    product: Product = _product,
+    gate: Callable[[Tensor], Tensor] | None = None,
+    collect: Collect = _collect,
+) -> Tensor:
+    """The forward pass of transformers' experts modules; `experts` has their parameters.
+
+    Args:
+        product: computes rows of each expert in the forward pass.
+        gate: the activation of gate and up projection; None: the module's own.
+        collect: adds up each token's rows in the forward pass.
+    """
+    num_tokens, per_token = index_TK.shape
+    expert_S, slot_S = index_TK.flatten().sort()
+    token_S = slot_S // per_token
+    place_TK = torch.empty_like(slot_S).scatter_(0, slot_S, torch.arange(len(slot_S), device=slot_S.device))
+    place_TK = place_TK.view(num_tokens, per_token)
+    numbers_E = torch.arange(experts.num_experts, device=slot_S.device)
+    ends_E = torch.searchsorted(expert_S, numbers_E, right=True, out_int32=True)
+    names = ("gate_up_proj" if experts.has_gate else "up_proj"), "down_proj"
+    up, down = (getattr(experts, name) for name in names)
+    products = _Up.apply(hidden_TH, up, token_S, place_TK, ends_E, experts.is_transposed, product)
+    if experts.has_bias:
+        products = products + getattr(experts, f"{names[0]}_bias")[expert_S]
+    gate = gate or (experts._apply_gate if experts.has_gate else experts.act_fn)
+    inner_SI = gate(products)
+    # Routing weights scale the narrow rows before the product, not the wide ones after it.
+    weights_S1 = _Rows.apply(weights_TK.reshape(-1, 1), slot_S, place_TK.view(-1, 1))
+    scaled_SI = (inner_SI * weights_S1).to(down.dtype)
+    out_TH: Tensor = _Down.apply(
+        scaled_SI, down, token_S, place_TK, ends_E, experts.is_transposed, lambda *x: collect(product(*x), place_TK)
+    )
+    if experts.has_bias:
+        zeros_TE = weights_TK.new_zeros(num_tokens, experts.num_experts)
+        out_TH = out_TH + zeros_TE.scatter(1, index_TK, weights_TK).to(down.dtype) @ experts.down_proj_bias
+    return out_TH.to(hidden_TH.dtype)
 
 
 class _Rows(torch.autograd.Function):
@@ -154,11 +176,12 @@ class _Up(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, in_TH: Tensor, weight_E: Tensor, token_S: Tensor, place_TK: Tensor, ends_E: Tensor, transposed: bool
-    ) -> Tensor:
+        ctx: Any, in_TH: Tensor, weight_E: Tensor, token_S: Tensor, place_TK: Tensor, ends_E: Tensor, transposed: bool,
+        product: Product,
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(in_TH, weight_E, token_S, place_TK, ends_E)
         ctx.transposed = transposed
-        return _product(in_TH[token_S].to(weight_E.dtype), weight_E, ends_E, transposed)
+        return product(in_TH[token_S].to(weight_E.dtype), weight_E, ends_E, transposed)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -169,7 +192,7 @@ class _Up(torch.autograd.Function):
             grad_TH = _collect(_product(grad_SN, weight_E, ends_E, not ctx.transposed), place_TK).to(in_TH.dtype)
         if ctx.needs_input_grad[1]:
             grad_E = _weight_gradient(in_TH[token_S].to(weight_E.dtype), grad_SN, ends_E, ctx.transposed)
-        return grad_TH, grad_E, None, None, None, None
+        return grad_TH, grad_E, None, None, None, None, None
 
 
 class _Down(torch.autograd.Function):
@@ -177,11 +200,12 @@ class _Down(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, in_SI: Tensor, weight_E: Tensor, token_S: Tensor, place_TK: Tensor, ends_E: Tensor, transposed: bool
-    ) -> Tensor:
+        ctx: Any, in_SI: Tensor, weight_E: Tensor, token_S: Tensor, place_TK: Tensor, ends_E: Tensor, transposed: bool,
+        product: Product,
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(in_SI, weight_E, token_S, ends_E)
         ctx.transposed = transposed
-        return _collect(_product(in_SI, weight_E, ends_E, transposed), place_TK)
+        return product(in_SI, weight_E, ends_E, transposed)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -192,4 +216,4 @@ class _Down(torch.autograd.Function):
             grad_SI = _product(grad_SH, weight_E, ends_E, not ctx.transposed)
         if ctx.needs_input_grad[1]:
             grad_E = _weight_gradient(in_SI, grad_SH, ends_E, ctx.transposed)
-        return grad_SI, grad_E, None, None, None, None
+        return grad_SI, grad_E, None, None, None, None, None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ModelError
+from .experts import experts_of, grouped_experts, use_experts
 from .parts import linear_layers, with_globals
 
 if TYPE_CHECKING:
@@ -51,11 +52,23 @@ class Operations(Protocol):
         sequence [S + 1], lengths [S], scale, most queries of a sequence) -> [T, heads, d]."""
 
     @property
+    def route(self) -> Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]:
+        """(logits [T, E], experts of a token K, normalize) -> weights with their gradients and experts, [T, K] each."""
+
+    @property
+    def grouped_linear(self) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """(rows [S, K] sorted by expert, weight [E, N, K], ends of the experts' rows [E]) -> [S, N]."""
+
+    @property
+    def collect(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """(rows [S, N], places of each token's rows [T, K]) -> their sums [T, N]."""
+
+    @property
     def scores(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """(logits [N, V] fp32, tokens [N]) -> fp32 log-probs of the tokens and entropies, [N] each."""
 
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Families whose layers are these operations and nothing else that rounds."""
 _ROPE_TYPES = ("default", "llama3")
 _HEAD_DIMS = (8, 16, 32, 64, 128, 256)
@@ -87,8 +100,15 @@ def _head_dim(model_config: Any) -> int:
 
 
 def match_servers(model: Any, operations: Operations) -> None:
-    """Make the layers of the backbone compute with `operations`, in place."""
+    """Make the layers of the backbone compute with `operations`, in place.
+
+    Raises:
+        ModelError: see `check_match`.
+        EngineConfigError: torch has no grouped products of the model's experts, which compute their gradients.
+    """
     check_match(model.config)
+    if experts := experts_of(model):
+        use_experts(model, "grouped", device=experts[0].down_proj.device)
     for layer in linear_layers(model, nn.Linear).values():
         layer.forward = _linear_forward(layer, operations)
     for module in model.modules():
@@ -96,6 +116,10 @@ def match_servers(model: Any, operations: Operations) -> None:
             module.forward = _norm_forward(module, operations)
         elif hasattr(module, "inv_freq"):
             module.forward = _rotary_forward(module, operations)
+        elif type(module).__name__.endswith("Router"):
+            module.forward = _router_forward(module, operations)
+        elif module in experts:
+            module.forward = _experts_forward(module, operations)
         elif hasattr(module, "act_fn"):
             module.forward = _mlp_forward(module, operations)
         elif hasattr(module, "q_proj"):
@@ -260,6 +284,25 @@ def _mlp_forward(module: Any, operations: Operations) -> Callable[[Tensor], Tens
         return out
 
     return forward
+
+
+def _router_forward(module: Any, operations: Operations) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    def forward(x: Tensor) -> tuple[Tensor, ...]:
+        logits = _Linear.apply(x.reshape(-1, x.shape[-1]), module.weight, None, operations)
+        return logits, *operations.route(logits, module.top_k, module.norm_topk_prob)
+
+    return forward
+
+
+def _experts_forward(module: Any, operations: Operations) -> Callable[..., Tensor]:
+    def product(rows: Tensor, weight: Tensor, ends: Tensor, is_transposed: bool) -> Tensor:
+        return operations.grouped_linear(rows, weight, ends)
+
+    def gate(products: Tensor) -> Tensor:
+        out: Tensor = _SiluAndMul.apply(*products.chunk(2, dim=-1), operations)
+        return out
+
+    return partial(grouped_experts, module, product=product, gate=gate, collect=operations.collect)
 
 
 def matching_log_probs(log_prob_fn: LogProbFn, operations: Operations) -> LogProbFn:

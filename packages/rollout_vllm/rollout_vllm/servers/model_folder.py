@@ -48,7 +48,7 @@ def _check_same_weights(folder: Path) -> None:
         raise ModelFolderError(problem, value=str(folder), remedy="move what is not the model out of the folder")
 
 
-MATCHED = {"model_type": ("llama", "qwen2", "qwen3"), "rope_type": ("default", "llama3")}
+MATCHED = {"model_type": ("llama", "qwen2", "qwen3", "qwen3_moe"), "rope_type": ("default", "llama3")}
 """Families and rotary positions that `servers/exact` computes."""
 
 

@@ -151,6 +151,8 @@ EXACT = FENCE.patch(
     replaces={
         "vllm.model_executor.layers.linear:UnquantizedLinearMethod": _METHOD,
         "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod": _METHOD,
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod": _METHOD[1:],
+        "vllm.model_executor.models.qwen3_moe:Qwen3MoeSparseMoeBlock": ("forward(hidden_states)",),
         "vllm.model_executor.layers.layernorm:RMSNorm": _FORWARDS,
         "vllm.model_executor.layers.activation:SiluAndMul": _FORWARDS,
         "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding": _FORWARDS,
@@ -164,7 +166,11 @@ EXACT = FENCE.patch(
             "do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)",
         ),
     },
-    reads={"vllm.model_executor.layers.rotary_embedding.base:RotaryEmbeddingBase": ("_compute_inv_freq(base)",)},
+    reads={
+        "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbeddingBase": ("_compute_inv_freq(base)",),
+        "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner": ("routed_experts",),
+        "vllm.model_executor.layers.fused_moe.routed_experts:RoutedExperts": ("top_k", "renormalize"),
+    },
 )
 STORE = FENCE.patch(
     name="store of the worker in a file",

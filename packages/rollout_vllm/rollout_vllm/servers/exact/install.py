@@ -19,22 +19,26 @@ Replace = Callable[..., Callable[[], None]]
 
 
 def match_transformers(replace: Replace, *, on_gpu: bool) -> None:
-    """Replace the layers of dense Llama-like models, in the process of the engine core, before the model is built."""
+    """Replace the layers of Llama-like models, in the process of the engine core, before the model is built."""
     from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+    from vllm.model_executor.models.qwen3_moe import Qwen3MoeSparseMoeBlock
 
     def apply(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return operations.linear(x, layer.weight, bias)
 
     def keep_weights(self: Any, layer: Any) -> None:
-        """On a CPU vLLM would pack them for its own products."""
+        """vLLM would pack them for its own products: all on a CPU, a mixture's experts also for some GPUs."""
 
     for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
         replace(method, apply=apply, process_weights_after_loading=keep_weights)
+    replace(UnquantizedFusedMoEMethod, process_weights_after_loading=keep_weights)
+    replace(Qwen3MoeSparseMoeBlock, forward=_mixture)
 
     _replace_forward(replace, RMSNorm, _norm)
     _replace_forward(replace, SiluAndMul, _silu_and_mul)
@@ -67,6 +71,13 @@ def _norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
 def _silu_and_mul(self: Any, x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     return operations.silu_and_mul(gate, up)
+
+
+def _mixture(self: Any, hidden_states: Tensor) -> Tensor:
+    layer = self.experts.routed_experts
+    logits = operations.linear(hidden_states, self.gate.weight)
+    routes = operations.route(logits, layer.top_k, layer.renormalize)
+    return operations.experts(hidden_states, layer.w13_weight, layer.w2_weight, *routes)
 
 
 def _rotate(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:

@@ -16,6 +16,21 @@ _TILE_K = 64
 """Keys of a tile."""
 
 
+@triton.jit
+def _sum_in_order(x, weight, inner, num_inner, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    """The product of the rows at `x` [M, K] and the columns at `weight` [K, N] in fp32."""
+    total = tl.zeros([M, N], tl.float32)
+    for start in range(0, num_inner, K):
+        there = inner < num_inner - start
+        total = tl.dot(
+            tl.load(x, mask=there[None, :], other=0.0), tl.load(weight, mask=there[:, None], other=0.0), total,
+            input_precision="ieee",
+        )  # fmt: skip
+        x += K
+        weight += K
+    return total
+
+
 @triton.jit(do_not_specialize=["num_rows"])  # it would be compiled for other numbers while graphs are captured
 def _matmul_kernel(
     out_ptr, x_ptr, weight_ptr, bias_ptr, num_rows, num_columns, num_inner, x_row, weight_row, out_row,
@@ -32,15 +47,7 @@ def _matmul_kernel(
     inner = tl.arange(0, K)
     x = x_ptr + (rows % num_rows).to(tl.int64)[:, None] * x_row + inner[None, :]
     weight = weight_ptr + (columns % num_columns).to(tl.int64)[None, :] * weight_row + inner[:, None]
-    total = tl.zeros([M, N], tl.float32)
-    for start in range(0, num_inner, K):
-        there = inner < num_inner - start
-        total = tl.dot(
-            tl.load(x, mask=there[None, :], other=0.0), tl.load(weight, mask=there[:, None], other=0.0), total,
-            input_precision="ieee",
-        )  # fmt: skip
-        x += K
-        weight += K
+    total = _sum_in_order(x, weight, inner, num_inner, M, N, K)
     if HAS_BIAS:
         total += tl.load(bias_ptr + columns % num_columns).to(tl.float32)[None, :]
     tl.store(
@@ -113,13 +120,88 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out = x.new_empty((len(x), len(weight)))
     if len(x) == 0:
         return out
-    rows, columns = triton.cdiv(len(x), _M), _N
-    while columns > 32 and rows * triton.cdiv(len(weight), columns) < _FEW_TILES:
-        columns //= 2
+    rows = triton.cdiv(len(x), _M)
+    columns = _columns_of_tile(rows, len(weight))
     _matmul_kernel[(rows * triton.cdiv(len(weight), columns),)](
         out, x, weight, bias, len(x), len(weight), x.shape[1], x.stride(0), weight.stride(0), out.stride(0),
         HAS_BIAS=bias is not None, M=_M, N=columns, K=_K, GROUP=8, num_warps=4, num_stages=4,
     )  # fmt: skip
+    return out
+
+
+def _columns_of_tile(num_tiles: int, width: int) -> int:
+    columns = _N
+    while columns > 32 and num_tiles * triton.cdiv(width, columns) < _FEW_TILES:
+        columns //= 2
+    return columns
+
+
+@triton.jit
+def _grouped_kernel(
+    out_ptr, x_ptr, weight_ptr, ends_ptr, tile_ends_ptr, num_columns, num_inner, num_experts,
+    EXPERTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """One tile [M, N] of the output, with rows of one expert; programs after the last tile have none."""
+    tiles_n = tl.cdiv(num_columns, N)
+    tile, numbers = tl.program_id(0) // tiles_n, tl.arange(0, EXPERTS)
+    tile_ends = tl.load(tile_ends_ptr + numbers, mask=numbers < num_experts, other=2147483647)
+    expert = tl.sum((tile_ends <= tile).to(tl.int32), axis=0)
+    if expert < num_experts:
+        before = expert > 0
+        tile -= tl.load(tile_ends_ptr + expert - 1, mask=before, other=0)
+        end = tl.load(ends_ptr + expert)
+        rows = tl.load(ends_ptr + expert - 1, mask=before, other=0) + tile * M + tl.arange(0, M)
+        columns = tl.program_id(0) % tiles_n * N + tl.arange(0, N)
+        inner = tl.arange(0, K)
+        matrix = weight_ptr + expert.to(tl.int64) * num_columns * num_inner
+        total = _sum_in_order(
+            x_ptr + tl.minimum(rows, end - 1).to(tl.int64)[:, None] * num_inner + inner[None, :],
+            matrix + (columns % num_columns).to(tl.int64)[None, :] * num_inner + inner[:, None],
+            inner, num_inner, M, N, K,
+        )  # fmt: skip
+        tl.store(
+            out_ptr + rows.to(tl.int64)[:, None] * num_columns + columns[None, :],
+            total.to(out_ptr.dtype.element_ty),
+            mask=(rows < end)[:, None] & (columns < num_columns)[None, :],
+        )
+
+
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """See `operations.grouped_linear`; nothing waits for the device."""
+    x, weight = x.contiguous(), weight.contiguous()
+    (num_experts, width, num_inner), num_rows = weight.shape, len(x)
+    out = x.new_empty((num_rows, width))
+    if num_rows == 0:
+        return out
+    tile_ends = (ends.diff(prepend=ends.new_zeros(1)) + (_M - 1)).div(_M, rounding_mode="floor").cumsum(0)
+    most = min(num_rows, num_rows // _M + num_experts)
+    columns = _columns_of_tile(most, width)
+    _grouped_kernel[(most * triton.cdiv(width, columns),)](
+        out, x, weight, ends, tile_ends.to(torch.int32), width, num_inner, num_experts,
+        EXPERTS=triton.next_power_of_2(num_experts), M=_M, N=columns, K=_K, num_warps=4, num_stages=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _collect_kernel(out_ptr, rows_ptr, place_ptr, width, NUM: tl.constexpr, BLOCK: tl.constexpr):
+    token, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = columns < width
+    total = tl.zeros([BLOCK], tl.float32)
+    for number in range(NUM):
+        row = tl.load(place_ptr + token * NUM + number).to(tl.int64)
+        total += tl.load(rows_ptr + row * width + columns, mask=there, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * width + columns, total.to(out_ptr.dtype.element_ty), mask=there)
+
+
+def collect(rows: Tensor, place: Tensor) -> Tensor:
+    """See `operations.collect`."""
+    width, (num, per_token) = rows.shape[1], place.shape
+    out = rows.new_empty((num, width))
+    if num:
+        _collect_kernel[(num, triton.cdiv(width, 1024))](
+            out, rows.contiguous(), place.contiguous(), width, NUM=per_token, BLOCK=1024, num_warps=4
+        )  # fmt: skip
     return out
 
 

@@ -1,4 +1,4 @@
-"""Matrix product, norm, attention and log-probs whose rows do not depend on the rows beside them.
+"""Matrix product, norm, attention, experts and log-probs whose rows do not depend on the rows beside them.
 
 A server computes one token of a request at a time, beside those of other requests; a trainer computes all tokens of a
 sequence at once. Usual kernels choose their order of summation by the number of rows, so the two round differently.
@@ -13,7 +13,7 @@ inference", 2025.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -66,6 +66,66 @@ def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
 
         return kernel(gate, up)
     return _in_vectors(F.silu, gate) * up
+
+
+def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """(weights in the dtype of `logits`, experts) of each token, [T, K], the first of equal experts first; logits:
+    [T, E]. Made of torch's operations, so it has gradients."""
+    probs = logits.float().softmax(dim=-1)
+    index = probs.detach().sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = probs.gather(-1, index)
+    if normalize:
+        weights = weights / _in_order(weights.unbind(1))[:, None]
+    return weights.to(logits.dtype), index
+
+
+def _in_order(terms: Sequence[Tensor]) -> Tensor:
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
+
+
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """`linear` of rows that are sorted by expert; x: [S, K], weight: [E, N, K], ends: [E] int32, the end of each
+    expert's rows."""
+    if x.is_cuda:
+        from .kernels import grouped_linear as kernel
+
+        return kernel(x, weight, ends)
+    out, begin = x.new_empty((len(x), weight.shape[1])), 0
+    for matrix, end in zip(weight, ends.tolist(), strict=True):
+        if end > begin:
+            out[begin:end] = linear(x[begin:end], matrix)
+        begin = end
+    return out
+
+
+def collect(rows: Tensor, place: Tensor) -> Tensor:
+    """Sums of each token's K rows in their order, in fp32; rows: [S, N], place: [T, K]."""
+    if rows.is_cuda:
+        from .kernels import collect as kernel
+
+        return kernel(rows, place)
+    return _in_order([rows[number].float() for number in place.unbind(1)]).to(rows.dtype)
+
+
+def experts(x: Tensor, up: Tensor, down: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    """The experts of a mixture as in ds_engine's grouped products.
+
+    Args:
+        x: [T, H].
+        up: [E, 2 I, H], each expert's gate before its up projection.
+        down: [E, H, I].
+        weights: [T, K], see `route`.
+        index: [T, K], see `route`.
+    """
+    expert, slot = index.flatten().sort()
+    ends = torch.searchsorted(expert, torch.arange(len(up), device=x.device), right=True, out_int32=True)
+    place = torch.empty_like(slot).scatter_(0, slot, torch.arange(len(slot), device=x.device)).view_as(index)
+    gate, other = grouped_linear(x[slot // index.shape[1]], up, ends).chunk(2, dim=-1)
+    scaled = silu_and_mul(gate, other) * weights.flatten()[slot, None]
+    return collect(grouped_linear(scaled, down, ends), place)
 
 
 def _in_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
