@@ -324,6 +324,16 @@ def test_wrong_use(tmp_path: Path) -> None:
     assert manager.steps() == []
 
 
+@pytest.mark.parametrize(("program", "usage"), [("/bin/plinth", "plinth ckpt"), ("ckpt/__main__.py", "python -m ckpt")])
+def test_the_usage_is_as_the_command_was_typed(
+    program: str, usage: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [program])
+    with pytest.raises(SystemExit):
+        main([])
+    assert capsys.readouterr().err.startswith(f"usage: {usage} [-h]")
+
+
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run(*arguments: object) -> tuple[int, str]:
         code = main([str(argument) for argument in arguments])

@@ -246,6 +246,7 @@ class Group:
 
     @property
     def complete(self) -> bool:
+        """True if no sample has failed."""
         return not self.failures
 
     @property

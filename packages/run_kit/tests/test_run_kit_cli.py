@@ -166,6 +166,14 @@ def test_common_keys_come_in_place_of_all_and_before_presets_in_short(
         assert (len(keys) == 2) == ("--help all: all 27 keys" in text)
 
 
+def test_help_of_a_command_without_presets_names_none(capsys: pytest.CaptureFixture[str]) -> None:
+    run("--help")
+    text = capsys.readouterr().out
+    assert text.startswith("usage: python -m apps.example [config=FILE.yaml] [key=value ...]")
+    assert "preset=" not in text
+    assert "overlay=" not in text
+
+
 def test_help_of_some_keys(capsys: pytest.CaptureFixture[str]) -> None:
     run("--help", "actor.zero")
     text = capsys.readouterr().out

@@ -242,6 +242,7 @@ def test_an_existing_table_is_continued(tmp_path: Path) -> None:
     table = MetricsTable(path)
     assert table.steps == (1, 2)
     table.truncate_from(2)
+    assert table.steps == (1,)
     table.log(2, {"a": 5})
     assert path.read_text() == "step\ta\n1\t1\n2\t5\n"
 

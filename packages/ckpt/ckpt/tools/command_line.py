@@ -128,7 +128,8 @@ def _upload(options: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ckpt", description=(__doc__ or "").partition("\n")[0])
+    prog = "plinth ckpt" if Path(sys.argv[0]).name == "plinth" else "python -m ckpt"
+    parser = argparse.ArgumentParser(prog=prog, description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(required=True)
 
     def add(run: Callable[[argparse.Namespace], int], help_text: str, folder: str) -> argparse.ArgumentParser:

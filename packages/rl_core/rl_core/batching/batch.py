@@ -56,14 +56,17 @@ class Batch:
 
     @property
     def num_sequences(self) -> int:
+        """S, sequences without targets included."""
         return self.response_lens_S.numel()
 
     @property
     def num_tokens(self) -> int:
+        """T, tokens of prompts and responses; each shared prefix counts once per sequence."""
         return self.input_ids_T.numel()
 
     @property
     def num_targets(self) -> int:
+        """K, tokens to predict."""
         return self.target_ids_K.numel()
 
     @property

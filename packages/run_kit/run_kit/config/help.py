@@ -66,13 +66,14 @@ def help_text(
             near = nearest_paths(cls, under)
             listing = [f"No key matches {under!r}." + (f" Nearest: {', '.join(near)}" if near else "")]
         return "\n".join(listing) + "\n"
-    lines = [f"usage: {app_name} [preset=NAME] [overlay=NAME] [config=FILE.yaml] [key=value ...]", ""]
+    named = ("[preset=NAME] " if presets else "") + ("[overlay=NAME] " if overlays else "")
+    lines = [f"usage: {app_name} {named}[config=FILE.yaml] [key=value ...]", ""]
     if doc := (doc or class_doc(cls)):
         lines += [*textwrap.wrap(doc, _WIDTH), ""]
     lines += [
-        "  preset=NAME        start from the app's preset NAME; several are merged left to right",
+        *(["  preset=NAME        start from a preset; several are merged left to right"] if presets else []),
         *(f"  {key}=FILE  then merge {text}" for key, text in file_keys.items()),
-        "  overlay=NAME       then merge the overlay or preset NAME (a smaller size, another machine)",
+        *(["  overlay=NAME       then merge the overlay or preset NAME, for another size"] if overlays else []),
         "  config=FILE.yaml   merge your own file; overlays and files go left to right",
         "  key=value          then single keys; value is YAML: 1e-4, true, null, text, [a, b], ${other.key}",
         "  --help [KEY|all]   print this text, only the keys that match KEY, or this text with every key",
