@@ -78,7 +78,7 @@ class Sample:
     """Name of its group."""
     sample_index: int
     prompt: Any = field(default=None, repr=False)
-    """That of the request."""
+    """The caller's prompt, from the request."""
     prompt_ids: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
     """int32, the tokens before the response: those of the request, unless an episode has replaced them."""
     images: str | None = None
@@ -89,7 +89,7 @@ class Sample:
     """float32, log-probability (natural logarithm) of each token under the distribution it was sampled from, after
     temperature and the other sampling settings; 0 for context; None with `RolloutConfig(log_probs=False)`."""
     finish_reason: FinishReason | None = None
-    """Of the last turn; None: unfinished, possibly without any token."""
+    """Reason why the last turn ended; None: unfinished, possibly without any token."""
     version_spans: tuple[VersionSpan, ...] = ()
     """The policy version of every token, in order: the num_tokens sum to the length of the response, and neighboring
     spans differ; context has the version of the tokens before it. Empty: all tokens are of last_policy_version.
