@@ -39,7 +39,10 @@ class ServedWeights:
         Raises InputError for weights that nobody has any more.
         """
         async with self._in_turn:
-            await self._hold(weights)
+            if weights.key != self.held.key:
+                await self._idle.wait()
+                await asyncio.to_thread(self._models.give, weights)
+                self.held = weights
             self._num_running += 1
             self._idle.clear()
         try:
@@ -51,15 +54,8 @@ class ServedWeights:
 
     async def hold(self, weights: Weights) -> None:
         """Gives the servers `weights`, when the requests that run have ended."""
-        async with self._in_turn:
-            await self._hold(weights)
-
-    async def _hold(self, weights: Weights) -> None:
-        if weights.key == self.held.key:
-            return
-        await self._idle.wait()
-        await asyncio.to_thread(self._models.give, weights)
-        self.held = weights
+        async with self.using(weights):
+            pass
 
 
 class ServedAdapters:

@@ -74,7 +74,7 @@ class Service:
         self._session(body).seen_s = time.monotonic()
         return {"type": "session_heartbeat"}
 
-    def finish(self, session_id: str) -> dict[str, Any]:
+    def finish(self, _: Body, session_id: str) -> dict[str, Any]:
         self._session({"session_id": session_id}).is_finished = True
         return {}
 
