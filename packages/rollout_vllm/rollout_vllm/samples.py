@@ -37,7 +37,8 @@ class Request:
     prompt_ids: token ids, a sequence or an array. seed: makes sampling reproducible; sample i uses seed + i, so every
     prompt of a step needs its own seed (see `request_seed`). None: no seed. prompt: an object of the caller, which the
     samples carry. images: a safetensors file on a disk of the servers with the images whose placeholders `prompt_ids`
-    has: `image.0`, `image.1`..., uint8 [height, width, 3].
+    has: `image.0`, `image.1`..., uint8 [height, width, 3]. model: name of the model to sample from,
+    such as that of a LoRA adapter on the servers; None: the client's.
     """
 
     prompt_id: str
@@ -45,6 +46,7 @@ class Request:
     seed: int | None = None
     prompt: Any = None
     images: str | None = None
+    model: str | None = None
 
 
 _ARRAYS = {
@@ -277,7 +279,7 @@ class Group:
             if sample["prompt_ids"] == prompt_ids:
                 sample["prompt_ids"] = None
         request = {"prompt_id": self.prompt_id, "prompt_ids": prompt_ids, "seed": self.request.seed}
-        request |= {"images": self.request.images}
+        request |= {"images": self.request.images, "model": self.request.model}
         return {"request": request, "samples": samples, "failures": list(map(asdict, self.failures))}
 
     @classmethod
