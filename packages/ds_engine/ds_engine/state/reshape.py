@@ -250,7 +250,7 @@ def _set_counts(engine: Any, source: StateSource) -> None:
 
 
 def _problem(engine: Any, source: StateSource, states_of: StatesOf) -> str | None:
-    """Why this rank cannot load the source; None if it can."""
+    """Reason why this rank cannot load the source; None if it can."""
     if "nvme" in _devices(engine.config):
         return "this engine keeps its state on NVMe: use zero.offload.optimizer=cpu"
     try:

@@ -50,7 +50,7 @@ class Batch:
     """Values per token by name, [T, ...], prompts included, such as the experts that computed it. They stay on the
     CPU."""
     images: tuple[str | None, ...] = ()
-    """For each sequence the file of its images' features, or None; empty if no sequence has images."""
+    """File of the images' features of each sequence, or None; empty if no sequence has images."""
     prefixes: PrefixTree | None = None
     """The tokens to compute if sequences share prefixes; None: all. Nothing else of the batch depends on it."""
 

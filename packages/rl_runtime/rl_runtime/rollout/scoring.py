@@ -128,7 +128,7 @@ class Scorer(ExitStack):
         return sample.reward_terms.get(first, score_of(sample)) >= self._full_score
 
     async def votes(self, samples: Sequence[Sample]) -> list[int] | None:
-        """For each sample of one prompt a number that is equal for equal answers (`AnswerReward.votes`).
+        """A number for each sample of one prompt, equal for equal answers (`AnswerReward.votes`).
 
         None: nothing extracts answers (`reward.answer`, or the reward), or it failed to.
         """
