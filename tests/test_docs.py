@@ -40,6 +40,7 @@ def test_links_name_files_and_anchors_that_exist(file: Path) -> None:
 @pytest.mark.parametrize("file", CURRENT, ids=name)
 def test_code_blocks_parse(file: Path) -> None:
     shell = []
+    assert not re.search(r"^(<{7}|>{7}) ", file.read_text(encoding="utf-8"), re.MULTILINE), "a conflict of a merge"
     for block in code_blocks(file.read_text(encoding="utf-8")):
         if block.language == "python":
             # `await` at the top level stands for the body of a coroutine.

@@ -52,8 +52,8 @@ def test_an_app_takes_the_config_and_the_checkpoint_of_plain_deepspeed(
     run = only((tmp_path / "runs").iterdir())
     assert len(metrics_rows(run)) == 1
     written = (run / "config.yaml").read_text()
-    assert f"engine.dtype=float32: fp16.enabled of {tmp_path / 'ds.json'}" in written
-    assert "\n  dtype: float32\n" in written
+    assert f"engine.dtype=float32: bf16.enabled of {tmp_path / 'ds.json'}" in written
+    assert f"supervised.batch_size=4: train_batch_size of {tmp_path / 'ds.json'}" in written
     theirs = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "theirs"))
     first, exported = (
         safetensors.torch.load_file(only(folder.glob("*.safetensors"))) for folder in (model, run / "model")

@@ -79,6 +79,13 @@ def test_hints_name_keys_that_exist() -> None:
         (SftConfig, "learning_rate", "supervised.optim.lr"),
         (SftConfig, "num_train_epochs", "supervised.epochs"),
         (DpoConfig, "beta", "algorithm.beta"),
+        (GrpoConfig, "batch_size", "batch.train_batch_size"),
+        (SftConfig, "batch_size", "supervised.batch_size"),
+        (GrpoConfig, "num_gpus", "trainer.num_ranks"),
+        (GrpoConfig, "epochs", "trainer.total_training_steps"),
+        (SftConfig, "epochs", "supervised.epochs"),
+        (GrpoConfig, "seed", "trainer.seed"),
+        (GrpoConfig, "tracking.wandb", "tracking.wandb_project"),
     ],
 )
 def test_a_key_of_trl_verl_or_openrlhf_names_ours(config: type, theirs: str, ours: str) -> None:

@@ -1,6 +1,5 @@
 """actor.match_servers: ranks and servers give every token the same log-prob, to the last bit, after every update."""
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,8 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks.random_model import write_random_model
-from plinth_testing import random_model, tiny_config, write_word_tokenizer
 from tests.run_folders import metrics_rows, only
+from tests.small_mixture import mixture_keys
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long]
 ROOT = Path(__file__).parents[1]
@@ -64,33 +63,11 @@ def test_mismatch_of_a_mixture_is_exactly_zero(
     dtype: str, settings: list[str], tmp_path: Path, start_app: Callable[..., Any]
 ) -> None:
     """The first of its three layers has no experts; each push is compared with the server's weights."""
-    model, data = tmp_path / "model", tmp_path / "train.jsonl"
-    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = tiny_config("qwen3_moe", **sizes, mlp_only_layers=[0], max_position_embeddings=128, pad_token_id=0)
-    random_model(config).save_pretrained(model)
-    write_word_tokenizer(model, 64, eos_token="w2", bos_token="w1", pad_token="w0")
-    data.write_text("\n".join(json.dumps({"question": f"w{i} w{i + 1} w{i + 2}"}) for i in range(3, 40)))
     app = start_app(
         tmp_path / "runs",
-        f"model.path={model}",
-        f"data.train={data}",
-        "reward.function=benchmarks.grpo_step.workload:parity",
-        "actor.match_servers=true",
-        f"actor.dtype={dtype}",
-        *settings,
-        "actor.optim.lr=1e-3",
-        "trainer.num_ranks=2",
-        "data.max_prompt_length=16",
-        "rollout.max_model_len=48",
-        "rollout.kv_cache_gib=0.1",
-        "batch.train_batch_size=8",
-        "batch.mini_batch_size=4",
-        "sampling.n=4",
-        "sampling.max_tokens=24",
-        "sync.verify=true",
-        "trainer.total_training_steps=3",
-        "trainer.val_before_train=false",
-        "trainer.val_after_train=false",
+        *mixture_keys(tmp_path),
+        *("actor.match_servers=true", f"actor.dtype={dtype}", f"rollout.dtype={dtype}", *settings),
+        *("batch.train_batch_size=8", "sync.verify=true", "trainer.total_training_steps=3"),
     )
     assert app.finish() == 0, app.output
     check_rows(tmp_path / "runs")

@@ -212,9 +212,12 @@ def test_a_run_resumes_to_the_bit_and_transformers_and_vllm_load_its_export(
         f"model.path={smollm2}",
         *("trainer.num_ranks=1", "batch.mini_batch_size=1", "sampling.n=4", "trainer.save_freq=1"),
         *("trainer.val_before_train=false", "trainer.val_after_train=false"),
+        *("reward.method=strict", 'data.instruction=""'),  # nothing tells the model to write ####
     ]
     whole = start_app(tmp_path / "whole", *arguments)
     assert whole.finish() == 0, whole.output
+    assert "warning: reward.method: a response without #### scores 0" in whole.output
+    assert "in which the reward reads no answer (reward.method=flexible reads the last number): score 0" in whole.output
     stopped = start_app(tmp_path / "stopped", *arguments)
     stopped.wait_for("step 1/2")
     stopped.press_ctrl_c()

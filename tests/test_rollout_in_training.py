@@ -119,9 +119,9 @@ def test_existing_servers_and_an_existing_judge(
     tmp_path: Path, start_app: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The user's server gets the weights even if an earlier run left it paused, and keeps the last policy."""
+    from plinth_base.endpoint import call
     from rl_data import build_tiny_model
     from rollout_vllm import RolloutConfig, ServerGroup
-    from rollout_vllm.servers.blocking_http import call
     from weight_sync import server_args, server_env
 
     config = RolloutConfig(max_model_len=68, kv_cache_gib=0.1, dtype="float32", cpu_threads=1, api_key="the key")

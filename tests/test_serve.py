@@ -18,7 +18,7 @@ from apps.serve.losses import LOSSES, batch_of, check_loss, summed_loss, token_l
 from apps.serve.main import prepare, read_key
 from apps.serve.models import BASE, Weights, step_settings
 from apps.serve.requests import BusyError, InOrder, Requests, Result
-from apps.serve.sampling import ServedWeights, sampling_settings
+from apps.serve.sampling import ServedAdapters, ServedWeights, sampling_settings
 from apps.serve.states import Run, States
 from apps.serve.wire import Datum, message, read_data, read_request, write_result, write_samples
 from ds_engine import EngineConfigError, TokenOutputs
@@ -229,6 +229,27 @@ def test_servers_change_weights_when_the_requests_before_have_ended() -> None:
     assert most == 3
 
 
+def test_adapters_by_name_are_read_once_and_their_requests_run_together(tmp_path: Path) -> None:
+    loaded: list[str] = []
+    models: Any = SimpleNamespace(load_adapter=lambda weights: loaded.append(weights.key))
+    names: set[str | None] = set()
+
+    async def ask(served: ServedAdapters, key: str, together: asyncio.Barrier) -> None:
+        async with served.using(Weights(key=key, folder=tmp_path)) as name:
+            names.add(name)
+            await together.wait()
+
+    async def run() -> None:
+        served, together = ServedAdapters(models), asyncio.Barrier(4)
+        await asyncio.gather(*(ask(served, key, together) for key in (BASE, "r:1", "tinker://r/a", "r:1")))
+
+    asyncio.run(run())
+    assert sorted(loaded) == ["r:1", "tinker://r/a"]
+    assert names == {None, *loaded}
+    with raises(InputError, field="sampling_session_id"):
+        asyncio.run(ServedAdapters(models).hold(Weights(key="r:1", folder=tmp_path / "gone")))
+
+
 # ---- the service over HTTP ----------------------------------------------------------------------------------------
 class Stub:
     """The service behind the routes under test."""
@@ -295,6 +316,8 @@ def test_requests_are_bounded_and_errors_have_the_status_that_the_sdk_expects() 
         (["reward.score=2"], "reward"),
         (["actor.optim.lr=1"], "actor.optim"),
         (["actor.zero.stage=1"], "actor.zero.stage"),
+        (["actor.lora.dropout=0.1"], "actor.lora.dropout"),
+        (["api.full=true", "actor.lora.rank=8", "rollout.max_lora_rank=8"], "rollout.max_lora_rank"),
         (["warm_start.steps=1"], "warm_start.steps"),
         (["trainer.max_staleness=1"], "trainer.max_staleness"),
         (["trainer.take_turns=both"], "trainer.take_turns"),

@@ -175,14 +175,14 @@ def test_supervised(taught: list[dict[str, Any]]) -> None:
 
 
 def test_rl_on_arithmetic(kitchen: Kitchen) -> None:
-    sizes = ("group_size=8", "groups_per_batch=16", "max_tokens=12", "learning_rate=4e-3", "max_steps=10")
+    sizes = ("group_size=8", "groups_per_batch=16", "max_tokens=12", "learning_rate=1e-3", "max_steps=10")
     rows = kitchen.cook("math_rl.train", "arithmetic", *NAMED, *sizes, *RL)
-    first, last = ends(rows, "env/all/reward/total")
-    assert last > first + 0.01, "answers that do not end in time cost 0.1"
+    first, last = ends(rows, "env/all/format")
+    assert last > first + 0.05, "answers that do not end in time cost 0.1"
 
 
 def test_multi_turn(kitchen: Kitchen) -> None:
-    sizes = ("group_size=8", "batch_size=4", "max_tokens=10", "learning_rate=4e-3", "max_steps=6")
+    sizes = ("group_size=8", "batch_size=4", "max_tokens=10", "learning_rate=1e-3", "max_steps=8")
     rows = kitchen.cook("multiplayer_rl.guess_number.train", "guess", *NAMED, *sizes, *RL[1:])
     first, last = ends(rows, "env/all/reward/total")
     assert last > first

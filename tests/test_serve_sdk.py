@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 tinker: Any = pytest.importorskip("tinker", reason="tests/extras/tinker.txt is not installed")
 
 from apps.serve.losses import batch_of, summed_loss  # noqa: E402
+from apps.serve.states import States, load_state  # noqa: E402
 from apps.serve.wire import Datum, message  # noqa: E402
 from ds_engine import EngineConfig, OptimConfig, ZeroConfig, ZeroEngine, init_distributed, shutdown_distributed  # noqa: E402
 from rl_core import BatchConfig, linear_log_prob  # noqa: E402
@@ -44,8 +45,9 @@ class Server:
         os.environ["TINKER_TELEMETRY"] = "0"
         self.folder, self._start_app, self._overrides = folder, start_app, overrides
 
-    def start(self) -> None:
-        overrides = ("preset=demo", "api.port=0", f"api.states_dir={self.folder / 'states'}", *self._overrides)
+    def start(self, *further: str) -> None:
+        given = (*self._overrides, *further)
+        overrides = ("preset=demo", "api.port=0", f"api.states_dir={self.folder / 'states'}", *given)
         self.app = self._start_app(self.folder / "outputs", *overrides, app="serve")
         self.app.wait_for("TINKER_BASE_URL=")
         self.url = self.app.output.rpartition("TINKER_BASE_URL=")[2].split()[0]
@@ -283,7 +285,10 @@ ADAPTERS = {"a": {"rank": 4, "seed": 1}, "b": {"rank": 8, "seed": 2, "train_mlp"
 
 
 def test_runs_that_share_the_base_are_those_of_runs_alone(tmp_path: Path, start_app: Callable[..., Any]) -> None:
-    """Bit for bit on two ranks: log-probs, gradient norms, weights; also from states of a killed server."""
+    """Bit for bit on two ranks: log-probs, gradient norms and weights, also of states that a killed server has saved.
+
+    The death of a rollout server ends the service with an error that names it; what was acknowledged is there.
+    """
     server = Server(tmp_path, start_app, "trainer.num_ranks=2", "api.max_models=2")
     server.start()
     data = {name: [make_data(10 * number + len(name), num=6) for number in range(3)] for name in ("a", "bb")}
@@ -331,9 +336,42 @@ def test_runs_that_share_the_base_are_those_of_runs_alone(tmp_path: Path, start_
             np.testing.assert_allclose(given, expected[: len(given)], atol=1e-5)
     assert alone["a"][0][2] != alone["b"][0][2]
     server.kill()
-    server.start()
+    server.start("actor.lora.rank=8", "rollout.max_lora_rank=8")
     with server.client() as client:
         resume = client.create_training_client_from_state_with_optimizer
         runs = {name: resume(path).result() for name, path in states.items()}
         assert next_step(runs, 2) == {name: steps[2] for name, (steps, _) in alone.items()}
         check_weights(runs)
+        named = runs["a"].save_weights_for_sampler("named").result().path
+        samplers = {name: run.save_weights_and_get_sampling_client().result() for name, run in runs.items()}
+        samplers["named"] = client.create_sampling_client(model_path=named).result()
+        asked = {
+            name: sampler.sample(whole, 2, tinker.SamplingParams(max_tokens=8, temperature=1.0, seed=1))
+            for name, sampler in samplers.items()
+        }
+        for name, answer in asked.items():
+            for one in answer.result().sequences:
+                tokens = [*whole.to_ints(), *one.tokens]
+                inputs = {"target_tokens": tokens[1:], "weights": [0.0] * (len(tokens) - 1)}
+                given = tinker.Datum(model_input=tinker.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
+                run = runs["a" if name == "named" else name]
+                expected = log_probs(run.forward([given], "cross_entropy").result())[-len(one.tokens) :]
+                np.testing.assert_allclose(one.logprobs, expected, atol=1e-5)
+        with pytest.raises(tinker.RequestFailedError):
+            samplers["a"].compute_logprobs(whole).result()
+        with pytest.raises(tinker.BadRequestError):
+            client.create_lora_training_client(NAME, rank=16).result()
+        path = runs["a"].save_state("before").result().path
+    session = server.post("create_session", tags=[], user_metadata=None, sdk_version="test")["session_id"]
+    sampler = server.post("create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model=NAME)
+    (vllm,) = [p for p in server.app.children("_serve.py") if "_supervise.py" not in " ".join(p.cmdline())]
+    vllm.kill()
+    while server.app.children("_supervise.py"):
+        time.sleep(0.1)
+    prompt, sampler_id = {"chunks": [{"tokens": whole.to_ints()}]}, sampler["sampling_session_id"]
+    lost = server.post("asample", sampling_session_id=sampler_id, seq_id=1, prompt=prompt)["request_id"]
+    assert server.result(lost)["category"] == "server"
+    assert server.app.finish() != 0
+    assert "server_0.log" in server.app.output, "the error names the server and its log"
+    assert not server.app.survivors()
+    assert load_state(States(tmp_path / "states").find(path, "weights"))

@@ -25,7 +25,7 @@ def plan_six(config: SixCaseConfig) -> list[Case]:
 
 
 def plan_gate(config: StageGateConfig) -> list[Case]:
-    """For each seed, ZeRO-1 and then ZeRO-2 with each value of `step_each_micro`."""
+    """Cases of each seed: ZeRO-1 and then ZeRO-2, with each value of `step_each_micro`."""
     runs = [(seed, each) for seed in config.seeds for each in (None, *config.step_each_micro)]
     return [_stage_case(config, gate_name(seed, each), config.app, "gsm8k", seed, each=each) for seed, each in runs]
 

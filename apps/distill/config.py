@@ -56,5 +56,5 @@ class DistillConfig(JobConfig):
 
     @property
     def features(self) -> tuple[Feature, ...]:
-        """Those of every job, of the algorithm and of the teacher."""
+        """Features of every job, of the algorithm and of the teacher."""
         return (*super().features, *POLICY_FEATURES, TEACHER)

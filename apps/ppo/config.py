@@ -81,7 +81,7 @@ class PpoConfig(JobConfig):
 
     @property
     def features(self) -> tuple[Feature, ...]:
-        """Those of every job and of the algorithm."""
+        """Features of every job and of the algorithm."""
         return (*super().features, *POLICY_FEATURES)
 
     @property
@@ -94,5 +94,5 @@ class PpoConfig(JobConfig):
 
     @property
     def keeps_reference(self) -> bool:
-        """With a KL term, unless the adapters can be turned off."""
+        """True with a KL term, unless the adapters can be turned off."""
         return bool(self.algorithm.kl_coef) and self.actor.lora is None

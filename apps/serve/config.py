@@ -73,7 +73,11 @@ SERVED = Feature(
         ),
         Rule(field="actor.router_replay", allowed="off", holds=lambda c: c.actor.router_replay == "off"),
         Rule(field="warm_start.steps", allowed="0", holds=lambda c: not c.warm_start.trains),
-        Rule(field="rollout.max_lora_rank", allowed="null", holds=lambda c: c.rollout.max_lora_rank is None),
+        Rule(
+            field="rollout.max_lora_rank",
+            allowed="null with api.full",
+            holds=lambda c: c.rollout.max_lora_rank is None or not c.api.full,
+        ),
         Rule(field="rollout.urls", allowed="none", holds=lambda c: not c.rollout.urls),
         Rule(field="rollout.log_probs", allowed="true", holds=lambda c: c.rollout.log_probs),
         Rule(field="trainer.take_turns", allowed="never", holds=lambda c: not c.trainer.takes_turns),

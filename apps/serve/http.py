@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -31,15 +32,14 @@ POLL_S = 20.0
 """Longest time that a request for a result waits for it; then the client asks again."""
 _PROTO = "application/x-protobuf"
 _USER_ERRORS = (InputError, NotFoundError, EngineConfigError, RolloutConfigError)
+_REFUSED = (HTTPException, ClientDisconnect, BusyError, *_USER_ERRORS, KeyError, TypeError, ValueError)
+"""Errors of a request that was not accepted."""
+_SAME_NAME = (
+    *("create_session", "create_model", "get_info", "optim_step", "save_weights", "load_weights"),
+    *("save_weights_for_sampler", "create_sampling_session", "weights_info"),
+)
+"""Calls whose method has the name of the route."""
 _log = logging.getLogger(__name__)
-
-
-class RefusedError(Exception):
-    """A request that gets no answer but a status."""
-
-    def __init__(self, status: int, detail: str) -> None:
-        super().__init__(detail)
-        self.status, self.detail = status, detail
 
 
 class WithKey:
@@ -71,52 +71,34 @@ def application(start: Callable[[], Service], *, key: str, max_request_bytes: in
         async for part in request.stream():
             body += part
             if len(body) > max_request_bytes:
-                raise RefusedError(413, f"a body of more than {max_request_bytes} bytes (api.max_request_bytes)")
+                raise HTTPException(413, f"a body of more than {max_request_bytes} bytes (api.max_request_bytes)")
         if (encoding := request.headers.get("content-encoding")) is not None:
-            raise RefusedError(415, f"content-encoding: {encoding}")
+            raise HTTPException(415, f"content-encoding: {encoding}")
         return bytes(body)
 
-    def route(path: str, handle: Callable[[Service, Request], Awaitable[Response]], method: str) -> Route:
+    def route(path: str, handle: Callable[[Service, Request], Awaitable[Response]], verb: str = "POST") -> Route:
         async def endpoint(request: Request) -> Response:
-            try:
-                return await handle(services[0], request)
-            except RefusedError as error:
-                return JSONResponse({"detail": error.detail}, error.status)
-            except ClientDisconnect:
-                return Response(status_code=400)  # nobody reads it
-            except BusyError as error:
-                return JSONResponse({"detail": str(error)}, 429)
-            except NotFoundError as error:
-                return JSONResponse({"detail": str(error)}, 404)
-            except _USER_ERRORS as error:
-                return JSONResponse({"detail": str(error)}, 400)
-            except (KeyError, TypeError, ValueError) as error:
-                return JSONResponse({"detail": f"a malformed request: {error!r}"}, 400)
+            return await handle(services[0], request)
 
-        return Route(f"/api/v1/{path}", endpoint, methods=[method])
+        return Route(f"/api/v1/{path}", endpoint, methods=[verb])
 
-    def post(path: str, method: str) -> Route:
+    def call(path: str, method: str, verb: str = "POST") -> Route:
         async def handle(service: Service, request: Request) -> Response:
-            return JSONResponse(getattr(service, method)(await json_of(request)))
+            body = [await json_of(request)] if verb == "POST" else []
+            return JSONResponse(getattr(service, method)(*body, *request.path_params.values()))
 
-        return route(path, handle, "POST")
+        return route(path, handle, verb)
 
-    def get(path: str, method: str) -> Route:
-        async def handle(service: Service, request: Request) -> Response:
-            return JSONResponse(getattr(service, method)(*request.path_params.values()))
-
-        return route(path, handle, "GET")
-
-    def fixed(path: str, method: str, **answer: Any) -> Route:
+    def fixed(path: str, verb: str, **answer: Any) -> Route:
         async def handle(_: Service, __: Request) -> Response:
             return JSONResponse(answer)
 
-        return route(path, handle, method)
+        return route(path, handle, verb)
 
     async def json_of(request: Request) -> dict[str, Any]:
         body = json.loads(await body_of(request) or b"{}")
         if not isinstance(body, dict):
-            raise RefusedError(400, "a malformed request: no JSON object")
+            raise HTTPException(400, "a malformed request: no JSON object")
         return body
 
     async def forward_backward(service: Service, request: Request) -> Response:
@@ -135,9 +117,6 @@ def application(start: Callable[[], Service], *, key: str, max_request_bytes: in
         service.requests.answered(request_id)
         return answer_of(future.exception(), None if future.exception() else future.result())
 
-    async def finish(service: Service, request: Request) -> Response:
-        return JSONResponse(service.finish(request.path_params["session_id"]))
-
     async def no_content(service: Service, request: Request) -> Response:
         service.cancel(await json_of(request))
         return Response(status_code=204)
@@ -146,31 +125,23 @@ def application(start: Callable[[], Service], *, key: str, max_request_bytes: in
         fixed("healthz", "GET", status="ok"),
         fixed("telemetry", "POST", status="accepted"),  # of what the SDK reports nothing is read
         fixed("client/dynamic_config", "POST", sample_cancel_enabled=True),
-        get("get_server_capabilities", "capabilities"),
-        post("client/config", "client_config"),
-        post("create_session", "create_session"),
-        post("session_heartbeat", "heartbeat"),
-        route("sessions/{session_id}/finish", finish, "POST"),
-        post("create_model", "create_model"),
-        post("get_info", "get_info"),
-        route("forward_backward", forward_backward, "POST"),
-        post("optim_step", "optim_step"),
-        post("save_weights", "save_weights"),
-        post("load_weights", "load_weights"),
-        post("save_weights_for_sampler", "save_weights_for_sampler"),
-        post("create_sampling_session", "create_sampling_session"),
-        get("samplers/{sampler_id}", "get_sampler"),
-        post("asample", "sample"),
-        route("retrieve_future", retrieve, "POST"),
-        route("cancel_future", no_content, "POST"),
-        post("weights_info", "weights_info"),
-        get("training_runs", "training_runs"),
-        get("training_runs/{run_id}", "training_run"),
-        get("training_runs/{run_id}/checkpoints", "checkpoints"),
-        get("checkpoints", "checkpoints"),
+        call("get_server_capabilities", "capabilities", "GET"),
+        call("client/config", "client_config"),
+        call("session_heartbeat", "heartbeat"),
+        call("sessions/{session_id}/finish", "finish"),
+        *(call(name, name) for name in _SAME_NAME),
+        route("forward_backward", forward_backward),
+        call("samplers/{sampler_id}", "get_sampler", "GET"),
+        call("asample", "sample"),
+        route("retrieve_future", retrieve),
+        route("cancel_future", no_content),
+        call("training_runs", "training_runs", "GET"),
+        call("training_runs/{run_id}", "training_run", "GET"),
+        call("training_runs/{run_id}/checkpoints", "checkpoints", "GET"),
+        call("checkpoints", "checkpoints", "GET"),
     ]
-    unknown = {404: _unsupported, 405: _unsupported}
-    return WithKey(Starlette(routes=routes, lifespan=lifespan, exception_handlers=unknown), key)
+    answers = {404: _unsupported, 405: _unsupported} | dict.fromkeys(_REFUSED, _refused)
+    return WithKey(Starlette(routes=routes, lifespan=lifespan, exception_handlers=answers), key)
 
 
 async def _settled(waiting: "asyncio.Future[Result]") -> None:
@@ -178,6 +149,14 @@ async def _settled(waiting: "asyncio.Future[Result]") -> None:
     await asyncio.wait({waiting})
     if not waiting.cancelled():
         waiting.exception()
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        return JSONResponse({"detail": error.detail}, error.status_code)
+    status = 429 if isinstance(error, BusyError) else 404 if isinstance(error, NotFoundError) else 400
+    text = str(error) if isinstance(error, PlinthError) else f"a malformed request: {error!r}"
+    return JSONResponse({"detail": text}, status)
 
 
 async def _unsupported(request: Request, _: Exception) -> Response:

@@ -47,10 +47,12 @@ def prepare(config: ServeConfig) -> ServeConfig:
                 "max_position_embeddings", positions
             )
         longest = min(positions, MAX_CONTEXT)
-    prompt = max(1, longest // 2)
+    prompt, rollout = max(1, longest // 2), replace(config.rollout, max_model_len=longest)
+    if rollout.max_lora_rank is not None:  # in one batch
+        rollout = replace(rollout, extra_args=("--max-loras", str(config.num_models), *rollout.extra_args))
     return replace(
         config,
-        rollout=replace(config.rollout, max_model_len=longest),
+        rollout=rollout,
         data=replace(config.data, max_prompt_length=prompt),
         sampling=replace(config.sampling, max_tokens=longest - prompt),
     )

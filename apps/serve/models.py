@@ -2,9 +2,10 @@
 
 Each has adapters and an optimizer of its own over one base. Requests run one at a time in one thread, those of a model
 in their order; `ranks` is the lock of the ranks, because servers may also need older weights while requests wait.
-Servers hold one set of weights at a time: `Weights`.
+Servers hold one set of `Weights` at a time; with `rollout.max_lora_rank`, the base and any number of adapters by name.
 """
 
+import shutil
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -29,9 +30,14 @@ from rl_runtime.launch.session import Session
 from rl_runtime.rules import check_value
 from rl_runtime.training.checkpoints import RunCheckpoints
 from weight_sync import HfFolderSource, WeightPusher
+from weight_sync.push.server import ServerControl
 
 ROLE = "actor"
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+ADAPTER = "adapter"
+"""Folder of the adapters in sampler weights."""
+KEPT = 4
+"""Unnamed adapters of a model that stay for its sampling clients; the newest."""
 BASE = "base"
 """Key of the base model's weights."""
 
@@ -41,10 +47,18 @@ class Weights:
     """Weights that servers can hold."""
 
     key: str
-    """Equal for equal weights."""
+    """Equal for equal weights; the name of adapters on the servers."""
     run_id: str | None = None
     """The run whose ranks hold them as long as it takes no step; None: `folder` alone has them."""
     folder: Path | None = None
+
+    def gone(self) -> InputError:
+        """The error of a request for weights that nobody has."""
+        return InputError(
+            "its weights were replaced by those of a later step, and no folder has them",
+            field="sampling_session_id",
+            remedy="save them by name (save_weights_for_sampler) to sample from them later",
+        )
 
 
 @dataclass(kw_only=True)
@@ -62,6 +76,8 @@ class Model:
     """Steps since it was built or loaded."""
     num_waiting: int = 0
     """Batches whose gradients wait for a step."""
+    folders: list[Path] = field(default_factory=list)
+    """Adapters after steps, the newest last."""
 
 
 class Models:
@@ -75,6 +91,7 @@ class Models:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="training")
         """Runs the requests of models, one after the other."""
         self.max_tokens = config.rollout.max_model_len or 0
+        self.serves_adapters = config.rollout.max_lora_rank is not None
         self._vocab_size = int(read_model_config(model_path)["vocab_size"])
         self._places = [ModelHandle(session.ranks, f"{ROLE}_{i}", config.batch) for i in range(config.num_models)]
         self._connected: ModelHandle | None = None
@@ -87,7 +104,8 @@ class Models:
         if run.lora is None:
             return engine
         lora = run.lora
-        check_value(lora, "rank", isinstance(lora["rank"], int) and 1 <= lora["rank"] <= 4096, "1 to 4096")
+        most = self.config.rollout.max_lora_rank or 4096
+        check_value(lora, "rank", isinstance(lora["rank"], int) and 1 <= lora["rank"] <= most, f"1 to {most}")
         check_value(lora, "train_mlp", lora["train_attn"] or lora["train_mlp"], "true without train_attn")
         layers = (*(_ATTENTION if lora["train_attn"] else ()), *(_MLP if lora["train_mlp"] else ()))
         modules: Any = "all-linear" if layers == (*_ATTENTION, *_MLP) else layers
@@ -169,25 +187,41 @@ class Models:
                 checkpoints.save(step, {})
 
     def export(self, model: Model, saved: Saved) -> Weights:
-        """Writes the weights, with merged adapters, as a Hugging Face folder."""
+        """Writes the weights, with merged adapters, as a Hugging Face folder; if servers hold adapters, these too."""
         with self.ranks:
             model.handle.export(str(saved.folder), str(self.model_path))
+            if self.serves_adapters:
+                model.handle.export_adapter(str(saved.folder / ADAPTER))
         return self.weights_in(saved)
 
     def weights_in(self, saved: Saved) -> Weights:
-        """The sampler weights of a folder."""
+        """The sampler weights of a folder. Raises InputError for a folder without what the servers hold."""
         check_model_folder(saved.folder)
-        return Weights(key=saved.uri, folder=saved.folder)
+        folder = saved.folder / ADAPTER if self.serves_adapters else saved.folder
+        if not folder.exists():
+            problem = "merged weights alone: servers with rollout.max_lora_rank hold adapters"
+            raise InputError(problem, field="model_path", value=saved.uri, remedy="rollout.max_lora_rank=null")
+        return Weights(key=saved.uri, folder=folder)
 
     def weights(self, model: Model) -> Weights:
-        """The weights that the ranks hold now. Those before the first step are kept in a folder: they may be the
-        reference of what follows."""
+        """The weights that the ranks hold now. Those before the first step stay in a folder: they may be the reference
+        of what follows."""
         if model.version == BASE:
             return self.base
-        folder = None if model.num_steps else self.states.start_folder(model.run.run_id, model.version)
-        if folder is not None and not folder.exists():
+        folder = self.states.unnamed_folder(model.run.run_id, model.version)
+        if model.num_steps and not self.serves_adapters:
+            return Weights(key=model.version, run_id=model.run.run_id)
+        if not folder.exists():
             with self.ranks:
-                model.handle.export(str(folder), str(self.model_path))
+                if self.serves_adapters:
+                    model.handle.export_adapter(str(folder))
+                else:
+                    model.handle.export(str(folder), str(self.model_path))
+            if model.num_steps:
+                model.folders.append(folder)
+                for old in model.folders[:-KEPT]:
+                    shutil.rmtree(old)
+                del model.folders[:-KEPT]
         return Weights(key=model.version, run_id=model.run.run_id, folder=folder)
 
     def _new_key(self, model: Model) -> str:
@@ -220,12 +254,14 @@ class Models:
                 with WeightPusher(HfFolderSource(weights.folder), endpoints, sync) as pusher:
                     pusher.push(self._num_pushes)
             else:
-                raise InputError(
-                    "its weights were replaced by those of a later step, and no folder has them",
-                    field="sampling_session_id",
-                    remedy="save them by name (save_weights_for_sampler) to sample from them later",
-                )
+                raise weights.gone()
             self.session.client.set_policy_version(self._num_pushes)
+
+    def load_adapter(self, weights: Weights) -> None:
+        """Lets the servers read adapters from their folder."""
+        for endpoint in self.session.servers.endpoints:
+            control = ServerControl(endpoint.url, endpoint.api_key, self.config.sync.timeout_s)
+            control.register_adapter(weights.key, str(weights.folder))
 
 
 def step_settings(params: Mapping[str, Any]) -> StepSettings:

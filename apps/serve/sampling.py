@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from apps.serve.models import Models, Weights
+from apps.serve.models import BASE, Models, Weights
 from apps.serve.wire import LENGTH, STOP, write_samples
 from rl_runtime import InputError, RlRuntimeError
 from rl_runtime.rules import check_value
@@ -33,14 +33,20 @@ class ServedWeights:
         self._idle.set()
 
     @asynccontextmanager
-    async def using(self, weights: Weights) -> AsyncIterator[None]:
-        """A context in which the servers hold `weights`. Raises InputError for weights that nobody has any more."""
+    async def using(self, weights: Weights) -> AsyncIterator[str | None]:
+        """A context in which the servers hold `weights`, as the model of this name; None: the only one.
+
+        Raises InputError for weights that nobody has any more.
+        """
         async with self._in_turn:
-            await self._hold(weights)
+            if weights.key != self.held.key:
+                await self._idle.wait()
+                await asyncio.to_thread(self._models.give, weights)
+                self.held = weights
             self._num_running += 1
             self._idle.clear()
         try:
-            yield
+            yield None
         finally:
             self._num_running -= 1
             if not self._num_running:
@@ -48,15 +54,31 @@ class ServedWeights:
 
     async def hold(self, weights: Weights) -> None:
         """Gives the servers `weights`, when the requests that run have ended."""
-        async with self._in_turn:
-            await self._hold(weights)
+        async with self.using(weights):
+            pass
 
-    async def _hold(self, weights: Weights) -> None:
-        if weights.key == self.held.key:
-            return
-        await self._idle.wait()
-        await asyncio.to_thread(self._models.give, weights)
-        self.held = weights
+
+class ServedAdapters:
+    """The base model and adapters on the servers, where each has a name of its own and never changes. Requests for all
+    of them run together."""
+
+    def __init__(self, models: Models) -> None:
+        self._models, self._names, self._loading = models, set[str](), asyncio.Lock()
+
+    @asynccontextmanager
+    async def using(self, weights: Weights) -> AsyncIterator[str | None]:
+        """As `ServedWeights.using`."""
+        await self.hold(weights)
+        yield None if weights.key == BASE else weights.key
+
+    async def hold(self, weights: Weights) -> None:
+        """Lets the servers read `weights` once. Raises InputError if their folder is gone."""
+        if weights.folder is None or not weights.folder.exists():
+            raise weights.gone()
+        async with self._loading:
+            if weights.key != BASE and weights.key not in self._names:
+                await asyncio.to_thread(self._models.load_adapter, weights)
+                self._names.add(weights.key)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +93,7 @@ class SamplingSession:
 class Sampler:
     """Answers sampling requests from the rollout servers."""
 
-    def __init__(self, models: Models, served: ServedWeights) -> None:
+    def __init__(self, models: Models, served: ServedWeights | ServedAdapters) -> None:
         self._models, self._served = models, served
         self._client = models.session.client
         self._scorer = TokenScorer(models.session.servers.endpoints, models.config.rollout)
@@ -95,9 +117,9 @@ class Sampler:
         if not 1 <= len(prompt) < limit:
             raise InputError(field="prompt", value=len(prompt), allowed=f"1 to {limit - 1} tokens")
         settings, seed = sampling_settings(body.get("sampling_params") or {}, num_samples, room=limit - len(prompt))
-        async with self._served.using(session.weights()):
-            request = Request(prompt_id=request_id, prompt_ids=prompt, seed=seed)
-            scores = self._score(prompt, body)
+        async with self._served.using(session.weights()) as name:
+            request = Request(prompt_id=request_id, prompt_ids=prompt, seed=seed, model=name)
+            scores = self._score(prompt, body, name)
             group, (log_probs, top) = await asyncio.gather(self._client.sample(request, settings), scores)
         if group.failures:
             failure = group.failures[0]
@@ -111,17 +133,20 @@ class Sampler:
         ]
         return write_samples(rows * (num_samples // len(rows)), log_probs, top)
 
-    async def _score(self, prompt: list[int], body: Mapping[str, Any]) -> tuple[Any, Any]:
+    async def _score(self, prompt: list[int], body: Mapping[str, Any], name: str | None) -> tuple[Any, Any]:
         """Log-probs of the prompt, NaN for its first token, and its likeliest tokens; None each if not asked for."""
         top_k, last = int(body.get("topk_prompt_logprobs", 0)), body.get("prompt_logprobs_last_n")
         check_value(dict(body), "topk_prompt_logprobs", 0 <= top_k <= 20, "0 to 20") if top_k else None
         if not (body.get("prompt_logprobs") or top_k):
             return None, None
+        if self._models.serves_adapters and not self._models.session.placement.on_gpu:
+            problem = "vLLM on a CPU does not survive it with rollout.max_lora_rank"
+            raise InputError(problem, field="prompt_logprobs", allowed="not set")
         num = len(prompt) - 1 if last is None else min(int(last), len(prompt) - 1)
         log_probs = np.full(len(prompt), np.nan, np.float32)
         ids, values = np.zeros((len(prompt), top_k), np.int32), np.full((len(prompt), top_k), -99999.0, np.float32)
         if num > 0:
-            [scores] = await self._scorer.score([(prompt[:-num], prompt[-num:])], top_k=top_k)
+            [scores] = await self._scorer.score([(prompt[:-num], prompt[-num:])], top_k=top_k, model=name)
             log_probs[-num:], ids[-num:], values[-num:] = scores.log_probs, scores.top_ids, scores.top_log_probs
         return (log_probs if body.get("prompt_logprobs") else None), ((ids, values) if top_k else None)
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from apps.serve.config import ServeConfig
 from apps.serve.models import Model, Models, Weights, describe_lora, lora_of
 from apps.serve.requests import InOrder, Requests, Result, run_into
-from apps.serve.sampling import MAX_SAMPLES, Sampler, SamplingSession, ServedWeights
+from apps.serve.sampling import MAX_SAMPLES, Sampler, SamplingSession, ServedAdapters, ServedWeights
 from apps.serve.states import Kind, Run, Saved
 from apps.serve.wire import ForwardBackward
 from plinth_base.errors import PlinthError
@@ -54,7 +54,7 @@ class Service:
         self.requests = Requests(max_pending=config.api.max_pending)
         self.model_name = config.api.model_name or config.model.path
         self._loop = asyncio.get_running_loop()
-        self._served = ServedWeights(models)
+        self._served = ServedAdapters(models) if models.serves_adapters else ServedWeights(models)
         self._sampler = Sampler(models, self._served)
         self._sessions: dict[str, Session] = {}
         self._samplers: dict[str, SamplingSession] = {}
@@ -74,7 +74,7 @@ class Service:
         self._session(body).seen_s = time.monotonic()
         return {"type": "session_heartbeat"}
 
-    def finish(self, session_id: str) -> dict[str, Any]:
+    def finish(self, _: Body, session_id: str) -> dict[str, Any]:
         self._session({"session_id": session_id}).is_finished = True
         return {}
 

@@ -94,9 +94,9 @@ class States:
         check_value({"name": name}, "name", overwrite or not folder.exists(), "a new name, or overwrite=True")
         return Saved(run_id=run_id, kind=kind, name=name, folder=folder)
 
-    def start_folder(self, run_id: str, version: str) -> Path:
-        """The folder of a run's weights before its first step, which no client can name."""
-        return self._folder(run_id) / "sampler_weights" / f".start_{version.rpartition(':')[2]}"
+    def unnamed_folder(self, run_id: str, version: str) -> Path:
+        """A folder of weights of a run that no client can name."""
+        return self._folder(run_id) / "sampler_weights" / f".version_{version.rpartition(':')[2]}"
 
     def find(self, uri: str, kind: Kind) -> Saved:
         """The state or weights at a path. Raises InputError for a path of another form or kind, or of nothing."""

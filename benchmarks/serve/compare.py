@@ -6,6 +6,7 @@ tests/extras/tinker.txt.
 
 import json
 import os
+import signal
 import statistics
 import sys
 import time
@@ -49,6 +50,7 @@ def main() -> None:
     states = folder / "states"
     api = [f"model.path={model}", f"api.port={free_port()}", "api.full=true", f"api.states_dir={states}", *serve_keys]
     server = app(folder, "api", visible_gpus(1, first=1), api, kind="serve")
+    server.signals = ((signal.SIGTERM, 60.0),)
     rows_file = folder / "api.json"
     loop = [sys.executable, "-m", "benchmarks.serve.rl_loop", args.kind, model, train, str(rows_file)]
     loop += ["--steps", str(args.steps), *(["--val", val] if val else [])]

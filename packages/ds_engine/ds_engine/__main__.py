@@ -77,7 +77,7 @@ def plan(argv: Sequence[str]) -> None:
 
 
 def _refusal(model: str, config: EngineConfig, head: typing.Literal["lm", "value"]) -> str:
-    """Why the engine refuses the architecture with these settings; empty if it does not."""
+    """Reason why the engine refuses the architecture with these settings; empty if it does not."""
     from .model.loading import check_model
 
     try:

@@ -14,11 +14,38 @@ import pytest
 import torch
 from torch import Tensor
 
+from ds_engine import EngineConfig, OffloadConfig, OptimConfig, ZeroConfig
 from ds_engine.simple import SimpleBatch
 from ds_engine.upstream import auto_class
 from plinth_testing import RankPool
 
 VOCAB = 64
+LR, EPS = 3e-3, 1e-4
+"""Adam divides by |g| + eps: a small eps would turn rounding of near-zero gradients into whole steps."""
+Reference = tuple[dict[str, Tensor], list[float], list[float]]
+"""Weights, losses and gradient norms."""
+
+
+def config(
+    stage: int,
+    *,
+    optimizer: str = "none",
+    param: str = "none",
+    zero: Mapping[str, Any] | None = None,
+    optim: Mapping[str, Any] | None = None,
+    **extra: Any,
+) -> EngineConfig:
+    """A float32 engine with the optimizer of `reference_training`, which shards every parameter.
+
+    Args:
+        optimizer, param: devices that they are offloaded to.
+    """
+    offload = OffloadConfig(optimizer=optimizer, param=param)
+    sharding = {"stage": stage, "offload": offload, "param_persistence_elements": 0, **(zero or {})}
+    settings = {"lr": LR, "eps": EPS, **(optim or {})}
+    return EngineConfig(
+        **{"zero": ZeroConfig(**sharding), "optim": OptimConfig(**settings), "dtype": "float32"} | extra
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +91,8 @@ def reference_training(
     model_path: Path,
     steps: Sequence[Sequence[Sample]],
     *,
-    lr: float,
-    eps: float = 1e-8,
+    lr: float = LR,
+    eps: float = EPS,
     grad_clip: float | None = 1.0,
     temperature: float = 1.0,
     dtype: torch.dtype = torch.float32,
@@ -73,7 +100,7 @@ def reference_training(
     adapters: Path | None = None,
     muon: bool = False,
     is_frozen: Callable[[str], bool] = lambda name: False,
-) -> tuple[dict[str, Tensor], list[float], list[float]]:
+) -> Reference:
     """(weights, losses, grad norms) of plain PyTorch: no packing, no DeepSpeed, full logits, one process.
 
     Weights decay unless they belong to a norm or are biases. With `adapters`, a PEFT folder, these alone are trained;

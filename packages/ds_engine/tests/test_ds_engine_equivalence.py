@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from ds_engine_testkit import Sample, distance, make_samples, reference_training, used
+from ds_engine_testkit import Reference, Sample, config, distance, make_samples, reference_training, used
 
-from ds_engine import EngineConfig, OffloadConfig, OptimConfig, ZeroConfig
+from ds_engine import OffloadConfig
 from plinth_testing import RankPool, covering_table, uncovered_pairs, write_tiny_model
 
 pytestmark = pytest.mark.slow
-LR = 3e-3
-EPS = 1e-4  # Adam divides by |g| + eps: a small eps would turn rounding of near-zero gradients into whole steps
 STEPS = [make_samples(n, seed=s) for n, s in ((7, 1), (5, 2), (6, 3))]
 SETUPS = {
     "stage": (1, 2, 3),
@@ -25,31 +21,15 @@ SETUPS = {
 """Every pair of values occurs in a test (plinth_testing.covering)."""
 
 
-def config(stage: int, *, offload: str = "none", step_each_micro: bool = False, dtype: str = "float32") -> EngineConfig:
-    return EngineConfig(
-        zero=ZeroConfig(
-            stage=stage,
-            offload=OffloadConfig(optimizer=offload),
-            step_each_micro=step_each_micro,
-            param_persistence_elements=0,
-        ),
-        optim=OptimConfig(lr=LR, eps=EPS, grad_clip=1.0),
-        dtype=dtype,
-    )
-
-
 def split(samples: list[Sample], rank: int, num_micro: int) -> list[list[Sample]]:
     """Round robin over two ranks, then over micro batches; some may stay empty."""
     mine = samples[rank::2]
     return [mine[m::num_micro] for m in range(num_micro)]
 
 
-Reference = tuple[dict[str, torch.Tensor], list[float], list[float]]
-
-
 @pytest.fixture(scope="module")
 def reference(tiny_model: Path) -> Reference:
-    return reference_training(tiny_model, STEPS, lr=LR, eps=EPS)
+    return reference_training(tiny_model, STEPS)
 
 
 def test_setups_cover_every_pair_of_values() -> None:
@@ -67,7 +47,7 @@ def test_three_steps_equal_one_fp32_process(
             "train",
             per_rank,
             model_path=str(tiny_model),
-            config=config(case["stage"], offload=case["offload"], step_each_micro=step_each_micro),
+            config=config(case["stage"], optimizer=case["offload"], zero={"step_each_micro": step_each_micro}),
         )
     assert_equal(results, reference)
     stats = results[0]["stats"]
@@ -96,11 +76,11 @@ def test_nvme_offload_equals_one_fp32_process(nvme_ranks: RankPool, tmp_path: Pa
     model = write_tiny_model(tmp_path / "model", hidden_size=640, initializer_range=0.02)
     (tmp_path / "disk").mkdir()
     offload = OffloadConfig(optimizer="nvme", param=param, nvme_path=str(tmp_path / "disk"))
-    on_disk = replace(config(3), zero=replace(config(3).zero, offload=offload))
+    on_disk = config(3, zero={"offload": offload})
     per_rank = [{"steps": [split(s, rank, 3) for s in STEPS]} for rank in range(2)]
     with used(nvme_ranks, "gradients of states on NVMe"):
         results = nvme_ranks.run("train", per_rank, model_path=str(model), config=on_disk)
-    assert_equal(results, reference_training(model, STEPS, lr=LR, eps=EPS))
+    assert_equal(results, reference_training(model, STEPS))
     for error in nvme_ranks.run("train", steps=[], save_to=str(tmp_path), model_path=str(model), config=on_disk):
         assert "NVMe cannot be saved" in str(error)
     kinds = {file.parent.parent.name for file in (tmp_path / "disk").rglob("*.swp")}

@@ -6,11 +6,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ds_engine_testkit
 import peft
 import pytest
 import torch
 import transformers
-from ds_engine_testkit import assert_trained, distance, make_samples, reference_training, used, write_adapters
+from ds_engine_testkit import (
+    Reference,
+    assert_trained,
+    distance,
+    make_samples,
+    reference_training,
+    used,
+    write_adapters,
+)
 
 from ds_engine import (
     CheckpointError,
@@ -19,29 +28,19 @@ from ds_engine import (
     EngineError,
     LoraConfig,
     ModelError,
-    OffloadConfig,
-    OptimConfig,
-    ZeroConfig,
 )
 from ds_engine.model.loading import load_model
 from ds_engine.model.lora import adapter_settings, adapter_tensors, add_adapters, whole_tensors
 from plinth_testing import RankPool, raises
 
-LR, EPS = 3e-3, 1e-4
 STEPS = [make_samples(n, seed=s) for n, s in ((7, 1), (5, 2), (6, 3))]
 LORA = LoraConfig(rank=4, alpha=12)
 CPU = torch.device("cpu")
 
 
 def config(stage: int, *, optimizer: str = "none", param: str = "none", dtype: str = "float32", **lora: Any):
-    return EngineConfig(
-        zero=ZeroConfig(
-            stage=stage, offload=OffloadConfig(optimizer=optimizer, param=param), param_persistence_elements=0
-        ),
-        optim=OptimConfig(lr=LR, eps=EPS, grad_clip=1.0),
-        lora=replace(LORA, **lora),
-        dtype=dtype,
-        seed=5,
+    return ds_engine_testkit.config(
+        stage, optimizer=optimizer, param=param, dtype=dtype, lora=replace(LORA, **lora), seed=5
     )
 
 
@@ -51,16 +50,13 @@ def adapted(folder: Path, lora: LoraConfig = LORA, head: str = "lm") -> torch.nn
     return model
 
 
-Reference = tuple[dict[str, torch.Tensor], list[float], list[float]]
-
-
 @pytest.fixture(scope="module")
 def reference(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """PEFT's own training, from the adapters that the engine starts with."""
     model = adapted(tiny_model)
     tensors = {t.name: t.value() for t in adapter_tensors(model)}
     folder = write_adapters(tmp_path_factory.mktemp("lora") / "start", adapter_settings(model), tensors)
-    return reference_training(tiny_model, STEPS, lr=LR, eps=EPS, adapters=folder)
+    return reference_training(tiny_model, STEPS, adapters=folder)
 
 
 @pytest.mark.slow

@@ -11,17 +11,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from ds_engine_testkit import make_samples, reference_training, used
+from ds_engine_testkit import config, make_samples, reference_training, used
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_engine import EngineConfig, EngineConfigError, OffloadConfig, OptimConfig, ZeroConfig
+from ds_engine import EngineConfig, EngineConfigError
 from ds_engine.zero.optimizer_step import LossScale, check_fp16
 from plinth_testing import RankPool, covering_table, raises, uncovered_pairs
 
 # Small losses: at the scale fp16 starts with, ordinary ones overflow by themselves.
 STEPS = [[replace(s, weight=s.weight / 32) for s in make_samples(4, seed=n)] for n in range(5)]
-LR, EPS = 3e-3, 1e-4
 START = 2.0**16
 SETUPS = {
     "dtype": ("float16", "bfloat16"),
@@ -33,14 +32,6 @@ SETUPS = {
     "weight_decay": (0.0, 0.1),
 }
 """Every pair of values occurs in a test (plinth_testing.covering)."""
-
-
-def config(stage: int, dtype: str, optimizer: str = "none") -> EngineConfig:
-    return EngineConfig(
-        zero=ZeroConfig(stage=stage, offload=OffloadConfig(optimizer=optimizer), param_persistence_elements=0),
-        optim=OptimConfig(lr=LR, eps=EPS),
-        dtype=dtype,
-    )
 
 
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -56,7 +47,7 @@ def test_setups_cover_every_pair_of_values() -> None:
 @pytest.mark.parametrize("case", covering_table(SETUPS), ids=lambda case: "-".join(map(str, case.values())))
 def test_overflow_on_one_rank(two_ranks: RankPool, tiny_model: Path, case: dict[str, Any]) -> None:
     """Rank 1's second loss exceeds fp16's range (or is infinite): the step is skipped on both ranks."""
-    start = config(case["stage"], case["dtype"], case["optimizer"])
+    start = config(case["stage"], dtype=case["dtype"], optimizer=case["optimizer"])
     zero = replace(start.zero, fp32_grad_accum=case["fp32_grad_accum"], step_each_micro=case["step_each_micro"])
     optim = replace(start.optim, grad_clip=case["grad_clip"], weight_decay=case["weight_decay"])
     half = 5e-3 if case["fp32_grad_accum"] and not case["step_each_micro"] else 2e-2
@@ -90,7 +81,7 @@ def check_overflow(two_ranks: RankPool, tiny_model: Path, config: EngineConfig, 
     # What is left is training without that step, also where the scale has just been raised again.
     good = [STEPS[0], *STEPS[2:]]
     options = {"grad_clip": optim.grad_clip, "weight_decay": optim.weight_decay}
-    expected, _, norms = reference_training(tiny_model, good, lr=LR, eps=EPS, **options)
+    expected, _, norms = reference_training(tiny_model, good, **options)
     assert [s.grad_norm for s in stats if s.step_applied] == pytest.approx(norms, rel=tolerance)
     assert distance(weights[-1], expected) < tolerance
 
@@ -100,11 +91,11 @@ def test_upstream_halves_a_gradient_when_it_raises_the_scale(two_ranks: RankPool
     """DeepSpeed doubles its scale inside the third and fifth step, which then use half their gradients. Ours do not.
 
     With optimizer offload, where clipping and unscaling are DeepSpeed's own."""
-    expected, _, norms = reference_training(tiny_model, STEPS, lr=LR, eps=EPS)
+    expected, _, norms = reference_training(tiny_model, STEPS)
     per_rank = [
         {"steps": [[samples[rank::2]] for samples in STEPS], "factors": [1.0] * len(STEPS)} for rank in range(2)
     ]
-    common = {"model_path": str(tiny_model), "config": config(3, "float16", "cpu")}
+    common = {"model_path": str(tiny_model), "config": config(3, dtype="float16", optimizer="cpu")}
     with used(two_ranks, "loss scale in float16", but=("averaged_gradients",)):
         stats, weights = two_ranks.run("train_with_overflow", per_rank, window=2, **common)[0]
     assert [s.grad_norm for s in stats] == pytest.approx(norms, rel=5e-3)
@@ -121,7 +112,7 @@ def test_loss_scale_follows_deepspeeds_scaler(overflows: list[bool], window: int
 
     from ds_engine.zero.ds_config import deepspeed_config
 
-    section = deepspeed_config(config(2, "float16"), device_type="cpu")["fp16"]
+    section = deepspeed_config(config(2, dtype="float16"), device_type="cpu")["fp16"]
     scaler = DynamicLossScaler(
         init_scale=2.0 ** section["initial_scale_power"],
         scale_window=section["loss_scale_window"],

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from ds_engine_testkit import VOCAB, Sample, distance, make_samples, reference_training
+from ds_engine_testkit import EPS, LR, VOCAB, Sample, distance, make_samples, reference_training
 
 from ds_engine import EngineConfig, OptimConfig, ZeroConfig
 from plinth_testing import RankPool, random_model, tiny_config
 
 pytestmark = pytest.mark.slow
-LR, EPS = 3e-3, 1e-4
 NUM_EXPERTS = 8
 CONFIG = EngineConfig(
     zero=ZeroConfig(stage=3, param_persistence_elements=0, reduce_bucket_bytes=30_000),
@@ -54,7 +53,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(mixture: Path) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
-    weights, losses, norms = reference_training(mixture, ALL, lr=LR, eps=EPS)
+    weights, losses, norms = reference_training(mixture, ALL)
     return dict(in_folder(weights)), losses, norms
 
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from ds_engine_testkit import distance, make_samples, reference_training
+from ds_engine_testkit import EPS, LR, distance, make_samples, reference_training
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -24,7 +24,6 @@ from ds_engine.zero.muon import Matrix, assign, orthogonalized, rounds
 from ds_engine.zero.optimizer import parameter_groups
 from plinth_testing import RankPool
 
-LR, EPS = 3e-3, 1e-4
 STEPS = [make_samples(n, seed=s) for n, s in ((7, 1), (5, 2), (6, 3))]
 
 
@@ -158,7 +157,7 @@ def test_the_plan_counts_one_state_for_matrices_and_two_for_the_rest() -> None:
 def test_three_steps_equal_torchs_muon_in_one_fp32_process(
     two_ranks: RankPool, untied_model: Path, setup: EngineConfig
 ) -> None:
-    expected, losses, norms = reference_training(untied_model, STEPS, lr=LR, eps=EPS, weight_decay=0.1, muon=True)
+    expected, losses, norms = reference_training(untied_model, STEPS, weight_decay=0.1, muon=True)
     ranks = per_rank() if setup.sequence_parallel == 1 else [{"steps": [[s] for s in STEPS]}] * 2
     results = two_ranks.run("train", ranks, model_path=str(untied_model), config=setup)
     stats = results[0]["stats"]
@@ -166,7 +165,7 @@ def test_three_steps_equal_torchs_muon_in_one_fp32_process(
     assert [s.grad_norm for s in stats] == pytest.approx(norms, rel=1e-5)
     for name, weight in results[0]["weights"].items():
         assert distance(weight, expected[name]) < 1e-5, name
-    adamw, _, _ = reference_training(untied_model, STEPS, lr=LR, eps=EPS, weight_decay=0.1)
+    adamw, _, _ = reference_training(untied_model, STEPS, weight_decay=0.1)
     assert distance(adamw["model.layers.0.mlp.up_proj.weight"], expected["model.layers.0.mlp.up_proj.weight"]) > 1e-3
 
 

@@ -6,10 +6,12 @@ import hashlib
 import shutil
 import weakref
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import ds_engine_testkit
 import pytest
 import torch
 import transformers
@@ -32,9 +34,6 @@ from ds_engine import (
     EngineConfigError,
     LoraConfig,
     ModelError,
-    OffloadConfig,
-    OptimConfig,
-    ZeroConfig,
     dense_log_prob,
 )
 from ds_engine.model import nf4 as nf4_module
@@ -45,18 +44,12 @@ from ds_engine.model.packed_model import install_packed_forward, packed_inputs
 from plinth_testing import RankPool, raises, write_tiny_model
 
 CPU = torch.device("cpu")
-LR, EPS = 3e-3, 1e-4
 STEPS = [make_samples(n, seed=s) for n, s in ((7, 1), (5, 2), (6, 3))]
 LORA = LoraConfig(rank=4, alpha=12, base_format="nf4")
 WIDEST_GAP = max(b - a for a, b in pairwise(VALUES))
 
 
-def config(stage: int, *, optimizer: str = "none", param: str = "none", dtype: str = "float32", **extra: Any):
-    zero = ZeroConfig(
-        stage=stage, offload=OffloadConfig(optimizer=optimizer, param=param), param_persistence_elements=0
-    )
-    optim = OptimConfig(lr=LR, eps=EPS, grad_clip=1.0)
-    return EngineConfig(**{"zero": zero, "optim": optim, "lora": LORA, "dtype": dtype, "seed": 5} | extra)
+config = partial(ds_engine_testkit.config, lora=LORA, seed=5)
 
 
 def packing(weight: torch.Tensor) -> Nf4Packing:
@@ -299,7 +292,7 @@ def test_three_steps_equal_one_process_on_the_unpacked_base(
     param: str,
 ) -> None:
     folder, adapters, base = rounded
-    expected, losses, norms = reference_training(folder, STEPS, lr=LR, eps=EPS, adapters=adapters)
+    expected, losses, norms = reference_training(folder, STEPS, adapters=adapters)
     per_rank = [{"steps": [[samples[rank::4], samples[rank + 2 :: 4], []] for samples in STEPS]} for rank in range(2)]
     wanted = config(stage, optimizer=optimizer, param=param)
     with used(two_ranks, *(["sharded NF4 weights"] if wanted.zero.stage == 3 else [])):

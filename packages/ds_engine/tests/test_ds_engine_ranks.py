@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from ds_engine_testkit import make_samples, used
+from ds_engine_testkit import config, make_samples, used
 
 from ds_engine import (
     BatchError,
     CheckpointError,
     EngineConfig,
     EngineError,
-    OffloadConfig,
     OptimConfig,
     PlanMismatchError,
     ZeroConfig,
@@ -23,17 +22,6 @@ from ds_engine import (
 from plinth_testing import RankPool
 
 pytestmark = pytest.mark.slow
-
-
-def config(
-    stage: int, *, dtype: str = "float32", optimizer: str = "none", param: str = "none", **optim
-) -> EngineConfig:
-    offload = OffloadConfig(optimizer=optimizer, param=param)
-    return EngineConfig(
-        zero=ZeroConfig(stage=stage, offload=offload, param_persistence_elements=0),
-        optim=OptimConfig(**({"lr": 3e-3, "eps": 1e-4} | optim)),
-        dtype=dtype,
-    )
 
 
 def test_upstream_loses_gradients_and_we_do_not(two_ranks: RankPool, tiny_model: Path) -> None:
@@ -138,7 +126,7 @@ def test_checkpoint_continues_exactly(
 ) -> None:
     steps = [[make_samples(2, seed=s)] for s in range(4)]
     options = {"schedule": "linear", "warmup_steps": 2, "total_steps": 6}
-    common = {"model_path": str(tiny_model), "config": config(stage, dtype=dtype, **options)}
+    common = {"model_path": str(tiny_model), "config": config(stage, dtype=dtype, optim=options)}
     whole = two_ranks.run("train", steps=steps, **common)[0]
     with used(two_ranks, *(["ZeRO stage in checkpoints of BF16_Optimizer"] if stage == 1 else [])):
         two_ranks.run("train", steps=steps[:2], save_to=str(tmp_path), **common)

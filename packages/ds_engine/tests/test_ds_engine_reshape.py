@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import ds_engine_testkit
 import pytest
 from ds_engine_testkit import used
 
-from ds_engine import CheckpointError, EngineConfig, OffloadConfig, OptimConfig, ZeroConfig
+from ds_engine import CheckpointError, EngineConfig
 from ds_engine.state.reshape import STATE
 from plinth_testing import RankPool
 
@@ -15,11 +16,8 @@ pytestmark = pytest.mark.slow
 
 
 def config(stage: int, *, optimizer: str = "none", weight_decay: float = 0.01) -> EngineConfig:
-    return EngineConfig(
-        zero=ZeroConfig(stage=stage, offload=OffloadConfig(optimizer=optimizer), param_persistence_elements=40),
-        optim=OptimConfig(lr=3e-3, eps=1e-4, weight_decay=weight_decay),
-        dtype="float32",
-    )
+    zero = {"param_persistence_elements": 40}
+    return ds_engine_testkit.config(stage, optimizer=optimizer, zero=zero, optim={"weight_decay": weight_decay})
 
 
 NOT_IN_MEMORY = {name for names in STATE.replaces.values() for name in names} - {"_hp_optimizer_states_linked"}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import ds_engine_testkit
 import pytest
 import torch
 from ds_engine_testkit import Sample, make_batch, make_samples, reference_training
@@ -18,24 +19,19 @@ from ds_engine import (
     EngineConfigError,
     LoraConfig,
     ModelShape,
-    OptimConfig,
     PlanMismatchError,
-    ZeroConfig,
     estimate_memory,
 )
 from ds_engine.model.packed_model import packed_inputs
 from ds_engine.model.sequence_parallel import SequenceGroup, check_model_heads, kv_copies, share_targets
 from plinth_testing import RankPool, raises, write_tiny_model
 
-LR, EPS = 3e-3, 1e-4
 STEPS = [make_samples(n, seed=s) for n, s in ((7, 1), (5, 2), (6, 3))]
 Reference = tuple[dict[str, torch.Tensor], list[float], list[float]]
 
 
-def config(stage: int, sp: int, **extra: object) -> EngineConfig:
-    zero = ZeroConfig(stage=stage, step_each_micro=stage == 2, param_persistence_elements=0)
-    optim = OptimConfig(lr=LR, eps=EPS, grad_clip=1.0)
-    return replace(EngineConfig(zero=zero, optim=optim, dtype="float32", sequence_parallel=sp), **extra)
+def config(stage: int, sp: int, **extra: Any) -> EngineConfig:
+    return ds_engine_testkit.config(stage, zero={"step_each_micro": stage == 2}, sequence_parallel=sp, **extra)
 
 
 def steps_of(rank: int, world_size: int, sp: int, num_micro: int) -> list[list[list[Sample]]]:
@@ -46,7 +42,7 @@ def steps_of(rank: int, world_size: int, sp: int, num_micro: int) -> list[list[l
 
 @pytest.fixture(scope="module")
 def reference(tiny_model: Path) -> Reference:
-    return reference_training(tiny_model, STEPS, lr=LR, eps=EPS)
+    return reference_training(tiny_model, STEPS)
 
 
 def check_training(
@@ -107,8 +103,8 @@ def test_ranks_that_hold_padding_only(
     ranks 2 and 3 hold nothing of any of them."""
     sizes = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2}
     model = write_tiny_model(tmp_path, "llama", hidden_size=2, num_hidden_layers=1, **sizes)
-    optim = OptimConfig(lr=LR, eps=EPS, grad_clip=grad_clip, weight_decay=0.1)
-    expected = reference_training(model, STEPS, lr=LR, eps=EPS, grad_clip=grad_clip, weight_decay=0.1)
+    optim = {"grad_clip": grad_clip, "weight_decay": 0.1}
+    expected = reference_training(model, STEPS, **optim)
     assert min(expected[2]) > 0.1, "clipping has something to do in every step"
     within = 1e-5 if dtype == "float32" else 3e-2
     check_training(four_ranks, model, expected, config(stage, 1, optim=optim, dtype=dtype), 3, within=within)

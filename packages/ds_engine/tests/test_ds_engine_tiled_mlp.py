@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from ds_engine_architectures import PACKED, tiny_architecture, write_architecture
-from ds_engine_testkit import distance, make_samples, reference_training
+from ds_engine_testkit import EPS, LR, distance, make_samples, reference_training
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
@@ -30,8 +30,6 @@ from ds_engine.model.trial import try_model
 from ds_engine.planning.memory_plan import estimate_memory
 from plinth_testing import RankPool, raises
 from plinth_testing.models import QWEN2_7B
-
-LR, EPS = 3e-3, 1e-4
 
 
 class OneLayer(GradientCheckpointingLayer):
@@ -148,7 +146,7 @@ def test_ranks_train_as_without_tiles(two_ranks: RankPool, tiny_model: Path, sta
     for name, weight in whole[key].items():
         assert distance(tiled[key][name], weight) < 1e-5, name
     if not config.lora:
-        weights, losses, _ = reference_training(tiny_model, STEPS, lr=LR, eps=EPS)
+        weights, losses, _ = reference_training(tiny_model, STEPS)
         assert [s.loss for s in tiled["stats"]] == pytest.approx(losses, rel=1e-5)
         assert all(distance(tiled["weights"][name], weight) < 1e-5 for name, weight in weights.items())
 

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
+import ds_engine_testkit
 import pytest
 import torch
 import transformers
-from ds_engine_testkit import Sample, make_samples
+from ds_engine_testkit import EPS, LR, Sample, make_samples
 
-from ds_engine import EngineConfig, EngineError, OffloadConfig, OptimConfig, ZeroConfig, ZeroEngine
+from ds_engine import EngineError, ZeroEngine
 from ds_engine.model.loading import load_model
 from plinth_testing import RankPool, raises, write_tiny_model
 
-LR, EPS = 3e-3, 1e-4
 STEPS = [make_samples(n, seed=s) for n, s in ((7, 1), (5, 2), (6, 3))]
 
 
-def config(stage: int, offload: str = "none", dtype: str = "float32") -> EngineConfig:
-    zero = ZeroConfig(stage=stage, offload=OffloadConfig(optimizer=offload), param_persistence_elements=0)
-    return EngineConfig(zero=zero, optim=OptimConfig(lr=LR, eps=EPS, grad_clip=1.0), dtype=dtype, seed=5)
+config = partial(ds_engine_testkit.config, seed=5)
 
 
 def plain_values(model: transformers.PreTrainedModel, sample: Sample) -> torch.Tensor:
@@ -57,7 +56,9 @@ def test_three_steps_equal_one_fp32_process(two_ranks: RankPool, tiny_model: Pat
         }
         for rank in range(2)
     ]
-    results = two_ranks.run("train_values", per_rank, model_path=str(tiny_model), config=config(stage, offload))
+    results = two_ranks.run(
+        "train_values", per_rank, model_path=str(tiny_model), config=config(stage, optimizer=offload)
+    )
     assert list(results[0]["weights"]) == list(expected)
     assert "score.weight" in expected
     assert not any("lm_head" in name for name in expected)

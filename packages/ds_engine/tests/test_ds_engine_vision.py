@@ -13,6 +13,8 @@ import pytest
 import torch
 import transformers
 from ds_engine_testkit import (
+    EPS,
+    LR,
     Sample,
     make_batch,
     make_samples,
@@ -44,7 +46,6 @@ from plinth_testing.vision import FAMILIES
 
 CPU = torch.device("cpu")
 FP32 = EngineConfig(dtype="float32", train_vision=True)
-LR, EPS = 3e-3, 1e-4
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -274,7 +275,7 @@ def test_adapters_train_as_peft_trains_them(two_ranks: RankPool, tmp_path: Path,
     model = adapted(folder, vision=vision)
     start = {t.name: t.value() for t in adapter_tensors(model)}
     adapters = write_adapters(tmp_path / "start", adapter_settings(model), start)
-    expected = reference_training(folder, steps, lr=LR, eps=EPS, adapters=adapters)
+    expected = reference_training(folder, steps, adapters=adapters)
     per_rank = [{"steps": [[samples[rank::2], []] for samples in steps]} for rank in range(2)]
     wanted = config(3, lora=LORA, train_vision=vision)
     results = two_ranks.run("train_adapters", per_rank, model_path=str(folder), config=wanted, samples=steps[0][:3])
@@ -320,7 +321,7 @@ def test_two_ranks_of_which_one_sees_no_images_train_as_one_process(
     results = two_ranks.run("train", per_rank, model_path=str(folder), config=wanted)
 
     frozen = (lambda name: False) if trains else (lambda name: not is_text(name))
-    weights, losses, norms = reference_training(folder, steps, lr=LR, eps=EPS, is_frozen=frozen)
+    weights, losses, norms = reference_training(folder, steps, is_frozen=frozen)
     for result in results:
         assert [s.loss for s in result["stats"]] == pytest.approx(losses, rel=1e-5)
         assert [s.grad_norm for s in result["stats"]] == pytest.approx(norms, rel=1e-5)

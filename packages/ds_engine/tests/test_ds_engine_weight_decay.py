@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from ds_engine_testkit import make_samples, reference_training
+from ds_engine_testkit import config, make_samples, reference_training
 
-from ds_engine import EngineConfig, LoraConfig, OffloadConfig, OptimConfig, ZeroConfig
+from ds_engine import EngineConfig, LoraConfig, OptimConfig
 from ds_engine.model.loading import load_model
 from ds_engine.model.lora import add_adapters
 from ds_engine.zero.optimizer import parameter_groups
 from plinth_testing import RankPool, write_tiny_model
 
-LR, EPS, DECAY = 3e-3, 1e-4, 0.3
+DECAY = 0.3
 STEPS = [make_samples(n, seed=s) for n, s in ((7, 1), (5, 2), (6, 3))]
 
 
@@ -31,22 +31,16 @@ def biased_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def config(stage: int, optimizer: str = "none") -> EngineConfig:
-    optim = OptimConfig(lr=LR, eps=EPS, weight_decay=DECAY, grad_clip=None)
-    zero = ZeroConfig(stage=stage, offload=OffloadConfig(optimizer=optimizer), param_persistence_elements=0)
-    return EngineConfig(zero=zero, optim=optim, dtype="float32")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "optimizer"), [(2, "cpu"), (3, "none")])
 def test_three_steps_with_a_resume_equal_one_process(
     two_ranks: RankPool, biased_model: Path, tmp_path: Path, stage: int, optimizer: str
 ) -> None:
     """Without clipping; other tests clip."""
-    options = {"lr": LR, "eps": EPS, "grad_clip": None}
-    expected, losses, norms = reference_training(biased_model, STEPS, weight_decay=DECAY, **options)
+    optim = {"weight_decay": DECAY, "grad_clip": None}
+    expected, losses, norms = reference_training(biased_model, STEPS, **optim)
     ranks = [[[samples[rank::4], samples[rank + 2 :: 4]] for samples in STEPS] for rank in range(2)]
-    common = {"model_path": str(biased_model), "config": config(stage, optimizer)}
+    common = {"model_path": str(biased_model), "config": config(stage, optimizer=optimizer, optim=optim)}
     first = two_ranks.run("train", [{"steps": steps[:2]} for steps in ranks], save_to=str(tmp_path), **common)[0]
     last = two_ranks.run("train", [{"steps": steps[2:]} for steps in ranks], load_from=str(tmp_path), **common)[0]
     stats = [*first["stats"], *last["stats"]]
@@ -55,7 +49,7 @@ def test_three_steps_with_a_resume_equal_one_process(
     for name, weight in last["weights"].items():
         assert float((weight - expected[name]).norm() / expected[name].norm()) < 1e-5, name
     # Decay is of a size these bounds would show: without it the matrices end elsewhere.
-    plain, _, _ = reference_training(biased_model, STEPS, **options)
+    plain, _, _ = reference_training(biased_model, STEPS, grad_clip=None)
     moved = expected["model.layers.0.mlp.up_proj.weight"] - plain["model.layers.0.mlp.up_proj.weight"]
     assert float(moved.norm() / plain["model.layers.0.mlp.up_proj.weight"].norm()) > 1e-3
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ds_engine_testkit import distance, make_samples, reference_training, used, write_adapters
+from ds_engine_testkit import EPS, LR, distance, make_samples, reference_training, used, write_adapters
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +19,6 @@ from ds_engine.zero.zero3_hooks import set_leaf_modules
 from plinth_testing import RankPool, raises
 
 pytestmark = pytest.mark.slow
-LR, EPS = 3e-3, 1e-4
 STEPS = [make_samples(n, seed=s) for n, s in ((7, 1), (5, 2), (6, 3))]
 CPU_ALL = OffloadConfig(optimizer="cpu", param="cpu")
 CONFIG = EngineConfig(
@@ -115,7 +114,7 @@ def test_fast_path_of_gathered_layers_changes_nothing(two_ranks: RankPool, tiny_
 
 def test_one_rank_gathers_nothing(one_rank: RankPool, tiny_model: Path, tmp_path: Path) -> None:
     """Three steps; the last is by a second engine, which loads the checkpoint of the first."""
-    expected, losses, norms = reference_training(tiny_model, STEPS, lr=LR, eps=EPS)
+    expected, losses, norms = reference_training(tiny_model, STEPS)
     zero = replace(CONFIG.zero, param_persistence_elements=600)
     options = {"model_path": str(tiny_model), "config": replace(CONFIG, zero=zero, compile=False)}
     steps = [[s[::2], [], s[1::2]] for s in STEPS]
@@ -154,7 +153,7 @@ def test_all_to_alls_stay_in_the_graph(two_ranks: RankPool, num_heads: tuple[int
     ids=["plain", "optimizer_on_cpu_each_micro", "all_on_cpu_recomputed", "sequence_parallel"],
 )
 def test_compiled_layers_train_as_one_fp32_process(two_ranks: RankPool, tiny_model: Path, changes: dict) -> None:
-    expected, losses, norms = reference_training(tiny_model, STEPS, lr=LR, eps=EPS)
+    expected, losses, norms = reference_training(tiny_model, STEPS)
     config = replace(CONFIG, **changes)
     dp = 2 // config.sequence_parallel
     per_rank = [{"steps": [[s[rank % dp :: 2 * dp], s[rank % dp + dp :: 2 * dp]] for s in STEPS]} for rank in range(2)]
@@ -175,7 +174,7 @@ def test_adapters_of_the_first_layer_are_trained(two_ranks: RankPool, tiny_model
     options = {"model_path": str(tiny_model), "config": config, "samples": STEPS[0][:2]}
     start = two_ranks.run("train_traced", [{"steps": []}] * 2, **options)[0][0]
     folder = write_adapters(tmp_path / "adapters", start["settings"], start["adapters"])
-    expected, losses, norms = reference_training(tiny_model, STEPS, lr=LR, eps=EPS, adapters=folder)
+    expected, losses, norms = reference_training(tiny_model, STEPS, adapters=folder)
     trained, num_graphs = two_ranks.run("train_traced", per_rank, **options)[0]
     assert num_graphs > 0
     assert [s.loss for s in trained["stats"]] == pytest.approx(losses, rel=1e-5)

@@ -37,7 +37,7 @@ class FinishedJob:
 
     job_id: int
     exit_code: int
-    """Of its last start; 128 + the signal's number if the file was killed."""
+    """Exit code of the last start; 128 + the signal's number if the file was killed."""
     output: str
     """Output of all starts."""
     num_starts: int

@@ -92,6 +92,8 @@ class FrozenModel:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
+    """The model that a run starts from."""
+
     path: str = BUILTIN_MODEL
     """A Hugging Face causal LM folder (`~` and patterns such as `runs/*/final` are expanded), OWNER/NAME of a model
     fetched by `hf download`, or `builtin:tiny` for the 0.4M-parameter Qwen3 that the project builds."""

@@ -2,7 +2,7 @@
 
 _THEIRS = {
     "model.path": "model_name_or_path model_id pretrain",
-    "data.train": "train_dataset train_files prompt_data dataset_name",
+    "data.train": "train_dataset train_files prompt_data dataset_name dataset",
     "data.val": "eval_dataset val_files eval_data",
     "supervised.files": "train_dataset train_files dataset dataset_name",
     "supervised.val_files": "eval_dataset val_files eval_data",
@@ -14,13 +14,14 @@ _THEIRS = {
     "sampling.temperature": "rollout.temperature",
     "sampling.top_p": "rollout.top_p",
     "sampling.top_k": "rollout.top_k",
-    "batch.train_batch_size": "rollout_batch_size generation_batch_size",
+    "batch.train_batch_size": "rollout_batch_size generation_batch_size batch_size",
     "batch.mini_batch_size": "ppo_mini_batch_size gradient_accumulation_steps",
     "batch.micro_batch_size": "per_device_train_batch_size micro_train_batch_size ppo_micro_batch_size_per_gpu",
     "micro_batch_size": "per_device_train_batch_size micro_train_batch_size gradient_accumulation_steps",
     "batch.token_budget": "ppo_max_token_len_per_gpu",
+    "supervised.batch_size": "batch_size train_batch_size",
     "supervised.max_length": "max_seq_length max_len",
-    "supervised.epochs": "num_train_epochs max_epochs",
+    "supervised.epochs": "num_train_epochs max_epochs epochs",
     "algorithm.advantage": "adv_estimator advantage_estimator scale_rewards",
     "algorithm.kl_coef": "beta kl_beta init_kl_coef kl_loss_coef use_kl_loss",
     "algorithm.kl_kind": "kl_estimator kl_penalty kl_loss_type",
@@ -50,8 +51,9 @@ _THEIRS = {
     "rollout.tensor_parallel_size": "vllm_tensor_parallel_size tensor_model_parallel_size",
     "rollout.gpu_memory_utilization": "vllm_gpu_memory_utilization",
     "rollout.urls": "vllm_server_base_url vllm_server_host",
-    "trainer.num_ranks": "n_gpus_per_node num_processes nproc_per_node actor_num_gpus_per_node",
-    "trainer.total_training_steps": "max_steps num_train_epochs total_epochs num_episodes",
+    "trainer.num_ranks": "n_gpus_per_node num_processes nproc_per_node actor_num_gpus_per_node num_gpus gpus",
+    "trainer.total_training_steps": "max_steps num_train_epochs total_epochs num_episodes steps epochs",
+    "trainer.seed": "seed",
     "trainer.experiment": "experiment_name run_name",
     "trainer.output_dir": "default_local_dir save_path",
     "trainer.save_freq": "save_steps save_strategy",
@@ -59,10 +61,10 @@ _THEIRS = {
     "trainer.resume": "resume_from_checkpoint resume_mode load_checkpoint",
     "trainer.colocate": "vllm_mode colocate_all_models",
     "trainer.take_turns": "vllm_enable_sleep vllm_enable_sleep_mode",
-    "tracking.wandb_project": "report_to use_wandb project_name logger",
+    "tracking.wandb_project": "report_to use_wandb project_name logger tracking.wandb",
 }
-"""Our dotted key -> their names of it, with the sections that matter. `engine` and `optim` have other places in
-supervised apps."""
+"""Our dotted key -> their names of it, with the sections that matter, and names that one guesses. `engine` and `optim`
+have other places in supervised apps."""
 
 
 def _by_name() -> dict[str, list[str]]:

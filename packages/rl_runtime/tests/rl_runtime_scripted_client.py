@@ -13,7 +13,7 @@ from rollout_vllm import Failure, Group, Request, Sample, SamplingConfig, Versio
 
 class Tokenizer:
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
-        return f"#### {ids[0]}"
+        return f"#### {ids[0]}" if len(ids) else ""
 
 
 @dataclass

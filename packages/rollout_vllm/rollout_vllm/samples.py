@@ -37,7 +37,8 @@ class Request:
     prompt_ids: token ids, a sequence or an array. seed: makes sampling reproducible; sample i uses seed + i, so every
     prompt of a step needs its own seed (see `request_seed`). None: no seed. prompt: an object of the caller, which the
     samples carry. images: a safetensors file on a disk of the servers with the images whose placeholders `prompt_ids`
-    has: `image.0`, `image.1`..., uint8 [height, width, 3].
+    has: `image.0`, `image.1`..., uint8 [height, width, 3]. model: name of the model to sample from,
+    such as that of a LoRA adapter on the servers; None: the client's.
     """
 
     prompt_id: str
@@ -45,6 +46,7 @@ class Request:
     seed: int | None = None
     prompt: Any = None
     images: str | None = None
+    model: str | None = None
 
 
 _ARRAYS = {
@@ -76,7 +78,7 @@ class Sample:
     """Name of its group."""
     sample_index: int
     prompt: Any = field(default=None, repr=False)
-    """That of the request."""
+    """The caller's prompt, from the request."""
     prompt_ids: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
     """int32, the tokens before the response: those of the request, unless an episode has replaced them."""
     images: str | None = None
@@ -87,7 +89,7 @@ class Sample:
     """float32, log-probability (natural logarithm) of each token under the distribution it was sampled from, after
     temperature and the other sampling settings; 0 for context; None with `RolloutConfig(log_probs=False)`."""
     finish_reason: FinishReason | None = None
-    """Of the last turn; None: unfinished, possibly without any token."""
+    """Reason why the last turn ended; None: unfinished, possibly without any token."""
     version_spans: tuple[VersionSpan, ...] = ()
     """The policy version of every token, in order: the num_tokens sum to the length of the response, and neighboring
     spans differ; context has the version of the tokens before it. Empty: all tokens are of last_policy_version.
@@ -246,6 +248,7 @@ class Group:
 
     @property
     def complete(self) -> bool:
+        """True if no sample has failed."""
         return not self.failures
 
     @property
@@ -276,7 +279,7 @@ class Group:
             if sample["prompt_ids"] == prompt_ids:
                 sample["prompt_ids"] = None
         request = {"prompt_id": self.prompt_id, "prompt_ids": prompt_ids, "seed": self.request.seed}
-        request |= {"images": self.request.images}
+        request |= {"images": self.request.images, "model": self.request.model}
         return {"request": request, "samples": samples, "failures": list(map(asdict, self.failures))}
 
     @classmethod

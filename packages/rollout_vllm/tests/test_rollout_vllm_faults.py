@@ -128,8 +128,8 @@ class WeightPush:
         self._before, self._times = before, times
 
     def __call__(self, index: int, endpoint: Endpoint) -> int:
+        from plinth_base.endpoint import call
         from rollout_vllm.client.metrics import server_metrics
-        from rollout_vllm.servers.blocking_http import call
 
         if self._before is not None and self._times > 0:
             self._times -= 1

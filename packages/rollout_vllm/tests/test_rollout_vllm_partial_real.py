@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rollout_vllm_helpers import FaultyProxy, assert_complete, config_for_tests, make_requests, reference_log_probs
 
+from plinth_base.endpoint import call
 from plinth_testing import wait_until
 from rollout_vllm import (
     ControlError,
@@ -21,7 +22,6 @@ from rollout_vllm import (
 )
 from rollout_vllm.client.metrics import server_metrics
 from rollout_vllm.client.protocol import Choice, completion_body, parse_completion
-from rollout_vllm.servers.blocking_http import call
 from rollout_vllm.servers.fast.buffering import INTERVAL
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]  # two servers

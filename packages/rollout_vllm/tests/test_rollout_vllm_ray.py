@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 from rollout_vllm_helpers import assert_complete, config_for_tests, make_requests
 
+from plinth_base.endpoint import call
 from plinth_testing import raises, wait_until
 from rollout_vllm import (
     Endpoint,
@@ -26,7 +27,6 @@ from rollout_vllm import (
     ServerSeat,
     launch_on_ray,
 )
-from rollout_vllm.servers.blocking_http import call
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 ray: Any = pytest.importorskip("ray")

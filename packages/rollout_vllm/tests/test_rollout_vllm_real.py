@@ -27,6 +27,7 @@ from rollout_vllm_helpers import (
     reference_log_probs,
 )
 
+from plinth_base.endpoint import call
 from plinth_testing import raises
 from rollout_vllm import (
     ControlError,
@@ -49,7 +50,6 @@ from rollout_vllm import (
     run_episodes,
 )
 from rollout_vllm.servers import control
-from rollout_vllm.servers.blocking_http import call
 from rollout_vllm.servers.command import server_environment
 
 pytestmark = pytest.mark.slow

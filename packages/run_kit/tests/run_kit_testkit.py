@@ -1,9 +1,13 @@
-"""Shared by the tests of run_kit: a configuration of every shape the loader knows, and a clock."""
+"""Shared by the tests of run_kit: a configuration of every shape the loader knows, a clock, TensorBoard events."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from plinth_base import PlinthError
+from run_kit import TrackingConfig
+
+QUIET = TrackingConfig(tensorboard=False, report=False, curves=False)
 
 
 class SettingError(PlinthError, ValueError):
@@ -76,3 +80,13 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+def read_events(folder: Path) -> list[tuple[int, str, float]]:
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+    events = []
+    for path in sorted(folder.iterdir()):
+        for event in LegacyEventFileLoader(str(path)).Load():
+            events += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+    return events

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from run_kit_testkit import QUIET
 
 from plinth_testing import raises
 from run_kit import RunFolder, Tracker, TrackingConfig, check_tracking
 from run_kit.errors import TrackingError
 from run_kit.signals import RunStopped
 from run_kit.tracking.services import SentOnce, _last_step
-
-QUIET = TrackingConfig(tensorboard=False, report=False, curves=False)
 
 
 @dataclass(frozen=True, kw_only=True)

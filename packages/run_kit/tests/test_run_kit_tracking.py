@@ -1,21 +1,14 @@
-import errno
+"""The lines of a run in the terminal, and what the tracker leaves in its folder."""
+
 import json
-import logging
 import math
-import re
-import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from run_kit_testkit import Clock
+from run_kit_testkit import QUIET, Clock, read_events
 
 from plinth_testing import raises
 from run_kit import (
@@ -24,20 +17,11 @@ from run_kit import (
     RunFolder,
     Tracker,
     TrackingConfig,
-    first_mean,
     read_rollouts,
-    runs_of_experiment,
-    summarize,
-    tail_mean,
-    write_curves,
-    write_rollouts,
 )
 from run_kit.config.loader import load_config
-from run_kit.errors import ConfigError, RunFolderError, TrackingError
+from run_kit.errors import ConfigError, TrackingError
 from run_kit.tracking.progress import duration_text
-from run_kit.tracking.rollouts import choose_sample
-from run_kit.tracking.run_folder import visible_line
-from run_kit.tracking.writers import TensorBoardWriter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,284 +41,6 @@ class Stats:
 class Result:
     accuracy_before: float | None = 0.25
     accuracy_after: float | None = 0.75
-
-
-QUIET = TrackingConfig(tensorboard=False, report=False, curves=False)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunFolder:
-    return RunFolder.create(tmp_path, "x")
-
-
-@pytest.fixture
-def table(tmp_path: Path) -> MetricsTable:
-    return MetricsTable(tmp_path / "m.tsv")
-
-
-# --- the run folder ---------------------------------------------------------------------------------------------------
-
-
-def test_run_folders_of_the_same_second_differ(tmp_path: Path) -> None:
-    names = [RunFolder.create(tmp_path / "outputs", "grpo", now=lambda: 1767323045.9).name for _ in range(3)]
-    assert names == ["grpo_20260102_030405", "grpo_20260102_030406", "grpo_20260102_030407"]
-
-
-@pytest.fixture
-def zone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    def move(name: str) -> None:
-        monkeypatch.setenv("TZ", name)
-        time.tzset()
-
-    yield move
-    monkeypatch.undo()
-    time.tzset()
-
-
-def test_runs_are_ordered_by_utc_whatever_zone_each_was_in(tmp_path: Path, zone: Callable[[str], None]) -> None:
-    names = []
-    for hour, place in enumerate(("Asia/Tokyo", "America/New_York", "UTC")):
-        zone(place)
-        run = RunFolder.create(tmp_path, "x", now=lambda hour=hour: 1767323045.0 + 600 * hour)
-        names.append(run.name)
-    assert names == ["x_20260102_030405", "x_20260102_031405", "x_20260102_032405"]
-    for name in ("x_y_20260102_120000", "xx_20260102_120000", "x_99999999_999999", "x"):
-        (tmp_path / name).mkdir()
-    further = ["x_20260102_130000", "y_20260102_140000"]
-    assert runs_of_experiment("x", tmp_path, further) == [further[0], *names[::-1], "x_99999999_999999"]
-    assert runs_of_experiment("x", tmp_path / "none") == []
-
-
-def test_a_run_is_newer_than_all_before_it_also_if_the_clock_was_set_back(tmp_path: Path) -> None:
-    later = time.time() + 7200
-    first = RunFolder.create(tmp_path, "x", now=lambda: later)
-    second = RunFolder.create(tmp_path, "x")
-    for run in (first, second):
-        with Tracker(run, QUIET, num_steps=1):
-            pass
-    third = RunFolder.create(tmp_path, "x")
-    assert runs_of_experiment("x", tmp_path) == [third.name, second.name, first.name]
-
-
-@pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "a b", "-x"])
-def test_invalid_experiment_names(tmp_path: Path, name: str) -> None:
-    with raises(TrackingError, field="experiment", value=name):
-        RunFolder.create(tmp_path, name)
-
-
-def test_folders_that_cannot_be_made_or_opened(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with raises(TrackingError, field="output_dir", value=str(tmp_path / "file")):
-        RunFolder.create(tmp_path / "file", "grpo")
-    assert RunFolder.open(tmp_path).path == tmp_path.resolve()
-    with raises(TrackingError, field="run", value=str(tmp_path / "none")):
-        RunFolder.open(tmp_path / "none")
-
-
-def test_written_config_repeats_the_run(run: RunFolder) -> None:
-    config = AppConfig(seed=7)
-    assert load_config(AppConfig, presets=[run.write_config(config)]) == config
-    file = run.write_config(config, "chosen:\nkey=1: {why")
-    assert file.read_text().startswith("# chosen:\n# key=1: {why\n")
-    assert load_config(AppConfig, presets=[file]) == config
-
-
-def test_the_log_holds_the_console_output(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    before = (sys.stdout, sys.stderr)
-    with pytest.raises(RuntimeError), run:  # noqa: PT012
-        print("one")
-        sys.stdout.write("10%\r20%\r\x1b[2K100% \x1b[1mdone\x1b[0m\n")
-        sys.stderr.write("half a ")
-        print("two")
-        sys.stderr.write("line\n")
-        logging.getLogger("rl_core.deep").info("our info")
-        logging.getLogger("urllib3").info("their info")
-        logging.getLogger("urllib3").warning("their warning")
-        sys.stdout.write("unfinished")
-        raise RuntimeError("the end")
-    assert (sys.stdout, sys.stderr) == before
-    lines = run.log_file.read_text().splitlines()
-    assert lines[:4] == ["one", "100% done", "two", "half a line"]
-    assert re.fullmatch(r"\d\d:\d\d:\d\d INFO rl_core.deep: our info", lines[4])
-    assert lines[5].endswith("WARNING urllib3: their warning")
-    assert "RuntimeError: the end" in lines
-    assert lines[-1] == "unfinished"
-    printed = capsys.readouterr()
-    assert printed.out.startswith("one\n10%")
-    assert "their info" not in printed.err
-
-
-def test_a_long_progress_bar_does_not_grow_the_log(run: RunFolder) -> None:
-    with run:
-        for i in range(1000):
-            sys.stdout.write(f"\rat {i}")
-        print()
-    assert run.log_file.read_text() == "at 999\n"
-
-
-@given(st.text())
-def test_visible_lines_have_no_control_characters(line: str) -> None:
-    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", visible_line(line))
-
-
-def test_a_run_whose_folder_is_removed_ends_with_the_name_of_the_file(run: RunFolder) -> None:
-    named = r"metrics\.tsv cannot be written: No such file"
-    with pytest.raises(RunFolderError, match=named) as caught, Tracker(run, QUIET, num_steps=2) as tracker:  # noqa: PT012
-        tracker.log(1, {"a": 1})
-        shutil.rmtree(run.path)
-        tracker.log_rollouts(1, [])
-        tracker.log(2, {"a": 1})
-    assert not run.path.exists()
-    assert not [note for note in caught.value.__notes__ if "The traceback is in" in note], "there is no log"
-
-
-def test_a_run_whose_folder_becomes_read_only_says_how_it_ended(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def replace(source: Path, target: Path) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    named = r"step_000001\.jsonl cannot be written: Permission denied"
-    with pytest.raises(RunFolderError, match=named), Tracker(run, QUIET, num_steps=2) as tracker:  # noqa: PT012
-        tracker.log(1, {"a": 1})
-        monkeypatch.setattr("run_kit.tracking.metrics_table.os.replace", replace)
-        tracker.log_rollouts(1, [{"prompt": "p", "response": "r", "reward": 1.0}])
-    state = json.loads(run.state_file.read_text())
-    assert (state["state"], "cannot be written" in state["message"]) == ("failed", True)
-    assert not list(run.path.glob("**/.*")), "no temporary file is left"
-
-
-# --- metrics ----------------------------------------------------------------------------------------------------------
-
-
-def test_table_appends_and_grows(table: MetricsTable) -> None:
-    table.log(1, {"a": 1, "b": 0.1 + 0.2})
-    table.log(2, {"b": np.float32(0.1), "a": np.int64(2)})
-    table.log(3, {"a": True, "late/one": 5.0})
-    table.log(4, {"late/one": math.nan})
-    table.log(4, {"a": 9})
-    assert table.path.read_text() == (
-        "step\ta\tb\tlate/one\n1\t1\t0.3\t\n2\t2\t0.100000001\t\n3\t1\t\t5\n4\t9\t\tnan\n"
-    )
-    assert table.series("late/one") == ([3], [5.0])
-    assert list(table.path.parent.iterdir()) == [table.path]
-
-
-ROWS = st.dictionaries(st.sampled_from(["a", "b/c", "d e", "é"]), st.integers() | st.floats(width=32), min_size=1)
-
-
-@given(st.lists(ROWS, min_size=1, max_size=6))
-def test_nothing_logged_is_lost(tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, float]]) -> None:
-    path = tmp_path_factory.mktemp("t") / "m.tsv"
-    table = MetricsTable(path)
-    for step, row in enumerate(rows):
-        table.log(step, row)
-    again = MetricsTable(path)
-    assert again.columns == table.columns
-    for step, row in enumerate(rows):
-        for name, value in row.items():
-            assert np.float32(again.row(step)[name]) == np.float32(value) or math.isnan(value)
-
-
-def test_an_existing_table_is_continued(tmp_path: Path) -> None:
-    path = tmp_path / "m.tsv"
-    path.write_text("step\ta\n1\t1\n2\t2\n3\t0.")
-    table = MetricsTable(path)
-    assert table.steps == (1, 2)
-    table.truncate_from(2)
-    table.log(2, {"a": 5})
-    assert path.read_text() == "step\ta\n1\t1\n2\t5\n"
-
-
-@pytest.mark.parametrize(
-    ("step", "metrics", "fields"),
-    [
-        (1, {"a": 1}, {"field": "step", "value": 1}),
-        (6, {"a": "x"}, {"field": "a", "allowed": "one number"}),
-        (6, {"a": np.ones(2)}, {"field": "a", "allowed": "one number"}),
-        (6, {"a\tb": 1}, {"field": "name", "value": "a\tb"}),
-        (6, {"step": 1}, {"field": "name", "value": "step"}),
-        (6.0, {"a": 1}, {"field": "step", "value": 6.0}),
-    ],
-)
-def test_bad_metrics_are_refused(
-    table: MetricsTable, step: int, metrics: dict[str, object], fields: dict[str, object]
-) -> None:
-    table.log(5, {"a": 1})
-    with raises(TrackingError, **fields):
-        table.log(step, metrics)
-
-
-@pytest.mark.parametrize("text", ["a\tb\n", "step\ta\n1\tx\n", "step\ta\n1\n"])
-def test_invalid_tables(tmp_path: Path, text: str) -> None:
-    (tmp_path / "m.tsv").write_text(text)
-    with pytest.raises(TrackingError):
-        MetricsTable(tmp_path / "m.tsv")
-
-
-def test_summaries() -> None:
-    values = [0.0, 0.0, 1.0, math.nan, 2.0, 3.0, 10.0]
-    assert tail_mean(values, 2) == 6.5
-    assert first_mean(values, 3) == pytest.approx(1 / 3)
-    summary = summarize(values)
-    assert (summary.first_mean, summary.last_mean) == pytest.approx((6 / 5, 16 / 5))
-    numbers = (summary.change, summary.minimum, summary.maximum, summary.last)
-    assert numbers == pytest.approx((2.0, 0.0, 10.0, 10.0))
-    assert math.isnan(summarize([]).last_mean)
-
-
-# --- pictures ---------------------------------------------------------------------------------------------------------
-
-
-def test_values_that_are_not_finite_are_gaps(table: MetricsTable, tmp_path: Path) -> None:
-    for step, value in enumerate([1.0, 2.0, math.nan, math.inf, 3.0, 4.0], start=1):
-        table.log(step, {"actor/loss": value})
-    steps, values = table.series("actor/loss", gaps=True)
-    assert steps == [1, 2, 3, 4, 5, 6]
-    assert values == pytest.approx([1.0, 2.0, math.nan, math.nan, 3.0, 4.0], nan_ok=True)
-    assert write_curves(table, tmp_path / "curves.png") is not None
-    writer = TensorBoardWriter(tmp_path / "tensorboard")
-    writer.write(1, {"actor/loss": math.inf})
-    writer.close()
-    [(_, _, written)] = read_events(tmp_path / "tensorboard")
-    assert math.isnan(written)
-
-
-# --- rollouts ---------------------------------------------------------------------------------------------------------
-
-
-def record(index: int) -> dict[str, object]:
-    return {"prompt": f"p{index}", "response": f"r{index}\u2028\n", "reward": np.float32(index)}
-
-
-def test_rollouts_are_a_repeatable_sample(tmp_path: Path) -> None:
-    records = [record(i) for i in range(20)]
-    path = write_rollouts(tmp_path, 3, records, count=4)
-    assert path.name == "step_000003.jsonl"
-    first = read_rollouts(tmp_path)
-    write_rollouts(tmp_path, 3, records, count=4)
-    assert read_rollouts(tmp_path) == first
-    assert len(first) == 4
-    assert first[0]["step"] == 3
-    assert first[0]["response"].endswith("\u2028\n")
-
-
-def test_rollouts_need_their_three_keys(tmp_path: Path) -> None:
-    with raises(TrackingError, field="reward"):
-        write_rollouts(tmp_path, 1, [{"prompt": "p", "response": "r"}])
-    with pytest.raises(TrackingError, match="cannot be written as JSON"):
-        write_rollouts(tmp_path, 1, [{"prompt": "p", "response": "r", "reward": object()}])
-
-
-@given(st.integers(0, 50), st.integers(0, 60), st.integers(0, 5))
-def test_samples_have_no_repeats(num: int, count: int, seed: int) -> None:
-    chosen = choose_sample(num, count, seed=seed)
-    assert len(chosen) == min(num, count)
-    assert chosen == sorted(set(chosen))
-    assert all(0 <= index < num for index in chosen)
-
-
-# --- progress ---------------------------------------------------------------------------------------------------------
 
 
 def test_progress_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -368,19 +74,6 @@ def test_a_resumed_run_estimates_from_its_own_steps() -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration_text(seconds) == text
-
-
-# --- the tracker ------------------------------------------------------------------------------------------------------
-
-
-def read_events(folder: Path) -> list[tuple[int, str, float]]:
-    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
-
-    events = []
-    for path in sorted(folder.iterdir()):
-        for event in LegacyEventFileLoader(str(path)).Load():
-            events += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
-    return events
 
 
 def test_a_run_leaves_everything(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:

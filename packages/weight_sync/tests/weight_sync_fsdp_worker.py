@@ -1,4 +1,4 @@
-"""One rank of an FSDP2 job on the CPU: ModuleSource must send the full tensors. Run by test_weight_sync_parts.py."""
+"""One rank of an FSDP2 job on the CPU: ModuleSource must send the full tensors. Run by test_weight_sync_sources.py."""
 
 import torch
 import torch.distributed as dist

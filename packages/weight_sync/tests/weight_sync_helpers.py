@@ -29,6 +29,7 @@ from weight_sync.channel import MAX_HELLO_BYTES, Listener
 from weight_sync.push.session import PushSession
 
 VOCAB_SIZE = 96
+WHERE = ["http://h:1 worker 0.0", "http://h:1 worker 0.1"]
 PROMPTS = [[5, 6, 7, 8], [11, 3, 42, 9, 17, 23], [60, 61, 62], [90, 2, 2, 4, 8, 16, 32, 64]]
 
 

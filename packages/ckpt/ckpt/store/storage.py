@@ -33,7 +33,7 @@ class Retry:
         self._pausing = threading.Condition()
 
     def limit(self, retry_s: float = 0.0) -> None:
-        """From now on, repeat a request for that long; one that pauses is repeated at once."""
+        """Repeat failing requests for `retry_s` seconds from now on; one that pauses is repeated at once."""
         with self._pausing:
             self._retry_s, self._limited_at = retry_s, time.monotonic()
             self._pausing.notify_all()

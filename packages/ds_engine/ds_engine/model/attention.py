@@ -57,7 +57,7 @@ class PackedLayout:
     """Boundaries of the sequences in a packed row, or of the nodes of a tree, and the attention kernel to run."""
 
     borders: Borders
-    """Of the sequences, or nodes."""
+    """Borders of the sequences, or nodes."""
     kernel: str
     """flash4, flash, varlen or sdpa."""
     sp_group: SequenceGroup | None = None

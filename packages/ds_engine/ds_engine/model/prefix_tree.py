@@ -72,7 +72,7 @@ class Gathering(NamedTuple):
     """Among the key rows: the rows of all paths; behind them their sources (`TreeLayout.sources`)."""
     num_keys: int
     num_queries: int
-    """Of all crossings."""
+    """Queries of all crossings."""
     unused: int = 0
     unused_too: int = 0
 

@@ -70,7 +70,7 @@ class Trial:
     seconds: float
     """Duration of the trial."""
     sees: bool = False
-    """It is a vision-language model whose packed sequences with images equal each one alone."""
+    """True for a vision-language model whose packed sequences with images equal each one alone."""
     why_blind: str = ""
     """Set if a vision-language model is not exact with images."""
 
@@ -162,7 +162,7 @@ Result = tuple[Tensor, Mapping[str, Tensor]]
 
 
 def _blindness(small: Any, reference: Any, head: Head) -> str:
-    """Why packed sequences with images do not equal each one alone; empty if they do."""
+    """Reason why packed sequences with images do not equal each one alone; empty if they do."""
     try:
         sequences, images = _with_images(reference)
         alone = [_alone(reference, ids, head, each) for ids, each in zip(sequences, images, strict=True)]
@@ -203,7 +203,7 @@ def _inexactness(
     tile: int = 0,
     images: list[Any] | None = None,
 ) -> str:
-    """Why sequences computed in this way do not equal each one alone; empty if they do."""
+    """Reason why sequences computed in this way do not equal each one alone; empty if they do."""
     try:
         model, inputs = _copy_for(way, small, reference, sequences, head, tile=tile, images=images)
         outputs, gradients = _outputs_and_gradients(model, [model(packed=inputs)])

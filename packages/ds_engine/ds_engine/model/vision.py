@@ -37,7 +37,7 @@ class SeenImages:
     """The images of a micro batch."""
 
     inputs: ImageInputs
-    """Of all prompts, on the CPU."""
+    """Images of all prompts, on the CPU."""
     num_features: int | None
     """F; None for images that no token shows."""
     features_T: Tensor

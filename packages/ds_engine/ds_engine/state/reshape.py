@@ -70,7 +70,9 @@ class StateSource(Protocol):
     """Saved training state by parameter name; implemented by `ckpt.ZeroCheckpoint`."""
 
     @property
-    def shapes(self) -> Mapping[str, Shape]: ...
+    def shapes(self) -> Mapping[str, Shape]:
+        """Shape of every trained parameter, by name."""
+
     @property
     def states(self) -> Sequence[str]:
         """Names of the optimizer's states, such as Adam's moments; empty before its first step."""
@@ -89,7 +91,9 @@ class StateSource(Protocol):
         """DeepSpeed's global_steps, global_samples and skipped_steps, as far as they are saved."""
 
     @property
-    def loss_scaler(self) -> Mapping[str, Any]: ...
+    def loss_scaler(self) -> Mapping[str, Any]:
+        """Values of the fp16 loss scaler; empty without one."""
+
     @property
     def buffers(self) -> Mapping[str, Tensor]: ...
     @property
@@ -246,7 +250,7 @@ def _set_counts(engine: Any, source: StateSource) -> None:
 
 
 def _problem(engine: Any, source: StateSource, states_of: StatesOf) -> str | None:
-    """Why this rank cannot load the source; None if it can."""
+    """Reason why this rank cannot load the source; None if it can."""
     if "nvme" in _devices(engine.config):
         return "this engine keeps its state on NVMe: use zero.offload.optimizer=cpu"
     try:

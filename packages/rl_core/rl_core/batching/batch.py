@@ -50,20 +50,23 @@ class Batch:
     """Values per token by name, [T, ...], prompts included, such as the experts that computed it. They stay on the
     CPU."""
     images: tuple[str | None, ...] = ()
-    """For each sequence the file of its images' features, or None; empty if no sequence has images."""
+    """File of the images' features of each sequence, or None; empty if no sequence has images."""
     prefixes: PrefixTree | None = None
     """The tokens to compute if sequences share prefixes; None: all. Nothing else of the batch depends on it."""
 
     @property
     def num_sequences(self) -> int:
+        """S, sequences without targets included."""
         return self.response_lens_S.numel()
 
     @property
     def num_tokens(self) -> int:
+        """T, tokens of prompts and responses; each shared prefix counts once per sequence."""
         return self.input_ids_T.numel()
 
     @property
     def num_targets(self) -> int:
+        """K, tokens to predict."""
         return self.target_ids_K.numel()
 
     @property

@@ -79,19 +79,6 @@ class BatchLayout:
     tokens_per_forward: int | None
     """Maximum tokens that a replica computes together (token_budget * sp); None with a fixed micro batch size."""
 
-    def deepspeed_batch(self, *, sp_in_config: bool = False) -> dict[str, int]:
-        """The three batch keys of a DeepSpeed config.
-
-        Args:
-            sp_in_config: DeepSpeed's config has sp (`sequence_parallel_size`, an mpu or a mesh), so that its world
-                size is dp.
-        """
-        return {
-            "train_batch_size": self.train_batch_size,
-            "train_micro_batch_size_per_gpu": self.micro_batch_size * (self.sp if sp_in_config else 1),
-            "gradient_accumulation_steps": self.gradient_accumulation_steps,
-        }
-
 
 def batch_layout(config: BatchConfig, *, samples_per_prompt: int, dp: int, sp: int = 1) -> BatchLayout:
     """Divide the batch of a step over mini batches, ranks and micro batches.

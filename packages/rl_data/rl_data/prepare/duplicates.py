@@ -94,7 +94,7 @@ class NearDuplicates:
 
 
 def firsts(hashes: Hashes, contents: Hashes) -> Hashes:
-    """For each row of hashes [rows, columns], the row with the smallest hash of its content that shares one with it.
+    """The row with the smallest hash of its content that shares a hash with it, for each row of hashes [rows, columns].
 
     The rows that are their own first are kept. They do not depend on the order of rows, at least one of them is in
     each group of duplicates, and no two of them share a hash, so another pass over them drops nothing.

@@ -26,6 +26,7 @@ from namespaces import (  # type: ignore[import-not-found]
     LOAD,
     REFUSE,
     filter_system_calls,
+    kill_children,
     prctl,
     shut_in,
 )
@@ -52,26 +53,9 @@ def _refuse_new_processes() -> None:
     filter_system_calls(rules)
 
 
-def _kill_descendants() -> None:
-    """Kills the children of this process until there is none: a subreaper gets those of a child that has ended."""
-    while children := [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_child(pid)]:
-        for pid in children:
-            os.kill(pid, signal.SIGKILL)
-        for pid in children:
-            os.waitpid(pid, 0)
-
-
 def _end(*_: object) -> NoReturn:
-    _kill_descendants()
+    kill_children()
     os._exit(128 + signal.SIGTERM)
-
-
-def _is_child(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return int(file.read().rpartition(")")[2].split()[1]) == os.getpid()
-    except OSError:
-        return False
 
 
 def _wait_for(child: int) -> int:
@@ -144,7 +128,7 @@ def main() -> None:
             _first_process(spec)
         os.close(1)  # the end of the output is the end of the program's processes
         exit_code = _wait_for(first)
-        _kill_descendants()
+        kill_children()
         os._exit(exit_code)
     except BaseException:
         traceback.print_exc(file=sys.stdout)

@@ -96,7 +96,7 @@ class AnswerReward(Reward):
         return bool(one == other)
 
     def votes(self, response_texts: Sequence[str]) -> list[int]:
-        """For each response to one prompt the index of the first that gives the same answer; -1 without an answer."""
+        """Index of the first response with the same answer, for each response to one prompt; -1 without an answer."""
         return equal_answers([self.answer(text) for text in response_texts], self.same_answer)
 
     @property
@@ -115,7 +115,7 @@ def tail(text: str, num_characters: int) -> str:
 
 
 def equal_answers(answers: Sequence[Any], same: Callable[[Any, Any], bool] = operator.eq) -> list[int]:
-    """For each answer the index of the first one that is the same; -1 for None, which is no answer."""
+    """Index of the first equal answer, for each answer; -1 for None, which is no answer."""
     firsts: list[int] = []
     votes: list[int] = []
     for index, answer in enumerate(answers):

@@ -59,7 +59,7 @@ class Difference:
     there: Any
     here: Any
     is_defining: bool
-    """It makes the run another one."""
+    """True if the difference changes what is trained on, so that a resume refuses it."""
 
     def __str__(self) -> str:
         return f"{self.key}: {self.there} in the checkpoint, {self.here} here"

@@ -140,9 +140,9 @@ class TrainingRun:
     """The run folder."""
     resumed: Checkpoint | None
     digests: Mapping[str, str] = field(default_factory=dict)
-    """Of the run's inputs, by key."""
+    """Digests of the run's inputs, by key."""
     memory: MemorySampler
-    """Of this process."""
+    """Memory of this process and its descendants."""
     stop: StopRequest = field(default_factory=StopRequest)
     """Has the signal that ends the run after a step."""
     start: Laps = field(default_factory=Laps)

@@ -135,7 +135,7 @@ class NodeReport:
     gpus: tuple[Gpu, ...]
     free_memory_bytes: int
     versions: Mapping[str, str]
-    """Of Python and the packages that must agree; "missing" without one."""
+    """Versions of Python and the packages that must agree; "missing" without one."""
     model_files: Mapping[str, str]
     """Name -> size, or digest of config.json; empty without the folder."""
     sees_mark: bool

@@ -7,7 +7,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -403,8 +403,7 @@ def _servers(
         )
 
 
-@contextmanager
-def _ranks(trainer: RanksConfig, seats: Sequence[Seat], *, name: str = "") -> Iterator[WorkerGroup]:
+def _ranks(trainer: RanksConfig, seats: Sequence[Seat], *, name: str = "") -> AbstractContextManager[WorkerGroup]:
     ranks = WorkerGroup(
         seats,
         num_threads=trainer.cpu_threads_per_rank,
@@ -412,10 +411,7 @@ def _ranks(trainer: RanksConfig, seats: Sequence[Seat], *, name: str = "") -> It
         stall_timeout_s=trainer.stall_timeout_s,
         name=name,
     )
-    try:
-        yield ranks
-    finally:
-        ranks.close()
+    return closing(ranks)
 
 
 @dataclass(kw_only=True)

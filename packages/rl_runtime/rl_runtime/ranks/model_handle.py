@@ -271,6 +271,10 @@ class ModelHandle:
         self.skipped.check()
         self.ranks.run(TrainerWorker.export, self.name, folder, model_files_from, overwrite=overwrite)
 
+    def export_adapter(self, folder: str) -> None:
+        """Writes a PEFT folder with the current LoRA adapters, in place of one that is there."""
+        self.ranks.run(TrainerWorker.export_adapter, self.name, folder)
+
     def describe(self) -> ModelDescription:
         """Names, shapes and dtypes of the model's parameters, JSON-able."""
         return self.ranks.run(TrainerWorker.describe, self.name)[0]

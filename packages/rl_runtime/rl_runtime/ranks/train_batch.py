@@ -73,7 +73,7 @@ class TrainBatch:
         if broken := [len(mini) for mini in self._minis if len(mini) % group_size]:
             raise ValueError(f"a mini batch has {broken[0]} sequences; allowed: multiples of group_size={group_size}")
         self._assignments: dict[Layout, list[Assignment]] = {}
-        """Of each mini batch, for every layout that holds the batch."""
+        """Assignment of each mini batch, for every layout that holds the batch."""
         self._sent: dict[Layout, set[tuple[int, str]]] = {}
         """(mini batch, column) pairs that the ranks have."""
         self._numbers: dict[Layout, int] = {}
@@ -128,7 +128,7 @@ class TrainBatch:
         return {"tokens_per_update": float(num_tokens), "computed_tokens_per_update": float(computed)}
 
     def missing_columns(self, layout: Layout, mini_batch: int) -> list[dict[str, Tensor]]:
-        """For each rank the columns that its part of a mini batch lacks, [K_r] each, which an update takes along."""
+        """Columns that each rank's part of a mini batch lacks, [K_r] each; an update sends them too."""
         # A copy first: models on other ranks may add columns meanwhile (`run_concurrently`).
         columns, sent = dict(self.batch.columns), self._sent[layout]
         names = [name for name in columns if (mini_batch, name) not in sent]

@@ -31,6 +31,7 @@ from ckpt import (
     open_deepspeed,
     rank_file,
     restore_rng,
+    save_adapter,
     save_hf_folder,
 )
 from ds_engine import (
@@ -328,6 +329,16 @@ class TrainerWorker(RankProfiler):
             )
         else:
             for _ in parameters:
+                pass
+
+    def export_adapter(self, role: str, folder: str) -> None:
+        """Writes the LoRA adapters as a PEFT folder; rank 0 writes, all ranks gather."""
+        engine = self._engines[role]
+        tensors = engine.export_adapters()
+        if self.rank == 0:
+            save_adapter(Path(folder), tensors, engine.adapter_config(), overwrite=True)
+        else:
+            for _ in tensors:
                 pass
 
     def open_saver(self, folder: str, run_id: str, first: int, num_ranks: int, url: str | None = None) -> None:

@@ -37,7 +37,7 @@ class _Held:
     task: Future[Group] | None = None
     """Generates and scores it; None before it starts."""
     scored: Group | None = None
-    """Its result."""
+    """Result of the task."""
 
 
 class RolloutsAhead:

@@ -24,7 +24,7 @@ class Collected:
     """Scored samples that are not trained on, because dynamic sampling dropped their group."""
     num_failed: int
     reason: str = ""
-    """Why the first of these samples was left out."""
+    """Reason why the first of the failed samples was left out."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the rollout: of the servers, the client, and dynamic sampling."""
     note: str = ""
@@ -32,7 +32,7 @@ class Collected:
     ended: tuple[Group, ...] = ()
     """Every group that ended in this step, those that are not in the batch too."""
     policy_version: int | None = None
-    """Of the weights that train on the samples; None: the newest one that sampled a token."""
+    """Version of the weights that train on the samples; None: the newest one that sampled a token."""
 
     @property
     def scored(self) -> tuple[Sample, ...]:

@@ -27,7 +27,7 @@ class HangGuard:
         self._limit, self._num_timeouts = max(_CALLS, _ROUNDS * at_once), 0
         self._calls: set[asyncio.Future[Sequence[RewardOutcome]]] = set()
         self.gave_up = ""
-        """Why no call is made any more; empty while calls are made."""
+        """Reason why calls stopped; empty while they go on."""
 
     async def score(self, samples: Sequence[Sample]) -> Sequence[RewardOutcome]:
         """One outcome for each sample of a group."""

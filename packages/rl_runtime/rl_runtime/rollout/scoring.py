@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -49,7 +50,7 @@ class RewardFunction:
         return inspect.iscoroutinefunction(self.call)
 
 
-class Scorer:
+class Scorer(ExitStack):
     """Scores responses while others are generated: functions in processes of their own, services over HTTP.
 
     A call that raises, times out, ends its process or gets no answer affects only its own sample (its own group, if the
@@ -68,14 +69,14 @@ class Scorer:
             report: gets a line for what rewards have to say at the start.
             printed_dir: folder for what functions print, created if missing; None: it is dropped.
         """
+        super().__init__()
         self._config = config
         if printed_dir is not None:
             printed_dir.mkdir(parents=True, exist_ok=True)
         functions = load_functions(config)
         for line in prepare_rewards(functions.values()):
             report(line)
-        self._pools: list[RewardPool] = []
-        self._service: RemoteReward | None = None
+        self._pools: dict[bool, RewardPool] = {}
         self._settings: dict[str, Any] = {
             "timeout_s": config.timeout_s,
             "start_timeout_s": config.start_timeout_s,
@@ -83,8 +84,8 @@ class Scorer:
         }
         self._sources = {name: self._function(function) for name, function in functions.items()}
         if config.url is not None:
-            self._service = connect_service(config, config.url)
-            call = partial(_ask_service, self._service, config)
+            service = self.enter_context(connect_service(config, config.url))
+            call = partial(_ask_service, service, config)
             name = MODEL_TERM if SERVICES[config.service].serves_model else ""
             self._sources[name] = self._guard(call, f"reward.url={config.url}", _AT_ONCE)
         elif not functions and config.model is None:
@@ -104,14 +105,14 @@ class Scorer:
 
     def _pool(self, is_coroutine: bool) -> RewardPool:
         """The pool for coroutine functions or that for others, started when it is first asked for."""
-        kind = AsyncRewardPool if is_coroutine else RewardPool
-        if (pool := next((pool for pool in self._pools if type(pool) is kind), None)) is not None:
-            return pool
-        if is_coroutine:
-            self._pools.append(AsyncRewardPool(max_in_flight=_AT_ONCE, **self._settings))
-        else:
-            self._pools.append(RewardPool(num_workers=self._config.num_workers, **self._settings))
-        return self._pools[-1]
+        if is_coroutine not in self._pools:
+            pool = (
+                AsyncRewardPool(max_in_flight=_AT_ONCE, **self._settings)
+                if is_coroutine
+                else RewardPool(num_workers=self._config.num_workers, **self._settings)
+            )
+            self._pools[is_coroutine] = self.enter_context(pool)
+        return self._pools[is_coroutine]
 
     @property
     def gave_up(self) -> str:
@@ -127,7 +128,7 @@ class Scorer:
         return sample.reward_terms.get(first, score_of(sample)) >= self._full_score
 
     async def votes(self, samples: Sequence[Sample]) -> list[int] | None:
-        """For each sample of one prompt a number that is equal for equal answers (`AnswerReward.votes`).
+        """A number for each sample of one prompt, equal for equal answers (`AnswerReward.votes`).
 
         None: nothing extracts answers (`reward.answer`, or the reward), or it failed to.
         """
@@ -210,19 +211,6 @@ class Scorer:
         if not abs(total) <= MAX_REWARD:  # nor NaN
             return f"the weighted sum of reward.terms is {total}; allowed: -{MAX_REWARD:g} to {MAX_REWARD:g}"
         return replace(sample, score=float(total), reward_terms=terms)
-
-    def close(self) -> None:
-        """Ends the processes and connections."""
-        for pool in self._pools:
-            pool.close()
-        if self._service is not None:
-            self._service.close()
-
-    def __enter__(self) -> "Scorer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _votes_by(answer: Callable[[str], Any], response_texts: Sequence[str]) -> list[int]:

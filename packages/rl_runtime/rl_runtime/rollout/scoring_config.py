@@ -27,7 +27,8 @@ class RewardTermConfig:
     """One of several rewards; the score of a sample is the sum of their values times their weights."""
 
     function: str
-    """A reward of the registry (gsm8k, math, multiple_choice, format, length, code), or `package.module:function`."""
+    """A reward of the registry (gsm8k, math, multiple_choice, reasoning_gym, format, length, code), or
+    `package.module:function`."""
     weight: float = 1.0
     """Factor of the value; 0 writes its metrics only."""
     options: Mapping[str, Any] = field(default_factory=dict)

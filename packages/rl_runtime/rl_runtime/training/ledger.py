@@ -20,7 +20,7 @@ _HEADER = "step\tgroup\tsample\toutcome\toldest_version\tnewest_version\n"
 
 
 class SampleRow(NamedTuple):
-    """One line."""
+    """A line of `samples.tsv`."""
 
     step: int
     """The step that ended the sample."""

@@ -220,6 +220,7 @@ class RolloutClient(BalancedClient):
     # ---- policy version and metrics ------------------------------------------------------------------------------
     @property
     def counters(self) -> ClientCounters:
+        """Totals of this client since it was created."""
         return self._runner.counters
 
     @property
@@ -231,6 +232,7 @@ class RolloutClient(BalancedClient):
 
     @property
     def policy_version(self) -> int:
+        """The version with which new tokens are recorded."""
         return self._runner.policy_version
 
     def set_policy_version(self, version: int) -> None:

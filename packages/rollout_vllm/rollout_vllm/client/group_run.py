@@ -133,6 +133,7 @@ class GroupRun:
             sampling=self._sampling if part is None else remaining(part, self._sampling),
             seed=request.seed if part is None else seed_of(request, part),
             images=request.images,
+            model=request.model,
         )
 
     def _unfinished(self, indices: Sequence[int]) -> list[int]:

@@ -43,6 +43,7 @@ class CompletionRequest:
     sampling: SamplingConfig
     seed: int | None
     images: str | None = None
+    model: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,20 +185,27 @@ class RequestRunner:
         num_routed = len(request.prompt_ids) if self._config.routes else None
         read = partial(parse_completion, n=request.sampling.num_samples, log_probs=log_probs, num_routed=num_routed)
         try:
-            return await self.attempt(attempt.server, body, read, request_id=request_id)
+            return await self.attempt(attempt.server, body, read, request_id=request_id, model=request.model)
         finally:
             with self.lock:
                 del self._in_flight[request_id]
 
     async def attempt(
-        self, server: int, body: Callable[..., Any], read: Callable[[Any], T], *, request_id: str | None = None
+        self,
+        server: int,
+        body: Callable[..., Any],
+        read: Callable[[Any], T],
+        *,
+        request_id: str | None = None,
+        model: str | None = None,
     ) -> T | AttemptFailure:
         """One completion request: what `read` makes of the answer, or why there is none.
 
-        body: the JSON to send, for the `model` of the server. read: raises ValueError for an incomplete answer.
+        body: the JSON to send, for `model`, else that of the client or the server. read: raises ValueError for an
+        incomplete answer.
         """
         try:
-            model = self.model or await self._transport.model_of(server)
+            model = model or self.model or await self._transport.model_of(server)
             status, headers, raw = await self._transport.exchange(
                 server, "POST", "/v1/completions", body(model=model), request_id=request_id
             )

@@ -55,7 +55,7 @@ class TokenScorer(BalancedClient):
         self._runner = RequestRunner(self.config, self._transport, self._dispatcher, self._suspect)
 
     async def score(
-        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]], *, top_k: int = 0
+        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]], *, top_k: int = 0, model: str | None = None
     ) -> list[TokenScores]:
         """Score the response of each (prompt ids, response ids), in order.
 
@@ -63,13 +63,16 @@ class TokenScorer(BalancedClient):
             sequences: prompts have at least one token; the servers' context holds one more token than each sequence.
             top_k: number of most likely tokens to return in each place; a server allows 20 unless it was started with
                 --max-logprobs.
+            model: name of the model that scores; None: that of the servers.
 
         Raises:
             ScoringError: a server refused a sequence, none answered after all retries, or all were given up.
         """
-        return await gather_or_cancel(self._score(prompt, response, top_k) for prompt, response in sequences)
+        return await gather_or_cancel(self._score(prompt, response, top_k, model) for prompt, response in sequences)
 
-    async def _score(self, prompt: Sequence[int], response: Sequence[int], top_k: int) -> TokenScores:
+    async def _score(
+        self, prompt: Sequence[int], response: Sequence[int], top_k: int, model: str | None
+    ) -> TokenScores:
         body = partial(scoring_body, [*id_list(prompt), *id_list(response)], top_k)
         read = partial(parse_scores, response=response, top_k=top_k)
         avoid = set[int]()
@@ -78,7 +81,7 @@ class TokenScorer(BalancedClient):
             if server is None:
                 raise ScoringError("no server is left")
             try:
-                outcome = await self._runner.attempt(server, body, read)
+                outcome = await self._runner.attempt(server, body, read, model=model)
             finally:
                 self._dispatcher.release(server, 1)
             if isinstance(outcome, TokenScores):

@@ -13,6 +13,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
+from plinth_base.namespaces import kill_children
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 MAX_PRINTED_BYTES = 1 << 20
@@ -37,7 +39,7 @@ def run_kept(
     copier: threading.Thread | None = None
 
     def end(*_: object) -> None:
-        _kill_descendants()
+        kill_children()
         _wait_for_copy(copier)
         os._exit(0)
 
@@ -70,7 +72,7 @@ def run_kept(
     ended = status = 0
     while ended != child:
         ended, status = os.wait()
-    _kill_descendants()
+    kill_children()
     _wait_for_copy(copier)
     code = os.waitstatus_to_exitcode(status)
     if code < 0:  # by a signal: end in the same way
@@ -132,26 +134,3 @@ def _wait_for_copy(copier: threading.Thread | None) -> None:
 def _prctl(option: int, value: int) -> None:
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
-def _kill_descendants() -> None:
-    """Kills the children of this process until there is none: a subreaper gets those of a child that has ended."""
-    while _has_children() and (children := list(filter(_is_child, map(int, filter(str.isdigit, os.listdir("/proc")))))):
-        for pid in children:
-            with suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-
-
-def _has_children() -> bool:
-    """True if a child of this process runs, or has ended and was not waited for. Cheaper than reading /proc."""
-    with suppress(ChildProcessError):
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        return True
-    return False
-
-
-def _is_child(pid: int) -> bool:
-    with suppress(OSError), open(f"/proc/{pid}/stat") as file:
-        return int(file.read().rpartition(")")[2].split()[1]) == os.getpid()
-    return False

@@ -71,7 +71,7 @@ def keep_the_store_in_a_file(patch: Any) -> None:
 
 
 def prepare_engine_core(patch: Any) -> None:
-    """For the engine core and its workers, which are forked from this process or do it again."""
+    """Prepare this process for the engine core and its workers, which are forked from it or do it again."""
     if os.environ.get(QUANTIZATION_VARIABLE) == "bitsandbytes":  # no fast path: without it the weights are wrong
         _load("plinth_server_quantizing", "quantizing.py").load_on_one_stream()
     if os.environ.get(EXACT_VARIABLE) == "1":

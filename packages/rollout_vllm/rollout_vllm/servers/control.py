@@ -10,9 +10,9 @@ from typing import Literal
 from urllib.parse import quote
 
 from plinth_base import Endpoint
+from plinth_base.endpoint import NO_ANSWER, call
 
 from ..errors import ControlError
-from .blocking_http import NO_ANSWER, call
 
 WakeTag = Literal["weights", "kv_cache"]
 

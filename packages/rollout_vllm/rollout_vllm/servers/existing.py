@@ -5,10 +5,10 @@ import time
 from typing import Any
 
 from plinth_base import Endpoint
+from plinth_base.endpoint import NO_ANSWER, call
 
 from ..config import RolloutConfig
 from ..errors import RequestTooLongError, RolloutConfigError, ServerStartError
-from .blocking_http import NO_ANSWER, call, try_generation
 
 _CALL_TIMEOUT_S = 30.0
 
@@ -34,6 +34,18 @@ def is_paused(endpoint: Endpoint, *, timeout_s: float = _CALL_TIMEOUT_S) -> bool
         return status == 200 and bool(json.loads(text)["is_paused"])
     except (*NO_ANSWER, ValueError, LookupError, TypeError, RecursionError):
         return False
+
+
+def try_generation(endpoint: Endpoint, *, timeout_s: float) -> str | None:
+    """Generate one token. Returns None on success, else the problem in a few words."""
+    body = {"prompt": [1, 2], "max_tokens": 1, "temperature": 1.0, "seed": 0, "n": 1, "logprobs": 0}
+    if endpoint.model is not None:
+        body["model"] = endpoint.model
+    try:
+        status, text = call(endpoint, "POST", "/v1/completions", body, timeout_s=timeout_s)
+    except NO_ANSWER as error:
+        return f"{type(error).__name__}: {error}"
+    return None if status == 200 else f"HTTP {status}: {text[:200]}"
 
 
 def wait_for_existing(index: int, endpoint: Endpoint, deadline: float) -> None:

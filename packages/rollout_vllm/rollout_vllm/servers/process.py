@@ -18,9 +18,9 @@ from plinth_base import Endpoint
 
 from ..errors import PortInUseError, RolloutConfigError, ServerStartError
 from ._supervise import OWNER, started
-from .blocking_http import try_generation
 from .command import describe_environment
 from .diagnose import diagnose, engine_core_failed
+from .existing import try_generation
 from .spawn import LeftProcess, end_server, server_command, socket_folder, spawn_server, take_prepared, with_sockets
 
 _MAX_LOG_BYTES = 4 << 20  # how much of the log is read for a diagnosis

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from plinth_base import Endpoint
+from plinth_base.endpoint import NO_ANSWER, call
 
 from ..client.balanced import BalancedClient
 from ..errors import RolloutConfigError, ServerDiedError, ServerLostError, ServerStartError
-from .blocking_http import NO_ANSWER, call
 from .group import ServerGroup
 from .process import Server
 
@@ -77,6 +77,7 @@ class ServerWatch:
         ]
 
     def start(self) -> "ServerWatch":
+        """Starts to monitor; entering the watch as a context manager calls it."""
         self._client.report_suspects_to(self._suspect)
         for thread in self._threads:
             thread.start()

@@ -1,11 +1,11 @@
 """The trainer's view of a vLLM server: how to start it, whether it can be pushed to, and its control routes."""
 
-import http.client
 import json
 import shlex
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
+from plinth_base.endpoint import NO_ANSWER, call
 from plinth_base.endpoint import Endpoint as Endpoint
 
 from ..config import BACKEND
@@ -76,8 +76,7 @@ class ServerControl:
         if not is_valid:
             raise SyncConfigError(field="url", value=url, allowed="http://host:port")
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._parts = urlsplit(self.url)
-        self._api_key = api_key
+        self._endpoint = Endpoint(self.url, api_key)
         self._timeout_s = timeout_s
 
     def world_size(self) -> int:
@@ -153,24 +152,13 @@ class ServerControl:
     ) -> dict[str, Any]:
         step = f"{method} {path.partition('?')[0]}"
         timeout = self._timeout_s if timeout_s == _DEFAULT_TIMEOUT else timeout_s
-        connection_class = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
-        assert self._parts.hostname is not None
-        connection = connection_class(self._parts.hostname, self._parts.port, timeout=timeout)
-        headers = {"Content-Type": "application/json", "Connection": "close"}
-        if self._api_key:
-            headers["Authorization"] = f"Bearer {self._api_key}"
         try:
-            data = None if body is None else json.dumps(body)
-            connection.request(method, self._parts.path + path, body=data, headers=headers)
-            response = connection.getresponse()
-            text = response.read().decode(errors="replace")
-        except (OSError, http.client.HTTPException) as error:
+            status, text = call(self._endpoint, method, path, body, timeout_s=timeout)
+        except NO_ANSWER as error:
             detail = "timed out" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
             raise ServerError(self.url, step, 0, detail) from error
-        finally:
-            connection.close()
-        if response.status != 200:
-            raise ServerError(self.url, step, response.status, _explain(response.status, text))
+        if status != 200:
+            raise ServerError(self.url, step, status, _explain(status, text))
         try:
             answer = json.loads(text) if text else {}
         except (ValueError, RecursionError):

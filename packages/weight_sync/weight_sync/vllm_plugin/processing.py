@@ -83,7 +83,7 @@ class Record:
     method_state: _State = field(default_factory=_State)
 
     problem: str = ""
-    """Why the processing cannot be repeated; empty when it was proven to give the same bytes."""
+    """Reason why the processing cannot be repeated; empty when it was proven to give the same bytes."""
 
 
 def record_of(module: nn.Module) -> Record | None:

@@ -26,7 +26,7 @@ _CLOSE = 1e-4
 def _block_kernel(
     parts_ptr, logits_ptr, row_stride, tokens_ptr, vocab_size, num_blocks, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Of one block of a row: the largest logit, the sum of exp(logit - largest), how many logits reach the token's."""
+    """Largest logit, sum of exp(logit - largest) and number of logits that reach the token's, of one block of a row."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row_ptr = logits_ptr + row * row_stride
     given = tl.load(row_ptr + tl.load(tokens_ptr + row)).to(tl.float32)

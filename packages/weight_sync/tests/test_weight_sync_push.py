@@ -1,0 +1,192 @@
+"""A push: replies, the second pass, caches, the check of a server."""
+
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import weight_sync_helpers as helpers
+from weight_sync_helpers import WHERE
+
+from plinth_testing import raises
+from weight_sync import (
+    ModuleSource,
+    ServerError,
+    SyncConfig,
+    SyncConfigError,
+    WeightPusher,
+    WeightSyncError,
+    check_server,
+    plan_buckets,
+)
+from weight_sync.errors import ChannelError
+from weight_sync.push.session import Link, PushSession, Timings, _BucketFiller
+from weight_sync.transports.group import SenderGroup
+from weight_sync.transports.nccl import NcclSender
+from weight_sync.vllm_plugin.adapters import _weights_mapper
+
+
+@pytest.mark.parametrize("detail", ["CUDA out of memory", ""])
+def test_error_of_a_worker_before_the_rendezvous_is_reported(rendezvous: Any, detail: str) -> None:
+    store, pushers, workers = rendezvous
+    sender = NcclSender.__new__(NcclSender)
+    sender._comm, sender._store, sender._generation, sender._timeout_s = None, store, "5", 30.0
+    sender._where = WHERE
+    session = PushSession.__new__(PushSession)
+    session._senders, session._config = SenderGroup([sender]), SyncConfig()
+    links = [Link(channel, {"server": 0}, where) for channel, where in zip(pushers, WHERE, strict=True)]
+    if detail:
+        workers[1].send({"type": "error", "kind": "internal", "detail": detail})
+    workers[1].close()
+    push: Any = SimpleNamespace(links=links)
+    bucket: Any = SimpleNamespace(index=0)
+    with pytest.raises(WeightSyncError, match=detail or r"worker 0\.1: the other side closed") as caught:
+        session._announce(push, bucket, None)
+    assert WHERE[1] in str(caught.value)
+
+
+@pytest.mark.parametrize("reply", [{"type": "taken", "value": 2}, {"type": "done", "value": 3}, {"type": "taken"}])
+def test_a_reply_about_another_bucket_ends_the_push(rendezvous: Any, reply: dict[str, Any]) -> None:
+    """A late reply would free a buffer that a worker still reads."""
+    _, pushers, workers = rendezvous
+    session = PushSession.__new__(PushSession)
+    session._config = SyncConfig(timeout_s=5.0)
+    push: Any = SimpleNamespace(links=[Link(*each) for each in zip(pushers, [{"server": 0}] * 2, WHERE, strict=True)])
+    for worker in workers:
+        worker.send({"type": "taken", "value": 3})
+    session._await_replies(push, "taken", 3)
+    workers[0].send({"type": "taken", "value": 3})
+    workers[1].send(reply)
+    with pytest.raises(ChannelError, match=re.escape(WHERE[1])):
+        session._await_replies(push, "taken", 3)
+
+
+@pytest.mark.parametrize(("verify", "num_passes"), [(False, 1), (True, 2)])
+def test_a_rank_that_does_not_send_gathers_once_more_to_verify(verify: bool, num_passes: int, new_model: Any) -> None:
+    source: Any = helpers.ServerKillingSource(ModuleSource(new_model))
+    plan = plan_buckets(source.manifest(), 20_000)
+    config = SyncConfig(verify=verify)
+    assert WeightPusher(source, [], config, rank=1)._attempt(plan, 1) is None
+    assert source.num_fills == dict.fromkeys(range(len(plan.buckets)), num_passes)
+    fill: Any = SimpleNamespace(buffer=lambda bucket: torch.zeros(bucket.nbytes, dtype=torch.uint8))
+    filler = _BucketFiller(source, plan, fill, Timings(), config)
+    sums = [filler.fill_next() for _ in range(num_passes * len(plan.buckets))]
+    assert sums == sums[: len(plan.buckets)] * num_passes
+    with pytest.raises(StopIteration):
+        filler.fill_next()
+
+
+class Control:
+    """A server that writes down what it is asked; its cache takes a while to drop, or cannot be dropped."""
+
+    def __init__(self, done: list[str], error: Exception | None = None) -> None:
+        self.done, self._error = done, error
+
+    def drop_caches(self, _: str) -> None:
+        time.sleep(0.1)
+        if self._error is not None:
+            raise self._error
+        self.done.append("dropped")
+
+    def finish(self, version: int) -> None:
+        self.done.append(f"finished {version}")
+
+    def resume(self) -> None:
+        self.done.append("resumed")
+
+
+def test_requests_resume_when_every_servers_cache_is_dropped() -> None:
+    """Else a new request finds keys and values of the old policy."""
+    done: list[str] = []
+    session = PushSession.__new__(PushSession)
+    session._config, session._adapter, session.timings = SyncConfig(), None, Timings()
+    session._controls = [Control(done), Control(done)]  # type: ignore[list-item]
+    session._publish(4)
+    assert sorted(done[:4]) == ["dropped", "dropped", "finished 4", "finished 4"]
+    assert done[4:] == ["resumed"] * 2
+    done.clear()
+    failing = Control(done, ServerError("http://s", "POST /reset_prefix_cache", 500, "no"))
+    session._controls = [Control(done), failing]  # type: ignore[list-item]
+    with raises(ServerError, status=500):
+        session._publish(5)
+    assert "resumed" not in done
+
+
+def _vllm_config(backend: str | None) -> dict[str, Any]:
+    return {"weight_transfer_config": {"backend": backend} if backend else None, "model_config": {}}
+
+
+REACHABLE: dict[str, tuple[int, Any]] = {"/get_world_size": (200, {"world_size": 1})}
+
+
+@contextmanager
+def _http_server(answers: dict[str, tuple[int, Any]]) -> Iterator[str]:
+    """A server with these answers by path, and 404 for any other path."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, body = answers.get(self.path.partition("?")[0], (404, {"detail": "Not Found"}))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (200, {"vllm_config": _vllm_config("plinth")}),
+        (404, {}),  # a release that does not report its backend
+        (200, {"vllm_config": "text"}),
+        (200, {}),
+        (200, {"vllm_config": {"weight_transfer_config": "x"}}),
+    ],
+)
+def test_a_server_that_may_have_the_backend_is_accepted(answer: tuple[int, Any]) -> None:
+    with _http_server(REACHABLE | {"/server_info": answer}) as url:
+        check_server(SimpleNamespace(url=url, api_key="k"))
+
+
+@pytest.mark.parametrize(
+    ("answers", "error", "fields"),
+    [
+        (REACHABLE | {"/server_info": (200, {"vllm_config": _vllm_config("nccl")})}, SyncConfigError, {}),
+        (REACHABLE | {"/server_info": (200, {"vllm_config": _vllm_config(None)})}, SyncConfigError, {}),
+        (REACHABLE | {"/server_info": (500, {})}, ServerError, {"status": 500}),
+        ({"/get_world_size": (401, {})}, ServerError, {"status": 401}),
+        ({}, ServerError, {"status": 404}),
+        ({"/get_world_size": (200, [1])}, ServerError, {"step": "GET /get_world_size", "status": 200}),
+        ({"/get_world_size": (200, {"world_size": "many"})}, ServerError, {"step": "GET /get_world_size"}),
+    ],
+)
+def test_a_server_that_cannot_be_pushed_to_is_refused(
+    answers: dict[str, tuple[int, Any]], error: type[WeightSyncError], fields: dict[str, Any]
+) -> None:
+    with _http_server(answers) as url, raises(error, **({"value": url} if error is SyncConfigError else fields)):
+        check_server(SimpleNamespace(url=url, api_key="k"))
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://h:99999", "http://h:x", "http://", "h:1", "", None, 7])
+def test_bad_url_is_a_setting(url: Any) -> None:
+    with raises(SyncConfigError, field="url", value=url):
+        check_server(SimpleNamespace(url=url, api_key=None))
+
+
+@pytest.mark.parametrize("method", ["get_rename_mapper", "get_unstacked_mapper"], ids=["0.29 on", "0.26 to 0.28"])
+def test_adapter_names_are_mapped_without_stacking_rules(method: str) -> None:
+    mapper = SimpleNamespace(**{method: lambda: "renames only"})
+    assert _weights_mapper(SimpleNamespace(hf_to_vllm_mapper=mapper)) == "renames only"
+    assert _weights_mapper(SimpleNamespace()) is None
