@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import tinker
+import torch
 
 from benchmarks.grpo_step.workload import MINI_BATCH, NEW_TOKENS, NUM_PROMPTS, PROMPT_TOKENS, SAMPLES, parity
 from rl_core import group_advantages
@@ -26,7 +27,7 @@ def flexible(text: str, prompt: Prompt) -> float:
 
 
 class Workload:
-    """What a step samples and learns, and the reward."""
+    """Sizes of a step, its learning rate and its reward."""
 
     def __init__(self, kind: str) -> None:
         w = kind == "w"
@@ -94,7 +95,7 @@ def main() -> None:
         sampled = time.perf_counter()
         scores = np.array([[score(p, a) for a in group] for p, group in zip(asked, answers, strict=True)], np.float32)
         groups = np.arange(NUM_PROMPTS).repeat(work.samples)
-        advantages = group_advantages(*map(as_tensor, (scores.ravel(), groups))).reshape(scores.shape)
+        advantages = group_advantages(torch.from_numpy(scores.ravel()), torch.from_numpy(groups)).view(scores.shape)
         learning, pending = time.perf_counter(), []
         for first in range(0, NUM_PROMPTS, MINI_BATCH):
             chosen = range(first, first + MINI_BATCH)
@@ -115,13 +116,6 @@ def main() -> None:
         add({"step": step, "score": float(scores.mean())} | seconds)
     evaluate()
     client.close("success").result()
-
-
-def as_tensor(values: Any) -> Any:
-    """A tensor on the memory of a NumPy array."""
-    import torch
-
-    return torch.from_numpy(values)
 
 
 if __name__ == "__main__":
