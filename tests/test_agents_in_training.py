@@ -11,7 +11,7 @@ import pytest
 from tests import test_staleness
 from tests.test_rollout_in_training import REPO, SMALL, read_metrics, read_samples
 
-pytestmark = [pytest.mark.slow, pytest.mark.e2e]
+pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.thorough]
 
 
 AGENT = (
@@ -25,7 +25,6 @@ def path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(REPO / "packages" / "rollout_vllm" / "tests"), prepend=os.pathsep)
 
 
-@pytest.mark.long
 def test_an_agent_that_branches_is_trained_token_for_token_also_when_a_server_dies(
     tmp_path: Path, start_app: Callable[..., Any]
 ) -> None:
@@ -45,7 +44,6 @@ def test_an_agent_that_branches_is_trained_token_for_token_also_when_a_server_di
         assert float(row["rollout/num_paths"]) == 3
 
 
-@pytest.mark.thorough
 def test_episodes_that_are_held_in_the_middle_keep_the_versions_of_their_tokens(
     tmp_path: Path, start_app: Callable[..., Any]
 ) -> None:
@@ -59,7 +57,6 @@ def test_episodes_that_are_held_in_the_middle_keep_the_versions_of_their_tokens(
     assert all(float(row["rollout/num_samples"]) == 32 for row in rows)
 
 
-@pytest.mark.thorough
 def test_a_killed_run_that_draws_ahead_resumes_and_trains_every_episode_once(
     tmp_path: Path, start_app: Callable[..., Any]
 ) -> None:

@@ -1,8 +1,6 @@
 """Reward models and preference training: exact means whatever the split, bad input, and real ranks."""
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,7 +22,7 @@ from apps.dpo.config import AlgorithmConfig, DpoConfig
 from apps.reward.config import AlgorithmConfig as RewardAlgorithm
 from apps.reward.config import RewardConfig
 from ds_engine import TokenOutputs, ValueOutputs
-from plinth_testing import write_tiny_model
+from plinth_testing import run_script, write_tiny_model
 from rl_core import Batch, BatchConfig
 from rl_data import DataConfig, Demonstration, LabeledResponse, PreferencePair, build_tiny_model, load_pairs
 from rl_runtime.config import ModelConfig, PreferenceTaskSize
@@ -33,9 +31,6 @@ from rl_runtime.ranks.train_batch import TrainBatch, assignment
 from rl_runtime.training.supervised_config import PreferenceTrainingConfig, SupervisedConfig
 from rollout_vllm import RolloutConfig, ServerGroup, classification_reward
 from tests.run_folders import metrics_rows
-
-REPO = Path(__file__).resolve().parents[1]
-PRESETS = {"reward": RewardConfig, "dpo": DpoConfig}
 
 
 def make_pairs(lens: Sequence[tuple[int, int]]) -> list[PreferencePair]:
@@ -288,11 +283,14 @@ def test_a_reward_model_learns_and_transformers_and_vllm_give_its_scores(
     assert max(map(abs, expected)) > 1 or min(expected) < 0, "a sigmoid could not be told from no activation"
 
 
-@pytest.mark.long
 @pytest.mark.slow
-def test_steps_and_scores_on_real_ranks_are_those_of_transformers(tmp_path: Path) -> None:
-    """DPO, IPO, KTO and reward models, ZeRO-1 to 3, LoRA, sequence parallelism."""
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(("reward, stage 3", "dpo, stage 2", "kto, stage 1, sequence parallelism"), marks=pytest.mark.long),
+        pytest.param(("reward, stage 2", "ipo, stage 3", "dpo, stage 2, LoRA"), marks=pytest.mark.thorough),
+    ],
+)
+def test_steps_and_scores_on_real_ranks_are_those_of_transformers(cases: tuple[str, ...], tmp_path: Path) -> None:
     script = Path(__file__).with_name("preference_worker.py")
-    command = [sys.executable, str(script), str(write_tiny_model(tmp_path / "model")), str(tmp_path / "out")]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400, cwd=REPO)
-    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-4000:]
+    run_script(script, write_tiny_model(tmp_path / "model"), tmp_path / "out", *cases, timeout_s=400)
