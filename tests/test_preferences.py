@@ -64,6 +64,18 @@ LIMITS = st.one_of(
 )
 
 
+def check_plan(plan: Any, num_responses: int, limit: BatchConfig, num_tokens: Callable[[list[int]], int]) -> None:
+    """Every response is there once, beside the other of its pair, within the limits of a micro batch."""
+    assert len({len(replica) for replica in plan}) == 1, "ranks have different numbers of micro batches"
+    micros = [micro for replica in plan for micro in replica]
+    assert sorted(index for micro in micros for index in micro) == list(range(num_responses))
+    for micro in micros:
+        assert [index + 1 for index in micro[0::2]] == micro[1::2], "a pair is divided"
+        assert all(index % 2 == 0 for index in micro[0::2])
+        assert limit.micro_batch_size is None or len(micro) <= 2 * limit.micro_batch_size
+        assert limit.token_budget is None or num_tokens(micro) <= limit.token_budget or len(micro) == 2
+
+
 @given(lens=LENS, num_replicas=st.integers(1, 4), limit=LIMITS)
 def test_a_pair_is_in_one_micro_batch_and_every_pair_counts_once(
     lens: list[tuple[int, int]], num_replicas: int, limit: BatchConfig
@@ -71,17 +83,7 @@ def test_a_pair_is_in_one_micro_batch_and_every_pair_counts_once(
     pairs = make_pairs(lens)
     lengths = rl_runtime.packed(rl_runtime.responses_of(pairs)).seq_lens_S.tolist()
     plan = assignment(lengths, lengths, range(len(lengths)), num_replicas, limit, 1, group_size=2)
-    assert len({len(replica) for replica in plan}) == 1, "ranks have different numbers of micro batches"
-    micros = [micro for replica in plan for micro in replica]
-    assert sorted(index for micro in micros for index in micro) == list(range(len(lengths)))
-    for micro in micros:
-        assert [index + 1 for index in micro[0::2]] == micro[1::2], "a pair is divided"
-        assert all(index % 2 == 0 for index in micro[0::2])
-    size, budget = limit.micro_batch_size, limit.token_budget
-    for micro in micros:
-        assert size is None or len(micro) <= 2 * size
-        num_tokens = sum(lengths[i] for i in micro)
-        assert budget is None or num_tokens <= budget or len(micro) == 2
+    check_plan(plan, len(lengths), limit, lambda micro: sum(lengths[i] for i in micro))
 
 
 @given(lens=LENS, num_replicas=st.integers(1, 4), limit=LIMITS)
@@ -96,16 +98,12 @@ def test_pairs_that_share_prompts_stay_whole_within_the_limits(
     batch = rl_core.pack([row[:1] for row in rows], [row[1:] for row in rows])
     order = batch.order_prefixes(min_tokens=1)
     lengths, targets = batch.seq_lens_S.tolist(), batch.response_lens_S.tolist()
-    size, budget = limit.micro_batch_size, limit.token_budget
     plan = assignment(lengths, targets, range(len(rows)), num_replicas, limit, 1, group_size=2, prefixes=order)
-    assert len({len(replica) for replica in plan}) == 1, "ranks have different numbers of micro batches"
-    micros = [micro for replica in plan for micro in replica]
-    assert sorted(index for micro in micros for index in micro) == list(range(len(rows)))
-    for micro in micros:
-        assert [index + 1 for index in micro[0::2]] == micro[1::2], "a pair is divided"
-        assert size is None or len(micro) <= 2 * size
-        num_tokens = batch.select(micro).with_prefixes(order.select(micro)).num_computed_tokens
-        assert budget is None or num_tokens <= budget or len(micro) == 2
+
+    def computed(micro: list[int]) -> int:
+        return batch.select(micro).with_prefixes(order.select(micro)).num_computed_tokens
+
+    check_plan(plan, len(rows), limit, computed)
 
 
 @given(lens=LENS, num_replicas=st.integers(1, 4), limit=LIMITS, kind=st.sampled_from(["dpo", "ipo", "kto"]))
