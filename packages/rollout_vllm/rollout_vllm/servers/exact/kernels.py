@@ -317,7 +317,7 @@ def rotate(x: Tensor, table: Tensor, positions: Tensor, inverse: bool) -> Tensor
 def _exponentials_kernel(
     lanes_ptr, weighted_ptr, top_ptr, logits_ptr, row_stride, width, HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Of one row the largest logit and, for each lane, sums of exp(logit - largest) and of their products with logits."""
+    """A row's largest logit and, for each lane, sums of exp(logit - largest) and of their products with logits."""
     row = tl.program_id(0).to(tl.int64)
     largest, total = tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)
