@@ -13,7 +13,7 @@ from rl_runtime_samples import prompt, sample
 from ds_engine import TokenOutputs
 from rl_core import Batch, BatchConfig, LossAggregation, split_mini_batches
 from rl_runtime.ranks.train_batch import TrainBatch
-from rl_runtime.ranks.trainer_worker import TrainerWorker
+from rl_runtime.ranks.trainer_worker import RankPart, TrainerWorker
 from rl_runtime.samples import batch_of
 from rl_runtime.training.policy import PolicyConfig
 from rl_runtime.training.policy_loss import loss_weights, policy_loss
@@ -47,8 +47,9 @@ def micro_batches(batch: Batch, num_ranks: int, budget: int) -> list[list[Batch]
             assert method in (TrainerWorker.shares_prefixes, TrainerWorker.copies_prefixes)
             return [True]
 
-        def run_each(self, method: Any, parts: list[list[list[Batch]]], number: int) -> None:
-            held.extend(part[0] for part in parts)
+        def run_each(self, method: Any, parts: list[RankPart], number: int) -> list[list[int]]:
+            held.extend(part.micro_batches()[0] for part in parts)
+            return [[sum(micro.num_tokens for micro in rank)] for rank in held]
 
     ranks: Any = Ranks()
     train_batch, layout = TrainBatch(batch), (ranks, 1, BatchConfig(token_budget=budget))
