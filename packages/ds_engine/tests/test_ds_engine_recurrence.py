@@ -222,6 +222,7 @@ def test_layers_that_share_a_weight_are_not_adapted(tmp_path: Path) -> None:
     with raises(ModelError, field="lora.target_modules", value=["q_proj"]):
         prepared(tmp_path, replace(FP32, lora=LoraConfig(rank=2, target_modules=("q_proj",))))
 
+
 def test_fp32_residuals_reach_a_bf16_head(tmp_path: Path) -> None:
     name = "mamba2"
     model = prepared(write_architecture(tmp_path, name, HYBRIDS[name]), replace(FP32, dtype="bfloat16"))
