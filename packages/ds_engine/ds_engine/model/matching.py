@@ -65,7 +65,7 @@ class Operations(Protocol):
 
     @property
     def scores(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """(logits [N, V] fp32, tokens [N]) -> fp32 log-probs of the tokens and entropies, [N] each."""
+        """(logits [N, V], tokens [N]) -> fp32 log-probs of the tokens and entropies, [N] each."""
 
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -261,7 +261,9 @@ def _rotate_both(
     operations: Operations, q: Tensor, k: Tensor, table: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`apply_rotary_pos_emb` of the layers; q and k: [1, heads, T, d]."""
-    q, k = (_Rotated.apply(x[0].transpose(0, 1), table, positions, operations).transpose(0, 1)[None] for x in (q, k))
+    # `squeeze` is a view also of gradients, which `x[0]` copies.
+    rows = (_Rotated.apply(x.squeeze(0).transpose(0, 1), table, positions, operations) for x in (q, k))
+    q, k = (x.transpose(0, 1).unsqueeze(0) for x in rows)
     return q, k
 
 
@@ -316,8 +318,8 @@ def matching_log_probs(log_prob_fn: LogProbFn, operations: Operations) -> LogPro
         def exact(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
             chosen, entropies = list[Tensor](), list[Tensor]()
             for rows, ids in zip(hidden.split(_LOGIT_ROWS), targets_N.split(_LOGIT_ROWS), strict=True):
-                logits = operations.linear(rows, weight, options.get("bias")).float()
-                logits = logits if temperature == 1.0 else logits / temperature
+                logits = operations.linear(rows, weight, options.get("bias"))
+                logits = logits if temperature == 1.0 else logits.float() / temperature
                 for results, result in zip((chosen, entropies), operations.scores(logits, ids), strict=True):
                     results.append(result)
             return torch.cat(chosen), torch.cat(entropies)

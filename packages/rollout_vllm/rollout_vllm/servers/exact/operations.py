@@ -244,12 +244,12 @@ def log_probs(logits: Tensor) -> Tensor:
 
 
 def scores(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """(`token_log_probs`, entropies), fp32 [N]; logits: [N, V] fp32 (a kernel reads other dtypes in another order)."""
+    """(`token_log_probs`, entropies), fp32 [N]; logits: [N, V]."""
     if logits.is_cuda:
-        from .kernels import entropies, log_sum_exp
+        from .kernels import log_sum_exp_and_entropies
 
-        log_sums = log_sum_exp(logits)
-        return logits.gather(-1, tokens[:, None])[:, 0] - log_sums, entropies(logits, log_sums)
+        log_sums, entropies = log_sum_exp_and_entropies(logits)
+        return logits.gather(-1, tokens[:, None])[:, 0].float() - log_sums, entropies
     rows = log_probs(logits)
     return rows.gather(-1, tokens[:, None])[:, 0], -(rows.exp() * rows).sum(-1)
 
