@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rl_runtime_samples import prompt, sample
 
 from ds_engine import TokenOutputs
-from rl_core import Batch, BatchConfig, LossAggregation, gae, split_mini_batches, token_rewards
+from rl_core import Batch, BatchConfig, LossAggregation, split_mini_batches
 from rl_runtime.ranks.train_batch import TrainBatch
 from rl_runtime.ranks.trainer_worker import RankPart, TrainerWorker
 from rl_runtime.samples import batch_of
@@ -155,15 +155,6 @@ def test_every_mini_batch_has_loss_weights_of_its_own() -> None:
     for mini in map(batch.select, minis):
         assert float(mini.columns["weights"].sum()) == pytest.approx(1)
         assert float(mini.columns["mean_weights"].sum()) == pytest.approx(1)
-
-
-def test_advantages_skip_context() -> None:
-    """A tool's result earns nothing: the value after a call is that of the first token written after it."""
-    batch = make_batch([[4]], [[True, False, False, True]])
-    rewards_K = token_rewards(torch.tensor([1.0]), batch.response_lens_S)
-    advantages_K, returns_K = gae(rewards_K, torch.tensor([0.2, 0.6]), batch.response_lens_S, gamma=1.0, lam=0.0)
-    assert advantages_K.tolist() == pytest.approx([0.4, 0.4])
-    assert returns_K.tolist() == pytest.approx([0.6, 1.0])
 
 
 def test_a_batch_names_the_file_of_each_sequence_that_has_images() -> None:
