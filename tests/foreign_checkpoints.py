@@ -1,6 +1,6 @@
 """Run by test_foreign_checkpoints: two gloo ranks with plain DeepSpeed engines and ours, which load from each other.
 
-    foreign_checkpoints.py FOLDER
+    foreign_checkpoints.py FOLDER some|all  of the cases
     foreign_checkpoints.py FOLDER theirs    one rank trains FOLDER/model at ZeRO-3 and saves FOLDER/theirs, no more
 
 Theirs are made by `deepspeed.initialize` from a JSON config, with DeepSpeed's choice of torch's AdamW. Both sides
@@ -47,8 +47,11 @@ from ds_engine import (
 
 CPU = torch.device("cpu")
 LR, LENGTH, VOCABULARY = 1e-2, 9, 67
-STAGES = (1, 2, 3)
-DTYPES = ("float32", "bfloat16")
+CASES = {
+    "some": ((3, "float32"), (1, "bfloat16")),
+    "all": tuple((stage, dtype) for dtype in ("float32", "bfloat16") for stage in (1, 2, 3)),
+}
+"""ZeRO stage and dtype; engines of the stage before or behind it load what was saved."""
 
 
 def theirs(model: Path, stage: int, dtype: str, *, universal: bool = False) -> Any:
@@ -203,16 +206,15 @@ def muon_alike(root: Path, stage: int) -> None:
     del keep_alive
 
 
-def run(root: Path, rank: int) -> None:
+def run(root: Path, cases: str, rank: int) -> None:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     init_distributed(rank, int(os.environ["WORLD_SIZE"]), address, port, CPU, timeout_s=300.0)
     original_muon.ns_compute_dtype = lambda *_: torch.float32
-    for stage in STAGES:
+    for stage in sorted({stage for stage, _ in CASES[cases]}):
         muon_alike(root, stage)
-    for dtype in DTYPES:
-        for stage in STAGES:
-            into_ours(root, stage, dtype)
-            into_theirs(root, stage, dtype)
+    for stage, dtype in CASES[cases]:
+        into_ours(root, stage, dtype)
+        into_theirs(root, stage, dtype)
     shutdown_distributed()
 
 
@@ -235,5 +237,5 @@ if __name__ == "__main__":
     plinth_testing.write_tiny_model(
         folder / "model", vocab_size=VOCABULARY, hidden_size=24, intermediate_size=40, **sizes
     )
-    plinth_testing.run_ranks(partial(run, folder), num_ranks=2)
+    plinth_testing.run_ranks(partial(run, folder, sys.argv[2]), num_ranks=2)
     print("all loaded", flush=True)

@@ -1,6 +1,6 @@
 """Two ranks: steps on preferences and scores of a reward model, against transformers and plain torch.
 
-Run by test_preferences.py with the folder of a model and an empty folder.
+Run by test_preferences.py with the folder of a model, an empty folder and names of cases.
 """
 
 import os
@@ -170,10 +170,10 @@ def check(worker: TrainerWorker, folder: str, out: Path, name: str) -> None:
     dist.barrier()
 
 
-def main(folder: str, out: str, rank: int) -> None:
+def main(folder: str, out: str, names: list[str], rank: int) -> None:
     worker = TrainerWorker(rank, 2, device="cpu", num_threads=1)
     worker.connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    for name in CASES:
+    for name in names:
         check(worker, folder, Path(out) / name.replace(" ", "_"), name)
 
 
@@ -183,4 +183,4 @@ if __name__ == "__main__":
     import peft  # noqa: F401
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
-    run_ranks(partial(main, sys.argv[1], sys.argv[2]))
+    run_ranks(partial(main, sys.argv[1], sys.argv[2], sys.argv[3:]))

@@ -256,7 +256,8 @@ def test_the_documented_commands_are_right() -> None:
         cls, plan = bench.BENCHMARKS[name]
         overlays = [presets / "overlays" / f"{a.partition('=')[2]}.yaml" for a in arguments if a.startswith("overlay=")]
         values = [a for a in arguments if not a.startswith(("overlay=", "--"))]
-        assert plan(load_config(cls, presets=overlays, overrides=values))
+        first, *_ = plan(load_config(cls, presets=overlays, overrides=values))
+        assert resolved(first).trainer.total_training_steps == first.steps
 
 
 def test_an_unknown_benchmark_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

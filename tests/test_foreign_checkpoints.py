@@ -17,9 +17,11 @@ pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("foreign_checkpoints.py")
 
 
-@pytest.mark.long
-def test_zero_and_universal_checkpoints_in_both_directions(tmp_path: Path) -> None:
-    assert "all loaded" in plinth_testing.run_script(SCRIPT, tmp_path, timeout_s=900)
+@pytest.mark.parametrize(
+    "cases", [pytest.param("some", marks=pytest.mark.long), pytest.param("all", marks=pytest.mark.thorough)]
+)
+def test_zero_and_universal_checkpoints_in_both_directions(cases: str, tmp_path: Path) -> None:
+    assert "all loaded" in plinth_testing.run_script(SCRIPT, tmp_path, cases, timeout_s=900)
 
 
 @pytest.mark.e2e

@@ -21,15 +21,9 @@ DEMO = Path(__file__).resolve().parents[1] / "apps" / "grpo" / "presets" / "demo
 
 
 REFUSED = """
-sampling.n: sampling.n=1
-temperature: sampling.temperature=0 sampling.n=2
-kl_coef: algorithm.kl_coef=.nan
 advantage: algorithm.advantage=gae
 algorithm.advantage: algorithm.advantage=rlo
-sampling.max_tokens: algorithm.overlong_penalty=1 algorithm.overlong_buffer=21
-dynamic_sampling.max_rounds: algorithm.advantage=reinforce_pp dynamic_sampling.max_rounds=1
 algorithm.loss: algorithm.loss=apps.grpo.calculator:nobody
-algorithm.loss: algorithm.loss=apps.grpo.calculator:calculate
 score: reward.score=0
 format_score: reward.format_score=1.0
 seed: trainer.seed=-1
@@ -51,7 +45,6 @@ sampling.stop: rollout.speculative=ngram sampling.stop=[a]
 sampling.min_p: rollout.speculative=ngram sampling.min_p=0.1
 sampling.repetition_penalty: rollout.speculative=ngram sampling.repetition_penalty=1.1
 trainer.max_staleness: oversampling.longest_first=true trainer.max_staleness=1
-deterministic: rollout.speculative=ngram rollout.deterministic=true
 rollout.urls: actor.match_servers=true rollout.urls=[http://127.0.0.1:9]
 rollout.dtype: actor.match_servers=true actor.dtype=bfloat16
 actor.compile: actor.match_servers=true actor.compile=true
@@ -67,22 +60,17 @@ Ray cluster: trainer.ray_address=127.0.0.1:9
 trainer.ray_address: trainer.ray_address=auto
 ranks_per_node: trainer.ranks_per_node=0
 num_ranks: trainer.num_ranks=1099511627776
-num_servers: rollout.num_servers=1099511627776
 mini_batch_size: trainer.num_ranks=2 batch.train_batch_size=3 batch.mini_batch_size=3 sampling.n=3
 127.0.0.1:9: rollout.urls=http://127.0.0.1:9
 one host: rollout.urls=http://198.51.100.7:9 sync.transport=shm
 api_key_file: rollout.urls=http://127.0.0.1:9 rollout.api_key_file=~nobody-here/key
 rollout.host: rollout.host=198.51.100.7
 kv_cache_gib: rollout.kv_cache_gib=1e5 rollout.num_servers=2
-kv_cache_gib: rollout.max_model_len=512 rollout.kv_cache_gib=0.0001
 stop_token_ids: sampling.stop_token_ids=[-1]
 reward.url: reward.url=http://127.0.0.1:9/score
 api_key_file: reward.url=http://127.0.0.1:9 reward.api_key_file=~nobody-here/key
-judge_prompt: reward.url=http://a:1 reward.service=judge reward.judge_prompt={answer}
-judge_prompt: reward.service=judge
 reward.function: reward.function=apps.grpo.calculator:calculate
 offload: trainer.save_freq=1 actor.zero.stage=3 actor.zero.offload.optimizer=nvme actor.zero.offload.nvme_path=/mnt
-offload.param: actor.zero.stage=2 actor.zero.offload.param=cpu
 nvme_path: actor.zero.stage=3 actor.zero.offload.optimizer=nvme actor.zero.offload.nvme_path=/no/where
 keep_every: trainer.keep_every=-1
 extra_prompts: oversampling.extra_prompts=-1
@@ -92,7 +80,6 @@ episode.environment: episode.environment=apps.grpo.stones:Nobody
 reset: episode.environment=apps.grpo.calculator:calculate
 episode.options: episode.environment=apps.grpo.stones:StoneGame episode.options={size:3}
 stones: episode.environment=apps.grpo.stones:StoneGame
-environment: episode.environment=a:B episode.function=a:b
 episode.options: episode.options={size:3}
 episode.agent: episode.agent=apps.grpo.calculator:calculate
 __call__: episode.agent=apps.grpo.stones:StoneGame
@@ -107,7 +94,6 @@ resume_from: trainer.resume=auto trainer.resume_from=LONG
 output_dir: trainer.resume=auto trainer.output_dir=LONG
 checkpoint_url: trainer.checkpoint_url=nothing://runs
 checkpoint_url: trainer.checkpoint_url=file:///proc/runs
-checkpoint_url: trainer.checkpoint_url=memory://runs
 model.path: model.path=a*b warm_start.steps=0
 model.path: model.path=LONG warm_start.steps=0
 """

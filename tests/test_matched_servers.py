@@ -16,58 +16,36 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long]
 ROOT = Path(__file__).parents[1]
 
 
+DENSE = (
+    *("preset=demo", "batch.mini_batch_size=4", "batch.token_budget=512", "sampling.n=4", "warm_start.steps=12"),
+    "algorithm.entropy_coef=0.05",  # a gradient even where all answers are equally wrong
+    *("trainer.val_before_train=false", "trainer.val_after_train=false"),
+)
+SHARDED = ("actor.zero.stage=3", "actor.sequence_parallel=2")
+WHOLE = ("actor.zero.stage=2", "actor.tiled_mlp=16")
+
+
 @pytest.mark.parametrize(
-    ("dtype", "settings"),
+    ("model", "dtype", "settings"),
     [
-        pytest.param(
-            "float32",
-            ["actor.zero.stage=2", "actor.gradient_checkpointing=true", "actor.tiled_mlp=64"],
-            marks=pytest.mark.thorough,
-        ),
-        ("bfloat16", ["actor.zero.stage=3", "actor.sequence_parallel=2"]),
+        pytest.param("dense", "float32", (*WHOLE, "actor.gradient_checkpointing=true"), marks=pytest.mark.thorough),
+        pytest.param("dense", "bfloat16", SHARDED, marks=pytest.mark.thorough),
+        pytest.param("mixture", "float32", WHOLE, marks=pytest.mark.thorough),
+        ("mixture", "bfloat16", (*SHARDED, "actor.gradient_checkpointing=true")),
     ],
 )
 def test_mismatch_is_exactly_zero(
-    dtype: str, settings: list[str], tmp_path: Path, start_app: Callable[..., Any]
+    model: str, dtype: str, settings: tuple[str, ...], tmp_path: Path, start_app: Callable[..., Any]
 ) -> None:
-    """Groups share their prompt in the server's prefix cache and on the ranks; micro batches are packed."""
-    app = start_app(
-        tmp_path,
-        "preset=demo",
-        "actor.match_servers=true",
-        f"actor.dtype={dtype}",
-        f"rollout.dtype={dtype}",
-        *settings,
-        "batch.train_batch_size=8",
-        "batch.mini_batch_size=4",
-        "batch.token_budget=512",
-        "sampling.n=4",
-        "algorithm.entropy_coef=0.05",  # a gradient even where all answers are equally wrong
-        "warm_start.steps=12",
-        "trainer.total_training_steps=3",
-        "trainer.val_before_train=false",
-        "trainer.val_after_train=false",
-    )
-    assert app.finish() == 0, app.output
-    check_rows(tmp_path)
+    """Groups share their prompt in the server's prefix cache and on the ranks; micro batches are packed.
 
-
-@pytest.mark.parametrize(
-    ("dtype", "settings"),
-    [
-        pytest.param("float32", ["actor.zero.stage=2", "actor.tiled_mlp=16"], marks=pytest.mark.thorough),
-        ("bfloat16", ["actor.zero.stage=3", "actor.sequence_parallel=2", "actor.gradient_checkpointing=true"]),
-    ],
-)
-def test_mismatch_of_a_mixture_is_exactly_zero(
-    dtype: str, settings: list[str], tmp_path: Path, start_app: Callable[..., Any]
-) -> None:
-    """The first of its three layers has no experts; each push is compared with the server's weights."""
+    The first of the mixture's three layers has no experts; each push is compared with the server's weights.
+    """
+    keys = DENSE if model == "dense" else (*mixture_keys(tmp_path), "sync.verify=true")
     app = start_app(
         tmp_path / "runs",
-        *mixture_keys(tmp_path),
-        *("actor.match_servers=true", f"actor.dtype={dtype}", f"rollout.dtype={dtype}", *settings),
-        *("batch.train_batch_size=8", "sync.verify=true", "trainer.total_training_steps=3"),
+        *(*keys, "actor.match_servers=true", f"actor.dtype={dtype}", f"rollout.dtype={dtype}", *settings),
+        *("batch.train_batch_size=8", "trainer.total_training_steps=3"),
     )
     assert app.finish() == 0, app.output
     check_rows(tmp_path / "runs")
@@ -87,20 +65,10 @@ def test_a_push_between_the_tokens_of_a_response_leaves_no_mismatch(
     """Tokens of the new weights are computed on a cache of the new weights."""
     app = start_app(
         tmp_path,
-        "preset=demo",
-        "actor.match_servers=true",
-        "trainer.num_ranks=1",
-        "trainer.max_staleness=1",
+        *(*DENSE, "actor.match_servers=true", "trainer.num_ranks=1", "trainer.max_staleness=1"),
         "rollout.max_samples_in_flight=4",  # so that groups are in flight at every push
-        "batch.train_batch_size=4",
-        "batch.mini_batch_size=2",
-        "sampling.n=4",
-        "algorithm.entropy_coef=0.05",
-        "warm_start.steps=5",
-        "warm_start.optim.warmup_steps=0",
-        "trainer.total_training_steps=5",
-        "trainer.val_before_train=false",
-        "trainer.val_after_train=false",
+        *("batch.train_batch_size=4", "batch.mini_batch_size=2", "warm_start.steps=5"),
+        *("warm_start.optim.warmup_steps=0", "trainer.total_training_steps=5"),
     )
     assert app.finish() == 0, app.output
     assert "sync.running_requests=recompute" in app.output

@@ -1,8 +1,6 @@
 """Reward models and preference training: exact means whatever the split, bad input, and real ranks."""
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,7 +22,7 @@ from apps.dpo.config import AlgorithmConfig, DpoConfig
 from apps.reward.config import AlgorithmConfig as RewardAlgorithm
 from apps.reward.config import RewardConfig
 from ds_engine import TokenOutputs, ValueOutputs
-from plinth_testing import write_tiny_model
+from plinth_testing import run_script, write_tiny_model
 from rl_core import Batch, BatchConfig
 from rl_data import DataConfig, Demonstration, LabeledResponse, PreferencePair, build_tiny_model, load_pairs
 from rl_runtime.config import ModelConfig, PreferenceTaskSize
@@ -33,9 +31,6 @@ from rl_runtime.ranks.train_batch import TrainBatch, assignment
 from rl_runtime.training.supervised_config import PreferenceTrainingConfig, SupervisedConfig
 from rollout_vllm import RolloutConfig, ServerGroup, classification_reward
 from tests.run_folders import metrics_rows
-
-REPO = Path(__file__).resolve().parents[1]
-PRESETS = {"reward": RewardConfig, "dpo": DpoConfig}
 
 
 def make_pairs(lens: Sequence[tuple[int, int]]) -> list[PreferencePair]:
@@ -69,6 +64,18 @@ LIMITS = st.one_of(
 )
 
 
+def check_plan(plan: Any, num_responses: int, limit: BatchConfig, num_tokens: Callable[[list[int]], int]) -> None:
+    """Every response is there once, beside the other of its pair, within the limits of a micro batch."""
+    assert len({len(replica) for replica in plan}) == 1, "ranks have different numbers of micro batches"
+    micros = [micro for replica in plan for micro in replica]
+    assert sorted(index for micro in micros for index in micro) == list(range(num_responses))
+    for micro in micros:
+        assert [index + 1 for index in micro[0::2]] == micro[1::2], "a pair is divided"
+        assert all(index % 2 == 0 for index in micro[0::2])
+        assert limit.micro_batch_size is None or len(micro) <= 2 * limit.micro_batch_size
+        assert limit.token_budget is None or num_tokens(micro) <= limit.token_budget or len(micro) == 2
+
+
 @given(lens=LENS, num_replicas=st.integers(1, 4), limit=LIMITS)
 def test_a_pair_is_in_one_micro_batch_and_every_pair_counts_once(
     lens: list[tuple[int, int]], num_replicas: int, limit: BatchConfig
@@ -76,17 +83,7 @@ def test_a_pair_is_in_one_micro_batch_and_every_pair_counts_once(
     pairs = make_pairs(lens)
     lengths = rl_runtime.packed(rl_runtime.responses_of(pairs)).seq_lens_S.tolist()
     plan = assignment(lengths, lengths, range(len(lengths)), num_replicas, limit, 1, group_size=2)
-    assert len({len(replica) for replica in plan}) == 1, "ranks have different numbers of micro batches"
-    micros = [micro for replica in plan for micro in replica]
-    assert sorted(index for micro in micros for index in micro) == list(range(len(lengths)))
-    for micro in micros:
-        assert [index + 1 for index in micro[0::2]] == micro[1::2], "a pair is divided"
-        assert all(index % 2 == 0 for index in micro[0::2])
-    size, budget = limit.micro_batch_size, limit.token_budget
-    for micro in micros:
-        assert size is None or len(micro) <= 2 * size
-        num_tokens = sum(lengths[i] for i in micro)
-        assert budget is None or num_tokens <= budget or len(micro) == 2
+    check_plan(plan, len(lengths), limit, lambda micro: sum(lengths[i] for i in micro))
 
 
 @given(lens=LENS, num_replicas=st.integers(1, 4), limit=LIMITS)
@@ -101,16 +98,12 @@ def test_pairs_that_share_prompts_stay_whole_within_the_limits(
     batch = rl_core.pack([row[:1] for row in rows], [row[1:] for row in rows])
     order = batch.order_prefixes(min_tokens=1)
     lengths, targets = batch.seq_lens_S.tolist(), batch.response_lens_S.tolist()
-    size, budget = limit.micro_batch_size, limit.token_budget
     plan = assignment(lengths, targets, range(len(rows)), num_replicas, limit, 1, group_size=2, prefixes=order)
-    assert len({len(replica) for replica in plan}) == 1, "ranks have different numbers of micro batches"
-    micros = [micro for replica in plan for micro in replica]
-    assert sorted(index for micro in micros for index in micro) == list(range(len(rows)))
-    for micro in micros:
-        assert [index + 1 for index in micro[0::2]] == micro[1::2], "a pair is divided"
-        assert size is None or len(micro) <= 2 * size
-        num_tokens = batch.select(micro).with_prefixes(order.select(micro)).num_computed_tokens
-        assert budget is None or num_tokens <= budget or len(micro) == 2
+
+    def computed(micro: list[int]) -> int:
+        return batch.select(micro).with_prefixes(order.select(micro)).num_computed_tokens
+
+    check_plan(plan, len(rows), limit, computed)
 
 
 @given(lens=LENS, num_replicas=st.integers(1, 4), limit=LIMITS, kind=st.sampled_from(["dpo", "ipo", "kto"]))
@@ -288,11 +281,14 @@ def test_a_reward_model_learns_and_transformers_and_vllm_give_its_scores(
     assert max(map(abs, expected)) > 1 or min(expected) < 0, "a sigmoid could not be told from no activation"
 
 
-@pytest.mark.long
 @pytest.mark.slow
-def test_steps_and_scores_on_real_ranks_are_those_of_transformers(tmp_path: Path) -> None:
-    """DPO, IPO, KTO and reward models, ZeRO-1 to 3, LoRA, sequence parallelism."""
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(("reward, stage 3", "dpo, stage 2", "kto, stage 1, sequence parallelism"), marks=pytest.mark.long),
+        pytest.param(("reward, stage 2", "ipo, stage 3", "dpo, stage 2, LoRA"), marks=pytest.mark.thorough),
+    ],
+)
+def test_steps_and_scores_on_real_ranks_are_those_of_transformers(cases: tuple[str, ...], tmp_path: Path) -> None:
     script = Path(__file__).with_name("preference_worker.py")
-    command = [sys.executable, str(script), str(write_tiny_model(tmp_path / "model")), str(tmp_path / "out")]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400, cwd=REPO)
-    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-4000:]
+    run_script(script, write_tiny_model(tmp_path / "model"), tmp_path / "out", *cases, timeout_s=400)

@@ -9,7 +9,7 @@ import pytest
 from tests.run_folders import metrics_rows, only
 from tests.small_mixture import mixture_keys
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.thorough]
 
 
 def settings(folder: Path) -> list[str]:
@@ -43,7 +43,6 @@ def test_a_mixture_learns_with_the_routes_of_its_servers_and_partial_rollouts(
     assert all(float(row["rollout/log_prob_mismatch"]) < 1e-4 for row in rows), "fresh weights, the same routes"
 
 
-@pytest.mark.thorough
 def test_groups_drawn_ahead_bring_their_routes_into_a_resumed_run(
     tmp_path: Path, start_app: Callable[..., Any]
 ) -> None:

@@ -10,24 +10,33 @@ from typing import Any
 
 import pytest
 
+from rl_data import build_tiny_model, write_task
 from run_kit.runs import list_runs
-from tests.run_folders import metrics_rows
+from tests.run_folders import metrics_rows, only
+from tests.test_evaluate import assert_last_checkpoint_is_exported_model, evaluated, responses
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
 
-@pytest.mark.long
-def test_the_loss_falls_and_the_model_loads(tmp_path: Path, start_app: Callable[..., Any]) -> None:
-    app = start_app(
-        tmp_path,
+@pytest.fixture(scope="module")
+def trained(start_shared_app: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run on two ranks, with four checkpoints."""
+    folder = tmp_path_factory.mktemp("trained")
+    app = start_shared_app(
+        folder,
         *("engine.dtype=float32", "task.num_demonstrations=2000", "supervised.steps=40", "supervised.batch_size=32"),
         *("supervised.val_size=32", "supervised.num_samples=2", "supervised.sample_tokens=4", "trainer.test_freq=20"),
-        "engine.zero.stage=1",
+        *("engine.zero.stage=1", "trainer.save_freq=10", "trainer.keep_checkpoints=4"),
         app="sft",
     )
     assert app.finish() == 0, app.output
     assert not app.survivors()
-    (run,) = tmp_path.iterdir()
+    return only(folder.iterdir())
+
+
+@pytest.mark.long
+def test_the_loss_falls_and_the_model_loads(trained: Path) -> None:
+    run = trained
     rows = metrics_rows(run)
     losses = [float(row["sft/loss"]) for row in rows if row["sft/loss"]]
     held_out = {int(row["step"]): float(row["val/loss"]) for row in rows if row["val/loss"]}
@@ -47,6 +56,30 @@ def test_the_loss_falls_and_the_model_loads(tmp_path: Path, start_app: Callable[
     model, tokenizer = AutoModelForCausalLM.from_pretrained(run / "model"), AutoTokenizer.from_pretrained(run / "model")
     assert model.num_parameters() > 0.3e6
     assert tokenizer.decode(tokenizer("3 + 1 = 4")["input_ids"]) == "3 + 1 = 4"
+
+
+@pytest.mark.long
+def test_a_sweep_pushes_every_checkpoint_to_one_server(
+    trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A damaged checkpoint is left out, and the others are evaluated."""
+    task = write_task(tmp_path / "task", num_train=1, num_val=12, num_demonstrations=1)
+    (trained / "checkpoints" / "step_00000020" / "manifest.json").unlink()
+    prompts = (f"data.val={task.val}", "sampling.n=3", "checkpoints.steps=[10,20,40]")
+    code, swept = evaluated(tmp_path / "sweep", f"checkpoints.folder={trained}", *prompts)
+    printed = capfd.readouterr().out
+    assert code == 1, printed
+    assert "failed: step_00000020: " in printed
+    assert len(list((swept / "servers").iterdir())) == 1
+    assert not list(swept.glob("export_*"))
+    (state,) = list_runs(tmp_path / "sweep")
+    assert state.state == "finished"
+    first, last = (responses(swept, f"step_000000{step}") for step in (10, 40))
+    assert len(first) == len(last) == 36
+    assert first != last, "the second checkpoint was not pushed"
+    assert_last_checkpoint_is_exported_model(trained, tmp_path)
+    models = json.loads((swept / "summary.json").read_text())["models"]
+    assert [one["label"] for one in models] == ["step_00000010", "step_00000040"]
 
 
 @pytest.mark.thorough
@@ -138,8 +171,6 @@ WAYS = {
 def test_conversations_are_learned_whatever_the_engine(way: str, tmp_path: Path, start_app: Callable[..., Any]) -> None:
     """One epoch of conversations of two turns, with a held-out file, on a model folder with a chat template."""
     import random
-
-    from rl_data import build_tiny_model
 
     model = build_tiny_model(tmp_path / "base")
     (model / "chat_template.jinja").write_text(CHAT_TEMPLATE)

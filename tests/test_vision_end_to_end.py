@@ -51,9 +51,11 @@ def test_grpo_teaches_a_model_to_count_what_it_sees(tmp_path: Path, files: Path,
     assert not (run / "images").exists()
 
 
-def supervised(folder: Path, files: Path, start_app: Callable[..., Any]) -> Path:
+@pytest.fixture(scope="module")
+def supervised(files: Path, start_shared_app: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of an SFT that learns to name colors."""
-    app = start_app(
+    folder = tmp_path_factory.mktemp("supervised")
+    app = start_shared_app(
         folder,
         f"model.path={files / 'model'}",
         f"supervised.files=[{files}/demonstrations.parquet]",
@@ -67,20 +69,18 @@ def supervised(folder: Path, files: Path, start_app: Callable[..., Any]) -> Path
     return run
 
 
-def test_sft_and_its_greedy_responses_see_images(tmp_path: Path, files: Path, start_app: Callable[..., Any]) -> None:
-    run = supervised(tmp_path / "runs", files, start_app)
-    losses = [float(row["val/loss"]) for row in metrics_rows(run) if row.get("val/loss")]
+@pytest.mark.thorough
+def test_sft_and_its_greedy_responses_see_images(supervised: Path) -> None:
+    losses = [float(row["val/loss"]) for row in metrics_rows(supervised) if row.get("val/loss")]
     # Colors are always right, and only an image tells them: without it they cost log(3) / 3 of a token's loss alone.
     assert losses[-1] < losses[0] / 2
-    named = [(one["response"].split(), one["demonstrated"].split()) for one in samples_of(run)[-8:]]
+    named = [(one["response"].split(), one["demonstrated"].split()) for one in samples_of(supervised)[-8:]]
     assert sum(len(said) > 1 and said[1] == shown[1] for said, shown in named) >= 7
 
 
 @pytest.mark.thorough
-def test_an_evaluation_sees_images_and_names_their_files(
-    tmp_path: Path, files: Path, start_app: Callable[..., Any]
-) -> None:
-    model = supervised(tmp_path / "runs", files, start_app) / "model"
+def test_an_evaluation_sees_images_and_names_their_files(tmp_path: Path, files: Path, supervised: Path) -> None:
+    model = supervised / "model"
     settings = ("reward.function=rl_data.tasks.shapes:reward", "sampling.max_tokens=3", "data.max_prompt_length=24")
     with pytest.raises(SystemExit) as end:
         cli(argv=[f"model.path={model}", f"data.val={files}/val.parquet", f"output_dir={tmp_path / 'out'}", *settings])

@@ -1,7 +1,8 @@
 """Benchmarks of whole runs: `plinth bench six_case|stage_gate [key=value ...]`.
 
 `six_case` runs PPO under ZeRO-1, 2 and 3, without and with CPU offload; `stage_gate` runs ZeRO-1 and ZeRO-2 with the
-same seeds and judges their differences. `overlay=tiny` runs either on two CPU cores.
+same seeds and judges their differences. `overlay=tiny` runs either on two CPU cores, `overlay=smollm2`
+with a pretrained model.
 """
 
 import sys

@@ -22,7 +22,7 @@ class AlgorithmConfig(PolicyConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoConfig(JobConfig):
-    """RL training without a critic: GRPO and its relatives. Without model and data it trains a small model."""
+    """RL without a critic: GRPO and relatives. Without model and data it trains SmolLM2, on the CPU a tiny model."""
 
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(experiment="grpo"))

@@ -1,7 +1,9 @@
 """An agent of Pydantic AI, unmodified, as the agent of an episode: with a tool, and asked again if it names no number.
 
 pip install 'pydantic-ai-slim[openai]'
-PYTHONPATH=examples/harnesses plinth grpo model.path=MODEL data.train=train.jsonl episode.agent=pydantic_agent:solve
+PYTHONPATH=examples/harnesses plinth grpo preset=smollm2 episode.agent=pydantic_agent:solve episode.max_turns=4 \\
+    data.max_prompt_length=256 rollout.max_model_len=384 batch.train_batch_size=32 trainer.total_training_steps=60 \\
+    trainer.seed=1                    # on one H200, held out: 0.188 before, 0.574 after
 """
 
 import re

@@ -227,9 +227,8 @@ def train_without_empty(**options: Any) -> dict[str, Any]:
     """`train` with an engine that skips micro batches without targets."""
     backward = MicroBatches.backward
 
-    def skip(self: MicroBatches, batch: Any, *arguments: Any) -> torch.Tensor:
-        (_, num_targets), _ = batch
-        return backward(self, batch, *arguments) if num_targets else torch.zeros(())
+    def skip(self: MicroBatches, outputs: Any, *arguments: Any) -> torch.Tensor:
+        return backward(self, outputs, *arguments) if outputs[0].numel() else torch.zeros(())
 
     with patch.object(MicroBatches, "backward", skip):
         return train(**options)
@@ -269,12 +268,13 @@ def train_with_deepspeeds_norms(**options: Any) -> dict[str, Any]:
 
 
 def train_with_bad_losses(model_path: str, config: EngineConfig, samples: list[Sample]) -> list[Any]:
-    """StepStats or the error of five calls with two micro batches: the loss of the first is malformed, good, the loss
-    of the second is malformed, good, good."""
+    """StepStats or the error of six calls with two micro batches: the second is malformed, the loss of the first is
+    malformed, good, the loss of the second is malformed, good, good."""
     engine = build(model_path, config)
     micro_batches = [make_batch(samples[:2]), make_batch(samples[2:])]
     results: list[Any] = []
-    for bad in (0, None, 1, None, None):
+    short = replace(micro_batches[1], cu_seqlens_S1=micro_batches[1].cu_seqlens_S1[:-1])
+    for second, bad in ((short, None), *((micro_batches[1], bad) for bad in (0, None, 1, None, None))):
         calls: list[int] = []
 
         def loss_fn(outputs: Any, batch: Any, bad: int | None = bad, calls: list[int] = calls) -> LossOutput:
@@ -282,7 +282,7 @@ def train_with_bad_losses(model_path: str, config: EngineConfig, samples: list[S
             return LossOutput(loss=outputs.log_probs_K) if calls[-1] == bad else weighted_loss(outputs, batch)
 
         try:
-            results.append(engine.train_mini_batch(micro_batches, loss_fn))
+            results.append(engine.train_mini_batch([micro_batches[0], second], loss_fn))
         except ds_engine.EngineError as error:
             results.append(error)
     engine.close()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from ds_engine_architectures import HYBRIDS, write_architecture
+from ds_engine_architectures import HYBRIDS, MORE_HYBRIDS, PACKED, write_architecture
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -69,9 +69,9 @@ def test_an_export_has_the_tensors_of_the_model_folder(tmp_path: Path, family: s
     assert_same({tensor.name: tensor.value() for tensor in whole_tensors(model)}, folder)
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", [*HYBRIDS, *MORE_HYBRIDS, "olmoe"])
 def test_an_export_of_a_hybrid_has_the_tensors_of_the_model_folder(tmp_path: Path, name: str) -> None:
-    folder = write_architecture(tmp_path, name, HYBRIDS[name])
+    folder = write_architecture(tmp_path, name, (PACKED | HYBRIDS).get(name, {}))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert_same({tensor.name: tensor.value() for tensor in whole_tensors(model)}, folder)
 

@@ -4,6 +4,7 @@ import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,16 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     script, folder = Path(__file__).with_name("rl_runtime_rank.py"), tmp_path_factory.mktemp("two_ranks")
     with RankServer(script, folder) as server, RankPool(server, 2, folder) as pool:
         yield pool
+
+
+@pytest.fixture(scope="module")
+def scorer() -> Iterator[Any]:
+    """Scores with the default reward."""
+    from rl_runtime.rollout.scoring import Scorer
+    from rl_runtime.rollout.scoring_config import ScoringConfig
+
+    with Scorer(ScoringConfig()) as made:
+        yield made
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Groups in a checkpoint: prompts, tokens, scores and failures survive JSON."""
+"""Groups in a checkpoint: prompts, tokens, scores and failures survive JSON; texts of their responses."""
 
 import json
 from dataclasses import replace
@@ -6,11 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from rl_data import Prompt
-from rl_runtime.rollout.groups import from_state, to_state
+from rl_runtime.rollout.groups import decoded, from_state, to_state
 from rl_runtime.rollout.phase import RolloutPhase
 from rollout_vllm import Failure, Group, Request, Sample, VersionSpan
 
@@ -87,3 +90,25 @@ def test_a_restored_group_has_the_files_of_its_images_in_this_run() -> None:
     phase.load_state_dict({"partial_rollouts": [state]})
     (group,) = phase._partial
     assert (group.request.images, group.samples[0].images) == ("/new/1", "/new/2")
+
+
+class Shouting(PreTrainedTokenizerFast):  # type: ignore[misc]
+    """A tokenizer with decoding of its own."""
+
+    def _decode(self, *args: Any, **kwargs: Any) -> str:
+        return str(super()._decode(*args, **kwargs)).upper()
+
+
+@pytest.mark.parametrize("kind", [PreTrainedTokenizerFast, Shouting])
+@pytest.mark.parametrize("cleans_up", [False, True])
+def test_texts_are_those_of_the_tokenizers_own_decode(kind: type[PreTrainedTokenizerFast], cleans_up: bool) -> None:
+    words = Tokenizer(models.WordLevel({"<end>": 0, "yes": 1, ".": 2, "no": 3}, unk_token="no"))
+    tokenizer = kind(tokenizer_object=words, eos_token="<end>", clean_up_tokenization_spaces=cleans_up)
+    prompt = Prompt(id="a", text="?", token_ids=(3,), ground_truth="", data_source="")
+    group = Group.fresh(Request(prompt_id="a", prompt_ids=prompt.token_ids, prompt=prompt), 3)
+    rows = [np.array(ids, np.int32) for ids in ([1, 2, 0], [], [3, 3, 2])]
+    group = replace(group, samples=tuple(s.changed(response_ids=r) for s, r in zip(group.samples, rows, strict=True)))
+
+    texts = [sample.text for sample in decoded(group, tokenizer).samples]
+    assert texts == [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
+    assert texts[0].lower() == ("yes." if cleans_up else "yes .")

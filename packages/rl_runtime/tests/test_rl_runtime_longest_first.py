@@ -1,25 +1,17 @@
 """Groups with the longest earlier responses are requested first; the batch of the step is the same."""
 
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rl_runtime_client_loops import CLOSES_LOOPS
+from rl_runtime_scripted_client import ScriptedClient, phase, sample
+from rl_runtime_user_functions import Prompt
 
 from rl_runtime.rollout.config import OversamplingConfig
 from rl_runtime.rollout.longest_first import EarlierLengths
 from rl_runtime.rollout.scoring import Scorer
-from rl_runtime.rollout.scoring_config import ScoringConfig
 from rollout_vllm import Group, Request, SamplingConfig
-
-sys.path.insert(0, str(Path(__file__).parent))  # where a user's own functions are
-
-from rl_runtime_client_loops import CLOSES_LOOPS
-from rl_runtime_scripted_client import ScriptedClient, phase, sample
-from rl_runtime_user_functions import Prompt
 
 pytestmark = CLOSES_LOOPS
 
@@ -58,12 +50,6 @@ class ByPrompt(ScriptedClient):
     async def generate(self, requests: list[Request], sampling: SamplingConfig, *, on_group: Any) -> list[Group]:
         self.responses = [[len(r.prompt.id)] * 2 for r in requests]
         return await super().generate(requests, sampling, on_group=on_group)
-
-
-@pytest.fixture(scope="module")
-def scorer() -> Iterator[Scorer]:
-    with Scorer(ScoringConfig()) as scorer:
-        yield scorer
 
 
 def test_the_order_of_requests_changes_and_the_batch_does_not(scorer: Scorer) -> None:

@@ -1,19 +1,15 @@
 """Turns of trainer and servers on one GPU: over HTTP with servers that sleep as vLLM's do, and real trainer workers."""
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-
-sys.path.insert(0, str(Path(__file__).parent))
 from rl_runtime_sleeping_server import SleepingServer, sleeping_servers
 
 from plinth_testing import raises, wait_until

@@ -1,6 +1,5 @@
 """The policy loss by name: the micro batches' shares, the bounds, losses of users, filtered responses."""
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +18,6 @@ from rl_core import Batch, cispo_loss, gspo_loss, pack, ppo_clip_loss, rollout_w
 from rl_runtime import InputError, PolicyConfig, check_loss, loss_weights, policy_loss
 from rl_runtime.samples import batch_of
 from rl_runtime.training.off_policy import RolloutCorrection
-
-sys.path.insert(0, str(Path(__file__).parent))  # where a user's own functions are
 
 NAMES = ("gspo", "rl_runtime_own_losses:reinforce")  # rl_core tests each of its losses by itself
 COLUMNS = ("log_probs", "old_log_probs", "ref_log_probs", "advantages", "entropy", "rollout_log_probs")

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rl_runtime_reward_model_worker import SAMPLES, STAGES
+from rl_runtime_reward_service import reward_service
+from rl_runtime_samples import group, sample
+from rl_runtime_user_functions import Prompt
 
 from plinth_testing import RankPool, make_classifier
 from plinth_testing.errors import raises
@@ -27,13 +30,6 @@ from rl_runtime.rollout.scoring_config import RewardTermConfig, ScoringConfig
 from rl_runtime.training.policy import PolicyConfig
 from rl_runtime.training.reward_model import scored_batch, with_output
 from rollout_vllm import Sample
-
-sys.path.insert(0, str(Path(__file__).parent))  # where a user's own functions are
-
-from rl_runtime_reward_model_worker import SAMPLES, STAGES
-from rl_runtime_reward_service import reward_service
-from rl_runtime_samples import group, sample
-from rl_runtime_user_functions import Prompt
 
 BUILTIN = ModelConfig()
 TERM = {"brief": RewardTermConfig(function="length", weight=0.5, options={"limit": 9})}

@@ -1,11 +1,12 @@
 """Rewards by a service: every kind of it, samples without a score, keys that no file shows."""
 
-import sys
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+from rl_runtime_client_loops import CLOSES_LOOPS
+from rl_runtime_reward_service import quality, reward_service
+from rl_runtime_scripted_client import ScriptedClient, phase
+from rl_runtime_user_functions import Prompt
 
 from rl_runtime.errors import RolloutFailed
 from rl_runtime.job_config import JobConfig
@@ -14,13 +15,6 @@ from rl_runtime.rollout.scoring_config import ScoringConfig
 from rollout_vllm import RolloutConfig, SamplingConfig
 from rollout_vllm.episodes.remote_rewards import judge_prompt
 from run_kit.config.redaction import yaml_without_secrets
-
-sys.path.insert(0, str(Path(__file__).parent))  # where a user's own functions are
-
-from rl_runtime_client_loops import CLOSES_LOOPS
-from rl_runtime_reward_service import quality, reward_service
-from rl_runtime_scripted_client import ScriptedClient, phase
-from rl_runtime_user_functions import Prompt
 
 pytestmark = CLOSES_LOOPS
 
@@ -74,18 +68,6 @@ def _read_by(path: str, body: dict[str, Any]) -> Any:
     if path == "/v1/chat/completions":
         return body["messages"][0]["content"]
     return body if path == "/score" else body["input"]
-
-
-def test_samples_without_a_score_from_the_service_are_left_out() -> None:
-    with reward_service() as service:
-        config = ScoringConfig(url=f"{service.url}/score", api_key="secret", timeout_s=20)
-        with Scorer(config) as scorer:
-            client = ScriptedClient([[2, 3], [3, 3]], n=2)
-            unknown = replace(Prompt("b"), ground_truth="")
-            collected = phase(client, scorer).collect([Prompt("a"), unknown], SamplingConfig(n=2), step=1)
-    assert [item.prompt.id for item in collected.samples] == ["a", "a"]
-    assert collected.num_failed == 2
-    assert "no reward" in collected.reason
 
 
 def test_api_keys_are_removed_from_written_configurations() -> None:

@@ -1,7 +1,6 @@
 """Reward functions are tried before a run starts: one that can score nothing is refused, no other is."""
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ from rl_runtime.rollout.config import EpisodeConfig
 from rl_runtime.rollout.reward_trial import has_functions, try_rewards
 from rl_runtime.rollout.scoring import load_reward
 from rl_runtime.rollout.scoring_config import RewardTermConfig, ScoringConfig
-
-sys.path.insert(0, str(Path(__file__).parent))  # where a user's own functions are
 
 MODULE = "rl_runtime_reward_functions"
 PROMPT = Prompt("train:0", "2 + 3\n", (1, 2), ground_truth="5", data_source="own", extra={"level": 1})

@@ -2,15 +2,14 @@
 
 import asyncio
 import json
-import math
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from rl_runtime_client_loops import CLOSES_LOOPS
+from rl_runtime_scripted_client import ScriptedClient, Tokenizer, phase, sample
+from rl_runtime_user_functions import Prompt
 
 from plinth_testing import raises
 from rl_runtime.errors import InputError, RolloutFailed
@@ -21,22 +20,9 @@ from rl_runtime.rollout.hang_guard import HangGuard
 from rl_runtime.rollout.phase import RolloutPhase
 from rl_runtime.rollout.scoring import Scorer
 from rl_runtime.rollout.scoring_config import ScoringConfig
-from rl_runtime.training.metrics import mismatch
 from rollout_vllm import Group, Request, RewardOutcome, Sample, SamplingConfig, VersionSpan
 
-sys.path.insert(0, str(Path(__file__).parent))  # where a user's own functions are
-
-from rl_runtime_client_loops import CLOSES_LOOPS
-from rl_runtime_scripted_client import ScriptedClient, Tokenizer, phase, sample
-from rl_runtime_user_functions import Prompt
-
 pytestmark = CLOSES_LOOPS
-
-
-@pytest.fixture(scope="module")
-def scorer() -> Iterator[Scorer]:
-    with Scorer(ScoringConfig()) as scorer:
-        yield scorer
 
 
 def test_failed_samples_are_left_out_and_counted(scorer: Scorer) -> None:
@@ -139,14 +125,6 @@ def test_an_environments_rewards_are_the_score_and_its_failures_cost_their_own_s
     assert items["silent"].score == 1.0
     assert bytes(items["other prompt"].prompt.token_ids) == b"ask"
     assert items["other prompt"].token_ids.size == 3 + 6
-
-
-def test_a_number_that_a_rollout_function_returns_is_the_score(scorer: Scorer) -> None:
-    episode = EpisodeConfig(function="rl_runtime_user_functions:rewards_itself")
-    collected = phase(ScriptedClient([], n=2), scorer, episode=episode).collect(
-        [Prompt("a")], SamplingConfig(n=2, max_tokens=8), step=1
-    )
-    assert [item.score for item in collected.samples] == [0.25, 0.25]
 
 
 def test_episodes_that_a_step_does_not_wait_for_are_held_and_start_again_after_a_resume(scorer: Scorer) -> None:
@@ -255,14 +233,6 @@ def test_partial_rollouts_come_first_in_the_next_step(scorer: Scorer) -> None:
     assert resumed.num_prompts(2) == validated, "held-out prompts have nothing to do with it"
 
 
-def test_without_partial_rollouts_unfinished_groups_are_dropped(scorer: Scorer) -> None:
-    oversampling = OversamplingConfig(extra_prompts=1, partial_rollouts=False)
-    rollout = phase(ScriptedClient([], n=2), scorer, oversampling=oversampling)
-    collected = rollout.collect([Prompt("a"), Prompt("b"), Prompt("c")], SamplingConfig(n=2), step=1)
-    assert [item.prompt.id for item in collected.samples] == ["a", "a", "b", "b"]
-    assert rollout.num_prompts(2) == 3
-
-
 def test_of_too_many_groups_the_fullest_are_kept_in_order() -> None:
     def kept(*sizes: int) -> list[str]:
         requests = [Request(prompt_id=str(i), prompt_ids=[1]) for i in range(len(sizes))]
@@ -271,19 +241,6 @@ def test_of_too_many_groups_the_fullest_are_kept_in_order() -> None:
 
     assert kept(1, 3, 2, 4) == ["1", "3"]
     assert kept(2, 2, 2, 1) == ["0", "1"]
-
-
-def test_mismatch_of_tokens_of_older_versions_is_separate(scorer: Scorer) -> None:
-    client = ScriptedClient([[2], [3]], n=1)
-    collected = phase(client, scorer).collect([Prompt("a"), Prompt("b")], SamplingConfig(n=1), step=1)
-    older = replace(collected.samples[0], version_spans=(VersionSpan(2, 1),))
-    batch = replace(collected, samples=(older, collected.samples[1])).batch()
-    batch.add_columns(old_log_probs=batch.columns["rollout_log_probs"] + torch.tensor([0.5, 0.25]))
-    metrics = mismatch(batch)
-    assert (metrics["rollout/log_prob_mismatch"], metrics["rollout/log_prob_mismatch_max"]) == (0.25, 0.25)
-    assert metrics["rollout/log_prob_mismatch_stale"] == metrics["rollout/stale_token_share"] == 0.5
-    assert metrics["rollout/mismatch_kl"] == pytest.approx(math.exp(0.25) - 1 - 0.25)
-    assert metrics["rollout/mismatch_ess"] == 1.0
 
 
 def test_a_rollout_function_has_to_be_a_coroutine_function() -> None:

@@ -110,20 +110,21 @@ class Setting:
         self.watch.events.append(WatchEvent(server, event, "it was killed", 0.0))
 
 
+def fleet_of(
+    servers: list[Server], client: Any, actor: Any, report: Any, *, max_restarts: int = 2, **options: Any
+) -> RolloutServers:
+    group: Any = Servers(servers)
+    sync = SyncConfig(running_requests="keep") if options else SyncConfig()
+    return RolloutServers(group, client, actor, sync, max_restarts=max_restarts, report=report, **options)
+
+
 @pytest.fixture
 def setting(monkeypatch: pytest.MonkeyPatch) -> Setting:
     monkeypatch.setattr(rollout_servers, "_NOTICE_S", 0.5)
     servers, actor, client, lines = [Server(), Server()], Actor(), Client(), list[str]()
     watch = Watch(servers)
     monkeypatch.setattr(watched_servers, "ServerWatch", lambda *args, **kwargs: watch)
-    fleet = RolloutServers(
-        Servers(servers),  # type: ignore[arg-type]
-        client,  # type: ignore[arg-type]
-        actor,  # type: ignore[arg-type]
-        SyncConfig(),
-        max_restarts=2,
-        report=lines.append,
-    )
+    fleet = fleet_of(servers, client, actor, lines.append)
     return Setting(fleet, servers, watch, actor, client, lines)
 
 
@@ -243,17 +244,12 @@ def test_a_restarted_server_waits_while_weights_change(setting: Setting) -> None
     assert setting.actor.pushes == [(BOTH, 0), (SECOND, 1), (FIRST, 1)]
 
 
-def test_a_server_gets_no_weights_after_the_end_of_the_run(setting: Setting) -> None:
-    with setting.fleet:
-        setting.fleet.push(0)
-    with pytest.raises(RlRuntimeError):
-        setting.fleet._push_to_restarted(0, Endpoint("http://0"))
-
-
-def test_the_end_of_a_run_does_not_wait_for_a_restart(setting: Setting) -> None:
+def test_the_end_of_a_run_waits_for_no_restart_and_no_server_gets_weights_after_it(setting: Setting) -> None:
     with setting.fleet:
         setting.fleet.push(0)
     assert setting.watch.aborted_restarts
+    with pytest.raises(RlRuntimeError):
+        setting.fleet._push_to_restarted(0, Endpoint("http://0"))
 
 
 def test_events_are_reported_once(setting: Setting) -> None:
@@ -293,15 +289,7 @@ class LabelingClient(Client):
 
 def labeled(setting: Setting, client: Any) -> RolloutServers:
     """The same servers, whose requests run through a push."""
-    return RolloutServers(
-        Servers(setting.servers),  # type: ignore[arg-type]
-        client,
-        setting.actor,  # type: ignore[arg-type]
-        SyncConfig(running_requests="keep"),
-        max_restarts=2,
-        report=setting.lines.append,
-        holds_requests=True,
-    )
+    return fleet_of(setting.servers, client, setting.actor, setting.lines.append, holds_requests=True)
 
 
 def test_a_server_that_dies_after_a_push_is_not_asked_for_its_labels(setting: Setting) -> None:
@@ -336,14 +324,7 @@ def test_servers_without_labels_are_named_at_once(setting: Setting, monkeypatch:
 
 
 def test_without_restarts_a_dead_server_ends_the_run(setting: Setting) -> None:
-    fleet = RolloutServers(
-        Servers([Server(), Server(alive=False)]),  # type: ignore[arg-type]
-        Client(),  # type: ignore[arg-type]
-        Actor(),  # type: ignore[arg-type]
-        SyncConfig(),
-        max_restarts=0,
-        report=print,
-    )
+    fleet = fleet_of([Server(), Server(alive=False)], Client(), Actor(), print, max_restarts=0)
     with fleet, pytest.raises(ServerDiedError):
         fleet.check()
 

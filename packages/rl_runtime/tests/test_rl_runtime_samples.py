@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from rl_runtime_samples import prompt, sample
 
 from ds_engine import TokenOutputs
-from rl_core import Batch, BatchConfig, LossAggregation, gae, split_mini_batches, token_rewards
+from rl_core import Batch, BatchConfig, LossAggregation, split_mini_batches
 from rl_runtime.ranks.train_batch import TrainBatch
-from rl_runtime.ranks.trainer_worker import TrainerWorker
+from rl_runtime.ranks.trainer_worker import RankPart, TrainerWorker
 from rl_runtime.samples import batch_of
 from rl_runtime.training.policy import PolicyConfig
 from rl_runtime.training.policy_loss import loss_weights, policy_loss
@@ -47,8 +47,9 @@ def micro_batches(batch: Batch, num_ranks: int, budget: int) -> list[list[Batch]
             assert method in (TrainerWorker.shares_prefixes, TrainerWorker.copies_prefixes)
             return [True]
 
-        def run_each(self, method: Any, parts: list[list[list[Batch]]], number: int) -> None:
-            held.extend(part[0] for part in parts)
+        def run_each(self, method: Any, parts: list[RankPart], number: int) -> list[list[int]]:
+            held.extend(part.micro_batches()[0] for part in parts)
+            return [[sum(micro.num_tokens for micro in rank)] for rank in held]
 
     ranks: Any = Ranks()
     train_batch, layout = TrainBatch(batch), (ranks, 1, BatchConfig(token_budget=budget))
@@ -154,15 +155,6 @@ def test_every_mini_batch_has_loss_weights_of_its_own() -> None:
     for mini in map(batch.select, minis):
         assert float(mini.columns["weights"].sum()) == pytest.approx(1)
         assert float(mini.columns["mean_weights"].sum()) == pytest.approx(1)
-
-
-def test_advantages_skip_context() -> None:
-    """A tool's result earns nothing: the value after a call is that of the first token written after it."""
-    batch = make_batch([[4]], [[True, False, False, True]])
-    rewards_K = token_rewards(torch.tensor([1.0]), batch.response_lens_S)
-    advantages_K, returns_K = gae(rewards_K, torch.tensor([0.2, 0.6]), batch.response_lens_S, gamma=1.0, lam=0.0)
-    assert advantages_K.tolist() == pytest.approx([0.4, 0.4])
-    assert returns_K.tolist() == pytest.approx([0.6, 1.0])
 
 
 def test_a_batch_names_the_file_of_each_sequence_that_has_images() -> None:

@@ -79,14 +79,7 @@ def test_a_step_waits_for_groups_that_the_next_one_could_not_use() -> None:
 def test_a_group_is_as_old_as_the_oldest_token_of_all_its_samples() -> None:
     """The second of its samples was cut by a push."""
     servers: Any = Servers()
-    data = prompts(9)
-    rollouts: Any = SimpleNamespace(
-        phase=servers,
-        sampler=None,
-        sampling=SamplingConfig(n=3),
-        draw=lambda count: data[:count],
-        dynamic_sampling=DynamicSamplingConfig(),
-    )
+    rollouts = rollouts_of(servers, num_samples=3)
     ahead = RolloutsAhead(rollouts, servers, Schedule(batch_size=1, max_staleness=2, last_step=3), check=lambda: None)
     ahead.published(0)
     job = next(iter(servers.jobs.values()))
@@ -203,6 +196,21 @@ def prompts(count: int) -> list[Prompt]:
     ]
 
 
+def rollouts_of(
+    servers: Any, sampler: PromptSampler | None = None, *, num_samples: int = NUM_SAMPLES, max_rounds: int = 0
+) -> Any:
+    """The rollouts of a run over these servers."""
+    sampler = sampler or PromptSampler(9)
+    data = prompts(sampler.num_prompts)
+    return SimpleNamespace(
+        phase=servers,
+        sampler=sampler,
+        sampling=SamplingConfig(n=num_samples),
+        draw=lambda count: [data[i] for i in sampler.next(count)],
+        dynamic_sampling=DynamicSamplingConfig(max_rounds=max_rounds),
+    )
+
+
 class AheadMachine(RuleBasedStateMachine):
     """A training loop whose servers, pushes, checkpoints and deaths come in any order."""
 
@@ -229,14 +237,7 @@ class AheadMachine(RuleBasedStateMachine):
         """A new process, from a checkpoint (step, state, ledger) or from the beginning."""
         self.servers = Servers()
         self.sampler = PromptSampler(1000, seed=1)
-        data = prompts(1000)
-        rollouts: Any = SimpleNamespace(
-            phase=self.servers,
-            sampler=self.sampler,
-            sampling=SamplingConfig(n=NUM_SAMPLES),
-            draw=lambda count: [data[i] for i in self.sampler.next(count)],
-            dynamic_sampling=DynamicSamplingConfig(max_rounds=self.rounds),
-        )
+        rollouts = rollouts_of(self.servers, self.sampler, max_rounds=self.rounds)
         client: Any = self.servers
         self.ahead = RolloutsAhead(rollouts, client, Schedule(**self.settings), check=lambda: None)
         self.step, self.ledger = 0, {}
@@ -401,16 +402,9 @@ def test_what_does_not_work_during_generation_is_refused(sections: dict[str, dic
 
 def test_groups_of_another_batch_are_not_resumed() -> None:
     servers: Any = Servers()
-    rollouts: Any = SimpleNamespace(
-        phase=servers,
-        sampler=PromptSampler(9),
-        sampling=SamplingConfig(n=NUM_SAMPLES),
-        draw=lambda count: prompts(count),
-        dynamic_sampling=DynamicSamplingConfig(),
-    )
 
     def ahead(batch_size: int, max_rounds: int = 0) -> RolloutsAhead:
-        rollouts.dynamic_sampling = DynamicSamplingConfig(max_rounds=max_rounds)
+        rollouts = rollouts_of(servers, PromptSampler(9), max_rounds=max_rounds)
         schedule = Schedule(batch_size=batch_size, max_staleness=1, last_step=3, replaces=max_rounds > 0)
         return RolloutsAhead(rollouts, servers, schedule, check=lambda: None)
 

@@ -3,7 +3,6 @@
 import asyncio
 import math
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rl_runtime_samples import group, sample
+from rl_runtime_user_functions import Prompt
 
 from plinth_testing.errors import raises
 from rl_data import make_reward
@@ -22,11 +23,6 @@ from rl_runtime.rollout.scoring_config import RewardTermConfig, ScoringConfig
 from rl_runtime.training.metrics import term_metrics
 from rl_runtime.training.record import rollout_record
 from rollout_vllm import Group, Sample
-
-sys.path.insert(0, str(Path(__file__).parent))  # where a user's own functions are
-
-from rl_runtime_samples import group, sample
-from rl_runtime_user_functions import Prompt
 
 MODULE = "rl_runtime_user_functions"
 

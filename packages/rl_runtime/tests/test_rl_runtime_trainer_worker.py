@@ -1,17 +1,46 @@
-"""Tensors that a rank pushes to servers."""
+"""Micro batches that a rank packs, and tensors that it pushes to servers."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ds_engine import EngineConfig, check_model
 from ds_engine.model import trial
+from rl_core import pack
 from rl_data import build_tiny_model
 from rl_runtime.ranks import trainer_worker
-from rl_runtime.ranks.trainer_worker import TrainerWorker
+from rl_runtime.ranks.trainer_worker import RankPart, TrainerWorker
 from weight_sync import SyncConfig
+
+
+@given(st.data(), st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), min_size=1, max_size=8), st.booleans())
+def test_a_rank_packs_the_micro_batches_that_the_whole_batch_has(
+    data: st.DataObject, rows: list[tuple[int, int]], shares: bool
+) -> None:
+    lens = [length for _, length in rows]
+    facts = {"group_ids": torch.arange(len(rows))}
+    batch = pack([[7, 8, 9, kind] for kind, _ in rows], [[5] * length for length in lens], per_sequence=facts)
+    order = batch.order_prefixes(min_tokens=1) if shares else None
+    chosen = data.draw(st.permutations(range(len(rows))))[: data.draw(st.integers(0, len(rows)))]
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(chosen)), min_size=3, max_size=3)))
+    plan = [[chosen[: cuts[0]], chosen[cuts[0] : cuts[1]]], [chosen[cuts[1] : cuts[2]], chosen[cuts[2] :]]]
+
+    minis = RankPart.of(batch, plan, order).micro_batches()
+    for sequences, micro in zip([*plan[0], *plan[1]], [*minis[0], *minis[1]], strict=True):
+        direct = batch.select(sequences)
+        if order is not None:
+            direct = direct.with_prefixes(order.select(sequences))
+        assert micro.num_computed_tokens == direct.num_computed_tokens
+        for name in ("input_ids_T", "position_ids_T", "cu_seqlens_S1", "target_index_K", "target_ids_K"):
+            assert torch.equal(getattr(micro, name), getattr(direct, name)), name
+        assert torch.equal(micro.per_sequence["group_ids"], torch.tensor(sequences, dtype=torch.int64))
+        if micro.prefixes is not None and direct.prefixes is not None:
+            assert torch.equal(micro.prefixes.place_T, direct.prefixes.place_T)
 
 
 class Engine:
@@ -69,6 +98,7 @@ def test_a_warmed_up_rank_has_tried_the_model_and_draws_the_same_numbers(
     worker = TrainerWorker(0, 1, device="cpu", num_threads=1)
     before = torch.get_rng_state()
     worker.warm_up(folder)
+    assert "deepspeed" in sys.modules
     assert torch.equal(torch.get_rng_state(), before)
     monkeypatch.setattr(trial, "_try", None)
     check_model(folder, EngineConfig())  # knows the trial of the warm-up

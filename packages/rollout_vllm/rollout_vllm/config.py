@@ -34,7 +34,8 @@ class RolloutConfig:
 
     # ---- servers -------------------------------------------------------------------------------------------------
     num_servers: int | None = None
-    """Number of servers to start, each with a whole model. null: 1. Ignored with `urls`."""
+    """Number of servers to start, each with a whole model. null: 1, unless an app chooses it (one per GPU).
+    Ignored with `urls`."""
     tensor_parallel_size: int = 1
     """Number of GPUs that share a server's model."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -21,9 +21,6 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))  # where a user's own agents are
-
 from rollout_vllm_agents import ChatTokenizer, Policy
 
 from plinth_testing import wait_until

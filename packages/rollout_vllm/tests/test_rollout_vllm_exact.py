@@ -110,6 +110,21 @@ def test_equal_experts_are_chosen_in_their_order() -> None:
     torch.testing.assert_close(alone, logits.softmax(-1)[:, [1, 4, 0]])
 
 
+def test_a_mixture_chooses_and_adds_in_the_order_of_a_plain_loop() -> None:
+    """128 experts with few different scores, 16 a token: torch's own topk and sum take other orders."""
+    logits = drawn(50, 128, dtype=torch.float32).round()
+    weights, index = operations.route(logits, 16, True)
+    order = [sorted(range(128), key=lambda number, row=row: (-row[number], number))[:16] for row in logits.tolist()]
+    assert index.tolist() == order
+    probs, total = logits.softmax(-1).gather(-1, index), torch.zeros(50)
+    rows, place = drawn(800, 24, dtype=torch.float32) * 10 ** drawn(800, 1, dtype=torch.float32), torch.arange(800)
+    places, sums = place.view(50, 16), torch.zeros(50, 24)
+    for number in range(16):
+        total, sums = total + probs[:, number], sums + rows[places[:, number]]
+    assert torch.equal(weights, probs / total[:, None])
+    assert torch.equal(operations.collect(rows, places), sums)
+
+
 @DTYPES
 @pytest.mark.parametrize("num_threads", [2, 3, 5])
 def test_bits_do_not_depend_on_the_number_of_threads(dtype: torch.dtype, num_threads: int) -> None:
@@ -196,8 +211,11 @@ assert torch.equal(kernels.linear(x, weight, bias), kernels.matmul(x, weight, bi
 logits = drawn(3, 5000)
 logits[0, :2500] = float("-inf")  # whole blocks of masked tokens
 close(kernels.log_sum_exp(logits), logits.logsumexp(-1))
-tokens = torch.tensor([3000, 7, 4999])
-close(kernels.entropies(logits, kernels.log_sum_exp(logits)), torch.distributions.Categorical(logits=logits).entropy())
+narrow = logits.bfloat16()
+for given in (narrow.float(), narrow):  # a server's and a rank's
+    log_sums, entropies = kernels.log_sum_exp_and_entropies(given)
+    assert torch.equal(log_sums, kernels.log_sum_exp(narrow.float()))
+    close(entropies, torch.distributions.Categorical(logits=narrow.float()).entropy())
 for ends in (ints(0, 3, 3, 68, 70), ints(70, 70, 70, 70, 70), ints(0, 0, 0, 0, 70)):  # experts without rows
     matrices = drawn(5, 200, 96, seed=3)
     close(kernels.grouped_linear(x, matrices, ends), operations.grouped_linear(x, matrices, ends))
@@ -218,7 +236,11 @@ for heads, key_heads, width in ((9, 3, 64), (4, 2, 16)):
     table = torch.randperm(12, generator=torch.Generator().manual_seed(0))[:10].to(torch.int32).view(2, 5)
     q = drawn(71, heads, width)
     case = (q, cache[..., :width], cache[..., width:], table, ints(0, 1, 71), ints(100, 137), width**-0.5)
-    close(kernels.attention(*case, 70), operations.attention(*case, 70))
+    lse = torch.empty(heads, 71)
+    close(kernels.attention(*case, 70, lse=lse), operations.attention(*case, 70))
+    keys = case[1][table[1].long()].transpose(0, 1).flatten(1, 2)[0, :137]  # of the first head and the last token
+    close(lse[0, 70], (width**-0.5 * keys @ q[70, 0]).logsumexp(0))
+    assert lse.isfinite().all()
 print("equal")
 """
 
@@ -387,8 +409,11 @@ def test_on_a_gpu_rows_have_the_same_bits_beside_any_others() -> None:
         assert torch.equal(total, x[:num] + x[:num].flip(0))
         assert torch.equal(summed, operations.rms_norm(total, weight[0], 1e-6))
         assert torch.equal(operations.log_probs(logits[:num]), operations.log_probs(logits)[:num])
-        scores = operations.scores(logits[:num], sevens[:num])[0]
+        scores = operations.scores(logits[:num].bfloat16(), sevens[:num])[0]  # a rank's logits are narrow
         assert torch.equal(scores, operations.token_log_probs(logits, sevens)[:num])
+    few = on_gpu(3000, 259)  # a small vocabulary, whose logits are a part of padded ones in a server
+    served = F.pad(few.float(), (0, 61))[:, :259]
+    assert torch.equal(operations.scores(few, sevens[:3000])[0], operations.token_log_probs(served, sevens[:3000]))
     for heads, key_heads, width in ((9, 3, 64), (16, 8, 128), (28, 4, 128)):
         q = on_gpu(500, heads, width)
         table = operations.rotary_table(torch.rand(width // 2, device="cuda"), 500, torch.bfloat16)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "harnesses"))
 
 from rollout_vllm_agents import ChatTokenizer, Policy

@@ -107,6 +107,7 @@ def test_an_environment_that_is_shut_in_names_no_files_of_this_host(isolated: bo
 
 
 @pytest.mark.slow
+@pytest.mark.long  # a server of its own
 def test_samples_of_a_prompt_with_images_have_the_log_probs_of_the_model(tmp_path: Path) -> None:
     from PIL import Image
     from safetensors.numpy import save_file

@@ -231,6 +231,7 @@ def test_extend_and_remaining() -> None:
     part = extend(part, Choice([7, 8, 9], [-1.0] * 3, "abort"), sampling, version=1, last_version=1)
     assert part.finish_reason == "length"  # interrupted after its last token
     assert part.version_spans == (VersionSpan(0, 2), VersionSpan(1, 3))
+    assert [getattr(part, name).dtype for name in ("response_ids", "log_probs")] == [np.int32, np.float32]
 
 
 def test_waiting_requests_end_in_spite_of_a_pause_when_no_server_is_left() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import dataclasses
-import importlib.util
 import json
 import os
 import pickle
@@ -434,34 +433,3 @@ def test_example_generate(pair: ServerGroup) -> None:
     lines = done.stdout.splitlines()
     assert sorted(line.split(" (")[0] for line in lines[:-1]) == ["'w5 w6' #0", "'w5 w6' #1", "'w7' #0", "'w7' #1"]
     assert lines[-1].endswith(" tokens, 0 retries")
-
-
-def test_example_calculator(client: RolloutClient) -> None:
-    spec = importlib.util.spec_from_file_location("rollout_vllm_example_calculator", EXAMPLES / "calculator.py")
-    assert spec is not None
-    assert spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "%s"}}\n</tool_call>'
-    for expression, result in (("4821 * 377 - 12", "1817505"), ("-(1 + 2) / 4", "-0.75"), ("7 % 4", "3")):
-        assert example.answer_call(f"Let me see. {call % expression}") == result
-    for wrong in ("", "<tool_call>1+1</tool_call>", call % "2 ** 9999", call % "open('x')", call % "1 / 0"):
-        assert example.answer_call(wrong).startswith("error")
-
-    end_of_call, context = 7, [60, 61]  # the random model samples this token by chance
-    function = example.calculator(
-        lambda text: context, lambda ids: call % "1 + 1", end_of_call=end_of_call, max_turns=3
-    )
-
-    async def main() -> list[Group]:
-        sampling = SamplingConfig(n=6, max_tokens=60, ignore_eos=True)
-        groups = await run_episodes(client, make_requests(3, step=31), function, sampling)
-        await client.aclose()
-        return groups
-
-    results = [result for group in asyncio.run(main()) for result in group.samples]
-    assert len(results) == 18
-    assert max(result.num_turns for result in results) > 1
-    for result in results:
-        masked = [i for i, own in zip(result.response_ids.tolist(), result.response_mask, strict=True) if not own]
-        assert masked == context * result.data.get("num_calls", 0)

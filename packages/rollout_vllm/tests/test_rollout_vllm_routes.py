@@ -108,7 +108,13 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     return model, folder
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["fast paths", "stock"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(True, id="fast paths"),
+        pytest.param(False, id="stock", marks=pytest.mark.thorough),
+    ],
+)
 def client(
     request: Any, mixture: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RolloutClient]:

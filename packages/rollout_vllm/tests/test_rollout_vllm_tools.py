@@ -18,9 +18,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))  # where a user's own tools are
-
 from rollout_vllm_helpers import group_of_one
 
 from plinth_testing import raises

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +12,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("verifiers.v1", reason="needs verifiers 0.4")
-sys.path.insert(0, str(Path(__file__).parent))  # where a user's own taskset is
-
 from test_rollout_vllm_tools import CHATML, FakeClient, ids_of, tokenizer_of
 
 from rollout_vllm import (

@@ -151,8 +151,9 @@ def test_common_keys_come_in_place_of_all_and_before_presets_in_short(
     presets: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     common = ("seed", "actor.zero.stage", "not.here")
-    run("--help", common_keys=common, preset_dir=presets)
+    run("--help", common_keys=(*common, "critic.zero.stage"), preset_dir=presets)
     text = capsys.readouterr().out
+    assert "critic.zero.stage: 1|2|3 (off unless given)" in text
     assert text.index("Common keys") < text.index("Presets\n  base   The base values, e.g. 2\n")
     for arguments, listed in (
         (["--help"], ["seed", "actor.zero.stage"]),

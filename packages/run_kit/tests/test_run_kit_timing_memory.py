@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_kit_testkit import Clock
 
-from plinth_testing import wait_until
 from run_kit.memory import GIB, MemorySampler, TreeMemory, process_tree_memory
 from run_kit.timing import Laps, PhaseTimer
 
@@ -149,9 +148,13 @@ def test_metrics_do_not_wait_for_a_sample() -> None:
         assert read.call_count == 1  # the thread has none yet
     assert sampler.metrics() == expected
     assert read.call_count == 2  # the thread takes no more
+    with pytest.raises(RuntimeError):
+        sampler.start()
+    with pytest.raises(ValueError, match="interval_s"):
+        MemorySampler(interval_s=0)
 
 
-def test_metrics_have_the_newest_sample() -> None:
+def test_metrics_have_the_newest_sample_and_the_peak() -> None:
     sizes = iter([5, 2])
     taken = threading.Event()
 
@@ -165,7 +168,7 @@ def test_metrics_have_the_newest_sample() -> None:
     sampler = MemorySampler(interval_s=0.001, read=read).start()
     assert taken.wait(10)  # the third sample is being taken
     metrics = sampler.metrics()
-    assert (metrics["memory/host_gib"], metrics["memory/host_peak_gib"]) == (2, 5)
+    assert (metrics["memory/host_gib"], metrics["memory/host_peak_gib"], sampler.peak.pss_bytes) == (2, 5, 5 * GIB)
 
 
 def test_sampler_that_fails_for_a_while_goes_on_and_says_so() -> None:
@@ -188,21 +191,3 @@ def test_sampler_that_fails_for_a_while_goes_on_and_says_so() -> None:
         for _ in range(10):
             assert tries.acquire(timeout=10), "the thread goes on"
         assert sampler.metrics()["memory/host_gib"] == 1
-
-
-def test_sampler_keeps_the_peak() -> None:
-    sizes = iter([1, 5, 2])
-
-    def read() -> TreeMemory:
-        size = next(sizes, 3) * GIB
-        return TreeMemory(pss_bytes=size, num_processes=4)
-
-    with MemorySampler(interval_s=0.01, read=read) as sampler:
-        wait_until(lambda: sampler.peak.pss_bytes >= 5 * GIB)
-    sampler.stop()
-    assert sampler.metrics()["memory/host_peak_gib"] == 5
-    assert sampler.metrics()["memory/num_processes"] == 4
-    with pytest.raises(RuntimeError):
-        sampler.start()
-    with pytest.raises(ValueError, match="interval_s"):
-        MemorySampler(interval_s=0)

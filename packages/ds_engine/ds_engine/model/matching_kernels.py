@@ -42,7 +42,7 @@ def _norm_kernel(
     columns = tl.arange(0, WIDTH)
     inside = columns < width
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    total = tl.zeros([WIDTH], tl.float32)
+    total = tl.zeros([ROWS, WIDTH], tl.float32)
     first = tl.program_id(0) * per_program
     for start in range(first, tl.minimum(first + per_program, num_rows), ROWS):
         rows = start + tl.arange(0, ROWS)
@@ -55,8 +55,8 @@ def _norm_kernel(
         mean = tl.sum(weighted * normed, axis=1) / width
         grad_x = scale[:, None] * (weighted - normed * mean[:, None])
         tl.store(grad_x_ptr + place, grad_x.to(narrow.dtype), mask=there)
-        total += tl.sum(grad * normed.to(narrow.dtype).to(tl.float32), axis=0)
-    tl.store(parts_ptr + tl.program_id(0) * width + columns, total, mask=inside)
+        total += grad * normed.to(narrow.dtype).to(tl.float32)
+    tl.store(parts_ptr + tl.program_id(0) * width + columns, tl.sum(total, axis=0), mask=inside)
 
 
 @triton.jit

@@ -102,6 +102,8 @@ def plan_micro_batches(
                 break  # the prefixes are split further and further, so the next ones compute even more
             if _num_empty(whole) == max(0, len(whole) - len(lengths)):
                 largest, ranks = min((largest, ranks), _spread(whole, lengths, num_ranks, prefixes), key=_cost)
+            if total >= largest * num_ranks:
+                break  # every rank has its share of the fewest tokens
     assignment = tuple(tuple(tuple(sorted(micro)) for micro in rank) for rank in ranks)
     return MicroBatchPlan(assignment=assignment, num_samples=len(lengths))
 
@@ -315,6 +317,12 @@ def _cut(
     A cut costs the tokens that the sample after it shares with the one before. A longer sample gets a run of its own.
     """
     first, last = run
+    if (
+        all(shared[first + 1 : last])
+        and max(sum(lens[first:last]) - sum(shared[first + 1 : last]), sum(loads[first:last])) <= capacity
+        and (max_items is None or last - first <= max_items)
+    ):
+        return [run]  # any cut computes tokens twice
     best: list[tuple[int, int, int]] = [(0, 0, first)]  # tokens computed twice, sum of squares, start of the last run
     for end in range(first + 1, last + 1):
         computed, load, options = 0, 0, []

@@ -1,4 +1,4 @@
-"""A train batch on the trainer ranks: planned, packed and sent to a rank group once per step.
+"""A train batch on the trainer ranks: planned and sent to a rank group once per step; each rank packs its own part.
 
 Later calls refer to it by its number. An update brings the columns that its mini batch lacks on the ranks; the plan of
 the micro batches is made per mini batch, and log-probs, values and updates all use it.
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rl_core import Batch, BatchConfig, PrefixOrder, plan_micro_batches
 
-from .trainer_worker import TrainerWorker
+from .trainer_worker import RankPart, TrainerWorker
 from .worker_group import WorkerGroup
 
 Layout = tuple[WorkerGroup, int, BatchConfig]
@@ -87,7 +87,7 @@ class TrainBatch:
         return tuple(MiniBatch(train_batch=self, index=index) for index in range(len(self._minis)))
 
     def send(self, layout: Layout) -> int:
-        """Packs the micro batches and sends each rank its own, unless the ranks have them; the number of the copy."""
+        """Plans the micro batches and sends each rank its own, unless the ranks have them; the number of the copy."""
         if layout in self._numbers:
             return self._numbers[layout]
         ranks, sp, config = layout
@@ -103,13 +103,10 @@ class TrainBatch:
             assignment(lens, loads, mini, dp, config, sp, group_size=self._group_size, prefixes=order)
             for mini in self._minis
         ]
-        bare = self.batch.without_columns()
-        parts = [[[_part(bare, micro, order) for micro in plan[replica]] for plan in plans] for replica in range(dp)]
-        self._computed[layout] = [
-            sum(micro.num_computed_tokens for part in parts for micro in part[mini]) for mini in range(len(plans))
-        ]
-        number = next(_numbers)
-        ranks.run_each(TrainerWorker.hold_batch, _for_each_rank(parts, sp), number)
+        number, bare = next(_numbers), self.batch.without_columns()
+        parts = [RankPart.of(bare, [plan[replica] for plan in plans], order) for replica in range(dp)]
+        computed = ranks.run_each(TrainerWorker.hold_batch, _for_each_rank(parts, sp), number)[::sp]
+        self._computed[layout] = [sum(mini) for mini in zip(*computed, strict=True)]
         self._assignments[layout], self._sent[layout], self._numbers[layout] = plans, set(), number
         return number
 
@@ -199,7 +196,7 @@ def assignment(
     sizes = [sum(lens[i] for i in group) for group in groups]
     group_loads = [sum(loads[i] for i in group) for group in groups]
     if prefixes is not None:  # a group shares with others at least what its first sequence does
-        saved = [int(prefixes.select(group).shared_S.sum()) for group in groups]
+        saved = [int(prefixes.select(group).shared_S.sum()) if len(group) > 1 else 0 for group in groups]
         sizes = [max(size - n, k) for size, n, k in zip(sizes, saved, group_loads, strict=True)]
         prefixes = prefixes.select([group[0] for group in groups])
     plan = plan_micro_batches(
@@ -211,12 +208,6 @@ def assignment(
         loads=group_loads,
     )
     return [[[i for group in micro for i in groups[group]] for micro in replica] for replica in plan.assignment]
-
-
-def _part(batch: Batch, micro: Sequence[int], prefixes: PrefixOrder | None) -> Batch:
-    """The sequences of a micro batch, with their part of the tree."""
-    part = batch.select(micro)
-    return part if prefixes is None else part.with_prefixes(prefixes.select(micro))
 
 
 def _for_each_rank(parts: Sequence[T], sp: int) -> list[T]:

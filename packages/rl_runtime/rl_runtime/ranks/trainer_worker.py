@@ -9,7 +9,9 @@ import logging
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,8 @@ from ds_engine import (
     check_model,
     init_distributed,
 )
-from rl_core import Batch, linear_log_prob
+from ds_engine.model.attention import choose_kernel
+from rl_core import Batch, PrefixOrder, linear_log_prob
 from rollout_vllm.servers.exact import operations
 from weight_sync import Adapter, Endpoint, SyncConfig, SyncReport, WeightPusher, ZeroSource
 
@@ -67,6 +70,34 @@ def _with_own_log_probs(
     kept.append(own_K)
     batch.add_columns(**{column: own_K})
     return loss_fn(outputs, batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPart:
+    """The sequences of a train batch that one rank computes, mini batch after mini batch."""
+
+    batch: Batch
+    sizes: list[list[int]]
+    """[mini batch][micro batch] -> number of sequences."""
+    prefixes: PrefixOrder | None
+    """Prefixes that the sequences share, if they are computed once."""
+
+    @classmethod
+    def of(cls, batch: Batch, plan: Sequence[Sequence[Sequence[int]]], prefixes: PrefixOrder | None) -> "RankPart":
+        """Those of `plan`, [mini batch][micro batch] -> sequences of `batch`."""
+        chosen = [i for mini in plan for micro in mini for i in micro]
+        sizes = [[len(micro) for micro in mini] for mini in plan]
+        order = None if prefixes is None else prefixes.select(chosen)
+        return cls(batch=batch.select(chosen), sizes=sizes, prefixes=order)
+
+    def micro_batches(self) -> list[list[Batch]]:
+        """[mini batch][micro batch]."""
+        numbers = iter(range(self.batch.num_sequences))
+        return [[self._micro_batch(list(islice(numbers, size))) for size in mini] for mini in self.sizes]
+
+    def _micro_batch(self, sequences: list[int]) -> Batch:
+        micro = self.batch.select(sequences)
+        return micro if self.prefixes is None else micro.with_prefixes(self.prefixes.select(sequences))
 
 
 class RankProfiler:
@@ -112,6 +143,8 @@ class TrainerWorker(RankProfiler):
                 ones = torch.ones(16, 16, device=self.device)
                 (ones @ ones).sum().item()
                 importlib.import_module("torch._inductor.compile_fx")  # with dynamo
+                choose_kernel("auto", device_type="cuda", dtype=torch.bfloat16)  # imports FlashAttention
+            importlib.import_module("deepspeed")
             check_model(model_path, EngineConfig(), report=lambda _: None)  # its trial is kept for the engine
         except Exception as error:  # the engine meets it again, and says what it means
             logging.getLogger(__name__).info("the rank is not warmed up: %r", error)
@@ -188,9 +221,10 @@ class TrainerWorker(RankProfiler):
         """True if a model of this rank keeps copies of a shared prefix (`ZeroEngine.copies_prefixes`)."""
         return any(engine.copies_prefixes for engine in self._engines.values())
 
-    def hold_batch(self, mini_batches: list[list[Batch]], number: int) -> None:
-        """Keeps this rank's part of a train batch, [mini batch][micro batch], until `drop_batch`."""
-        self._batches[number] = mini_batches
+    def hold_batch(self, part: RankPart, number: int) -> list[int]:
+        """Packs this rank's micro batches and keeps them until `drop_batch`; the tokens it computes by mini batch."""
+        minis = self._batches[number] = part.micro_batches()
+        return [sum(micro.num_computed_tokens for micro in mini) for mini in minis]
 
     def drop_batch(self, number: int) -> None:
         """Frees a train batch."""

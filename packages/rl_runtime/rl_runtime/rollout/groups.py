@@ -46,13 +46,24 @@ class Collected:
 
 def decoded(group: Group, tokenizer: Any) -> Group:
     """The group whose samples have their texts, and prompts with the token ids of their episodes."""
+    rows = [sample.response_ids for sample in group.samples]
+    if _decodes_batches(tokenizer):  # in threads of its own, without Python's lock
+        texts = tokenizer.backend_tokenizer.decode_batch([row.tolist() for row in rows], skip_special_tokens=True)
+    else:  # of an array: transformers looks at the type of every number in a list
+        texts = [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
+    samples = zip(group.samples, texts, strict=True)
+    return replace(group, samples=tuple(one.changed(text=text, prompt=seen_prompt(one)) for one, text in samples))
 
-    def one(sample: Sample) -> Sample:
-        # Of an array: transformers looks at the type of every number in a list.
-        text = tokenizer.decode(sample.response_ids, skip_special_tokens=True)
-        return replace(sample, text=text, prompt=seen_prompt(sample))
 
-    return replace(group, samples=tuple(map(one, group.samples)))
+def _decodes_batches(tokenizer: Any) -> bool:
+    """True for a tokenizer whose texts are those of its backend: its class has no decoding of its own."""
+    from transformers import PreTrainedTokenizerFast
+
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.clean_up_tokenization_spaces:
+        return False
+    classes = type(tokenizer).__mro__
+    own = classes[: classes.index(PreTrainedTokenizerFast)]
+    return not any({"decode", "_decode"} & vars(one).keys() for one in own)
 
 
 def largest(groups: Sequence[Group], min_samples: int, *, at_most: int) -> list[Group]:
@@ -69,7 +80,7 @@ async def with_baseline(scoring: Awaitable[Group], extra: Awaitable[Group]) -> G
         reason = f"no extra response: {baseline.failures[0].message}"
         return scored.without(scored.samples, "reward", reason)
     score = mean_score(baseline.samples)
-    return replace(scored, samples=tuple(replace(sample, baseline_score=score) for sample in scored.samples))
+    return replace(scored, samples=tuple(sample.changed(baseline_score=score) for sample in scored.samples))
 
 
 def with_final_scores(groups: Sequence[Group], finish: Finish) -> list[Group]:

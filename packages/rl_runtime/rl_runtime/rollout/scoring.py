@@ -210,7 +210,7 @@ class Scorer(ExitStack):
             terms |= {name: outcome.score} if name else {}
         if not abs(total) <= MAX_REWARD:  # nor NaN
             return f"the weighted sum of reward.terms is {total}; allowed: -{MAX_REWARD:g} to {MAX_REWARD:g}"
-        return replace(sample, score=float(total), reward_terms=terms)
+        return sample.changed(score=float(total), reward_terms=terms)
 
 
 def _votes_by(answer: Callable[[str], Any], response_texts: Sequence[str]) -> list[int]:

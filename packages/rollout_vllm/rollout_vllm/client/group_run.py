@@ -32,10 +32,9 @@ def extend(part: Sample, choice: Choice, sampling: SamplingConfig, *, version: i
     reason = None if choice.finish_reason == "abort" else choice.finish_reason
     if reason is None and len(ids) >= sampling.response_tokens:
         reason = "length"  # interrupted after its last token
-    return dataclasses.replace(
-        part,
-        response_ids=ids,
-        log_probs=log_probs,
+    return part.changed(
+        response_ids=ids.astype(np.int32, copy=False),
+        log_probs=None if log_probs is None else log_probs.astype(np.float32, copy=False),
         routes=part.routes if choice.routes is None else choice.routes,
         version_spans=merge_spans([*part.version_spans, *noted]),
         finish_reason=reason,
@@ -115,8 +114,7 @@ class GroupRun:
             part = extend(
                 before, choice, self._sampling, version=outcome.version, last_version=self._runner.policy_version
             )
-            self.parts[index] = dataclasses.replace(
-                part,
+            self.parts[index] = part.changed(
                 num_attempts=before.num_attempts + outcome.num_attempts,
                 server_url=self._urls[outcome.server],
                 duration_s=before.duration_s + duration_s,

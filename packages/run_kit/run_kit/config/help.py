@@ -71,13 +71,13 @@ def help_text(
     if doc := (doc or class_doc(cls)):
         lines += [*textwrap.wrap(doc, _WIDTH), ""]
     lines += [
-        *(["  preset=NAME        start from a preset; several are merged left to right"] if presets else []),
-        *(f"  {key}=FILE  then merge {text}" for key, text in file_keys.items()),
-        *(["  overlay=NAME       then merge the overlay or preset NAME, for another size"] if overlays else []),
-        "  config=FILE.yaml   merge your own file; overlays and files go left to right",
-        "  key=value          then single keys; value is YAML: 1e-4, true, null, text, [a, b], ${other.key}",
-        "  --help [KEY|all]   print this text, only the keys that match KEY, or this text with every key",
-        "  --print-config     print the resolved configuration and stop",
+        *(["  preset=NAME           start from a preset; several are merged left to right"] if presets else []),
+        *(f"  {key + '=FILE':<21} then merge {text}" for key, text in file_keys.items()),
+        *(["  overlay=NAME          then merge the overlay or preset NAME, for another size"] if overlays else []),
+        "  config=FILE.yaml      merge your own file; overlays and files go left to right",
+        "  key=value             then single keys; value is YAML: 1e-4, true, null, text, [a, b], ${other.key}",
+        "  --help [KEY|all]      print this text, only the keys that match KEY, or this text with every key",
+        "  --print-config        print the resolved configuration and stop",
         "",
     ]
     if examples:
@@ -106,8 +106,15 @@ def _preset_lines(title: str, files: Sequence[PresetFile], *, whole: bool) -> li
 
 def _common_lines(cls: type, common: Sequence[str]) -> list[str]:
     """The common keys in their order, and how to list the others."""
-    keys = {entry.path: entry for entry in entries(cls) if isinstance(entry, Key)}
-    lines = [line for path in common if path in keys for line in _entry_lines(keys[path])]
+    keys: dict[str, Key] = {}
+    off: set[str] = set()
+    for entry in entries(cls):
+        if isinstance(entry, Key):
+            keys[entry.path] = entry
+        elif entry.off:
+            off.add(entry.path)
+    given = {path: path.rpartition(".")[0] in off for path in common if path in keys}
+    lines = [line for path, is_off in given.items() for line in _entry_lines(keys[path], is_off=is_off)]
     more = f"  --help {ALL}: all {len(keys)} keys and the presets in full; --help lora: keys with lora in their name"
     return ["Common keys", *lines, "", more]
 
@@ -127,8 +134,10 @@ def _key_lines(cls: type, under: str) -> list[str]:
     return [line for path, lines in keys.items() if lines for line in (*headings[path], *lines)]
 
 
-def _entry_lines(key: Key) -> list[str]:
+def _entry_lines(key: Key, *, is_off: bool = False) -> list[str]:
+    """The key with its default; `is_off`: its section has no effect unless one of its keys is given."""
     default = " (required)" if key.default is MISSING else f" = {default_text(key.default)}"
+    default = " (off unless given)" if is_off else default
     head = f"  {key.path}: {type_text(key.hint)}{default}"
     lines = textwrap.wrap(head, _WIDTH, subsequent_indent=" " * 8, break_long_words=False)
     doc = field_doc(key.owner, key.name)

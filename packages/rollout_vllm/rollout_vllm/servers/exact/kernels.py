@@ -12,8 +12,8 @@ from torch import Tensor
 _TILE_Q = 64
 """Queries of a tile, counted with the query heads of one key head. Hopper's tensor cores take 64 rows; a smaller tile
 would be computed by other instructions."""
-_TILE_K = 64
-"""Keys of a tile."""
+_TILE_K = 32
+"""Keys of a tile. With five stages two tiles are on their way to each of three programs of a multiprocessor."""
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def _matmul_kernel(
 _M, _N, _K = 64, 128, 64
 _FEW_TILES = 132
 """Fewer tiles than the multiprocessors of a GPU: narrower tiles, of the same bits, keep all of them busy."""
-_CHUNKS = (8192, 4096, 2048)
+_CHUNKS = (16384, 8192, 4096, 2048)
 """Rows that cuBLAS computes at once: of one shape it computes each product alike."""
 _same_bits: dict[tuple[object, ...], bool] = {}
 """Product -> cuBLAS gives the bits of `matmul` for so many rows."""
@@ -205,24 +205,26 @@ def collect(rows: Tensor, place: Tensor) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
-    out_ptr, x_ptr, weight_ptr, residual_ptr, sum_ptr, eps, width, heads, token_stride,
-    HAS_RESIDUAL: tl.constexpr, WIDTH: tl.constexpr,
+    out_ptr, x_ptr, weight_ptr, residual_ptr, sum_ptr, eps, num_rows, width, heads, token_stride,
+    HAS_RESIDUAL: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
-    there = columns < width
-    start = row // heads * token_stride + row % heads * width
+    """ROWS rows; all of them are summed alike."""
+    row, columns = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None], tl.arange(0, WIDTH)[None, :]
+    there = (row < num_rows) & (columns < width)
+    start = (row // heads).to(tl.int64) * token_stride + row % heads * width
+    place = row.to(tl.int64) * width + columns
     x = tl.load(x_ptr + start + columns, mask=there, other=0.0)
     if HAS_RESIDUAL:
-        residual = tl.load(residual_ptr + row * width + columns, mask=there, other=0.0)
+        residual = tl.load(residual_ptr + place, mask=there, other=0.0)
         # Rounded to fp32 first, as a sum of tensors is: the GPU's own sum in bf16 rounds once.
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(out_ptr.dtype.element_ty)
-        tl.store(sum_ptr + row * width + columns, x, mask=there)
+        tl.store(sum_ptr + place, x, mask=there)
     x = x.to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / width + eps)
-    rounded = (x * scale).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * width + columns, rounded * tl.load(weight_ptr + columns, mask=there), mask=there)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / width + eps)
+    rounded = (x * scale[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + place, rounded * tl.load(weight_ptr + columns, mask=columns < width), mask=there)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -242,12 +244,13 @@ def _norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tup
     else:
         x, heads, token_stride = x.contiguous(), 1, width
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    padded = triton.next_power_of_2(width)
-    warps = min(8, max(1, padded // 512))
+    num_rows, padded = x.numel() // width, triton.next_power_of_2(width)
+    rows = max(1, 2048 // padded) if padded < 512 else 1  # a program for each head costs more than its norm
+    warps = min(8, max(1, rows * padded // 512))
     total = x if residual is None else torch.empty_like(out)
-    _rms_norm_kernel[(x.numel() // width,)](
-        out, x, weight, residual, total, eps, width, heads, token_stride,
-        HAS_RESIDUAL=residual is not None, WIDTH=padded, num_warps=warps,
+    _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+        out, x, weight, residual, total, eps, num_rows, width, heads, token_stride,
+        HAS_RESIDUAL=residual is not None, ROWS=rows, WIDTH=padded, num_warps=warps,
     )  # fmt: skip
     return out, total
 
@@ -311,51 +314,77 @@ def rotate(x: Tensor, table: Tensor, positions: Tensor, inverse: bool) -> Tensor
 
 
 @triton.jit
-def _log_sum_exp_kernel(out_ptr, logits_ptr, row_stride, width, BLOCK: tl.constexpr):
+def _exponentials_kernel(
+    lanes_ptr, weighted_ptr, top_ptr, logits_ptr, row_stride, width, HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """A row's largest logit and, for each lane, sums of exp(logit - largest) and of their products with logits."""
     row = tl.program_id(0).to(tl.int64)
     largest, total = tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([BLOCK], tl.float32)
+    weighted = tl.zeros([BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         logits = tl.load(logits_ptr + row * row_stride + columns, mask=columns < width, other=float("-inf"))
-        top = tl.maximum(largest, logits.to(tl.float32))
+        logits = logits.to(tl.float32)
+        top = tl.maximum(largest, logits)
         shift = tl.where(top == float("-inf"), 0.0, top)
-        total = total * tl.exp(largest - shift) + tl.exp(logits.to(tl.float32) - shift)
+        fade, weight = tl.exp(largest - shift), tl.exp(logits - shift)
+        total = total * fade + weight
+        if HAS_ENTROPY:
+            weighted = weighted * fade + tl.where(weight == 0.0, 0.0, weight * logits)
         largest = top
     top = tl.max(largest, axis=0)
-    tl.store(out_ptr + row, top + tl.log(tl.sum(total * tl.exp(largest - top), axis=0)))
-
-
-def log_sum_exp(logits: Tensor) -> Tensor:
-    """fp32 log(sum(exp)) of rows, [N]; logits: [N, V], the last dimension contiguous."""
-    out = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    _log_sum_exp_kernel[(len(logits),)](out, logits, logits.stride(0), logits.shape[1], BLOCK=2048, num_warps=8)
-    return out
+    fade = tl.exp(largest - top)
+    tl.store(top_ptr + row, top)
+    tl.store(lanes_ptr + row * BLOCK + tl.arange(0, BLOCK), total * fade)
+    if HAS_ENTROPY:
+        tl.store(weighted_ptr + row, tl.sum(weighted * fade, axis=0))
 
 
 @triton.jit
-def _entropy_kernel(out_ptr, logits_ptr, log_sum_ptr, row_stride, width, BLOCK: tl.constexpr):
+def _sum_lanes_kernel(
+    log_sum_ptr, entropy_ptr, lanes_ptr, weighted_ptr, top_ptr, HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    log_sum, total = tl.load(log_sum_ptr + row), tl.zeros([BLOCK], tl.float32)
-    for start in range(0, width, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        logits = tl.load(logits_ptr + row * row_stride + columns, mask=columns < width, other=float("-inf"))
-        log_probs = logits.to(tl.float32) - log_sum
-        total -= tl.where(log_probs == float("-inf"), 0.0, tl.exp(log_probs) * log_probs)
-    tl.store(out_ptr + row, tl.sum(total, axis=0))
+    total = tl.sum(tl.load(lanes_ptr + row * BLOCK + tl.arange(0, BLOCK)), axis=0)
+    log_sum = tl.load(top_ptr + row) + tl.log(total)
+    tl.store(log_sum_ptr + row, log_sum)
+    if HAS_ENTROPY:
+        tl.store(entropy_ptr + row, log_sum - tl.load(weighted_ptr + row) / total)
 
 
-def entropies(logits: Tensor, log_sums: Tensor) -> Tensor:
-    """fp32 entropies of rows of logits, [N]; log_sums: their `log_sum_exp`."""
-    out = torch.empty_like(log_sums)
-    _entropy_kernel[(len(logits),)](out, logits, log_sums, logits.stride(0), logits.shape[1], BLOCK=2048, num_warps=8)
-    return out
+def log_sum_exp(logits: Tensor) -> Tensor:
+    """fp32 log(sum(exp)) of rows, [N], with the same bits for logits in bf16 and for these in fp32.
+
+    Threads hold more numbers of a narrow dtype, so the sum of the lanes would have another order in the same kernel.
+
+    Args:
+        logits: [N, V], with contiguous columns.
+    """
+    return _log_sum_exp(logits, entropies=False)[0]
+
+
+def log_sum_exp_and_entropies(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(`log_sum_exp`, fp32 entropies of the rows); reads the logits once."""
+    return _log_sum_exp(logits, entropies=True)
+
+
+def _log_sum_exp(logits: Tensor, *, entropies: bool) -> tuple[Tensor, Tensor]:
+    num, width = logits.shape
+    lanes = torch.empty((num, 2048), dtype=torch.float32, device=logits.device)
+    log_sums, entropy, weighted, top = (lanes.new_empty(num) for _ in range(4))
+    options = {"HAS_ENTROPY": entropies, "BLOCK": 2048, "num_warps": 8}
+    options["enable_fp_fusion"] = False  # which might differ between forms of a kernel
+    _exponentials_kernel[(num,)](lanes, weighted, top, logits, logits.stride(0), width, **options)
+    _sum_lanes_kernel[(num,)](log_sums, entropy, lanes, weighted, top, **options)
+    return log_sums, entropy
 
 
 @triton.jit
 def _attention_kernel(
-    out_ptr, q_ptr, k_ptr, v_ptr, table_ptr, starts_ptr, lengths_ptr, scale,
+    out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, table_ptr, starts_ptr, lengths_ptr, scale, lse_head,
     q_row, q_head, out_row, out_head, k_block, k_head, k_token, v_block, v_head, v_token, table_row,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, PER_HEAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    HAS_LSE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, PER_HEAD: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one key head and sequence, over tiles of its keys from position 0 on."""
     first_row, head, sequence = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -405,11 +434,13 @@ def _attention_kernel(
             (values / total[:, None]).to(out_ptr.dtype.element_ty),
             mask=real[:, None],
         )
+        if HAS_LSE:
+            tl.store(lse_ptr + query * lse_head + place_q, (largest + tl.log2(total)) * 0.6931471805599453, mask=real)
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, query_start: Tensor, lengths: Tensor, scale: float, longest_q: int,
-    out: Tensor | None = None,
+    out: Tensor | None = None, lse: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See `operations.attention`."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
@@ -417,9 +448,10 @@ def attention(
     per_head = heads // key_heads
     grid = (triton.cdiv(longest_q * per_head, _TILE_Q), key_heads, len(lengths))
     _attention_kernel[grid](
-        out, q, k, v, table, query_start, lengths, scale * math.log2(math.e),
+        out, lse, q, k, v, table, query_start, lengths, scale * math.log2(math.e), 0 if lse is None else lse.stride(0),
         q.stride(0), q.stride(1), out.stride(0), out.stride(1),
         k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2), table.stride(0),
-        BLOCK=k.shape[2], WIDTH=width, PER_HEAD=per_head, ROWS=_TILE_Q, TILE=_TILE_K, num_warps=4, num_stages=3,
+        HAS_LSE=lse is not None, BLOCK=k.shape[2], WIDTH=width, PER_HEAD=per_head, ROWS=_TILE_Q, TILE=_TILE_K,
+        num_warps=4, num_stages=5, maxnreg=168 if width <= 128 else None,  # registers of three programs
     )  # fmt: skip
     return out

@@ -165,7 +165,7 @@ def rotate(x: Tensor, table: Tensor, positions: Tensor, inverse: bool = False) -
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, query_start: Tensor, lengths: Tensor, scale: float, longest_q: int,
-    out: Tensor | None = None,
+    out: Tensor | None = None, lse: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention of the last tokens of S sequences to all tokens of each.
 
@@ -178,6 +178,7 @@ def attention(
         lengths: [S] int32, tokens of each sequence.
         longest_q: the largest number of queries of a sequence.
         out: takes the result.
+        lse: takes fp32 log-sum-exps of the scores, [heads, T]; on a GPU only.
 
     Returns:
         [T, heads, d]; rows after the last query are undefined.
@@ -185,7 +186,7 @@ def attention(
     if q.is_cuda:
         from .kernels import attention as kernel
 
-        return kernel(q, k, v, table, query_start, lengths, scale, longest_q, out)
+        return kernel(q, k, v, table, query_start, lengths, scale, longest_q, out, lse)
     out, block = torch.empty_like(q) if out is None else out, k.shape[2]
     starts = query_start.tolist()
     for row, length in enumerate(lengths.tolist()):
@@ -244,12 +245,12 @@ def log_probs(logits: Tensor) -> Tensor:
 
 
 def scores(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """(`token_log_probs`, entropies), fp32 [N]; logits: [N, V] fp32 (a kernel reads other dtypes in another order)."""
+    """(`token_log_probs`, entropies), fp32 [N]; logits: [N, V]."""
     if logits.is_cuda:
-        from .kernels import entropies, log_sum_exp
+        from .kernels import log_sum_exp_and_entropies
 
-        log_sums = log_sum_exp(logits)
-        return logits.gather(-1, tokens[:, None])[:, 0] - log_sums, entropies(logits, log_sums)
+        log_sums, entropies = log_sum_exp_and_entropies(logits)
+        return logits.gather(-1, tokens[:, None])[:, 0].float() - log_sums, entropies
     rows = log_probs(logits)
     return rows.gather(-1, tokens[:, None])[:, 0], -(rows.exp() * rows).sum(-1)
 
