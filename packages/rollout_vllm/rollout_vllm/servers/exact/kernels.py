@@ -60,7 +60,7 @@ def _matmul_kernel(
 _M, _N, _K = 64, 128, 64
 _FEW_TILES = 132
 """Fewer tiles than the multiprocessors of a GPU: narrower tiles, of the same bits, keep all of them busy."""
-_CHUNKS = (8192, 4096, 2048)
+_CHUNKS = (16384, 8192, 4096, 2048)
 """Rows that cuBLAS computes at once: of one shape it computes each product alike."""
 _same_bits: dict[tuple[object, ...], bool] = {}
 """Product -> cuBLAS gives the bits of `matmul` for so many rows."""
