@@ -75,6 +75,22 @@ MODELS: dict[str, dict[str, Any]] = {
 """Configurations of about these sizes; Qwen3.5's vocabulary is Qwen3's."""
 
 
+def leave_untuned() -> None:
+    """Lets every autotuned Triton kernel have one configuration, of four warps and three stages if it has that."""
+    from triton.runtime.autotuner import Autotuner
+
+    start = Autotuner.__init__
+
+    def order(config: Any) -> tuple[Any, ...]:
+        sizes = [value for value in config.kwargs.values() if type(value) is int]
+        return (max(sizes, default=0) > 64, abs(config.num_warps - 4), abs(config.num_stages - 3), -sum(sizes))
+
+    def init(self: Any, fn: Any, names: Any, configs: Any, *args: Any, **kwargs: Any) -> None:
+        start(self, fn, names, [min(configs, key=order)] if configs else configs, *args, **kwargs)
+
+    Autotuner.__init__ = init  # type: ignore[method-assign]
+
+
 def say(**record: Any) -> None:
     """Prints a record."""
     print(json.dumps(record), flush=True)
@@ -209,8 +225,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of a micro batch")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--lock", help="file by which processes that share a GPU measure in turns")
+    parser.add_argument("--untuned", action="store_true", help="one configuration of each kernel of fla")
     parser.add_argument("--trials", nargs="+", default=[], help="families whose small copies are tried instead")
     args = parser.parse_args()
+    if args.untuned:
+        leave_untuned()
     if args.trials:
         trials(args.trials)
     elif len(args.models) == len(args.kernels) == 1:

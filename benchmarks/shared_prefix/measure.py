@@ -125,7 +125,13 @@ class Trainer:
                 model_config(self.model), dtype=getattr(torch, dtype), attn_implementation=ATTENTION_NAME
             )
         mark_way(module, rows=False, shares_prefixes=True)  # as loading from a folder does, after its check
-        config = EngineConfig(zero=ZeroConfig(stage=2), lora=self.setup.lora, dtype=dtype, compile=self.is_on_gpu)
+        config = EngineConfig(
+            zero=ZeroConfig(stage=2),
+            lora=self.setup.lora,
+            dtype=dtype,
+            compile=self.is_on_gpu,
+            keep_probabilities=self.is_on_gpu,
+        )
         return ZeroEngine(module, config, log_prob_fn=linear_log_prob, device=self.device)
 
     def close(self) -> None:

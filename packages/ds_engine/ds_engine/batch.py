@@ -129,7 +129,8 @@ LogProbFn = Callable[..., "tuple[Tensor, Tensor]"]
 
 Computes log-probs and entropies of the targets from hidden states and the LM head's weight. The four arguments are
 positional. If the model's head has a bias or caps its logits, `bias=` ([V]) and `soft_cap=` (float) are passed as well;
-a function without these parameters works for all other models."""
+a function without these parameters works for all other models. With `EngineConfig.keep_probabilities` it gets
+`keep_bytes=` (int), the bytes of probabilities that it may keep until the backward pass."""
 
 HeadTerm = Callable[..., "Tensor"]
 """(hidden_KH, weight_VH, columns, temperature) -> [K] fp32, differentiable in hidden states and weight.

@@ -385,6 +385,10 @@ class EngineConfig:
     tiled_mlp: int | None = None
     """Tokens of a tile: each layer's MLP runs tile by tile and keeps only its input; the backward pass computes each
     tile again. 0: all tokens at once. null: 0, unless an app chooses it."""
+    keep_probabilities: bool | None = None
+    """Keep the LM head's probabilities of a micro batch until its backward pass, which else computes the logits again:
+    2 bytes for each target and row of the vocabulary. Only in bfloat16 on a GPU. null: false, unless an app chooses
+    it."""
     train_vision: bool = False
     """Train the vision tower and projector of a vision-language model too. If false, they are frozen, and adapters are
     added to the text model only."""

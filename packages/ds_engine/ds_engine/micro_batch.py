@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,6 +52,8 @@ class MicroBatches:
     """Calls of `train` whose gradients wait for `step`."""
     num_backward: int = 0
     """Backward passes of this rank so far."""
+    _before_forward: Any = None
+    """Event of the GPU, before the forward pass that was started last."""
 
     def train(
         self,
@@ -79,13 +83,18 @@ class MicroBatches:
         metrics: dict[str, list[Tensor]] = {}
         if self.step_each_micro:
             set_num_micro_batches(self.deepspeed, len(micro_batches))
-        # Copied before the first forward pass: a copy in between would synchronize host and device.
-        on_device = [self.to_device(batch, with_columns=head_term is not None) for batch in micro_batches]
-        for index, batch in enumerate(on_device):
+        prepare = partial(self.to_device, with_columns=head_term is not None)
+        on_device = [prepare(batch) for batch in micro_batches[:1]]
+        for index in range(len(micro_batches)):
             mark(f"{label}, micro batch {index} of {len(micro_batches)}")
             is_last = steps and index == len(micro_batches) - 1
             self.mark_boundary(is_last)
-            losses.append(self.backward(batch, loss_fn, temperature, metrics, head_term))
+            inputs, batch = on_device[index]
+            outputs = self._forward(inputs, temperature, head_term)
+            if index == 0:  # before a backward pass: a batch that is refused leaves no gradient
+                with self._beside():
+                    on_device += [prepare(other) for other in micro_batches[1:]]
+            losses.append(self.backward(outputs, batch, loss_fn, metrics))
             if self.step_each_micro or is_last:
                 self.deepspeed.step()
         if self.replay is not None:
@@ -119,9 +128,12 @@ class MicroBatches:
             recorded: gets the routes of each micro batch, [T, L, k] on the CPU; None for one without targets.
         """
         rows = []
-        for batch in micro_batches:
-            inputs = self._inputs(batch, replays=replays)
+        upcoming = [self._inputs(batch, replays=replays) for batch in micro_batches[:1]]
+        for index in range(len(micro_batches)):
+            inputs = upcoming.pop()
             rows.append(self._forward(inputs, temperature, head_term, records=recorded is not None)[0])
+            with self._beside():
+                upcoming = [self._inputs(batch, replays=replays) for batch in micro_batches[index + 1 : index + 2]]
             if recorded is not None and self.replay is not None:
                 routes_PLk = self.replay.take_recorded().cpu()
                 recorded.append(routes_of_tokens(routes_PLk, inputs[0].rows_T) if inputs[1] else None)
@@ -141,6 +153,25 @@ class MicroBatches:
         """The model's inputs for an update, with columns for a head term, and `batch` itself on the device."""
         inputs = self._inputs(batch, with_columns=with_columns, replays=self.replay is not None)
         return inputs, batch.to(self.device)
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Prepare micro batches while the GPU computes the forward pass that was started last.
+
+        On a stream of its own, because a copy from the host waits for its stream. It waits for the passes before that
+        one: memory of batches that were freed since is used again.
+        """
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_event(self._before_forward)
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream | None:
+        return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def _inputs(
         self, batch: TokenBatch, *, with_columns: bool = False, replays: bool = False
@@ -181,20 +212,21 @@ class MicroBatches:
         term = {} if head_term is None or (num_targets == 0 and head_term != HIDDEN) else {"head_term": head_term}
         if self.replay is not None:
             self.replay.begin(packed.routes_PLk, record=records)
+        if self._stream is not None:
+            self._before_forward = torch.cuda.current_stream(self.device).record_event()
         rows_RK = self.deepspeed(packed=packed, temperature=temperature, **term)
         return rows_RK[:, :num_targets], rows_RK.sum() * 0.0
 
     def backward(
         self,
-        device_batch: DeviceBatch,
+        outputs: tuple[Tensor, Tensor],
+        batch: TokenBatch,
         loss_fn: LossFn,
-        temperature: float,
         metrics: dict[str, list[Tensor]],
-        head_term: HeadTerm | None = None,
     ) -> Tensor:
-        """Run forward and backward of one micro batch; returns its detached loss and appends its metrics."""
-        inputs, batch = device_batch
-        rows_RK, anchor = self._forward(inputs, temperature, head_term)
+        """Run the loss and backward of one micro batch whose forward pass gave `outputs`; returns its detached loss and
+        appends its metrics."""
+        rows_RK, anchor = outputs
         loss = anchor
         if rows_RK.numel() > 0:
             result = loss_fn(self._outputs(rows_RK), batch)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from ds_engine_architectures import HYBRIDS, write_architecture
+from ds_engine_architectures import HYBRIDS, MORE_HYBRIDS, PACKED, write_architecture
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -59,17 +59,19 @@ def assert_same(exported: dict[str, Tensor], folder: Path) -> None:
         assert torch.equal(exported[name], tensor), name
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [*((name, False) for name in FAMILIES), *((name, True) for name in ("Llama", "GPT2", "Gemma2", "Qwen3Moe"))],
+)
 def test_an_export_has_the_tensors_of_the_model_folder(tmp_path: Path, family: str, tied: bool) -> None:
     folder = write_family(tmp_path, family, tied=tied)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert_same({tensor.name: tensor.value() for tensor in whole_tensors(model)}, folder)
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", [*HYBRIDS, *MORE_HYBRIDS, "olmoe"])
 def test_an_export_of_a_hybrid_has_the_tensors_of_the_model_folder(tmp_path: Path, name: str) -> None:
-    folder = write_architecture(tmp_path, name, HYBRIDS[name])
+    folder = write_architecture(tmp_path, name, (PACKED | HYBRIDS).get(name, {}))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert_same({tensor.name: tensor.value() for tensor in whole_tensors(model)}, folder)
 

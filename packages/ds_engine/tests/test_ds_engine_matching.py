@@ -17,7 +17,7 @@ from ds_engine import EngineConfig, EngineConfigError, LoraConfig, ModelError, d
 from ds_engine.batch import Prefixes
 from ds_engine.model.attention import ATTENTION_NAME, packed_layout, register_packed_attention
 from ds_engine.model.experts import use_experts
-from ds_engine.model.loading import check_model, prepare_model
+from ds_engine.model.loading import check_model, load_model, prepare_model
 from ds_engine.model.matching import MatchedAttention
 from ds_engine.model.packed_model import packed_inputs
 from plinth_testing import raises, run_under_the_interpreter, write_tiny_model
@@ -68,6 +68,7 @@ class CountedOperations:
         lengths: Tensor,
         scale: float,
         longest: int,
+        lse: Tensor | None = None,
     ) -> Tensor:
         self.calls["attention"] += 1
         assert longest == starts.diff().max()
@@ -121,8 +122,15 @@ def outputs_and_gradients(model: Any, prefixes: Prefixes | None = None) -> tuple
     return rows_RK.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2"])
-@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}, {"tiled_mlp": 4}], ids=str)
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen3", {}),
+        ("qwen3", {"tiled_mlp": 4}),
+        ("llama", {"gradient_checkpointing": True}),
+        ("qwen2", {"gradient_checkpointing": True}),
+    ],
+)
 def test_gradients_are_those_of_the_usual_forward_pass(tmp_path: Path, family: str, settings: dict[str, Any]) -> None:
     extra = {} if family != "qwen2" else {"head_dim": 8}
     folder = write_tiny_model(tmp_path, family, tie_word_embeddings=family == "qwen3", **extra)
@@ -139,8 +147,9 @@ def test_gradients_are_those_of_the_usual_forward_pass(tmp_path: Path, family: s
         assert operations.calls["silu_and_mul"] > model_of(folder, None).config.num_hidden_layers
 
 
-@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}, {"tiled_mlp": 4}], ids=str)
-@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(
+    ("settings", "normalize"), [({}, True), ({"gradient_checkpointing": True}, False), ({"tiled_mlp": 4}, True)]
+)
 def test_gradients_of_a_mixture_are_those_of_the_usual_one_in_fp64(
     tmp_path: Path, settings: dict[str, Any], normalize: bool
 ) -> None:
@@ -234,6 +243,21 @@ def test_a_model_whose_servers_compute_something_else_is_refused(tmp_path: Path)
 def test_settings_that_are_not_exact_are_refused(field: str, value: Any) -> None:
     with raises(EngineConfigError, field=field):
         EngineConfig(match_servers=True, **{field: value})
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_the_log_prob_function_is_told_to_keep_probabilities(tiny_model: Path, keeps: bool) -> None:
+    options: list[Any] = []
+
+    def log_probs(*arguments: Any, **given: Any) -> Any:
+        options.append(given)
+        return dense_log_prob(*arguments)
+
+    config = EngineConfig(dtype="float32", keep_probabilities=keeps)
+    model: Any = load_model(str(tiny_model), config, device=CPU, ds_config={})
+    prepare_model(model, config, log_prob_fn=log_probs, device=CPU, kernel="sdpa", trainable=True, head="lm")
+    model(packed=packed_inputs(make_batch(make_samples(2, seed=0)), device=CPU, kernel="sdpa")[0])
+    assert [given.get("keep_bytes", 0) > 2**40 for given in options] == [keeps]
 
 
 def test_operations_are_required(tiny_model: Path) -> None:

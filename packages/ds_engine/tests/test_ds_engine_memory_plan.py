@@ -145,6 +145,13 @@ def test_more_tokens_need_more_and_recomputation_needs_less(stage: int, tokens: 
     for settings_ in (whole, recomputed, on_cpu):
         assert peak(settings_) <= peak(settings_, tokens + more)
     assert peak(on_cpu) <= peak(recomputed) <= peak(whole)
+    rows = tokens * 151936 * 2  # a probability of each token and row of the vocabulary
+    keeping = replace(whole, keep_probabilities=True)
+    assert rows < plan(keeping, tokens_per_micro_batch=tokens).activations.device
+    assert peak(keeping) < peak(whole) + 1.1 * rows
+    for dtype in ("float16", "float32"):  # they keep none
+        other = replace(whole, dtype=dtype)
+        assert peak(replace(other, keep_probabilities=True)) == peak(other)
     # A single token cannot be shared.
     assert plan(shared, dp=1, tokens_per_micro_batch=tokens + 1).device_bytes <= peak(whole, tokens + 1)
 
@@ -279,6 +286,24 @@ def test_peaks_measured_on_h200s(
     settings_ = EngineConfig(zero=ZeroConfig(stage=stage), compile=compiled, gradient_checkpointing=recomputed)
     kept = {"log_prob_bytes": int(kept_gib * 2**30)}
     estimate = plan(settings_, dp=gpus, tokens_per_micro_batch=tokens, num_micro_batches=1, **kept)
+    assert estimate.device_bytes / 2**30 == pytest.approx(measured_gib, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("keeps", "tokens", "targets", "measured_gib"),
+    [
+        (False, 30408, 28672, 39.25),
+        (True, 30408, 28672, 46.64),
+        (True, 32768, 16384, 45.23),
+        (True, 32680, 22016, 46.78),
+    ],
+)
+def test_peaks_with_kept_probabilities_measured_on_an_h200(
+    keeps: bool, tokens: int, targets: int, measured_gib: float
+) -> None:
+    """Qwen3-0.6B, compiled, micro batches of benchmarks/shared_prefix."""
+    settings_ = EngineConfig(zero=ZeroConfig(stage=2), compile=True, keep_probabilities=keeps)
+    estimate = plan(settings_, dp=1, tokens_per_micro_batch=tokens, targets_per_micro_batch=targets)
     assert estimate.device_bytes / 2**30 == pytest.approx(measured_gib, rel=0.02)
 
 

@@ -57,7 +57,9 @@ def test_a_failed_mini_batch_is_not_added_to_the_next(one_rank: RankPool, tiny_m
     """A failure before the first gradient leaves nothing behind; after it every further step fails."""
     samples = make_samples(5, seed=3)
     common = {"model_path": str(tiny_model), "config": config(stage)}
-    early, good, late, *after = one_rank.run("train_with_bad_losses", samples=samples, **common)[0]
+    refused, early, good, late, *after = one_rank.run("train_with_bad_losses", samples=samples, **common)[0]
+    assert isinstance(refused, BatchError)
+    assert refused.field == "cu_seqlens_S1"
     assert isinstance(early, BatchError)
     assert good == one_rank.run("train", steps=[[samples[:2], samples[2:]]], **common)[0]["stats"][0]
     assert isinstance(late, BatchError)

@@ -152,6 +152,26 @@ def test_a_smaller_gpu_recomputes() -> None:
     chosen = resolve_job_for(config(), gpus=gpus(1, gib=24), shape=QWEN3_06B).config
     assert chosen.actor.gradient_checkpointing is True
     assert chosen.actor.compile is True
+    assert chosen.actor.keep_probabilities is False
+
+
+def test_probabilities_are_kept_in_memory_that_nothing_else_needs() -> None:
+    """Only of an LM head, and only where kernels keep them."""
+    job, off = config(), EngineConfig(keep_probabilities=False)
+    for one, key, kept in (
+        (job, "actor", True),
+        (replace(job, actor=off), "actor", False),
+        (replace(job, actor=EngineConfig(dtype="float16")), "actor", False),
+        (supervised(), "engine", True),
+        (supervised(engine=off), "engine", False),
+    ):
+        resolve = resolve_job_for if key == "actor" else resolve_supervised_for
+        chosen = resolve(one, gpus=gpus(1, gib=140), shape=QWEN3_06B)
+        assert getattr(chosen.config, key).keep_probabilities is kept
+        assert (f"{key}.keep_probabilities" in chosen.reasons) == kept
+        without = replace(one, **{key: replace(getattr(one, key), keep_probabilities=False)})
+        less = resolve(without, gpus=gpus(1, gib=140), shape=QWEN3_06B)
+        assert kept == (chosen.rank_bytes > less.rank_bytes + 2**32)
 
 
 OPEN_SETTINGS = (
@@ -169,6 +189,7 @@ OPEN_SETTINGS = (
     "actor.compile",
     "actor.gradient_checkpointing",
     "actor.tiled_mlp",
+    "actor.keep_probabilities",
     "batch.token_budget",
 )
 
@@ -270,6 +291,7 @@ OPEN: dict[str, st.SearchStrategy[Any]] = {
     "actor.compile": st.booleans(),
     "actor.gradient_checkpointing": st.booleans(),
     "actor.tiled_mlp": st.sampled_from([0, 4096]),
+    "actor.keep_probabilities": st.booleans(),
     "batch.token_budget": st.sampled_from([1024, 20000]),
 }
 

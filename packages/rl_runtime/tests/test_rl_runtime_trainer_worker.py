@@ -1,5 +1,6 @@
 """Micro batches that a rank packs, and tensors that it pushes to servers."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,7 @@ def test_a_warmed_up_rank_has_tried_the_model_and_draws_the_same_numbers(
     worker = TrainerWorker(0, 1, device="cpu", num_threads=1)
     before = torch.get_rng_state()
     worker.warm_up(folder)
+    assert "deepspeed" in sys.modules
     assert torch.equal(torch.get_rng_state(), before)
     monkeypatch.setattr(trial, "_try", None)
     check_model(folder, EngineConfig())  # knows the trial of the warm-up

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -274,6 +275,8 @@ def prepare_model(
         compile_layers(module, device_type=device.type, kernel=kernel, stage=config.zero.stage, tiled_mlp=tiles)
     elif config.tiled_mlp:
         tile_mlps(module, config.tiled_mlp)
+    if log_prob_fn is not None and config.keep_probabilities:
+        log_prob_fn = partial(log_prob_fn, keep_bytes=2**62)  # all
     install_packed_forward(
         module, log_prob_fn if head == "lm" else None, count_calls=not config.compile, operations=operations
     )

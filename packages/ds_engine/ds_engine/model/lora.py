@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -123,7 +124,8 @@ def add_adapters(model: Any, lora: LoraConfig, *, head: Head, seed: int, vision:
 
     Raises:
         EngineConfigError: PEFT is not installed.
-        ModelError: a name in `target_modules` matches no linear layer of the backbone, or the experts of a mixture.
+        ModelError: a name in `target_modules` matches no linear layer of the backbone, the experts of a mixture, or
+            layers that share a weight.
     """
     try:
         import peft
@@ -155,12 +157,19 @@ def add_adapters(model: Any, lora: LoraConfig, *, head: Head, seed: int, vision:
 def _target_names(model: Any, lora: LoraConfig, vision: bool) -> list[str]:
     """Target modules as PEFT matches them and writes them to adapter_config.json: suffixes of layer names."""
     layers = linear_layers(model, nn.Linear, Nf4Linear, vision=vision)
+    weights = Counter(id(layer.weight) for layer in layers.values())
+    # Exports have one weight where layers share one (Zamba2). Mamba layers read dt_proj's without calling it, so an
+    # adapter would not be trained.
+    layers = {n: one for n, one in layers.items() if weights[id(one.weight)] == 1 and not n.endswith(".dt_proj")}
     if not layers:
         raise ModelError(f"{type(model).__name__} has no linear layer in its backbone to adapt")
     if lora.target_modules == "all-linear" and vision:
         return list(layers)  # last parts of a tower's names are also those of other modules
     if lora.target_modules == "all-linear":
-        return sorted(name for name in {name.rpartition(".")[2] for name in layers} if _is_adapted(model, name))
+        last = {name: name.rpartition(".")[2] for name in layers}
+        # The number of a layer in a list is also the number of other modules.
+        suffixes = {name if part.isdigit() else part for name, part in last.items()}
+        return sorted(suffix for suffix in suffixes if _is_adapted(model, suffix))
     unknown = [t for t in lora.target_modules if not any(n == t or n.endswith(f".{t}") for n in layers)]
     if unknown:
         known = sorted({name.rpartition(".")[2] for name in layers})
@@ -187,7 +196,7 @@ def _is_adapted(model: Any, name: str) -> bool:
 
 
 def _check_layers(model: Any) -> None:
-    """Refuse adapters of the experts of a mixture: PEFT adds them for names that linear layers elsewhere have, too."""
+    """Refuse adapters of experts and of shared weights: PEFT adds them for names that other linear layers have, too."""
     inside = [(name, layer) for name, layer in _layers(model) if not isinstance(layer.get_base_layer(), nn.Linear)]
     if inside:
         name, layer = inside[0]
@@ -199,6 +208,10 @@ def _check_layers(model: Any) -> None:
             field="lora.target_modules",
             allowed=", ".join(allowed),
         )
+    weights = Counter(id(layer.get_base_layer().weight) for _, layer in _layers(model))
+    for name, layer in _layers(model):
+        if weights[id(layer.get_base_layer().weight)] > 1:
+            raise ModelError(f"it adapts {name}, whose weight other layers share", field="lora.target_modules")
 
 
 def has_adapters(module: nn.Module) -> bool:

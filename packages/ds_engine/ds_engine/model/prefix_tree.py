@@ -15,10 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -118,29 +117,20 @@ class TreeLayout:
 
 
 def tree_layout(parents: Sequence[int], lengths: Sequence[int], device: torch.device) -> TreeLayout:
-    """The paths of nodes with these parents and numbers of tokens.
-
-    In numpy: torch divides such small work among all cores, which a host with busy cores pays for with milliseconds.
-    """
+    """The paths of nodes with these parents and numbers of tokens. The host counts nodes, the device their rows."""
     starts, lines = [0, *accumulate(lengths)], _ancestors(parents)
-    ends = [*accumulate(sum(lengths[node] for node in line) for line in lines)]
-    reads: list[list[int]] = [[] for _ in lines]  # of each node the first places that read it
-    for line, end in zip(lines, ends, strict=True):
-        for node in reversed(line):
-            end -= lengths[node]
-            reads[node].append(end)
-    rows = np.concatenate([np.arange(starts[node], starts[node + 1]) for line in lines for node in line])
-    sources = [np.add.outer(np.arange(n), np.array(at)).ravel() for n, at in zip(lengths, reads, strict=True)]
-    counts = np.repeat([len(at) for at in reads], lengths)
-    parts = (rows, *sources, [0], counts.cumsum())
-    whole = torch.from_numpy(np.concatenate(parts, dtype=np.int64)).to(device)  # in one copy
-    path_rows, places, borders = whole.split([len(rows), len(rows), starts[-1] + 1])
-    paths = Borders.make([b - a for a, b in pairwise([0, *ends])], device)
-    return TreeLayout(path_rows=path_rows, paths=paths, sources=(places, borders))
+    nodes = [node for line in lines for node in line]
+    places = [0, *accumulate(lengths[node] for node in nodes)]
+    shifts = [starts[node] - place for node, place in zip(nodes, places, strict=False)]
+    spans = torch.tensor([shifts, [lengths[node] for node in nodes]]).to(device)
+    path_rows = spans[0].repeat_interleave(spans[1], output_size=places[-1]) + torch.arange(places[-1], device=device)
+    paths = Borders.make([sum(lengths[node] for node in line) for line in lines], device)
+    return TreeLayout(path_rows=path_rows, paths=paths, sources=rows_by_source(path_rows, starts[-1]))
 
 
 def take(x: Tensor, rows: Tensor) -> Tensor:
-    """`x[rows]`, of tensors on the CPU by numpy, as in `tree_layout`."""
+    """`x[rows]`, of tensors on the CPU by numpy: torch divides such small work among all cores, which a host with busy
+    cores pays for with milliseconds."""
     return x[rows] if x.is_cuda else torch.from_numpy(x.numpy()[rows.numpy()])
 
 

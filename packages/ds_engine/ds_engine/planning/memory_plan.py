@@ -57,7 +57,9 @@ _FALLBACK_BUCKET_ELEMENTS = 500_000_000
 _DEQUANTIZE_BYTES = 6
 """Temporary bytes per weight of a dequantized chunk: an fp32 value and half of a 4-byte index."""
 LOG_PROB_BYTES = 2**29
-"""Working memory of rl_core.linear_log_prob in addition to the gradients."""
+"""Working memory of rl_core.linear_log_prob in addition to the gradients, and to probabilities that it keeps."""
+_TILE_COLUMNS = 64
+"""Columns of its narrowest tiles, of which it keeps a sum each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +235,8 @@ def estimate_memory(
     tokens = -(-tokens_per_micro_batch // config.sequence_parallel)
     targets = min(tokens, targets_per_micro_batch or tokens)
     late = states.late_gradients if num_micro_batches == 1 else 0
-    peak = _peak(case, states, tokens, targets, log_prob_bytes if head == "lm" else 0, late)
+    log_prob_bytes = log_prob_bytes + _kept_probabilities(case, targets) if head == "lm" else 0
+    peak = _peak(case, states, tokens, targets, log_prob_bytes, late)
     seen, seeing = _vision_bytes(case, tokens_per_micro_batch)
     peak = max(peak + seen, seen + seeing)
     inputs = tokens * shape.hidden * case.e * _recomputed(case) if config.checkpoint_to_cpu else 0
@@ -406,6 +409,14 @@ def _vision_bytes(case: _Case, tokens: int) -> tuple[int, int]:
         return 0, layer + pixels
     kept = patches * shape.hidden * e if config.gradient_checkpointing else layer
     return kept * shape.num_layers + pixels, layer
+
+
+def _kept_probabilities(case: _Case, targets: int) -> int:
+    """Bytes that `keep_probabilities` takes: each target's row, its sums over tiles, and a copy of hidden states."""
+    shape, config = case.shape, case.config
+    if not (config.keep_probabilities and config.model_dtype == "bfloat16"):
+        return 0
+    return targets * (shape.vocab * case.e + 4 * -(-shape.vocab // _TILE_COLUMNS) + shape.hidden * case.e)
 
 
 def _peak(case: _Case, states: _States, tokens: int, targets: int, log_prob_bytes: int, late: int) -> int:

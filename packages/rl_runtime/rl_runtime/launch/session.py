@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from threading import Thread
 from typing import TypeVar
 
 import psutil
@@ -281,7 +283,10 @@ def open_session(
 
 
 def begin_session_ahead(keys: SessionKeys) -> None:
-    """Begins the session that `open_session` will be asked for, and lets its ranks import what the model needs."""
+    """Begins the session that `open_session` will be asked for, and lets its ranks import what the model needs.
+
+    This process imports what its checks need next: while Ray starts it only waits for Ray's processes.
+    """
 
     @contextmanager
     def begin(logs: Path) -> Iterator[Session]:
@@ -291,7 +296,13 @@ def begin_session_ahead(keys: SessionKeys) -> None:
                 group.begin_warm_up(keys.model_path)
             yield session
 
+    Thread(target=_import_transformers, daemon=True).start()
     begin_ahead(keys, begin, Path(keys.trainer.output_dir))
+
+
+def _import_transformers() -> None:
+    with suppress(Exception):  # the checks meet it again, and say what it means
+        import_module("transformers.modeling_utils")
 
 
 def plan_session(

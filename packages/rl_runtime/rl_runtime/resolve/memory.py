@@ -84,11 +84,14 @@ class Recompute:
 
     layers: bool = False
     tile: int = 0
+    logits: bool = True
 
     def fill(self, engine: EngineConfig) -> EngineConfig:
         """The settings with these values where they are open."""
         if engine.gradient_checkpointing is None:
             engine = replace(engine, gradient_checkpointing=self.layers)
+        if engine.keep_probabilities is None:
+            engine = replace(engine, keep_probabilities=not self.logits)
         return engine if engine.tiled_mlp is not None else replace(engine, tiled_mlp=self.tile)
 
 
@@ -172,6 +175,11 @@ def resolve_memory(
         _refuse_what_cannot_fit(plans, usable, free, host, shape)
     fits = plan is not None
     plan = plan or min(in_host, key=lambda p: p.gpu_bytes)
+    if fits and keeps_probabilities(resolved.config):  # in memory that nothing else needs
+        recompute = replace(plan.recompute, logits=False)
+        rank = _rank_memory(resolved.config, shape, frozen_shapes, recompute, plan.token_budget)
+        keeping = replace(plan, recompute=recompute, rank=rank)
+        plan = keeping if keeping.gpu_bytes <= usable else plan
     why = "fits into memory" if fits else "the smallest that is tried"
     why_turns = f"rank and server {'fit' if plan.turns == 'never' else 'do not fit'} side by side"
     if plan.server is None:
@@ -276,6 +284,8 @@ def resolve_sizes(
     for model in config.models:
         resolved = resolved.with_default(f"{model.section}.gradient_checkpointing", recompute.layers, why)
         resolved = resolved.with_default(f"{model.section}.tiled_mlp", recompute.tile, why, listed=recompute.tile > 0)
+        keeps = not recompute.logits and model.head == "lm"
+        resolved = resolved.with_default(f"{model.section}.keep_probabilities", keeps, why, listed=keeps)
     if config.batch.micro_batch_size is not None:
         return resolved
     key = "batch.token_budget" if isinstance(config, JobConfig) else "token_budget"
@@ -330,6 +340,11 @@ def size_plans(
     if least > DEFAULT_TOKEN_BUDGET and shape.is_exact and can_tile:
         sizes += [(Recompute(layers=True, tile=TILE_TOKENS), budget) for budget in budgets]
     return sizes
+
+
+def keeps_probabilities(config: JobConfig | SupervisedJobConfig) -> bool:
+    """True if a trained model can keep the probabilities of its LM head."""
+    return any(model.head == "lm" and model.engine.model_dtype == "bfloat16" for model in config.models)
 
 
 def _shares_gpus(config: JobConfig) -> bool:

@@ -21,6 +21,7 @@ from .memory import (
     Recompute,
     check_states_fit,
     gib,
+    keeps_probabilities,
     read_model_shape,
     reserved_bytes,
     resolve_sizes,
@@ -75,17 +76,20 @@ def _resolve_memory(
     sp, engine = config.engine.sequence_parallel, replace(config.engine, optim=config.supervised.optim)
     dp = max(1, config.trainer.rank_count // sp)
     with naming_engine("engine"):
+        keeping = [(replace(one, logits=False), budget) for one, budget in plans] * keeps_probabilities(config)
         estimates = {
             (recompute, budget): estimate_memory(
                 shape, recompute.fill(engine), dp=dp, tokens_per_micro_batch=budget * sp
             )
-            for recompute, budget in plans
+            for recompute, budget in [*plans, *keeping]
         }
     peaks = {plan: reserved_bytes(state_bytes(one), one.activations.device) for plan, one in estimates.items()}
     check_states_fit(state_bytes(estimates[plans[-1]]), usable, free, shape, "engine")
     best = next((plan for plan in plans if peaks[plan] <= usable), None)
     why = "fits into memory" if best else "the smallest that is tried"
     recompute, budget = best = best or plans[-1]
+    if (kept := (replace(recompute, logits=False), budget)) in peaks and peaks[kept] <= usable:
+        recompute, budget = best = kept  # in memory that nothing else needs
     line = f"memory of a GPU: {gib(peaks[best])} for a rank at its peak, of {gib(free)} free"
     if peaks[best] > usable:
         line += "; expect it to run out of memory: use engine.zero.stage=3, zero.offload, LoRA or more GPUs"

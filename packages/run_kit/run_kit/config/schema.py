@@ -157,7 +157,7 @@ def nearest_paths(cls: type, path: str, *, limit: int = 2) -> list[str]:
     """Keys closest to an unknown path, best first; empty when none is close.
 
     Keys whose last word is right (`zero.stage` for `actor.zero.stage`) and those that other programs call so
-    (`PEER_KEYS` of the root class: their name, or its last two words, -> our keys) come alone. Otherwise close
+    (`PEER_KEYS` of the root class: their name, or its last one or two words, -> our keys) come alone. Otherwise close
     spellings of the whole path come first, then those of its last word, then of a part of that (`clip` in `clip_low`).
     """
     paths = all_paths(cls)
@@ -175,7 +175,9 @@ def nearest_paths(cls: type, path: str, *, limit: int = 2) -> list[str]:
         return sorted(known, key=closeness, reverse=True) if "." in path else known
 
     peers: Mapping[str, Sequence[str]] = getattr(cls, "PEER_KEYS", {})
-    theirs = [*peers.get(".".join(path.split(".")[-2:]), ()), *places(last_word), *peers.get(last_word, ())]
+    names = (path, ".".join(path.split(".")[-2:]))
+    theirs = [key for name in names for key in peers.get(name, ())]
+    theirs += [*places(last_word), *peers.get(last_word, ())]
     if named := [known for known in theirs if known in paths]:
         return list(dict.fromkeys(named))[:limit]
     near = [*difflib.get_close_matches(path, paths, n=limit, cutoff=0.7)]
