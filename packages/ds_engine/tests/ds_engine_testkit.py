@@ -216,6 +216,18 @@ def used(pool: RankPool, *patches: str, but: Sequence[str] = ()) -> Iterator[Non
         assert not inert, "never called (or the ranks raised before)"
 
 
+def assert_equal(results: Sequence[Any], expected: Reference, *, within: float = 1e-5, key: str = "weights") -> None:
+    """Losses and norms of every rank, and the tensors of the first, are those of one process."""
+    tensors, losses, norms = expected
+    for result in results:
+        assert [s.loss for s in result["stats"]] == pytest.approx(losses, rel=within)
+        assert [s.grad_norm for s in result["stats"]] == pytest.approx(norms, rel=within)
+    assert results[0][key].keys() <= tensors.keys()
+    assert results[0][key]
+    for name, tensor in results[0][key].items():
+        assert distance(tensor, tensors[name]) < within, name
+
+
 def assert_trained(
     rank: Mapping[str, Any], expected: Mapping[str, Tensor], losses: Sequence[float], norms: Sequence[float]
 ) -> None:

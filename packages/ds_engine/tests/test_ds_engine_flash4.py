@@ -4,8 +4,9 @@ the two functions that run them here; ds_engine_gpu_worker.py runs the real ones
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from itertools import pairwise
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +20,7 @@ from torch._dynamo.testing import CompileCounter
 
 from ds_engine.model import prefix_tree
 from ds_engine.model.attention import packed_attention, packed_layout
+from ds_engine.model.matching import MatchedAttention
 from plinth_testing import run_under_the_interpreter
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -108,8 +110,27 @@ def stand_in() -> Any:
         yield
 
 
+def paged_attention(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, starts: Tensor, lengths: Tensor, scale: float, longest: int, *,
+    lse: Tensor,
+) -> Tensor:  # fmt: skip
+    """A server's: keys by a table of blocks of one token."""
+    rows = torch.cat([row[:length] for row, length in zip(table.long(), lengths, strict=True)])
+    options = {"cu_seqlens_q": starts, "max_seqlen_q": longest, "max_seqlen_k": int(lengths.max()), "causal": True}
+    options |= {"cu_seqlens_k": torch.cat((lengths.new_zeros(1), lengths.cumsum(0))), "window_size_left": None}
+    out, log_sums, *_ = forward(q, k[rows, :, 0], v[rows, :, 0], return_lse=True, softmax_scale=scale, **options)
+    lse.copy_(log_sums)
+    return out
+
+
 def attend(
-    lengths: list[int], window: int | None, kernel: str, *, parents: list[int] | None = None, compiled: bool = False
+    lengths: list[int],
+    window: int | None,
+    kernel: str,
+    *,
+    parents: list[int] | None = None,
+    compiled: bool = False,
+    matched: bool = False,
 ) -> list[Tensor]:
     """Output and gradients of the inputs, which are used a second time."""
     total = sum(lengths)
@@ -119,6 +140,9 @@ def attend(
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
     packing = packed_layout(lengths, device=torch.device("cpu"), kernel=kernel, parents=parents)
+    if matched:
+        operations: Any = SimpleNamespace(attention=paged_attention)
+        packing = replace(packing, matched=MatchedAttention.make(packing, operations))
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return packed_attention(None, q.sin(), k.cos(), v, None, sliding_window=window, packing=packing)[0]
@@ -130,11 +154,8 @@ def attend(
 
 
 def check_equal(lengths: list[int], window: int | None, **options: Any) -> None:
-    compiled = options.pop("compiled", False)
-    ours, expected = (
-        attend(lengths, window, "flash4", compiled=compiled, **options),
-        attend(lengths, window, "sdpa", **options),
-    )
+    ours = attend(lengths, window, "flash4", **options)
+    expected = attend(lengths, window, "sdpa", parents=options.get("parents"))
     for result, wanted in zip(ours, expected, strict=True):
         torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-5)
 
@@ -155,6 +176,7 @@ def test_operator_equals_sdpa_with_shared_prefixes(
     lengths = data.draw(st.lists(st.integers(1, 5), min_size=len(parents), max_size=len(parents)))
     with patch.multiple(prefix_tree, FORWARD_ROWS=limits[0], BACKWARD_ROWS=limits[1], MOST_ROWS=1e9):
         check_equal(lengths, window, parents=parents)
+        check_equal(lengths, None, parents=parents, matched=True)
 
 
 def test_short_prefixes_are_gathered_and_long_ones_read_in_place() -> None:

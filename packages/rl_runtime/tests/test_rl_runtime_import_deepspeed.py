@@ -150,6 +150,10 @@ def test_an_app_takes_the_file_below_keys_of_the_command_line(
     assert capsys.readouterr().err == f"{optim}.lr overrides optimizer.params.lr=1e-05 of {file}\n"
     assert comment.splitlines()[:2] == ["Given by files:", f"{section}.zero.stage=3: zero_optimization.stage of {file}"]
     assert f"{optim}.lr" not in comment
+    assert started(config_cls, *given, "--print-config") == (0, [])
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"# {section}.zero.stage: zero_optimization.stage of {file}\n")
+    assert yaml.safe_load(printed)[section]["zero"]["stage"] == 3
     own = tmp_path / "own.yaml"
     own.write_text(f"{section}: {{zero: {{stage: 2}}}}\n")
     code, [(config, comment)] = started(config_cls, *given, f"config={own}")

@@ -236,7 +236,11 @@ for heads, key_heads, width in ((9, 3, 64), (4, 2, 16)):
     table = torch.randperm(12, generator=torch.Generator().manual_seed(0))[:10].to(torch.int32).view(2, 5)
     q = drawn(71, heads, width)
     case = (q, cache[..., :width], cache[..., width:], table, ints(0, 1, 71), ints(100, 137), width**-0.5)
-    close(kernels.attention(*case, 70), operations.attention(*case, 70))
+    lse = torch.empty(heads, 71)
+    close(kernels.attention(*case, 70, lse=lse), operations.attention(*case, 70))
+    keys = case[1][table[1].long()].transpose(0, 1).flatten(1, 2)[0, :137]  # of the first head and the last token
+    close(lse[0, 70], (width**-0.5 * keys @ q[70, 0]).logsumexp(0))
+    assert lse.isfinite().all()
 print("equal")
 """
 

@@ -70,6 +70,7 @@ def run_cli(
     default_preset: str | None = None,
     default_preset_unless: Sequence[str] = (),
     file_keys: Mapping[str, FileKey] = MappingProxyType({}),
+    origins: Mapping[str, str] = MappingProxyType({}),
 ) -> NoReturn:
     """Run an app from its command line; always raises SystemExit with the exit code.
 
@@ -85,6 +86,7 @@ def run_cli(
         default_preset: preset below all others, unless a preset, a config file or an override gives one of the keys
             `default_preset_unless`. Overlays do not count: they change a preset.
         file_keys: keys of files in other formats; they are merged after presets, before overlays and config files.
+        origins: key -> origin of settings that `file_keys` read, once they are read; `--print-config` prints them.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     app_name = INVOKED_AS.get() or (app_name if " " in app_name else f"python -m {app_name}")
@@ -107,7 +109,8 @@ def run_cli(
         paths, overrides = _parse(settings, config_cls, preset_dir, default_preset, default_preset_unless, file_keys)
         config = load_config(config_cls, presets=paths, overrides=overrides)
         if len(settings) < len(args):
-            _print_and_exit(yaml_without_secrets(config))
+            comments = [f"# {key}: {origin}\n" for key, origin in origins.items()]
+            _print_and_exit("".join(comments) + yaml_without_secrets(config))
     except ConfigError as error:
         _fail(error, app_name)
     for key in secrets_in(overrides):

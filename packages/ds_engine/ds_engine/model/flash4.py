@@ -60,6 +60,20 @@ def flash4_attention(
     return out
 
 
+def flash4_gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, borders: Borders, crossings: Crossings,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v of `flash4_attention` without a window, whose output and log-sum-exps [heads, T] another
+    kernel has computed."""
+    calls = (crossings.table_C, crossings.borders, crossings.key_rows)
+    sizes = (borders.cu_seqlens, borders.cu_seqlens, *calls, borders.longest, borders.longest)
+    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.ds_engine.flash4_backward(
+        grad, q, k, v, out, lse, *sizes, scale, None
+    )
+    return gradients
+
+
 def _kernel_options(
     cu_seqlens: tuple[Tensor, Tensor], longest: tuple[int, int], scale: float, window: int | None, *, causal: bool
 ) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import ModelError
 from .experts import experts_of, grouped_experts, use_experts
+from .flash4 import flash4_gradients
 from .parts import linear_layers, with_globals
 
 if TYPE_CHECKING:
@@ -47,9 +48,10 @@ class Operations(Protocol):
         """(frequencies [F] fp32, number of positions, dtype) -> [positions, 2, 2 F], cosines and sines."""
 
     @property
-    def attention(self) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, int], Tensor]:
+    def attention(self) -> Callable[..., Tensor]:
         """(q [T, heads, d], k and v [blocks, key heads, B, d], block table [S, most blocks], first query of each
-        sequence [S + 1], lengths [S], scale, most queries of a sequence) -> [T, heads, d]."""
+        sequence [S + 1], lengths [S], scale, most queries of a sequence) -> [T, heads, d]; on a GPU `lse` [heads, T]
+        takes the log-sum-exps."""
 
     @property
     def route(self) -> Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]:
@@ -168,6 +170,22 @@ class _Recomputed(torch.autograd.Function):
         wanted = [x for x in inputs if x.requires_grad]
         gradients = iter(torch.autograd.grad(outputs, wanted, grads, allow_unused=True))
         return (None, None, *(next(gradients) if x.requires_grad else None for x in inputs))
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps the output and the log-sum-exps, which are all that gradients need of a forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, exact: Callable[..., Tensor], gradients: Callable[..., Any], *inputs: Tensor) -> Tensor:
+        q, ctx.gradients = inputs[0], gradients
+        lse = torch.empty((q.shape[1], len(q)), dtype=torch.float32, device=q.device)
+        out = exact(*inputs, lse=lse)
+        ctx.save_for_backward(*inputs, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.gradients(grad, *ctx.saved_tensors)
 
 
 def _linear_forward(layer: Any, operations: Operations) -> Callable[[Tensor], Tensor]:
@@ -334,11 +352,10 @@ class MatchedAttention:
     """Layout of the keys of a packed row as a paged cache with one token a block, and the operation."""
 
     operations: Operations
+    packing: PackedLayout
     table: Tensor
     """[S, longest] int32, the rows of the keys of each sequence or node in order."""
-    query_start: Tensor
     lengths: Tensor
-    longest_q: int
 
     @classmethod
     def make(cls, packing: PackedLayout, operations: Operations) -> MatchedAttention:
@@ -347,20 +364,21 @@ class MatchedAttention:
         table = keys.cu_seqlens[:-1, None] + torch.arange(keys.longest, device=keys.cu_seqlens.device)
         if tree is not None and packing.kernel == "flash4":  # keys of a path are read in place, not gathered
             table = tree.path_rows[table.clamp(max=len(tree.path_rows) - 1)]
-        return cls(
-            operations=operations,
-            table=table.to(torch.int32),
-            query_start=packing.borders.cu_seqlens,
-            lengths=keys.cu_seqlens.diff(),
-            longest_q=packing.borders.longest,
-        )
+        return cls(operations=operations, packing=packing, table=table.to(torch.int32), lengths=keys.cu_seqlens.diff())
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, usual: Callable[..., Tensor]) -> Tensor:
         """q: [T, heads, d], k and v: [rows, key heads, d]; `usual`: another kernel's attention, for the gradients."""
+        borders, crossings = self.packing.borders, self.packing.crossings
 
-        def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            layout = (self.table, self.query_start, self.lengths)
-            return self.operations.attention(q, k[:, :, None], v[:, :, None], *layout, scale, self.longest_q)
+        def exact(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+            layout = (self.table, borders.cu_seqlens, self.lengths)
+            return self.operations.attention(
+                q, k[:, :, None], v[:, :, None], *layout, scale, borders.longest, **options
+            )
 
-        out: Tensor = _Recomputed.apply(exact, usual, q, k, v)
+        if self.packing.kernel == "flash4" and crossings is not None:
+            gradients = partial(flash4_gradients, borders=borders, crossings=crossings, scale=scale)
+            out: Tensor = _Attention.apply(exact, gradients, q, k, v)
+        else:
+            out = _Recomputed.apply(exact, usual, q, k, v)
         return out

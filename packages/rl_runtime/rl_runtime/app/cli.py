@@ -85,6 +85,7 @@ def run_job_cli(
         default_preset="smollm2" if has_gpu and (preset_dir / "smollm2.yaml").is_file() else "demo",
         default_preset_unless=("model.path", data),
         file_keys=file_keys(config_cls, origins),
+        origins=origins,
     )
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 _TILE_Q = 64
 """Queries of a tile, counted with the query heads of one key head. Hopper's tensor cores take 64 rows; a smaller tile
 would be computed by other instructions."""
-_TILE_K = 64
-"""Keys of a tile."""
+_TILE_K = 32
+"""Keys of a tile. With five stages two tiles are on their way to each of three programs of a multiprocessor."""
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def _matmul_kernel(
 _M, _N, _K = 64, 128, 64
 _FEW_TILES = 132
 """Fewer tiles than the multiprocessors of a GPU: narrower tiles, of the same bits, keep all of them busy."""
-_CHUNKS = (8192, 4096, 2048)
+_CHUNKS = (16384, 8192, 4096, 2048)
 """Rows that cuBLAS computes at once: of one shape it computes each product alike."""
 _same_bits: dict[tuple[object, ...], bool] = {}
 """Product -> cuBLAS gives the bits of `matmul` for so many rows."""
@@ -381,9 +381,10 @@ def _log_sum_exp(logits: Tensor, *, entropies: bool) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _attention_kernel(
-    out_ptr, q_ptr, k_ptr, v_ptr, table_ptr, starts_ptr, lengths_ptr, scale,
+    out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, table_ptr, starts_ptr, lengths_ptr, scale, lse_head,
     q_row, q_head, out_row, out_head, k_block, k_head, k_token, v_block, v_head, v_token, table_row,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, PER_HEAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    HAS_LSE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, PER_HEAD: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one key head and sequence, over tiles of its keys from position 0 on."""
     first_row, head, sequence = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -433,11 +434,13 @@ def _attention_kernel(
             (values / total[:, None]).to(out_ptr.dtype.element_ty),
             mask=real[:, None],
         )
+        if HAS_LSE:
+            tl.store(lse_ptr + query * lse_head + place_q, (largest + tl.log2(total)) * 0.6931471805599453, mask=real)
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, query_start: Tensor, lengths: Tensor, scale: float, longest_q: int,
-    out: Tensor | None = None,
+    out: Tensor | None = None, lse: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See `operations.attention`."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
@@ -445,9 +448,10 @@ def attention(
     per_head = heads // key_heads
     grid = (triton.cdiv(longest_q * per_head, _TILE_Q), key_heads, len(lengths))
     _attention_kernel[grid](
-        out, q, k, v, table, query_start, lengths, scale * math.log2(math.e),
+        out, lse, q, k, v, table, query_start, lengths, scale * math.log2(math.e), 0 if lse is None else lse.stride(0),
         q.stride(0), q.stride(1), out.stride(0), out.stride(1),
         k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2), table.stride(0),
-        BLOCK=k.shape[2], WIDTH=width, PER_HEAD=per_head, ROWS=_TILE_Q, TILE=_TILE_K, num_warps=4, num_stages=3,
+        HAS_LSE=lse is not None, BLOCK=k.shape[2], WIDTH=width, PER_HEAD=per_head, ROWS=_TILE_Q, TILE=_TILE_K,
+        num_warps=4, num_stages=5, maxnreg=168 if width <= 128 else None,  # registers of three programs
     )  # fmt: skip
     return out

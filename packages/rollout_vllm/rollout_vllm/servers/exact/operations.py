@@ -165,7 +165,7 @@ def rotate(x: Tensor, table: Tensor, positions: Tensor, inverse: bool = False) -
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, query_start: Tensor, lengths: Tensor, scale: float, longest_q: int,
-    out: Tensor | None = None,
+    out: Tensor | None = None, lse: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention of the last tokens of S sequences to all tokens of each.
 
@@ -178,6 +178,7 @@ def attention(
         lengths: [S] int32, tokens of each sequence.
         longest_q: the largest number of queries of a sequence.
         out: takes the result.
+        lse: takes fp32 log-sum-exps of the scores, [heads, T]; on a GPU only.
 
     Returns:
         [T, heads, d]; rows after the last query are undefined.
@@ -185,7 +186,7 @@ def attention(
     if q.is_cuda:
         from .kernels import attention as kernel
 
-        return kernel(q, k, v, table, query_start, lengths, scale, longest_q, out)
+        return kernel(q, k, v, table, query_start, lengths, scale, longest_q, out, lse)
     out, block = torch.empty_like(q) if out is None else out, k.shape[2]
     starts = query_start.tolist()
     for row, length in enumerate(lengths.tolist()):
