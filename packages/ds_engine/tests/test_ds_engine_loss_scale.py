@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from ds_engine import EngineConfig, EngineConfigError
 from ds_engine.zero.optimizer_step import LossScale, check_fp16
-from plinth_testing import RankPool, covering_table, raises, uncovered_pairs
+from plinth_testing import RankPool, covering_table, raises
 
 # Small losses: at the scale fp16 starts with, ordinary ones overflow by themselves.
 STEPS = [[replace(s, weight=s.weight / 32) for s in make_samples(4, seed=n)] for n in range(5)]
@@ -37,10 +37,6 @@ SETUPS = {
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     flat_a, flat_b = (torch.cat([x[name].flatten() for name in a]) for x in (a, b))
     return float((flat_a - flat_b).norm() / flat_b.norm())
-
-
-def test_setups_cover_every_pair_of_values() -> None:
-    assert not uncovered_pairs(covering_table(SETUPS), SETUPS)
 
 
 @pytest.mark.slow
