@@ -198,11 +198,12 @@ class VisionProcessor:
         """Tensors of an `ImageFiles` file: the features, the decoded images, the number of placeholders."""
         import numpy as np
         import torch
+        from transformers import AutoConfig
 
         token, pixels = self.processor.image_token, list(map(read_image, images))
         ids, contents = self(token * len(images), pixels)
-        # `image_token` may stand for other tokens, such as Gemma's, which names the placeholder by this.
-        placeholder = getattr(self.processor, "image_token_id", None)
+        # A processor's `image_token_id` may be that of a token before them, such as Gemma's.
+        placeholder = AutoConfig.from_pretrained(self._folder, trust_remote_code=False).image_token_id
         contents["num_placeholders"] = torch.tensor([ids.count(placeholder)])
         contents |= {f"image.{index}": torch.from_numpy(np.array(one)) for index, one in enumerate(pixels)}
         return {name: tensor.contiguous() for name, tensor in contents.items()}
