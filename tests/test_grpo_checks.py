@@ -24,6 +24,7 @@ REFUSED = """
 advantage: algorithm.advantage=gae
 algorithm.advantage: algorithm.advantage=rlo
 algorithm.loss: algorithm.loss=apps.grpo.calculator:nobody
+algorithm.loss: algorithm.loss=apps.grpo.calculator:calculate
 score: reward.score=0
 format_score: reward.format_score=1.0
 seed: trainer.seed=-1
@@ -60,12 +61,14 @@ Ray cluster: trainer.ray_address=127.0.0.1:9
 trainer.ray_address: trainer.ray_address=auto
 ranks_per_node: trainer.ranks_per_node=0
 num_ranks: trainer.num_ranks=1099511627776
+num_servers: rollout.num_servers=1099511627776
 mini_batch_size: trainer.num_ranks=2 batch.train_batch_size=3 batch.mini_batch_size=3 sampling.n=3
 127.0.0.1:9: rollout.urls=http://127.0.0.1:9
 one host: rollout.urls=http://198.51.100.7:9 sync.transport=shm
 api_key_file: rollout.urls=http://127.0.0.1:9 rollout.api_key_file=~nobody-here/key
 rollout.host: rollout.host=198.51.100.7
 kv_cache_gib: rollout.kv_cache_gib=1e5 rollout.num_servers=2
+kv_cache_gib: rollout.max_model_len=512 rollout.kv_cache_gib=0.0001
 stop_token_ids: sampling.stop_token_ids=[-1]
 reward.url: reward.url=http://127.0.0.1:9/score
 api_key_file: reward.url=http://127.0.0.1:9 reward.api_key_file=~nobody-here/key

@@ -88,7 +88,7 @@ def leave_untuned() -> None:
     def init(self: Any, fn: Any, names: Any, configs: Any, *args: Any, **kwargs: Any) -> None:
         start(self, fn, names, [min(configs, key=order)] if configs else configs, *args, **kwargs)
 
-    Autotuner.__init__ = init  # type: ignore[method-assign]
+    Autotuner.__init__ = init
 
 
 def say(**record: Any) -> None:

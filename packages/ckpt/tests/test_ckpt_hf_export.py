@@ -48,7 +48,7 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 entries = st.lists(st.tuples(shapes(), st.sampled_from(DTYPES)), min_size=1, max_size=12)
 
 
-@settings(deadline=None, derandomize=True, max_examples=30)
+@settings(deadline=None, derandomize=True, max_examples=15)
 @given(entries, st.integers(1, 400), st.sampled_from([None, torch.bfloat16, torch.float32]))
 def test_tensors_round_trip(
     entries: list[tuple[tuple[int, ...], torch.dtype]], max_shard_bytes: int, dtype: torch.dtype | None

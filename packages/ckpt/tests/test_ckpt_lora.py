@@ -169,22 +169,26 @@ def test_a_merge_is_computed_in_fp32_and_cast_once(base: Path, tmp_path: Path) -
     assert {tensor.dtype for tensor in load_file(tmp_path / "again" / "model.safetensors").values()} == {torch.bfloat16}
 
 
+def write_checkpoint(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    """A checkpoint of ZeRO-1 on one rank that trains these weights."""
+    states = {
+        "zero_stage": 1,
+        "partition_count": 1,
+        "single_partition_of_fp32_groups": [torch.cat([tensor.reshape(-1) for tensor in weights.values()])],
+        "base_optimizer_state": {"state": {}, "param_groups": [{"params": [0]}]},
+    }
+    folder.mkdir()
+    torch.save({"optimizer_state_dict": states}, folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    shapes = {name: tensor.shape for name, tensor in weights.items()}
+    torch.save({"module": {}, "param_shapes": [shapes]}, folder / "mp_rank_00_model_states.pt")
+
+
 def test_adapters_from_a_deepspeed_checkpoint(base: Path, tmp_path: Path) -> None:
     model = adapted(base, CASES["plain"])
     config = model.peft_config["default"].to_dict()
     # PEFT's layers injected into a model that keeps its own names.
     weights = {name.removeprefix("base_model.model."): tensor.detach() for name, tensor in trained(model)}
-    flat = torch.cat([tensor.reshape(-1) for tensor in weights.values()])
-    states = {
-        "zero_stage": 1,
-        "partition_count": 1,
-        "single_partition_of_fp32_groups": [flat],
-        "base_optimizer_state": {"state": {}, "param_groups": [{"params": [0]}]},
-    }
-    (tmp_path / "actor").mkdir()
-    torch.save({"optimizer_state_dict": states}, tmp_path / "actor" / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    shapes = {name: tensor.shape for name, tensor in weights.items()}
-    torch.save({"module": {}, "param_shapes": [shapes]}, tmp_path / "actor" / "mp_rank_00_model_states.pt")
+    write_checkpoint(tmp_path / "actor", weights)
     with raises(ExportError, field="lora"):
         export_deepspeed(tmp_path / "actor", tmp_path / "out", model_files_from=base)
     source = ZeroCheckpoint(tmp_path / "actor")
@@ -248,20 +252,6 @@ def test_refused_tensors_and_settings(base: Path, tmp_path: Path) -> None:
     with raises(ExportError, field="base"):
         export_merged(tmp_path / "out", tmp_path / "merged", base=tmp_path / "empty")
     assert not (tmp_path / "merged").exists()
-
-
-def write_checkpoint(folder: Path, weights: dict[str, torch.Tensor]) -> None:
-    """A checkpoint of ZeRO-1 on one rank that trains these weights."""
-    states = {
-        "zero_stage": 1,
-        "partition_count": 1,
-        "single_partition_of_fp32_groups": [torch.cat([tensor.reshape(-1) for tensor in weights.values()])],
-        "base_optimizer_state": {"state": {}, "param_groups": [{"params": [0]}]},
-    }
-    folder.mkdir()
-    torch.save({"optimizer_state_dict": states}, folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    shapes = {name: tensor.shape for name, tensor in weights.items()}
-    torch.save({"module": {}, "param_shapes": [shapes]}, folder / "mp_rank_00_model_states.pt")
 
 
 def test_a_trained_weight_beside_the_adapters_is_not_left_out(base: Path, tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ from ds_engine.model.parts import transformer_layers
 def backward(engine: ZeroEngine, samples: list[Sample]) -> None:
     """The backward pass of one micro batch, without the step."""
     passes = engine._micro_batches
-    passes.backward(passes.to_device(make_batch(samples)), weighted_loss, 1.0, {})
+    inputs, batch = passes.to_device(make_batch(samples))
+    passes.backward(passes._forward(inputs, 1.0), batch, weighted_loss, {})
 
 
 def gradient_error(model_path: str, micro_batches: list[list[Sample]], stage: int, fp32_reduce: bool) -> float:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ds_engine import EngineConfig, OffloadConfig, OptimConfig, ZeroConfig
 from ds_engine.simple import SimpleBatch
 from ds_engine.upstream import auto_class
-from plinth_testing import RankPool
+from plinth_testing import RankPool, covering_table
 
 VOCAB = 64
 LR, EPS = 3e-3, 1e-4
@@ -216,16 +216,26 @@ def used(pool: RankPool, *patches: str, but: Sequence[str] = ()) -> Iterator[Non
         assert not inert, "never called (or the ranks raised before)"
 
 
-def assert_trained(
-    rank: Mapping[str, Any], expected: Mapping[str, Tensor], losses: Sequence[float], norms: Sequence[float]
-) -> None:
-    """A rank's adapter training equals that of one process: losses and norms to 1e-5.
+def pairwise_cases(setups: Mapping[str, Sequence[Any]], num_short: int) -> list[Any]:
+    """Rows that hold every pair of values; those after `num_short` are for `make test-long`."""
+    rows = covering_table(setups)
+    names = ["-".join(map(str, row.values())) for row in rows]
+    marks = [[]] * num_short + [[pytest.mark.long]] * (len(rows) - num_short)
+    return [pytest.param(row, id=name, marks=mark) for row, name, mark in zip(rows, names, marks, strict=True)]
+
+
+def assert_equal(results: Sequence[Any], expected: Reference, *, within: float = 1e-5, key: str = "weights") -> None:
+    """Losses and norms of every rank, and the tensors of the first, are those of one process.
 
     Adapters to 2e-5: B begins at zero, so all of it is change, in which AdamW magnifies the rounding of small gradients
     (up to 1.2e-5 on one CPU, 4e-6 for all other tensors there).
     """
-    assert [s.loss for s in rank["stats"]] == pytest.approx(losses, rel=1e-5)
-    assert [s.grad_norm for s in rank["stats"]] == pytest.approx(norms, rel=1e-5)
-    assert {**rank["adapters"], **rank["merged"]}.keys() == expected.keys()
-    for name, tensor in rank["adapters"].items():
-        assert distance(tensor, expected[name]) < 2e-5, name
+    within = 2e-5 if key == "adapters" else within
+    tensors, losses, norms = expected
+    for result in results:
+        assert [s.loss for s in result["stats"]] == pytest.approx(losses, rel=within)
+        assert [s.grad_norm for s in result["stats"]] == pytest.approx(norms, rel=within)
+    assert results[0][key].keys() <= tensors.keys()
+    assert results[0][key]
+    for name, tensor in results[0][key].items():
+        assert distance(tensor, tensors[name]) < within, name

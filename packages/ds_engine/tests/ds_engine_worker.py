@@ -10,7 +10,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -20,7 +19,6 @@ from ds_engine_trees import routed_batch, tree_batch
 
 import ds_engine
 import ds_engine.model.loading
-import ds_engine.zero.adamw
 import ds_engine.zero.optimizer
 from ds_engine import EngineConfig, LossOutput, SharedBase, StepSettings, TokenOutputs, ZeroEngine, dense_log_prob
 from ds_engine.micro_batch import MicroBatches
@@ -264,17 +262,8 @@ def train_compiled_ahead(**options: Any) -> tuple[dict[str, Any], int, int]:
         return *train_traced(**options), compiled[0]
 
 
-def train_upstream(part: str, **options: Any) -> dict[str, Any]:
-    """`train` with one part of zero.optimizer left to DeepSpeed or to torch.
-
-    DeepSpeed's list of optimizers holds only torch's AdamW, whatever ran in this process before.
-    """
-    module, upstream = {
-        "fuse_grad_norm": (ds_engine.zero.optimizer, lambda _: None),
-        "AdamW": (ds_engine.zero.adamw, partial(torch.optim.AdamW, fused=True)),
-    }[part]
-    known = patch.object(zero_utils, "ZERO_SUPPORTED_OPTIMIZERS", [torch.optim.AdamW])
-    with known, patch.object(module, part, upstream):
+def train_with_deepspeeds_norms(**options: Any) -> dict[str, Any]:
+    with patch.object(ds_engine.zero.optimizer, "fuse_grad_norm", lambda _: None):
         return train(**options)
 
 
@@ -437,6 +426,38 @@ def train_with_overflow(
         stats.append(engine.train_mini_batch([make_batch(m) for m in micro_batches], loss_fn))
         weights.append({name: tensor.clone() for name, tensor in engine.export_parameters(torch.float32)})
     engine.close()
+    return stats, weights
+
+
+DIVERGENCE_TEMPERATURE = 0.7
+
+
+def reverse_kl(student_KV: torch.Tensor, teacher_KV: torch.Tensor) -> torch.Tensor:
+    return (student_KV.exp() * (student_KV - teacher_KV)).sum(-1)
+
+
+def train_on_a_teacher(
+    model_path: str, teacher_path: str, config: EngineConfig, parts: list[list[Sample]]
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """(stats, weights) of a step on the divergence to a frozen teacher of another hidden size."""
+    student, teacher = build(model_path, config), build(teacher_path, config, trainable=False)
+    head = teacher.lm_head()
+
+    def term(hidden_KH: Any, weight_VH: Any, columns: Any, temperature: float) -> torch.Tensor:
+        of_teacher = (columns["hidden"] @ head.weight_VH.T / temperature).log_softmax(-1)
+        return reverse_kl((hidden_KH @ weight_VH.T / temperature).log_softmax(-1), of_teacher)
+
+    def loss(outputs: Any, batch: Any) -> LossOutput:
+        total = (batch.columns["weights"].abs() * outputs.term_K).sum() + 0.1 * outputs.log_probs_K.sum()
+        return LossOutput(loss=total, metrics={"kl": outputs.term_K.sum().detach()})
+
+    batches = [make_batch(part) for part in parts]
+    hidden = teacher.hidden_states(batches)
+    batches = [replace(b, columns={**b.columns, "hidden": h}) for b, h in zip(batches, hidden, strict=True)]
+    stats = student.train_mini_batch(batches, loss, temperature=DIVERGENCE_TEMPERATURE, head_term=term)
+    weights = {name: tensor.clone() for name, tensor in student.export_parameters()}
+    student.close()
+    teacher.close()
     return stats, weights
 
 

@@ -34,7 +34,6 @@ def config(stage: int, offload: str, dtype: str, lora: LoraConfig | None = None)
 @pytest.mark.parametrize(
     ("stage", "offload", "dtype", "lora"),
     [
-        pytest.param(2, "none", "float32", None, marks=pytest.mark.long),
         (2, "none", "bfloat16", None),
         (2, "none", "bfloat16", LoraConfig(rank=4)),
         (2, "cpu", "bfloat16", None),

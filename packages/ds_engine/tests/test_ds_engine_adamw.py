@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
-from ds_engine_testkit import make_samples
 
-from ds_engine import EngineConfig, OptimConfig, ZeroConfig
 from ds_engine.zero.adamw import AdamW
-from plinth_testing import RankPool, run_under_the_interpreter
+from plinth_testing import run_under_the_interpreter
 
 CASES = """
 import itertools
@@ -123,17 +120,3 @@ def test_cpu_steps_and_states_equal_torchs_fused_adamw() -> None:
     assert our_state["param_groups"] == their_state["param_groups"]
     for name, value in their_state["state"][0].items():
         assert torch.equal(our_state["state"][0][name], value), name
-
-
-@pytest.mark.slow
-def test_checkpoints_of_torchs_adamw_resume(two_ranks: RankPool, tiny_model: Path, tmp_path: Path) -> None:
-    """Such as earlier versions of the engine wrote."""
-    optim = OptimConfig(lr=3e-3, eps=1e-4, weight_decay=0.1)
-    zero = ZeroConfig(stage=2, param_persistence_elements=0)
-    common = {"model_path": str(tiny_model), "config": EngineConfig(zero=zero, optim=optim, dtype="float32")}
-    steps = [[make_samples(2, seed=n)] for n in range(3)]
-    whole = two_ranks.run("train", steps=steps, **common)[0]
-    two_ranks.run("train_upstream", part="AdamW", steps=steps[:2], save_to=str(tmp_path), **common)
-    resumed = two_ranks.run("train", steps=steps[2:], load_from=str(tmp_path), **common)[0]
-    assert resumed["stats"] == whole["stats"][2:]
-    assert all(torch.equal(resumed["weights"][name], weight) for name, weight in whole["weights"].items())

@@ -6,10 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ds_engine_testkit import Reference, Sample, config, distance, make_samples, reference_training, used
+from ds_engine_testkit import (
+    Reference,
+    Sample,
+    assert_equal,
+    config,
+    make_samples,
+    pairwise_cases,
+    reference_training,
+    used,
+)
 
 from ds_engine import OffloadConfig
-from plinth_testing import RankPool, covering_table, uncovered_pairs, write_tiny_model
+from plinth_testing import RankPool, write_tiny_model
 
 pytestmark = pytest.mark.slow
 STEPS = [make_samples(n, seed=s) for n, s in ((7, 1), (5, 2), (6, 3))]
@@ -32,11 +41,7 @@ def reference(tiny_model: Path) -> Reference:
     return reference_training(tiny_model, STEPS)
 
 
-def test_setups_cover_every_pair_of_values() -> None:
-    assert not uncovered_pairs(covering_table(SETUPS), SETUPS)
-
-
-@pytest.mark.parametrize("case", covering_table(SETUPS), ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize("case", pairwise_cases(SETUPS, num_short=5))
 def test_three_steps_equal_one_fp32_process(
     two_ranks: RankPool, tiny_model: Path, reference: Reference, case: dict[str, Any]
 ) -> None:
@@ -50,22 +55,12 @@ def test_three_steps_equal_one_fp32_process(
             config=config(case["stage"], optimizer=case["offload"], zero={"step_each_micro": step_each_micro}),
         )
     assert_equal(results, reference)
-    stats = results[0]["stats"]
-    assert stats[0].metrics["tokens"] == sum(len(s.ids) - s.num_prompt for s in STEPS[0])
-    assert all(s.num_skipped_empty_micro_batches == 0 for s in stats)
-
-
-def assert_equal(results: list[dict[str, Any]], reference: Reference) -> None:
-    """Losses, norms and weights of both ranks equal those of one process."""
-    expected, losses, norms = reference
+    assert list(results[0]["weights"]) == list(reference[0])
+    assert results[1]["weights"] == {}
     stats = results[0]["stats"]
     assert results[1]["stats"] == stats
-    assert [s.loss for s in stats] == pytest.approx(losses, rel=1e-5)
-    assert [s.grad_norm for s in stats] == pytest.approx(norms, rel=1e-5)
-    assert list(results[0]["weights"]) == list(expected)
-    assert results[1]["weights"] == {}
-    for name, weight in results[0]["weights"].items():
-        assert distance(weight, expected[name]) < 1e-5, name
+    assert stats[0].metrics["tokens"] == sum(len(s.ids) - s.num_prompt for s in STEPS[0])
+    assert all(s.num_skipped_empty_micro_batches == 0 for s in stats)
 
 
 @pytest.mark.thorough

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from ds_engine_testkit import EPS, LR, distance, make_samples, reference_training
+from ds_engine_testkit import EPS, LR, assert_equal, distance, make_samples, reference_training
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -157,16 +157,13 @@ def test_the_plan_counts_one_state_for_matrices_and_two_for_the_rest() -> None:
 def test_three_steps_equal_torchs_muon_in_one_fp32_process(
     two_ranks: RankPool, untied_model: Path, setup: EngineConfig
 ) -> None:
-    expected, losses, norms = reference_training(untied_model, STEPS, weight_decay=0.1, muon=True)
+    expected = reference_training(untied_model, STEPS, weight_decay=0.1, muon=True)
     ranks = per_rank() if setup.sequence_parallel == 1 else [{"steps": [[s] for s in STEPS]}] * 2
     results = two_ranks.run("train", ranks, model_path=str(untied_model), config=setup)
-    stats = results[0]["stats"]
-    assert [s.loss for s in stats] == pytest.approx(losses, rel=1e-5)
-    assert [s.grad_norm for s in stats] == pytest.approx(norms, rel=1e-5)
-    for name, weight in results[0]["weights"].items():
-        assert distance(weight, expected[name]) < 1e-5, name
+    assert_equal(results, expected)
     adamw, _, _ = reference_training(untied_model, STEPS, weight_decay=0.1)
-    assert distance(adamw["model.layers.0.mlp.up_proj.weight"], expected["model.layers.0.mlp.up_proj.weight"]) > 1e-3
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert distance(adamw[name], expected[0][name]) > 1e-3
 
 
 @pytest.mark.slow
@@ -182,24 +179,10 @@ def test_a_run_resumes_bit_for_bit_and_with_the_settings_that_it_has_now(
         resumed = two_ranks.run("train", rest, load_from=str(tmp_path / f"{stage}"), **common)[0]
         assert resumed["stats"] == whole["stats"][2:]
         assert all(torch.equal(resumed["weights"][name], weight) for name, weight in whole["weights"].items()), stage
-        changes = {
-            "model.norm.weight": {"options": {"adam_lr": LR / 10}},
-            "model.layers.0.mlp.up_proj.weight": {"weight_decay": 0.5},
-        }
-        for name, optim in changes.items():
-            common["config"] = config(stage, dtype="bfloat16", optim=optim)
-            changed = two_ranks.run("train", rest, load_from=str(tmp_path / f"{stage}"), **common)[0]["weights"]
+        common["config"] = config(stage, dtype="bfloat16", optim={"options": {"adam_lr": LR / 10}, "weight_decay": 0.5})
+        changed = two_ranks.run("train", rest, load_from=str(tmp_path / f"{stage}"), **common)[0]["weights"]
+        for name in ("model.norm.weight", "model.layers.0.mlp.up_proj.weight"):  # of AdamW, and a matrix
             assert not torch.equal(changed[name], whole["weights"][name]), (stage, name)
-
-
-@pytest.mark.slow
-def test_its_state_moves_between_layouts(two_ranks: RankPool, tiny_model: Path) -> None:
-    pairs = [(config(1), config(3)), (config(3, offload="cpu"), config(2)), (config(2, optim={"lr": 1e-3}), config(1))]
-    for first, second in pairs:
-        results = two_ranks.run("hand_over_state", model_path=str(tiny_model), first=first, second=second)
-        for result in results:
-            assert result["differing"] == []
-            assert result["num_steps"] == 3
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from ds_engine_testkit import (
-    assert_trained,
+    assert_equal,
     distance,
     make_batch,
     make_samples,
@@ -292,7 +292,7 @@ def test_three_steps_equal_one_process_on_the_unpacked_base(
     param: str,
 ) -> None:
     folder, adapters, base = rounded
-    expected, losses, norms = reference_training(folder, STEPS, adapters=adapters)
+    reference = reference_training(folder, STEPS, adapters=adapters)
     per_rank = [{"steps": [[samples[rank::4], samples[rank + 2 :: 4], []] for samples in STEPS]} for rank in range(2)]
     wanted = config(stage, optimizer=optimizer, param=param)
     with used(two_ranks, *(["sharded NF4 weights"] if wanted.zero.stage == 3 else [])):
@@ -300,9 +300,9 @@ def test_three_steps_equal_one_process_on_the_unpacked_base(
             "train_adapters", per_rank, model_path=str(tiny_model), config=wanted, samples=STEPS[0][:3]
         )
     first = results[0]
-    assert_trained(first, expected, losses, norms)
+    assert_equal(results, reference, key="adapters")
     for name, tensor in first["merged"].items():
-        assert distance(tensor, expected[name]) < 1e-5, name
+        assert distance(tensor, reference[0][name]) < 1e-5, name
         change = base[name]
         if "_proj" in name:
             layer = f"base_model.model.{name.removesuffix('.weight')}"
@@ -320,37 +320,3 @@ def test_three_steps_equal_one_process_on_the_unpacked_base(
         "frozen_log_probs", model_path=str(tiny_model), config=wanted, samples=STEPS[0][:3]
     )
     torch.testing.assert_close(frozen.log_probs_K, first["base"][0], rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_resumes_bit_for_bit(two_ranks: RankPool, tiny_model: Path, tmp_path: Path) -> None:
-    """In bf16 with recomputation: adapters come from the checkpoint, and the base is quantized again."""
-    steps = [[make_samples(2, seed=s)] for s in range(4)]
-    common = {
-        "model_path": str(tiny_model),
-        "samples": STEPS[0],
-        "config": config(3, dtype="bfloat16", gradient_checkpointing=True),
-    }
-    whole = two_ranks.run("train_adapters", steps=steps, **common)[0]
-    two_ranks.run("train_adapters", steps=steps[:2], save_to=str(tmp_path), **common)
-    resumed = two_ranks.run("train_adapters", steps=steps[2:], load_from=str(tmp_path), **common)[0]
-    assert resumed["stats"] == whole["stats"][2:]
-    assert torch.equal(resumed["base"][0], whole["base"][0])
-    for kind in ("merged", "adapters"):
-        assert all(torch.equal(resumed[kind][name], tensor) for name, tensor in whole[kind].items())
-    assert all(tensor.dtype == torch.bfloat16 for tensor in whole["merged"].values())
-    (file, *_) = sorted((tmp_path / "tag").glob("*model_states.pt"))
-    assert all("lora_" in name for name in torch.load(file, weights_only=False)["module"])
-
-
-@pytest.mark.slow
-def test_a_critic_trains_on_a_quantized_base(two_ranks: RankPool, tiny_model: Path) -> None:
-    per_rank = [{"steps": [[samples[rank::2]] for samples in STEPS], "value_samples": [STEPS[0]]} for rank in range(2)]
-    runs = [
-        two_ranks.run("train_values", per_rank, model_path=str(tiny_model), config=config(stage))[0] for stage in (2, 3)
-    ]
-    start = load_model(str(tiny_model), config(2), device=CPU, ds_config={}, head="value")
-    for tensor in whole_tensors(start):
-        assert distance(runs[1]["weights"][tensor.name], runs[0]["weights"][tensor.name]) < 1e-5, tensor.name
-        is_trained = "_proj" in tensor.name or tensor.name == "score.weight"
-        assert torch.equal(runs[0]["weights"][tensor.name], tensor.value()) != is_trained, tensor.name

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from ds_engine_testkit import config, make_samples, used
 
 from ds_engine import (
@@ -93,33 +94,22 @@ def test_losses_may_use_fewer_outputs_on_one_rank(two_ranks: RankPool, tiny_mode
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize(("stage", "param"), [(2, "none"), (3, "cpu")])
+@pytest.mark.parametrize(("stage", "device", "model"), [(2, "none", "tiny_model"), (3, "cpu", "untied_model")])
 def test_log_probs_and_tied_export(
-    two_ranks: RankPool, tiny_model: Path, untied_model: Path, stage: int, param: str
+    two_ranks: RankPool, request: pytest.FixtureRequest, stage: int, device: str, model: str
 ) -> None:
-    import transformers
-
-    samples = make_samples(5, seed=4)
-    optimizer = "cpu" if param == "cpu" else "none"
-    for folder in (tiny_model, untied_model):
-        per_rank = [{"log_prob_samples": [samples, []]}, {"log_prob_samples": [samples[:2], samples[2:]]}]
-        results = two_ranks.run(
-            "train",
-            per_rank,
-            model_path=str(folder),
-            steps=[],
-            temperature=0.8,
-            config=config(stage, optimizer=optimizer, param=param),
-        )
-        rank_0, rank_1 = (r["outputs"] for r in results)
-        assert rank_0[1].log_probs_K.shape == (0,)
-        joined = torch.cat([o.log_probs_K for o in rank_1])
-        torch.testing.assert_close(rank_0[0].log_probs_K, joined, rtol=1e-5, atol=1e-6)
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-        assert list(results[0]["weights"]) == [name for name, _ in model.named_parameters()]
-        for name, parameter in model.named_parameters():
-            assert torch.equal(results[0]["weights"][name], parameter), name
-        assert results[1]["weights"] == {}
+    samples, folder = make_samples(5, seed=4), request.getfixturevalue(model)
+    per_rank = [{"log_prob_samples": [samples, []]}, {"log_prob_samples": [samples[:2], samples[2:]]}]
+    setup = config(stage, optimizer=device, param=device)
+    results = two_ranks.run("train", per_rank, model_path=str(folder), steps=[], temperature=0.8, config=setup)
+    rank_0, rank_1 = (r["outputs"] for r in results)
+    assert rank_0[1].log_probs_K.shape == (0,)
+    joined = torch.cat([o.log_probs_K for o in rank_1])
+    torch.testing.assert_close(rank_0[0].log_probs_K, joined, rtol=1e-5, atol=1e-6)
+    expected = dict(transformers.AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    assert list(results[0]["weights"]) == list(expected)
+    assert all(torch.equal(results[0]["weights"][name], parameter) for name, parameter in expected.items())
+    assert results[1]["weights"] == {}
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(1, "bfloat16"), (3, "float32")])
@@ -176,7 +166,7 @@ def test_missing_checkpoint(two_ranks: RankPool, tiny_model: Path, tmp_path: Pat
         assert (error.field, error.value) == ("tag", "tag")
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_bf16_gradient_against_fp32_sum(two_ranks: RankPool, tiny_model: Path, stage: int) -> None:
     """Many micro batches, bf16 model. Truth: each micro batch's own bf16 gradient, summed in fp32.
 

@@ -300,7 +300,7 @@ def test_a_row_that_is_not_the_one_of_the_borders_is_refused(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
 def test_a_step_of_hybrids_on_two_ranks_equals_transformers(two_ranks: RankPool, tmp_path: Path, stage: int) -> None:
     """With recomputation, and different numbers of sequences on the ranks."""
     folders = {

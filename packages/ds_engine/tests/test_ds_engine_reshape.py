@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import ds_engine_testkit
 import pytest
@@ -15,16 +17,22 @@ from plinth_testing import RankPool
 pytestmark = pytest.mark.slow
 
 
-def config(stage: int, *, optimizer: str = "none", weight_decay: float = 0.01) -> EngineConfig:
+def config(stage: int, *, offload: str = "none", **optim: Any) -> EngineConfig:
     zero = {"param_persistence_elements": 40}
-    return ds_engine_testkit.config(stage, optimizer=optimizer, zero=zero, optim={"weight_decay": weight_decay})
+    return ds_engine_testkit.config(stage, optimizer=offload, zero=zero, optim={"weight_decay": 0.01} | optim)
 
 
 NOT_IN_MEMORY = {name for names in STATE.replaces.values() for name in names} - {"_hp_optimizer_states_linked"}
 
 
-def test_state_moves_between_layouts(two_ranks: RankPool, tiny_model: Path) -> None:
-    pairs = [(config(1), config(3)), (config(3, optimizer="cpu"), config(2)), (config(2, weight_decay=0), config(1))]
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_state_moves_between_layouts(two_ranks: RankPool, tiny_model: Path, name: str) -> None:
+    named = partial(config, name=name)
+    pairs = [
+        (named(1), named(3)),
+        (named(3, offload="cpu"), named(2)),
+        (named(2, weight_decay=0), named(1)),
+    ]
     for first, second in pairs:
         with used(two_ranks, *([STATE.name] if second.zero.stage < 3 else []), but=NOT_IN_MEMORY):
             results = two_ranks.run("hand_over_state", model_path=str(tiny_model), first=first, second=second)

@@ -46,7 +46,7 @@ def test_bf16_gradients_are_clipped_as_by_deepspeed(
     )
     per_rank = [{"steps": [[make_samples(2, seed=rank), make_samples(1, seed=rank + 2)]] * 2} for rank in range(2)]
     common = {"model_path": str(tiny_model), "config": config}
-    theirs = two_ranks.run("train_upstream", per_rank, part="fuse_grad_norm", **common)[0]
+    theirs = two_ranks.run("train_with_deepspeeds_norms", per_rank, **common)[0]
     patch = "gradient norm of stage 3" if stage == 3 else "gradient norm of stages 1 and 2"
     with used(two_ranks, patch, but=("check_overflow",) if stage == 3 else ()):  # it is called in fp16 only
         ours = two_ranks.run("train", per_rank, **common)[0]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from ds_engine_architectures import PACKED, tiny_architecture, write_architecture
-from ds_engine_testkit import EPS, LR, distance, make_samples, reference_training
+from ds_engine_testkit import EPS, LR, assert_equal, distance, make_samples, reference_training
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
@@ -136,19 +137,14 @@ def test_ranks_train_as_without_tiles(two_ranks: RankPool, tiny_model: Path, sta
         {"steps": [[s[r % share :: 2 * share], s[share + r % share :: 2 * share]] for s in STEPS]} for r in range(2)
     ]
     function, given_ = ("train_adapters", {"samples": STEPS[0]}) if config.lora else ("train", {})
-    whole, tiled = (
-        two_ranks.run(function, per_rank, model_path=str(tiny_model), config=replace(config, tiled_mlp=n), **given_)[0]
-        for n in (0, 5)
-    )
-    assert [s.loss for s in tiled["stats"]] == pytest.approx([s.loss for s in whole["stats"]], rel=1e-6)
-    assert [s.grad_norm for s in tiled["stats"]] == pytest.approx([s.grad_norm for s in whole["stats"]], rel=1e-6)
-    key = "adapters" if config.lora else "weights"
-    for name, weight in whole[key].items():
-        assert distance(tiled[key][name], weight) < 1e-5, name
-    if not config.lora:
-        weights, losses, _ = reference_training(tiny_model, STEPS)
-        assert [s.loss for s in tiled["stats"]] == pytest.approx(losses, rel=1e-5)
-        assert all(distance(tiled["weights"][name], weight) < 1e-5 for name, weight in weights.items())
+    run = partial(two_ranks.run, function, per_rank, model_path=str(tiny_model), **given_)
+    tiled = run(config=replace(config, tiled_mlp=5))
+    if config.lora:
+        whole = run(config=config)[0]
+        losses, norms = ([getattr(s, name) for s in whole["stats"]] for name in ("loss", "grad_norm"))
+        assert_equal(tiled, (whole["adapters"], losses, norms), key="adapters")
+    else:
+        assert_equal(tiled, reference_training(tiny_model, STEPS))
 
 
 @pytest.mark.slow

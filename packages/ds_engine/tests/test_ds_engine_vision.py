@@ -250,7 +250,7 @@ def test_the_memory_plan_knows_the_tower(model_folder: Path) -> None:
 
 def test_the_documented_models_are_those_of_the_tests() -> None:
     text = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
-    assert sorted(re.findall(r"^\| [\w .-]+ \| `(\w+)` \| packed", text, re.M)) == sorted(FAMILIES)
+    assert sorted(re.findall(r"^\| [A-Z][\w .-]+ \| `(\w+)` \|$", text, re.M)) == sorted(FAMILIES)
 
 
 def adapted(folder: Path, *, vision: bool) -> Any:
@@ -333,15 +333,3 @@ def test_two_ranks_of_which_one_sees_no_images_train_as_one_process(
     assert trained.keys() == expected.keys()
     # Some gradients are rounding alone, such as those of biases of keys.
     torch.testing.assert_close(trained, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_continues_exactly(two_ranks: RankPool, tmp_path: Path) -> None:
-    folder = write(tmp_path / "model", "qwen2_5_vl")
-    steps = [[samples_of(folder, 5, seed)] for seed in (1, 5)]
-    common = {"model_path": str(folder), "config": config(3, train_vision=True, collective_guard="off")}
-    whole = two_ranks.run("train", steps=steps, **common)[0]
-    two_ranks.run("train", steps=steps[:1], save_to=str(tmp_path), **common)
-    resumed = two_ranks.run("train", steps=steps[1:], load_from=str(tmp_path), **common)[0]
-    assert resumed["stats"] == whole["stats"][1:]
-    assert all(torch.equal(resumed["weights"][name], weight) for name, weight in whole["weights"].items())

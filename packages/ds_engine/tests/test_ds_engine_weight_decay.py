@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ds_engine_testkit import config, make_samples, reference_training
+from ds_engine_testkit import assert_equal, config, distance, make_samples, reference_training
 
 from ds_engine import EngineConfig, LoraConfig, OptimConfig
 from ds_engine.model.loading import load_model
@@ -38,20 +38,16 @@ def test_three_steps_with_a_resume_equal_one_process(
 ) -> None:
     """Without clipping; other tests clip."""
     optim = {"weight_decay": DECAY, "grad_clip": None}
-    expected, losses, norms = reference_training(biased_model, STEPS, **optim)
+    expected = reference_training(biased_model, STEPS, **optim)
     ranks = [[[samples[rank::4], samples[rank + 2 :: 4]] for samples in STEPS] for rank in range(2)]
     common = {"model_path": str(biased_model), "config": config(stage, optimizer=optimizer, optim=optim)}
     first = two_ranks.run("train", [{"steps": steps[:2]} for steps in ranks], save_to=str(tmp_path), **common)[0]
     last = two_ranks.run("train", [{"steps": steps[2:]} for steps in ranks], load_from=str(tmp_path), **common)[0]
-    stats = [*first["stats"], *last["stats"]]
-    assert [s.loss for s in stats] == pytest.approx(losses, rel=1e-5)
-    assert [s.grad_norm for s in stats] == pytest.approx(norms, rel=1e-5)
-    for name, weight in last["weights"].items():
-        assert float((weight - expected[name]).norm() / expected[name].norm()) < 1e-5, name
+    assert_equal([{"stats": [*first["stats"], *last["stats"]], "weights": last["weights"]}], expected)
     # Decay is of a size these bounds would show: without it the matrices end elsewhere.
     plain, _, _ = reference_training(biased_model, STEPS, grad_clip=None)
-    moved = expected["model.layers.0.mlp.up_proj.weight"] - plain["model.layers.0.mlp.up_proj.weight"]
-    assert float(moved.norm() / plain["model.layers.0.mlp.up_proj.weight"].norm()) > 1e-3
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert distance(expected[0][name], plain[name]) > 1e-3
 
 
 def test_norms_and_biases_do_not_decay(biased_model: Path) -> None:

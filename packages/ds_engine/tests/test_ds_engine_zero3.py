@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ds_engine_testkit import EPS, LR, distance, make_samples, reference_training, used, write_adapters
+from ds_engine_testkit import EPS, LR, assert_equal, make_samples, reference_training, used, write_adapters
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -32,7 +32,7 @@ CONFIG = EngineConfig(
 EXAMPLES = settings(
     deadline=None,
     derandomize=True,
-    max_examples=20,
+    max_examples=12,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
@@ -114,7 +114,7 @@ def test_fast_path_of_gathered_layers_changes_nothing(two_ranks: RankPool, tiny_
 
 def test_one_rank_gathers_nothing(one_rank: RankPool, tiny_model: Path, tmp_path: Path) -> None:
     """Three steps; the last is by a second engine, which loads the checkpoint of the first."""
-    expected, losses, norms = reference_training(tiny_model, STEPS)
+    expected = reference_training(tiny_model, STEPS)
     zero = replace(CONFIG.zero, param_persistence_elements=600)
     options = {"model_path": str(tiny_model), "config": replace(CONFIG, zero=zero, compile=False)}
     steps = [[s[::2], [], s[1::2]] for s in STEPS]
@@ -122,11 +122,7 @@ def test_one_rank_gathers_nothing(one_rank: RankPool, tiny_model: Path, tmp_path
     with used(one_rank, "gathers of stage 3 on one rank"):
         (first,) = one_rank.run("train_alone", steps=steps[:2], save_to=folder, load_from=None, **options)
     (second,) = one_rank.run("train_alone", steps=steps[2:], save_to=None, load_from=folder, **options)
-    stats = first["stats"] + second["stats"]
-    assert [s.loss for s in stats] == pytest.approx(losses, rel=1e-5)
-    assert [s.grad_norm for s in stats] == pytest.approx(norms, rel=1e-5)
-    for name, weight in second["weights"].items():
-        assert distance(weight, expected[name]) < 1e-5, name
+    assert_equal([second | {"stats": first["stats"] + second["stats"]}], expected)
     for result in (first, second):
         assert result["views"]
         assert result["operations"] <= {"all_gather"}, "metrics, pickled"
@@ -153,17 +149,12 @@ def test_all_to_alls_stay_in_the_graph(two_ranks: RankPool, num_heads: tuple[int
     ids=["plain", "optimizer_on_cpu_each_micro", "all_on_cpu_recomputed", "sequence_parallel"],
 )
 def test_compiled_layers_train_as_one_fp32_process(two_ranks: RankPool, tiny_model: Path, changes: dict) -> None:
-    expected, losses, norms = reference_training(tiny_model, STEPS)
     config = replace(CONFIG, **changes)
     dp = 2 // config.sequence_parallel
     per_rank = [{"steps": [[s[rank % dp :: 2 * dp], s[rank % dp + dp :: 2 * dp]] for s in STEPS]} for rank in range(2)]
     results = two_ranks.run("train_traced", per_rank, model_path=str(tiny_model), config=config)
-    for result, num_graphs in results:
-        assert num_graphs > 0
-        assert [s.loss for s in result["stats"]] == pytest.approx(losses, rel=1e-5)
-        assert [s.grad_norm for s in result["stats"]] == pytest.approx(norms, rel=1e-5)
-    for name, weight in results[0][0]["weights"].items():
-        assert distance(weight, expected[name]) < 1e-5, name
+    assert all(num_graphs > 0 for _, num_graphs in results)
+    assert_equal([result for result, _ in results], reference_training(tiny_model, STEPS))
 
 
 @pytest.mark.thorough
@@ -174,13 +165,9 @@ def test_adapters_of_the_first_layer_are_trained(two_ranks: RankPool, tiny_model
     options = {"model_path": str(tiny_model), "config": config, "samples": STEPS[0][:2]}
     start = two_ranks.run("train_traced", [{"steps": []}] * 2, **options)[0][0]
     folder = write_adapters(tmp_path / "adapters", start["settings"], start["adapters"])
-    expected, losses, norms = reference_training(tiny_model, STEPS, adapters=folder)
     trained, num_graphs = two_ranks.run("train_traced", per_rank, **options)[0]
     assert num_graphs > 0
-    assert [s.loss for s in trained["stats"]] == pytest.approx(losses, rel=1e-5)
-    assert [s.grad_norm for s in trained["stats"]] == pytest.approx(norms, rel=1e-5)
-    for name, tensor in trained["adapters"].items():
-        assert distance(tensor, expected[name]) < 1e-5, name
+    assert_equal([trained], reference_training(tiny_model, STEPS, adapters=folder), key="adapters")
 
 
 def test_weights_on_nvme_are_left_to_deepspeed() -> None:

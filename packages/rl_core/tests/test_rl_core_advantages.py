@@ -1,6 +1,7 @@
 """Group advantages, GAE, REINFORCE++ and whitening: algebraic properties, and plain loops as oracles."""
 
 import math
+import statistics
 from collections import defaultdict
 
 import pytest
@@ -14,11 +15,9 @@ from rl_core import (
     ADVANTAGES,
     broadcast_to_tokens,
     dr_grpo_advantages,
-    flatten_padded,
     gae,
     group_advantages,
     masked_whiten,
-    pad_flat,
     reinforce_pp_advantages,
     reinforce_pp_baseline_advantages,
     remax_advantages,
@@ -64,49 +63,25 @@ def members(ids: Tensor) -> list[list[int]]:
 every_estimator = pytest.mark.parametrize("name", ESTIMATORS)
 
 
+def by_loop(name: str, scores: list[float]) -> list[float]:
+    """The advantages of one group by their definition."""
+    mean = sum(scores) / len(scores)
+    if name == "rloo":
+        return [s - (sum(scores) - s) / max(1, len(scores) - 1) if len(scores) > 1 else 0.0 for s in scores]
+    if name == "dr_grpo" or min(scores) == max(scores):
+        return [s - mean for s in scores]
+    return [(s - mean) / (statistics.stdev(scores) + (1e-6 if name == "grpo_eps" else 0.0)) for s in scores]
+
+
 @every_estimator
 @PROPERTY
-@given(spread_groups(), st.integers(-8, 8))
-def test_advantages_of_a_group_sum_to_zero_and_ignore_a_shift(
-    name: str, made: tuple[Tensor, Tensor], shift: int
-) -> None:
+@given(spread_groups())
+def test_group_advantages_against_a_loop(name: str, made: tuple[Tensor, Tensor]) -> None:
     scores, ids = made
     advantages = ESTIMATORS[name](scores, ids)
     for places in members(ids):
-        assert abs(float(advantages[places].sum())) <= 1e-12 * max(1.0, float(advantages[places].abs().sum()))
-    torch.testing.assert_close(ESTIMATORS[name](scores + shift, ids), advantages, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize(("name", "power"), [("grpo", 0), ("dr_grpo", 1), ("rloo", 1)])
-@PROPERTY
-@given(spread_groups(), st.floats(1e-3, 1e3))
-def test_scaled_scores(name: str, power: int, made: tuple[Tensor, Tensor], scale: float) -> None:
-    """GRPO is invariant to the scale of the scores; without the division by std, advantages scale with them."""
-    scores, ids = made
-    want = scale**power * ESTIMATORS[name](scores, ids)
-    torch.testing.assert_close(ESTIMATORS[name](scores * scale, ids), want, rtol=1e-10, atol=1e-10 * scale**power)
-
-
-@every_estimator
-@PROPERTY
-@given(grouped(), st.randoms(use_true_random=False))
-def test_permutation_equivariant(name: str, made: tuple[Tensor, Tensor], random: object) -> None:
-    scores, ids = made
-    order = list(range(len(ids)))
-    random.shuffle(order)  # type: ignore[attr-defined]
-    torch.testing.assert_close(
-        ESTIMATORS[name](scores[order], ids[order]), ESTIMATORS[name](scores, ids)[order], rtol=1e-9, atol=1e-9
-    )
-
-
-@every_estimator
-@PROPERTY
-@given(grouped())
-def test_groups_are_independent(name: str, made: tuple[Tensor, Tensor]) -> None:
-    scores, ids = made
-    whole = ESTIMATORS[name](scores, ids)
-    for places in members(ids):
-        torch.testing.assert_close(ESTIMATORS[name](scores[places], ids[places]), whole[places], rtol=1e-9, atol=1e-9)
+        want = by_loop(name, scores[places].tolist())
+        assert advantages[places].tolist() == pytest.approx(want, rel=1e-10, abs=1e-10)
 
 
 @every_estimator
@@ -130,37 +105,9 @@ def test_fp32_agrees_with_fp64(name: str, made: tuple[Tensor, Tensor]) -> None:
     )
 
 
-@PROPERTY
-@given(spread_groups())
-def test_grpo_has_unit_std(made: tuple[Tensor, Tensor]) -> None:
-    scores, ids = made
-    advantages = group_advantages(scores, ids, eps=0.0)
-    for places in members(ids):
-        if len(places) > 1 and float(scores[places].max()) > float(scores[places].min()):
-            assert float(advantages[places].std()) == pytest.approx(1.0, abs=1e-12)
-
-
-@PROPERTY
-@given(spread_groups())
-def test_rloo_is_the_leave_one_out_baseline(made: tuple[Tensor, Tensor]) -> None:
-    scores, ids = made
-    advantages = rloo_advantages(scores, ids)
-    for places in members(ids):
-        for place in places:
-            others = [float(scores[p]) for p in places if p != place]
-            want = float(scores[place]) - sum(others) / len(others) if others else 0.0
-            assert float(advantages[place]) == pytest.approx(want, abs=1e-10)
-
-
-@PROPERTY
-@given(scores_strategy, st.floats(-5, 5), st.floats(0.1, 10))
-def test_remax_ignores_a_shift_and_scales_with_the_scores(raw: list[float], shift: float, scale: float) -> None:
-    scores = torch.tensor(raw, dtype=torch.float64)
-    greedy = scores.roll(1)
-    want = scale * remax_advantages(scores, greedy)
-    torch.testing.assert_close(
-        remax_advantages(scale * (scores + shift), scale * (greedy + shift)), want, rtol=1e-10, atol=1e-10
-    )
+def test_remax_subtracts_the_score_of_the_greedy_response() -> None:
+    scores, greedy = torch.tensor([1.0, 0.25, 0.0]), torch.tensor([0.5, 0.5, 1.0])
+    assert remax_advantages(scores, greedy).tolist() == [0.5, -0.25, -1.0]
 
 
 def test_grpo_hand_values() -> None:
@@ -187,12 +134,13 @@ def rollouts(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, Tensor, float, fl
 
 
 @PROPERTY
-@given(rollouts())
-def test_gae_against_a_loop(made: tuple[Tensor, Tensor, Tensor, Tensor, float, float]) -> None:
+@given(rollouts(), st.booleans())
+def test_gae_against_a_loop(made: tuple[Tensor, Tensor, Tensor, Tensor, float, float], has_ended: bool) -> None:
     rewards, values, lens, bootstrap, gamma, lam = made
-    advantages, returns = gae(rewards, values, lens, gamma=gamma, lam=lam, bootstrap_values_S=bootstrap)
+    last_S = None if has_ended else bootstrap
+    advantages, returns = gae(rewards, values, lens, gamma=gamma, lam=lam, bootstrap_values_S=last_S)
     want, start = [], 0
-    for length, after in zip(lens.tolist(), bootstrap.tolist(), strict=True):
+    for length, after in zip(lens.tolist(), [0.0] * len(lens) if last_S is None else last_S.tolist(), strict=True):
         running, following, backwards = 0.0, after, []
         for t in reversed(range(start, start + length)):
             running = float(rewards[t]) + gamma * following - float(values[t]) + gamma * lam * running
@@ -202,33 +150,6 @@ def test_gae_against_a_loop(made: tuple[Tensor, Tensor, Tensor, Tensor, float, f
         start += length
     assert advantages.tolist() == pytest.approx(want, abs=1e-12)
     torch.testing.assert_close(returns, advantages + values, rtol=0, atol=1e-12)
-
-
-@PROPERTY
-@given(rollouts())
-def test_gae_lambda_one_is_returns_minus_values(made: tuple[Tensor, Tensor, Tensor, Tensor, float, float]) -> None:
-    rewards, values, lens, _, gamma, _ = made
-    advantages, returns = gae(rewards, values, lens, gamma=gamma, lam=1.0)
-    torch.testing.assert_close(returns, returns_to_go(rewards, lens, gamma=gamma), rtol=1e-11, atol=1e-11)
-    torch.testing.assert_close(advantages, returns - values, rtol=0, atol=1e-11)
-
-
-@PROPERTY
-@given(rollouts(), st.data())
-def test_gae_through_padding_with_holes(
-    made: tuple[Tensor, Tensor, Tensor, Tensor, float, float], data: st.DataObject
-) -> None:
-    rewards, values, lens, _, gamma, lam = made
-    width = int(lens.max()) + 3
-    mask = torch.zeros(len(lens), width, dtype=torch.bool)
-    for row, length in enumerate(lens.tolist()):
-        mask[row, sorted(data.draw(st.permutations(range(width)))[:length])] = True
-    (flat_rewards, flat_lens), (flat_values, _) = (
-        flatten_padded(pad_flat(column, mask, fill=1e9), mask) for column in (rewards, values)
-    )
-    got, _ = gae(flat_rewards, flat_values, flat_lens, gamma=gamma, lam=lam)
-    assert torch.equal(got, gae(rewards, values, lens, gamma=gamma, lam=lam)[0])
-    assert torch.equal(pad_flat(got, mask)[mask], got)
 
 
 # whitening and REINFORCE++

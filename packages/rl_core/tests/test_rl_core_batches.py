@@ -6,7 +6,7 @@ import re
 from itertools import pairwise
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plinth_testing.strategies import seeds
@@ -20,7 +20,7 @@ from rl_core import (
     plan_micro_batches,
     split_mini_batches,
 )
-from rl_core.batching.plan import _split_to, first_fit, level_bins
+from rl_core.batching.plan import first_fit, level_bins
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=100)
 lengths_strategy = st.lists(st.integers(1, 300), min_size=1, max_size=60)
@@ -138,19 +138,6 @@ def test_first_fit_bounds(lengths: list[int], capacity: int, max_items: int | No
 
 
 @PROPERTY
-@given(lengths_strategy, st.integers(1, 30), st.integers(1, 900))
-def test_level_bins_bounds(lengths: list[int], num_bins: int, capacity: int) -> None:
-    bins = level_bins(lengths, num_bins, capacity)
-    assume(bins is not None)
-    assert bins is not None
-    assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
-    assert sum(not members for members in bins) == max(0, num_bins - len(lengths))
-    if max(lengths) <= capacity:
-        loads = [tokens(lengths, members) for members in bins]
-        assert max(loads) - min(loads) <= max(lengths)
-
-
-@PROPERTY
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=30), st.integers(1, 6))
 def test_mini_batches_keep_groups_whole_and_every_sample_once(group_ids: list[int], num_groups: int) -> None:
     minis = split_mini_batches(group_ids, num_groups)
@@ -245,16 +232,3 @@ def test_tight_budgets_reach_the_fallback() -> None:
     assert level_bins(lengths, 2, 10) is None
     plan = plan_micro_batches(lengths, num_ranks=2, token_budget=10)
     assert sorted(tokens(lengths, micro) for micro in micros(plan)) == [10, 10]
-
-
-@PROPERTY
-@given(st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=6), min_size=1, max_size=6), st.integers(0, 12))
-def test_split_bins_are_not_empty_unless_items_run_out(sizes: list[list[int]], more: int) -> None:
-    lengths = [size for members in sizes for size in members]
-    places = iter(range(len(lengths)))
-    bins = [[next(places) for _ in members] for members in sizes]
-    split = _split_to(bins, lengths, len(bins) + more)
-    assert sorted(i for members in split for i in members) == list(range(len(lengths)))
-    assert len(split) == len(bins) + more
-    assert sum(not members for members in split) == max(0, len(split) - len(lengths))
-    assert max(tokens(lengths, members) for members in split) <= max(sum(members) for members in sizes)

@@ -16,7 +16,6 @@ from rl_core import (
     distillation_advantages,
     divergence,
     linear_divergence,
-    linear_log_prob,
 )
 from rl_core.options import DivergenceKind
 
@@ -213,11 +212,3 @@ def test_the_advantage_of_a_token_is_the_teachers_log_prob_minus_the_students() 
     student, teacher = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-0.5, -4.0, -0.5])
     assert distillation_advantages(student, teacher, torch.tensor([2, 1])).tolist() == [0.5, -2.0, 0.0]
     assert distillation_advantages(student, teacher, torch.tensor([2, 1]), gamma=1.0).tolist() == [-1.5, -2.0, 0.0]
-
-
-def test_its_temperature_is_that_of_linear_log_prob() -> None:
-    """A teacher that gives one token nearly all probability: forward KL is minus the token's log-prob."""
-    hidden, weight, targets = draw(0, 4, 5), draw(1, 7, 5), torch.tensor([0, 3, 6, 2])
-    certain = TeacherTopK(ids_KC=targets[:, None], log_probs_KC=torch.zeros(4, 1, dtype=torch.float64))
-    actual = linear_divergence(hidden, weight, certain, 0.6, kind="forward")
-    torch.testing.assert_close(actual, -linear_log_prob(hidden, weight, targets, 0.6)[0])

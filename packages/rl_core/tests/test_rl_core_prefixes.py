@@ -155,15 +155,6 @@ def test_a_batch_carries_its_tree() -> None:
         batch.with_prefixes(min_tokens=0)
 
 
-@pytest.mark.parametrize(("prompt", "ratio"), [(248, 1.4), (1024, 2.4), (4096, 4.5)])
-def test_groups_of_eight_compute_so_many_times_fewer_tokens(prompt: int, ratio: float) -> None:
-    rng = np.random.default_rng(0)
-    prompts = [ids for ids in rng.integers(0, 150_000, (4, prompt)) for _ in range(8)]
-    batch = pack(prompts, list(rng.integers(0, 150_000, (32, 512)))).with_prefixes()
-    assert batch.num_computed_tokens == 4 * (prompt + 8 * 512)
-    assert batch.num_tokens / batch.num_computed_tokens == pytest.approx(ratio, abs=0.05)
-
-
 limits_strategy = st.one_of(
     st.fixed_dictionaries({"token_budget": st.integers(1, 60)}),
     st.fixed_dictionaries({"micro_batch_size": st.integers(1, 5)}),

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from rl_core import (
     find_turns,
     gigpo_advantages,
-    group_advantages,
     pack,
-    rloo_advantages,
     turn_grpo_advantages,
     turn_rloo_advantages,
 )
@@ -89,17 +87,6 @@ def test_an_advantage_of_turns_is_that_of_a_loop_over_samples_and_turns(name: st
     advantages_U = estimate(name, tensors(made), gamma)
     assert advantages_U.dtype == torch.float64
     assert advantages_U.tolist() == pytest.approx(by_loops(name, made, gamma), rel=1e-9, abs=1e-9)
-
-
-@PROPERTY
-@given(rewards=st.lists(quarters, min_size=1, max_size=8), data=st.data(), gamma=gammas)
-def test_with_one_turn_each_they_are_grpo_and_rloo(rewards: list[float], data: st.DataObject, gamma: float) -> None:
-    groups = data.draw(st.lists(st.integers(0, 2), min_size=len(rewards), max_size=len(rewards)))
-    inputs = tensors([(group, [(reward, 0)]) for group, reward in zip(groups, rewards, strict=True)])
-    scores_N, groups_N = inputs["turn_rewards_U"], inputs["group_ids_N"]
-    assert torch.equal(estimate("turn_grpo", inputs, gamma), group_advantages(scores_N, groups_N))
-    assert torch.equal(estimate("turn_rloo", inputs, gamma), rloo_advantages(scores_N, groups_N))
-    assert torch.equal(estimate("gigpo", inputs, gamma), 2 * group_advantages(scores_N, groups_N))
 
 
 @PROPERTY

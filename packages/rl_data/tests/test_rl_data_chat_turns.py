@@ -1,12 +1,12 @@
 """The tokens of a conversation that are trained on, by markers and by difference."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
+from rl_data_rows import write_lines
 
 from plinth_testing import raises
 from rl_data import DataConfig, DataError, Demonstration, TurnsTrained, check_demonstrations, load_demonstrations
@@ -45,8 +45,7 @@ def conversation(*contents: str) -> list[dict[str, str]]:
 def load(
     folder: Path, tokenizer: Any, *rows: dict[str, Any], config: DataConfig | None = None, **options: Any
 ) -> list[Demonstration]:
-    file = folder / "a.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = write_lines(folder / "a.jsonl", list(rows))
     assert check_demonstrations([file]) == len(rows)
     return load_demonstrations([file], tokenizer, config or DataConfig(), **options)
 
@@ -219,8 +218,7 @@ def test_long_demonstrations_are_dropped_or_refused(
     ],
 )
 def test_rows_that_cannot_be_trained_on_are_refused(tmp_path: Path, column: str, row: dict[str, Any]) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text(json.dumps(row) + "\n")
+    file = write_lines(tmp_path / "a.jsonl", [row])
     with raises(DataError, file=str(file), row=None if column == "question" else 1, column=column):
         check_demonstrations([file])
 

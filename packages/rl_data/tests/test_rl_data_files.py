@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rl_data_rows import iter_rows
+from rl_data_rows import Rows, iter_rows, write_lines
 
 from plinth_testing import raises
 from rl_data import (
@@ -35,7 +35,6 @@ from rl_data import (
 )
 from rl_data.files.opening import open_table
 
-Rows = list[dict[str, Any]]
 ROWS: Rows = [
     {"question": "Tom has 3 apples.", "answer": "#### 3", "level": 1, "tags": ["a"], "meta": {"x": 1.5, "ok": True}},
     {"question": "Tom has 4 apples.", "answer": "#### 4", "level": None, "tags": [], "meta": {"x": 2.0, "ok": None}},
@@ -62,9 +61,8 @@ def write_split(path: Path, rows: Rows) -> Path:
     return Path(f"{path.with_suffix('.splits')}:train")
 
 
-def write_json_lines(path: Path, rows: Rows, suffix: str = ".jsonl") -> Path:
-    path.with_suffix(suffix).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path.with_suffix(suffix)
+def write_json_lines(path: Path, rows: Rows) -> Path:
+    return write_lines(path.with_suffix(".jsonl"), rows)
 
 
 def write_compressed(path: Path, rows: Rows) -> Path:

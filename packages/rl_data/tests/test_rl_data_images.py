@@ -1,7 +1,6 @@
 """Rows with images: where they may stand, and their tokens by a processor."""
 
 import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from rl_data_rows import write_lines
 from safetensors.torch import load_file
 
 from plinth_testing import raises
@@ -42,9 +42,7 @@ def red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write(folder: Path, *rows: dict[str, Any]) -> Path:
-    file = folder / "a.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)))
-    return file
+    return write_lines(folder / "a.jsonl", list(rows))
 
 
 def loaded(file: Path, model: Path, **config: Any) -> list[Any]:

@@ -1,7 +1,6 @@
 """Characters that a tokenizer loses are said; what tokenizers normalize is not."""
 
 import copy
-import json
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rl_data_rows import write_lines
 
 from rl_data import DataConfig, load_demonstrations, load_pairs, load_prompts
 from rl_data.lost_characters import LostCharacters, compared
@@ -76,12 +76,6 @@ def test_words_without_a_token_are_lost_and_its_name_is_none_of_their_letters(to
     assert lost(tokenizer, "3 knurls. 4") == Counter("knurls")
 
 
-def written(folder: Path, rows: list[dict[str, Any]]) -> Path:
-    file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
-
-
 GOOD = {"question": "Größe? 🙂", "answer": "yes #### 1", "chosen": "yes", "rejected": "no"}
 TALK = {"messages": [{"role": "user", "content": "Größe?"}, {"role": "assistant", "content": "yes"}]}
 BAD_TALK = {"messages": [TALK["messages"][0], {"role": "assistant", "content": "y\x04es\x04"}]}
@@ -108,7 +102,7 @@ def test_one_line_names_the_row_the_column_and_the_characters(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    file, tokenizer = written(tmp_path, rows), copy.copy(byte_level("\x04"))
+    file, tokenizer = write_lines(tmp_path / "rows.jsonl", rows), copy.copy(byte_level("\x04"))
     tokenizer.chat_template = template
     assert len(load([file], tokenizer, DataConfig())) == len(rows), "no row is refused"
     [line] = [record.getMessage() for record in caplog.records if record.name == "rl_data.lost_characters"]
@@ -128,7 +122,7 @@ def test_rows_whose_characters_all_have_tokens_are_not_decoded(
         return str(plain(ids, **options))
 
     monkeypatch.setattr(tokenizer, "decode", decode)
-    file = written(tmp_path, [{**GOOD, "question": f"Größe {index}? 🙂"} for index in range(500)])
+    file = write_lines(tmp_path / "rows.jsonl", [{**GOOD, "question": f"Größe {index}? 🙂"} for index in range(500)])
     assert len(load_prompts([file], tokenizer, DataConfig())) == 500
     assert len(decoded) == len(set("Größe 0123456789? 🙂\n"))
     assert [record for record in caplog.records if record.name == "rl_data.lost_characters"] == []

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from rl_data_rows import iter_rows
+from rl_data_rows import iter_rows, write_lines
 
 from plinth_testing import raises
 from rl_data import (
@@ -64,7 +64,7 @@ def write(folder: Path, kind: str, *rows: dict[str, Any]) -> Path:
     elif kind == "parquet":
         pq.write_table(pa.Table.from_pylist(list(rows)), file)
     else:
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(file, list(rows))
     return file
 
 

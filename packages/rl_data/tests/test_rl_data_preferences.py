@@ -1,6 +1,5 @@
 """Pairs and labeled responses: formats, tokens, and errors that name the row."""
 
-import json
 import random
 import re
 from pathlib import Path
@@ -10,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rl_data_rows import write_lines
 
 from plinth_testing import raises
 from rl_data import (
@@ -31,8 +31,7 @@ USER = {"role": "user", "content": "2 + 3"}
 
 
 def write(path: Path, *rows: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return write_lines(path, list(rows))
 
 
 def said(text: str) -> dict[str, str]:

@@ -112,6 +112,7 @@ def test_new_processes_are_refused_and_threads_are_not() -> None:
     assert out(threads) == "thread\n"
 
 
+CLOSED = "os.close(0); os.close(1); os.close(2)"
 ORPHANS = """
 import os, time
 for _ in range(3):
@@ -126,9 +127,17 @@ print("main", flush=True)
 """
 
 
-@pytest.mark.parametrize("orphan", ["pass", "os.close(0); os.close(1); os.close(2)"])
-@pytest.mark.parametrize(("then", "reason"), [("", ""), ("time.sleep(1000)", "timeout"), ("os._exit(3)", "")])
-@pytest.mark.parametrize("namespaces", [True, False])
+@pytest.mark.parametrize(
+    ("orphan", "then", "reason", "namespaces"),
+    [
+        ("pass", "", "", True),
+        ("pass", "time.sleep(1000)", "timeout", False),
+        ("pass", "os._exit(3)", "", False),
+        (CLOSED, "", "", False),
+        (CLOSED, "time.sleep(1000)", "timeout", True),
+        (CLOSED, "os._exit(3)", "", True),
+    ],
+)
 def test_daemons_end_with_the_program(
     orphan: str, then: str, reason: str, namespaces: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -1,10 +1,10 @@
 """Parts of messages that a chat template drops or changes are refused with their row, in prompts and demonstrations."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rl_data_rows import write_lines
 
 from plinth_testing import raises
 from rl_data import DataConfig, DataError, Demonstration, load_demonstrations, load_pairs, load_prompts
@@ -33,8 +33,7 @@ def call(arguments: Any, name: str = "add") -> dict[str, Any]:
 
 
 def write(folder: Path, **row: Any) -> Path:
-    (folder / "a.jsonl").write_text(json.dumps(row) + "\n")
-    return folder / "a.jsonl"
+    return write_lines(folder / "a.jsonl", [row])
 
 
 def trained(tokenizer: Any, one: Demonstration) -> str:

@@ -372,6 +372,18 @@ def test_scores_of_sampled_tokens_are_those_of_the_operations(layers: dict[str, 
     ]
 
 
+def test_scores_of_the_first_model_runner_are_those_of_the_operations(
+    layers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sampler of random tokens has log-probs of its own; it serves mixtures, for instance."""
+    monkeypatch.setattr(operations, "log_probs", torch.zeros_like)
+    sampler = SimpleNamespace(logprobs_mode="processed_logprobs", use_fp64_gumbel=False)
+    logits = drawn(5, 300, dtype=torch.float32)
+    tokens, log_probs = layers["TopKTopPSampler.forward_native"](sampler, logits, {}, None, None)
+    assert torch.equal(log_probs, torch.zeros(5, 300))
+    assert ((tokens >= 0) & (tokens < 300)).all()
+
+
 def test_attention_of_a_server_reads_its_paged_cache(layers: dict[str, Any]) -> None:
     q = drawn(7, 4 * 16, dtype=torch.float32)
     k, v = (drawn(40, 2, 16, dtype=torch.float32, seed=n) for n in (1, 2))

@@ -197,6 +197,7 @@ def distribution(model: Any, ids: list[int], sampling: SamplingConfig) -> torch.
 
 
 @pytest.mark.slow
+@pytest.mark.long  # a server of its own
 def test_tokens_have_the_distribution_and_the_log_probs_of_the_model(
     drafting: ServerGroup, small: tuple[Path, Any]
 ) -> None:
@@ -240,6 +241,7 @@ def test_tokens_have_the_distribution_and_the_log_probs_of_the_model(
 
 
 @pytest.mark.slow
+@pytest.mark.long  # a server of its own
 def test_interrupted_responses_keep_their_accepted_drafts_and_log_probs(
     drafting: ServerGroup, small: tuple[Path, Any]
 ) -> None:

@@ -103,11 +103,6 @@ def family_config(name: str, *without: str, **changes: Any) -> Any:
     return getattr(transformers, name)(**{key: sizes[key] for key in sizes if key not in without} | changes)
 
 
-def random_model(config: Any, *, seed: int) -> Any:
-    """A random model whose norms are random, too."""
-    return testing.random_model(config, seed=seed, random_norms=True)
-
-
 def save_model(model: Any, folder: Path) -> Path:
     """Write a Hugging Face folder with a word-level tokenizer."""
     model.save_pretrained(folder)

@@ -231,11 +231,8 @@ def _bins_within_budget(
 def _split_to(bins: Bins, lengths: Sequence[int], num_bins: int) -> Bins:
     """Halve the bin with the most tokens that has several samples, until there are `num_bins` bins."""
     bins = list(bins)
-    while len(bins) < num_bins:
+    while len(bins) < num_bins:  # fewer than there are samples, for which level_bins does not fail
         splittable = [place for place, members in enumerate(bins) if len(members) > 1]
-        if not splittable:
-            bins += [[] for _ in range(num_bins - len(bins))]
-            break
         place = max(splittable, key=lambda p: (sum(lengths[i] for i in bins[p]), -p))
         members = bins.pop(place)
         halves = balanced_partition([lengths[i] for i in members], 2)

@@ -158,6 +158,7 @@ EXACT = FENCE.patch(
         "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding": _FORWARDS,
         "vllm.model_executor.layers.logits_processor:LogitsProcessor": ("_get_logits",),
         "vllm.v1.sample.sampler:Sampler": ("compute_logprobs(logits)",),
+        "vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler": ("forward_native",),
         "vllm.v1.worker.gpu.sample.sampler": _SCORES,
         "vllm.v1.worker.gpu.sample.prompt_logprob": _SCORES,
         "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl": (f"forward({_FORWARD})",),

@@ -114,6 +114,7 @@ def _attend(layer: Any, query: Tensor, kv_cache: Tensor, step: Any, output: Tens
 def _replace_on_gpu(replace: Replace) -> None:
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
     from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
     from vllm.v1.sample.sampler import Sampler
     from vllm.v1.worker.gpu.sample import prompt_logprob, sampler
 
@@ -128,6 +129,14 @@ def _replace_on_gpu(replace: Replace) -> None:
 
     replace(FlashAttentionImpl, forward=forward)
     replace(Sampler, compute_logprobs=staticmethod(operations.log_probs))
+    draw = TopKTopPSampler.forward_native
+
+    def draw_and_score(self: Any, logits: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+        """Of vLLM's first model runner, which serves what the second one does not, such as mixtures in vLLM 0.26."""
+        sampled, _ = draw(self, logits, *options)
+        return sampled, operations.log_probs(logits)
+
+    replace(TopKTopPSampler, forward_native=draw_and_score)
     stock = sampler.compute_topk_scores
 
     def scores(
