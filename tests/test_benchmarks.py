@@ -26,6 +26,7 @@ from benchmarks.random_model import CONFIGS
 from benchmarks.reliability.run import command as bench_command
 from benchmarks.runs import Run, first_step_s, run_folder
 from benchmarks.scaling.run import COLUMNS
+from benchmarks.scaling.updates import traced
 from benchmarks.session.plan import PLANS, read_plan
 from benchmarks.sft_step import compare as sft_step
 from benchmarks.shared_prefix.parts import PARTS, split
@@ -197,3 +198,17 @@ def test_kernels_are_counted_by_the_operator_that_launched_them_and_gaps_as_idle
     expected = {"attention": 1, "paths": 0.5, "head": 2, "products": 1, "idle": 2, "wall": 6.5}
     assert parts == dict.fromkeys(PARTS, 0.0) | expected
     assert kernels["head", "nvjet_product"] == 2
+
+
+def test_communication_counts_where_no_other_kernel_runs(tmp_path: Path) -> None:
+    spans = [
+        ("kernel", "nvjet", 0, 40),
+        ("kernel", "ncclDevKernel", 30, 40),
+        ("user_annotation", "actor: train", 0, 100),
+    ]
+    names = ("cat", "name", "ts", "dur")
+    events = [dict(zip(names, (*span[:2], 1000 * span[2], 1000 * span[3]), strict=True)) for span in spans]
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    (call,) = traced(tmp_path / "trace.json")
+    times = {"wall_ms": 100, "kernels_ms": 40, "nccl_alone_ms": 30, "idle_ms": 30}
+    assert call == {"call": "actor: train", **times}

@@ -17,7 +17,7 @@ from torch import Tensor
 from ds_engine import EngineConfig, OffloadConfig, OptimConfig, ZeroConfig
 from ds_engine.simple import SimpleBatch
 from ds_engine.upstream import auto_class
-from plinth_testing import RankPool
+from plinth_testing import RankPool, covering_table
 
 VOCAB = 64
 LR, EPS = 3e-3, 1e-4
@@ -214,6 +214,14 @@ def used(pool: RankPool, *patches: str, but: Sequence[str] = ()) -> Iterator[Non
     for calls in pool.run("take_calls"):
         inert = [(patch, n) for patch in patches for n, number in calls[patch].items() if not number and n not in but]
         assert not inert, "never called (or the ranks raised before)"
+
+
+def pairwise_cases(setups: Mapping[str, Sequence[Any]], num_short: int) -> list[Any]:
+    """Rows that hold every pair of values; those after `num_short` are for `make test-long`."""
+    rows = covering_table(setups)
+    names = ["-".join(map(str, row.values())) for row in rows]
+    marks = [[]] * num_short + [[pytest.mark.long]] * (len(rows) - num_short)
+    return [pytest.param(row, id=name, marks=mark) for row, name, mark in zip(rows, names, marks, strict=True)]
 
 
 def assert_equal(results: Sequence[Any], expected: Reference, *, within: float = 1e-5, key: str = "weights") -> None:

@@ -65,7 +65,7 @@ def issued(records: list[CollectiveRecord]) -> list[tuple[str, str, int]]:
 @settings(
     deadline=None,
     derandomize=True,
-    max_examples=8,
+    max_examples=4,
     phases=[Phase.explicit, Phase.generate],  # to shrink an example takes seconds of real processes every time
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -32,7 +32,7 @@ CONFIG = EngineConfig(
 EXAMPLES = settings(
     deadline=None,
     derandomize=True,
-    max_examples=20,
+    max_examples=12,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

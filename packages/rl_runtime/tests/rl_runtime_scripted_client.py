@@ -12,6 +12,13 @@ from rollout_vllm import Failure, Group, Request, Sample, SamplingConfig, Versio
 
 
 class Tokenizer:
+    """A token of a prompt is a letter; a response is the number of its first token."""
+
+    name_or_path, chat_template, all_special_ids = "letters", None, ()
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) for letter in text]}
+
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
         return f"#### {ids[0]}" if len(ids) else ""
 

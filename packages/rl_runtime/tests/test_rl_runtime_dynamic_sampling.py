@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rl_runtime_client_loops import CLOSES_LOOPS, OwnLoop
-from rl_runtime_scripted_client import failure, sample
+from rl_runtime_scripted_client import Tokenizer, failure, sample
 from rl_runtime_user_functions import Prompt
 
 from plinth_testing.errors import raises
@@ -38,12 +38,7 @@ RIGHT, WRONG, NO_NUMBER = 2, 3, None
 Answers = Sequence[int | None]
 
 
-class Tokenizer:
-    name_or_path, chat_template, all_special_ids = "letters", None, ()
-
-    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
-        return {"input_ids": [ord(letter) for letter in text]}
-
+class LastToken(Tokenizer):
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
         return f"#### {ids[-1]}"
 
@@ -113,7 +108,7 @@ def rollouts(
 ) -> StepRollouts:
     count = len(client.answers)
     return StepRollouts(
-        phase=RolloutPhase(client, Tokenizer(), scorer=scorer, seed=1, **(phase or {})),  # type: ignore[arg-type]
+        phase=RolloutPhase(client, LastToken(), scorer=scorer, seed=1, **(phase or {})),  # type: ignore[arg-type]
         sampler=PromptSampler(count, seed=1, shuffle=shuffle),
         train_prompts=prompts(count),
         val_prompts=prompts(count),

@@ -81,20 +81,9 @@ def test_tools_stand_for_their_environment_also_in_a_configuration_that_was_writ
         EpisodeConfig(environment="my_games:Game", call_format="llama")
 
 
-class EpisodeTokenizer(Tokenizer):
-    """Texts of an episode: a token is a letter."""
-
-    chat_template = None
-    all_special_ids = ()
-    name_or_path = "letters"
-
-    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
-        return {"input_ids": [ord(letter) for letter in text]}
-
-
 def test_an_agents_score_is_that_of_all_its_branches(scorer: Scorer) -> None:
     episode = EpisodeConfig(agent="rl_runtime_user_functions:asks", options={"times": 3}, memory_gib=4.0)
-    rollout = RolloutPhase(ScriptedClient([], n=2), EpisodeTokenizer(), scorer=scorer, seed=1, episode=episode)
+    rollout = RolloutPhase(ScriptedClient([], n=2), Tokenizer(), scorer=scorer, seed=1, episode=episode)
     prompts = [Prompt(name) for name in ("fine", "silent", "raises")]
     collected = rollout.collect(prompts, SamplingConfig(n=2, max_tokens=32), step=1)
     assert collected.num_failed == 2
@@ -110,7 +99,7 @@ def test_an_agents_score_is_that_of_all_its_branches(scorer: Scorer) -> None:
 def test_an_environments_rewards_are_the_score_and_its_failures_cost_their_own_samples(scorer: Scorer) -> None:
     names = ["fine", "raises", "silent", "other prompt"]
     episode = EpisodeConfig(environment="rl_runtime_user_functions:Echo", max_turns=4)
-    rollout = RolloutPhase(ScriptedClient([], n=2), EpisodeTokenizer(), scorer=scorer, seed=1, episode=episode)
+    rollout = RolloutPhase(ScriptedClient([], n=2), Tokenizer(), scorer=scorer, seed=1, episode=episode)
     collected = rollout.collect([Prompt(name) for name in names], SamplingConfig(n=2, max_tokens=32), step=1)
     items = {item.prompt.id: item for item in collected.samples}
     assert len(collected.samples) == 6
