@@ -7,12 +7,14 @@ import transformers
 from ds_engine import EngineConfig
 from plinth_base.errors import prefix_fields
 from plinth_testing import raises, tiny_config
+from plinth_testing.vision import tiny_vlm
 from rl_data import build_tiny_model
 from rl_runtime import InputError, JobConfig, ModelConfig, TrainerConfig, check_architectures
 from rl_runtime.app.inputs import check_context
 from rl_runtime.launch.placement import Node, plan_placement
 from rl_runtime.launch.servers import check_servers
 from rl_runtime.launch.session import plan_session
+from rl_runtime.training.engines import check_sight
 from rollout_vllm import ModelFolderError, RolloutConfig, RolloutConfigError, SamplingConfig, check_launch
 from rollout_vllm.servers.device import detect_device
 from weight_sync import SyncConfig
@@ -38,6 +40,16 @@ def test_architectures_are_tried_before_any_process_starts(tmp_path: Path) -> No
             ModelConfig(path=str(tmp_path / "llama")), {"critic": EngineConfig(sequence_parallel=3)}, on_gpu=False
         )
     assert check_architectures(ModelConfig(), {"actor": EngineConfig()}, on_gpu=False) == []
+
+
+def test_images_that_servers_on_the_cpu_read_in_another_way_are_said(tmp_path: Path) -> None:
+    """Tokens of Gemma 3's images attend to later ones of their image, which vLLM's attention on CPUs cannot do."""
+    lines = {}
+    for family in ("gemma3", "idefics3"):
+        tiny_vlm(tmp_path / family, family)
+        model, engines = ModelConfig(path=str(tmp_path / family)), {"actor": EngineConfig()}
+        lines[family] = [len(check_sight(model, engines, on_gpu=gpu, key="data.train")) for gpu in (False, True)]
+    assert lines == {"gemma3": [1, 0], "idefics3": [0, 0]}
 
 
 def test_a_model_that_needs_a_gpu_is_left_to_ranks_that_have_one(tmp_path: Path) -> None:

@@ -252,6 +252,36 @@ def test_packed_weights_are_packed_again_and_verified(
         verifier.verify(*sent)
 
 
+class Skipping(Mla):
+    """Ignores tensors that it has no parameter for, as some of vLLM's models do."""
+
+    def load_weights(self, weights: Any) -> None:
+        own = dict(self.named_parameters())
+        super().load_weights((name, tensor) for name, tensor in weights if name in own)
+
+
+def test_only_layers_that_the_model_leaves_out_receive_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "_num_tensor_ranks", lambda: 1)
+    model: Any = Skipping()
+    del model.attention
+    model.post_norm = model.gate = None
+    model.inner = nn.Module()
+    model.inner.gate = nn.Identity()
+    record_metadata_for_reloading(model)
+    process(model)
+    loader = ModelLoader(model, None, torch.device("cpu"))
+    shapes = {"weight": (4, 4), "bias": (4,)}
+
+    def check(name: str) -> None:
+        entries = [TensorEntry(name=n, shape=s, dtype="float32") for n, s in (shapes | {name: (4,)}).items()]
+        loader.check(plan_buckets(WeightManifest.of(entries), 1024))
+
+    check("tower.post_norm.weight")
+    for name in ("tower.norm.weight", "gate.weight", "weights", "weight.weight"):
+        with raises(ReceiverError, kind="plan", tensor=name):
+            check(name)
+
+
 def test_unchanged_weights_are_written_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "_num_tensor_ranks", lambda: 1)
     model = experts("plain")

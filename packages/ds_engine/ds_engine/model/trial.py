@@ -73,6 +73,8 @@ class Trial:
     """True for a vision-language model whose packed sequences with images equal each one alone."""
     why_blind: str = ""
     """Set if a vision-language model is not exact with images."""
+    joins_images: bool = False
+    """True if the tokens of an image attend to later tokens of the same image (Gemma 3)."""
 
     def __str__(self) -> str:
         cost = f"tried on a small random copy in {self.seconds:.1f} s"
@@ -152,6 +154,7 @@ def _try(config: Any, head: Head, device: torch.device) -> Trial:
                     why_not_tiled=_inexactness(way, small, model, sequences, head, expected, tile=_TILE),
                     sees=has_vision and not why_blind,
                     why_blind=why_blind,
+                    joins_images=has_vision and (vision := Vision.of(model)) is not None and vision.has_blocks,
                     seconds=time.monotonic() - started,
                 )
     raise ModelError(f"{architecture} cannot be trained: packed {reasons['packed']}; in padded rows {reasons['rows']}")

@@ -183,7 +183,7 @@ def check_job(config: JobConfig, engines: Mapping[str, tuple[EngineConfig, int]]
     seed = config.trainer.seed
     inputs = load_ahead(config.model, config.data, config.warm_start, config.task, seed=seed)
     if inputs is not None and (key := inputs.images_in):
-        check_sight(config.model, tried, on_gpu=placement.on_gpu, key=key)
+        architectures += check_sight(config.model, tried, on_gpu=placement.on_gpu, key=key)
         _check_images(config, key)
     warnings = check_first_prompts(
         inputs, config.model, config.data, config.task, episode=config.episode, reward=config.reward, seed=seed

@@ -110,8 +110,12 @@ def _naming_model(model: ModelConfig, key: str) -> Iterator[None]:
         raise InputError(error.problem, field=key, value=model.path, remedy=error.remedy) from error
 
 
-def check_sight(model: ModelConfig, engines: Mapping[str, EngineConfig], *, on_gpu: bool, key: str) -> None:
-    """Raises InputError unless the engines compute sequences with images exactly; `key`: of the files with images."""
+def check_sight(model: ModelConfig, engines: Mapping[str, EngineConfig], *, on_gpu: bool, key: str) -> list[str]:
+    """Raises InputError unless the engines compute sequences with images exactly; `key`: of the files with images.
+
+    Returns warnings of what servers on the CPU compute in another way.
+    """
+    warnings: list[str] = []
     for section, engine in engines.items():
         head: Head = "value" if section == "critic" else "lm"
         try:
@@ -123,6 +127,12 @@ def check_sight(model: ModelConfig, engines: Mapping[str, EngineConfig], *, on_g
         if not trial.sees:
             problem = f"its rows have images, and {model.path} sees none ({trial.why_blind or 'no vision tower'})"
             raise InputError(problem, field=key, allowed="rows of text")
+        # vLLM 0.32 chooses a backend with such a mask on GPUs; that of CPUs has none.
+        if trial.joins_images and not on_gpu:
+            warnings = [
+                "warning: vLLM's attention on CPUs is causal within images, unlike the model's: log-probs differ"
+            ]
+    return warnings
 
 
 def check_architectures(

@@ -243,6 +243,8 @@ class DryRun:
         copies = self._layout.copies[slot.name]
         copied = sum(copy.numel for copy in copies) + self._to_buffers[slot.name]
         if not copied and slot.numel:
+            if self._leaves_out(slot.name):
+                return
             raise ReceiverError("plan", slot.name, "the server's model has no parameter for it")
         num_ranks = _num_tensor_ranks()
         if num_ranks > 1 and copies and all(isinstance(copy.target.module, VocabParallelEmbedding) for copy in copies):
@@ -250,6 +252,15 @@ class DryRun:
         if copied > slot.numel or copied * num_ranks < slot.numel or (num_ranks == 1 and copied != slot.numel):
             detail = f"shape {list(slot.shape)}: the server loads {copied} of its {slot.numel} elements"
             raise ReceiverError("plan", slot.name, detail)
+
+    def _leaves_out(self, name: str) -> bool:
+        """True for a tensor of a layer that vLLM does not compute: it is None in every module that has it.
+
+        An example is the last norm of a SigLIP tower whose features are those before it.
+        """
+        layer = name.rpartition(".")[0].rpartition(".")[2]
+        layers = [getattr(module, layer) for module in self._model.modules() if layer and hasattr(module, layer)]
+        return bool(layers) and all(each is None for each in layers)
 
     def _check_parameters(self) -> None:
         received = {copy.target for copies in self._layout.copies.values() for copy in copies}
