@@ -26,22 +26,10 @@ all_gather_single = getattr(dist, "all_gather_single", None) or _dist.all_gather
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or _dist.reduce_scatter_tensor
 
 
-def init_distributed(
-    rank: int,
-    world_size: int,
-    master_addr: str,
-    master_port: int,
-    device: torch.device,
-    *,
-    timeout_s: float = 1800.0,
-) -> None:
-    """Join the group of `world_size` ranks at `master_addr:master_port`, with NCCL on CUDA and gloo on the CPU.
+def import_deepspeed(device: torch.device) -> Any:
+    """The module deepspeed, which takes seconds to import, with the accelerator of `device`.
 
-    DeepSpeed requires the variable LOCAL_RANK and selects its accelerator by DS_ACCELERATOR; both are set here from
-    `device`. Everything else is passed explicitly.
-
-    Args:
-        timeout_s: timeout of collectives, in seconds.
+    DeepSpeed requires the variable LOCAL_RANK and selects its accelerator by DS_ACCELERATOR; both are set here.
 
     Raises:
         EngineError: DeepSpeed was already imported for another type of device.
@@ -58,6 +46,29 @@ def init_distributed(
             value=str(device),
             remedy=f"set DS_ACCELERATOR={device.type} before importing deepspeed",
         )
+    return deepspeed
+
+
+def init_distributed(
+    rank: int,
+    world_size: int,
+    master_addr: str,
+    master_port: int,
+    device: torch.device,
+    *,
+    timeout_s: float = 1800.0,
+) -> None:
+    """Join the group of `world_size` ranks at `master_addr:master_port`, with NCCL on CUDA and gloo on the CPU.
+
+    The variables that `import_deepspeed` sets are set; everything else is passed explicitly.
+
+    Args:
+        timeout_s: timeout of collectives, in seconds.
+
+    Raises:
+        EngineError: see `import_deepspeed`.
+    """
+    deepspeed = import_deepspeed(device)
     if SHARED_MEMORY.check():
         operators = {**deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm": False}
         SHARED_MEMORY.replace(deepspeed.ops, __compatible_ops__=operators)

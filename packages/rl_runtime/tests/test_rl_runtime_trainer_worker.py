@@ -95,6 +95,8 @@ def test_a_warmed_up_rank_has_tried_the_model_and_draws_the_same_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = str(build_tiny_model(tmp_path / "model"))
+    for name, value in (("LOCAL_RANK", "0"), ("DS_ACCELERATOR", "cpu")):
+        monkeypatch.setenv(name, value)
     worker = TrainerWorker(0, 1, device="cpu", num_threads=1)
     before = torch.get_rng_state()
     worker.warm_up(folder)

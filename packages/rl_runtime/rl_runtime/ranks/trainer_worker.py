@@ -48,6 +48,7 @@ from ds_engine import (
     check_model,
     init_distributed,
 )
+from ds_engine.distributed import import_deepspeed
 from ds_engine.model.attention import choose_kernel
 from rl_core import Batch, PrefixOrder, linear_log_prob
 from rollout_vllm.servers.exact import operations
@@ -144,7 +145,7 @@ class TrainerWorker(RankProfiler):
                 (ones @ ones).sum().item()
                 importlib.import_module("torch._inductor.compile_fx")  # with dynamo
                 choose_kernel("auto", device_type="cuda", dtype=torch.bfloat16)  # imports FlashAttention
-            importlib.import_module("deepspeed")
+            import_deepspeed(self.device)
             check_model(model_path, EngineConfig(), report=lambda _: None)  # its trial is kept for the engine
         except Exception as error:  # the engine meets it again, and says what it means
             logging.getLogger(__name__).info("the rank is not warmed up: %r", error)
