@@ -1,7 +1,7 @@
 """Workload V with the app's defaults on the first GPU, TRL's GRPOTrainer on the second, at once.
 
 `python -m benchmarks.vision_step.compare FOLDER [--peer trl|none] [key=value ...]`; `--one-gpu` runs one after the
-other on the first. Further keys go to the app. docs/vision.md has the figures.
+other on the first. Further keys go to the app. README.md has the figures.
 """
 
 import subprocess

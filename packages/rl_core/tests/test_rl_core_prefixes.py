@@ -253,7 +253,7 @@ def test_one_group_is_split_over_two_ranks_and_fixed_sizes_keep_it_together() ->
 
 
 def test_a_tree_that_fits_is_planned_in_linear_time() -> None:
-    """Where to cut 3,000 sequences takes half of their square of steps; nothing has to be cut."""
+    """Choosing a cut of 3,000 sequences takes half of their square of steps; none is needed."""
     batch = packed([[*range(40), n] for n in range(3_000)])
     order = order_prefixes(batch.input_ids_T, batch.cu_seqlens_S1)
     started = time.process_time()
