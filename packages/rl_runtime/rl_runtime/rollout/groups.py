@@ -1,6 +1,7 @@
 """Groups of scored samples: from what the client or an episode generated to what a step trains on."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -26,7 +27,9 @@ class Collected:
     reason: str = ""
     """Reason why the first of the failed samples was left out."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of the rollout: of the servers, the client, and dynamic sampling."""
+    """Metrics of the rollout."""
+    reading: Future[dict[str, float]] | None = None
+    """Those of the counters of servers and client, which are read during the update."""
     note: str = ""
     """A line for the log, if the batch has fewer groups than asked for."""
     ended: tuple[Group, ...] = ()

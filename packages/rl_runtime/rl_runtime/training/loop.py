@@ -173,7 +173,8 @@ class TrainingLoop:
                         collected = self._reward_model.complete(collected)
                 if self._signal is not None:
                     self._signal.check(step, collected.samples)
-                metrics = rollout_metrics(collected) | learn(step, collected.batch(), timer.phase)
+                learned = learn(step, collected.batch(), timer.phase)
+                metrics = rollout_metrics(collected) | learned
                 self._record.log_samples(step, collected)
                 self._warn_on_policy_mismatch(step, metrics)
                 if (line := drafts_rarely(metrics)) and not self._drafts_rarely:
