@@ -62,7 +62,12 @@ def _decodes_batches(tokenizer: Any) -> bool:
     """True for a tokenizer whose texts are those of its backend: its class has no decoding of its own."""
     from transformers import PreTrainedTokenizerFast
 
-    if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.clean_up_tokenization_spaces:
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return False
+    # transformers 5 does not clean up texts of BPE, though the files of Llama 3 ask for it, unless this flag is set.
+    forced = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", True)
+    is_bpe = type(tokenizer.backend_tokenizer.model).__name__ == "BPE"
+    if tokenizer.clean_up_tokenization_spaces and (forced or not is_bpe):
         return False
     classes = type(tokenizer).__mro__
     own = classes[: classes.index(PreTrainedTokenizerFast)]
