@@ -71,6 +71,16 @@ def test_the_line_has_the_most_specific_reason_a_response_and_the_key_that_helps
         assert f"{step[0].text!r}, in which the reward reads {answer}: score" in line
 
 
+def test_wrong_answers_are_shown_by_one_of_them() -> None:
+    samples = [replace(one, text=text) for one, text in zip(samples_of([[0.0, 0.0]]), ("I see", "it is 7"), strict=True)]
+    lines: list[str] = []
+    signal = LearningSignal(
+        lines.append, compares_group=True, finds_answers=lambda some: any("7" in one.text for one in some)
+    )
+    signal.check(1, samples)
+    assert "'it is 7'" in lines[0]
+
+
 def test_a_cut_step_is_named_although_its_scores_differ() -> None:
     (line,) = lines_of([samples_of([[0.0, 1.0]], cut=True)])
     assert line.startswith("warning: step 1: all 2 responses were cut")
@@ -91,7 +101,7 @@ def test_answers_are_sought_until_a_step_has_some_and_again_where_all_scores_are
     signal = LearningSignal(lambda _: None, compares_group=True, finds_answers=finds_answers)
     for step, scores in enumerate(([0.0, 1.0], [0.0, 1.0], [0.0, 1.0], [0.0, 0.0]), 1):
         signal.check(step, samples_of([scores]))
-    assert asked == [1, 2, 4]
+    assert asked == [1, 2, 4, 4], "and once more for the response that is shown"
 
 
 def test_a_greedy_baseline_is_what_a_sample_is_compared_with() -> None:

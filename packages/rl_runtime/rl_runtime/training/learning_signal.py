@@ -51,6 +51,8 @@ class LearningSignal:
         if reason is None or self._in_a_row[reason] not in _SAID_AT:
             return
         one = samples[0]
+        if reason == "zero":  # some response has an answer, a wrong one: show that
+            one = next((sample for sample in samples if self._finds_answers([sample])), one)
         answer = self._read_answer(one)
         reads = f", in which the reward reads {answer}" if answer else ""
         teaches = " teaches nothing" if "equal" in reasons else ""
