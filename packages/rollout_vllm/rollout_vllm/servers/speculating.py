@@ -6,8 +6,6 @@ from the rest of the distribution. The distribution and the log-probs are those 
 
 A step that verifies drafts takes longer. `DraftTrial` measures both kinds of steps in turns, for each number of running
 requests, and the faster kind is used until the next trial.
-
-`_serve.py` loads this file by path, so it imports nothing of this package.
 """
 
 import statistics
@@ -19,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Replace = Callable[..., Callable[[], None]]
-"""`Patch.replace`: (target, name=value) -> function that restores."""
+from plinth_base.fence import Replace
 
 _TURN = 16
 """Steps of one kind before the other kind's turn."""

@@ -1,14 +1,9 @@
-"""Shorter start of a server: the engine is forked, and kernels of other models are not compiled.
-
-`_serve.py` loads this file by path, so it imports nothing of this package.
-"""
+"""Shorter start of a server: the engine is forked, and kernels of other models are not compiled."""
 
 import inspect
 import multiprocessing
-from collections.abc import Callable
 
-Replace = Callable[..., Callable[[], None]]
-"""`Patch.replace`: (target, name=value) -> function that restores."""
+from plinth_base.fence import Replace
 
 
 def fork_engine_and_worker(replace: Replace) -> None:
