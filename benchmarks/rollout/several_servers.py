@@ -16,7 +16,6 @@ import psutil
 
 from benchmarks.random_model import CONFIGS, write_random_model
 from rollout_vllm import Endpoint, Request, RolloutClient, RolloutConfig, SamplingConfig, ServerGroup
-from rollout_vllm.servers.device import local_cores
 
 
 def rounds(endpoints: Sequence[Endpoint], args: argparse.Namespace) -> list[float]:
@@ -70,8 +69,6 @@ def main() -> None:
             for count in (half, 4):
                 pin(servers, [every[i * count : (i + 1) * count] for i in range(args.num_servers)])
                 measured[f"all, {count} cores each"] = rounds(servers.endpoints, args)
-            pin(servers, [local_cores(index) or every for index in range(args.num_servers)])
-            measured["all, on the cores of the GPU's NUMA node"] = rounds(servers.endpoints, args)
     print(f"{args.model}, {args.requests} samples of 256+{args.tokens} tokens per server, {os.cpu_count()} cores")
     print("| | median s | range s |\n| --- | --- | --- |")
     for name, spent in measured.items():
