@@ -163,13 +163,13 @@ class Run:
         """Its output."""
         return self.log.read_text(errors="replace")
 
-    def found(self, pattern: str) -> list[Any]:
+    def matches(self, pattern: str) -> list[Any]:
         """Text that a regular expression matches in its output, whose lines begin at `^`."""
         return re.findall(pattern, self.text, re.MULTILINE)
 
     def report(self, code: int) -> str:
         """A heading with its exit code, what was chosen and planned, and the end of the log of a run that failed."""
-        lines = self.found(r"^(?:chosen for|memory of|ready after|training again).*")
+        lines = self.matches(r"^(?:chosen for|memory of|ready after|training again).*")
         end = self.text.splitlines()[-15:] if code else []
         return "\n".join([f"\n## {self.name}: exit code {code}", *lines, *end])
 
@@ -212,7 +212,7 @@ def first_step_s(run: Run, made: Path | None) -> float:
 
     The name of the run folder has the local time, to the second, at which it was made; the app counts from then.
     """
-    ready, first = run.found(r"^ready after ([\d.]+) s"), Steps(made).series("timing_s/step")
+    ready, first = run.matches(r"^ready after ([\d.]+) s"), Steps(made).series("timing_s/step")
     if made is None or not ready or not first:
         return math.nan
     [stamp] = re.findall(r"\d{8}_\d{6}", made.name)[-1:]

@@ -15,7 +15,6 @@ import pytest
 
 from apps.bench.config import SixCaseConfig, StageGateConfig
 from apps.distill.config import DistillConfig
-from apps.evaluate.config import EvaluateConfig
 from apps.grpo.config import GrpoConfig
 from apps.sft.config import SftConfig
 from benchmarks.distill_step import compare as distill_step
@@ -71,9 +70,7 @@ def parsed(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> tuple[str, 
 
 def check_keys(module: str, known: argparse.Namespace, extra: list[str], folder: Path) -> None:
     """Loads the configuration of every run that the command starts; raises ConfigError for an unknown key."""
-    if module.endswith("rollout.evaluate"):
-        load_config(EvaluateConfig, overrides=extra)
-    elif module.endswith(("scaling.run", "staleness.run", "memory_turns.run")):
+    if module.endswith(("scaling.run", "staleness.run", "memory_turns.run")):
         for case in map(importlib.import_module(module).CASES.get, known.cases):
             own = workload.settings(folder, known.steps, num_prompts=case.num_prompts)
             config = load_config(GrpoConfig, overrides=[*own, *case.keys, *extra])

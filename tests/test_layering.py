@@ -224,14 +224,14 @@ def test_no_tracked_file_names_a_machine_path() -> None:
     shared = {Path("/"), Path("/tmp"), Path("/usr"), Path("/usr/src"), Path("/opt"), Path("/srv"), Path("/var/tmp")}
     machine_paths = [rf"{re.escape(str(path))}/" for path in {REPO.parent, Path.home()} - shared]
     pattern = re.compile(r"(?<![\w.>)}-])(?:" + "|".join([*machine_paths, r"/home/\w+/", r"/Users/\w+/"]) + ")")
-    machine_paths_found = []
+    named = []
     for path in tracked_files():
         try:
             text = path.read_text(encoding="utf-8")
         except (UnicodeDecodeError, FileNotFoundError):  # binary, or deleted and not yet committed
             continue
-        machine_paths_found += [f"{path.relative_to(REPO)}: {match.group()}" for match in pattern.finditer(text)]
-    assert machine_paths_found == []
+        named += [f"{path.relative_to(REPO)}: {match.group()}" for match in pattern.finditer(text)]
+    assert named == []
 
 
 def pins(path: Path) -> dict[str, str]:

@@ -99,7 +99,7 @@ def mfu(result: Result) -> float:
 
 def planned_gib(result: Result) -> float:
     """The most that the memory plan expects on a GPU; nan without a plan."""
-    plan = {name: float(gib) for gib, name in result.run.found(_PLANNED)}
+    plan = {name: float(gib) for gib, name in result.run.matches(_PLANNED)}
     if not plan:
         return math.nan
     rank, server = plan.get("rank", 0.0), plan.get("server", 0.0)
@@ -110,8 +110,8 @@ def planned_gib(result: Result) -> float:
 
 GUARD: Mapping[str, Column] = {
     "collectives": metric("actor/guarded_collectives"),
-    "divergences": lambda result: len(result.run.found("ranks diverge")),
-    "restarts of ranks": lambda result: len(result.run.found("new ranks continue after")),
+    "divergences": lambda result: len(result.run.matches("ranks diverge")),
+    "restarts of ranks": lambda result: len(result.run.matches("new ranks continue after")),
 }
 """Collectives that the guard compared in a step, divergences that it reported, and restarts of ranks."""
 MEMORY: Mapping[str, Column] = {
@@ -149,7 +149,7 @@ def keep_steps(run: Run, folder: Path) -> None:
     made = folder / "outputs" / f"{run.name}_{datetime.now(UTC):%Y%m%d_%H%M%S}"
     made.mkdir(parents=True)
     table = MetricsTable(made / "metrics.tsv")
-    for step, seconds, reserved in run.found(r"^\w+ step (\d+): ([\d.]+) s, ([\d.]+) GB reserved"):
+    for step, seconds, reserved in run.matches(r"^\w+ step (\d+): ([\d.]+) s, ([\d.]+) GB reserved"):
         table.log(int(step), {"timing_s/step": float(seconds), "perf/max_memory_reserved_gb": float(reserved)})
 
 

@@ -64,7 +64,7 @@ def main() -> None:
     if args.peer != "none":
         codes.append(peer.end(args.timeout))
         print(peer.report(codes[-1]))
-        print("\n".join(peer.found(rf"^{args.peer} (?:step|with).*")))
+        print("\n".join(peer.matches(rf"^{args.peer} (?:step|with).*")))
     leave(codes)
 
 

@@ -67,7 +67,7 @@ def main() -> None:
     run.start()
     code = run.end(args.timeout)
     print(run.report(code) + tables(args.folder, args.kind) + f"\nGPU peak {run.peak} GiB")
-    leave([code if code != 1 or run.found("^failed: ") else 0])  # 1 is also a verdict, which is a result
+    leave([code if code != 1 or run.matches("^failed: ") else 0])  # 1 is also a verdict, which is a result
 
 
 if __name__ == "__main__":

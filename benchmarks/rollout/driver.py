@@ -8,6 +8,8 @@ its process. Printed are the seconds after the answers were sent.
 import argparse
 import gc
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,7 +19,6 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from benchmarks.grpo_step.workload import NEW_TOKENS, NUM_PROMPTS, PROMPT_TOKENS, SAMPLES, prompts, write_workload
-from benchmarks.rollout.dummy import dummy_server
 from rl_data import Prompt
 from rl_runtime.rollout.phase import RolloutPhase
 from rl_runtime.rollout.scoring import Scorer
@@ -25,6 +26,21 @@ from rl_runtime.rollout.scoring_config import ScoringConfig
 from rollout_vllm import Endpoint, RolloutClient, RolloutConfig, SamplingConfig
 
 REWARD = "benchmarks.grpo_step.workload:parity"
+
+
+@contextmanager
+def dummy_server(*, tokens: int, prompt_tokens: int, tokens_per_s: float, lists: bool = False) -> Iterator[str]:
+    """Yields the URL of `dummy_server.py`, which responds like a rollout server, or with `lists` like stock vLLM."""
+    script = Path(__file__).with_name("dummy_server.py")
+    sizes = ["--tokens", str(tokens), "--prompt-tokens", str(prompt_tokens), "--tokens-per-s", str(tokens_per_s)]
+    sizes += ["--lists"] if lists else []
+    process = subprocess.Popen([sys.executable, str(script), *sizes], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+    finally:
+        process.kill()
+        process.wait()
 
 
 def measure(folder: Path, num_servers: int, args: argparse.Namespace) -> dict[str, list[float]]:

@@ -22,7 +22,7 @@ def served(run: Run, timeout_s: float) -> str:
     """The URL that a starting server prints; empty if it ended before."""
     limit = time.monotonic() + timeout_s
     while run.process and run.process.poll() is None and time.monotonic() < limit:
-        if urls := run.found(r"TINKER_BASE_URL=(\S+)"):
+        if urls := run.matches(r"TINKER_BASE_URL=(\S+)"):
             return str(urls[0])
         time.sleep(0.5)
     return ""
@@ -68,7 +68,7 @@ def main() -> None:
     rows = json.loads(rows_file.read_text()) if rows_file.is_file() else []
     steps, ours = [row for row in rows if "step" in row], Steps(run_folder(folder, "app"))
     print(table_header(["", "seconds a step (median after the first)", "mean score, last ten steps", "held out"]))
-    held = [f"{float(value):.3f}" for value in grpo.found(r"^held-out .*?accuracy ([\d.]+)")]
+    held = [f"{float(value):.3f}" for value in grpo.matches(r"^held-out .*?accuracy ([\d.]+)")]
     score = ours.series("critic/score/mean")[-10:]
     print(
         table_row(

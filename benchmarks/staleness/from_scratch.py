@@ -70,7 +70,7 @@ def main() -> None:
         run = runs.pop(0) if runs else start(args.folder, staleness, args.steps, extra)
         codes.append(run.end(args.timeout))
         print(run.report(codes[-1]))
-        print("\n".join(run.found(r".*(?:held-out|validation).*")))
+        print("\n".join(run.matches(r".*(?:held-out|validation).*")))
         names = ("step", "val/accuracy", "timing_s/step")
         table = Steps(run_folder(args.folder, run.name)).table
         print(table_header(names))

@@ -38,7 +38,7 @@ def main() -> None:
         print(table_row([number, *row]))
     print(f"the app's GPU held {ours.peak} GiB at its peak")
     if trl:
-        print(f"TRL's GPU held {trl.peak} GiB at its peak", *trl.found(r"^trl (?:own )?step.*"), sep="\n")
+        print(f"TRL's GPU held {trl.peak} GiB at its peak", *trl.matches(r"^trl (?:own )?step.*"), sep="\n")
     leave(codes)
 
 

@@ -248,3 +248,10 @@ def test_votes_are_equal_where_numbers_are(numbers: list[Any]) -> None:
 def test_a_length_in_tokens_needs_their_number() -> None:
     with raises(DataConfigError, field="num_tokens"):
         make_reward("length", {"limit": 3})("a long response", Fields())
+
+
+def test_of_several_responses_one_that_fails_costs_no_other() -> None:
+    reward = make_reward("length", {"limit": 2})
+    none, one, three = reward.score_each(["a", "b", "c"], [Fields()] * 3, num_tokens=[None, 1, 3])
+    assert isinstance(none, DataConfigError)
+    assert (one, three) == (1, 0)

@@ -22,8 +22,8 @@ KEY = "k"
 class SleepingServer:
     """A `rollout_vllm.servers.process.Server`. Answers while `alive`.
 
-    faults: action ("sleep", "wake_up", "update_weights") -> "error" (HTTP 500), "hang", or "lie" (200 without effect);
-    each is used once.
+    faults: action ("sleep", "wake_up", "update_weights") or tag ("kv_cache") -> "error" (HTTP 500), "hang", or "lie"
+    (200 without effect); each is used once.
     """
 
     def __init__(self, index: int) -> None:
@@ -122,7 +122,8 @@ class SleepingServer:
         parts = urlsplit(target)
         path, query = parts.path, parse_qs(parts.query)
         self.calls.append(f"{method} {target}")
-        fault = self.faults.pop(path[1:], None) if query.get("level") != ["0"] else None
+        names = [path[1:], *query.get("tags", ())] if query.get("level") != ["0"] else []
+        fault = next((self.faults.pop(name) for name in names if name in self.faults), None)
         if fault == "hang":
             while self.alive and not self._closed.wait(0.01):
                 pass

@@ -16,9 +16,9 @@ from plinth_testing.errors import raises
 from rl_core import BatchConfig
 from rl_data import DataConfig
 from rl_runtime import InputError, JobConfig, TrainerConfig
+from rl_runtime.resolve.job import resolve_steps
 from rl_runtime.resolve.own_model import ModelFacts, choose_defaults, learning_rate, read_facts, response_length
 from rl_runtime.resolve.resolved import ResolvedConfig
-from rl_runtime.resolve.steps import resolve_steps
 from rollout_vllm import SamplingConfig
 
 SIZES = st.integers(1_000_000, 1_000_000_000_000)

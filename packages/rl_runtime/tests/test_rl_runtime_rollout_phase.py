@@ -183,7 +183,7 @@ def test_timeouts_between_answers_are_tolerated() -> None:
     async def no_call(samples: Sequence[Sample]) -> Sequence[RewardOutcome]:
         return []
 
-    guard = HangGuard(no_call, "f", whole_groups=False, at_once=4, timeout_s=1)
+    guard = HangGuard(no_call, "f", whole_groups=lambda _: False, at_once=4, timeout_s=1)
     timeout, answer = RewardOutcome(None, "timeout"), RewardOutcome(1.0, "ok")
     for outcome in [answer, *[timeout] * 15, answer, *[timeout] * 15, RewardOutcome(None, "exception"), timeout]:
         guard.count(outcome)

@@ -22,7 +22,7 @@ from rl_runtime.rollout.scoring import Scorer, load_reward, rewards_of_rows
 from rl_runtime.rollout.scoring_config import RewardTermConfig, ScoringConfig
 from rl_runtime.training.metrics import term_metrics
 from rl_runtime.training.record import rollout_record
-from rollout_vllm import Group, Sample
+from rollout_vllm import Group, RewardPool, Sample
 
 MODULE = "rl_runtime_user_functions"
 
@@ -120,6 +120,24 @@ def test_a_batched_function_gets_its_group(tmp_path: Path) -> None:
     short = scores(config, [draft("a", Prompt("short")), draft("b", Prompt("short"))])
     assert set(messages(short)) == {"no reward: ValueError: the batched reward has 1 values for 2 responses"}
     assert any("ranking" in log.read_text() for log in (tmp_path / "rewards").iterdir()), "by any of the processes"
+
+
+@pytest.mark.parametrize(
+    ("config", "calls"),
+    [
+        (ScoringConfig(method="flexible"), [2]),
+        (ScoringConfig(terms=terms(brief={"function": "length", "options": {"limit": 9}})), [2]),
+        (ScoringConfig(terms=terms(correct={"function": "math"})), [None, None]),
+    ],
+)
+def test_one_call_scores_a_group_by_a_quick_rule(
+    config: ScoringConfig, calls: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int | None] = []
+    submit = RewardPool._submit
+    monkeypatch.setattr(RewardPool, "_submit", lambda *given: made.append(given[-1]) or submit(*given))
+    assert [one.score for one in scores(config, [draft("2"), draft("\\boxed{2}")]).samples] == [1.0, 1.0]
+    assert made == calls
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def batch(texts, case):
         os._exit(3)
     wrong = {"short": values[1:], "word": "abc", "none": None, "nan": [float("nan"), 2.0], "text": ["1", 2.0]}
     wrong |= {"dict": dict.fromkeys((1.0, 2.0), 0.5), "set": {1.0, 2.0}, "keys": {1.0: 0, 2.0: 0}.keys()}
-    wrong |= {"huge": [1e39, 2.0], "tuple": (1.0, 2.0)}
+    wrong |= {"huge": [1e39, 2.0], "tuple": (1.0, 2.0), "error": [KeyError("x"), 2.0]}
     return wrong.get(case, values)
 async def wait(then, seconds=0.05):
     await asyncio.sleep(seconds)
@@ -192,6 +192,7 @@ BATCHES = {
     "keys": ("exception", "exception", "not a list of 2 numbers"),
     "huge": ("exception", "ok", "the reward is 1e+39; allowed: -1e+30 to 1e+30"),
     "tuple": ("ok", "ok", ""),
+    "error": ("exception", "ok", "KeyError: 'x'"),
     "hang": ("timeout", "timeout", "no reward within 1 s"),
     "exit": ("crash", "crash", "exit code 3"),
 }

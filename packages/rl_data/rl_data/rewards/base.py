@@ -31,10 +31,24 @@ class Reward(ABC):
 
     needs_ground_truth: ClassVar[bool] = True
     """Rows without a ground truth are refused."""
+    is_quick: ClassVar[bool] = False
+    """A call takes microseconds whatever the response is: a scoring process gets the responses of a group together."""
 
     @abstractmethod
     def __call__(self, response_text: str, prompt: PromptFields, **facts: Any) -> float:
         """The score of a response, which is the decoded text without special tokens."""
+
+    def score_each(
+        self, response_texts: Sequence[str], prompts: Sequence[PromptFields], **facts: Sequence[Any]
+    ) -> list[float | Exception]:
+        """The score of each response, or what its call raised; `facts`: a value for each."""
+        scores: list[float | Exception] = []
+        for index, (text, prompt) in enumerate(zip(response_texts, prompts, strict=True)):
+            try:
+                scores.append(self(text, prompt, **{name: values[index] for name, values in facts.items()}))
+            except Exception as error:
+                scores.append(error)
+        return scores
 
     @property
     def full_score(self) -> float:

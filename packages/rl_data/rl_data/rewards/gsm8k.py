@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from plinth_base.errors import shown
 
@@ -88,6 +88,7 @@ def gsm8k_score(text: str, ground_truth: str, config: RewardConfig) -> float:
 class Gsm8kReward(AnswerReward):
     """The GSM8K rule (`gsm8k_score`): numbers compared by value."""
 
+    is_quick: ClassVar[bool] = True
     method: Literal["strict", "flexible"] = "strict"
     """"strict": the answer is the last "#### number"; "flexible": the last number."""
 

@@ -4,7 +4,7 @@ import re
 import string
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ..errors import DataConfigError
 from .base import AnswerReward, PromptFields, tail
@@ -22,6 +22,7 @@ class MultipleChoiceReward(AnswerReward):
     letter, such as `B` or `(b)`.
     """
 
+    is_quick: ClassVar[bool] = True
     num_choices: int = 5
     """Number of choices: 5 are A to E."""
 

@@ -54,6 +54,7 @@ class LengthReward(Reward):
     """
 
     needs_ground_truth: ClassVar[bool] = False
+    is_quick: ClassVar[bool] = True
     target: int | None = None
     limit: int | None = None
     margin: int = 0

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
 
 from plinth_base.errors import prefix_fields
-from rl_data import DataConfig, Prompt
+from rl_data import DataConfig, Prompt, reward_for
 from rollout_vllm import EnvironmentFailedError
 
 from ..config import ModelConfig, TaskSize
@@ -15,7 +15,7 @@ from ..errors import InputError
 from ..launch.reachability import why_unreachable
 from ..rollout.config import EpisodeConfig
 from ..rollout.episodes import load_agent, load_environment, load_rollout, reset_once
-from ..rollout.reward_trial import has_functions, try_rewards, unasked_formats
+from ..rollout.reward_trial import has_functions, try_rewards
 from ..rollout.scoring import load_answer, load_functions, prepare_rewards, rewards_of_rows
 from ..rollout.scoring_config import ScoringConfig
 from ..training.supervised_config import SupervisedConfig
@@ -111,7 +111,25 @@ def check_first_prompts(
     tokenizer = policy_tokenizer(model) if inputs is None else inputs.tokenizer
     lines: list[str] = []
     if inputs is not None and not scores_itself:
-        shown = [tokenizer.decode(one.response_ids) for one in inputs.demonstrations[:_NUM_READ]]
-        shown.append(str(getattr(tokenizer, "chat_template", "")))
-        lines = unasked_formats(rewards_of_rows(reward, episode), reward, scored, shown="\n".join(shown))
+        lines = _unasked_formats(inputs, episode, reward, scored)
     return lines + try_rewards(reward, scored, tokenizer=tokenizer, refuses=not scores_itself)
+
+
+def _unasked_formats(
+    inputs: Inputs, episode: EpisodeConfig, reward: ScoringConfig, prompts: Mapping[str, Prompt]
+) -> list[str]:
+    """A warning about texts that a reward needs for a score and that neither a prompt, the chat template nor a
+    demonstration has."""
+    shown = [inputs.tokenizer.decode(one.response_ids) for one in inputs.demonstrations[:_NUM_READ]]
+    known, rewards = "\n".join([*shown, str(inputs.tokenizer.chat_template)]), rewards_of_rows(reward, episode)
+    key, reads = ("reward.terms", "") if reward.terms else ("reward.method", ", or set reward.method=flexible")
+    for dataset, prompt in prompts.items():
+        of_prompt = [reward_for(prompt.data_source, reward)] if rewards is None else rewards
+        markers = [marker for one in of_prompt for marker in one.markers]
+        if absent := [marker for marker in markers if marker not in prompt.text and marker not in known]:
+            return [
+                f"warning: {key}: a response without {' and '.join(absent)} scores 0, and neither the first prompt of "
+                f"{dataset} ({prompt.id}) nor the chat template or a demonstration has it. Ask for it in "
+                f"data.instruction or data.system_prompt{reads}"
+            ]
+    return []

@@ -14,6 +14,7 @@ from typing import Literal
 from ds_engine import ModelShape
 from rl_core import BatchError, batch_layout
 from rl_core.batching.layout import DEFAULT_TOKEN_BUDGET
+from rl_data import check_files
 from rollout_vllm import untested_vllm
 from rollout_vllm.servers.command import (
     DEFAULT_GPU_MEMORY_UTILIZATION,
@@ -26,6 +27,7 @@ from weight_sync import choose_transports, plan_transports
 from weight_sync.transports.select import transport_kind
 
 from ..config import DEFAULT_NUM_RANKS
+from ..errors import naming_key
 from ..job_config import JobConfig, JobConfigT
 from ..launch.gpus import Gpu
 from ..launch.session import read_devices
@@ -37,7 +39,6 @@ from .instruction import resolve_instruction
 from .memory import Recompute, longest_sequence, read_model_shape, resolve_memory, resolve_sizes, samples_per_server
 from .own_model import ModelFacts, choose_defaults, read_facts
 from .resolved import ResolvedConfig, device_warning, with_fetched_files
-from .steps import resolve_steps
 
 _HOST_USABLE = 0.9
 """Share of the host's free memory that is planned."""
@@ -125,6 +126,22 @@ def resolve_job_for(
     for section in _server_sections(resolved.config):
         resolved = _resolve_server_defaults(resolved, section, host_cores, on_gpu=bool(gpus))
     return resolved
+
+
+def resolve_steps(resolved: ResolvedConfig[JobConfigT]) -> ResolvedConfig[JobConfigT]:
+    """`trainer.total_training_steps=null` decided: as many steps as see every row once.
+
+    Raises InputError for files that cannot be read.
+    """
+    config = resolved.config
+    if config.trainer.total_training_steps is not None:
+        return resolved
+    rows, size = config.task.num_train, config.batch.train_batch_size
+    if config.data.train:
+        with naming_key("data.train"):
+            rows = check_files(config.data.train, config.data, rewards=())
+    why = f"one epoch, {rows} prompts in steps of {size}"
+    return resolved.with_default("trainer.total_training_steps", -(-rows // size), why)
 
 
 def resolve_traces(resolved: ResolvedConfig[JobConfigT], run: Path) -> ResolvedConfig[JobConfigT]:

@@ -16,11 +16,13 @@ Call = Callable[[Sequence[Sample]], Awaitable[Sequence[RewardOutcome]]]
 class HangGuard:
     """Makes the calls of one function or service, counts its timeouts in a row, and gives up where they do not end."""
 
-    def __init__(self, call: Call, source: str, *, whole_groups: bool, at_once: int, timeout_s: float) -> None:
+    def __init__(
+        self, call: Call, source: str, *, whole_groups: Callable[[Sample], bool], at_once: int, timeout_s: float
+    ) -> None:
         """
         Args:
             source: the configuration key and its value, for messages.
-            whole_groups: call it once with all samples of a group; else once for each sample.
+            whole_groups: True if it is called once with all samples of this one's group; else once for each sample.
             at_once: number of calls that are made at the same time.
         """
         self._call, self._source, self._whole_groups, self._timeout_s = call, source, whole_groups, timeout_s
@@ -31,7 +33,7 @@ class HangGuard:
 
     async def score(self, samples: Sequence[Sample]) -> Sequence[RewardOutcome]:
         """One outcome for each sample of a group."""
-        calls = [samples] if self._whole_groups and samples else [[sample] for sample in samples]
+        calls = [samples] if samples and self._whole_groups(samples[0]) else [[sample] for sample in samples]
         parts = await asyncio.gather(*map(self._guarded, calls))
         return [outcome for part in parts for outcome in part]
 

@@ -5,12 +5,12 @@ warning. A function that does not start, ends its process or has the parameters 
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from rl_data import Prompt, Reward, reward_for
+from rl_data import Prompt, Reward
 from rollout_vllm import AsyncRewardPool, RewardOutcome, RewardPool, Sample
 
 from ..errors import InputError
@@ -52,26 +52,6 @@ def try_rewards(
     return lines
 
 
-def unasked_formats(
-    rewards: Sequence[Reward] | None, config: ScoringConfig, prompts: Mapping[str, Prompt], *, shown: str
-) -> list[str]:
-    """Warnings about texts that a reward needs for a score and that nothing asks the model for.
-
-    `rewards`: as of `rewards_of_rows`. `shown`: the chat template, and demonstrations that the model learns from first.
-    """
-    key, reads = ("reward.terms", "") if config.terms else ("reward.method", ", or set reward.method=flexible")
-    for dataset, prompt in prompts.items():
-        of_prompt = [reward_for(prompt.data_source, config)] if rewards is None else rewards
-        markers = [marker for reward in of_prompt for marker in reward.markers]
-        if absent := [marker for marker in markers if marker not in prompt.text and marker not in shown]:
-            return [
-                f"warning: {key}: a response without {' and '.join(absent)} scores 0, and neither the first prompt of "
-                f"{dataset} ({prompt.id}) nor the chat template or a demonstration has it. Ask for it in "
-                f"data.instruction or data.system_prompt{reads}"
-            ]
-    return []
-
-
 def sample_text(ground_truth: str) -> str:
     """A short response that gives the answer in the formats that rewards look for."""
     answer = ground_truth or "1"
@@ -82,21 +62,21 @@ def sample_text(ground_truth: str) -> str:
 async def _call(function: RewardFunction, prompt: Prompt, config: ScoringConfig, tokenizer: Any) -> RewardOutcome:
     """The outcome for a made-up response; a batched function gets the bare answer as a second one."""
     pool_type = AsyncRewardPool if function.is_coroutine else RewardPool
-    texts = [sample_text(prompt.ground_truth), prompt.ground_truth or "1"]
-    drafts = [_draft(prompt, text, tokenizer) for text in (texts if function.batched else texts[:1])]
+    texts = [sample_text(prompt.ground_truth), prompt.ground_truth or "1"][: 1 + function.batched]
+    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    drafts = [
+        Sample(
+            sample_index=0,
+            prompt=prompt,
+            prompt_ids=np.asarray(prompt.token_ids, np.int32),
+            response_ids=np.asarray(ids, np.int32),
+            finish_reason="stop",
+            text=text,
+        )
+        for text, ids in zip(texts, encoded, strict=True)
+    ]
     with pool_type(timeout_s=min(_TIMEOUT_S, config.timeout_s), start_timeout_s=config.start_timeout_s) as pool:
         return (await call_function(pool, function, drafts))[0]
-
-
-def _draft(prompt: Prompt, text: str, tokenizer: Any) -> Sample:
-    return Sample(
-        sample_index=0,
-        prompt=prompt,
-        prompt_ids=np.asarray(prompt.token_ids, np.int32),
-        response_ids=np.asarray(tokenizer([text], add_special_tokens=False)["input_ids"][0], np.int32),
-        finish_reason="stop",
-        text=text,
-    )
 
 
 def _signature(function: RewardFunction) -> str:

@@ -49,6 +49,11 @@ class RewardFunction:
     def is_coroutine(self) -> bool:
         return inspect.iscoroutinefunction(self.call)
 
+    @property
+    def scores_groups(self) -> bool:
+        """True if one call scores all samples of a group."""
+        return self.batched or (isinstance(self.call, Reward) and self.call.is_quick)
+
 
 class Scorer(ExitStack):
     """Scores responses while others are generated: functions in processes of their own, services over HTTP.
@@ -89,17 +94,22 @@ class Scorer(ExitStack):
             name = MODEL_TERM if SERVICES[config.service].serves_model else ""
             self._sources[name] = self._guard(call, f"reward.url={config.url}", _AT_ONCE)
         elif not functions and config.model is None:
+            name = "reward.function=built in"
             call = partial(_call_by_data_source, self._pool(False), config)
-            self._sources[""] = self._guard(call, "reward.function=built in", config.num_workers)
+            whole = partial(_scores_groups_of, config)
+            self._sources[""] = self._guard(call, name, config.num_workers, whole_groups=whole)
         self._full_score = _full_score(config, functions)
         self._answer = load_answer(config)
 
     def _function(self, function: RewardFunction) -> HangGuard:
         call = partial(call_function, self._pool(function.is_coroutine), function)
         at_once = _AT_ONCE if function.is_coroutine else self._config.num_workers
-        return self._guard(call, f"{function.key}={function.name}", at_once, whole_groups=function.batched)
+        name = f"{function.key}={function.name}"
+        return self._guard(call, name, at_once, whole_groups=lambda _: function.scores_groups)
 
-    def _guard(self, call: Call, source: str, at_once: int, *, whole_groups: bool = False) -> HangGuard:
+    def _guard(
+        self, call: Call, source: str, at_once: int, *, whole_groups: Callable[[Sample], bool] = lambda _: False
+    ) -> HangGuard:
         timeout_s = self._config.timeout_s
         return HangGuard(call, source, whole_groups=whole_groups, at_once=at_once, timeout_s=timeout_s)
 
@@ -221,23 +231,26 @@ def _votes_by(answer: Callable[[str], Any], response_texts: Sequence[str]) -> li
 async def call_function(
     pool: RewardPool, function: RewardFunction, samples: Sequence[Sample]
 ) -> Sequence[RewardOutcome]:
-    """One outcome for each sample: of a group, if the function is batched, else of a single one."""
-    if not function.batched:
+    """One outcome for each sample: of a group, if the function scores groups, else of a single one."""
+    if not function.scores_groups:
         (sample,) = samples
         own_facts = {name: _FACTS[name](sample) for name in function.facts}
         return [await pool.score(function.call, sample.text, sample.prompt, **own_facts)]
     texts, prompts = [sample.text for sample in samples], [sample.prompt for sample in samples]
     facts = {name: [_FACTS[name](sample) for sample in samples] for name in function.facts}
-    call = pool.submit_batch(function.call, texts, prompts, num_scores=len(samples), **facts)
-    return await asyncio.wrap_future(call)
+    call = function.call.score_each if isinstance(function.call, Reward) else function.call
+    return await asyncio.wrap_future(pool.submit_batch(call, texts, prompts, num_scores=len(samples), **facts))
 
 
 async def _call_by_data_source(
     pool: RewardPool, config: ScoringConfig, samples: Sequence[Sample]
 ) -> Sequence[RewardOutcome]:
-    (sample,) = samples
-    reward = reward_for(sample.prompt.data_source, config)
-    return [await pool.score(reward, sample.text, sample.prompt)]
+    reward = reward_for(samples[0].prompt.data_source, config)
+    return await call_function(pool, RewardFunction(call=reward, key="reward", name="built in"), samples)
+
+
+def _scores_groups_of(config: ScoringConfig, sample: Sample) -> bool:
+    return reward_for(sample.prompt.data_source, config).is_quick
 
 
 async def _ask_service(

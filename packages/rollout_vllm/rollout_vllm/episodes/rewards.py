@@ -131,7 +131,7 @@ class RewardPool:
     ) -> Future[list[RewardOutcome]]:
         """Queue one call that returns a sequence of `num_scores` numbers; the future gives one outcome for each.
 
-        A number that is not finite fails its own outcome; anything else fails all of them.
+        A number that is not finite, or an exception in its place, fails its own outcome; anything else fails all.
         """
         return self._submit(function, (args, keywords), num_scores)
 
@@ -460,6 +460,8 @@ def read_scores(result: Any, num_scores: int | None) -> Scores:
 
 
 def _read_score(value: Any) -> tuple[float | None, str]:
+    if isinstance(value, Exception):
+        return None, describe(value)
     try:
         return read_number(value), ""
     except (TypeError, ValueError) as error:

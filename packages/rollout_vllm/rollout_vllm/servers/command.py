@@ -41,7 +41,7 @@ def server_threads(device: Device, num_cores: int, num_servers: int, requested: 
     """OpenMP threads of each server.
 
     One on a GPU: by default each of several servers has as many threads as the host has cores, and where they load a
-    pushed adapter at the same time, the threads of all wait for each other (benchmarks/weight_sync/adapter_load.py).
+    pushed adapter at the same time, the threads of all wait for each other (benchmarks/weight_sync/README.md).
     CPU servers leave half of the cores to the trainer and the HTTP front ends.
     """
     if requested is not None:
