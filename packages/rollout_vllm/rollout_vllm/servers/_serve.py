@@ -76,7 +76,7 @@ def prepare_engine_core() -> None:
 def choose_steps_to_draft() -> None:
     """Measure whole steps, hence after `buffer_tokens`, whose steps look at fewer requests."""
     if is_on("DRAFTING") and uses_fast_paths() and patch.DRAFTING.check():
-        from rollout_vllm.servers.speculating import draft_where_it_pays
+        from rollout_vllm.servers.fast.drafting import draft_where_it_pays
 
         draft_where_it_pays(patch.DRAFTING.replace)
 
