@@ -12,10 +12,10 @@ import pytest
 import torch
 from starlette.testclient import TestClient
 
-from apps.serve.config import ApiConfig, ServeConfig
+from apps.serve.config import CLIENT_SECTIONS, ApiConfig, ServeConfig
 from apps.serve.http import application
 from apps.serve.losses import LOSSES, batch_of, check_loss, summed_loss, token_losses
-from apps.serve.main import prepare, read_key
+from apps.serve.main import COMMON_KEYS, prepare, read_key
 from apps.serve.models import BASE, Weights, step_settings
 from apps.serve.requests import BusyError, InOrder, Requests, Result
 from apps.serve.sampling import ServedAdapters, ServedWeights, sampling_settings
@@ -25,6 +25,7 @@ from ds_engine import EngineConfigError, TokenOutputs
 from plinth_testing import raises
 from rl_runtime import InputError, TrainerConfig
 from run_kit import load_config
+from run_kit.config.schema import all_paths
 
 KEY = "tml-0123456789"
 PRESET = Path(__file__).resolve().parents[1] / "apps" / "serve" / "presets" / "demo.yaml"
@@ -34,6 +35,11 @@ def datum(tokens: list[int], **inputs: list[float]) -> Datum:
     given = {"target_tokens": np.array([*tokens[1:], 0], np.int64)}
     given |= {name: np.array(values, np.float32) for name, values in inputs.items()}  # type: ignore[misc]
     return Datum(tokens=np.array(tokens, np.int32), inputs=given)
+
+
+def test_help_lists_no_key_that_the_service_refuses() -> None:
+    assert not {key.split(".")[0] for key in COMMON_KEYS} & set(CLIENT_SECTIONS)
+    assert set(COMMON_KEYS) <= set(all_paths(ServeConfig))
 
 
 # ---- losses and batches -------------------------------------------------------------------------------------------

@@ -28,6 +28,13 @@ if TYPE_CHECKING:
     from rl_runtime.launch.session import Session
 
 KEY_VARIABLE = "TINKER_API_KEY"
+COMMON_KEYS = (
+    *("model.path", "api.host", "api.port", "api.api_key_file", "api.full", "api.model_name", "api.states_dir"),
+    *("actor.lora.rank", "actor.zero.stage", "actor.zero.offload.optimizer", "rollout.max_model_len"),
+    *("rollout.num_servers", "rollout.tensor_parallel_size", "rollout.max_lora_rank"),
+    *("trainer.num_ranks", "trainer.experiment", "trainer.output_dir"),
+)
+"""Keys that `--help` lists; most others are the client's."""
 MAX_CONTEXT = 8192
 """Context that is served if `rollout.max_model_len` is null and the model has more."""
 
@@ -149,7 +156,7 @@ def serve(config: ServeConfig, session: "Session", listener: socket.socket, *, m
         raise errors[0]
 
 
-cli = partial(rl_runtime.run_job_cli, ServeConfig, main)
+cli = partial(rl_runtime.run_job_cli, ServeConfig, main, common_keys=COMMON_KEYS)
 """Runs the app from its command line."""
 
 

@@ -4,7 +4,7 @@
 prints milliseconds per step three times: without a profiler, of each function (cProfile, which slows Python down by a
 half or so), and of each kernel (torch's profiler). `--stock` leaves out what servers replace in vLLM. Prompts come in
 groups of `--n` that are equal, as in a rollout; with 512 tokens the kernels are those of the middle of workload W.
-`throughput --steps` has the stages of a step in a real server. The weights are random.
+The weights are random.
 """
 
 import argparse
@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=40, help="of each table")
     parser.add_argument("--stock", action="store_true", help="vLLM as it is")
     parser.add_argument("--vllm-args", type=shlex.split, default=[], help="one string of vLLM arguments")
-    args = parser.parse_args(namespace=argparse.Namespace(crowd=0))
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         profile(args, Path(folder))
 

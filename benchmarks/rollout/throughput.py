@@ -2,8 +2,7 @@
 
 Both run the same model with the same engine settings on the same device, side by side in memory, and generate in turns:
 256 requests of 256+512 tokens, with and without log-probs. "stock path" sends the client's requests without the mark
-that lets servers buffer tokens. `--steps` adds where the time of a decoding step goes. A final round of `--crowd`
-concurrent requests measures the CPU use of the client. The weights are random, so nothing is downloaded.
+that lets servers buffer tokens. The weights are random, so nothing is downloaded.
 """
 
 import argparse
@@ -15,8 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -25,7 +24,6 @@ from unittest import mock
 import numpy as np
 
 from benchmarks.random_model import CONFIGS, write_random_model
-from benchmarks.rollout import step_times
 from rollout_vllm import Request, RolloutClient, RolloutConfig, SamplingConfig, ServerGroup
 from rollout_vllm.client import protocol, request_runner
 from rollout_vllm.servers.command import server_arguments, server_environment
@@ -52,7 +50,7 @@ def rollout_config(args: argparse.Namespace) -> RolloutConfig:
         gpu_memory_utilization=0.2,
         kv_cache_gib=24.0 if args.device == "cuda" else 1.0,
         enforce_eager=args.device == "cpu",
-        max_samples_in_flight=max(args.requests, args.crowd),
+        max_samples_in_flight=args.requests,
         startup_timeout_s=1200.0,
         extra_args=tuple(args.vllm_args),
     )
@@ -73,19 +71,18 @@ def engine_arguments(args: argparse.Namespace, model: Path) -> list[str]:
 class Direct:
     """`LLM.generate` in a subprocess."""
 
-    def __init__(self, args: argparse.Namespace, model: Path, env: Mapping[str, str]) -> None:
-        self.task = {"arguments": engine_arguments(args, model), "prompts": prompts(args, args.requests)}
-        self._tokens = args.tokens
+    def __init__(self, args: argparse.Namespace, model: Path) -> None:
+        task = {"arguments": engine_arguments(args, model), "prompts": prompts(args, args.requests)}
         device: Device = args.device
         config = rollout_config(args)
-        full = server_environment(env, config, device=device, api_key="unused", num_cores=os.cpu_count() or 1)
+        full = server_environment(os.environ, config, device=device, api_key="unused", num_cores=os.cpu_count() or 1)
         command = [sys.executable, "-m", "benchmarks.rollout.throughput", "--as-llm"]
         self._log = model.with_name("llm.log")
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 command, env=full, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
             )
-        self._send(self.task | {"tokens": self._tokens})
+        self._send(task | {"tokens": args.tokens})
 
     def __enter__(self) -> Self:
         return self
@@ -130,12 +127,12 @@ def run_llm() -> None:
         print(f"{_MARK}{seconds}", flush=True)
 
 
-def over_http(client: RolloutClient, args: argparse.Namespace, number: int, *, requests: int, n: int = 1) -> float:
-    """Seconds of one round of `requests` samples, in groups of n."""
+def over_http(client: RolloutClient, args: argparse.Namespace, number: int, *, n: int = 1) -> float:
+    """Seconds of one round, in groups of n."""
     sampling = SamplingConfig(n=n, max_tokens=args.tokens, ignore_eos=True)
     asked = [
         Request(prompt_id=str(i), prompt_ids=ids, seed=10_000 * number + i)
-        for i, ids in enumerate(prompts(args, requests // n))
+        for i, ids in enumerate(prompts(args, args.requests // n))
     ]
     begin = time.perf_counter()
     groups = client.generate_blocking(asked, sampling)
@@ -168,64 +165,38 @@ def assert_same_values(client: RolloutClient, args: argparse.Namespace) -> None:
     print("one request, buffered and stock path: " + ("same tokens and log-probs" if same else "DIFFERENT"), flush=True)
 
 
-@contextmanager
-def environment(**values: str) -> Iterator[None]:
-    """Variables for the processes that start meanwhile."""
-    with mock.patch.dict(os.environ, values):
-        yield
-
-
 def compare(args: argparse.Namespace, folder: Path) -> None:
-    model = write_random_model(args.model, folder / "model")
-    readings: dict[str, Path] = {"LLM": folder / "llm_steps", "HTTP": folder / "http_steps"}
-    plugin = os.pathsep.join([str(step_times.plugin_folder(folder / "plugin")), os.getcwd()])
-    probes: dict[str, dict[str, str]] = {}
-    for name, path in readings.items():
-        path.mkdir()
-        paths = os.pathsep.join(filter(None, [plugin, os.environ.get("PYTHONPATH")]))
-        probes[name] = {step_times.FOLDER: str(path), "PYTHONPATH": paths} if args.steps else {}
-    config = rollout_config(args)
-    with ExitStack() as stack:
-        with environment(**probes["LLM"]):
-            direct = stack.enter_context(Direct(args, model, dict(os.environ)))
-        with environment(**probes["HTTP"]):
-            servers = stack.enter_context(ServerGroup.launch(model, config, log_dir=args.logs or folder / "logs"))
+    model, config = write_random_model(args.model, folder / "model"), rollout_config(args)
+    with (
+        Direct(args, model) as direct,
+        ServerGroup.launch(model, config, log_dir=args.logs or folder / "logs") as servers,
+    ):
         servers.wait_ready()
-        client = stack.enter_context(RolloutClient(servers.endpoints, config))
-        assert_same_values(client, args)
+        with RolloutClient(servers.endpoints, config) as client:
+            assert_same_values(client, args)
+            http = partial(over_http, client, args)
 
-        def stock(number: int) -> float:
-            with stock_path():
-                return http(number)
+            def stock(number: int) -> float:
+                with stock_path():
+                    return http(number)
 
-        http = partial(over_http, client, args, requests=args.requests)
-        contestants: dict[str, tuple[str, Round]] = {
-            "LLM.generate, no log-probs": ("LLM", partial(direct.generate, logprobs=None)),
-            "LLM.generate": ("LLM", partial(direct.generate, logprobs=0)),
-            "client over HTTP, stock path": ("HTTP", stock),
-            "client over HTTP": ("HTTP", http),
-            f"client over HTTP, n={args.n}": ("HTTP", partial(http, n=args.n)),
-        }
-        seconds: dict[str, list[float]] = {name: [] for name in contestants}
-        stages: dict[str, list[dict[str, float]]] = {name: [] for name in contestants}
-        client_cpu = dict.fromkeys(contestants, 0.0)
-        for number in range(args.rounds + 1):  # the first round is a warm-up
-            for name, (where, once) in contestants.items():
-                before, cpu = step_times.read(readings[where]), time.process_time()
-                spent = once(number)
-                cpu, after = time.process_time() - cpu, step_times.read(readings[where])
-                if number:
-                    seconds[name].append(spent)
-                    client_cpu[name] += cpu
-                    stages[name].append({stage: after[stage] - before[stage] for stage in after})
-        report(args, seconds, client_cpu)
-        if args.steps:
-            report_steps(seconds, stages)
-        if args.crowd:
-            cpu = time.process_time()
-            spent = over_http(client, args, 1000, requests=args.crowd)
-            cores = (time.process_time() - cpu) / spent
-            print(f"{args.crowd} concurrent requests: {args.crowd * args.tokens / spent:.0f} tok/s, {cores:.2f} cores.")
+            contestants: dict[str, Round] = {
+                "LLM.generate, no log-probs": partial(direct.generate, logprobs=None),
+                "LLM.generate": partial(direct.generate, logprobs=0),
+                "client over HTTP, stock path": stock,
+                "client over HTTP": http,
+                f"client over HTTP, n={args.n}": partial(http, n=args.n),
+            }
+            seconds: dict[str, list[float]] = {name: [] for name in contestants}
+            client_cpu = dict.fromkeys(contestants, 0.0)
+            for number in range(args.rounds + 1):  # the first round is a warm-up
+                for name, once in contestants.items():
+                    cpu = time.process_time()
+                    spent = once(number)
+                    if number:
+                        seconds[name].append(spent)
+                        client_cpu[name] += time.process_time() - cpu
+            report(args, seconds, client_cpu)
 
 
 def report(args: argparse.Namespace, seconds: Mapping[str, list[float]], client_cpu: Mapping[str, float]) -> None:
@@ -240,17 +211,6 @@ def report(args: argparse.Namespace, seconds: Mapping[str, list[float]], client_
         print("|", " | ".join([name, *cells, f"{client_cpu[name] / sum(each):.2f}"]), "|")
 
 
-def report_steps(seconds: Mapping[str, list[float]], stages: Mapping[str, list[dict[str, float]]]) -> None:
-    """Milliseconds per step, means over the rounds."""
-    names = [name for name in next(iter(stages.values()))[0] if name != "steps"]
-    print("\n| ms per step | steps | round |", " | ".join(names), "|")
-    print("| --- |" + " --- |" * (len(names) + 2))
-    for name, rounds in stages.items():
-        steps = sum(each["steps"] for each in rounds)
-        cells = [f"{steps / len(rounds):.0f}", f"{1e3 * sum(seconds[name]) / steps:.2f}"]
-        print("|", " | ".join([name, *cells, *(f"{1e3 * sum(r[s] for r in rounds) / steps:.2f}" for s in names)]), "|")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default=detect_device()[0])
@@ -260,10 +220,8 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", action="store_true", help="time the stages of a step, which adds about 1%%")
     parser.add_argument("--vllm-args", type=shlex.split, default=[], help="one string of vLLM arguments, for both")
     parser.add_argument("--logs", type=Path, help="folder of the server's log")
-    parser.add_argument("--crowd", type=int, default=1024, help="requests of the final round; 0: no such round")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         compare(args, Path(folder))

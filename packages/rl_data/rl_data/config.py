@@ -91,7 +91,8 @@ class DataConfig:
     train: tuple[str, ...] = ()
     """Training files: parquet; JSON lines or an array (.jsonl, .ndjson, .json) or CSV with a header (.csv), these also
     with .gz; or a folder saved by Hugging Face `datasets` (`folder:split` if it has splits). A name may be a pattern
-    (`data/*.parquet`) and begin with `~`; `reasoning_gym:TASK?size=5000` makes one. Empty: the built-in task."""
+    (`data/*.parquet`) and begin with `~`; `reasoning_gym:TASK?size=5000` makes one. Empty: the task
+    of the built-in model."""
     val: tuple[str, ...] = ()
     """Validation files of the same kinds. Empty: no validation, or the held-out part of the built-in task."""
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)

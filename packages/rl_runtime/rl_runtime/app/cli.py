@@ -27,10 +27,9 @@ COMMON_KEYS = (
     *("rollout.num_servers", "rollout.tensor_parallel_size"),
     *("trainer.total_training_steps", "trainer.num_ranks", "trainer.max_staleness", "trainer.test_freq"),
     *("trainer.save_freq", "trainer.resume", "trainer.experiment", "trainer.output_dir"),
-    *("api.host", "api.port", "api.full", "api.model_name", "api.states_dir"),
     *("pass_at", "compare", "experiment", "output_dir", "tracking.wandb_project"),
 )
-"""Keys that `--help` lists, of all apps: each has some of them."""
+"""Keys that `--help` lists, of all apps that train: each has some of them."""
 
 AppConfigT = TypeVar("AppConfigT", bound=JobConfig | SupervisedJobConfig)
 
@@ -42,6 +41,7 @@ def run_job_cli(
     *,
     app_name: str | None = None,
     preset_dir: Path | None = None,
+    common_keys: Sequence[str] = COMMON_KEYS,
 ) -> NoReturn:
     """`run_kit.run_cli` for an app that runs a preset of its own unless the user gives a model or data.
 
@@ -81,7 +81,7 @@ def run_job_cli(
         app_name=app_name or app,
         preset_dir=preset_dir,
         argv=argv,
-        common_keys=COMMON_KEYS,
+        common_keys=common_keys,
         default_preset="smollm2" if has_gpu and (preset_dir / "smollm2.yaml").is_file() else "demo",
         default_preset_unless=("model.path", data),
         file_keys=file_keys(config_cls, origins),

@@ -77,7 +77,7 @@ def help_text(
         "  config=FILE.yaml      merge your own file; overlays and files go left to right",
         "  key=value             then single keys; value is YAML: 1e-4, true, null, text, [a, b], ${other.key}",
         "  --help [KEY|all]      print this text, only the keys that match KEY, or this text with every key",
-        "  --print-config        print the resolved configuration and stop",
+        "  --print-config        print the merged configuration and stop; a run chooses what is null",
         "",
     ]
     if examples:
