@@ -50,7 +50,7 @@ def pytest_collection_finish() -> None:
 
 
 # Two thirds of the tests of `make test` that start processes are its: on one worker they would be the longest chain.
-PARTS = {"packages/ds_engine/tests": 3}
+PARTS = {"packages/ds_engine/tests": 2}
 # Groups that take longest: none of them begins when the others end.
 FIRST = [
     "packages/rollout_vllm/tests",
