@@ -16,7 +16,7 @@ from ckpt import RemoteCheckpoints
 from tests.run_folders import assert_equal_runs, comparable, exact_metrics, only
 from tests.test_restarts import ARGUMENTS
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.thorough]
+pytestmark = [pytest.mark.e2e, pytest.mark.thorough]
 
 STEPS = 6
 TOTAL = (*ARGUMENTS, f"trainer.total_training_steps={STEPS}", "trainer.experiment=job")
