@@ -39,13 +39,6 @@ def comparable(run: Path) -> dict[str, dict[str, str]]:
     }
 
 
-def assert_equal_runs(actual: Path, expected: Path) -> None:
-    """Every step was recorded once, with the same numbers, and the policies are equal to the last bit."""
-    assert comparable(actual) == comparable(expected)
-    weights = only((expected / "model").glob("*.safetensors"))
-    assert weights.read_bytes() == (actual / "model" / weights.name).read_bytes()
-
-
 def check_ledger(rows: list[SampleRow], *, steps: int, groups: int, samples: int, max_staleness: int) -> None:
     """Every step has its samples, none is there twice, none is too old, and no prompt is missing."""
     assert Counter((row.group, row.sample) for row in rows).most_common(1)[0][1] == 1, "a sample is there twice"

@@ -21,13 +21,7 @@ SMALL = (
 )
 CASES = {
     "zero2": ["actor.zero.stage=2", "trainer.total_training_steps=3"],
-    "zero3": ["actor.zero.stage=3", "trainer.total_training_steps=3"],
     "sp": ["actor.zero.stage=3", "trainer.num_ranks=4", "actor.sequence_parallel=2", "trainer.total_training_steps=3"],
-    "demo": [
-        *("batch.train_batch_size=32", "batch.mini_batch_size=16", "sampling.n=8", "warm_start.steps=200"),
-        *("algorithm.entropy_coef=0", "trainer.total_training_steps=15", "trainer.val_after_train=true"),
-        "task.num_val=64",
-    ],
 }
 
 

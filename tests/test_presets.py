@@ -187,7 +187,7 @@ def test_presets_of_sft_pass_the_checks_with_the_tiny_overlay(preset: str, tmp_p
 
 @pytest.mark.thorough
 @pytest.mark.e2e
-@pytest.mark.parametrize("preset", [preset for preset in SFT_PRESETS if preset != "demo"])
+@pytest.mark.parametrize("preset", ["deepseek_r1_distill_qwen_7b_sft", "full_7b"])
 def test_presets_of_sft_train_on_cpus(preset: str, tmp_path: Path, start_app: Callable[..., Any]) -> None:
     app = start_app(tmp_path, f"preset={preset}", "overlay=tiny", app="sft")
     run = app.succeeded()

@@ -154,13 +154,11 @@ SHORT = (
     *("supervised.optim.lr=0.01", "engine.dtype=float32"),
 )
 WAYS = {
-    "zero2-cpu": ["engine.zero.stage=2", "engine.zero.offload.optimizer=cpu", "micro_batch_size=3"],
     "zero3-cpu": [
         *("engine.zero.stage=3", "engine.zero.offload.optimizer=cpu", "engine.zero.offload.param=cpu"),
         "token_budget=128",
     ],
     "sequence-parallel-lora": ["engine.sequence_parallel=2", "engine.zero.stage=3", "engine.lora.rank=8"],
-    "nf4": ["engine.lora.rank=8", "engine.lora.base_format=nf4", "engine.zero.stage=1"],
 }
 
 

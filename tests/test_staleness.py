@@ -53,22 +53,20 @@ def test_servers_generate_ahead_and_a_resumed_run_loses_nothing(tmp_path: Path, 
     assert {row.step - 1 - int(row.oldest_version) for row in rows} == {0, 1}
 
 
+ADAPTERS = ("actor.lora.rank=4", "oversampling.extra_prompts=2", "trainer.test_freq=2")
 COMBINED = {
-    "adapters, over-sampling, validation in between": (
-        "grpo",
-        ("actor.lora.rank=4", "oversampling.extra_prompts=2", "trainer.test_freq=2"),
-    ),
-    "PPO, a killed server": ("ppo", ("rollout.num_servers=2",)),
-    "a tool, validation in between": ("grpo", ("preset=calculator", "trainer.test_freq=2")),
-    "an environment": ("grpo", ("preset=game", "rollout.max_model_len=160")),
+    "adapters, over-sampling, validation in between": ("grpo", "keep", ADAPTERS),
+    "adapters, over-sampling, requests that wait": ("grpo", "wait", ADAPTERS),
+    "PPO, a killed server": ("ppo", "wait", ("rollout.num_servers=2",)),
+    "a tool, validation in between": ("grpo", "keep", ("preset=calculator", "trainer.test_freq=2")),
+    "an environment": ("grpo", "keep", ("preset=game", "rollout.max_model_len=160")),
 }
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("requests", ["keep", "wait"])
-@pytest.mark.parametrize(("name", "settings"), COMBINED.values(), ids=COMBINED)
+@pytest.mark.parametrize(("name", "requests", "settings"), COMBINED.values(), ids=COMBINED)
 def test_servers_generate_ahead_with(
-    name: str, settings: tuple[str, ...], requests: str, tmp_path: Path, start_app: Callable[..., Any]
+    name: str, requests: str, settings: tuple[str, ...], tmp_path: Path, start_app: Callable[..., Any]
 ) -> None:
     ahead = ("trainer.max_staleness=1", f"sync.running_requests={requests}", "trainer.total_training_steps=6")
     app = start_app(tmp_path, *SMALL, *settings, *ahead, app=name)

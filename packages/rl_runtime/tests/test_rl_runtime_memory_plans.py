@@ -67,6 +67,12 @@ def test_turns_that_host_memory_cannot_hold_are_refused() -> None:
     assert "184.4" in caught.value.problem
 
 
+@pytest.mark.parametrize(("match", "budget"), [(True, 32_768), (False, 16_384)])
+def test_layers_that_are_not_compiled_get_larger_micro_batches(match: bool, budget: int) -> None:
+    choice = resolve_job_for(config(actor=EngineConfig(match_servers=match)), gpus=gpus(1), shape=QWEN3_06B)
+    assert choice.config.batch.token_budget == budget
+
+
 def test_turns_by_hand() -> None:
     """Servers that sleep leave the trainer room; those that get adapters alone keep their weights in host memory."""
     asleep = resolve_job_for(

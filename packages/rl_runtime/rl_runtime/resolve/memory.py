@@ -297,6 +297,8 @@ def _plans(
 ) -> Iterator[_Plan]:
     """All ways in the order of preference; at least one."""
     budgets: Sequence[int | None] = TOKEN_BUDGETS
+    if config.actor.match_servers:  # its layers are not compiled, so that each launch takes longer
+        budgets = (2 * DEFAULT_TOKEN_BUDGET, *TOKEN_BUDGETS)
     if config.batch.micro_batch_size is not None or config.batch.token_budget is not None:
         budgets = (config.batch.token_budget,)
     least = max(budgets[-1] or 0, longest_sequence(config) * (config.batch.micro_batch_size or 1))

@@ -452,6 +452,6 @@ def attention(
         q.stride(0), q.stride(1), out.stride(0), out.stride(1),
         k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2), table.stride(0),
         HAS_LSE=lse is not None, BLOCK=k.shape[2], WIDTH=width, PER_HEAD=per_head, ROWS=_TILE_Q, TILE=_TILE_K,
-        num_warps=4, num_stages=5, maxnreg=168 if width <= 128 else None,  # registers of three programs
+        num_warps=4, num_stages=5,
     )  # fmt: skip
     return out
