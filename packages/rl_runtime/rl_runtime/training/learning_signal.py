@@ -24,7 +24,7 @@ class LearningSignal:
     """Looks at the scored samples of each step.
 
     Args:
-        report: gets a line in the first step that teaches nothing for a reason, and whenever that stays for three steps.
+        report: gets a line in the first step that teaches nothing for a reason, and where that stays for three steps.
         compares_group: only differences within a group are learned from, not those in the whole batch.
         finds_answers: False if the reward looks for an answer and finds none in any of these samples.
         read_answer: the answer that the reward finds in a sample, in words; empty: it looks for none.
