@@ -2,9 +2,9 @@
 # NVIDIA GPU they set up the CUDA stack and use the GPU. PLINTH_STACK=cpu or cuda chooses by hand.
 PYTHON := .venv/bin/python
 TYPED := $(patsubst %/py.typed,%,$(wildcard packages/*/*/py.typed))
-# Tests that start processes wait much of their time, so three workers suit two cores. conftest.py groups these tests by
-# package and runs them first; xdist's default order, by group size, would run the longest groups last.
-WORKERS ?= -n 3 --dist loadgroup --no-loadscope-reorder
+# Tests that start processes wait much of their time, so three workers suit two cores, and a fourth for the other tests.
+# conftest.py groups them by package and runs the longest first; xdist's default order is by the number of tests.
+WORKERS ?= -n 4 --dist loadgroup --no-loadscope-reorder
 # Two ranks and a server share the cores: one compute thread each is fastest.
 export OMP_NUM_THREADS ?= 1
 # The list that `make audit` reads.

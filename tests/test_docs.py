@@ -64,6 +64,14 @@ def test_pip_installs_what_is_published_or_in_this_repository() -> None:
     assert wrong == []
 
 
+def test_the_extras_of_the_installation_page_are_those_of_the_packages() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", (REPO / "docs/install.md").read_text(encoding="utf-8"), re.MULTILINE)
+    for folder, extras in rows:
+        file = next(REPO.glob(f"packages/{folder}/pyproject.toml"), REPO / folder / "pyproject.toml")
+        declared = tomllib.loads(file.read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+        assert set(re.findall(r"`([\w-]+)`", extras)) == declared.keys() - {"test"}, folder
+
+
 def test_every_page_is_in_the_navigation_once() -> None:
     nav = yaml.safe_load((REPO / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
     known = [*pages.markdown_files(), *pages.generated_pages()]

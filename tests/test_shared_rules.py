@@ -15,7 +15,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import ds_engine.model.loading
-import ds_engine.model.matching as matching_on_ranks
 import weight_sync.tensors
 from ckpt import merge_lora, save_adapter
 from ckpt.tools.lora_export import read_adapter
@@ -23,7 +22,6 @@ from ds_engine import EngineConfig, LoraConfig
 from ds_engine.model.lora import adapter_settings, adapter_tensors, add_adapters, whole_tensors
 from plinth_base.dtypes import DTYPE_BYTES, Dtype
 from plinth_testing import random_model, tiny_config
-from rollout_vllm.servers.model_folder import MATCHED
 from weight_sync import HfFolderSource, ZeroSource, peft_name, plan_buckets
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -99,11 +97,6 @@ def test_a_push_carries_the_tensors_of_the_model_folder(tmp_path: Path) -> None:
         trainer.fill(bucket, sent)
         folder.fill(bucket, saved)
         assert torch.equal(sent, saved), [slot.name for slot in bucket.slots]
-
-
-def test_matched_models_are_those_of_two_packages() -> None:
-    assert MATCHED["model_type"] == matching_on_ranks.MODEL_TYPES
-    assert MATCHED["rope_type"] == matching_on_ranks._ROPE_TYPES
 
 
 def test_dtypes_have_torchs_names_and_sizes() -> None:

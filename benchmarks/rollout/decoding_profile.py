@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.random_model import CONFIGS, write_random_model
 from benchmarks.rollout.throughput import engine_arguments, prompts, rollout_config
 from benchmarks.runs import table_header, table_row
-from rollout_vllm.servers import _serve, patch
+from rollout_vllm.servers import _serve
 from rollout_vllm.servers.command import server_environment
 from rollout_vllm.servers.device import detect_device
 
@@ -34,7 +34,7 @@ def generator(args: argparse.Namespace, model: Path) -> Callable[..., float]:
     )
     os.environ.update(full, VLLM_ENABLE_V1_MULTIPROCESSING="0")  # the engine core is in this process
     if not args.stock:
-        _serve.prepare_engine_core(patch)
+        _serve.prepare_engine_core()
     from vllm import LLM, SamplingParams
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -9,6 +9,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from plinth_base.errors import listed
+
 from .errors import ArchitectureMismatchError, CheckpointDamagedError
 from .manifest import MANIFEST_NAME, CheckpointManifest, ManifestError, check_files
 
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
 
 
 MODELS_NAME = "models.json"
-_NUM_SHOWN = 3
 
 
 def describe_model(model: Any) -> dict[str, dict[str, Any]]:
@@ -68,7 +69,7 @@ def check_model(checkpoint: "Checkpoint", name: str, model: Any) -> bool:
     if lost or added or reshaped:
         shapes = [f"{name} {saved[name]['shape']} in the checkpoint, {here[name]['shape']} here" for name in reshaped]
         differences = [
-            f"{kind}: {_first(names)}"
+            f"{kind}: {listed(names)}"
             for kind, names in (("only in the checkpoint", lost), ("only here", added), ("with another shape", shapes))
             if names
         ]
@@ -82,8 +83,3 @@ def check_model(checkpoint: "Checkpoint", name: str, model: Any) -> bool:
             reshaped=tuple(reshaped),
         )
     return True
-
-
-def _first(names: list[str]) -> str:
-    more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
-    return ", ".join(names[:_NUM_SHOWN]) + more

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from plinth_base.errors import listed
+
 from .errors import CheckpointDamagedError, CheckpointNotFoundError, UnsupportedFormatError
 from .manifest import (
     MANIFEST_NAME,
@@ -79,7 +81,7 @@ class CheckpointReader:
                 checkpoint = self._load(step)
                 if isinstance(checkpoint, Checkpoint):
                     return checkpoint
-                reason = _listed(checkpoint)
+                reason = listed(checkpoint, separator="; ")
             except CheckpointNotFoundError:
                 continue
             except (UnsupportedFormatError, CheckpointDamagedError) as error:
@@ -140,12 +142,8 @@ class CheckpointReader:
             else "No other checkpoint in this folder is good."
         )
         raise CheckpointDamagedError(
-            f"{self._final(step)}: the checkpoint is damaged: {_listed(problems)}. {advice}",
+            f"{self._final(step)}: the checkpoint is damaged: {listed(problems, separator='; ')}. {advice}",
             step=step,
             files=tuple(problem.file for problem in problems),
             newest_good=good,
         )
-
-
-def _listed(problems: tuple[Problem, ...]) -> str:
-    return "; ".join(map(str, problems[:5])) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")

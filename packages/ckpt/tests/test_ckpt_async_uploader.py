@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from ckpt_fakes import publish
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,11 +60,6 @@ def memory_url() -> str:
     return f"memory://{uuid.uuid4().hex}/run"
 
 
-def publish(manager: CheckpointManager, step: int, score: float = 0.0) -> Checkpoint:
-    (manager.prepare(step) / "weights").write_bytes(b"x" * step)
-    return manager.publish(step, state={"step": step}, metrics={"score": score})
-
-
 events = st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 2), st.booleans()), min_size=1, max_size=7)
 
 
@@ -85,7 +81,7 @@ def test_uploads_are_in_order_and_end_as_the_folder(
         with AsyncUploader(root, remote, retention=rule, report=lambda _: None) as uploader:
             manager = CheckpointManager(root, retention=rule, on_publish=uploader.add)
             for step, (score, num_uploads, _) in enumerate(events, start=1):
-                publish(manager, step, score)
+                publish(manager, step, {"weights": bytes(step)}, metrics={"score": score})
                 remote.allow(num_uploads)
             remote.allow(2 * len(events))
         assert remote.tried == sorted(remote.tried), "an upload is tried again before a newer one"
@@ -109,7 +105,7 @@ def test_a_report_that_fails_does_not_end_the_thread(tmp_path: Path) -> None:
         manager = CheckpointManager(tmp_path, on_publish=uploader.add)
         broken = publish(manager, 1)
         wait_until(lambda: remote.steps() == [1])
-        (broken.path / "weights").write_bytes(b"damaged")
+        (broken.path / "ranks/0.bin").write_bytes(b"damaged")
         uploader.add(broken)
         wait_until(lambda: said)
         publish(manager, 2)
@@ -188,7 +184,7 @@ def test_a_damaged_checkpoint_is_named_and_not_tried_again(tmp_path: Path) -> No
     remote.allow(9)
     for step in (1, 2):
         publish(manager, step)
-    (manager.root / "step_00000001" / "weights").write_bytes(b"y")
+    (manager.root / "step_00000001" / "ranks/0.bin").write_bytes(b"y")
     uploader = AsyncUploader(tmp_path, remote, report=lambda _: None)
     for step in (1, 2):
         uploader.add(manager.read(step))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ckpt_fakes import publish
 
 from ckpt import CheckpointManager
 
@@ -16,10 +17,7 @@ class Killed(BaseException):
 
 
 def _save(manager: CheckpointManager, step: int, **options: Any) -> None:
-    folder = manager.prepare(step, **options)
-    (folder / "rank0").mkdir()
-    (folder / "rank0" / "weights.bin").write_bytes(bytes([step]) * 100)
-    manager.publish(step, state={"step": step})
+    publish(manager, step, {"rank0/weights.bin": bytes([step]) * 100}, **options)
 
 
 def _check_root(root: Path, *, at_least: int | None) -> None:

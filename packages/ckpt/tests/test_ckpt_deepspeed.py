@@ -3,10 +3,10 @@
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from ckpt_fakes import Call, Engine
 from ckpt_ranks import run_script
 from safetensors.torch import load_file
 
@@ -74,33 +74,12 @@ def test_a_missing_rank_file_is_named(saved: Path, tmp_path: Path) -> None:
     assert manager.load(2).step == 2
 
 
-class Payload:
-    """Runs a command when it is unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self._marker = str(marker)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (open, (self._marker, "w"))
-
-
-class FakeEngine:
-    """The part of a DeepSpeed engine that loading_without_pickle uses."""
-
-    def __init__(self) -> None:
-        from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
-
-        self.checkpoint_engine = TorchCheckpointEngine()
-        self.has_moe_layers = False
-
-    def load_universal_checkpoint(self) -> bool:
-        return False
-
-
 def test_loading_without_pickle_executes_nothing(tmp_path: Path) -> None:
-    engine, file = FakeEngine(), tmp_path / "mp_rank_00_model_states.pt"
-    original = engine.checkpoint_engine
-    torch.save({"module": {}, "extra": Payload(tmp_path / "marker")}, file)
+    from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+
+    engine, file = Engine(), tmp_path / "mp_rank_00_model_states.pt"
+    engine.checkpoint_engine = original = TorchCheckpointEngine()
+    torch.save({"module": {}, "extra": Call(open, str(tmp_path / "marker"), "w")}, file)
     with raises(UntrustedFileError, value=str(file)), loading_without_pickle(engine):
         engine.checkpoint_engine.load(str(file), map_location="cpu")
     assert not (tmp_path / "marker").exists()

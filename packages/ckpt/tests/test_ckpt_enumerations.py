@@ -1,12 +1,11 @@
 """Members of enumerations in DeepSpeed's files, in both forms in which versions of Python pickle them."""
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
+from ckpt_fakes import Call
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
@@ -14,16 +13,6 @@ from ckpt import ShardError, UntrustedFileError
 from ckpt.zero.deepspeed_load import _SafeReader
 from ckpt.zero.zero_checkpoint import load_file
 from plinth_testing import raises
-
-
-class Call:
-    """Pickles as a call of `function`."""
-
-    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
-        self.call = (function, args)
-
-    def __reduce__(self) -> Any:
-        return self.call
 
 
 def reader() -> _SafeReader:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ckpt_fakes import publish
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,14 +40,6 @@ paths = st.lists(names, min_size=1, max_size=3).map(
 trees = st.dictionaries(paths, st.binary(min_size=1, max_size=200), min_size=1, max_size=5)
 
 
-def save(manager: CheckpointManager, step: int, tree: dict[str, bytes] | None = None, **options: Any) -> Path:
-    folder = manager.prepare(step, **options)
-    for name, content in (tree if tree is not None else {"ranks/0.bin": b"zero", "ranks/1.bin": b"one"}).items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
-    return manager.publish(step, state={"step": step}).path
-
-
 def newest_step(manager: CheckpointManager) -> int | None:
     newest = manager.newest_good()
     return newest and newest.step
@@ -71,7 +64,7 @@ def test_save_and_load(tmp_path: Path) -> None:
     assert (manager.root / "latest").read_text() == "step_00000020\n"
     assert set(manager.manifest(20).files) == {"rank0.bin", "state.json"}
     assert manager.manifest(20).packages["torch"] == version("torch")
-    save(manager, 30)
+    publish(manager, 30)
     assert manager.steps() == [20, 30]
     assert newest_step(manager) == 30
     assert visible(manager.root) == ["latest", "step_00000020", "step_00000030"]
@@ -83,16 +76,12 @@ def test_save_and_load(tmp_path: Path) -> None:
 def test_any_files_and_state_round_trip(tree: dict[str, bytes], value: Any) -> None:
     with tempfile.TemporaryDirectory() as root:
         manager = CheckpointManager(Path(root))
-        folder = manager.prepare(1)
-        kept: dict[str, bytes] = {}
-        for name, content in tree.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(content)
-            kept[name] = content
-        manager.publish(1, state={"value": value})
+        publish(manager, 1, tree)
+        manager.prepare(2)
+        manager.publish(2, state={"value": value})
+        assert manager.load(2).state == {"value": value}
         checkpoint = manager.load(1)
-        assert checkpoint.state == {"value": value}
-        assert {name: (checkpoint.path / name).read_bytes() for name in kept} == kept
+        assert {name: (checkpoint.path / name).read_bytes() for name in tree} == tree
 
 
 @PROPERTY
@@ -100,8 +89,8 @@ def test_any_files_and_state_round_trip(tree: dict[str, bytes], value: Any) -> N
 def test_any_damage_is_found_with_the_files_name(tree: dict[str, bytes], data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as root:
         manager = CheckpointManager(Path(root))
-        save(manager, 1)
-        folder = save(manager, 2, tree)
+        publish(manager, 1)
+        folder = publish(manager, 2, tree).path
         victim = data.draw(st.sampled_from([*tree, "state.json"]))
         content = bytearray((folder / victim).read_bytes())
         kind = data.draw(st.sampled_from(["missing", "torn", "longer", "altered"]))
@@ -122,7 +111,7 @@ def test_any_damage_is_found_with_the_files_name(tree: dict[str, bytes], data: s
 
 def test_any_flipped_bit_of_the_manifest_is_found(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
-    manifest = save(manager, 1) / MANIFEST_NAME
+    manifest = publish(manager, 1).path / MANIFEST_NAME
     original = manifest.read_bytes()
     # The last byte is the final line break, which has no meaning. Every third byte: all fields, in a third of the time.
     for position in range(0, len(original) - 1, 3):
@@ -138,7 +127,7 @@ def test_any_flipped_bit_of_the_manifest_is_found(tmp_path: Path) -> None:
 
 def test_no_good_checkpoint_is_left(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
-    folder = save(manager, 1)
+    folder = publish(manager, 1).path
     (folder / MANIFEST_NAME).unlink()
     with raises(CheckpointDamagedError, files=(MANIFEST_NAME,), newest_good=None):
         manager.load(1)
@@ -157,8 +146,8 @@ def test_errors_of_files_are_one_line_of_the_command(tmp_path: Path, capsys: pyt
 
 def test_a_step_folder_with_another_steps_name_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     manager = CheckpointManager(tmp_path)
-    save(manager, 1)
-    save(manager, 20).rename(tmp_path / "step_00000030")
+    publish(manager, 1)
+    publish(manager, 20).path.rename(tmp_path / "step_00000030")
     for read in (lambda: manager.load(30), lambda: manager.manifest(30)):
         with raises(CheckpointDamagedError, step=30, files=(MANIFEST_NAME,)):
             read()
@@ -176,11 +165,11 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_gone_and_the_newer_one
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer, original = CheckpointManager(tmp_path, keep_last=1), manifest.hash_files
-    save(writer, 1)
+    publish(writer, 1)
 
     def delete_first(files: Any) -> Any:
         monkeypatch.undo()
-        save(writer, writer.steps()[-1] + 1)  # deletes the one before
+        publish(writer, writer.steps()[-1] + 1)  # deletes the one before
         return original(files)
 
     monkeypatch.setattr(manifest, "hash_files", delete_first)
@@ -196,7 +185,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_gone_and_the_newer_one
 @pytest.mark.parametrize("name", [MANIFEST_NAME, "state.json"])
 def test_a_deeply_nested_file_is_damaged(tmp_path: Path, name: str) -> None:
     manager = CheckpointManager(tmp_path)
-    folder = save(manager, 1)
+    folder = publish(manager, 1).path
     (folder / name).write_text("[" * 100_000)
     if name == "state.json":  # with a manifest that fits
         (folder / MANIFEST_NAME).unlink()
@@ -209,8 +198,8 @@ def test_a_deeply_nested_file_is_damaged(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("version", [FORMAT_VERSION - 1, FORMAT_VERSION + 1])
 def test_another_format_is_refused(tmp_path: Path, version: int) -> None:
     manager = CheckpointManager(tmp_path)
-    save(manager, 1)
-    folder = save(manager, 2)
+    publish(manager, 1)
+    folder = publish(manager, 2).path
     body = json.loads((folder / MANIFEST_NAME).read_text())
     (folder / MANIFEST_NAME).write_text(json.dumps({**body, "format_version": version}))
     with pytest.raises(UnsupportedFormatError):
@@ -233,7 +222,7 @@ def test_manifest_cannot_name_files_outside(tmp_path: Path) -> None:
 def test_keep_last(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keep_last=2)
     for step in (1, 2, 3, 4):
-        save(manager, step)
+        publish(manager, step)
     assert manager.steps() == [3, 4]
     assert manager.newest_good() == manager.load(4)
     assert manager.prune() == []
@@ -247,8 +236,8 @@ def test_keep_last(tmp_path: Path) -> None:
 def test_resuming_from_an_older_step(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keep_last=2)
     for step in (10, 30, 40):
-        save(manager, step)
-    save(manager, 20)
+        publish(manager, step)
+    publish(manager, 20)
     assert 20 in manager.steps(), "the one just published is not pruned"
     assert manager.discard_after(20) == [30, 40]
     assert manager.steps() == [20]
@@ -259,12 +248,12 @@ def test_resuming_from_an_older_step(tmp_path: Path) -> None:
 
 def test_a_step_that_is_already_published(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
-    save(manager, 1, {"a": b"old"})
+    publish(manager, 1, {"a": b"old"})
     with raises(CheckpointExistsError, field="step", value=1):
         manager.prepare(1)
     with raises(CheckpointNotFoundError, field="step", value=3, allowed="1"):
         manager.load(3)
-    folder = save(manager, 1, {"a": b"new"}, overwrite=True)
+    folder = publish(manager, 1, {"a": b"new"}, overwrite=True).path
     assert (folder / "a").read_bytes() == b"new"
     assert manager.load(1).step == 1
     assert visible(tmp_path) == ["latest", "step_00000001"]
@@ -342,7 +331,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
     manager = CheckpointManager(tmp_path)
     for step in (1, 2):
-        save(manager, step)
+        publish(manager, step)
     manager.prepare(3)
     code, text = run("list", tmp_path)
     assert code == 0
@@ -367,7 +356,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     none = f"no checkpoints in {tmp_path / 'empty'}; give the folder that has them, such as RUN/checkpoints\n"
     assert run("verify", tmp_path / "empty") == (2, f"error: {none}")
     assert run("list", tmp_path / "empty") == (0, none)
-    save(CheckpointManager(tmp_path / "run" / "checkpoints"), 1)
+    publish(CheckpointManager(tmp_path / "run" / "checkpoints"), 1)
     assert run("list", tmp_path / "run")[1].endswith(f"such as {tmp_path / 'run' / 'checkpoints'}\n")
     one = tmp_path / "step_00000001"
     assert run("list", one) == (0, f"{one} is one checkpoint; give its folder: {tmp_path}\n")

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ckpt_fakes import publish
 from ckpt_mortal import Died, Fate, MortalStorage
 
 from ckpt import (
@@ -19,20 +20,15 @@ from ckpt import (
 from plinth_testing import raises
 
 
-def publish(root: Path, step: int, content: bytes = b"weights") -> Checkpoint:
-    manager = CheckpointManager(root)
-    folder = manager.prepare(step)
-    (folder / "actor").mkdir()
-    (folder / "actor" / "rank0.bin").write_bytes(content)
-    (folder / "actor" / "empty.bin").write_bytes(b"")
-    return manager.publish(step, state={"step": step}, metrics={"score": 0.5})
+def save(root: Path, step: int, content: bytes = b"weights") -> Checkpoint:
+    return publish(root, step, {"actor/rank0.bin": content, "actor/empty.bin": b""}, metrics={"score": 0.5})
 
 
 def test_upload_and_download(tmp_path: Path, url: str) -> None:
     remote = RemoteCheckpoints(url)
     assert remote.steps() == []
     for step in (3, 20):
-        remote.upload(publish(tmp_path / "here", step))
+        remote.upload(save(tmp_path / "here", step))
     assert remote.steps() == [3, 20]
     checkpoint = remote.download(20, tmp_path / "there")
     assert CheckpointManager(tmp_path / "there").load(20) == checkpoint
@@ -41,8 +37,8 @@ def test_upload_and_download(tmp_path: Path, url: str) -> None:
     here, there = (CheckpointManager(tmp_path / name).manifest(20) for name in ("here", "there"))
     assert here == there, "metrics and date included"
     assert remote.download(20, tmp_path / "there", on_file=lambda _: pytest.fail("it is there")) == checkpoint
-    publish(tmp_path / "there", 21)
-    remote.upload(publish(tmp_path / "here", 21, b"other"))
+    save(tmp_path / "there", 21)
+    remote.upload(save(tmp_path / "here", 21, b"other"))
     with pytest.raises(CheckpointExistsError):
         remote.download(21, tmp_path / "there")
     remote.download(21, tmp_path / "there", overwrite=True)
@@ -55,8 +51,8 @@ def test_upload_and_download(tmp_path: Path, url: str) -> None:
 
 def test_a_step_is_replaced_only_when_asked(tmp_path: Path, url: str) -> None:
     remote = RemoteCheckpoints(url)
-    remote.upload(publish(tmp_path / "old", 1, b"old"))
-    new = publish(tmp_path / "new", 1, b"new")
+    remote.upload(save(tmp_path / "old", 1, b"old"))
+    new = save(tmp_path / "new", 1, b"new")
     with raises(CheckpointExistsError, field="step", value=1):
         remote.upload(new)
     remote.upload(new, overwrite=True)
@@ -73,7 +69,7 @@ def mortal(url: str, instant: int, *, after: bool) -> RemoteCheckpoints:
 
 @pytest.mark.parametrize("after", [False, True])
 def test_an_uploader_killed_at_any_request_leaves_no_visible_part(tmp_path: Path, url: str, after: bool) -> None:
-    old, new = publish(tmp_path / "old", 1, b"old"), publish(tmp_path / "new", 1, b"new")
+    old, new = save(tmp_path / "old", 1, b"old"), save(tmp_path / "new", 1, b"new")
     for instant in range(1, 80):
         reader = RemoteCheckpoints(f"{url}/{instant}")
         reader.upload(old)
@@ -98,7 +94,7 @@ def test_an_uploader_killed_at_any_request_leaves_no_visible_part(tmp_path: Path
 
 def test_a_downloader_killed_at_any_request_publishes_no_part(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/remote"
-    RemoteCheckpoints(url).upload(publish(tmp_path / "here", 1))
+    RemoteCheckpoints(url).upload(save(tmp_path / "here", 1))
     there = CheckpointManager(tmp_path / "there")
     for instant in range(1, 80):
         try:
@@ -112,7 +108,7 @@ def test_a_downloader_killed_at_any_request_publishes_no_part(tmp_path: Path) ->
 
 def test_an_upload_that_fails_cleans_up(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     remote = RemoteCheckpoints(url)
-    checkpoint = publish(tmp_path / "here", 1)
+    checkpoint = save(tmp_path / "here", 1)
 
     def fail(*_: Any, **__: Any) -> None:
         raise ConnectionError("the network is gone")
@@ -129,7 +125,7 @@ def test_an_upload_that_fails_cleans_up(tmp_path: Path, url: str, monkeypatch: p
 
 def test_damage_is_found_in_both_directions(tmp_path: Path, url: str) -> None:
     remote = RemoteCheckpoints(url)
-    checkpoint = publish(tmp_path / "here", 1)
+    checkpoint = save(tmp_path / "here", 1)
     path = remote.upload(checkpoint)
     remote.fs.pipe_file(f"{path}/actor/rank0.bin", b"wEights")
     with raises(CheckpointDamagedError, step=1, files=("actor/rank0.bin",)):

@@ -6,10 +6,10 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from ckpt_fakes import Call
 from safetensors.torch import save_file
 
 import ckpt
@@ -28,26 +28,16 @@ from ckpt.manifest import CheckpointManifest
 from plinth_testing import raises
 
 
-class Payload:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self._command = f"touch {mark}"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (os.system, (self._command,))
-
-
 def plain_pickle(mark: Path, path: Path) -> None:
-    path.write_bytes(pickle.dumps({"step": 1, "payload": Payload(mark)}))
+    path.write_bytes(pickle.dumps({"step": 1, "payload": Call(os.system, f"touch {mark}")}))
 
 
 def torch_pickle(mark: Path, path: Path) -> None:
-    torch.save({"module": {}, "w": torch.ones(1), "payload": Payload(mark)}, path)
+    torch.save({"module": {}, "w": torch.ones(1), "payload": Call(os.system, f"touch {mark}")}, path)
 
 
 def old_torch_pickle(mark: Path, path: Path) -> None:
-    torch.save({"module": {}, "payload": Payload(mark)}, path, _use_new_zipfile_serialization=False)
+    torch.save({"module": {}, "payload": Call(os.system, f"touch {mark}")}, path, _use_new_zipfile_serialization=False)
 
 
 def export(manager: CheckpointManager) -> None:

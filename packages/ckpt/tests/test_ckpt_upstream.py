@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+from ckpt_fakes import Engine
 
 from ckpt import CheckpointUsageError, DeepSpeedState, loading_without_pickle
 from ckpt.upstream import FENCE
 from plinth_testing import raises
-
-
-class Engine:
-    """The part of a DeepSpeed engine that both features use."""
-
-    checkpoint_engine: Any = None
-    has_moe_layers = False
-
-    def zero_nvme_offload_optimizer(self) -> bool:
-        return False
-
-    def load_universal_checkpoint(self) -> bool:
-        return False
 
 
 def test_an_untested_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

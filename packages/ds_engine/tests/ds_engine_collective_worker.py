@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
 from ds_engine_testkit import Sample, make_batch
-from ds_engine_worker import build, weighted_loss
+from ds_engine_worker import build, weighted_loss, weights_of
 
 import ds_engine.zero.optimizer
 from ds_engine import EngineConfig, ZeroEngine, dense_log_prob
@@ -40,7 +41,7 @@ def train_alone(
             views += [p.data_ptr() == cast("Any", p).ds_tensor.data_ptr() for p in engine.module.parameters()]
     if save_to is not None:
         engine.save_checkpoint(save_to, "tag")
-    weights = {name: tensor.clone() for name, tensor in engine.export_parameters(torch.float32)}
+    weights = weights_of(engine)
     engine.close()
     return {
         "stats": stats,
@@ -169,7 +170,7 @@ def visited_both_ways(
             looks.append(0)
             stats.append(engine.train_mini_batch([make_batch(m) for m in micro_batches], weighted_loss))
             engine.log_probs([make_batch(m) for m in micro_batches])
-    weights = {name: tensor.clone() for name, tensor in engine.export_parameters(torch.float32)}
+    weights = weights_of(engine)
     engine.close()
     return stats, weights, [(r.operation, r.dtype, r.num_elements) for r in records], looks, live
 
@@ -208,9 +209,6 @@ def train_listed_experts(model_path: str, config: EngineConfig, steps: list[list
     for layer in model.model.layers:
         layer.mlp.experts = ListedExperts(layer.mlp.experts)
     model._weight_conversions = []
-    engine = ZeroEngine(model, config, log_prob_fn=dense_log_prob, device=torch.device("cpu"))
-    try:
+    with closing(ZeroEngine(model, config, log_prob_fn=dense_log_prob, device=torch.device("cpu"))) as engine:
         stats = [engine.train_mini_batch([make_batch(m) for m in micro], weighted_loss) for micro in steps]
-        return {"stats": stats, "weights": {name: t.clone() for name, t in engine.export_parameters(torch.float32)}}
-    finally:
-        engine.close()
+        return {"stats": stats, "weights": weights_of(engine)}

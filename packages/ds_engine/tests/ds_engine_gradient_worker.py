@@ -11,7 +11,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from ds_engine_testkit import Sample, make_batch
-from ds_engine_worker import CPU, build, weighted_loss
+from ds_engine_worker import CPU, build, weighted_loss, weights_of
 
 import ds_engine.zero.optimizer
 from ds_engine import EngineConfig, LossOutput, OptimConfig, TokenOutputs, ZeroConfig, ZeroEngine, dense_log_prob
@@ -134,7 +134,7 @@ def train_hooked(model_path: str, config: EngineConfig, micro_batches: list[list
     with patch.object(ds_engine.zero.optimizer, "set_leaf_modules", with_hook):
         engine = build(model_path, config)
     stats = engine.train_mini_batch([make_batch(m) for m in micro_batches], weighted_loss)
-    weights = {name: tensor.clone() for name, tensor in engine.export_parameters(torch.float32)}
+    weights = weights_of(engine)
     engine.close()
     return stats.grad_norm, weights, len(calls)
 

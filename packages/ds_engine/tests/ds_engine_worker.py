@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -40,6 +42,21 @@ def build(model_path: str, config: EngineConfig, **kwargs: Any) -> ZeroEngine:
     return ZeroEngine.from_pretrained(model_path, config, log_prob_fn=dense_log_prob, device=CPU, **kwargs)
 
 
+def weights_of(engine: ZeroEngine) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.export_parameters(torch.float32)}
+
+
+def refusals(*calls: Callable[[], object]) -> list[str]:
+    """Messages of the calls that the engine refuses."""
+    refused = []
+    for call in calls:
+        try:
+            call()
+        except ds_engine.EngineError as error:
+            refused.append(str(error))
+    return refused
+
+
 def train(
     model_path: str,
     config: EngineConfig,
@@ -50,8 +67,7 @@ def train(
     temperature: float = 1.0,
 ) -> dict[str, Any]:
     """Train on `steps` (of this rank: a list of micro batches each); everything a test may compare."""
-    engine = build(model_path, config)
-    try:
+    with closing(build(model_path, config)) as engine:
         if load_from is not None:
             engine.load_checkpoint(load_from, "tag")
         stats = [
@@ -63,18 +79,15 @@ def train(
             outputs = engine.log_probs([make_batch(m) for m in log_prob_samples], temperature=temperature)
         if save_to is not None:
             engine.save_checkpoint(save_to, "tag")
-        weights = {name: tensor.clone() for name, tensor in engine.export_parameters(torch.float32)}
+        weights = weights_of(engine)
         return {"stats": stats, "weights": weights, "outputs": outputs}
-    finally:
-        engine.close()
 
 
 def train_in_parts(
     model_path: str, config: EngineConfig, steps: list[list[list[Sample]]], settings: StepSettings
 ) -> dict[str, Any]:
     """`train` by `accumulate` and `step`: each micro batch but the first two is a call, with log-probs in between."""
-    engine = build(model_path, config)
-    try:
+    with closing(build(model_path, config)) as engine:
         losses, norms = [], []
         for micro in steps:
             batches = [make_batch(m) for m in micro]
@@ -84,10 +97,8 @@ def train_in_parts(
                 loss += engine.accumulate([batch], weighted_loss)[0]
             losses.append(loss)
             norms.append(engine.step(settings)[0])
-        weights = {name: tensor.clone() for name, tensor in engine.export_parameters(torch.float32)}
+        weights = weights_of(engine)
         return {"losses": losses, "norms": norms, "weights": weights}
-    finally:
-        engine.close()
 
 
 def train_side_by_side(
@@ -135,29 +146,26 @@ def train_side_by_side(
 def step_after_another(model_path: str, config: EngineConfig, samples: list[list[Sample]], forgets: bool | None) -> Any:
     """Weights after a step on the second samples; before it a step on the first at a rate of 0, which moves the moments
     alone, and `forget_optimizer` if `forgets`. None: no step before it."""
-    engine = build(model_path, config)
-    try:
+    with closing(build(model_path, config)) as engine:
         for batch, lr in zip(map(make_batch, samples), (0.0, 1e-2), strict=True):
             if forgets is not None or lr:
                 engine.accumulate([batch], weighted_loss)
                 engine.step(StepSettings(lr=lr))
             if forgets and not lr:
                 engine.forget_optimizer()
-        return {name: tensor.clone() for name, tensor in engine.export_parameters(torch.float32)}
-    finally:
-        engine.close()
+        return weights_of(engine)
 
 
 def train_and_go_back(model_path: str, config: EngineConfig, samples: list[Sample], folder: str) -> dict[str, Any]:
     """Log-probs, each with the number of second shards (hpZ) at its end: at the start, after a step, after another one
     and the return to the state of the first, after the checkpoint of the start, and of a frozen second engine."""
-    engine, batch = build(model_path, config), make_batch(samples)
+    batch, opened = make_batch(samples), build(model_path, config)
 
-    def look(used: ZeroEngine = engine) -> tuple[torch.Tensor, int]:
+    def look(used: ZeroEngine = opened) -> tuple[torch.Tensor, int]:
         log_probs_K = used.log_probs([batch])[0].log_probs_K
         return log_probs_K, sum(getattr(p, "ds_secondary_tensor", None) is not None for p in used.module.parameters())
 
-    try:
+    with closing(opened) as engine:
         result = {"start": look()}
         engine.save_checkpoint(folder, "tag")
         engine.train_mini_batch([batch, batch], weighted_loss)
@@ -173,38 +181,19 @@ def train_and_go_back(model_path: str, config: EngineConfig, samples: list[Sampl
         result["second"] = look(second)
         second.close()
         return result
-    finally:
-        engine.close()
 
 
-def train_trees(model_path: str, config: EngineConfig, steps: list[list[Any]], share: bool) -> dict[str, Any]:
-    """Train on `steps` (of this rank: a list of micro batches each, (parents, lengths, seed) of a tree)."""
-    engine = build(model_path, config)
-    try:
-        batches = [[tree_batch(*tree[:2], seed=tree[2]) for tree in micro] for micro in steps]
+def train_trees(
+    model_path: str, config: EngineConfig, steps: list[list[Any]], share: bool, routed: bool = False
+) -> dict[str, Any]:
+    """Train on `steps` (of this rank: a list of micro batches each, (parents, lengths, seed) of a tree). With R2 the
+    routes of a `routed` batch are those of the log-probs."""
+    with closing(build(model_path, config)) as engine:
+        make = routed_batch if routed else tree_batch
+        batches = [[make(*tree[:2], seed=tree[2]) for tree in micro] for micro in steps]
         if not share:
             batches = [[replace(batch, prefixes=None) for batch in micro] for micro in batches]
-        outputs = engine.log_probs(batches[0])
-        stats = [engine.train_mini_batch(micro, weighted_loss) for micro in batches]
-        return {
-            "shares": engine.shares_prefixes,
-            "copies": engine.copies_prefixes,
-            "stats": [(s.loss, s.grad_norm) for s in stats],
-            "outputs": torch.cat([torch.stack([o.log_probs_K, o.entropy_K]) for o in outputs], dim=1),
-            "weights": {name: tensor.clone() for name, tensor in engine.export_parameters(torch.float32)},
-        }
-    finally:
-        engine.close()
-
-
-def train_replayed(model_path: str, config: EngineConfig, steps: list[list[Any]], share: bool) -> dict[str, Any]:
-    """Like `train_trees`, for `routed_batch`es; with R2 the routes are those of the log-probs."""
-    engine = build(model_path, config)
-    try:
-        batches = [[routed_batch(*tree) for tree in micro] for micro in steps]
-        if not share:
-            batches = [[replace(batch, prefixes=None) for batch in micro] for micro in batches]
-        outputs = [engine.log_probs(micro) for micro in batches]
+        outputs = [engine.log_probs(micro) for micro in (batches if routed else batches[:1])]
         if config.router_replay == "R2":
             batches = [
                 [replace(b, per_token={"routes": o.routes_TLk}) for b, o in zip(*each, strict=True)]
@@ -212,15 +201,15 @@ def train_replayed(model_path: str, config: EngineConfig, steps: list[list[Any]]
             ]
         stats = [engine.train_mini_batch(micro, weighted_loss) for micro in batches]
         return {
+            "shares": engine.shares_prefixes,
+            "copies": engine.copies_prefixes,
             "stats": [(s.loss, s.grad_norm) for s in stats],
             "differ": [s.metrics.get("routes_differ") for s in stats],
             "outputs": torch.cat(
                 [torch.stack([o.log_probs_K, o.entropy_K]) for micro in outputs for o in micro], dim=1
             ),
-            "weights": {name: tensor.clone() for name, tensor in engine.export_parameters(torch.float32)},
+            "weights": weights_of(engine),
         }
-    finally:
-        engine.close()
 
 
 def train_without_empty(**options: Any) -> dict[str, Any]:
@@ -354,7 +343,7 @@ def train_with_moved_weights(
             zero.parallel_partitioned_bit16_groups[index] = zero.get_data_parallel_partitions(flat, index)
         step(steps[-1])
         end_part()
-        weights = {name: tensor.clone() for name, tensor in engine.export_parameters(torch.float32)}
+        weights = weights_of(engine)
         engine.close()
     return {"num_pointed": num_pointed, "in_place": in_place, "stats": stats, "weights": weights}
 
@@ -368,9 +357,8 @@ def train_adapters(
     load_from: str | None = None,
 ) -> dict[str, Any]:
     """With LoRA: log-probs with and without adapters between steps, the exports, and the content of a checkpoint."""
-    engine = build(model_path, config)
     batch = [make_batch(samples)]
-    try:
+    with closing(build(model_path, config)) as engine:
         if load_from is not None:
             engine.load_checkpoint(load_from, "tag")
         base = [engine.log_probs(batch, adapters=False)[0].log_probs_K]
@@ -390,8 +378,6 @@ def train_adapters(
             "packed_bytes": sum(_held(m.weight) for m in engine.module.modules() if isinstance(m, Nf4Linear)),
             "num_states": sum(s["exp_avg"].numel() for s in engine._optimizer.state.values() if "exp_avg" in s),
         }
-    finally:
-        engine.close()
 
 
 def _held(parameter: Any) -> int:
@@ -424,7 +410,7 @@ def train_with_overflow(
             return LossOutput(loss=weighted_loss(outputs, batch).loss * factor)
 
         stats.append(engine.train_mini_batch([make_batch(m) for m in micro_batches], loss_fn))
-        weights.append({name: tensor.clone() for name, tensor in engine.export_parameters(torch.float32)})
+        weights.append(weights_of(engine))
     engine.close()
     return stats, weights
 
@@ -475,12 +461,8 @@ def train_values(
     batches = [make_batch(m) for m in value_samples]
     before = engine.values(batches)
     stats = [engine.train_mini_batch([make_batch(m) for m in micro], squared_error) for micro in steps]
-    weights = {name: tensor.clone() for name, tensor in engine.export_parameters(torch.float32)}
-    try:
-        engine.log_probs(batches)
-        refused = ""
-    except ds_engine.EngineError as error:
-        refused = str(error)
+    weights = weights_of(engine)
+    refused = "".join(refusals(lambda: engine.log_probs(batches)))
     after = engine.values(batches)
     engine.close()
     return {"before": before, "after": after, "stats": stats, "weights": weights, "refused": refused}
@@ -493,16 +475,11 @@ def frozen_log_probs(
     engine = build(model_path, config, trainable=False)
     batch = make_batch(samples)
     outputs = engine.log_probs([batch])[0]
-    refused = []
-    for call in (
+    refused = refusals(
         lambda: engine.train_mini_batch([batch], weighted_loss),
         lambda: engine.save_checkpoint("/nowhere", "tag"),
         lambda: engine.load_checkpoint("/nowhere", "tag"),
-    ):
-        try:
-            call()
-        except ds_engine.EngineError as error:
-            refused.append(str(error))
+    )
     engine.offload()
     engine.reload()
     assert not any(p.requires_grad for p in engine.module.parameters())
@@ -557,17 +534,12 @@ def refuse_state(model_path: str, config: EngineConfig) -> dict[str, Any]:
 def offload_cycle(model_path: str, config: EngineConfig) -> Any:
     engine = build(model_path, config)
     moved_bytes = engine.offload()
-    refused = []
-    for call in (
+    refused = refusals(
         lambda: engine.log_probs([]),
         lambda: engine.train_mini_batch([], weighted_loss),
         lambda: engine.save_checkpoint("nowhere", "tag"),
         lambda: engine.load_checkpoint("nowhere", "tag"),
-    ):
-        try:
-            call()
-        except ds_engine.EngineError as error:
-            refused.append(str(error))
+    )
     num_exported = len(list(engine.export_parameters()))
     engine.reload()
     train_steps(engine, range(1))

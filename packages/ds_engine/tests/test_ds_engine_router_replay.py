@@ -195,7 +195,7 @@ def run(pool: RankPool, folder: Path, mode: str, setup: str, *, share: bool = Tr
     config = EngineConfig(optim=OPTIM, dtype="float32", router_replay=mode, **SETUPS[setup])  # type: ignore[arg-type]
     rows = [TREES[0 if config.sequence_parallel > 1 else rank] for rank in range(2)]
     per_rank = [{"steps": [[tree] for tree in row]} for row in rows]
-    return pool.run("train_replayed", per_rank, model_path=str(folder), config=config, share=share)
+    return pool.run("train_trees", per_rank, model_path=str(folder), config=config, share=share, routed=True)
 
 
 @pytest.mark.slow

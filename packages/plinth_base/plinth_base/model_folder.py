@@ -60,6 +60,10 @@ def weight_files(folder: str | Path) -> tuple[Path, ...]:
     return files
 
 
+MATCHED = {"model_type": ("llama", "qwen2", "qwen3", "qwen3_moe"), "rope_type": ("default", "llama3")}
+"""Families and rotary positions of models whose servers can compute the ranks' bits (`match_servers`)."""
+
+
 def files_of_index(index: Path) -> tuple[Path, ...]:
     """The files that an index names. Raises ModelFolderError as `weight_files` does."""
     try:

@@ -15,7 +15,7 @@ from typing import Any
 
 _INSIDE_ID = 1000
 """User and group inside the namespace. Not 0, so that a program has no capabilities after exec."""
-_PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 4, 22, 38
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
 _CAPABILITY_VERSION = 0x20080522
 _NEWNS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x00020000, 0x08000000, 0x10000000, 0x20000000, 0x40000000
 _MS_NOSUID, _MS_NODEV, _MS_REC, _MS_PRIVATE = 0x2, 0x4, 0x4000, 0x40000
@@ -38,6 +38,16 @@ def _call(name: str, *arguments: Any) -> None:
 def prctl(option: int, value: int, argument: Any = 0) -> None:
     """prctl(2). Raises OSError."""
     _call("prctl", option, ctypes.c_ulong(value), argument, 0, 0)
+
+
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Makes the kernel send this process a signal when its parent ends. Raises OSError."""
+    prctl(_PR_SET_PDEATHSIG, number)
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of those below it whose parent ends. Raises OSError."""
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def filter_system_calls(rules: Sequence[tuple[int, int, int, int]]) -> None:

@@ -1,6 +1,5 @@
 from .collectives import record_calls as record_calls
 from .covering import covering_table as covering_table
-from .covering import uncovered_pairs as uncovered_pairs
 from .errors import raises as raises
 from .memory import peak_memory as peak_memory
 from .models import make_classifier as make_classifier

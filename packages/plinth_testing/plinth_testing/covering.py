@@ -6,7 +6,7 @@ Software Testing", IEEE TSE 30(6), 2004): a covering table finds what a product 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -32,15 +32,6 @@ def covering_table(
         table.append(best)
         missing -= _pairs(best)
     return table
-
-
-def uncovered_pairs(
-    table: Iterable[Row], values: Mapping[str, Sequence[Any]], *, allowed: Callable[[Row], bool] = lambda _: True
-) -> set[frozenset[tuple[str, Any]]]:
-    """Pairs of values that some allowed row of the full product holds and no row of the table does."""
-    rows = (dict(zip(values, row, strict=True)) for row in product(*values.values()))
-    wanted = {pair for row in rows if allowed(row) for pair in _pairs(row)}
-    return wanted - {pair for row in table for pair in _pairs(row)}
 
 
 def _pairs(row: Row) -> set[frozenset[tuple[str, Any]]]:

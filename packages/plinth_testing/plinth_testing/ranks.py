@@ -7,6 +7,7 @@ imports are paid once for all ranks. `rank_pool.RankPool` keeps ranks for many c
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -91,6 +92,7 @@ def fork_ranks(job: Callable[[int], None], *, num_ranks: int = 2) -> list[ForkPr
     The environment holds torchrun's variables. A rank that raises prints its traceback and ends with exit code 1.
     """
     variables = rendezvous(num_ranks)
+    gc.freeze()  # what is imported stays: `gc.collect()` takes a rank half a second if it searches that, too
     ranks = [get_context("fork").Process(target=_run_rank, args=(job, rank, variables)) for rank in range(num_ranks)]
     for process in ranks:
         process.start()

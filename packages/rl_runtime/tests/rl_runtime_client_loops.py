@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -25,6 +26,11 @@ class OwnLoop:
             self._runner = asyncio.Runner()
             _RUNNERS.append(self._runner)
         return self._runner.run(coroutine)
+
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        ended: Future[Any] = Future()
+        ended.set_result(self.run(coroutine))
+        return ended
 
 
 def close_loops() -> bool:

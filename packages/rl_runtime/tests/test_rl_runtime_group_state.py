@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from rl_data import Prompt
-from rl_runtime.rollout.groups import decoded, from_state, to_state
+from rl_runtime.rollout.groups import _decodes_batches, decoded, from_state, to_state
 from rl_runtime.rollout.phase import RolloutPhase
 from rollout_vllm import Failure, Group, Request, Sample, VersionSpan
 
@@ -99,11 +99,25 @@ class Shouting(PreTrainedTokenizerFast):  # type: ignore[misc]
         return str(super()._decode(*args, **kwargs)).upper()
 
 
+WORDS = {"<end>": 0, "yes": 1, ".": 2, "no": 3}
+FORCED = {"clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": True}
+
+
 @pytest.mark.parametrize("kind", [PreTrainedTokenizerFast, Shouting])
-@pytest.mark.parametrize("cleans_up", [False, True])
-def test_texts_are_those_of_the_tokenizers_own_decode(kind: type[PreTrainedTokenizerFast], cleans_up: bool) -> None:
-    words = Tokenizer(models.WordLevel({"<end>": 0, "yes": 1, ".": 2, "no": 3}, unk_token="no"))
-    tokenizer = kind(tokenizer_object=words, eos_token="<end>", clean_up_tokenization_spaces=cleans_up)
+@pytest.mark.parametrize(
+    ("model", "settings", "cleaned", "in_batches"),
+    [
+        (models.WordLevel(WORDS, unk_token="no"), {"clean_up_tokenization_spaces": False}, False, True),
+        (models.WordLevel(WORDS, unk_token="no"), {"clean_up_tokenization_spaces": True}, True, False),
+        (models.BPE(WORDS, []), {"clean_up_tokenization_spaces": True}, False, True),
+        (models.BPE(WORDS, []), {"clean_up_tokenization_spaces": True, **FORCED}, True, False),
+    ],
+)
+def test_texts_are_those_of_the_tokenizers_own_decode(
+    kind: type[PreTrainedTokenizerFast], model: Any, settings: dict[str, bool], cleaned: bool, in_batches: bool
+) -> None:
+    tokenizer = kind(tokenizer_object=Tokenizer(model), eos_token="<end>", **settings)
+    assert _decodes_batches(tokenizer) is (in_batches and kind is PreTrainedTokenizerFast)
     prompt = Prompt(id="a", text="?", token_ids=(3,), ground_truth="", data_source="")
     group = Group.fresh(Request(prompt_id="a", prompt_ids=prompt.token_ids, prompt=prompt), 3)
     rows = [np.array(ids, np.int32) for ids in ([1, 2, 0], [], [3, 3, 2])]
@@ -111,4 +125,4 @@ def test_texts_are_those_of_the_tokenizers_own_decode(kind: type[PreTrainedToken
 
     texts = [sample.text for sample in decoded(group, tokenizer).samples]
     assert texts == [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
-    assert texts[0].lower() == ("yes." if cleans_up else "yes .")
+    assert texts[0].lower() == ("yes." if cleaned else "yes .")

@@ -11,7 +11,7 @@ from rl_runtime_samples import sample
 
 from rl_runtime.rollout.scoring import Scorer
 from rl_runtime.rollout.scoring_config import RewardTermConfig, ScoringConfig
-from rl_runtime.training.learning_signal import LearningSignal, differ
+from rl_runtime.training.learning_signal import LearningSignal, differ, ends_in_thoughts
 from rollout_vllm import Sample
 
 SCORES = st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=3), min_size=1, max_size=3)
@@ -71,6 +71,28 @@ def test_the_line_has_the_most_specific_reason_a_response_and_the_key_that_helps
         assert f"{step[0].text!r}, in which the reward reads {answer}: score" in line
 
 
+@pytest.mark.parametrize(
+    ("text", "thinks"),
+    [("<think>well", True), ("<think>well</think>7", False), ("<think></think><think>well", True), ("7", False)],
+)
+def test_a_step_that_is_cut_in_thoughts_names_the_key_that_turns_them_off(text: str, thinks: bool) -> None:
+    samples = [replace(one, text=text) for one in samples_of([[0.0, 0.0]], cut=True)]
+    (line,) = lines_of([samples])
+    assert ("data.chat_template_kwargs.enable_thinking=false" in line) == thinks == ends_in_thoughts(text)
+
+
+def test_wrong_answers_are_shown_by_one_of_them() -> None:
+    samples = [
+        replace(one, text=text) for one, text in zip(samples_of([[0.0, 0.0]]), ("I see", "it is 7"), strict=True)
+    ]
+    lines: list[str] = []
+    signal = LearningSignal(
+        lines.append, compares_group=True, finds_answers=lambda some: any("7" in one.text for one in some)
+    )
+    signal.check(1, samples)
+    assert "'it is 7'" in lines[0]
+
+
 def test_a_cut_step_is_named_although_its_scores_differ() -> None:
     (line,) = lines_of([samples_of([[0.0, 1.0]], cut=True)])
     assert line.startswith("warning: step 1: all 2 responses were cut")
@@ -91,7 +113,7 @@ def test_answers_are_sought_until_a_step_has_some_and_again_where_all_scores_are
     signal = LearningSignal(lambda _: None, compares_group=True, finds_answers=finds_answers)
     for step, scores in enumerate(([0.0, 1.0], [0.0, 1.0], [0.0, 1.0], [0.0, 0.0]), 1):
         signal.check(step, samples_of([scores]))
-    assert asked == [1, 2, 4]
+    assert asked == [1, 2, 4, 4], "and once more for the response that is shown"
 
 
 def test_a_greedy_baseline_is_what_a_sample_is_compared_with() -> None:

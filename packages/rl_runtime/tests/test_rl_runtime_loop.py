@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from signal import SIGTERM
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -21,7 +22,7 @@ from rl_runtime.rollout.groups import Collected
 from rl_runtime.training import loop as loop_module
 from rl_runtime.training.loop import LoopResult, TrainingLoop
 from rl_runtime.training.record import RunRecord
-from run_kit import StopRequest
+from run_kit import RunFolderError, StopRequest
 from run_kit.memory import MemorySampler
 from run_kit.timing import PhaseTimer
 
@@ -128,7 +129,7 @@ def run(journal: Journal, *, collects: bool = False, is_exact: bool = False) -> 
     save_freq=st.integers(0, 4),
     test_freq=st.sampled_from([-1, 1, 2]),
     steps=st.integers(1, 6),
-    event=st.sampled_from(["collect", "learn", "push", "save", "log", "validate"]),
+    event=st.sampled_from(["collect", "learn", "push", "save", "validate"]),
     at=st.integers(1, 7),
 )
 def test_the_step_is_finished_and_saved_once(save_freq: int, test_freq: int, steps: int, event: str, at: int) -> None:
@@ -180,6 +181,33 @@ def test_a_step_says_how_long_logging_the_one_before_took() -> None:
         record.log_step(step, Collected(samples=(), num_failed=0), {}, timer)
     assert logged[0]["perf/log_s"] == 0
     assert logged[1]["perf/log_s"] >= 0.05
+
+
+def test_a_step_is_written_down_while_the_next_one_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(TrainerConfig(total_training_steps=2), None)
+    collect, is_generating = journal.collect, Event()
+
+    def log_step(step: int, *_: Any) -> None:
+        assert step == 2 or is_generating.wait(20), "before the second step"
+        journal.note("log", step)
+
+    def collect_and_tell(step: int, phase: Any) -> Any:
+        if step == 2:
+            is_generating.set()
+        return collect(step, phase)
+
+    monkeypatch.setattr(journal, "log_step", log_step)
+    monkeypatch.setattr(journal, "collect", collect_and_tell)
+    run(journal)
+    assert journal.steps("log") == [1, 2]
+
+
+def test_a_step_that_cannot_be_written_down_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(TrainerConfig(total_training_steps=3), None)
+    monkeypatch.setattr(journal, "log_step", Mock(side_effect=RunFolderError("no room")))
+    with pytest.raises(RunFolderError):
+        run(journal)
+    assert journal.steps("learn") == [1]
 
 
 def test_a_run_that_cannot_be_saved_says_so() -> None:

@@ -20,6 +20,7 @@ from rl_runtime.rollout.hang_guard import HangGuard
 from rl_runtime.rollout.phase import RolloutPhase
 from rl_runtime.rollout.scoring import Scorer
 from rl_runtime.rollout.scoring_config import ScoringConfig
+from rl_runtime.training.metrics import rollout_metrics
 from rollout_vllm import Group, Request, RewardOutcome, Sample, SamplingConfig, VersionSpan
 
 pytestmark = CLOSES_LOOPS
@@ -34,6 +35,7 @@ def test_failed_samples_are_left_out_and_counted(scorer: Scorer) -> None:
     assert collected.num_failed == 2
     assert collected.reason == "server gone"
     assert {item.policy_version for item in collected.samples} == {3}
+    assert rollout_metrics(collected)["rollout/num_retries"] == 0, "the counters that are read meanwhile"
 
 
 def test_a_step_without_any_sample_is_an_error_with_the_reason(scorer: Scorer) -> None:

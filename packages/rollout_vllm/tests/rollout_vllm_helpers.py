@@ -22,7 +22,7 @@ from rollout_vllm.client.transport import LoopThread
 
 EOS_ID = 1
 FAST_PATHS = Path(rollout_vllm.__file__).parent / "servers" / "fast"
-"""Folder of files that a server process loads by path."""
+"""Folder of modules with kernels."""
 
 
 _BUILD_MODEL = """

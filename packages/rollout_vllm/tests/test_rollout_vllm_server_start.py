@@ -293,9 +293,9 @@ def test_a_server_says_the_cores_that_it_stays_on(
     """One whose GPU's cores are not known says so; one without the key says nothing."""
     pinned: list[set[int]] = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, to: pinned.append(set(to)))
-    monkeypatch.delenv(_serve.CORES_VARIABLE, raising=False)
+    monkeypatch.delenv("PLINTH_ROLLOUT_CORES", raising=False)
     if cores is not None:
-        monkeypatch.setenv(_serve.CORES_VARIABLE, cores)
+        monkeypatch.setenv("PLINTH_ROLLOUT_CORES", cores)
     _serve.stay_on_cores()
     assert pinned == ([] if allowed is None else [allowed])
     assert len(capsys.readouterr().out.splitlines()) == (cores is not None)

@@ -18,10 +18,10 @@ from rollout_vllm_helpers import config_for_tests
 
 from plinth_testing import raises, random_model, tiny_config, write_word_tokenizer
 from rollout_vllm import Request, RolloutClient, RolloutConfig, RolloutConfigError, SamplingConfig, ServerGroup
-from rollout_vllm.servers import speculating
 from rollout_vllm.servers.command import server_arguments, server_environment
+from rollout_vllm.servers.fast.drafting import DraftTrial, draft_where_it_pays
 from rollout_vllm.servers.launch import check_launch
-from rollout_vllm.servers.speculating import DraftTrial, draft_where_it_pays, expand
+from rollout_vllm.servers.speculating import expand
 
 STEPS = 4 * 16
 """Of a trial."""
@@ -84,7 +84,7 @@ def test_a_server_neither_makes_nor_schedules_drafts_that_do_not_pay(monkeypatch
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     now, scheduled = 0.0, list[Any]()
-    monkeypatch.setattr(speculating.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
     monkeypatch.setattr(Scheduler, "update_from_output", lambda *_: {})
     monkeypatch.setattr(Scheduler, "update_draft_token_ids", lambda _, drafts: scheduled.append(drafts.draft_token_ids))
     monkeypatch.setattr(GPUModelRunner, "propose_draft_token_ids", lambda _, output, sampled: [[1, 2]] * len(sampled))

@@ -2,13 +2,10 @@
 
 import json
 import re
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,6 +24,7 @@ from weight_sync import (
     plan_buckets,
 )
 from weight_sync.errors import ChannelError
+from weight_sync.push import server
 from weight_sync.push.session import Link, PushSession, Timings, _BucketFiller
 from weight_sync.transports.group import SenderGroup
 from weight_sync.transports.nccl import NcclSender
@@ -123,26 +121,18 @@ def _vllm_config(backend: str | None) -> dict[str, Any]:
     return {"weight_transfer_config": {"backend": backend} if backend else None, "model_config": {}}
 
 
+URL = "http://127.0.0.1:8000"
 REACHABLE: dict[str, tuple[int, Any]] = {"/get_world_size": (200, {"world_size": 1})}
 
 
-@contextmanager
-def _http_server(answers: dict[str, tuple[int, Any]]) -> Iterator[str]:
+def answering(answers: dict[str, tuple[int, Any]]) -> Any:
     """A server with these answers by path, and 404 for any other path."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            status, body = answers.get(self.path.partition("?")[0], (404, {"detail": "Not Found"}))
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(json.dumps(body).encode())
+    def call(_: Any, __: str, path: str, *___: Any, **____: Any) -> tuple[int, str]:
+        status, body = answers.get(path.partition("?")[0], (404, {"detail": "Not Found"}))
+        return status, json.dumps(body)
 
-        def log_message(self, *_: Any) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    return patch.object(server, "call", call)
 
 
 @pytest.mark.parametrize(
@@ -156,8 +146,8 @@ def _http_server(answers: dict[str, tuple[int, Any]]) -> Iterator[str]:
     ],
 )
 def test_a_server_that_may_have_the_backend_is_accepted(answer: tuple[int, Any]) -> None:
-    with _http_server(REACHABLE | {"/server_info": answer}) as url:
-        check_server(SimpleNamespace(url=url, api_key="k"))
+    with answering(REACHABLE | {"/server_info": answer}):
+        check_server(SimpleNamespace(url=URL, api_key="k"))
 
 
 @pytest.mark.parametrize(
@@ -175,8 +165,8 @@ def test_a_server_that_may_have_the_backend_is_accepted(answer: tuple[int, Any])
 def test_a_server_that_cannot_be_pushed_to_is_refused(
     answers: dict[str, tuple[int, Any]], error: type[WeightSyncError], fields: dict[str, Any]
 ) -> None:
-    with _http_server(answers) as url, raises(error, **({"value": url} if error is SyncConfigError else fields)):
-        check_server(SimpleNamespace(url=url, api_key="k"))
+    with answering(answers), raises(error, **({"value": URL} if error is SyncConfigError else fields)):
+        check_server(SimpleNamespace(url=URL, api_key="k"))
 
 
 @pytest.mark.parametrize("url", ["http://[::1", "http://h:99999", "http://h:x", "http://", "h:1", "", None, 7])

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import http.client
 import json
 import os
 import select
@@ -12,7 +11,6 @@ import socket
 import struct
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +20,9 @@ from typing import Any
 import torch
 
 import plinth_testing as testing
-from plinth_testing import NetworkHost, free_port, start_process, stop_process
+from plinth_base import Endpoint, endpoint
+from plinth_base.endpoint import NO_ANSWER
+from plinth_testing import NetworkHost, free_port, start_process, stop_process, wait_until
 from plinth_testing.processes import CPU_ENVIRONMENT, die_with_parent
 from weight_sync import TensorSource, WeightManifest, server_args, server_env
 from weight_sync.channel import MAX_HELLO_BYTES, Listener
@@ -183,17 +183,16 @@ def _forker() -> Any:
     )
 
 
-def wait_healthy(server: Server, timeout_s: float = 420.0) -> None:
+def wait_healthy(server: Server) -> None:
     """Wait for /health."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if server.process.poll() is not None:
-            break
-        with contextlib.suppress(OSError, http.client.HTTPException):
-            if call(server, "GET", "/health")[0] == 200:
-                return
-        time.sleep(0.2)
-    raise RuntimeError(f"server did not start:\n{server.log.read_text()[-4000:]}")
+
+    def is_settled() -> bool:
+        with contextlib.suppress(*NO_ANSWER):
+            return call(server, "GET", "/health")[0] == 200
+        return server.process.poll() is not None
+
+    wait_until(is_settled, 420.0, interval_s=0.2)
+    assert server.process.poll() is None, f"server did not start:\n{server.log.read_text()[-4000:]}"
 
 
 def stop_server(server: Server) -> None:
@@ -203,19 +202,10 @@ def stop_server(server: Server) -> None:
 
 def call(server: Server, method: str, path: str, body: Any = None, timeout_s: float = 60.0) -> tuple[int, Any]:
     """One HTTP call: status and decoded body."""
-    host, port = server.url.removeprefix("http://").split(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=timeout_s)
-    headers = {"Content-Type": "application/json"}
-    if server.api_key:
-        headers["Authorization"] = f"Bearer {server.api_key}"
-    connection.request(method, path, None if body is None else json.dumps(body), headers)
-    response = connection.getresponse()
-    text = response.read().decode()
-    connection.close()
-    try:
-        return response.status, json.loads(text)
-    except json.JSONDecodeError:
-        return response.status, text
+    status, text = endpoint.call(Endpoint(server.url, server.api_key), method, path, body, timeout_s=timeout_s)
+    with contextlib.suppress(ValueError):
+        return status, json.loads(text)
+    return status, text
 
 
 def generate(

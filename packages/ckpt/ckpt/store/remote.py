@@ -19,6 +19,8 @@ from contextlib import closing, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
+from plinth_base.errors import listed
+
 from ..errors import CheckpointDamagedError, CheckpointExistsError, CheckpointNotFoundError, UnsupportedFormatError
 from ..files import check_space, fsync_file, new_folder, write_text
 from ..manager import CheckpointManager
@@ -243,4 +245,4 @@ def _require_good(folder: Path, problem: str, *, step: int | None) -> None:
     """Raise CheckpointDamagedError, whose message begins with `problem`, unless all files are as in the manifest."""
     if damaged := verify_folder(folder):
         files = tuple(each.file for each in damaged)
-        raise CheckpointDamagedError(f"{problem}: {'; '.join(map(str, damaged[:5]))}", step=step, files=files)
+        raise CheckpointDamagedError(f"{problem}: {listed(damaged, separator='; ')}", step=step, files=files)

@@ -125,14 +125,13 @@ def export_merged(
     base: Path,
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
-    prove: bool = True,
 ) -> HfExport:
     """Write the Hugging Face folder `out`: the model in the folder `base` with an adapter merged in.
 
     Holds the adapter, one base tensor and one shard at a time. `dtype` as for `save_hf_folder`; None keeps the base
     model's dtypes, also for merged weights. Embeddings that are tied in the base model and trained apart are no longer
-    tied in `out`. `prove`: load the result and, with PEFT, base and adapter, one after the other, and compare the
-    logits of a few tokens before `out` appears; without PEFT a warning says that this was not done.
+    tied in `out`. Before `out` appears, the logits of a few tokens are compared with those of PEFT's base and adapter,
+    loaded one after the other; without PEFT a warning says that this was not done.
 
     Raises ExportError as `merge_lora` and `save_hf_folder` do, for a tensor that the base model lacks, and for logits
     that differ.
@@ -156,7 +155,7 @@ def export_merged(
         dtype=dtype,
         overwrite=overwrite,
         config_changes={"tie_word_embeddings": False} if untied else None,
-        check=(lambda folder: _compare_with_peft(adapter_folder, base, folder)) if prove else None,
+        check=lambda folder: _compare_with_peft(adapter_folder, base, folder),
     )
 
 

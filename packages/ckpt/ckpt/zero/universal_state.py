@@ -12,6 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from plinth_base.errors import listed
+
 from ..errors import ShardError
 from .zero_checkpoint import ModelFile, ZeroCheckpoint, find_deepspeed_folder, load_file
 from .zero_layout import Shape, ZeroLayout
@@ -41,8 +43,9 @@ class UniversalState(ModelFile):
         groups = [{n: tuple(shape) for n, shape in group.items()} for group in self._model.get("param_shapes") or ()]
         shapes = {name: shape for group in groups for name, shape in group.items()}
         if differing := shapes.keys() ^ (self._parameters.keys() - self.tied):
-            names = ", ".join(sorted(differing)[:3])
-            raise ShardError(f"{self.folder}: its model file and zero/ have other parameters: {names}")
+            raise ShardError(
+                f"{self.folder}: its model file and zero/ have other parameters: {listed(sorted(differing))}"
+            )
         self.layout = ZeroLayout(stage=0, num_ranks=0, groups=tuple(groups))
 
     @property

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from plinth_base.model_folder import MATCHED
+
 from ..errors import ModelError
 from .experts import experts_of, grouped_experts, use_experts
 from .flash4 import flash4_gradients
@@ -70,9 +72,6 @@ class Operations(Protocol):
         """(logits [N, V], tokens [N]) -> fp32 log-probs of the tokens and entropies, [N] each."""
 
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""Families whose layers are these operations and nothing else that rounds."""
-_ROPE_TYPES = ("default", "llama3")
 _HEAD_DIMS = (8, 16, 32, 64, 128, 256)
 """Powers of two, as Triton's tiles are."""
 _LOGIT_ROWS = 2048
@@ -81,10 +80,11 @@ _LOGIT_ROWS = 2048
 
 def check_match(model_config: Any) -> None:
     """Raises ModelError for an architecture whose servers compute something else."""
+    rope = getattr(model_config, "rope_parameters", None) or {}
     for name, value, allowed in (
-        ("model_type", getattr(model_config, "model_type", None), MODEL_TYPES),
+        ("model_type", getattr(model_config, "model_type", None), MATCHED["model_type"]),
         ("hidden_act", getattr(model_config, "hidden_act", None), ("silu",)),
-        ("rope_type", (getattr(model_config, "rope_parameters", None) or {}).get("rope_type", "default"), _ROPE_TYPES),
+        ("rope_type", rope.get("rope_type", "default"), MATCHED["rope_type"]),
         ("head_dim", getattr(model_config, "head_dim", None) or _head_dim(model_config), _HEAD_DIMS),
         ("use_sliding_window", bool(getattr(model_config, "use_sliding_window", False)), (False,)),
     ):

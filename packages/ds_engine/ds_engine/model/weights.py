@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from plinth_base.errors import listed
 from plinth_base.model_folder import ModelFolderError, stored_tensors, weight_files
 
 from ..errors import ModelError
@@ -21,7 +22,6 @@ from .parts import VALUE_HEAD
 if TYPE_CHECKING:
     from ..batch import Head
 
-_NUM_SHOWN = 3
 _NEW_HEAD = f"{VALUE_HEAD}.weight"
 _HEADS = ("lm_head.", "embed_out.", f"{VALUE_HEAD}.")
 
@@ -100,7 +100,8 @@ def check_weights(
             remedy = "set tie_word_embeddings to false in config.json, or remove the tensor that is not used"
             raise ModelError(problem, field="model_path", value=model_path, remedy=remedy)
     if unused := [name for name in info["unexpected_keys"] if not name.startswith(_HEADS)]:
-        report(f"{model_path}: tensors that are no weights of the model are not used ({len(unused)}): {_some(unused)}")
+        names = listed(sorted(unused))
+        report(f"{model_path}: tensors that are no weights of the model are not used ({len(unused)}): {names}")
 
 
 def refuse_incomplete(model_path: str, info: Mapping[str, Any], *, new_head: bool) -> bool:
@@ -121,15 +122,10 @@ def refuse_incomplete(model_path: str, info: Mapping[str, Any], *, new_head: boo
         raise ModelError(problem, field="model_path", value=model_path)
     if missing:
         unused = set(info["unexpected_keys"])
-        remedy = f"it has {_some(unused)}, which no weight of the model is called" if unused else None
-        problem = f"it lacks weights of the model: {_some(missing)}"
+        remedy = f"it has {listed(sorted(unused))}, which no weight of the model is called" if unused else None
+        problem = f"it lacks weights of the model: {listed(sorted(missing))}"
         raise ModelError(problem, field="model_path", value=model_path, remedy=remedy)
     return lacks_head
-
-
-def _some(names: Collection[str]) -> str:
-    more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
-    return ", ".join(sorted(names)[:_NUM_SHOWN]) + more
 
 
 def _are_equal(model_path: str, *names: str) -> bool:

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from plinth_base.errors import listed
+
 from ..errors import CheckpointError
 from ..upstream import FENCE
 
@@ -21,7 +23,6 @@ Shape = tuple[int, ...]
 StatesOf = Callable[[Mapping[str, Any]], Sequence[str]]
 """Names of the optimizer's states of one of its groups."""
 _SCALER_VALUES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-_NUM_SHOWN = 3
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _LINKED = ("_hp_optimizer_states_linked",)
 STATE = FENCE.patch(
@@ -275,10 +276,7 @@ def _problem(engine: Any, source: StateSource, states_of: StatesOf) -> str | Non
             if there.get(name, shape) != shape
         ),
     ]
-    if not differences:
-        return None
-    more = f" and {len(differences) - _NUM_SHOWN} more" if len(differences) > _NUM_SHOWN else ""
-    return f"its parameters differ: {'; '.join(differences[:_NUM_SHOWN])}{more}"
+    return f"its parameters differ: {listed(differences, separator='; ')}" if differences else None
 
 
 def _agree(problem: str | None) -> None:

@@ -25,14 +25,14 @@ from namespaces import (  # type: ignore[import-not-found]
     HAS_BITS,
     LOAD,
     REFUSE,
+    adopt_orphans,
+    die_with_parent,
     filter_system_calls,
     kill_children,
-    prctl,
     shut_in,
 )
 
 _FAILED = 199
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 _CLONE_THREAD, _SYS_CLONE3 = 0x00010000, 435
 _SYSTEM_CALLS = {"x86_64": (56, (57, 58)), "aarch64": (220, ())}
@@ -95,7 +95,7 @@ def _run(spec: dict[str, Any]) -> NoReturn:
 
 def _first_process(spec: dict[str, Any]) -> NoReturn:
     """Process 1 of the PID namespace: when it ends, the kernel kills all others. Its signals are not the program's."""
-    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     program = os.fork()
     if program == 0:
@@ -118,8 +118,8 @@ def main() -> None:
         if spec["num_processes"] == 1 and platform.machine() not in _SYSTEM_CALLS:
             raise RuntimeError(f"num_processes=1: the filter for {platform.machine()} is not known")
         shut_in(spec["folder"], spec["disk_bytes"])
-        prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        adopt_orphans()
+        die_with_parent(signal.SIGTERM)
         signal.signal(signal.SIGTERM, _end)
         if os.getppid() != parent:
             os._exit(_FAILED)

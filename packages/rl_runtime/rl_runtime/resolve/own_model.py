@@ -70,7 +70,7 @@ def choose_defaults(
     chosen["algorithm.kl_coef"] = (
         (_LEARNED_REWARD_KL, "a reward model can be exploited far from the first policy")
         if learned_reward and facts is not None
-        else (0.0, "rewards of a rule, or the built-in model")
+        else (0.0, "rewards of a rule" if facts is not None else "the built-in model")
     )
     return chosen
 

@@ -1,6 +1,7 @@
 """Groups of scored samples: from what the client or an episode generated to what a step trains on."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -26,7 +27,9 @@ class Collected:
     reason: str = ""
     """Reason why the first of the failed samples was left out."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of the rollout: of the servers, the client, and dynamic sampling."""
+    """Metrics of the rollout."""
+    reading: Future[dict[str, float]] | None = None
+    """Those of the counters of servers and client, which are read during the update."""
     note: str = ""
     """A line for the log, if the batch has fewer groups than asked for."""
     ended: tuple[Group, ...] = ()
@@ -59,7 +62,12 @@ def _decodes_batches(tokenizer: Any) -> bool:
     """True for a tokenizer whose texts are those of its backend: its class has no decoding of its own."""
     from transformers import PreTrainedTokenizerFast
 
-    if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.clean_up_tokenization_spaces:
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return False
+    # transformers 5 does not clean up texts of BPE, though the files of Llama 3 ask for it, unless this flag is set.
+    forced = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", True)
+    is_bpe = type(tokenizer.backend_tokenizer.model).__name__ == "BPE"
+    if tokenizer.clean_up_tokenization_spaces and (forced or not is_bpe):
         return False
     classes = type(tokenizer).__mro__
     own = classes[: classes.index(PreTrainedTokenizerFast)]

@@ -129,13 +129,17 @@ class RolloutPhase:
         num_failed = sum(group.size for group in ended) - len(samples)
         if not samples:
             raise RolloutFailed(f"step {step}: none of {num_failed} samples was generated and scored: {reason}")
-        with phase("gen"):
-            metrics = self._client.run(self._meter.read(gen_s))
+        metrics = {}
         if self._oversampling.extra_prompts:
             metrics["rollout/num_partial_groups"] = float(len(self._partial))
             metrics["rollout/num_partial_tokens"] = float(sum(group.num_tokens for group in self._partial))
         return Collected(
-            samples=tuple(samples), num_failed=num_failed, reason=reason, metrics=metrics, ended=tuple(ended)
+            samples=tuple(samples),
+            num_failed=num_failed,
+            reason=reason,
+            metrics=metrics,
+            reading=self._client.start(self._meter.read(gen_s)),
+            ended=tuple(ended),
         )
 
     @property

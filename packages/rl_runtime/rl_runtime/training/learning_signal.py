@@ -51,11 +51,15 @@ class LearningSignal:
         if reason is None or self._in_a_row[reason] not in _SAID_AT:
             return
         one = samples[0]
+        if reason == "zero":  # some response has an answer, a wrong one: show that
+            one = next((sample for sample in samples if self._finds_answers([sample])), one)
+        thinks = ", or turn thoughts off (data.chat_template_kwargs.enable_thinking=false)"
+        key = _KEYS[reason] + thinks * (reason == "cut" and ends_in_thoughts(one.prompt.text + one.text))
         answer = self._read_answer(one)
         reads = f", in which the reward reads {answer}" if answer else ""
         teaches = " teaches nothing" if "equal" in reasons else ""
         self._report(
-            f"warning: step {step}{teaches}: {reasons[reason]}; {_KEYS[reason]}. One response, to "
+            f"warning: step {step}{teaches}: {reasons[reason]}; {key}. One response, to "
             f"{one.prompt.id}, ends in {one.text[-_SHOWN_CHARACTERS:]!r}{reads}: score {score_of(one):g}"
         )
 
@@ -74,6 +78,11 @@ class LearningSignal:
         if not differ(samples, compares_group=self._compares_group):
             reasons["equal"] = "no response has another score than those that it is compared with"
         return reasons
+
+
+def ends_in_thoughts(text: str) -> bool:
+    """True if the last `<think>`, of the model or of its template, is still open."""
+    return text.rfind("<think>") > text.rfind("</think>")
 
 
 def differ(samples: Sequence[Sample], *, compares_group: bool) -> bool:

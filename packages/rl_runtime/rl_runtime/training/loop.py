@@ -6,6 +6,7 @@ The app passes in the policy update as `learn`, a function from the step's sampl
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -87,6 +88,8 @@ class TrainingLoop:
         self._signal, self._is_exact = signal, is_exact
         self._policies_differ = self._drafts_rarely = False
         """True if servers and ranks computed different policies in the last step."""
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="log")
+        self._writing: Future[None] | None = None
 
     def run(
         self,
@@ -106,7 +109,7 @@ class TrainingLoop:
             rollout_vllm.ServerDiedError: a server died; the error that this caused is its context.
         """
         try:
-            with self._checkpoints:
+            with self._checkpoints, self._writer:
                 return self._run(learn, resume_from, stop or StopRequest(), restart)
         except (RankError, RolloutFailed):
             self._servers.check()
@@ -141,11 +144,13 @@ class TrainingLoop:
         for step in range(first, trainer.num_steps + 1):
             last = step == trainer.num_steps
             metrics = self._step(step, learn)
-            if (last and trainer.val_after_train) or (
-                not stop.signal and trainer.test_freq > 0 and step % trainer.test_freq == 0
-            ):
+            is_due = not stop.signal and trainer.test_freq > 0 and step % trainer.test_freq == 0
+            if last or is_due:
+                self._written()
+            if (last and trainer.val_after_train) or is_due:
                 after = self._validate(step, shows=last)
             if stop.signal and not last:
+                self._written()
                 if not self._checkpoints.is_due(step):
                     with self._servers.changing_weights():
                         save_or_say(self._checkpoints, step, metrics, self._record.info)
@@ -157,6 +162,7 @@ class TrainingLoop:
         with self._record.step(step) as timer:
             self._servers.check()
             collected = self._rollouts.collect(step, timer.phase)
+            self._written()
             if collected.reason:
                 self._record.info(f"step {step}: {collected.num_failed} samples left out: {collected.reason}")
             if collected.note:
@@ -167,7 +173,8 @@ class TrainingLoop:
                         collected = self._reward_model.complete(collected)
                 if self._signal is not None:
                     self._signal.check(step, collected.samples)
-                metrics = rollout_metrics(collected) | learn(step, collected.batch(), timer.phase)
+                learned = learn(step, collected.batch(), timer.phase)
+                metrics = rollout_metrics(collected) | learned
                 self._record.log_samples(step, collected)
                 self._warn_on_policy_mismatch(step, metrics)
                 if (line := drafts_rarely(metrics)) and not self._drafts_rarely:
@@ -180,8 +187,15 @@ class TrainingLoop:
                 metrics |= self._sync(step, timer.phase)
         metrics |= self._servers.take_metrics() | self._checkpoints.take_metrics()
         metrics["rollout/num_restarts"] = float(self._servers.num_restarts)
-        self._record.log_step(step, collected, metrics, timer)
+        # While the next step is generated: the driver waits for the servers then, and services are far away.
+        self._writing = self._writer.submit(self._record.log_step, step, collected, metrics, timer)
         return metrics
+
+    def _written(self) -> None:
+        """Waits until the last step is written down; raises what prevented it."""
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None
 
     def _warn_on_policy_mismatch(self, step: int, metrics: Mapping[str, float]) -> None:
         """Once for all consecutive steps in which they do. Steps whose tokens are all of older policies say nothing."""

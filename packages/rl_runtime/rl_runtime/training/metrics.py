@@ -45,6 +45,7 @@ def rollout_metrics(collected: Collected) -> dict[str, float]:
         "rollout/num_paths": float(np.mean([len(sample.paths) for sample in samples])),
         **({"rollout/baseline_score_mean": float(np.mean(list(baselines.values())))} if baselines else {}),
         **term_metrics(samples),
+        **({} if collected.reading is None else collected.reading.result()),
         **collected.metrics,
     }
 

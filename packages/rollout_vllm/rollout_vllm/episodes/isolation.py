@@ -8,11 +8,11 @@ import socket
 import struct
 from pathlib import Path
 
-from plinth_base.namespaces import drop_rights, prctl, shut_in
+from plinth_base.namespaces import die_with_parent, drop_rights, shut_in
 
 _DISK_BYTES = 256 << 20
 _KEPT_VARIABLES = ("LANG", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "PATH", "PYTHONPATH", "VIRTUAL_ENV")
-_SIOCSIFFLAGS, _IFF_UP, _PR_SET_PDEATHSIG = 0x8914, 0x1, 1
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 0x1
 
 
 def enter(pipe: socket.socket, folder: str) -> None:
@@ -35,7 +35,7 @@ def enter(pipe: socket.socket, folder: str) -> None:
     if child := os.fork():
         pipe.close()
         _end_like(child)
-    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     os.chdir(folder)
     os.environ.update(HOME=folder, TMPDIR=folder)
     drop_rights()

@@ -1,6 +1,5 @@
 """Processes that call users' code and leave nothing running when they end. Linux."""
 
-import ctypes
 import io
 import os
 import signal
@@ -13,10 +12,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
-from plinth_base.namespaces import kill_children
+from plinth_base.namespaces import adopt_orphans, die_with_parent, kill_children
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 MAX_PRINTED_BYTES = 1 << 20
 """Size of a file with what functions print."""
 
@@ -43,10 +40,10 @@ def run_kept(
         _wait_for_copy(copier)
         os._exit(0)
 
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     os.setsid()  # signals to the launcher's process group, such as Ctrl-C and those of timeout, are for the launcher
     signal.signal(signal.SIGTERM, end)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    die_with_parent(signal.SIGTERM)
     if launcher is not None and os.getppid() != launcher:
         return
     keeper = os.getpid()
@@ -59,7 +56,7 @@ def run_kept(
             _print_into(*output)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
         if os.getppid() == keeper:
             work(pipe)
         return
@@ -129,8 +126,3 @@ def _wait_for_copy(copier: threading.Thread | None) -> None:
     """Waits until what the ended processes printed is in the file; at most a second, since one may have escaped."""
     if copier is not None:
         copier.join(timeout=1.0)
-
-
-def _prctl(option: int, value: int) -> None:
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -1,8 +1,7 @@
 """ASGI middleware that requires the API key on every route of a server, including the control routes.
 
 vLLM's --api-key protects only /v1 and a few other paths; the routes for pausing, weight updates and metrics stay open.
-This middleware rejects every HTTP or websocket request without the bearer token. Standard library only, since the
-server process loads this file by path.
+This middleware rejects every HTTP or websocket request without the bearer token.
 """
 
 import hashlib

@@ -12,8 +12,8 @@ from .device import Device
 from .memory import kv_cache_bytes_of
 
 SERVED_MODEL_NAME = "policy"
-AUTH_MIDDLEWARE = "plinth_server_auth.ApiKeyMiddleware"  # the module that _serve.py registers
-VERSION_MIDDLEWARE = "plinth_server_policy_versions.PolicyVersionMiddleware"  # the same
+AUTH_MIDDLEWARE = "rollout_vllm.servers.auth.ApiKeyMiddleware"
+VERSION_MIDDLEWARE = "rollout_vllm.servers.policy_versions.PolicyVersionMiddleware"
 DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.5
 MAX_GRAPH_SIZE = 512

@@ -2,21 +2,18 @@
 
 vLLM's own processor makes the inputs of the vision tower, and says which tokens stand for each image. The client has
 expanded the placeholders already; a request whose tokens vLLM would expand otherwise is refused.
-
-`_serve.py` loads this file by path, so it imports nothing of this package.
 """
 
 import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from plinth_base.fence import Replace
+
 IMAGES = "plinth_images"
 """Name in `vllm_xargs` of the file: safetensors with `image.0`, `image.1`..., uint8 [height, width, 3]."""
 SUFFIX = "+images"
 """Ends the model's name in such requests, so that a server that would not see the images does not know the model."""
-
-Replace = Callable[..., Callable[[], None]]
-"""`Patch.replace`: (target, name=value) -> function that restores."""
 
 
 def read_images(file: str) -> list[Any]:

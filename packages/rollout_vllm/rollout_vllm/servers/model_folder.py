@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from plinth_base import ModelFolderError, check_model_folder, weight_files
-from plinth_base.model_folder import files_of_index
+from plinth_base.model_folder import MATCHED, files_of_index
 
 from ..config import RolloutConfig
 from ..errors import RequestTooLongError, RolloutConfigError
@@ -46,10 +46,6 @@ def _check_same_weights(folder: Path) -> None:
     if strays := sorted(path.name for path in loaded - set(weight_files(folder))):
         problem = f"vLLM would load {', '.join(strays[:3])}, from which the trainer does not read the model"
         raise ModelFolderError(problem, value=str(folder), remedy="move what is not the model out of the folder")
-
-
-MATCHED = {"model_type": ("llama", "qwen2", "qwen3", "qwen3_moe"), "rope_type": ("default", "llama3")}
-"""Families and rotary positions that `servers/exact` computes."""
 
 
 def check_match(config: RolloutConfig, model_config: Mapping[str, Any]) -> None:

@@ -1,7 +1,4 @@
-"""Fence around private parts of vLLM that the server process replaces or reads: without them vLLM's own path runs.
-
-_serve.py loads this file by its path, in a process that imports nothing else of this package.
-"""
+"""Fence around private parts of vLLM that the server process replaces or reads: without them vLLM's own path runs."""
 
 from functools import partial
 

@@ -3,8 +3,7 @@
 A trainer that pushes weights ends with `POST /finish_weight_update {"weight_version": "7"}`, while the server is
 paused. vLLM before 0.30 drops that number. Here it reaches the engine core before the trainer gets its answer, hence
 before anything is sampled with the new weights, and the answers of `/v1/completions` say which version sampled which
-token (see buffering.py). `GET /plinth/policy_version` returns the current one. Standard library only, since the server
-process loads this file by path.
+token (see buffering.py). `GET /plinth/policy_version` returns the current one.
 """
 
 import json

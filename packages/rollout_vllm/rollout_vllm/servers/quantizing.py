@@ -5,8 +5,7 @@ current one. Workers of vLLM with tensor parallelism have a stream of their own 
 they load weights, and neither stream waits for the other. So kernels read weights that have not arrived and scales
 that are not computed, and the server answers with another model. Here vLLM loads on the default stream.
 
-`_serve.py` loads this file by path in servers with `quantization="bitsandbytes"`, so it imports nothing of this
-package. Nor does it import bitsandbytes, which initializes CUDA: servers fork their engine before.
+Nothing here imports bitsandbytes, which initializes CUDA: servers fork their engine before.
 """
 
 from collections.abc import Callable

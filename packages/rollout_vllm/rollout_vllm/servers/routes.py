@@ -3,18 +3,15 @@
 vLLM's engine core returns them on GPUs only (`--enable-return-routed-experts`); from there on their way is the same:
 `EngineCoreOutput.routed_experts`, then base64 of a .npy file in `routed_experts` of a choice. The rows are those of all
 computed tokens: prompt and response without the last token. Without prefix caching every token is computed.
-
-`_serve.py` loads this file by path, so it imports nothing of this package.
 """
 
-from collections.abc import Callable, Container
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
 
-Replace = Callable[..., Callable[[], None]]
-"""`Patch.replace`: (target, name=value) -> function that restores."""
+from plinth_base.fence import Replace
 
 Step = dict[str, tuple[int, numpy.ndarray]]
 """By request: place of the first token that a step computed, and [tokens, layers, experts] of these tokens."""

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ..adapter import Adapter
 from ..channel import PROTOCOL
@@ -112,7 +111,8 @@ class WeightPusher:
         error: Exception | None = None
         for attempt in range(1, _MAX_ATTEMPTS + 1):
             error = self._attempt(plan, version)
-            outcome, timings = self._broadcast_outcome(self._outcome(error, attempt))
+            timings = self._session.timings if self._session is not None else Timings()
+            outcome, timings = self._broadcast((self._outcome(error, attempt), timings))
             if outcome == _DONE:
                 return SyncReport(
                     version=version,
@@ -149,9 +149,8 @@ class WeightPusher:
             self._transports = self._broadcast(self._transports)  # other ranks may be on other hosts than rank 0
             # All servers get one plan. Its bound is the smallest: a small bucket costs a fast transport half a
             # millisecond, while a slow one could not overlap sending and loading with a large bucket.
-            bound = min(
-                self._config.bucket_bytes(name, transport_kind(name).bucket_mib) for name in self._transports.values()
-            )
+            names = self._transports.values()
+            bound = min(self._config.bucket_bytes(name, transport_kind(name).bucket_mib) for name in names)
             plan = plan_buckets(self._source.manifest(), bound)
             self._check_same(plan)
             self._plan = plan
@@ -159,15 +158,12 @@ class WeightPusher:
 
     def _check_same(self, plan: BucketPlan) -> None:
         """Ranks with different plans would wait for each other indefinitely; raise on all of them instead."""
-        if self._world_size() == 1:
-            return
-        value = int(plan.digest[:15], 16)
-        high_and_low = self._tensor([value, -value], torch.int64)
-        dist.all_reduce(high_and_low, dist.ReduceOp.MAX, group=self._group)
-        if int(high_and_low.sum()):
-            raise WeightManifestError(
-                f"rank {self._rank}: the ranks' manifests differ; this rank's plan is {plan.digest}"
-            )
+        digests = [plan.digest]
+        if self._world_size() > 1:
+            digests *= self._world_size()
+            dist.all_gather_object(digests, plan.digest, group=self._group)
+        if len(set(digests)) > 1:
+            raise WeightManifestError(f"rank {self._rank}: the ranks' manifests differ; their plans are {digests}")
 
     def _attempt(self, plan: BucketPlan, version: int) -> Exception | None:
         """Send everything once. Fills all buckets even after an error, because other ranks run the same collectives."""
@@ -186,40 +182,21 @@ class WeightPusher:
         can_retry = self._session is not None and not (isinstance(error, ReceiverError) and not error.retryable)
         return _RETRY if can_retry and attempt < _MAX_ATTEMPTS else _FAILED
 
-    def _broadcast_outcome(self, outcome: int) -> tuple[int, Timings]:
-        """Rank 0's outcome and timings, on every rank."""
-        timings = self._session.timings if self._session is not None else Timings()
-        if self._world_size() > 1:
-            values = [float(outcome), timings.pause_s, timings.gather_s, timings.transfer_s, timings.finish_s]
-            tensor = self._tensor(values, torch.float64)
-            dist.broadcast(tensor, src=self._root(), group=self._group)
-            values = tensor.tolist()
-            outcome, timings = int(values[0]), Timings(*values[1:])
-        return outcome, timings
-
     def _broadcast(self, value: T) -> T:
         """Rank 0's value, on every rank."""
         if self._world_size() == 1:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, src=self._root(), group=self._group, device=self._collective_device())
+        box, root = [value], 0 if self._group is None else dist.get_global_rank(self._group, 0)
+        # With a backend of GPUs alone, the message travels through one.
+        backend = str(dist.get_backend(self._group))
+        device = self._device if "nccl" in backend and "gloo" not in backend else torch.device("cpu")
+        dist.broadcast_object_list(box, src=root, group=self._group, device=device)
         return box[0]
 
     def _world_size(self) -> int:
         if not (dist.is_available() and dist.is_initialized()):
             return 1
         return dist.get_world_size(self._group)
-
-    def _tensor(self, values: list[Any], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self._collective_device())
-
-    def _collective_device(self) -> torch.device:
-        """The device of the tensors that the group's backend needs."""
-        backend = str(dist.get_backend(self._group))
-        return self._device if "nccl" in backend and "gloo" not in backend else torch.device("cpu")
-
-    def _root(self) -> int:
-        return 0 if self._group is None else dist.get_global_rank(self._group, 0)
 
 
 def _identity() -> dict[str, Any]:

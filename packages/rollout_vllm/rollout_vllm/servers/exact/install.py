@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import operations
+from plinth_base.fence import Replace
 
-Replace = Callable[..., Callable[[], None]]
-"""`Patch.replace`: (target, name=value) -> function that restores."""
+from . import operations
 
 
 def match_transformers(replace: Replace, *, on_gpu: bool) -> None:

@@ -7,8 +7,6 @@ tiles have 16 queries. How the work is divided depends on the number of requests
 Memory is read as fast as there are programs at once to ask for it: their number decides how many requests one computes.
 Online softmax over tiles of tokens: FlashAttention-2 (https://arxiv.org/abs/2307.08691), algorithm 1. The tokens of a
 request are not divided among programs, so with few requests most of the GPU would be idle: vLLM computes these steps.
-
-`_serve.py` loads this file by path, on GPUs, so it imports nothing of this package.
 """
 
 import dataclasses
@@ -21,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-Replace = Callable[..., Callable[[], None]]
-"""`Patch.replace`: (target, name=value) -> function that restores."""
+from plinth_base.fence import Replace
+
 _ROWS = 16
 """Queries of a tile, the smallest that tensor cores take."""
 _TILE = 64

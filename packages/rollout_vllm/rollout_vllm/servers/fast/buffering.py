@@ -9,8 +9,6 @@ has them as two base64 texts if the client reads those, because pydantic and JSO
 The engine core also notes the policy version that samples each token: `policy_versions.py` tells it the version when
 new weights are published. The versions travel with the tokens, so they are exact whatever is in flight between the
 processes.
-
-`_serve.py` loads this file by path, so it imports nothing of this package.
 """
 
 import base64
@@ -21,6 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
+
+from plinth_base.fence import Replace
 
 INTERVAL = 32
 """Tokens of a request per message. Counters such as `vllm:generation_tokens` advance in these steps. A request with
@@ -40,9 +40,6 @@ _NOTED = (
     *("num_in_flight_tokens", "num_output_placeholders", "structured_output_request", "mm_features"),
 )
 """Attributes of vLLM's requests that `TokenBuffer.note` reads and sets."""
-
-Replace = Callable[..., Callable[[], None]]
-"""`Patch.replace`: (target, name=value) -> function that restores."""
 
 
 def is_buffered(request: Any, marker: str) -> bool:

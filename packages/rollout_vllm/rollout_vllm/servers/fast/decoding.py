@@ -3,15 +3,12 @@
 vLLM's scheduler asks the KV cache manager for room for every token of every request, and then tells it that the token
 is known. With blocks of 16 tokens, 15 of 16 of these calls change nothing, and together they take half of the time in
 which the engine core schedules a step. Here they return at once what vLLM returns after its checks.
-
-`_serve.py` loads this file by path, so it imports nothing of this package.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-Replace = Callable[..., Callable[[], None]]
-"""`Patch.replace`: (target, name=value) -> function that restores."""
+from plinth_base.fence import Replace
 
 
 def skip_needless_block_searches(replace: Replace) -> list[Callable[[], None]]:

@@ -3,8 +3,6 @@
 vLLM's two kernels run one program a row, which reads the whole vocabulary in blocks, one after the other: with 128
 requests and 150,000 tokens most of the time is latency. Here every block is a program of its own, and a second kernel
 merges the blocks of a row. Sums are in float32, in an order that depends on the vocabulary alone.
-
-`_serve.py` loads this file by path, on GPUs, so it imports nothing of this package.
 """
 
 from collections.abc import Callable
@@ -15,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-Replace = Callable[..., Callable[[], None]]
-"""`Patch.replace`: (target, name=value) -> function that restores."""
+from plinth_base.fence import Replace
+
 _BLOCK = 8192
 _CLOSE = 1e-4
 """Largest difference of log-probs from vLLM's kernel, relative to 1 + their size: float32 sums in another order."""

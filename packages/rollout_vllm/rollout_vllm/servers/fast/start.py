@@ -1,7 +1,4 @@
-"""Shorter start of a server: the engine is forked, kernels of other models are not compiled, libraries wait for a use.
-
-`_serve.py` loads this file by path, so it imports nothing of this package.
-"""
+"""Shorter start of a server: a forked engine, no kernels of other models, and libraries that wait for their use."""
 
 import importlib
 import importlib.util
@@ -12,8 +9,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-Replace = Callable[..., Callable[[], None]]
-"""`Patch.replace`: (target, name=value) -> function that restores."""
+from plinth_base.fence import Replace
 
 
 def fork_engine_and_worker(replace: Replace) -> None:
