@@ -75,7 +75,6 @@ def sampled(folder: Path, args: argparse.Namespace, *, routes: bool) -> tuple[li
         max_model_len=args.prompt_tokens + args.new_tokens + 8,
         kv_cache_gib=args.kv_cache_gib,
         enforce_eager=True,  # starts sooner
-        extra_args=tuple(args.server_args.split()),
     )
     random = np.random.default_rng(0)
     requests = [
@@ -171,7 +170,6 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8, help="per micro batch")
     parser.add_argument("--updates", type=int, default=0)
     parser.add_argument("--kv-cache-gib", type=float, default=0.5)
-    parser.add_argument("--server-args", default="")
     parser.add_argument("--throughput", action="store_true", help="also of a server without routes")
     args = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from plinth_testing.network_hosts import NetworkHost, is_available, network_hosts
+from tests.run_folders import only
 
 REPO = Path(__file__).resolve().parents[1]
 
@@ -75,6 +76,12 @@ class App:
         rest, _ = self.process.communicate(timeout=400)
         self.output += rest
         return self.process.returncode
+
+    def succeeded(self) -> Path:
+        """The run's folder, the only one there, once the app has ended well and no process of it is left."""
+        assert self.finish() == 0, self.output
+        assert not self.survivors()
+        return only(self.output_dir.iterdir())
 
     def survivors(self, grace_s: float = 30) -> list[str]:
         """Processes of this run that are still alive after `grace_s`."""

@@ -267,7 +267,6 @@ def test_an_unknown_benchmark_is_refused(capsys: pytest.CaptureFixture[str]) -> 
     assert "'six_cases'; allowed: six_case, stage_gate" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.e2e
 def test_a_case_on_the_real_stack(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from rl_data import build_tiny_model
 from tests.run_folders import exact_metrics, only
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.thorough]
+pytestmark = [pytest.mark.e2e, pytest.mark.thorough]
 
 SMALL = (
     *("trainer.num_ranks=2", "rollout.num_servers=2", "rollout.deterministic=true", "batch.train_batch_size=4"),

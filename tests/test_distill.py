@@ -1,6 +1,5 @@
 """The distillation app: configuration, the check of the vocabulary, and short runs on the real stack."""
 
-import csv
 import re
 import shutil
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from rl_data import DataError, build_tiny_model, check_same_vocabulary, load_tok
 from rl_runtime import InputError
 from rl_runtime.training.ledger import read_samples
 from run_kit import ConfigError, load_config
-from tests.run_folders import check_ledger
+from tests.run_folders import check_ledger, metrics_rows
 
 PRESETS = Path(__file__).resolve().parents[1] / "apps" / "distill" / "presets"
 SHORT = (
@@ -83,14 +82,9 @@ def test_the_same_ids_with_another_end_of_sequence_are_another_vocabulary(teache
 
 def finished(app: Any) -> list[dict[str, str]]:
     """The rows of metrics.tsv of a run that ended well and left no process."""
-    assert app.finish() == 0, app.output
-    assert not app.survivors()
-    [metrics] = app.output_dir.glob("*/metrics.tsv")
-    with metrics.open() as file:
-        return list(csv.DictReader(file, delimiter="\t"))
+    return metrics_rows(app.succeeded())
 
 
-@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.thorough
 @pytest.mark.parametrize(
@@ -135,7 +129,6 @@ def steps_of(rows: list[dict[str, str]], app: Any, *, steps: int) -> list[dict[s
     return trained
 
 
-@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.thorough
 @pytest.mark.parametrize(
@@ -163,7 +156,6 @@ def test_a_teacher_that_equals_the_student_agrees_on_every_stale_token(
             assert float(row["teacher/divergence"]) < 1e-4
 
 
-@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.thorough
 def test_a_student_learns_from_stale_samples_while_its_teacher_is_killed(

@@ -20,7 +20,7 @@ from tests.run_folders import metrics_rows
 
 StartApp = Callable[..., Any]
 
-pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.thorough]
+pytestmark = [pytest.mark.e2e, pytest.mark.thorough]
 
 
 def whole_rows(path: Path) -> list[dict[str, str]]:

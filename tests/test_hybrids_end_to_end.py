@@ -11,7 +11,7 @@ from rl_data import write_task
 from rl_data.tasks.tiny_model import VOCABULARY_SIZE, build_tiny_tokenizer
 from tests.run_folders import metrics_rows
 
-pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.thorough]
+pytestmark = [pytest.mark.e2e, pytest.mark.thorough]
 
 
 def write_hybrid(folder: Path) -> Path:
@@ -60,10 +60,8 @@ def test_a_hybrid_learns_the_built_in_task(tmp_path: Path, start_app: Callable[.
         "trainer.total_training_steps=3",
         "sync.verify=true",
     )
-    assert app.finish() == 0, app.output
-    assert not app.survivors()
+    run = app.succeeded()
     assert "GraniteMoeHybridForCausalLM: packed sequences equal each one alone" in app.output
-    (run,) = (tmp_path / "runs").iterdir()
     with (run / "supervised.tsv").open() as file:
         losses = [float(row["sft/loss"]) for row in csv.DictReader(file, delimiter="\t")]
     assert losses[0] > 3 > 1 > losses[-1]

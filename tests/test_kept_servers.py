@@ -15,7 +15,7 @@ from plinth_testing import wait_until
 from tests.run_folders import exact_metrics, only
 from tests.test_grpo_end_to_end import write_verl_rows
 
-pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.thorough]
+pytestmark = [pytest.mark.e2e, pytest.mark.thorough]
 
 
 def test_the_second_run_of_a_command_starts_in_kept_processes(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from ckpt import RemoteCheckpoints
 from tests.run_folders import comparable, exact_metrics, only
 from tests.test_restarts import ARGUMENTS
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.e2e, pytest.mark.thorough, pytest.mark.timeout(1500)]
 
 STEPS = 6
 TOTAL = (*ARGUMENTS, f"trainer.total_training_steps={STEPS}", "trainer.experiment=job")

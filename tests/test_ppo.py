@@ -90,7 +90,6 @@ def test_micro_batches_share_the_critics_loss() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.e2e
 def test_three_steps_train_adapters_and_critic(tmp_path: Path, start_app: Callable[..., Any]) -> None:
     app = start_app(
@@ -103,9 +102,7 @@ def test_three_steps_train_adapters_and_critic(tmp_path: Path, start_app: Callab
         *("reward.method=flexible", "reward.format_score=0.5", "trainer.save_freq=3"),
         app="ppo",
     )
-    assert app.finish() == 0, app.output
-    assert not app.survivors()
-    (run,) = tmp_path.iterdir()
+    run = app.succeeded()
     _, first, second, third = metrics_rows(run)
     assert not first["actor/grad_norm"], "the critic warms up alone"
     assert float(second["actor/grad_norm"]) > 0

@@ -234,15 +234,12 @@ def held_out(run: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_reward_model_learns_and_transformers_and_vllm_give_its_scores(
     tmp_path: Path, start_app: Callable[..., Any]
 ) -> None:
     app = start_app(tmp_path, "preset=demo", "overlay=tiny", "supervised.steps=8", app="reward")
-    assert app.finish() == 0, app.output
-    assert not app.survivors()
-    (run,) = tmp_path.iterdir()
+    run = app.succeeded()
     rows = held_out(run)
     assert len(rows) == 5
     assert rows[-1]["val/loss"] < rows[0]["val/loss"]

@@ -201,7 +201,6 @@ GRPO = (
 """Two steps of at most 24 tokens a response in float32."""
 
 
-@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.thorough
 def test_a_run_resumes_to_the_bit_and_transformers_and_vllm_load_its_export(
@@ -356,7 +355,6 @@ def supervised(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return {name: run_of("sft", folder / name, *arguments, *keys) for name, keys in ZERO_RUNS.items()}
 
 
-@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.thorough
 @pytest.mark.timeout(1500)
@@ -373,7 +371,6 @@ def test_one_rank_and_all_zero_stages_of_two_take_the_same_steps(supervised: dic
         np.testing.assert_allclose(steps, values[ONE_RANK], rtol=1e-5, err_msg=name)
 
 
-@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.thorough
 @pytest.mark.timeout(1500)
@@ -421,7 +418,6 @@ def test_adapters_alone_reach_the_servers_and_merged_checkpoints_evaluate_alike(
     assert first != second, "the second step changed nothing"
 
 
-@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.thorough
 def test_turns_of_an_environment_continue_the_tokens_of_the_chat_template(smollm2: Path, tmp_path: Path) -> None:
@@ -480,7 +476,6 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.thorough
 def test_a_policy_starts_as_its_reference_and_learns_from_pairs(smollm2: Path, pairs: Path, tmp_path: Path) -> None:
@@ -503,7 +498,6 @@ def reward_model(smollm2: Path, pairs: Path, tmp_path_factory: pytest.TempPathFa
     return run_of("reward", tmp_path_factory.mktemp("reward"), *files, *ON_TWO_RANKS, "supervised.optim.lr=1e-5")
 
 
-@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.thorough
 def test_transformers_gives_the_scores_of_a_reward_model(reward_model: Path, pairs: Path) -> None:
@@ -526,7 +520,6 @@ def test_transformers_gives_the_scores_of_a_reward_model(reward_model: Path, pai
     assert float(rows[-1]["val/loss"]) < float(rows[0]["val/loss"])
 
 
-@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.thorough
 def test_ppo_with_a_reward_model_trains_on_samples_of_the_version_before(
@@ -554,7 +547,6 @@ def test_ppo_with_a_reward_model_trains_on_samples_of_the_version_before(
     assert max(float(row["rollout/log_prob_mismatch_stale"] or 0) for row in rows) > 1e-4
 
 
-@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.thorough
 def test_a_student_differs_from_itself_as_its_teacher_by_rounding_until_it_moves(smollm2: Path, tmp_path: Path) -> None:

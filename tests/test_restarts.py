@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.thorough]
+pytestmark = [pytest.mark.e2e, pytest.mark.thorough]
 
 ARGUMENTS = (
     *("trainer.num_ranks=2", "rollout.num_servers=2", "rollout.deterministic=true", "batch.train_batch_size=4"),

@@ -23,7 +23,7 @@ SMALL = (
     *("batch.mini_batch_size=4", "sampling.n=4", "trainer.val_before_train=false", "actor.optim.lr=1e-3"),
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.e2e]
+pytestmark = pytest.mark.e2e
 
 
 REQUIRED_COLUMNS = {
@@ -65,10 +65,7 @@ def test_tools_and_a_users_reward_survive_a_killed_server_and_the_run_folder_is_
     server.kill()
     app.wait_for("rollout server 0 restarted")
     app.wait_for("s/step")
-    assert app.finish() == 0, app.output
-    assert not app.survivors()
-
-    (run,) = tmp_path.iterdir()
+    run = app.succeeded()
     assert planted_secrets.leaks(app.output, run) == []
     assert (run / "servers" / "server_0.log").read_text().count("started ahead: ") == 1  # not the restarted one
     for name in ("config.yaml", "train.log", "curves.png"):

@@ -9,7 +9,7 @@ import pytest
 from tests.run_folders import metrics_rows, only
 from tests.small_mixture import mixture_keys
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.thorough]
+pytestmark = [pytest.mark.e2e, pytest.mark.thorough]
 
 
 def settings(folder: Path) -> list[str]:

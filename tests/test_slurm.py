@@ -23,7 +23,7 @@ TINY = (
     *("trainer.val_before_train=false", "trainer.val_after_train=false"),
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.thorough, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.e2e, pytest.mark.thorough, pytest.mark.timeout(1500)]
 
 
 def job(folder: Path, *arguments: str, options: Sequence[str] = ()) -> list[str]:

@@ -36,20 +36,17 @@ from benchmarks.flops import training_mfu
 from benchmarks.random_model import CONFIGS, ensure_random_model
 from benchmarks.runs import free_port, json_line
 from ds_engine import (
-    CollectiveGuard,
     EngineConfig,
     LoraConfig,
     LossOutput,
     ModelShape,
     OptimConfig,
     SimpleBatch,
-    StepStats,
     ZeroConfig,
     ZeroEngine,
     estimate_memory,
     init_distributed,
 )
-from ds_engine.config import Guard
 from ds_engine.planning.memory_plan import LOG_PROB_BYTES
 from rl_core import linear_log_prob
 
@@ -141,9 +138,9 @@ class Ddp:
 
 
 class Ours:
-    """ds_engine on one packed micro batch with rl_core's fused op and, optionally, the collective guard."""
+    """ds_engine on one packed micro batch with rl_core's fused op."""
 
-    def __init__(self, case: Case, *, guard: Guard = "off") -> None:
+    def __init__(self, case: Case) -> None:
         config = EngineConfig(
             zero=ZeroConfig(stage=case.stage),
             optim=OptimConfig(grad_clip=1.0),
@@ -152,7 +149,6 @@ class Ours:
             tiled_mlp=case.tiled_mlp,
             lora=LoraConfig(rank=case.lora_rank) if case.lora_rank else None,
             sequence_parallel=case.sp,
-            collective_guard=guard,
         )
         log_prob_fn = partial(linear_log_prob, keep_bytes=case.keep_bytes)
         self.engine = ZeroEngine.from_pretrained(case.folder, config, log_prob_fn=log_prob_fn, device=case.device)
@@ -167,11 +163,9 @@ class Ours:
         ).device_bytes
         self.share = 1 / (dist.get_world_size() // case.sp * self.batch.target_ids_K.numel())
 
-    def step(self) -> StepStats:
+    def step(self) -> None:
         share = self.share
-        return self.engine.train_mini_batch(
-            [self.batch], lambda out, _: LossOutput(loss=-out.log_probs_K.sum() * share)
-        )
+        self.engine.train_mini_batch([self.batch], lambda out, _: LossOutput(loss=-out.log_probs_K.sum() * share))
 
     def close(self) -> None:
         self.engine.close()
@@ -181,8 +175,6 @@ CONTESTANTS: dict[str, Callable[[Case], Any]] = {
     "plain": Plain,
     "ddp": Ddp,
     "ours": Ours,
-    "guarded": partial(Ours, guard="auto"),
-    "toggled": Ours,  # alternates between turns with and without the guard
 }
 
 
@@ -209,32 +201,6 @@ def milliseconds(seconds: Iterable[float]) -> float:
     return round(1000 * statistics.median(seconds), 1)
 
 
-def guard_in_turns(
-    contestant: Ours, args: argparse.Namespace, device: torch.device, without: list[float]
-) -> dict[str, Any]:
-    """Measure the overhead of the guard, in percent of a step.
-
-    Two processes of one case differ by more than the guard costs, and step times drift within a process. So each turn
-    with the guard is compared to the turns before (`without` for the first) and after it in the same process.
-    """
-    off, on = [without], []
-    for _ in range(args.turns):
-        with CollectiveGuard():
-            on.append(timed_steps(contestant, args, device))
-            num_guarded = contestant.step().num_guarded_collectives
-        off.append(timed_steps(contestant, args, device))
-    between = [(milliseconds(before) + milliseconds(after)) / 2 for before, after in itertools.pairwise(off)]
-    added = [100 * (milliseconds(block) / base - 1) for block, base in zip(on, between, strict=True)]
-    return {
-        "off_ms": milliseconds(itertools.chain(*off)),
-        "on_ms": milliseconds(itertools.chain(*on)),
-        "guard_adds_percent": round(statistics.mean(added), 2),
-        "standard_error_percent": round(statistics.stdev(added) / args.turns**0.5, 2),
-        "turns": args.turns,
-        "collectives_per_step": num_guarded,
-    }
-
-
 def measure(
     name: str, stage: Literal[1, 2, 3], args: argparse.Namespace, folder: str, device: torch.device
 ) -> dict[str, Any]:
@@ -257,7 +223,6 @@ def measure(
         )
     )
     timed = timed_steps(contestant, args, device)
-    toggled = guard_in_turns(contestant, args, device, timed) if name == "toggled" else {}
     contestant.close()
     tokens = ids_SL.numel() * dist.get_world_size() // sp
     gpu_seconds = statistics.median(timed) * dist.get_world_size()
@@ -280,7 +245,6 @@ def measure(
         "mfu": round(mfu, 3) if device.type == "cuda" else None,
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else None,
         "planned_gib": round(contestant.planned / 2**30, 2) if isinstance(contestant, Ours) else None,
-        **toggled,
     }
 
 
@@ -315,7 +279,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="tokens per rank (or sp group), instead of --num-sequences")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--warm-up", type=int, default=4)
-    parser.add_argument("--turns", type=int, default=20, help="turns with the guard in `toggled`, --rounds steps each")
     parser.add_argument("--sequence-parallel", type=int, default=1, help="ranks that share a micro batch; ours only")
     parser.add_argument("--recompute", action="store_true", help="use activation checkpointing")
     parser.add_argument("--tiled-mlp", type=int, default=0, help="tokens of a tile of the MLPs; ours only")
@@ -328,8 +291,6 @@ def main() -> None:
     if "RANK" in os.environ:
         work(args)
         return
-    if args.turns < 2:
-        parser.error("--turns must be 2 or more: the standard error needs at least two")
     if args.gpus % args.sequence_parallel or (args.sequence_parallel > 1 and {"plain", "ddp"} & set(args.contestants)):
         parser.error(
             "--sequence-parallel must divide --gpus, and plain and ddp do not support it: use --contestants ours"

@@ -9,16 +9,12 @@ micro batches. With `--kernels torch` neither finds flash-linear-attention. Ever
 """
 
 import argparse
-import fcntl
 import json
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.runs import free_port
@@ -96,17 +92,6 @@ def say(**record: Any) -> None:
     print(json.dumps(record), flush=True)
 
 
-@contextmanager
-def alone(lock: str | None) -> Iterator[None]:
-    """Waits until no other process with this lock file measures."""
-    if lock is None:
-        yield
-        return
-    with Path(lock).open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def build(name: str, *, rows: bool, compiled: bool, device: Any) -> Any:
     """An engine with random weights, the same for both ways."""
     import torch
@@ -179,11 +164,10 @@ def measure(name: str, args: argparse.Namespace) -> None:
             tokens = sum(batch.num_tokens for batch in batches)
             record: dict[str, Any] = {"model": name, "way": way, "kernels": has_kernels(), "lengths": length}
             try:
-                with alone(args.lock):
-                    update(batches)
-                    if device.type == "cuda":
-                        torch.cuda.reset_peak_memory_stats()
-                    seconds = [update(batches) for _ in range(args.rounds)]
+                update(batches)
+                if device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                seconds = [update(batches) for _ in range(args.rounds)]
             except torch.OutOfMemoryError:
                 say(**record, out_of_memory=True)
                 continue
@@ -224,7 +208,6 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", choices=LENGTHS, default=list(LENGTHS))
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of a micro batch")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--lock", help="file by which processes that share a GPU measure in turns")
     parser.add_argument("--untuned", action="store_true", help="one configuration of each kernel of fla")
     parser.add_argument("--trials", nargs="+", default=[], help="families whose small copies are tried instead")
     args = parser.parse_args()

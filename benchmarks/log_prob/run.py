@@ -234,7 +234,6 @@ def main() -> None:
     parser.add_argument("--hiddens", type=int, nargs="+", default=HIDDENS)
     parser.add_argument("--vocabs", type=int, nargs="+", default=VOCABS)
     parser.add_argument("--only", nargs="+", default=[""], help="run only names with these prefixes")
-    parser.add_argument("--skip-accuracy", action="store_true")
     parser.add_argument("--budget-s", type=float, default=1800, help="seconds after which only this package is timed")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -246,10 +245,7 @@ def main() -> None:
             print(json.dumps(row), flush=True)
 
         head = f"{environment()}. bf16 matrix product, TFLOP/s: {matmul_tflops()}."
-        sections = [head]
-        if not args.skip_accuracy:
-            sections.append(accuracy_table(accuracy(args, record)))
-        sections.append(speed_tables(speed(args, record)))
+        sections = [head, accuracy_table(accuracy(args, record)), speed_tables(speed(args, record))]
     text = "\n\n".join(sections)
     (args.out / "tables.md").write_text(text + "\n")
     print("\n" + text, flush=True)

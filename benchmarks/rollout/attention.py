@@ -26,11 +26,7 @@ class Work:
     def __init__(self, args: argparse.Namespace, requests: int) -> None:
         self.requests, self.block = requests, args.block
         shared, own = args.prompt_tokens // args.block, []
-        rng = random.Random(0)
-        lengths = [
-            args.prompt_tokens + max(1, args.generated + rng.randint(-args.spread, args.spread))
-            for _ in range(requests)
-        ]
+        lengths = [args.prompt_tokens + args.generated] * requests
         rows, used = [], 1  # block 0 is vLLM's padding
         for index, length in enumerate(lengths):
             if index % args.n == 0:
@@ -38,7 +34,7 @@ class Work:
             own = list(range(used, used := used - (-length // args.block) - shared))
             rows.append(prompt + own)
         order = list(range(1, used))
-        rng.shuffle(order)
+        random.Random(0).shuffle(order)
         width = max(map(len, rows))
         table = [[order[block - 1] for block in row] + [0] * (width - len(row)) for row in rows]
         options: Any = {"dtype": torch.bfloat16, "device": "cuda"}
@@ -150,7 +146,6 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=4, help="samples of a prompt")
     parser.add_argument("--prompt-tokens", type=int, default=297)
     parser.add_argument("--generated", type=int, default=256)
-    parser.add_argument("--spread", type=int, default=0, help="samples differ by at most this many tokens")
     parser.add_argument("--most-tokens", type=int, default=832, help="vLLM's --max-model-len")
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--key-heads", type=int, default=8)

@@ -169,7 +169,7 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
     model, config = write_random_model(args.model, folder / "model"), rollout_config(args)
     with (
         Direct(args, model) as direct,
-        ServerGroup.launch(model, config, log_dir=args.logs or folder / "logs") as servers,
+        ServerGroup.launch(model, config, log_dir=folder / "logs") as servers,
     ):
         servers.wait_ready()
         with RolloutClient(servers.endpoints, config) as client:
@@ -221,7 +221,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--vllm-args", type=shlex.split, default=[], help="one string of vLLM arguments, for both")
-    parser.add_argument("--logs", type=Path, help="folder of the server's log")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         compare(args, Path(folder))

@@ -64,9 +64,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--server-gpu", default="0", help="CUDA_VISIBLE_DEVICES of the server")
     parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument("--no-checksum", action="store_true")
-    parser.add_argument("--skip-verify", action="store_true")
-    parser.add_argument("--server-arg", action="append", default=[])
     parser.add_argument("--one-by-one", action="store_true", help="also one parameter per bucket")
     parser.add_argument("--vllm", nargs="*", default=[], choices=vllm_engines.NAMES, help="vLLM's own engines")
     parser.add_argument("--zero-stage", type=int, choices=(1, 2, 3), help="push from ZeRO; needs torchrun")
@@ -183,16 +180,15 @@ class OneByOne(SyncConfig):
 
 def measure(source: Any, model: Any, endpoint: Any, transport: Transport, args: argparse.Namespace, rank: int) -> None:
     """Verify once, time the repeats with each bucket size, compare log-probs, and print. Runs on every rank."""
-    if not args.skip_verify:
-        config = SyncConfig(verify=True, transport=transport, bucket_mib=args.bucket_mib[0])
-        with WeightPusher(source, [endpoint], config, rank=rank, device=args.device) as pusher:
-            verified = pusher.push(0).total_s
-            report(rank, f"{transport}: verified byte for byte in {verified:.2f} s")
+    config = SyncConfig(verify=True, transport=transport, bucket_mib=args.bucket_mib[0])
+    with WeightPusher(source, [endpoint], config, rank=rank, device=args.device) as pusher:
+        verified = pusher.push(0).total_s
+        report(rank, f"{transport}: verified byte for byte in {verified:.2f} s")
     cases = [(transport + (f", {size} MiB per bucket" if size else ""), SyncConfig, size) for size in args.bucket_mib]
     if args.one_by_one:
         cases.append((f"{transport}, one by one", OneByOne, None))
     for name, kind, size in cases:
-        config = kind(checksum=not args.no_checksum, transport=transport, bucket_mib=size)
+        config = kind(transport=transport, bucket_mib=size)
         with WeightPusher(source, [endpoint], config, rank=rank, device=args.device) as pusher:
             first = pusher.push(1)
             reports = [pusher.push(2 + i) for i in range(args.repeats)]
@@ -285,7 +281,7 @@ def server(config: Any, args: argparse.Namespace, parent: Path, vllm_engine: str
     command += ["--served-model-name", "policy", "--max-model-len", "512", "--max-num-seqs", "8", "--enforce-eager"]
     command += ["--tensor-parallel-size", str(args.tensor_parallel)]
     kind = "cpu" if args.device == "cpu" else "cuda"
-    command += [*(vllm_engines.server_args(vllm_engine) or server_args()), *args.server_arg]
+    command += vllm_engines.server_args(vllm_engine) or server_args()
     env = {**inherited_environment(os.environ), **server_env(kind), "HF_HUB_OFFLINE": "1"}
     env |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if vllm_engine else {}  # its IPC handles are pickled
     if args.device == "cpu":

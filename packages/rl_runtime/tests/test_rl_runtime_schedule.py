@@ -1,4 +1,4 @@
-"""Bounded staleness: the schedule, and `RolloutsAhead` under thousands of interleavings of what can happen."""
+"""Bounded staleness: the schedule, and `RolloutsAhead` under many interleavings of what can happen."""
 
 import json
 import random
@@ -360,8 +360,8 @@ TestAhead.settings = settings(max_examples=30, stateful_step_count=40, deadline=
 
 
 @pytest.mark.thorough
-def test_thousands_of_interleavings() -> None:
-    run_state_machine_as_test(AheadMachine, settings=settings(max_examples=5000, stateful_step_count=60, deadline=None))
+def test_hundreds_of_interleavings() -> None:
+    run_state_machine_as_test(AheadMachine, settings=settings(max_examples=300, stateful_step_count=60, deadline=None))
 
 
 STALE = {"max_staleness": 1}

@@ -7,8 +7,8 @@ from rollout_vllm import Sample
 
 from ..rollout.groups import score_of
 
-_SAID_AT = (1, 3)
-"""Steps in a row after which a reason is said."""
+_STAYS = 3
+"""Steps in a row after which a reason is said again."""
 _SHOWN_CHARACTERS = 200
 _KEYS = {
     "cut": "raise sampling.max_tokens, or ask for short responses (data.system_prompt)",
@@ -24,7 +24,7 @@ class LearningSignal:
     """Looks at the scored samples of each step.
 
     Args:
-        report: gets a line in the first step of several in a row that teach nothing for one reason, and in the third.
+        report: gets a line in the first step that teaches nothing for a reason, and where that stays for three steps.
         compares_group: only differences within a group are learned from, not those in the whole batch.
         finds_answers: False if the reward looks for an answer and finds none in any of these samples.
         read_answer: the answer that the reward finds in a sample, in words; empty: it looks for none.
@@ -42,14 +42,16 @@ class LearningSignal:
         self._finds_answers, self._read_answer = finds_answers, read_answer
         self._has_answers = False
         self._in_a_row: Mapping[str, int] = {}
+        self._said: set[str] = set()
 
     def check(self, step: int, samples: Sequence[Sample]) -> None:
         """Says why the scores of this step teach nothing, or that all responses were cut."""
         reasons = self._reasons(samples)
         self._in_a_row = {reason: self._in_a_row.get(reason, 0) + 1 for reason in _KEYS if reason in reasons}
         reason = next(iter(self._in_a_row), None)
-        if reason is None or self._in_a_row[reason] not in _SAID_AT:
+        if reason is None or (reason in self._said and self._in_a_row[reason] != _STAYS):
             return
+        self._said.add(reason)  # small steps teach nothing now and then, which is no news
         one = samples[0]
         if reason == "zero":  # some response has an answer, a wrong one: show that
             one = next((sample for sample in samples if self._finds_answers([sample])), one)
