@@ -23,6 +23,7 @@ from plinth_base.fence import forget
 @cache
 def _parts(package: str) -> tuple[list[FunctionType], list[Any]]:
     """All functions of a package, also those inside decorators, and all of its classes and modules."""
+    gc.unfreeze()  # what is frozen is in no list
     objects = [each for each in gc.get_objects() if type(each) is FunctionType or issubclass(type(each), type)]
     own = [each for each in objects if f"{each.__module__}.".startswith(f"{package}.")]
     modules = [module for name, module in list(sys.modules.items()) if f"{name}.".startswith(f"{package}.")]
