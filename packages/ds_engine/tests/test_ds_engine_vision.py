@@ -268,6 +268,7 @@ def test_adapters_of_the_text_model_or_of_both(model_folder: Path, vision: bool)
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("vision", [False, True])
 def test_adapters_train_as_peft_trains_them(two_ranks: RankPool, tmp_path: Path, vision: bool) -> None:
     folder = write(tmp_path / "model", "qwen3_vl")
@@ -289,6 +290,7 @@ def test_adapters_train_as_peft_trains_them(two_ranks: RankPool, tmp_path: Path,
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "stage", "trains", "extra"),
     [

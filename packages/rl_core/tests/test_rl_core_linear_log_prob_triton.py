@@ -121,6 +121,7 @@ print(count, "cases")
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_interpreter_equals_float64() -> None:
     assert "5 cases" in run_under_the_interpreter(CASES, str(Path(rl_core.__file__).parents[1]))

@@ -36,6 +36,7 @@ def rows_of(name: str, *, held_out: bool = False) -> list[Row]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_problems_for_training_and_validation_share_no_question(package: Path, monkeypatch: Any) -> None:
     train, val = rows_of(TRAIN), rows_of(VAL, held_out=True)
     assert (len(train), len(val)) == (40, 12)
@@ -58,6 +59,7 @@ def test_problems_for_training_and_validation_share_no_question(package: Path, m
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rest", "allowed"),
     [
@@ -80,6 +82,7 @@ def test_a_name_of_which_no_problems_can_be_made_is_refused(package: Path, rest:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_an_answer_that_a_verifier_evaluates_reaches_nothing_outside(package: Path, tmp_path: Path) -> None:
     (row,) = rows_of("reasoning_gym:countdown?size=1")
     reward, mark = make_reward("reasoning_gym"), tmp_path / "mark"

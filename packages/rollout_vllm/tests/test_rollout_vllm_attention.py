@@ -105,6 +105,7 @@ print("compared")
 
 
 @needs_triton
+@pytest.mark.long
 def test_attention_under_the_interpreter_is_a_softmax_over_each_requests_tokens() -> None:
     assert "16 cases\ncompared" in run_under_the_interpreter(CASES, str(FAST_PATHS))
 

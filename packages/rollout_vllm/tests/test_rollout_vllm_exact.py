@@ -245,6 +245,7 @@ print("equal")
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_kernels_under_the_interpreter_compute_the_operations() -> None:
     assert "equal" in run_under_the_interpreter(KERNELS)

@@ -280,6 +280,7 @@ MCP = f"mcp:{sys.executable} {Path(__file__).with_name('rollout_vllm_mcp_server.
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_tools_of_an_mcp_server_serve_one_episode() -> None:
     """A server of its own for each episode: the number of calls that it counts starts over."""
     tokenizer = tokenizer_of(CHATML)
@@ -304,6 +305,7 @@ def test_tools_of_an_mcp_server_serve_one_episode() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_an_mcp_server_at_a_url_serves_many_episodes(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
