@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
-import inspect
 import json
 import os
 import socket
-import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -42,7 +39,6 @@ from rollout_vllm.servers.command import (
 )
 from rollout_vllm.servers.device import Device, check_build, check_device_features, detect_device, local_cores
 from rollout_vllm.servers.diagnose import diagnose
-from rollout_vllm.servers.fast.start import import_when_used
 from rollout_vllm.servers.memory import (
     ServerMemory,
     available_memory_bytes,
@@ -299,30 +295,6 @@ def test_a_server_says_the_cores_that_it_stays_on(
     _serve.stay_on_cores()
     assert pinned == ([] if allowed is None else [allowed])
     assert len(capsys.readouterr().out.splitlines()) == (cores is not None)
-
-
-def test_a_module_is_imported_when_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`inspect`, which looks at every module, does not use it. Other ways to import it work."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for package in ("one", "two"):
-        (tmp_path / f"waiting_{package}" / "part").mkdir(parents=True)
-        (tmp_path / f"waiting_{package}" / "__init__.py").touch()
-        (tmp_path / f"waiting_{package}" / "part" / "__init__.py").write_text("value = 3\ndef double(x): return 2 * x")
-        (tmp_path / f"waiting_{package}" / "part" / "inner.py").write_text("value = 4")
-        import_when_used(f"waiting_{package}.part", "double")
-    import_when_used("waiting_none.part")
-    assert "waiting_none.part" not in sys.modules
-    part = importlib.import_module("waiting_one.part")
-    inspect.getmodule(test_a_module_is_imported_when_it_is_used)
-    assert not hasattr(part, "__file__")
-    names: dict[str, Any] = {}
-    exec("from waiting_one.part import double", names)
-    assert "value" not in vars(part)
-    assert (names["double"](4), part.value) == (8, 3)
-    assert vars(sys.modules["waiting_one.part"])["value"] == 3
-    assert importlib.import_module("waiting_two.part.inner").value == 4
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("waiting_none.part")
 
 
 def test_a_build_for_another_device_is_refused() -> None:

@@ -174,12 +174,8 @@ def main() -> None:
     patch.SOCKETS.check()
     # These two before vLLM's modules import the functions that they replace.
     keep_the_store_in_a_file()
-    if uses_fast_paths():
-        # A tenth of the time in which vLLM is imported: for audio, and for losses of object detection.
-        start.import_when_used("scipy.signal")
-        start.import_when_used("scipy.optimize", "linear_sum_assignment")
-        if is_on("FORK") and patch.FORK.check():
-            start.fork_engine_and_worker(patch.FORK.replace)
+    if uses_fast_paths() and is_on("FORK") and patch.FORK.check():
+        start.fork_engine_and_worker(patch.FORK.replace)
     prepare_engine_core()
     if not uses_fast_paths():
         print("fast paths: turned off by fast_paths=False; vLLM's own path is used for all", flush=True)
