@@ -99,7 +99,9 @@ NUMBERS = st.floats(-10, 10, allow_nan=False)
 
 
 @given(st.lists(NUMBERS, min_size=2, max_size=8), st.floats(0, 5), NUMBERS)
-def test_verdicts(changes: list[float], threshold: float, shift: float) -> None:
+def test_a_verdict_compares_the_interval_with_the_threshold(
+    changes: list[float], threshold: float, shift: float
+) -> None:
     low, high = mean_interval(changes, 0.95)
     assert low <= sum(changes) / len(changes) + 1e-9
     assert high >= sum(changes) / len(changes) - 1e-9
@@ -124,7 +126,7 @@ def row(case: str, score: float, throughput: float, memory: float) -> Row:
     return {"case": case, "status": "completed", **keys}
 
 
-def test_the_gates_tables() -> None:
+def test_the_tables_of_a_gate_pair_the_cases_of_each_seed() -> None:
     config = StageGateConfig(seeds=(1, 2, 3), step_each_micro=(False,))
     summary = [row(gate_name(seed, None), 0.5 + seed / 100, 1000.0, 10.0) for seed in config.seeds]
     summary += [row(gate_name(seed, False), 0.5 + seed / 100, 700.0 + seed, 8.0) for seed in config.seeds]
@@ -269,7 +271,7 @@ def test_an_unknown_benchmark_is_refused(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.thorough
 @pytest.mark.e2e
-def test_a_case_on_the_real_stack(tmp_path: Path) -> None:
+def test_a_case_is_measured_and_traced_on_the_real_stack(tmp_path: Path) -> None:
     overrides = ["trainer.profile_steps=[2]", "warm_start.steps=12", "reward.format_score=0.1"]
     keys = ["overlay=tiny", "steps=2", "cases=[zero2_no_offload]", "step_each_micro=true", f"output_dir={tmp_path}"]
     command = [sys.executable, "-m", "apps.bench.main", "six_case", *keys, f"overrides={json.dumps(overrides)}"]

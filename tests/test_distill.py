@@ -98,7 +98,7 @@ def finished(app: Any) -> list[dict[str, str]]:
         (("teacher.on=ranks", "teacher.discount=1"), {"teacher/kl"}),
     ],
 )
-def test_a_student_trains(
+def test_a_student_trains_on_the_signal_and_reports_its_metrics(
     tmp_path: Path, teacher: Path, start_app: Callable[..., Any], options: tuple[str, ...], metrics: set[str]
 ) -> None:
     rows = finished(start_app(tmp_path, *SHORT, f"teacher.model={teacher}", *options, app="distill"))

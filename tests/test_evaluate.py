@@ -1,4 +1,4 @@
-"""The evaluation app: which models it finds, its files, its comparisons, and a sweep with a real server."""
+"""The evaluation app: models it selects, its files, its comparisons, and short runs on the real stack."""
 
 import csv
 import json

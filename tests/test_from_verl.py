@@ -110,7 +110,7 @@ def test_every_key_in_the_tables_names_ours() -> None:
 @pytest.mark.parametrize(
     "text", sorted({text for text in ours() if re.match("plinth (grpo|ppo|sft|evaluate|bench) ", text)})
 )
-def test_commands_load(text: str) -> None:
+def test_every_command_of_the_page_loads(text: str) -> None:
     app, *arguments = text.removeprefix("plinth ").split()
     if app == "bench":
         loads(BENCHMARKS[arguments[0]], *arguments[1:])

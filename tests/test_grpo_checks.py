@@ -104,7 +104,7 @@ model.path: model.path=LONG warm_start.steps=0
 
 
 @pytest.mark.parametrize("line", REFUSED.split("\n")[1:-1])
-def test_refused(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_cannot_work_are_refused_by_key(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "read_ray_address", lambda: None)  # a cluster of this host would be joined
     word, settings = line.split(": ", 1)
     overrides = settings.replace("LONG", "a" * 5000).replace("size:3", "size: 3").split(" ")

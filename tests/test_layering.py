@@ -172,7 +172,7 @@ print(json.dumps(loaded))
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_package_is_complete(package: str) -> None:
+def test_every_package_has_its_files_and_tests(package: str) -> None:
     folder = REPO / "packages" / package
     expected = ["pyproject.toml", "README.md", "CHANGELOG.md", "BUILD", f"{package}/__init__.py", f"{package}/py.typed"]
     assert [name for name in expected if not (folder / name).is_file()] == []

@@ -1,4 +1,4 @@
-"""The PPO app: what it refuses, its advantages by hand, and two steps on the real stack."""
+"""The PPO app: what it refuses, its advantages by hand, and short runs on the real stack."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -42,7 +42,7 @@ def load(*overrides: str) -> PpoConfig:
         (["critic.zero.stage=2", "critic.zero.offload.param=cpu"], "offload.param"),
     ],
 )
-def test_refused(overrides: list[str], message: str) -> None:
+def test_settings_that_cannot_work_are_refused_by_key(overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check(load(*overrides))
 

@@ -59,7 +59,7 @@ def test_the_preset_for_small_cards_takes_turns(capability: tuple[int, int], dty
     assert "in turns" in choice.memory
     # vLLM reserves kv_cache_gib on each GPU of the server.
     assert f"KV cache {choice.config.rollout.kv_cache_gib:.1f}" in choice.memory
-    assert choice.rank_bytes <= 7.5 * 2**30, "document 4's total of a GPU"
+    assert choice.rank_bytes <= 7.5 * 2**30, "the total that docs/memory.md quotes"
     assert choice.config.actor.dtype == dtype
     larger = config_of(f"{SMALL_CARDS} trainer.take_turns=null")
     assert resolve_job_for(larger, gpus=cards(2, 24, (8, 9)), shape=QWEN2_7B).config.trainer.take_turns == "never"

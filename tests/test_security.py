@@ -30,7 +30,7 @@ def calls(path: Path) -> list[ast.Call]:
     return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
 
 
-def test_what_is_unpickled() -> None:
+def test_only_reward_workers_and_kept_processes_unpickle() -> None:
     """In reward workers, their parent and a standby only; torch.load is told to read tensors and plain values."""
     places = set()
     for path in SOURCES:

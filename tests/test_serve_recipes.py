@@ -169,26 +169,26 @@ def taught(kitchen: Kitchen) -> list[dict[str, Any]]:
     return kitchen.cook("sl_loop", "supervised", f"model_name={MODEL}", *settings)
 
 
-def test_supervised(taught: list[dict[str, Any]]) -> None:
+def test_a_supervised_recipe_lowers_its_loss(taught: list[dict[str, Any]]) -> None:
     first, last = ends(taught, "train_mean_nll")
     assert last < 0.9 * first
 
 
-def test_rl_on_arithmetic(kitchen: Kitchen) -> None:
+def test_rl_on_arithmetic_teaches_to_end_answers_in_time(kitchen: Kitchen) -> None:
     sizes = ("group_size=8", "groups_per_batch=16", "max_tokens=12", "learning_rate=1e-3", "max_steps=10")
     rows = kitchen.cook("math_rl.train", "arithmetic", *NAMED, *sizes, *RL)
     first, last = ends(rows, "env/all/format")
     assert last > first + 0.05, "answers that do not end in time cost 0.1"
 
 
-def test_multi_turn(kitchen: Kitchen) -> None:
+def test_a_game_of_several_turns_raises_its_reward(kitchen: Kitchen) -> None:
     sizes = ("group_size=8", "batch_size=4", "max_tokens=10", "learning_rate=1e-3", "max_steps=8")
     rows = kitchen.cook("multiplayer_rl.guess_number.train", "guess", *NAMED, *sizes, *RL[1:])
     first, last = ends(rows, "env/all/reward/total")
     assert last > first
 
 
-def test_preferences(kitchen: Kitchen, taught: list[dict[str, Any]]) -> None:
+def test_dpo_lowers_its_loss(kitchen: Kitchen, taught: list[dict[str, Any]]) -> None:
     start = f"load_checkpoint_path={kitchen.state('supervised')}"
     sizes = ("batch_size=32", "learning_rate=2e-4", "max_steps=8", "dpo_beta=0.5")
     rows = kitchen.cook("preference.dpo.train", "dpo", *NAMED, start, *sizes)
@@ -196,15 +196,14 @@ def test_preferences(kitchen: Kitchen, taught: list[dict[str, Any]]) -> None:
     assert last < first
 
 
-def test_prompt_distillation(kitchen: Kitchen) -> None:
+def test_prompt_distillation_lowers_its_loss(kitchen: Kitchen) -> None:
     sizes = ("batch_size=32", "learning_rate=2e-3", "num_epochs=2", "save_every=0", "eval_every=0")
     rows = kitchen.cook("prompt_distillation.train", "distilled", *NAMED, "file_path=distilled.jsonl", *sizes)
     first, last = ends(rows, "train_mean_nll")
     assert last < first
 
 
-def test_on_policy_distillation(kitchen: Kitchen, taught: list[dict[str, Any]]) -> None:
-    """The student learns to say what the taught model would."""
+def test_on_policy_distillation_nears_the_teacher(kitchen: Kitchen, taught: list[dict[str, Any]]) -> None:
     sizes = ("group_size=4", "groups_per_batch=8", "max_tokens=12", "learning_rate=1e-3", "max_steps=12")
     teacher = f"teacher_checkpoint={sampler_path(kitchen)}"
     sizes += (f"teacher_model={MODEL}", teacher, *RL[1:])

@@ -67,7 +67,7 @@ def imported(folder: Path, tree: Any, app: Any = "grpo") -> Any:
     return load_config(CONFIGS[app], presets=[preset])
 
 
-def test_document_4s_zero_3_becomes_a_preset(tmp_path: Path) -> None:
+def test_an_accelerate_file_of_zero_3_becomes_a_preset(tmp_path: Path) -> None:
     config = imported(tmp_path, ZERO_3)
     zero = config.actor.zero
     assert (zero.stage, zero.offload.optimizer, zero.offload.param) == (3, "cpu", "cpu")

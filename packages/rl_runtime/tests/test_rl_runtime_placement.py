@@ -209,7 +209,7 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (",".join(MIGS), 1, [*MIGS]),
         ("2,3", 0, None),
         ("0,3", 1, None),
-        ("21000,21001", 0, None),  # what SLURM once gave to the author of document 4
+        ("21000,21001", 0, None),  # SLURM has set such indices
         (f"{UUIDS[0]},{UUIDS[1]}", 1, None),
         (MIGS[0], 0, None),
         ("0,0", 0, "each GPU once"),
