@@ -224,7 +224,7 @@ def test_samples_of_older_policies_are_corrected_unless_that_means_nothing() -> 
 def test_a_home_that_cannot_be_written_is_refused_with_what_to_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("XDG_CACHE_HOME", *cache_variables({})):
+    for name in ("PLINTH_CACHE_DIR", "XDG_CACHE_HOME", *cache_variables({})):
         monkeypatch.setenv(name, "restored after the test, also where it was not set")
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", "/proc/nowhere")
