@@ -101,6 +101,14 @@ def ensure_random_model(name: str, folder: Path) -> None:
         subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
 
 
+def write_empty_model(name: str, folder: Path) -> None:
+    """Writes a folder without weights and without a tokenizer: for a loader that draws what is missing."""
+    from safetensors.torch import save_file
+
+    model_config(name, dtype="bfloat16").save_pretrained(folder)
+    save_file({}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def byte_tokenizer() -> Any:
     """One token per byte, then end-of-sequence and padding."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

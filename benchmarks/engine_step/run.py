@@ -5,6 +5,7 @@
     python -m benchmarks.engine_step.run --gpus 2 --stages 2 3 --contestants ddp plain ours
     python -m benchmarks.engine_step.run --contestants ours --length 1024 4096 16384 --tokens 16384
     python -m benchmarks.engine_step.run --contestants ours --length 131072 --num-sequences 1 --tiled-mlp 4096
+    python -m benchmarks.engine_step.run --contestants ours --stages 3 --draw --model qwen2-7b
 
 `ddp` has no ZeRO stage: it runs once, and its line says stage 0.
 
@@ -24,16 +25,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.flops import training_mfu
-from benchmarks.random_model import CONFIGS, ensure_random_model
+from benchmarks.random_model import CONFIGS, ensure_random_model, write_empty_model
 from benchmarks.runs import free_port, json_line
 from ds_engine import (
     EngineConfig,
@@ -47,6 +50,7 @@ from ds_engine import (
     estimate_memory,
     init_distributed,
 )
+from ds_engine.model import loading
 from ds_engine.planning.memory_plan import LOG_PROB_BYTES
 from rl_core import linear_log_prob
 
@@ -70,6 +74,8 @@ class Case:
     sp: int
     tiled_mlp: int
     lora_rank: int
+    optimizer: str
+    to_cpu: bool
 
 
 class Plain:
@@ -143,8 +149,9 @@ class Ours:
     def __init__(self, case: Case) -> None:
         config = EngineConfig(
             zero=ZeroConfig(stage=case.stage),
-            optim=OptimConfig(grad_clip=1.0),
+            optim=OptimConfig(name=case.optimizer, grad_clip=1.0),
             gradient_checkpointing=case.recompute,
+            checkpoint_to_cpu=case.to_cpu,
             compile=True,
             tiled_mlp=case.tiled_mlp,
             lora=LoraConfig(rank=case.lora_rank) if case.lora_rank else None,
@@ -184,16 +191,28 @@ def idle(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
+def peak_gib(device: torch.device) -> float:
+    """Peak of this rank's allocator until now; 0 on the CPU."""
+    return round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else 0.0
+
+
 def timed_steps(contestant: Any, args: argparse.Namespace, device: torch.device) -> list[float]:
     """Seconds of each step after the warm-up, measured until every device is idle."""
     seconds = []
-    for _ in range(args.warm_up + args.rounds):
+    for number in range(args.warm_up + args.rounds):
         idle(device)
         start = time.perf_counter()
         contestant.step()
         idle(device)
         seconds.append(time.perf_counter() - start)
+        say(f"step {number + 1}: {seconds[-1]:.3f} s, peak {peak_gib(device)} GiB")
     return seconds[args.warm_up :]
+
+
+def say(text: str) -> None:
+    """A line of the first rank on stderr: what a case that is cut off had measured."""
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 def milliseconds(seconds: Iterable[float]) -> float:
@@ -209,21 +228,27 @@ def measure(
     num_sequences = args.tokens // length if args.tokens else args.num_sequences
     ids_SL = sequences(num_sequences, length, CONFIGS[args.model]["vocab_size"], dist.get_rank() // sp)
     keep_bytes = int(args.keep_gib * 2**30)
-    contestant = CONTESTANTS[name](
-        Case(
-            folder=folder,
-            stage=stage,
-            ids_SL=ids_SL,
-            device=device,
-            recompute=args.recompute,
-            keep_bytes=keep_bytes,
-            sp=sp,
-            tiled_mlp=args.tiled_mlp,
-            lora_rank=args.lora_rank,
-        )
+    case = Case(
+        folder=folder,
+        stage=stage,
+        ids_SL=ids_SL,
+        device=device,
+        recompute=args.recompute,
+        keep_bytes=keep_bytes,
+        sp=sp,
+        tiled_mlp=args.tiled_mlp,
+        lora_rank=args.lora_rank,
+        optimizer=args.optimizer,
+        to_cpu=args.to_cpu,
     )
+    begin = time.perf_counter()
+    with mock.patch.object(loading, "refuse_incomplete", return_value=False) if args.draw else nullcontext():
+        contestant = CONTESTANTS[name](case)
+    say(f"{name}, stage {stage}, {length} tokens: built in {time.perf_counter() - begin:.1f} s")
     timed = timed_steps(contestant, args, device)
     contestant.close()
+    peaks: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(peaks, peak_gib(device))
     tokens = ids_SL.numel() * dist.get_world_size() // sp
     gpu_seconds = statistics.median(timed) * dist.get_world_size()
     work = {"prompt": 1, "response": length - 1, "sequences": tokens // length, "gpu_seconds": gpu_seconds}
@@ -236,6 +261,8 @@ def measure(
         "recompute": args.recompute,
         "tiled_mlp": args.tiled_mlp,
         "lora_rank": args.lora_rank,
+        "optimizer": args.optimizer,
+        "to_cpu": args.to_cpu,
         "keep_gib": args.keep_gib,
         "length": length,
         "tokens": tokens,
@@ -243,7 +270,7 @@ def measure(
         "fastest_ms": round(1000 * min(timed), 1),
         "tokens_per_s": round(tokens / statistics.median(timed)),
         "mfu": round(mfu, 3) if device.type == "cuda" else None,
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else None,
+        "peak_gib": peaks if device.type == "cuda" else None,
         "planned_gib": round(contestant.planned / 2**30, 2) if isinstance(contestant, Ours) else None,
     }
 
@@ -283,6 +310,11 @@ def main() -> None:
     parser.add_argument("--recompute", action="store_true", help="use activation checkpointing")
     parser.add_argument("--tiled-mlp", type=int, default=0, help="tokens of a tile of the MLPs; ours only")
     parser.add_argument("--lora-rank", type=int, default=0, help="train adapters of this rank; ours only")
+    parser.add_argument("--optimizer", default="adamw", help="ours only")
+    parser.add_argument("--to-cpu", action="store_true", help="inputs of recomputed layers in host memory; ours only")
+    parser.add_argument(
+        "--draw", action="store_true", help="weights are drawn on the devices, not read; ours at stage 3"
+    )
     parser.add_argument("--keep-gib", type=float, default=0.5, help="GiB of logits that the fused op may keep")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--folder", help=argparse.SUPPRESS)
@@ -295,6 +327,8 @@ def main() -> None:
         parser.error(
             "--sequence-parallel must divide --gpus, and plain and ddp do not support it: use --contestants ours"
         )
+    if args.draw and (args.stages != [3] or args.contestants != ["ours"]):
+        parser.error("--draw needs --stages 3 --contestants ours: otherwise transformers draws on the CPU")
     if args.tokens is not None and args.tokens < max(args.length):
         parser.error(f"--tokens must be --length ({max(args.length)}) or more")
     # --standalone selects a free port, so that one host can run several cases at a time.
@@ -302,7 +336,7 @@ def main() -> None:
     launch += [f"--nproc-per-node={args.gpus}", "-m", __spec__.name]
     lines: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        ensure_random_model(args.model, Path(folder))
+        (write_empty_model if args.draw else ensure_random_model)(args.model, Path(folder))
         for length, (stage, name) in itertools.product(args.length, cases(args.stages, args.contestants)):
             # torchrun itself listens at MASTER_PORT.
             case = ["--folder", folder, "--stages", str(stage), "--contestants", name, "--store-port", str(free_port())]
