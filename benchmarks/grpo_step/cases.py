@@ -212,8 +212,9 @@ def run_cases(
     if len(own) < len(cases):
         arguments.add_argument("--peer-args", default="", help="further arguments of the other trainer's script")
     arguments.add_argument("--gpus", type=int, help="GPUs of every case, instead of its own number")
+    arguments.add_argument("--prompts", type=int, default=NUM_PROMPTS * 64, help="of an epoch")
     args, extra = arguments.parse_known_args()
-    write_workload(args.folder, model=args.model)
+    write_workload(args.folder, model=args.model, num_prompts=args.prompts)
     (args.folder / "rows").mkdir(exist_ok=True)
     codes = []
     for name in args.cases:

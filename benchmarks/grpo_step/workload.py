@@ -28,14 +28,14 @@ def prompts(number: int) -> list[str]:
     return ["".join(letters.choices(string.ascii_lowercase + " ", k=PROMPT_TOKENS)) for _ in range(number)]
 
 
-def write_workload(folder: Path, *, model: str = "qwen3-0.6b") -> None:
-    """Writes the model and prompts for 64 steps, unless they exist; another process that does the same waits."""
+def write_workload(folder: Path, *, model: str = "qwen3-0.6b", num_prompts: int = NUM_PROMPTS * 64) -> None:
+    """Writes the model and the prompts, unless they exist; another process that does the same waits."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         ensure_random_model(model, folder / "model")
         if not (folder / "train.parquet").is_file():
-            write_prompts(folder, NUM_PROMPTS * 64)
+            write_prompts(folder, num_prompts)
 
 
 def write_prompts(folder: Path, number: int) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rl_data import DataConfig, load_prompts, load_tokenizer
 from rl_data.tasks.fetched import fetch
-from rollout_vllm import Request, RolloutClient, RolloutConfig, SamplingConfig, ServerGroup
+from rollout_vllm import Request, RolloutClient, RolloutConfig, SamplingConfig, ServerGroup, ServerStartError
 from rollout_vllm.servers.device import detect_device
 
 
@@ -90,19 +90,25 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=3, help="per step and sequence")
     parser.add_argument("--rounds", type=int, default=3, help="after one of warm-up")
     parser.add_argument("--fewer", type=int, default=1, help="divides prompts and tokens, to try the script on a CPU")
+    parser.add_argument("--logs", type=Path, help="folder for the servers' logs; else they are not kept")
     args = parser.parse_args()
     begin, model = time.perf_counter(), fetch("fetched:smollm2")
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    with ExitStack() as stack:
+        folder = args.logs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         chosen = {name: config for name, config in configs(args).items() if name in args.contestants}
         servers = {
             name: stack.enter_context(
-                ServerGroup.launch(model, config, log_dir=Path(folder) / name, env=ALWAYS if name == "always" else {})
+                ServerGroup.launch(model, config, log_dir=folder / name, env=ALWAYS if name == "always" else {})
             )
             for name, config in chosen.items()
         }
         clients = {}
         for name, group in servers.items():
-            group.wait_ready()
+            try:
+                group.wait_ready()
+            except ServerStartError as error:
+                print(f"{name}: {error}", flush=True)
+                continue
             clients[name] = stack.enter_context(RolloutClient(group.endpoints, chosen[name]))
             print(f"{name}: ready after {time.perf_counter() - begin:.1f} s", flush=True)
         for case_name in args.cases:
@@ -119,8 +125,8 @@ def main() -> None:
                     print(json.dumps(line), flush=True)
             print(table(case_name, rounds), flush=True)
         for name in servers:
-            for log in sorted((Path(folder) / name).rglob("*")):
-                lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+            for log in (folder / name).glob("*.log"):
+                lines = log.read_text(errors="replace").splitlines()
                 print("\n".join(f"{name}: {line}" for line in lines if "speculative decoding:" in line), flush=True)
 
 
