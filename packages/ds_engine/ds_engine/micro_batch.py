@@ -15,7 +15,7 @@ from torch import Tensor
 from .batch import TokenOutputs, ValueOutputs
 from .errors import BatchError, EngineError
 from .guard.collective_guard import mark
-from .model.packed_model import HIDDEN, PackedInputs, packed_inputs
+from .model.packed_model import HIDDEN, EntropyUse, PackedInputs, packed_inputs
 from .model.router_replay import ROUTES, RouterReplay, routes_of_tokens
 from .model.vision import Vision
 from .zero.grad_accumulation import set_num_micro_batches
@@ -94,7 +94,7 @@ class MicroBatches:
             if index == 0:  # before a backward pass: a batch that is refused leaves no gradient
                 with self._beside():
                     on_device += [prepare(other) for other in micro_batches[1:]]
-            losses.append(self.backward(outputs, batch, loss_fn, metrics))
+            losses.append(self.backward(outputs, batch, loss_fn, metrics, inputs[0].entropy))
             if self.step_each_micro or is_last:
                 self.deepspeed.step()
         if self.replay is not None:
@@ -146,8 +146,10 @@ class MicroBatches:
         backward pass goes through all layers. Not at stage 3."""
         packed, _ = self._inputs(batch)
         rows_RK = self.deepspeed.module(packed=packed, temperature=1.0)
+        if self.head == "lm":
+            packed.entropy.watch(rows_RK[1])  # and most losses do not use them
         # Gradients are captured, not accumulated, so that none of DeepSpeed's hooks run.
-        torch.autograd.grad(rows_RK.sum(), [weight])
+        torch.autograd.grad(rows_RK[0].sum(), [weight])
 
     def to_device(self, batch: TokenBatch, *, with_columns: bool = False) -> DeviceBatch:
         """The model's inputs for an update, with columns for a head term, and `batch` itself on the device."""
@@ -223,13 +225,14 @@ class MicroBatches:
         batch: TokenBatch,
         loss_fn: LossFn,
         metrics: dict[str, list[Tensor]],
+        entropy: EntropyUse,
     ) -> Tensor:
         """Run the loss and backward of one micro batch whose forward pass gave `outputs`; returns its detached loss and
         appends its metrics."""
         rows_RK, anchor = outputs
         loss = anchor
         if rows_RK.numel() > 0:
-            result = loss_fn(self._outputs(rows_RK), batch)
+            result = loss_fn(self._outputs(rows_RK, entropy), batch)
             if result.loss.dim() != 0:
                 raise BatchError(field="loss", value=tuple(result.loss.shape), allowed="a 0-d tensor")
             # A loss that does not depend on the model (for example, all advantages masked) must still run backward
@@ -252,8 +255,8 @@ class MicroBatches:
         if not self.step_each_micro:
             self.deepspeed.set_gradient_accumulation_boundary(is_last)
 
-    def _outputs(self, rows_RK: Tensor) -> TokenOutputs | ValueOutputs:
+    def _outputs(self, rows_RK: Tensor, entropy: EntropyUse) -> TokenOutputs | ValueOutputs:
         if self.head == "value":
             return ValueOutputs(values_K=rows_RK[0])
         term_K = rows_RK[2] if len(rows_RK) > 2 else None
-        return TokenOutputs(log_probs_K=rows_RK[0], entropy_K=rows_RK[1], term_K=term_K)
+        return TokenOutputs(log_probs_K=rows_RK[0], entropy_K=entropy.watch(rows_RK[1]), term_K=term_K)

@@ -114,6 +114,33 @@ def test_the_schedule_counts_mini_batches(one_process: None, tiny_model: Path) -
     engine.close()
 
 
+def test_only_entropies_that_the_loss_uses_have_a_gradient(one_process: None, tiny_model: Path) -> None:
+    """Else every backward pass of the head would compute the gradient of entropies, of zeros."""
+    config = EngineConfig(dtype="float32")
+    module = load_model(str(tiny_model), config, device=CPU, ds_config={})
+    used: list[bool] = []
+
+    def spy(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        log_probs_K, entropy_K = dense_log_prob(*args)
+        if entropy_K.requires_grad:
+            used.append(False)
+            entropy_K.register_hook(lambda grad: used.__setitem__(-1, grad is not None))
+        return log_probs_K, entropy_K
+
+    def loss_of(outputs: TokenOutputs, batch: Any) -> LossOutput:
+        loss = -outputs.log_probs_K.sum()
+        if "bonus" in batch.columns:
+            loss = loss - outputs.entropy_K.sum()
+        return LossOutput(loss=loss, metrics={"entropy": outputs.entropy_K.sum()})
+
+    plain, with_bonus = (make_batch(samples) for samples in STEPS)
+    with_bonus.columns["bonus"] = with_bonus.columns["weights"]
+    engine = ZeroEngine(module, config, log_prob_fn=spy, device=CPU)
+    engine.train_mini_batch([plain, with_bonus, plain], loss_of)
+    assert used == [False, True, False]
+    engine.close()
+
+
 @given(
     gradients=st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=6).filter(any),
     loss_scale=st.sampled_from([1.0, 8.0, 65536.0]),

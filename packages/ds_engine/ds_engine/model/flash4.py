@@ -119,7 +119,7 @@ def _forward(
     if gathering.in_forward(q.shape[1], k.shape[1]):
         cu_k, rows, *_ = _paths(gathering, borders, key_rows)
         options = _kernel_options((cu_q, cu_k), (longest_q, gathering.longest_path), scale, None, causal=True)
-        k, v = (x.index_select(0, rows) for x in (k, v))
+        k, v = (gather_copies(x, rows, 1) for x in (k, v))
         out, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **options)
         return out, lse
     options = _kernel_options((cu_q, cu_k), (longest_q, longest_k), scale, window, causal=True)

@@ -77,6 +77,41 @@ class PackedInputs:
     """Routes to replay (`given_routes`)."""
     seen: SeenImages | None = None
     """Images; with sequence parallelism `features_T` are those of this rank's tokens."""
+    entropy: EntropyUse = field(default_factory=lambda: EntropyUse())
+
+
+class EntropyUse:
+    """Whether the loss of a forward pass uses its entropies, so that the head's backward pass can leave them out.
+
+    The entropies are a row of the head's one output, whose gradient is zeros where the loss does not use them. That is
+    known, without reading these zeros, when the backward pass gets to the head.
+    """
+
+    is_possible = True
+
+    def watch(self, entropy_K: Tensor) -> Tensor:
+        """`entropy_K`, which the loss gets; without a call of this all entropies are taken as used."""
+        if entropy_K.requires_grad:
+            self.is_possible = False
+            entropy_K.register_hook(self._mark)
+        return entropy_K
+
+    def _mark(self, grad_K: Tensor) -> None:
+        self.is_possible = True
+
+
+class _StackRows(torch.autograd.Function):
+    """`torch.stack`; entropies that the loss does not use, row 1, have no gradient in place of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, entropy: EntropyUse, *rows_K: Tensor) -> Tensor:
+        ctx.entropy = entropy
+        return torch.stack(rows_K)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RK: Tensor) -> tuple[Tensor | None, ...]:
+        grads = [grad_K if row != 1 or ctx.entropy.is_possible else None for row, grad_K in enumerate(grad_RK)]
+        return None, *grads
 
 
 def mark_way(model: nn.Module, *, rows: bool, shares_prefixes: bool, sees_images: bool = False) -> None:
@@ -153,7 +188,7 @@ def packed_inputs(
         positions = positions if seen.positions_AT is None else seen.positions_AT
     columns = dict(batch.columns) if with_columns else {}
     share = rows = parents = None
-    rows_T = torch.arange(len(ids))
+    rows_T = torch.from_numpy(np.arange(len(ids)))  # torch's takes milliseconds to divide the work among busy cores
     last_T = torch.tensor(lengths).cumsum(0) - 1
     if prefixes is not None and num_targets:
         ids, positions, lengths, index = _computed(prefixes, ids, positions, index)
@@ -324,7 +359,9 @@ def install_packed_forward(
         if head_term == HIDDEN:
             rows_RK = hidden_KH.T
         else:
-            term = {} if head_term is None else {"head_term": head_term, "columns": packed.columns}
+            term: dict[str, Any] = {} if head_term is None else {"head_term": head_term, "columns": packed.columns}
+            if log_prob_fn is not None:
+                term["entropy"] = packed.entropy
             rows_RK = head(hidden_KH, targets_K=packed.target_ids_K, temperature=temperature, **term)
         if packed.share is not None and packed.packing.sp_group is not None:
             rows_RK = gather_outputs(rows_RK, packed.share, packed.packing.sp_group)
@@ -372,6 +409,7 @@ def _install_lm_forward(head: Any, log_prob_fn: LogProbFn, options: dict[str, An
         temperature: float = 1.0,
         head_term: HeadTerm | None = None,
         columns: Mapping[str, Tensor] | None = None,
+        entropy: EntropyUse | None = None,
     ) -> Any:
         if targets_K is None:
             return original(hidden)
@@ -382,9 +420,10 @@ def _install_lm_forward(head: Any, log_prob_fn: LogProbFn, options: dict[str, An
         log_probs_K, entropy_K = log_prob_fn(hidden, head.weight, targets_K, temperature, **extra)
         # One tensor, not two: ZeRO-3 hooks each output tensor of a module. A loss that uses the entropy on only one
         # rank would make the backward passes differ, and ranks would gather parameters in different orders.
-        if head_term is None:
-            return torch.stack((log_probs_K, entropy_K))
-        return torch.stack((log_probs_K, entropy_K, head_term(hidden, head.weight, columns, temperature, **extra)))
+        rows_K = [log_probs_K, entropy_K]
+        if head_term is not None:
+            rows_K.append(head_term(hidden, head.weight, columns, temperature, **extra))
+        return _StackRows.apply(entropy or EntropyUse(), *rows_K)
 
     head.forward = forward
 

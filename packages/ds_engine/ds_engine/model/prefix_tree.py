@@ -236,7 +236,7 @@ def rows_by_source(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 def gather_copies(x: Tensor, rows: Tensor, copies: int) -> Tensor:
     """`x[rows]` with `copies` copies of each head, side by side."""
-    if x.is_cuda and copies > 1:
+    if x.is_cuda:
         from .flash4_merge import gather_on_gpu
 
         return gather_on_gpu(x, rows, copies)
