@@ -1,8 +1,8 @@
 """GRPO on more GPUs and with larger models: throughput per GPU, MFU, memory beside its plan, the collective guard.
 
 `python -m benchmarks.scaling.run FOLDER --cases w_1 w_2` runs workload W with a batch grown in proportion to the GPUs,
-`w_1_stale` and so on the same at `trainer.max_staleness=1`; `w_killed` kills a rank. `turns`, `turns_sp2`, `apart` and
-`apart_sp2` have 4,096 tokens of response at ZeRO-3, for `--model qwen2-7b`. `whole` is W at ZeRO-3 on all GPUs, for
+`w_1_stale` and so on the same at `trainer.max_staleness=1`; `w_killed` kills a rank. `turns`, `turns_sp2`, `turns_sp4`,
+`apart` and `apart_sp2` have 4,096 tokens of response at ZeRO-3, for `--model qwen2-7b`. `whole` is W at ZeRO-3 on all GPUs, for
 models of several sizes, each in its own folder. `samples_4`, `samples_8` and `samples_16` are W on one GPU with so many
 samples a prompt, `budget_8`, `budget_16` and `budget_32` with micro batches of so many times 1,024 tokens. `tail_4` has
 long-tailed lengths (benchmarks/staleness/long_tail.py), `tail_4_drafts` with `rollout.speculative`; in `full_tail_4`
@@ -31,6 +31,7 @@ CASES = {
     "w_killed": Case(gpus=8, keys=(*ZERO_3, "trainer.save_freq=1"), num_prompts=4 * NUM_PROMPTS, kill_after=2),
     "turns": Case(gpus=4, keys=TURNS, num_prompts=FEW),
     "turns_sp2": Case(gpus=4, keys=(*TURNS, "actor.sequence_parallel=2"), num_prompts=FEW),
+    "turns_sp4": Case(gpus=4, keys=(*TURNS, "actor.sequence_parallel=4"), num_prompts=FEW),
     "apart": Case(gpus=8, keys=APART, num_prompts=FEW),
     "apart_sp2": Case(gpus=8, keys=(*APART, "actor.sequence_parallel=2"), num_prompts=FEW),
     "whole": Case(gpus=8, keys=ZERO_3),
