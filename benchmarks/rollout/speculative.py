@@ -74,7 +74,7 @@ def one_round(client: RolloutClient, asked: list[Request], sampling: SamplingCon
     before, begin = client.metrics(), time.perf_counter()
     groups = client.generate_blocking(asked, sampling)
     seconds, after = time.perf_counter() - begin, client.metrics()
-    assert all(group.complete for group in groups)
+    assert all(group.complete for group in groups), next(group.failures for group in groups if group.failures)
     drafted, accepted = (after.get(name, 0.0) - before.get(name, 0.0) for name in ("draft_tokens", "accepted_tokens"))
     tokens = sum(group.num_tokens for group in groups)
     return {"seconds": seconds, "tokens": tokens, "drafted": drafted, "accepted": accepted}
