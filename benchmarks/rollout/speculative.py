@@ -1,7 +1,8 @@
 """Drafts (`rollout.speculative=ngram`) on a pretrained model: `python -m benchmarks.rollout.speculative`.
 
-Three servers of SmolLM2-135M-Instruct share the device and start at the same time: without drafts, with drafts where
-they pay (`ngram`), and with drafts in every step (no trial). They generate the same prompts in turns,
+Servers of SmolLM2-135M-Instruct share the device and start at the same time: without drafts (`none`, and `sync` one
+step at a time, as vLLM schedules those of `ngram`), with drafts where they pay (`ngram`), in every step (`always`), and
+in every step by vLLM's `ngram_gpu`, which needs no synchronous steps (`gpu`). They generate the same prompts in turns,
 while the others are idle. A line for each round has seconds, tokens and the accepted drafts, so a run that is cut off
 loses only the rest. The last lines are what the servers decided.
 """
@@ -18,7 +19,15 @@ from pathlib import Path
 
 from rl_data import DataConfig, load_prompts, load_tokenizer
 from rl_data.tasks.fetched import fetch
-from rollout_vllm import Request, RolloutClient, RolloutConfig, SamplingConfig, ServerGroup, ServerStartError
+from rollout_vllm import (
+    Request,
+    RolloutClient,
+    RolloutConfig,
+    RolloutError,
+    SamplingConfig,
+    ServerGroup,
+    ServerStartError,
+)
 from rollout_vllm.servers.device import detect_device
 
 
@@ -39,6 +48,7 @@ CASES = {
     "long": Case(data="fetched:gsm_symbolic/train", prompts=64, samples=4, tokens=1024, ignore_eos=True),
     "few_long": Case(data="fetched:gsm_symbolic/train", prompts=8, samples=2, tokens=1024, ignore_eos=True),
 }
+CONTESTANTS = ("none", "sync", "ngram", "always", "gpu")
 ALWAYS = {"PLINTH_ROLLOUT_DRAFTING": "0"}
 """Leaves out the servers' trials of steps with and without drafts (servers/fast/drafting.py)."""
 
@@ -55,7 +65,19 @@ def configs(args: argparse.Namespace) -> Mapping[str, RolloutConfig]:
         startup_timeout_s=600.0,
     )
     drafting = replace(base, speculative="ngram", speculative_tokens=args.drafts)
-    return {"none": base, "ngram": drafting, "always": drafting}
+    on_gpu = {
+        "method": "ngram_gpu",
+        "num_speculative_tokens": args.drafts,
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": 4,
+    }
+    return {
+        "none": base,
+        "sync": replace(base, extra_args=("--no-async-scheduling",)),
+        "ngram": drafting,
+        "always": drafting,
+        "gpu": replace(base, extra_args=("--speculative-config", json.dumps(on_gpu))),
+    }
 
 
 def requests(args: argparse.Namespace, case: Case, model: Path) -> list[Request]:
@@ -84,9 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default=detect_device()[0])
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument(
-        "--contestants", nargs="+", choices=["none", "ngram", "always"], default=["none", "ngram", "always"]
-    )
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)
     parser.add_argument("--drafts", type=int, default=3, help="per step and sequence")
     parser.add_argument("--rounds", type=int, default=3, help="after one of warm-up")
     parser.add_argument("--fewer", type=int, default=1, help="divides prompts and tokens, to try the script on a CPU")
@@ -119,8 +139,13 @@ def main() -> None:
             )
             rounds: dict[str, list[dict[str, float]]] = {name: [] for name in clients}
             for number in range(args.rounds + 1):
-                for name, client in clients.items():
-                    rounds[name].append(one_round(client, asked, sampling))
+                for name, client in tuple(clients.items()):
+                    try:
+                        rounds[name].append(one_round(client, asked, sampling))
+                    except (AssertionError, RolloutError) as error:  # the others go on
+                        print(f"{name}: {error}", flush=True)
+                        del clients[name]
+                        continue
                     line = {"case": case_name, "contestant": name, "round": number, **rounds[name][-1]}
                     print(json.dumps(line), flush=True)
             print(table(case_name, rounds), flush=True)
@@ -133,7 +158,7 @@ def main() -> None:
 def table(case: str, rounds: Mapping[str, list[dict[str, float]]]) -> str:
     """Medians of the rounds after the first, a row for each contestant."""
     lines = [f"\n| {case} | s | tokens/s | tokens | drafts | accepted |", "| --- | --- | --- | --- | --- | --- |"]
-    for name, measured in rounds.items():
+    for name, measured in ((name, measured) for name, measured in rounds.items() if measured):
         kept = measured[1:] or measured
         seconds, tokens, drafted, accepted = (
             statistics.median(one[key] for one in kept) for key in ("seconds", "tokens", "drafted", "accepted")

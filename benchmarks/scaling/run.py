@@ -2,12 +2,12 @@
 
 `python -m benchmarks.scaling.run FOLDER --cases w_1 w_2` runs workload W with a batch grown in proportion to the GPUs,
 `w_1_stale` and so on the same at `trainer.max_staleness=1`; `w_killed` kills a rank. `turns`, `turns_sp2`, `turns_sp4`,
-`apart` and `apart_sp2` have 4,096 tokens of response at ZeRO-3, for `--model qwen2-7b`. `whole` is W at ZeRO-3 on all GPUs, for
-models of several sizes, each in its own folder. `samples_4`, `samples_8` and `samples_16` are W on one GPU with so many
-samples a prompt, `budget_8`, `budget_16` and `budget_32` with micro batches of so many times 1,024 tokens. `tail_4` has
-long-tailed lengths (benchmarks/staleness/long_tail.py), `tail_4_drafts` with `rollout.speculative`; in `full_tail_4`
-samples wait for servers, and `full_tail_4_first` requests the longest first. Every run has the collective guard.
-Further `section.key=value` arguments go to every run.
+`apart` and `apart_sp2` have 4,096 tokens of response at ZeRO-3, for `--model qwen2-7b`. `whole` is W at ZeRO-3 on all
+GPUs, for models of several sizes, each in its own folder. `samples_4`, `samples_8` and `samples_16` are W on one GPU
+with so many samples a prompt, `budget_8`, `budget_16` and `budget_32` with micro batches of so many times 1,024 tokens.
+`tail_4` has long-tailed lengths (benchmarks/staleness/long_tail.py), `tail_4_drafts` with `rollout.speculative`; in
+`full_tail_4` samples wait for servers, and `full_tail_4_first` requests the longest first. Every run has the collective
+guard. Further `section.key=value` arguments go to every run.
 """
 
 from benchmarks.grpo_step.cases import GUARD, MEMORY, SPEED, Case, metric, run_cases, timings
