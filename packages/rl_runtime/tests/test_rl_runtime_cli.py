@@ -11,6 +11,7 @@ import pytest
 
 from rl_runtime.app import cli, servers_ahead
 from rl_runtime.job_config import JobConfig
+from rl_runtime.launch import local_ray
 from rl_runtime.ranks import environment
 
 CPU = ["trainer.device=cpu"]
@@ -29,10 +30,15 @@ CPU = ["trainer.device=cpu"]
         (4, ["rollout.urls=[http://10.0.0.1:8000]", "rollout.api_key=k"], []),
     ],
 )
-def test_processes_of_the_servers_start_before_the_app(
+def test_processes_of_the_servers_and_ray_start_before_the_app(
     gpus: int, arguments: list[str], expected: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[object] = []
+
+    @contextmanager
+    def start_ray(num_cpus: int) -> Iterator[None]:
+        events.append(f"Ray for {num_cpus} ranks")
+        yield
 
     @contextmanager
     def prepare(_: object, *, device: str, number: int, env: Any) -> Iterator[None]:
@@ -42,12 +48,16 @@ def test_processes_of_the_servers_start_before_the_app(
 
     monkeypatch.setattr(cli, "prepare_imports", lambda: events.append("variables"))
     monkeypatch.setattr(servers_ahead, "prepare_servers", prepare)
-    monkeypatch.setattr(servers_ahead, "listed_gpus", lambda: gpus)
+    for module in (servers_ahead, cli):
+        monkeypatch.setattr(module, "listed_gpus", lambda: gpus)
+    monkeypatch.setattr(local_ray, "ray_ahead", start_ray)
     argv = ["model.path=m", "data.train=[d]", *arguments]
     with pytest.raises(SystemExit) as ended:
         cli.run_job_cli(JobConfig, lambda _: events.append("app"), argv, app_name="app")
     assert ended.value.code == 0
-    assert events == ["variables", *expected, "app", *(["ended"] if expected else [])]
+    on_gpus = gpus and not {"trainer.device=cpu", "trainer.ray_address=10.0.0.1:6379"} & set(arguments)
+    ray = [f"Ray for {gpus} ranks"] if on_gpus else []
+    assert events == ["variables", *expected, *ray, "app", *(["ended"] if expected else [])]
 
 
 def test_gpus_are_counted_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

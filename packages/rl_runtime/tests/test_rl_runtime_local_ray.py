@@ -54,6 +54,25 @@ def test_what_ray_has_started_ends_with_the_driver(tmp_path: Path, end: str, cod
         os.kill(later, signal.SIGKILL)
 
 
+def test_a_ray_that_started_ahead_serves_the_session_that_takes_it(tmp_path: Path) -> None:
+    code = """
+import ray
+from rl_runtime.launch.local_ray import ray_ahead, take_ray
+with ray_ahead(2):
+    assert ray.is_initialized()
+    local = take_ray(1)
+local.start()
+print(ray.get(ray.remote(lambda: 5).remote()), ray.cluster_resources()["CPU"])
+local.close()
+with ray_ahead(1):
+    larger = take_ray(2)
+    print(ray.is_initialized(), larger.num_cpus)
+larger.close()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, ["5", "2.0", "False", "2"]), done.stderr
+
+
 def test_a_full_temporary_folder_and_a_limit_of_file_sizes_are_refused_before_ray_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

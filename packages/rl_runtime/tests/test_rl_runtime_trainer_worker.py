@@ -1,5 +1,6 @@
 """Micro batches that a rank packs, and tensors that it pushes to servers."""
 
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ def test_a_server_with_a_base_of_its_own_gets_adapters_alone(
     assert pushed == expected
 
 
-def test_a_warmed_up_rank_has_tried_the_model_and_draws_the_same_numbers(
+def test_a_warmed_up_rank_has_its_imports_and_draws_the_same_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = str(build_tiny_model(tmp_path / "model"))
@@ -100,8 +101,17 @@ def test_a_warmed_up_rank_has_tried_the_model_and_draws_the_same_numbers(
     worker = TrainerWorker(0, 1, device="cpu", num_threads=1)
     before = torch.get_rng_state()
     worker.warm_up(folder)
-    assert "deepspeed" in sys.modules
+    assert sys.modules.keys() >= {"deepspeed", "transformers.modeling_utils"}
     assert torch.equal(torch.get_rng_state(), before)
-    monkeypatch.setattr(trial, "_try", None)
-    check_model(folder, EngineConfig())  # knows the trial of the warm-up
     worker.warm_up(str(tmp_path / "none"))  # the engine says what is wrong
+
+
+def test_a_rank_does_not_try_again_what_the_driver_has_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = str(build_tiny_model(tmp_path / "model"))
+    check_model(folder, EngineConfig())
+    sent = pickle.dumps(trial.TRIALS)
+    trial.TRIALS.clear()  # as in the process of a rank
+    monkeypatch.setattr(trainer_worker, "init_distributed", lambda **_: None)
+    monkeypatch.setattr(trial, "_try", None)
+    TrainerWorker(0, 1, device="cpu", num_threads=1).connect("127.0.0.1", 0, pickle.loads(sent))
+    assert check_model(folder, EngineConfig()).way == "packed"

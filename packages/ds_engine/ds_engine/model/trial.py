@@ -113,13 +113,14 @@ def try_model(config: Any, *, head: Head = "lm", device: torch.device = CPU) -> 
 def _try_once(config: Any, head: Head, device: torch.device) -> Trial:
     content = {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "dtype", "architectures")}
     key = f"{type(config).__name__} {sorted(content.items(), key=str)}", head, device
-    if key not in _TRIALS:
+    if key not in TRIALS:
         with silenced_transformers(), warnings.catch_warnings(action="ignore"):
-            _TRIALS[key] = _try(config, head, device)
-    return _TRIALS[key]
+            TRIALS[key] = _try(config, head, device)
+    return TRIALS[key]
 
 
-_TRIALS: dict[tuple[str, Head, torch.device], Trial] = {}
+TRIALS: dict[tuple[str, Head, torch.device], Trial] = {}
+"""Trials of this process by configuration, head and device. A process with the same libraries may take them over."""
 
 
 def _try(config: Any, head: Head, device: torch.device) -> Trial:

@@ -3,14 +3,16 @@
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from importlib import import_module
 from pathlib import Path
+from threading import Thread
 from typing import NoReturn, TypeVar
 
 from run_kit import run_cli
 
 from ..job_config import JobConfig
-from ..ranks.environment import prepare_imports
+from ..ranks.environment import listed_gpus, prepare_imports
 from ..supervised_job_config import SupervisedJobConfig
 from . import kept
 from .import_deepspeed import file_keys
@@ -97,5 +99,16 @@ def _ahead(config: JobConfig | SupervisedJobConfig) -> Iterator[None]:
         if isinstance(config, JobConfig):
             trainer = config.trainer
             stack.enter_context(servers_ahead(config.rollout, device=trainer.device, ray_address=trainer.ray_address))
+            num_gpus = 0 if trainer.device == "cpu" or trainer.ray_address is not None else listed_gpus()
+            if num_gpus:  # on the CPU, Ray's processes would take the cores from the imports
+                Thread(target=_import_app, daemon=True).start()
+                from ..launch.local_ray import ray_ahead
+
+                stack.enter_context(ray_ahead(num_gpus))
         stack.enter_context(sessions_ahead())
         yield
+
+
+def _import_app() -> None:
+    with suppress(Exception):  # the app meets it again
+        import_module("rl_runtime.app.run")

@@ -80,7 +80,8 @@ class LocalRay:
     """Ray with `num_cpus` CPUs, and a watchdog that ends its processes should this process be killed."""
 
     def __init__(self, num_cpus: int) -> None:
-        self._num_cpus = num_cpus
+        self.num_cpus = num_cpus
+        self._is_started = False
         self._before = set(psutil.Process().children())
         self._roots: list[psutil.Process] | None = None
         command = [sys.executable, "-I", "-S", "-c", _WATCHDOG]
@@ -110,15 +111,15 @@ class LocalRay:
         with suppress(OSError):
             print(*pids, file=self._watchdog.stdin, flush=True)
 
-    def start(self) -> None:
-        """Starts Ray; warns if other users can reach it."""
-        for attempt in range(1, NUM_ATTEMPTS + 1):
+    def start(self, num_attempts: int = NUM_ATTEMPTS) -> None:
+        """Starts Ray, unless it has started; warns if other users can reach it."""
+        for attempt in range(1, 1 if self._is_started else num_attempts + 1):
             try:
                 with keeping_sigterm(), _on_loopback():
                     protect_ray()
                     ray.init(
                         address="local",
-                        num_cpus=self._num_cpus,
+                        num_cpus=self.num_cpus,
                         include_dashboard=False,
                         log_to_driver=True,
                         logging_level=logging.ERROR,
@@ -130,13 +131,44 @@ class LocalRay:
                     )
                 self.watch()
                 _say_what_is_open()
+                self._is_started = True
                 return
             except Exception:  # Ray raises a bare Exception if its processes do not start in 30 s, on a busy machine
                 self.watch()
                 ray.shutdown()
                 self._roots = None
-                if attempt == NUM_ATTEMPTS:
+                if attempt == num_attempts:
                     raise
+
+
+_ahead: list[LocalRay] = []
+
+
+@contextmanager
+def ray_ahead(num_cpus: int) -> Iterator[None]:
+    """Starts a Ray for a session inside the block, which nobody has planned yet; ends it unless one takes it.
+
+    Ray's processes take seconds to start, in which this one only waits.
+    """
+    try:
+        with suppress(Exception):  # the session meets it again, and says what it means
+            check_local_ray()
+            _ahead.append(LocalRay(num_cpus))
+            _ahead[-1].start(num_attempts=1)
+        yield
+    finally:
+        while _ahead:
+            _ahead.pop().close()
+
+
+def take_ray(num_cpus: int) -> LocalRay:
+    """The Ray that started ahead, if it has as many CPUs; else one that has not started. The caller closes it."""
+    while _ahead:
+        local = _ahead.pop()
+        if local.num_cpus >= num_cpus:
+            return local
+        local.close()
+    return LocalRay(num_cpus)
 
 
 @contextmanager

@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from threading import Thread
 from typing import TypeVar
 
 import psutil
@@ -31,7 +29,7 @@ from ..ranks.worker_group import Seat, WorkerGroup
 from .ahead import SessionKeys, begin_ahead, take_ahead, take_servers
 from .cluster import Reservation, cluster_nodes, join_cluster, read_nodes
 from .gpus import Gpu, read_gpus
-from .local_ray import LocalRay, check_local_ray
+from .local_ray import check_local_ray, take_ray
 from .placement import Node, Placement, Slot, plan_placement
 
 T = TypeVar("T")
@@ -283,10 +281,7 @@ def open_session(
 
 
 def begin_session_ahead(keys: SessionKeys) -> None:
-    """Begins the session that `open_session` will be asked for, and lets its ranks import what the model needs.
-
-    This process imports what its checks need next: while Ray starts it only waits for Ray's processes.
-    """
+    """Begins the session that `open_session` will be asked for, and lets its ranks import what the model needs."""
 
     @contextmanager
     def begin(logs: Path) -> Iterator[Session]:
@@ -296,13 +291,7 @@ def begin_session_ahead(keys: SessionKeys) -> None:
                 group.begin_warm_up(keys.model_path)
             yield session
 
-    Thread(target=_import_transformers, daemon=True).start()
     begin_ahead(keys, begin, Path(keys.trainer.output_dir))
-
-
-def _import_transformers() -> None:
-    with suppress(Exception):  # the checks meet it again, and say what it means
-        import_module("transformers.modeling_utils")
 
 
 def plan_session(
@@ -445,7 +434,7 @@ def _ray(address: str | None, placement: Placement) -> Iterator[_Devices]:
     """
     with ExitStack() as stack:
         if address is None:
-            local = LocalRay(placement.num_ranks)
+            local = take_ray(placement.num_ranks)
             stack.callback(local.close)
             local.start()
             own = {role: _here(slots) for role, slots in placement.own_ranks.items()}

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -45,11 +46,12 @@ from ds_engine import (
     StepSettings,
     TokenOutputs,
     ZeroEngine,
-    check_model,
     init_distributed,
 )
 from ds_engine.distributed import import_deepspeed
 from ds_engine.model.attention import choose_kernel
+from ds_engine.model.trial import TRIALS, Trial
+from ds_engine.model.weights import read_config
 from rl_core import Batch, PrefixOrder, linear_log_prob
 from rollout_vllm.servers.exact import operations
 from weight_sync import Adapter, Endpoint, SyncConfig, SyncReport, WeightPusher, ZeroSource
@@ -146,7 +148,8 @@ class TrainerWorker(RankProfiler):
                 importlib.import_module("torch._inductor.compile_fx")  # with dynamo
                 choose_kernel("auto", device_type="cuda", dtype=torch.bfloat16)  # imports FlashAttention
             import_deepspeed(self.device)
-            check_model(model_path, EngineConfig(), report=lambda _: None)  # its trial is kept for the engine
+            importlib.import_module("transformers.modeling_utils")
+            read_config(model_path)  # imports what belongs to this kind of model
         except Exception as error:  # the engine meets it again, and says what it means
             logging.getLogger(__name__).info("the rank is not warmed up: %r", error)
 
@@ -158,8 +161,9 @@ class TrainerWorker(RankProfiler):
         with socket.create_server((address, 0), family=family) as probe:
             return int(probe.getsockname()[1])
 
-    def connect(self, address: str, port: int) -> None:
-        """Joins the process group."""
+    def connect(self, address: str, port: int, trials: Mapping[Any, Trial] = MappingProxyType({})) -> None:
+        """Joins the process group. `trials`: `TRIALS` of a process that has tried models with the same libraries."""
+        TRIALS.update(trials)
         init_distributed(
             rank=self.rank, world_size=self.world_size, master_addr=address, master_port=port, device=self.device
         )

@@ -12,6 +12,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ds_engine.model.trial import TRIALS
 from ds_engine.torch_errors import classify_torch_error
 
 from ..errors import RankError, RankLost
@@ -78,8 +79,8 @@ class WorkerGroup:
         self._timeout_s, self._stall_timeout_s = timeout_s, stall_timeout_s
         self._name = f"{name} " if name else ""
         self._address = seats[0].address
-        one_host = all(seat.interface is None for seat in seats)
-        self._heartbeats = Heartbeats("127.0.0.1" if one_host else ray.util.get_node_ip_address())
+        self._one_host = all(seat.interface is None for seat in seats)
+        self._heartbeats = Heartbeats("127.0.0.1" if self._one_host else ray.util.get_node_ip_address())
         device = "cuda" if seats[0].gpus else "cpu"
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         actor = ray.remote(TrainerWorker)
@@ -105,8 +106,8 @@ class WorkerGroup:
         self._port = self.run(TrainerWorker.reserve_port, self._address)[0]
 
     def connect(self) -> None:
-        """Joins the started processes in one process group."""
-        self.run(TrainerWorker.connect, self._address, self._port)
+        """Joins the started processes in one process group, and tells them which models this process has tried."""
+        self.run(TrainerWorker.connect, self._address, self._port, TRIALS if self._one_host else {})
 
     def run(self, method: Callable[Concatenate[TrainerWorker, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Runs `method` with the same arguments on every rank; results in rank order.
