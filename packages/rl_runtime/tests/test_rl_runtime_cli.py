@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,11 +34,16 @@ CPU = ["trainer.device=cpu"]
 def test_processes_of_the_servers_and_ray_start_before_the_app(
     gpus: int, arguments: list[str], expected: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    events: list[object] = []
+    events, imported = list[object](), threading.Event()
+
+    def fails(name: str) -> None:
+        imported.set()
+        raise ImportError(name)  # the app meets it again
 
     @contextmanager
     def start_ray(num_cpus: int) -> Iterator[None]:
         events.append(f"Ray for {num_cpus} ranks")
+        assert imported.wait(30), "the app's modules are imported meanwhile"
         yield
 
     @contextmanager
@@ -50,6 +56,7 @@ def test_processes_of_the_servers_and_ray_start_before_the_app(
     monkeypatch.setattr(servers_ahead, "prepare_servers", prepare)
     for module in (servers_ahead, cli):
         monkeypatch.setattr(module, "listed_gpus", lambda: gpus)
+    monkeypatch.setattr(cli, "import_module", fails)
     monkeypatch.setattr(local_ray, "ray_ahead", start_ray)
     argv = ["model.path=m", "data.train=[d]", *arguments]
     with pytest.raises(SystemExit) as ended:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +22,7 @@ from rl_runtime import JobConfig, TrainerConfig
 from rl_runtime.app import kept
 from rl_runtime.config import BUILTIN_MODEL
 from rl_runtime.errors import InputError
-from rl_runtime.launch import ahead, session
+from rl_runtime.launch import ahead
 from rl_runtime.launch.ahead import SessionKeys
 from rl_runtime.launch.placement import Placement, Slot
 from rl_runtime.launch.session import Session
@@ -235,20 +234,6 @@ def test_servers_and_sessions_serve_runs_with_the_same_keys_and_model_alone(tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
     (tmp_path / "config.json").write_text('{"vocab_size": 7}')
     assert keys.differing(keys_of(tmp_path)) == ["model_files"]
-
-
-def test_libraries_of_the_checks_are_imported_while_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "config.json").touch()
-    imported, in_time = threading.Event(), list[bool]()
-
-    def fails(name: str) -> None:
-        imported.set()
-        raise ImportError(name)  # the checks say it
-
-    monkeypatch.setattr(session, "import_module", fails)
-    monkeypatch.setattr(session, "begin_ahead", lambda *_: in_time.append(imported.wait(30)))
-    session.begin_session_ahead(keys_of(tmp_path))
-    assert in_time == [True]
 
 
 def test_logs_of_servers_that_started_ahead_get_to_the_run_folder(tmp_path: Path) -> None:
