@@ -7,6 +7,8 @@ TYPED := $(patsubst %/py.typed,%,$(wildcard packages/*/*/py.typed))
 WORKERS ?= -n 3 --dist loadgroup --no-loadscope-reorder
 # Two ranks and a server share the cores: one compute thread each is fastest.
 export OMP_NUM_THREADS ?= 1
+# Container images set it, and each of the hundreds of processes that tests start would compile what it imports again.
+export PYTHONDONTWRITEBYTECODE :=
 # The list that `make audit` reads.
 STACK ?= cpu
 
