@@ -1,6 +1,5 @@
 """The distillation app: configuration, the check of the vocabulary, and short runs on the real stack."""
 
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 
 import apps.distill.main as distill
 from apps.distill.config import DistillConfig
+from plinth_testing import raises
 from rl_data import DataError, build_tiny_model, check_same_vocabulary, load_tokenizer, write_task
 from rl_runtime import InputError
 from rl_runtime.training.ledger import read_samples
@@ -52,7 +52,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_bad_settings_are_refused_by_key(overrides: str, key: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(key)):
+    with raises(ConfigError, field=key):
         demo(*overrides.split())
 
 

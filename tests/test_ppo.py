@@ -10,6 +10,7 @@ import torch
 from apps.ppo.config import PpoConfig
 from apps.ppo.main import check, critic_loss, num_updates
 from ds_engine import SimpleBatch, ValueOutputs
+from plinth_testing import raises
 from rl_core import pack
 from rl_runtime import advantages
 from run_kit import load_config
@@ -23,27 +24,27 @@ def load(*overrides: str) -> PpoConfig:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "field"),
     [
-        (["algorithm.gamma=1.5"], "gamma"),
-        (["algorithm.lam=-0.1"], "lam"),
-        (["algorithm.value_clip=0"], "value_clip"),
-        (["algorithm.advantage=rloo"], "algorithm.advantage.*allowed: gae"),
-        (["algorithm.critic_warmup_steps=40"], "trainer.total_training_steps"),
-        (["algorithm.critic_warmup_steps=-1"], "critic_warmup_steps"),
-        (["algorithm.kl_target=0.1"], "kl_coef"),
-        (["algorithm.kl_coef=0.1", "algorithm.kl_target=0"], "kl_target"),
-        (["algorithm.kl_horizon=0"], "kl_horizon"),
-        (["trainer.num_critic_ranks=-1"], "num_critic_ranks"),
-        (["trainer.num_critic_ranks=3"], "mini_batch_size"),
+        (["algorithm.gamma=1.5"], "algorithm.gamma"),
+        (["algorithm.lam=-0.1"], "algorithm.lam"),
+        (["algorithm.value_clip=0"], "algorithm.value_clip"),
+        (["algorithm.advantage=rloo"], "algorithm.advantage"),
+        (["algorithm.critic_warmup_steps=40"], "algorithm.critic_warmup_steps"),
+        (["algorithm.critic_warmup_steps=-1"], "algorithm.critic_warmup_steps"),
+        (["algorithm.kl_target=0.1"], "algorithm.kl_target"),
+        (["algorithm.kl_coef=0.1", "algorithm.kl_target=0"], "algorithm.kl_target"),
+        (["algorithm.kl_horizon=0"], "algorithm.kl_horizon"),
+        (["trainer.num_critic_ranks=-1"], "trainer.num_critic_ranks"),
+        (["trainer.num_critic_ranks=3"], "batch.mini_batch_size"),
         (["critic.sequence_parallel=2", "trainer.num_critic_ranks=1"], "critic.sequence_parallel"),
         (["critic.optim.total_steps=3"], "critic.optim.total_steps"),
-        (["critic.optim.schedule=cosine", "critic.optim.warmup_steps=40"], "warmup_steps"),
-        (["critic.zero.stage=2", "critic.zero.offload.param=cpu"], "offload.param"),
+        (["critic.optim.schedule=cosine", "critic.optim.warmup_steps=40"], "critic.optim.warmup_steps"),
+        (["critic.zero.stage=2", "critic.zero.offload.param=cpu"], "critic.zero.offload.param"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_by_key(overrides: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_settings_that_cannot_work_are_refused_by_key(overrides: list[str], field: str) -> None:
+    with raises(ValueError, field=field):
         check(load(*overrides))
 
 

@@ -57,8 +57,10 @@ def agree_on_plan(method: str, micro_batches: Sequence[TokenBatch], device: torc
     for first in range(0, len(plans), sp):
         if len({plan[3] for plan in plans[first : first + sp]}) > 1:
             raise PlanMismatchError(
-                f"{method}: ranks {first} to {first + sp - 1} have different micro batches; with "
-                f"sequence_parallel={sp} they must have the same ones"
+                f"{method}: ranks {first} to {first + sp - 1} have different micro batches",
+                field="sequence_parallel",
+                value=sp,
+                allowed="the same micro batches on these ranks",
             )
     return sum(plan[2] for plan in plans[::sp])
 

@@ -66,8 +66,7 @@ def test_a_failed_mini_batch_is_not_added_to_the_next(one_rank: RankPool, tiny_m
     assert isinstance(late, BatchError)
     assert len(after) == 2
     for error in after:
-        assert isinstance(error, EngineError)
-        assert "failed before its optimizer step" in str(error)
+        assert type(error) is EngineError
 
 
 def test_ranks_that_call_different_methods_fail_at_once(two_ranks: RankPool, tiny_model: Path) -> None:

@@ -7,6 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from .errors import TrackingError
+
 GIB = 1024**3
 
 
@@ -62,7 +64,7 @@ class MemorySampler:
 
     def __init__(self, *, interval_s: float = 1.0, read: Callable[[], TreeMemory] = process_tree_memory) -> None:
         if interval_s <= 0:
-            raise ValueError(f"interval_s must be above 0, got {interval_s}")
+            raise TrackingError(field="interval_s", value=interval_s, allowed="above 0")
         self._interval_s = interval_s
         self._read = read
         self._lock = threading.Lock()

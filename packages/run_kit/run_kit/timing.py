@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from .errors import TrackingError
+
 
 @dataclass(kw_only=True)
 class TimingNode:
@@ -92,7 +94,7 @@ class PhaseTimer:
         """
         parent = self._open.get()
         if outside and parent is not None:
-            raise ValueError(f"phase {name!r} is marked outside the step, but lies within phase {parent.name!r}")
+            raise TrackingError(f"it lies within phase {parent.name!r}", field="outside", value=outside)
         node = self._descend(parent, name)
         node.outside = outside
         with self._timed(node, inner=node):

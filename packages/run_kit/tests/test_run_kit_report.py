@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from plinth_testing import raises
 from run_kit import MetricsTable, RunFolder, Tracker, TrackingConfig, write_comparison, write_report
 from run_kit.errors import ReportError
 from run_kit.report.__main__ import main as report_command
@@ -138,28 +139,31 @@ def test_reports_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
         assert report_command([str(one), f"output={path}"]) == 2
         assert capsys.readouterr().err.startswith(f"error: output={path}: ")
     assert report_command([]) == 2
-    with pytest.raises(ReportError, match="two run folders"):
+    with raises(ReportError, field="runs"):
         write_comparison({"a": one}, tmp_path / "x.html")
 
 
 @pytest.mark.parametrize(
-    ("files", "words"),
+    ("name", "text", "line"),
     [
-        ({}, "no metrics.tsv"),
-        ({"metrics.tsv": "a\tb\n"}, "not a metrics table"),
-        ({"metrics.tsv": "step\ta\n\udcff\t1\n"}, "line 2: a cell is not a number"),
-        ({"rollouts/step_000001.jsonl": "\n[]\n"}, "line 2: not a rollout"),
-        ({"rollouts/step_000001.jsonl": '{"step": 1, "prompt": "p", "reward": 1}\n'}, "line 1: not a rollout"),
-        ({"rollouts/step_000001.jsonl": "\udcff\n"}, "line 1: not JSON"),
+        ("metrics.tsv", None, ""),
+        ("metrics.tsv", "a\tb\n", ""),
+        ("metrics.tsv", "step\ta\n\udcff\t1\n", ", line 2"),
+        ("rollouts/step_000001.jsonl", "\n[]\n", ", line 2"),
+        ("rollouts/step_000001.jsonl", '{"step": 1, "prompt": "p", "reward": 1}\n', ", line 1"),
+        ("rollouts/step_000001.jsonl", "\udcff\n", ", line 1"),
     ],
 )
-def test_invalid_run_folders(tmp_path: Path, files: dict[str, str], words: str) -> None:
+def test_invalid_run_folders(tmp_path: Path, name: str, text: str | None, line: str) -> None:
     (tmp_path / "rollouts").mkdir()
-    for name, text in ({"metrics.tsv": "step\ta\n1\t1\n", **files} if files else {}).items():
+    (tmp_path / "metrics.tsv").write_text("step\ta\n1\t1\n")
+    if text is None:
+        (tmp_path / name).unlink()
+    else:
         (tmp_path / name).write_text(text, errors="surrogateescape")
-    with pytest.raises(ReportError, match=words):
+    with raises(ReportError, field=f"{tmp_path / name}{line}"):
         write_report(tmp_path)
-    with pytest.raises(ReportError, match="no such run folder"):
+    with raises(ReportError, field="run", value=str(tmp_path / "none")):
         write_report(tmp_path / "none")
 
 

@@ -264,4 +264,4 @@ def test_open_writes_a_missing_or_old_report_and_opens_it(
         assert (code, words in text) == (2, True), text
     metrics.unlink()
     page.unlink()
-    assert "no metrics.tsv" in ending(arguments, capsys)[1]
+    assert "metrics.tsv: " in ending(arguments, capsys)[1]

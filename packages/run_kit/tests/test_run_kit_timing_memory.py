@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_kit_testkit import Clock
 
+from plinth_testing import raises
+from run_kit.errors import TrackingError
 from run_kit.memory import GIB, MemorySampler, TreeMemory, process_tree_memory
 from run_kit.timing import Laps, PhaseTimer
 
@@ -63,7 +65,7 @@ def test_errors_leave_the_timer_usable(clock: Clock, timer: PhaseTimer) -> None:
 
 
 def test_outside_phases_must_be_top_level(timer: PhaseTimer) -> None:
-    with timer.step(), timer.phase("a"), pytest.raises(ValueError, match="outside the step"):
+    with timer.step(), timer.phase("a"), raises(TrackingError, field="outside"):
         timer.phase("validate", outside=True).__enter__()
 
 
@@ -150,7 +152,7 @@ def test_metrics_do_not_wait_for_a_sample() -> None:
     assert read.call_count == 2  # the thread takes no more
     with pytest.raises(RuntimeError):
         sampler.start()
-    with pytest.raises(ValueError, match="interval_s"):
+    with raises(TrackingError, field="interval_s", value=0):
         MemorySampler(interval_s=0)
 
 

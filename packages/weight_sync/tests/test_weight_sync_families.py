@@ -12,7 +12,7 @@ import pytest
 import weight_sync_helpers as helpers
 from weight_sync_helpers import Server, assert_serves
 
-from plinth_testing import random_model, run_script, tiny_vlm
+from plinth_testing import raises, random_model, run_script, tiny_vlm
 from weight_sync import HfFolderSource, ModuleSource, ReceiverError, SyncConfig, WeightPusher, WeightSyncError
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]  # three servers
@@ -68,13 +68,14 @@ def test_tensor_parallel_server_recovers_after_failed_pushes(
         helpers.flip_bytes(patch, 1)
         assert pusher.push(1).num_attempts == 2
         other = WeightPusher(source, [server])
-        with other, pytest.raises(WeightSyncError, match="owned by the live pusher"):
+        with other, pytest.raises(WeightSyncError) as caught:
             other.push(2)
+        helpers.assert_not_claimed(caught.value)
         assert assert_serves(server, model) <= 1e-4
     misfit = experts(hidden=128, seed=4)
     with (
         WeightPusher(folder_of(misfit, tmp_path / "misfit"), [server]) as pusher,
-        pytest.raises(ReceiverError, match="plan"),
+        raises(ReceiverError, kind="plan"),
     ):
         pusher.push(3)
     assert helpers.is_paused(server)
@@ -114,7 +115,7 @@ def test_all_servers_or_none_and_a_restarted_server(
     monkeypatch.setattr(SyncConfig, "bucket_bytes", lambda *_: 40_000)
     with WeightPusher(source, [one, two]) as pusher:
         source.process_group = two.process.pid
-        with pytest.raises(WeightSyncError, match="version 2 was not published"):
+        with pytest.raises(WeightSyncError):
             pusher.push(2)
         source.process_group = None
         two.process.wait(20)

@@ -179,7 +179,7 @@ def test_rendezvous_timeout_names_the_missing_worker(rendezvous: Any) -> None:
     store, pushers, workers = rendezvous
     with ThreadPoolExecutor(1) as pool:
         join = pool.submit(join_rendezvous, store, "4", 1, workers[0], 30.0)
-        with pytest.raises(WeightSyncError, match=r"^http://h:1 worker 0\.1: did not join .* within 0\.3 s"):
+        with raises(WeightSyncError, field="http://h:1 worker 0.1"):
             await_workers(store, "4", WHERE, pushers, 0.3)
         pushers[0].close()  # as after a failed push: the workers that joined stop waiting
         with pytest.raises(ChannelError):

@@ -117,9 +117,9 @@ def test_a_bucket_that_one_transport_corrupts_is_resent_to_all(
         assert pusher.push(2).num_attempts == 2
         assert_all_serve(servers, new_model, 2)
         corrupt_tcp(patch, 100)
-        with pytest.raises(ReceiverError, match=f"checksum .*{servers[1].url} worker") as caught:
+        with raises(ReceiverError, kind="checksum") as caught:
             pusher.push(3)
-        assert caught.value.kind == "checksum"
+        assert caught.value.where.startswith(f"{servers[1].url} worker")
         assert [is_paused(server) for server in servers] == [True, True]
     wait_until(lambda: Resources.now() == before, 10)
     with monkeypatch.context() as patch, WeightPusher(ModuleSource(old_model), servers) as pusher:

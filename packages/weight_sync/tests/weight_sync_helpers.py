@@ -59,6 +59,12 @@ class ForkedProcess:
         return 0
 
 
+def assert_not_claimed(error: BaseException) -> None:
+    """The server answered the pusher's claim with an error, as another pusher owns it."""
+    cause: Any = error.__cause__
+    assert (cause.step, cause.status) == ("POST /init_weight_transfer_engine", 500), error
+
+
 def tiny_model(family: str = "qwen3", *, seed: int, tied: bool = True, hidden: int = 64) -> Any:
     """A random float32 model that vLLM can serve."""
     if family == "qwen3_moe":

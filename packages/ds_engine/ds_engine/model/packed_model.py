@@ -391,8 +391,9 @@ def _checked_calls(model: Any, text: nn.Module, packing: PackedLayout) -> Iterat
         if not any(id(module) in calls for module in layer.modules()):
             parts = ", ".join(dict.fromkeys(type(child).__name__ for child in layer.children()))
             raise ModelError(
-                f"{type(model).__name__}: a {type(layer).__name__} ({parts}) does not call packed attention, so it "
-                "mixes tokens without the borders of the sequences"
+                f"this layer of {type(model).__name__} ({parts}) does not call packed attention, so it mixes tokens "
+                "without the borders of the sequences",
+                field=type(layer).__name__,
             )
     if not calls:
         raise ModelError(f"{type(model).__name__} does not call packed attention")

@@ -133,7 +133,9 @@ def _try(config: Any, head: Head, device: torch.device) -> Trial:
         if not _is_causal(model, sequences[0], head):
             raise ModelError(f"{architecture} cannot be trained: the log-prob of a token depends on later tokens")
         if noise := {name: value for name, value in small.to_dict().items() if "jitter" in name and value}:
-            raise ModelError(f"{architecture} cannot be trained: {noise} makes its experts random in training")
+            field, value = next(iter(noise.items()))
+            problem = f"{architecture} cannot be trained: its experts are random in training"
+            raise ModelError(problem, field=field, value=value, allowed="0")
         expected = _outputs_and_gradients(model, [_alone(model, ids, head) for ids in sequences])
         reasons = {}
         for way in ("packed", "rows"):

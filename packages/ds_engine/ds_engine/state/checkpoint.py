@@ -55,9 +55,10 @@ def load_state(engine: Any, folder: str | Path, tag: str) -> int:
             str(folder), tag=tag, load_lr_scheduler_states=False, load_module_strict=has_no_frozen
         )
     except (RuntimeError, KeyError, IndexError) as error:
-        raise CheckpointError(f"{str(path)!r} does not fit this engine's model and adapters: {error}") from error
+        problem = f"it does not fit this engine's model and adapters: {error}"
+        raise CheckpointError(problem, field="path", value=str(path)) from error
     if loaded is None or "num_steps" not in state:
-        raise CheckpointError(f"{str(path)!r} is not a checkpoint of this engine")
+        raise CheckpointError("it is not a checkpoint of this engine", field="path", value=str(path))
     # torch's optimizers load those of the run that saved, and a changed configuration would be ignored.
     for group, values in zip(engine.optimizer.optimizer.param_groups, settings, strict=True):
         for key, value in values.items():

@@ -38,7 +38,7 @@ def read_run(folder: Path | str) -> RunData:
     try:
         run = RunFolder.open(folder)
         if not run.metrics_file.exists():
-            raise ReportError(f"{folder}: no metrics.tsv; a report needs a run folder with at least one logged step")
+            raise ReportError("it does not exist; a report needs at least one logged step", field=str(run.metrics_file))
         rollouts = read_rollouts(run.rollouts_dir)
         return RunData(
             name=run.name,
@@ -50,7 +50,7 @@ def read_run(folder: Path | str) -> RunData:
             log_text="\n".join(_text(run.log_file).splitlines()[-_MAX_LOG_LINES:]),
         )
     except TrackingError as error:
-        raise ReportError(f"{folder}: {error}") from None
+        raise ReportError(error.problem, field=error.field, value=error.value, remedy=error.remedy) from None
 
 
 def _text(path: Path) -> str:

@@ -48,7 +48,7 @@ def write_comparison(runs: Mapping[str, Path | str], path: Path | str, *, title:
         ReportError: fewer than two runs, a missing folder, no metrics, or malformed files.
     """
     if len(runs) < 2:
-        raise ReportError(f"a comparison needs two run folders or more, got {len(runs)}")
+        raise ReportError(field="runs", value=list(runs), allowed="two run folders or more")
     data = {label: read_run(folder) for label, folder in runs.items()}
     tables = [run.table for run in data.values()]
     each = MAX_ROLLOUTS // len(data)

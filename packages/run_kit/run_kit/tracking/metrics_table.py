@@ -25,11 +25,10 @@ def naming_file(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if not is_disk_full(error):
-            raise RunFolderError(f"{path} cannot be written: {error.strerror or error}") from error
+            raise RunFolderError(f"cannot be written: {error.strerror or error}", field=str(path)) from error
         free = shutil.disk_usage(path.parent).free
-        raise DiskFullError(
-            f"{path} cannot be written: {error.strerror}; {free:,} bytes are free. Free some space on that disk"
-        ) from error
+        problem = f"cannot be written: {error.strerror}; {free:,} bytes are free"
+        raise DiskFullError(problem, field=str(path), remedy="free some space on that disk") from error
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:
@@ -165,7 +164,7 @@ class MetricsTable:
         self._rewrite = bool(rest)
         header = lines[0].split("\t") if lines else []
         if header[:1] != ["step"]:
-            raise TrackingError(f"{self.path}: not a metrics table; its first column must be 'step'")
+            raise TrackingError("not a metrics table; its first column must be 'step'", field=str(self.path))
         self._columns = header[1:]
         for number, line in enumerate(lines[1:], start=2):
             cells = line.split("\t")
@@ -173,9 +172,10 @@ class MetricsTable:
                 values = [_parse_number(cell) for cell in cells[1:]]
                 step = int(cells[0])
             except ValueError:
-                raise TrackingError(f"{self.path}, line {number}: a cell is not a number") from None
+                raise TrackingError("a cell is not a number", field=f"{self.path}, line {number}") from None
             if len(cells) != len(header):
-                raise TrackingError(f"{self.path}, line {number}: {len(cells)} cells, the header has {len(header)}")
+                problem = f"{len(cells)} cells, the header has {len(header)}"
+                raise TrackingError(problem, field=f"{self.path}, line {number}")
             self._rows[step] = {
                 name: value for name, value in zip(self._columns, values, strict=True) if value is not None
             }

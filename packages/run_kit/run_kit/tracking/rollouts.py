@@ -42,7 +42,7 @@ def write_rollouts(folder: Path, step: int, records: Sequence[Mapping[str, Any]]
     try:
         lines = [json.dumps({"step": step, **records[index]}, ensure_ascii=False, default=_plain) for index in chosen]
     except TypeError as error:
-        raise TrackingError(f"rollouts of step {step}: {error}") from None
+        raise TrackingError(f"its rollouts: {error}", field="step", value=step) from None
     atomic_write(path, "".join(f"{line}\n" for line in lines))
     return path
 
@@ -61,10 +61,10 @@ def read_rollouts(folder: Path) -> list[dict[str, Any]]:
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise TrackingError(f"{path}, line {number}: not JSON ({error})") from None
+                raise TrackingError(f"not JSON ({error})", field=f"{path}, line {number}") from None
             if not _is_record(record):
                 needs = "a number `step`, texts `prompt` and `response` and a number `reward`"
-                raise TrackingError(f"{path}, line {number}: not a rollout, which has {needs}")
+                raise TrackingError(f"not a rollout, which has {needs}", field=f"{path}, line {number}")
             records.append(record)
     return records
 

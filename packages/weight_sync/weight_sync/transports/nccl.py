@@ -170,8 +170,8 @@ def await_workers(
                 raise ChannelError(f"{name}: hung up before the communicator was created")
         if time.monotonic() > deadline:
             raise WeightSyncError(
-                f"{', '.join(missing.values())}: did not join the communicator at {store.host}:{store.port} "
-                f"within {timeout_s} s"
+                f"did not join the communicator at {store.host}:{store.port} within {timeout_s} s",
+                field=", ".join(missing.values()),
             )
         time.sleep(_RENDEZVOUS_POLL_S)
     rendezvous.set("0", b"1")
