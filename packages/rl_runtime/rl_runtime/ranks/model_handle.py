@@ -17,14 +17,11 @@ from weight_sync import Endpoint, SyncConfig, SyncReport
 
 from ..errors import DivergedError
 from ..samples import Phase
-from .rank_function import RankFunction
 from .train_batch import Layout, MiniBatch, TrainBatch
-from .trainer_worker import ModelDescription, TrainerWorker
+from .trainer_worker import Compute, ModelDescription, TrainerWorker
 from .worker_group import WorkerGroup
 
 T = TypeVar("T")
-Compute = Callable[[ZeroEngine, Sequence[Batch]], list[Tensor]]
-"""(engine, micro batches of a rank) -> one value per target of each micro batch, [K]."""
 
 
 def log_probs(
@@ -148,15 +145,12 @@ class ModelHandle:
         """One value per target, [K], computed by every rank for its micro batches, without gradients.
 
         Args:
-            function: a function of a module, or a `functools.partial` of one; the ranks import it.
+            function: Ray sends it; a function of a module that the ranks can import travels by its name.
             mini_batches: those to compute, NaN for the others; None: all.
-
-        Raises:
-            InputError: the ranks cannot import `function`.
         """
         chosen = range(len(batch.mini_batches)) if mini_batches is None else mini_batches
         number = batch.send(self._layout)
-        outputs = self.ranks.run(TrainerWorker.compute, number, self.name, RankFunction.of(function), chosen)
+        outputs = self.ranks.run(TrainerWorker.compute, number, self.name, function, chosen)
         return batch.gather(self._layout, outputs, chosen)
 
     def log_probs(
@@ -184,8 +178,7 @@ class ModelHandle:
     def keep_hidden_states(self, batch: TrainBatch, *, column: str) -> None:
         """Leaves the hidden states that predict the targets on the ranks, as `column` [K_r, H] of the train batch."""
         number, everything = batch.send(self._layout), range(len(batch.mini_batches))
-        function = RankFunction.of(hidden_states)
-        self.ranks.run(TrainerWorker.compute, number, self.name, function, everything, column)
+        self.ranks.run(TrainerWorker.compute, number, self.name, hidden_states, everything, column)
 
     def update(
         self,
@@ -199,17 +192,15 @@ class ModelHandle:
 
         Args:
             mini_batch: a mini batch of a `TrainBatch`, with the columns that the batch has now.
-            loss_fn: a function of a module, or a `functools.partial` of one; the ranks import it.
+            loss_fn: sent by Ray, as the function of `compute`.
             head_term: the same for a term that needs the LM head's weight; see `ds_engine.HeadTerm`.
             teacher: a frozen model of the same ranks, whose LM head the term gets as `teacher_head`.
 
         Raises:
-            InputError: the ranks cannot import `loss_fn`.
             DivergedError: `max_skipped_updates` updates in a row had a gradient that is not finite.
         """
-        term = None if head_term is None else RankFunction.of(head_term)
         name = None if teacher is None else teacher.name
-        return self._update(mini_batch, loss_fn, head_term=term, teacher=name)[0]
+        return self._update(mini_batch, loss_fn, head_term=head_term, teacher=name)[0]
 
     def update_with_own_log_probs(
         self, mini_batch: MiniBatch, loss_fn: LossFn, *, column: str
@@ -246,10 +237,10 @@ class ModelHandle:
 
     def _train(self, batch: TrainBatch, index: int, loss_fn: LossFn, **options: Any) -> tuple[Any, Tensor]:
         """`TrainerWorker.train` on every rank: the result of rank 0, and the own log-probs, [K], NaN without them."""
-        loss, number = RankFunction.of(loss_fn), batch.send(self._layout)
+        number = batch.send(self._layout)
         columns = batch.missing_columns(self._layout, index)
         results = self.ranks.run_each(
-            TrainerWorker.train, columns, number, self.name, index, loss, self._temperature, **options
+            TrainerWorker.train, columns, number, self.name, index, loss_fn, self._temperature, **options
         )
         chosen = [index] if options.get("own_log_probs") else []
         return results[0][0], batch.gather(self._layout, [own_Kr for _, own_Kr in results], chosen)

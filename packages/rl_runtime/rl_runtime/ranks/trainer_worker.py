@@ -8,7 +8,7 @@ import importlib
 import logging
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -40,6 +40,7 @@ from ckpt import (
 from ds_engine import (
     EngineConfig,
     Head,
+    HeadTerm,
     LossFn,
     LossOutput,
     SharedBase,
@@ -57,12 +58,13 @@ from rollout_vllm.servers.exact import operations
 from weight_sync import Adapter, Endpoint, SyncConfig, SyncReport, WeightPusher, ZeroSource
 
 from .heartbeat import Heartbeat, Receiver
-from .rank_function import RankFunction
 
 _RNG = "rng"
 
 ModelDescription = dict[str, dict[str, Any]]
 """Shape and dtype by parameter name, JSON-able; see `ckpt.describe_model`."""
+Compute = Callable[[ZeroEngine, Sequence[Batch]], list[torch.Tensor]]
+"""(engine, micro batches of a rank) -> one value per target of each micro batch, [K]."""
 
 
 def _with_own_log_probs(
@@ -236,7 +238,7 @@ class TrainerWorker(RankProfiler):
         self._batches.pop(number, None)
 
     def compute(
-        self, number: int, role: str, function: RankFunction, mini_batches: Sequence[int], keep_as: str | None = None
+        self, number: int, role: str, function: Compute, mini_batches: Sequence[int], keep_as: str | None = None
     ) -> torch.Tensor:
         """`function(engine, micro batches)` without gradients: this rank's values for some mini batches, [K_r].
 
@@ -245,8 +247,8 @@ class TrainerWorker(RankProfiler):
             keep_as: the column under which the values stay on this rank; nothing is returned then.
         """
         micro_batches = [micro for mini in mini_batches for micro in self._batches[number][mini]]
-        with record_function(f"{role}: {function.name}"):
-            values: list[torch.Tensor] = function.load()(self._engines[role], micro_batches)
+        with record_function(f"{role}: {getattr(function, 'func', function).__name__}"):
+            values = function(self._engines[role], micro_batches)
         if keep_as is None:
             return torch.cat(values)
         for micro, values_K in zip(micro_batches, values, strict=True):
@@ -259,9 +261,9 @@ class TrainerWorker(RankProfiler):
         number: int,
         role: str,
         mini_batch: int,
-        loss: RankFunction,
+        loss_fn: LossFn,
         temperature: float,
-        head_term: RankFunction | None = None,
+        head_term: HeadTerm | None = None,
         teacher: str | None = None,
         own_log_probs: str | None = None,
         steps: bool = True,
@@ -279,17 +281,18 @@ class TrainerWorker(RankProfiler):
             `StepStats`, and with `own_log_probs` these log-probs, [K_r].
         """
         micro_batches, engine = self._with_columns(columns, number, mini_batch), self._engines[role]
-        term: Any = None if head_term is None else head_term.load()
-        if teacher is not None:
-            term = partial(term, teacher_head=self._engines[teacher].lm_head())
+        if teacher is not None and head_term is not None:
+            head_term = partial(head_term, teacher_head=self._engines[teacher].lm_head())
         if steps and self._saver is not None:
             self._saver.wait_copied()
-        loss_fn, kept = loss.load(), [torch.zeros(0)]
+        kept = [torch.zeros(0)]
         if own_log_probs is not None:
             loss_fn = partial(_with_own_log_probs, loss_fn=loss_fn, column=own_log_probs, kept=kept)
         with record_function(f"{role}: train"):
             if steps:
-                result: Any = engine.train_mini_batch(micro_batches, loss_fn, temperature=temperature, head_term=term)
+                result: Any = engine.train_mini_batch(
+                    micro_batches, loss_fn, temperature=temperature, head_term=head_term
+                )
             else:
                 result = engine.accumulate(micro_batches, loss_fn, temperature=temperature)
         return result, torch.cat([part_K.cpu() for part_K in kept])
