@@ -378,8 +378,6 @@ class EngineConfig:
     gradient_checkpointing: bool | None = None
     """Recompute activations of layers in the backward pass instead of keeping them. null: false, unless an app chooses
     it."""
-    checkpoint_every: int = 1
-    """With gradient_checkpointing: recompute every k-th layer and keep the activations of the others; at least 1."""
     checkpoint_to_cpu: bool = False
     """With gradient_checkpointing: keep the inputs of recomputed layers in CPU memory until the backward pass."""
     tiled_mlp: int | None = None
@@ -420,9 +418,6 @@ class EngineConfig:
     collective_guard: Guard = "off"
     """Compare the collectives of all ranks during training (see ds_engine.CollectiveGuard): off, auto, lockstep or
     watch."""
-    collective_stall_s: float = 60.0
-    """With the guard on: seconds that ranks wait for a rank that issues no collective before the guard raises an
-    error."""
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
@@ -462,13 +457,9 @@ class EngineConfig:
                     _refuse(
                         name, getattr(self, name), "match_servers computes each operation by itself", f"use {remedy}"
                     )
-        _require(self, "checkpoint_every", self.checkpoint_every >= 1, "1 or more")
-        for name, default in (("checkpoint_every", 1), ("checkpoint_to_cpu", False)):
-            is_used = self.gradient_checkpointing or getattr(self, name) == default
-            if not is_used:
-                _refuse(name, getattr(self, name), "it needs gradient_checkpointing: true")
+        if self.checkpoint_to_cpu and not self.gradient_checkpointing:
+            _refuse("checkpoint_to_cpu", True, "it needs gradient_checkpointing: true")
         _require_one_of(self, "collective_guard", Guard)
-        _require(self, "collective_stall_s", self.collective_stall_s > 0, "a positive number")
 
     # Rules derived from the settings. The engine, DeepSpeed's configuration and the plans all read them from here.
 

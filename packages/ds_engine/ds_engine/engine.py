@@ -117,7 +117,7 @@ class ZeroEngine:
         )
         self._memory = EngineMemory(module, self._optimizer, self._deepspeed)
         self._loss_scale = LossScale(getattr(self._deepspeed, "optimizer", None))
-        self._guard = start_guard(config.collective_guard, stall_timeout_s=config.collective_stall_s)
+        self._guard = start_guard(config.collective_guard)
 
     @classmethod
     def from_pretrained(

@@ -65,8 +65,6 @@ from .losses.aggregate import global_totals as global_totals
 from .losses.aggregate import token_weights as token_weights
 from .losses.policy import PolicyLossStats as PolicyLossStats
 from .losses.policy import cispo_loss as cispo_loss
-from .losses.policy import entropy_bonus as entropy_bonus
-from .losses.policy import entropy_from_logits as entropy_from_logits
 from .losses.policy import gspo_loss as gspo_loss
 from .losses.policy import policy_metric_shares as policy_metric_shares
 from .losses.policy import ppo_clip_loss as ppo_clip_loss

@@ -19,7 +19,6 @@ from rl_core import (
     aggregate_loss,
     broadcast_to_tokens,
     cispo_loss,
-    entropy_bonus,
     flatten_padded,
     gspo_loss,
     kl_loss,
@@ -96,11 +95,10 @@ LOSSES: dict[str, LossFn] = {
     "kl_k3": _kl("k3"),
     "kl_abs": _kl("abs"),
     "kl_k3_off_policy": _kl("k3", old=True),
-    "entropy_bonus": lambda b, lp, _: entropy_bonus(-lp.exp() * lp, 0.01),
     "value_clipped": lambda b, _, v: value_loss(v, b.returns_K, b.old_values_K, clip=0.2)[0],
     "value_plain": lambda b, _, v: value_loss(v, b.returns_K, clip=None)[0],
     "ppo_kl_entropy": lambda b, lp, _: (
-        ppo_clip_loss(lp, b.old_K, b.advantages_K)[0] + 0.1 * kl_loss(lp, b.ref_K) + entropy_bonus(-lp.exp() * lp, 0.01)
+        ppo_clip_loss(lp, b.old_K, b.advantages_K)[0] + 0.1 * kl_loss(lp, b.ref_K) + 0.01 * lp.exp() * lp
     ),
 }
 

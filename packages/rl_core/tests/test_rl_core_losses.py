@@ -13,7 +13,6 @@ from rl_core import (
     aggregate_loss,
     broadcast_to_tokens,
     cispo_loss,
-    entropy_from_logits,
     gspo_loss,
     kl_estimate,
     kl_loss,
@@ -241,28 +240,6 @@ def test_value_loss_against_a_loop(seed: int, count: int, clip: float | None) ->
         assert bool(clipped[t]) == (bounded > plain)
         assert float(grad[t]) == pytest.approx(0.0 if bounded > plain else v - r, rel=1e-11, abs=1e-12)
     assert torch.equal(value_loss(leaf, returns)[0], value_loss(leaf, returns, old, clip=None)[0])
-
-
-@PROPERTY
-@given(seeds(), st.integers(1, 5), st.integers(2, 9))
-def test_entropy_bounds_and_gradient(seed: int, count: int, vocabulary: int) -> None:
-    logits = torch.stack(rows(seed, vocabulary, count, scale=3.0)).requires_grad_()
-    entropy = entropy_from_logits(logits)
-    assert bool(((entropy >= 0) & (entropy <= math.log(vocabulary) + 1e-12)).all())
-    uniform = entropy_from_logits(torch.zeros(1, vocabulary, dtype=torch.float64))
-    assert float(uniform) == pytest.approx(math.log(vocabulary), abs=1e-12)
-    probs = logits.softmax(-1)
-    want = -(probs * (probs.log() + entropy[:, None])).detach()
-    torch.testing.assert_close(grad_of(entropy, logits), want, rtol=1e-9, atol=1e-12)
-
-
-def test_entropy_ignores_banned_tokens() -> None:
-    logits = torch.tensor([[0.3, -0.2, -torch.inf]], dtype=torch.float64, requires_grad=True)
-    entropy = entropy_from_logits(logits)
-    torch.testing.assert_close(entropy, entropy_from_logits(logits[:, :2]))
-    grad = grad_of(entropy, logits)
-    assert bool(grad.isfinite().all())
-    assert float(grad[0, 2]) == 0.0
 
 
 @PROPERTY

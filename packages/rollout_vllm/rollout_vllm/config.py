@@ -122,8 +122,6 @@ class RolloutConfig:
     unless an app needs them."""
     request_timeout_s: float = 600.0
     """Time limit in seconds of one attempt."""
-    connect_timeout_s: float = 10.0
-    """Time limit in seconds to connect to a server."""
     max_retries: int = 5
     """Maximum number of retries of a group after its first attempt."""
     retry_base_s: float = 0.2
@@ -136,7 +134,7 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         _require_positive(self, ("tensor_parallel_size", "startup_timeout_s"))
-        _require_positive(self, ("request_timeout_s", "connect_timeout_s", "retry_base_s", "retry_max_s"))
+        _require_positive(self, ("request_timeout_s", "retry_base_s", "retry_max_s"))
         _require_positive(self, ("max_samples_in_flight", "speculative_tokens"))
         optional = ("num_servers", "max_num_seqs", "max_model_len", "kv_cache_gib", "cpu_threads")
         _require_positive(self, optional, or_none=True)

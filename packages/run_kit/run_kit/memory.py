@@ -56,13 +56,13 @@ class MemorySampler:
     `metrics` does not wait for one while the thread runs: a sample of 17 processes with 3.3 GiB took 0.1 s, on 2 cores.
 
     ```
-    with MemorySampler(interval_s=1.0) as sampler:
+    with MemorySampler(interval_s=2.0) as sampler:
         ...
         sampler.metrics()   # memory/host_gib, memory/host_peak_gib, memory/num_processes
     ```
     """
 
-    def __init__(self, *, interval_s: float = 1.0, read: Callable[[], TreeMemory] = process_tree_memory) -> None:
+    def __init__(self, *, interval_s: float = 2.0, read: Callable[[], TreeMemory] = process_tree_memory) -> None:
         if interval_s <= 0:
             raise TrackingError(field="interval_s", value=interval_s, allowed="above 0")
         self._interval_s = interval_s

@@ -169,9 +169,10 @@ def test_trackio_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [row["step"] for row in rows if "sft/loss" in row] == [1, 2, 3, 4, 5]
 
 
-def test_wandb_continues_its_run(tmp_path: Path) -> None:
+def test_wandb_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb", reason="pip install wandb")
-    first, second = train_twice(tmp_path, replace(QUIET, wandb_project="p", wandb_mode="offline"))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    first, second = train_twice(tmp_path, replace(QUIET, wandb_project="p"))
     wandb.teardown()  # its process may still write the file when `finish` has returned; this waits until it has ended
     ids = [json.loads((run.path / "services.json").read_text())["wandb"] for run in (first, second)]
     assert ids[0] == ids[1]

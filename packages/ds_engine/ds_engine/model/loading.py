@@ -267,7 +267,7 @@ def prepare_model(
     if trainable and config.lora is not None:
         add_adapters(module, config.lora, head=head, seed=config.seed, vision=config.train_vision)
     if config.gradient_checkpointing:
-        enable_checkpointing(module, every=config.checkpoint_every, to_cpu=config.checkpoint_to_cpu)
+        enable_checkpointing(module, to_cpu=config.checkpoint_to_cpu)
     if operations is not None:
         match_servers(module, operations)
     if config.compile:

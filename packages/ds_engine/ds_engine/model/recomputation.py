@@ -23,8 +23,8 @@ INPUTS = FENCE.patch(
 )
 
 
-def enable_checkpointing(model: Any, *, every: int = 1, to_cpu: bool = False) -> None:
-    """Recompute layers 0, k, 2k, ... of a transformers model (k = `every`) when it is in training mode.
+def enable_checkpointing(model: Any, *, to_cpu: bool = False) -> None:
+    """Recompute every layer of a transformers model when it is in training mode.
 
     Args:
         to_cpu: keep the inputs of recomputed layers in (pinned) CPU memory until the backward pass.
@@ -37,10 +37,8 @@ def enable_checkpointing(model: Any, *, every: int = 1, to_cpu: bool = False) ->
     layers = [layer for layer in transformer_layers(model) if layer.gradient_checkpointing]
     if not layers:
         raise ModelError(f"{type(model).__name__} has no layers that support activation checkpointing")
-    for number, layer in enumerate(layers):
-        layer.gradient_checkpointing = number % every == 0
-        if to_cpu and INPUTS.check():
-            INPUTS.replace(layer, _gradient_checkpointing_func=_checkpoint_to_cpu)
+    for layer in layers if to_cpu and INPUTS.check() else ():
+        INPUTS.replace(layer, _gradient_checkpointing_func=_checkpoint_to_cpu)
 
 
 def _checkpoint_to_cpu(call: Callable[..., Any], *args: Any) -> Any:

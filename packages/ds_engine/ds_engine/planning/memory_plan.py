@@ -348,8 +348,7 @@ def _place(offload: OffloadDevice, size: int) -> Place:
 
 def _recomputed(case: _Case) -> int:
     """Number of layers recomputed in the backward pass."""
-    config = case.config
-    return -(-case.shape.num_layers // config.checkpoint_every) if config.gradient_checkpointing else 0
+    return case.shape.num_layers if case.config.gradient_checkpointing else 0
 
 
 def _product_bytes(case: _Case) -> int:

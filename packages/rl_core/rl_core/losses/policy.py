@@ -132,27 +132,6 @@ def policy_metric_shares(stats: PolicyLossStats, weights_K: Tensor) -> dict[str,
     }
 
 
-def entropy_bonus(entropy_K: Tensor, coefficient: float) -> Tensor:
-    """-coefficient * entropy, the term to add to a per-token loss, [K]; minimizing it raises the entropy.
-
-    Source: Williams and Peng 1991; Mnih et al. 2016, arXiv:1602.01783. A negative coefficient lowers the entropy.
-    `rl_core.linear_log_prob` returns the entropy, with its gradient, without materializing the logits.
-    """
-    (entropy,) = upcast(entropy_K)
-    return -coefficient * entropy
-
-
-def entropy_from_logits(logits_KV: Tensor) -> Tensor:
-    """H = -sum_v p_v log p_v in nats, [K], from materialized logits; in at least float32, differentiable.
-
-    Logits of -inf (banned tokens) count as probability 0.
-    """
-    (logits,) = upcast(logits_KV)
-    log_probs = logits.log_softmax(dim=-1)
-    # 0 * -inf is NaN, and so is its gradient: mask the banned tokens before the product
-    return -(log_probs.exp() * log_probs.masked_fill(log_probs.isinf(), 0.0)).sum(dim=-1)
-
-
 def _inputs(log_probs_K: Tensor, old_log_probs_K: Tensor, advantages_K: Tensor) -> tuple[Tensor, ...]:
     """The three tensors in one dtype of at least float32; only the log-probs keep their graph."""
     require_same_shape(log_probs_K=log_probs_K, old_log_probs_K=old_log_probs_K, advantages_K=advantages_K)

@@ -255,7 +255,7 @@ def open_run(
     atomic_write(run.path / INPUTS_FILE, json.dumps(dict(plan.digests), indent=1) + "\n")
     with (
         _one_thread(),
-        MemorySampler(interval_s=config.tracking.memory_interval_s) as memory,
+        MemorySampler() as memory,
         Tracker(run, config, num_steps=num_steps, comment=resolved.comment(), resumes=former) as tracker,
     ):
         others = OtherRuns(run.path, former)

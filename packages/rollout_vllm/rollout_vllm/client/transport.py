@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 # Shorter than the 5 s after which uvicorn closes an idle connection, so that stale connections are rarely reused.
 _KEEP_ALIVE_S = 3.0
+_CONNECT_TIMEOUT_S = 10.0
 
 
 class Transport:
@@ -46,9 +47,8 @@ class Transport:
         headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
         if request_id is not None:
             headers["X-Request-Id"] = request_id
-        timeout = aiohttp.ClientTimeout(
-            total=timeout_s or self._config.request_timeout_s, sock_connect=self._config.connect_timeout_s
-        )
+        total_s = timeout_s or self._config.request_timeout_s
+        timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=_CONNECT_TIMEOUT_S)
         url = endpoint.url.rstrip("/") + path
         async with self._session().request(method, url, json=body, headers=headers, timeout=timeout) as response:
             return response.status, response.headers, await response.read()

@@ -1,7 +1,6 @@
 """Tracking configuration."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from ..errors import ConfigError
 
@@ -18,14 +17,9 @@ class TrackingConfig:
     """Write TensorBoard events to `tensorboard/`."""
     report: bool = True
     """Write `report.html` at the end."""
-    memory_interval_s: float = 2.0
-    """Minimum seconds between samples of the run's host memory; above 0."""
     wandb_project: str | None = None
-    """Weights & Biases project; null does not use it. Needs the wandb package."""
-    wandb_entity: str | None = None
-    """Weights & Biases user or team; null is the account's default."""
-    wandb_mode: Literal["online", "offline"] = "online"
-    """`offline` keeps the Weights & Biases files in the run folder until `wandb sync`."""
+    """Weights & Biases project; null does not use it. Needs the wandb package. WANDB_ENTITY names
+    the team, and WANDB_MODE=offline keeps the files in the run folder."""
 
     mlflow_experiment: str | None = None
     """MLflow experiment, which is created if it is new; null does not use MLflow. Needs the mlflow package."""
@@ -41,5 +35,3 @@ class TrackingConfig:
             raise ConfigError(field="mlflow_uri", value=self.mlflow_uri, allowed="null, or set mlflow_experiment too")
         if self.rollouts_per_step < 0:
             raise ConfigError(field="rollouts_per_step", value=self.rollouts_per_step, allowed="0 or more")
-        if not 0 < self.memory_interval_s < float("inf"):
-            raise ConfigError(field="memory_interval_s", value=self.memory_interval_s, allowed="above 0 seconds")

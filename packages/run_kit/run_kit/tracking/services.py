@@ -35,8 +35,6 @@ class WandbService:
         wandb = _imported("wandb", config)
         self._run = wandb.init(
             project=config.wandb_project,
-            entity=config.wandb_entity,
-            mode=config.wandb_mode,
             dir=str(folder),
             config=dict(settings),
             **({"name": folder.name} if run_id is None else {"id": run_id, "resume": "allow"}),
