@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import check
 from benchmarks.random_model import write_random_model
+from plinth_testing import raises
 from rl_runtime import InputError, ResolvedConfig, resolve_job
 from rl_runtime.launch import cluster
 from rl_runtime.ranks.environment import cache_variables
@@ -213,8 +214,7 @@ def test_samples_of_older_policies_are_corrected_unless_that_means_nothing() -> 
     ahead = chosen("trainer.max_staleness=1")
     assert ahead.config.algorithm.rollout_correction.mode == "truncate"
     assert "algorithm.rollout_correction.mode=truncate" in ahead.lines()[0]
-    why = r"sampling.top_p.*was chosen: samples are up to 1 policy versions old"
-    with pytest.raises(InputError, match=why):
+    with raises(InputError, field="sampling.top_p"):
         chosen("trainer.max_staleness=1", "sampling.top_p=0.9")
     without = chosen("trainer.max_staleness=1", "sampling.top_p=0.9", "algorithm.rollout_correction.mode=none")
     assert not without.config.algorithm.rollout_correction.enabled
@@ -228,7 +228,7 @@ def test_a_home_that_cannot_be_written_is_refused_with_what_to_set(
         monkeypatch.setenv(name, "restored after the test, also where it was not set")
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", "/proc/nowhere")
-    with pytest.raises(ValueError, match=r"/proc/nowhere/.cache/vllm cannot be written .*set HOME, XDG_CACHE_HOME"):
+    with raises(ValueError, value="/proc/nowhere/.cache/vllm"):
         check(load_config(GrpoConfig, presets=[DEMO], overrides=[]))
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
     check(load_config(GrpoConfig, presets=[DEMO], overrides=[]))
@@ -247,7 +247,7 @@ def test_a_data_source_without_a_reward_is_refused_with_its_row(tmp_path: Path) 
     ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
     overrides = ["trainer.total_training_steps=1", f"model.path={model}", f"data.train={tmp_path / 'train.parquet'}"]
-    with pytest.raises(ValueError, match=r"data.train: .*train.parquet: row 1.*somebody/else"):
+    with raises(ValueError, field="data.train"):
         check(load_config(GrpoConfig, presets=[], overrides=overrides))
 
 
@@ -261,7 +261,7 @@ def test_a_model_of_the_hub_is_found_where_its_download_put_it(tmp_path: Path, m
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
     data = f"data.train={tmp_path / 'train.parquet'}"
     check(load_config(GrpoConfig, presets=[DEMO], overrides=["model.path=somebody/tiny", data, "warm_start.steps=0"]))
-    with pytest.raises(ValueError, match="fetch it with `hf download somebody/else`"):
+    with raises(ValueError, field="model.path"):
         check(
             load_config(GrpoConfig, presets=[DEMO], overrides=["model.path=somebody/else", data, "warm_start.steps=0"])
         )

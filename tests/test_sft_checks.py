@@ -7,26 +7,24 @@ import pytest
 
 from apps.sft.config import SftConfig
 from apps.sft.main import main
+from plinth_testing import raises
 from rl_data import build_tiny_model
 from run_kit import load_config
 
 
 @pytest.mark.parametrize(
-    ("template", "message"),
+    ("template", "field"),
     [
         # An answer is marked only where it ends the conversation.
         (
             "{% for m in messages %}{{ '=' if loop.last and m.role == 'assistant' }}{{ m.content }}{% endfor %}",
-            r"^supervised.files: .*chat.jsonl: line 1, .*\(supervised.turns=each\) .*\(supervised.turns=last\)",
+            "supervised.files",
         ),
-        (
-            "{{ raise_exception('no roles') }}",
-            r"^supervised.files: .*the chat template refuses .*set data.chat_template=never",
-        ),
-        (None, r"^data.chat_template=always, but the model's tokenizer has no chat template"),
+        ("{{ raise_exception('no roles') }}", "supervised.files"),
+        (None, None),
     ],
 )
-def test_refused_before_the_run_folder(tmp_path: Path, template: str | None, message: str) -> None:
+def test_refused_before_the_run_folder(tmp_path: Path, template: str | None, field: str | None) -> None:
     folder = build_tiny_model(tmp_path / "model")
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
@@ -36,6 +34,6 @@ def test_refused_before_the_run_folder(tmp_path: Path, template: str | None, mes
     given = [f"model.path={folder}", f"supervised.files={chat}", f"trainer.output_dir={tmp_path / 'outputs'}"]
     if template is None:
         given.append("data.chat_template=always")
-    with pytest.raises(ValueError, match=message):
+    with raises(ValueError, field=field):
         main(load_config(SftConfig, presets=[], overrides=[*given, "trainer.device=cpu"]))
     assert not (tmp_path / "outputs").exists()

@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from rl_core import Batch, BatchConfig, PrefixOrder, plan_micro_batches
+from rl_core import ArgumentError, Batch, BatchConfig, PrefixOrder, plan_micro_batches
 
 from .trainer_worker import RankPart, TrainerWorker
 from .worker_group import WorkerGroup
@@ -71,7 +71,8 @@ class TrainBatch:
         self.batch, self._group_size = batch, group_size
         self._minis = list(mini_batches) if mini_batches else [range(batch.num_sequences)]
         if broken := [len(mini) for mini in self._minis if len(mini) % group_size]:
-            raise ValueError(f"a mini batch has {broken[0]} sequences; allowed: multiples of group_size={group_size}")
+            allowed = "a divisor of every mini batch's sequences"
+            raise ArgumentError(f"one has {broken[0]}", field="group_size", value=group_size, allowed=allowed)
         self._assignments: dict[Layout, list[Assignment]] = {}
         """Assignment of each mini batch, for every layout that holds the batch."""
         self._sent: dict[Layout, set[tuple[int, str]]] = {}

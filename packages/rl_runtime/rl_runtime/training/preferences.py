@@ -123,8 +123,9 @@ class ReferenceLogProbs:
         """Raises InputError if the log-probs are those of other responses."""
         if state["responses"] != self._checksum():
             raise InputError(
-                "the checkpoint has reference log-probs of other preferences; resume with the files, model, "
-                "supervised.max_length and trainer.seed of the run that wrote it"
+                "the checkpoint has reference log-probs of other preferences",
+                field="supervised.files",
+                remedy="resume with the files, model, supervised.max_length and trainer.seed of the run that wrote it",
             )
         values = np.frombuffer(base64.b64decode(state["log_probs"]), dtype="<f4")
         self._values = dict(zip(self._responses, values.tolist(), strict=True))

@@ -112,6 +112,7 @@ def _check_cache_folder() -> None:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise RolloutConfigError(
-            f"vLLM's cache folder {folder} cannot be written ({error.strerror or error})",
+            f"vLLM's cache folder cannot be written: {error.strerror or error}",
+            value=folder,
             remedy="set HOME, XDG_CACHE_HOME or VLLM_CACHE_ROOT to a folder that can",
         ) from None
