@@ -60,9 +60,9 @@ class ForkedProcess:
 
 
 def assert_not_claimed(error: BaseException) -> None:
-    """The server answered the pusher's claim with an error, as another pusher owns it."""
+    """The server refused the pusher's claim, because another pusher owns it."""
     cause: Any = error.__cause__
-    assert (cause.step, cause.status) == ("POST /init_weight_transfer_engine", 500), error
+    assert cause.step == "POST /init_weight_transfer_engine", error
 
 
 def tiny_model(family: str = "qwen3", *, seed: int, tied: bool = True, hidden: int = 64) -> Any:
