@@ -24,7 +24,7 @@ def backward(engine: ZeroEngine, samples: list[Sample]) -> None:
     """The backward pass of one micro batch, without the step."""
     passes = engine._micro_batches
     inputs, batch = passes.to_device(make_batch(samples))
-    passes.backward(passes._forward(inputs, 1.0), batch, weighted_loss, {})
+    passes.backward(passes._forward(inputs, 1.0), batch, weighted_loss, {}, inputs[0].entropy)
 
 
 def gradient_error(model_path: str, micro_batches: list[list[Sample]], stage: int, fp32_reduce: bool) -> float:

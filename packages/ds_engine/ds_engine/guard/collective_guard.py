@@ -55,11 +55,13 @@ _active: CollectiveGuard | None = None
 _num_started = 0
 
 
-def start_guard(mode: Literal["off", "auto", "lockstep", "watch"]) -> CollectiveGuard | None:
+def start_guard(
+    mode: Literal["off", "auto", "lockstep", "watch"], *, stall_timeout_s: float = 60.0
+) -> CollectiveGuard | None:
     """Start a guard; returns None if `mode` is off or a guard is active, which covers all groups of the process."""
     if mode == "off" or _active is not None:
         return None
-    guard = CollectiveGuard(mode=mode)
+    guard = CollectiveGuard(mode=mode, stall_timeout_s=stall_timeout_s)
     guard.start()
     return guard
 
