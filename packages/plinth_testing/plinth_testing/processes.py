@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import socket
@@ -32,18 +33,50 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_under_the_interpreter(code: str, *paths: str) -> str:
-    """Output of `code` in a process that runs Triton's kernels on the CPU; it imports from `paths` first.
+_INTERPRETER = """
+import os, runpy, sys, traceback
+import torch, triton
+for line in sys.stdin:
+    script, *sys.path = line.rstrip("\\n").split("\\t")
+    if child := os.fork():
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    for stream, name in (1, "out"), (2, "err"):
+        os.dup2(os.open(f"{script}.{name}", os.O_WRONLY | os.O_CREAT), stream)
+    code = 1
+    try:
+        runpy.run_path(script, run_name="__main__")
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+"""
 
-    Triton reads TRITON_INTERPRET when it is imported, and functions of a kernel need a file.
+
+@functools.cache
+def _interpreter() -> subprocess.Popen[str]:
+    """A process that has imported torch and Triton, and forks for each script: imports take longer than most scripts.
+
+    Triton reads TRITON_INTERPRET when it is imported.
     """
+    env = {**os.environ, **CPU_ENVIRONMENT, "TRITON_INTERPRET": "1"}
+    command, pipes = [sys.executable, "-c", _INTERPRETER], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen(command, env=env, text=True, preexec_fn=die_with_parent, **pipes)  # type: ignore[call-overload, no-any-return]
+
+
+def run_under_the_interpreter(code: str, *paths: str) -> str:
+    """Output of `code` in a process that runs Triton's kernels on the CPU; it imports from `paths` first."""
     with tempfile.TemporaryDirectory() as folder:
-        (script := Path(folder) / "cases.py").write_text(code)
-        places = os.pathsep.join(path for path in (*paths, *sys.path) if path)
-        env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": places}
-        done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+        (script := Path(folder) / "cases.py").write_text(code)  # functions of a kernel need a file
+        server = _interpreter()
+        assert server.stdin is not None
+        assert server.stdout is not None
+        print(script, *paths, *filter(None, sys.path), sep="\t", file=server.stdin, flush=True)
+        ended = server.stdout.readline()
+        assert ended == "0\n", Path(f"{script}.err").read_text()[-4000:] if ended else "the interpreter has ended"
+        return Path(f"{script}.out").read_text()
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 300.0, *, interval_s: float = 0.05) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import signal
 import sys
 from itertools import combinations, product
@@ -20,6 +21,7 @@ from plinth_testing import (
     peak_memory,
     random_model,
     run_script,
+    run_under_the_interpreter,
     start_process,
     stop_process,
     tiny_config,
@@ -148,6 +150,15 @@ def test_forked_ranks_and_a_failing_one(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import time; print('began', flush=True); time.sleep(60)")
     with pytest.raises(AssertionError, match=r"(?s)stopped after 2 s.*began"):
         run_script(tmp_path / "slow.py", timeout_s=2)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_scripts_under_the_interpreter_share_imports_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "only_there.py").write_text("import sys; sys.left = 'behind'")
+    assert run_under_the_interpreter("import only_there, sys; print(sys.left)", str(tmp_path)) == "behind\n"
+    for script, error in (("import sys; print(sys.left)", "AttributeError"), ("import only_there", "only_there")):
+        with pytest.raises(AssertionError, match=error):
+            run_under_the_interpreter(script)
 
 
 @pytest.mark.slow
