@@ -25,6 +25,7 @@ _MODULES = (
         "model.sequence_parallel",
         "state.checkpoint",
         "state.reshape",
+        "zero.adamw",
     ),
     *("zero.grad_accumulation", "zero.hpz", "zero.optimizer", "zero.optimizer_step", "zero.zero3_gather"),
     *("zero.zero3_gradients", "zero.zero3_hooks"),
