@@ -405,17 +405,21 @@ class ZeroEngine:
                 raise EngineError(problem, field=field, value=value, allowed=", ".join(map(str, allowed)))
         WAITING.check()
 
-    def compile_ahead(self) -> None:
-        """Compile what the first log-probs or values and the first step would, on two made-up sequences. Collective.
+    def compile_ahead(self, num_tokens: int = 0) -> None:
+        """Compile what the first log-probs or values and the first step would, on made-up sequences. Collective.
 
         Nothing changes: the gradient of one weight is computed and thrown away. At stage 3 only the pass without
         gradients is run: in the other, hooks gather weights for the step that follows. Does nothing without
         `config.compile`.
+
+        Args:
+            num_tokens: about as many as micro batches have. torch compiles a layer's backward pass once for tensors
+                below some 5 million elements, and once more for larger ones. At least two sequences are computed.
         """
         if not self.config.compile:
             return
         length = min(_AHEAD_TOKENS, int(getattr(self.module.config, "max_position_embeddings", None) or _AHEAD_TOKENS))
-        batch = SimpleBatch.pack([([1], [1] * (length - 1))] * 2)
+        batch = SimpleBatch.pack([([1], [1] * (length - 1))] * max(2, num_tokens // length))
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             self._set_mode(training=False)

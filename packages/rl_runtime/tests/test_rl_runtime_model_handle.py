@@ -3,6 +3,7 @@
 The ranks are real `TrainerWorker`s in this process, with engines that compute simple functions of the token ids.
 """
 
+import inspect
 import math
 import pickle
 import threading
@@ -92,9 +93,11 @@ class InProcessRanks:
         self.calls: list[str] = []
         self.columns_sent: list[tuple[int, str]] = []
         """(mini batch, column)."""
+        self.built: dict[str, Any] = {}
 
     def run(self, method: Any, *args: Any) -> list[Any]:
         if method is TrainerWorker.build:
+            self.built = inspect.signature(method).bind(self, *args).arguments
             return []
         self.calls.append(method.__name__)
         return [method(worker, *args) for worker in self.workers]
@@ -125,6 +128,15 @@ def handle(ranks: InProcessRanks, name: str, *, sp: int = 1, batch: BatchConfig 
     model = ModelHandle(ranks, name, batch or BatchConfig(token_budget=16))  # type: ignore[arg-type]
     model.build("model", EngineConfig(sequence_parallel=sp), total_steps=1)
     return model
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens"), [(BatchConfig(token_budget=16), 16), (BatchConfig(micro_batch_size=2), 0)]
+)
+def test_layers_are_compiled_ahead_for_the_tokens_of_a_micro_batch(batch: BatchConfig, tokens: int) -> None:
+    ranks = InProcessRanks(2, "actor")
+    handle(ranks, "actor", batch=batch)
+    assert ranks.built["ahead_tokens"] == tokens
 
 
 def any_loss(_: TokenOutputs, batch: Any) -> LossOutput:

@@ -131,7 +131,9 @@ class ModelHandle:
         `shares_base`: adapters over frozen weights that the ranks hold once for all models built so.
         """
         self._sp = config.sequence_parallel
-        seconds = self.ranks.run(TrainerWorker.build, self.name, model_path, config, total_steps, head, shares_base)
+        tokens = 0 if self._batch.micro_batch_size else self._batch.max_packed_tokens
+        settings = model_path, config, total_steps, head, shares_base, tokens
+        seconds = self.ranks.run(TrainerWorker.build, self.name, *settings)
         if config.compile:
             built_s, compiled_s = map(max, zip(*seconds, strict=True))
             self._report(f"{self.name}: built in {built_s:.1f} s, its layers compiled in {compiled_s:.1f} s")

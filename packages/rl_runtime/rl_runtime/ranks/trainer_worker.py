@@ -178,10 +178,12 @@ class TrainerWorker(RankProfiler):
         total_steps: int | None,
         head: Head = "lm",
         shares_base: bool = False,
+        ahead_tokens: int = 0,
     ) -> tuple[float, float]:
         """Builds or rebuilds the engine of `role` from a Hugging Face folder; `total_steps=None`: frozen.
 
         `shares_base`: its frozen weights are those of the other engines that share them (`ds_engine.SharedBase`).
+        `ahead_tokens`: tokens of micro batches, for `ZeroEngine.compile_ahead`.
 
         Returns:
             Seconds to build it, and to compile its layers.
@@ -201,7 +203,7 @@ class TrainerWorker(RankProfiler):
         )
         built = time.perf_counter()
         try:
-            self._engines[role].compile_ahead()  # while the servers start
+            self._engines[role].compile_ahead(ahead_tokens)  # while the servers start
         except Exception as error:  # the first step compiles then, and reports what is really wrong
             logging.getLogger(__name__).warning("the layers of %s are not compiled ahead: %r", role, error)
         return built - begin, time.perf_counter() - built
