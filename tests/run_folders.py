@@ -1,9 +1,11 @@
-"""Compares run folders: exact metrics, models, the ledger of samples."""
+"""Reads and compares run folders: metrics, recorded samples, the ledger of samples."""
 
 import csv
+import json
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from rl_runtime.training.ledger import SampleRow
 
@@ -20,6 +22,16 @@ def metrics_rows(run: Path) -> list[dict[str, str]]:
     """The rows of metrics.tsv."""
     with (run / "metrics.tsv").open() as file:
         return list(csv.DictReader(file, delimiter="\t"))
+
+
+def column(run: Path, name: str) -> list[float]:
+    """The values of a metric, without the steps that lack it."""
+    return [float(row[name]) for row in metrics_rows(run) if row.get(name)]
+
+
+def rollouts(run: Path) -> list[dict[str, Any]]:
+    """The samples that the run has recorded, in the order of its steps."""
+    return [json.loads(line) for file in sorted(run.glob("rollouts/*.jsonl")) for line in file.open()]
 
 
 def exact_metrics(run: Path) -> dict[str, dict[str, str]]:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests import test_staleness
-from tests.test_rollout_in_training import REPO, SMALL, read_metrics, read_samples
+from tests.run_folders import rollouts
+from tests.test_rollout_in_training import REPO, SMALL, read_metrics
 
 pytestmark = [pytest.mark.e2e, pytest.mark.thorough]
 
@@ -76,7 +77,7 @@ def test_a_killed_run_that_draws_ahead_resumes_and_trains_every_episode_once(
 
 def assert_faithful(run: Path, *, steps: int) -> None:
     """Of every sampled token the log-prob is that of its place: elsewhere they differ by tenths."""
-    rows, samples = read_metrics(run), read_samples(run)
+    rows, samples = read_metrics(run), rollouts(run)
     assert len(rows) == steps
     for row in rows:
         assert float(row["rollout/log_prob_mismatch"]) < 1e-4

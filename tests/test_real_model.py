@@ -24,7 +24,7 @@ from rl_data.package_index import FetchError
 from rl_data.tasks.fetched import fetch
 from rl_runtime.training.ledger import read_samples
 from tests.real_model_game import RETORTS
-from tests.run_folders import check_ledger, exact_metrics, metrics_rows, only
+from tests.run_folders import check_ledger, exact_metrics, metrics_rows, only, rollouts
 
 QUESTIONS = [
     "What is 7 + 5?",
@@ -433,7 +433,7 @@ def test_turns_of_an_environment_continue_the_tokens_of_the_chat_template(smollm
     (row,) = metrics_rows(run)
     assert float(row["rollout/num_failed"]) == 0
     assert float(row["rollout/log_prob_mismatch"]) < 1e-4, "ranks and servers read other tokens"
-    records = [json.loads(line) for file in (run / "rollouts").iterdir() for line in file.open()]
+    records = rollouts(run)
     tokenizer = load_tokenizer(smollm2)
     contexts = [f"\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" for text in RETORTS]
     written = [re.sub("<[|].*?[|]>", "", context) for context in contexts]  # records leave special tokens out

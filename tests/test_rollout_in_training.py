@@ -15,7 +15,7 @@ from rl_runtime_reward_service import quality, reward_service
 
 from rollout_vllm.episodes.remote_rewards import judge_prompt
 from tests import planted_secrets
-from tests.run_folders import metrics_rows
+from tests.run_folders import column, metrics_rows, rollouts
 
 REPO = Path(__file__).resolve().parents[1]
 SMALL = (
@@ -88,9 +88,9 @@ def test_tools_and_a_users_reward_survive_a_killed_server_and_the_run_folder_is_
         assert float(row["actor/skipped_inactive_micro"]) == 0
         parts = sum(float(v) for k, v in row.items() if k.startswith("timing_s/") and k != "timing_s/step" and v)
         assert parts == pytest.approx(float(row["timing_s/step"]), rel=0.15)
-    assert max(float(row["rollout/num_turns"]) for row in rows) > 1
+    assert max(column(run, "rollout/num_turns")) > 1
     assert min(float(row["actor/grad_norm"]) for row in rows) > 0
-    samples = read_samples(run)
+    samples = rollouts(run)
     assert [sample for sample in samples if sample["num_context_tokens"]]
     for sample in samples:
         assert {"prompt", "response"} <= set(sample)
@@ -101,11 +101,6 @@ def test_tools_and_a_users_reward_survive_a_killed_server_and_the_run_folder_is_
 
 def read_metrics(run: Path) -> list[dict[str, str]]:
     return [row for row in metrics_rows(run) if row.get("actor/grad_norm")]
-
-
-def read_samples(run: Path) -> list[dict[str, Any]]:
-    lines = [line for path in sorted((run / "rollouts").iterdir()) for line in path.read_text().splitlines()]
-    return [json.loads(line) for line in lines if line]
 
 
 JUDGE = "Is {response} what {prompt} asks for? It should be {ground_truth}."
@@ -169,7 +164,7 @@ def test_existing_servers_and_an_existing_judge(
         assert float(row["rollout/log_prob_mismatch"]) < 1e-4
         assert float(row["actor/grad_norm"]) > 0
     assert len(read_metrics(run)) == 2
-    samples = read_samples(run)
+    samples = rollouts(run)
     assert samples
     for sample in samples:
         fields = {name: sample[name] for name in ("prompt", "response", "ground_truth")}

@@ -12,7 +12,7 @@ import pytest
 
 from rl_data import build_tiny_model, write_task
 from run_kit.runs import list_runs
-from tests.run_folders import metrics_rows
+from tests.run_folders import column, metrics_rows, rollouts
 from tests.test_evaluate import assert_last_checkpoint_is_exported_model, evaluated, responses
 
 pytestmark = pytest.mark.e2e
@@ -35,13 +35,12 @@ def trained(start_shared_app: Callable[..., Any], tmp_path_factory: pytest.TempP
 @pytest.mark.long
 def test_the_loss_falls_and_the_model_loads(trained: Path) -> None:
     run = trained
-    rows = metrics_rows(run)
-    losses = [float(row["sft/loss"]) for row in rows if row["sft/loss"]]
-    held_out = {int(row["step"]): float(row["val/loss"]) for row in rows if row["val/loss"]}
+    losses = column(run, "sft/loss")
+    held_out = {int(row["step"]): float(row["val/loss"]) for row in metrics_rows(run) if row["val/loss"]}
     assert list(held_out) == [0, 20, 40]
     assert held_out[0] > 3
     assert held_out[40] < 2.2
-    records = [json.loads(line) for line in (run / "rollouts" / "step_000040.jsonl").read_text().splitlines()]
+    records = [record for record in rollouts(run) if record["step"] == 40]
     assert len(records) == 2
     assert all(record["prompt"] and record["response"] and record["demonstrated"] for record in records)
     assert len(losses) == 40

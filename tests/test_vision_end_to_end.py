@@ -9,7 +9,7 @@ import pytest
 
 from apps.evaluate.main import cli
 from rl_data.tasks.shapes import write_shapes
-from tests.run_folders import metrics_rows
+from tests.run_folders import column, rollouts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -25,27 +25,20 @@ def keys_of(files: Path, train: str, val: str, warm_start: str) -> list[str]:
     return [f"model.path={files / 'model'}", *(f"{key}=[{files / name}.parquet]" for key, name in names.items())]
 
 
-def samples_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for file in sorted(run.glob("rollouts/*.jsonl")) for line in file.read_text().splitlines()]
-
-
 def test_grpo_teaches_a_model_to_count_what_it_sees(tmp_path: Path, files: Path, start_app: Callable[..., Any]) -> None:
     app = start_app(
         tmp_path / "runs",
-        "preset=shapes",
+        *("preset=shapes", "trainer.total_training_steps=12", "sync.verify=true"),
         *keys_of(files, "train", "val", "demonstrations"),
-        "trainer.total_training_steps=12",
-        "sync.verify=true",
     )
     run = app.succeeded()
-    rows = metrics_rows(run)
-    scores = [float(row["val/score/mean"]) for row in rows if row.get("val/score/mean")]
+    scores = column(run, "val/score/mean")
     assert scores[-1] > scores[0] + 0.15
     # Servers see what the ranks see, also after pushes.
-    gaps = [float(row["rollout/log_prob_mismatch_max"]) for row in rows if row.get("rollout/log_prob_mismatch_max")]
+    gaps = column(run, "rollout/log_prob_mismatch_max")
     assert len(gaps) == 12
     assert max(gaps) < 1e-3
-    assert all(Path(name).is_file() for sample in samples_of(run) for name in sample["images"])
+    assert all(Path(name).is_file() for sample in rollouts(run) for name in sample["images"])
     assert not (run / "images").exists()
 
 
@@ -67,10 +60,10 @@ def supervised(files: Path, start_shared_app: Callable[..., Any], tmp_path_facto
 
 @pytest.mark.thorough
 def test_sft_and_its_greedy_responses_see_images(supervised: Path) -> None:
-    losses = [float(row["val/loss"]) for row in metrics_rows(supervised) if row.get("val/loss")]
+    losses = column(supervised, "val/loss")
     # Colors are always right, and only an image tells them: without it they cost log(3) / 3 of a token's loss alone.
     assert losses[-1] < losses[0] / 2
-    named = [(one["response"].split(), one["demonstrated"].split()) for one in samples_of(supervised)[-8:]]
+    named = [(one["response"].split(), one["demonstrated"].split()) for one in rollouts(supervised)[-8:]]
     assert sum(len(said) > 1 and said[1] == shown[1] for said, shown in named) >= 7
 
 
@@ -103,12 +96,7 @@ def test_every_turn_of_a_game_sees_the_boards_before_it(
         "warm_start.steps=60",
     )
     run = app.succeeded()
-    gaps = [
-        float(row["rollout/log_prob_mismatch_max"])
-        for row in metrics_rows(run)
-        if row.get("rollout/log_prob_mismatch_max")
-    ]
-    assert max(gaps) < 1e-3
-    seen = {(sample["num_turns"], len(sample["images"])) for sample in samples_of(run)}
+    assert max(column(run, "rollout/log_prob_mismatch_max")) < 1e-3
+    seen = {(sample["num_turns"], len(sample["images"])) for sample in rollouts(run)}
     assert (2, 2) in seen
     assert seen <= {(1, 1), (2, 2)}
