@@ -90,10 +90,10 @@ def test_servers_generate_ahead_with(
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(3600)
-def test_twenty_kills_of_driver_ranks_and_servers_lose_no_sample(tmp_path: Path, start_app: Callable[..., Any]) -> None:
+@pytest.mark.timeout(1500)
+def test_kills_of_driver_ranks_and_servers_lose_no_sample(tmp_path: Path, start_app: Callable[..., Any]) -> None:
     """A killed driver is started again with `resume=auto`; ranks and servers are replaced by the run itself."""
-    steps, chance = 120, random.Random(os.environ.get("PLINTH_STRIKES_SEED", "1"))
+    steps, strikes, chance = 30, 8, random.Random(os.environ.get("PLINTH_STRIKES_SEED", "1"))
     settings = (
         *SMALL,
         *("trainer.num_ranks=2", "rollout.num_servers=2", "trainer.max_staleness=2", "trainer.save_freq=1"),
@@ -106,7 +106,7 @@ def test_twenty_kills_of_driver_ranks_and_servers_lose_no_sample(tmp_path: Path,
     while True:
         app = start_app(tmp_path, *settings, f"sync.running_requests={chance.choice(['keep', 'wait'])}")
         app.read_in_background()
-        while app.process.poll() is None and len(log) < 20:
+        while app.process.poll() is None and len(log) < strikes:
             before = _last_step(tmp_path)
             if not log or chance.random() < 0.8:  # else the next strike may meet the recovery from the last
                 while _last_step(tmp_path) == before and app.process.poll() is None:
@@ -121,7 +121,7 @@ def test_twenty_kills_of_driver_ranks_and_servers_lose_no_sample(tmp_path: Path,
     summary = "\n".join(log)
     print(summary)
     assert code == 0, f"{summary}\n{app.output[-6000:]}"
-    assert len(log) == 20, summary
+    assert len(log) == strikes, summary
     rows = read_samples(max(tmp_path.glob("grpo_*"), key=lambda run: run.stat().st_mtime))
     check_ledger(rows, steps=steps, groups=4, samples=4, max_staleness=2)
 

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ckpt_ranks import run_script
@@ -10,24 +9,20 @@ from ckpt_ranks import run_script
 pytestmark = pytest.mark.slow
 
 
-def kill(folder: Path, *, stage: int, num_kills: int) -> dict[str, Any]:
-    report: dict[str, Any] = json.loads(
-        run_script("ckpt_killed_training.py", folder, stage, num_kills, timeout_s=560).splitlines()[-1]
+@pytest.mark.parametrize(
+    ("stage", "num_kills"),
+    [
+        pytest.param(2, 3, marks=pytest.mark.long),
+        *(pytest.param(stage, 30, marks=pytest.mark.thorough) for stage in (1, 2, 3)),
+    ],
+)
+def test_killed_and_resumed_equals_uninterrupted(stage: int, num_kills: int, tmp_path: Path) -> None:
+    report = json.loads(
+        run_script("ckpt_killed_training.py", tmp_path, stage, num_kills, timeout_s=560).splitlines()[-1]
     )
     print(f"stage {stage}: {report}")
     assert report["kills"] == num_kills
     assert report["steps"] > 3
-    return report
-
-
-@pytest.mark.long
-def test_killed_a_few_times(tmp_path: Path) -> None:
-    kill(tmp_path, stage=2, num_kills=3)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_killed_a_hundred_times(tmp_path: Path, stage: int) -> None:
-    report = kill(tmp_path, stage=stage, num_kills=100)
-    assert report["before the first step"] > 5
-    assert report["inside a save"] > 20
+    if num_kills == 30:
+        assert report["before the first step"] > 1
+        assert report["inside a save"] > 5
