@@ -1,6 +1,5 @@
 """Every preset loads, alone and with every overlay, and has the values of the run that it documents."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -183,15 +182,3 @@ def test_presets_of_sft_pass_the_checks_with_the_tiny_overlay(preset: str, tmp_p
     resolved = rl_runtime.resolve_supervised(config)
     assert resolved.config.supervised.optim.lr == 2e-3
     assert apps.sft.main.check(resolved.config).placement.num_ranks == 2
-
-
-@pytest.mark.thorough
-@pytest.mark.e2e
-@pytest.mark.parametrize("preset", ["deepseek_r1_distill_qwen_7b_sft", "full_7b"])
-def test_presets_of_sft_train_on_cpus(preset: str, tmp_path: Path, start_app: Callable[..., Any]) -> None:
-    app = start_app(tmp_path, f"preset={preset}", "overlay=tiny", app="sft")
-    run = app.succeeded()
-    before, after = app.output.split("held-out loss      ")[1].split(" after")[0].split(" before, ")
-    assert float(after) < float(before), app.output
-    assert (run / "model" / "model.safetensors").is_file()
-    assert [path.name for path in (run / "rollouts").iterdir()]
