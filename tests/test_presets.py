@@ -112,7 +112,7 @@ def at(config: object, path: str) -> Any:
 
 def test_the_preset_for_small_cards_accumulates_32_micro_batches() -> None:
     layout = job_layout(load("grpo", "deepseek_r1_distill_qwen_7b_grpo"))
-    assert (layout.gradient_accumulation_steps, layout.sequences_per_forward) == (32, 1)
+    assert (layout.gradient_accumulation_steps, layout.micro_batch_size) == (32, 1)
 
 
 @pytest.mark.parametrize(("app", "preset"), DOCUMENTED)

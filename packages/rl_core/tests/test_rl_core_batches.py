@@ -221,7 +221,7 @@ def test_plans_match_the_deepspeed_config(gas: int, micro: int, dp: int, sp: int
     layout: BatchLayout = batch_layout(config, samples_per_prompt=samples, dp=dp, sp=sp)
     rng = random.Random(seed)
     lengths = [rng.randint(1, 500) for _ in range(layout.train_batch_size)]
-    plan = plan_micro_batches(lengths, num_ranks=dp, micro_batch_size=layout.sequences_per_forward)
+    plan = plan_micro_batches(lengths, num_ranks=dp, micro_batch_size=layout.micro_batch_size * sp)
     assert plan.num_micro_batches == layout.gradient_accumulation_steps == gas * samples
     assert {len(micro) for micro in micros(plan)} == {layout.micro_batch_size * sp}
 

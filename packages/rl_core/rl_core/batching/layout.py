@@ -66,7 +66,6 @@ class BatchLayout:
     sp: int
     num_mini_batches: int
     """Optimizer steps per step."""
-    prompts_per_mini_batch: int
     train_batch_size: int
     """Sequences per optimizer step = micro_batch_size * gradient_accumulation_steps * dp * sp."""
     micro_batch_size: int
@@ -74,10 +73,6 @@ class BatchLayout:
     gradient_accumulation_steps: int
     """Forward/backward passes per optimizer step. With a token budget it only satisfies DeepSpeed's config: the plan of
     each mini batch has its own count, and the engine marks the accumulation boundary itself."""
-    sequences_per_forward: int | None
-    """Maximum sequences that a replica computes together (micro_batch_size * sp); None with a token budget."""
-    tokens_per_forward: int | None
-    """Maximum tokens that a replica computes together (token_budget * sp); None with a fixed micro batch size."""
 
 
 def batch_layout(config: BatchConfig, *, samples_per_prompt: int, dp: int, sp: int = 1) -> BatchLayout:
@@ -93,19 +88,15 @@ def batch_layout(config: BatchConfig, *, samples_per_prompt: int, dp: int, sp: i
     sequences = config.mini_batch_size * samples_per_prompt
     if sequences % (micro * dp * sp):
         raise _misfit(config, samples_per_prompt, dp, sp)
-    by_tokens = config.micro_batch_size is None
     return BatchLayout(
         num_prompts=config.train_batch_size,
         samples_per_prompt=samples_per_prompt,
         dp=dp,
         sp=sp,
         num_mini_batches=config.train_batch_size // config.mini_batch_size,
-        prompts_per_mini_batch=config.mini_batch_size,
         train_batch_size=sequences,
         micro_batch_size=micro,
         gradient_accumulation_steps=sequences // (micro * dp * sp),
-        sequences_per_forward=None if by_tokens else micro * sp,
-        tokens_per_forward=config.max_packed_tokens * sp if by_tokens else None,
     )
 
 
