@@ -35,6 +35,8 @@ class Served:
             str(folder),
             dtype=dtype,
             enforce_eager=True,
+            # MLA on CPUs with AMX packs weights in a way that pushes refuse.
+            attention_config={"backend": "CPU_MLA"},
             max_model_len=128,
             max_num_seqs=8,
             kv_cache_memory_bytes=64 << 20,
