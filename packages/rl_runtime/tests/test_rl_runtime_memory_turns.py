@@ -86,7 +86,8 @@ class Actor:
                 raise RankError("the push failed", WeightSyncError("connection lost"))
             control.update({"version": version}, 20.0)
             control.finish(version)
-            control.drop_caches()
+            control.drop_prefix_cache()
+            control.drop_encoder_cache()
             control.resume()
         return Report()
 

@@ -20,7 +20,7 @@ from vllm.v1.outputs import LogprobsLists
 
 from rollout_vllm.client.protocol import completion_body, parse_completion
 from rollout_vllm.config import SamplingConfig
-from rollout_vllm.servers.fast.buffering import PACKED, buffer_in_front_end, wants_packed
+from rollout_vllm.servers.fast.buffering import DIRECT, PACKED, buffer_in_front_end, packed_answer, wants_packed
 from rollout_vllm.servers.patch import BUFFERING, FENCE, IDS_ONLY, records
 
 TEXT = "a\u00e9\u20ac \U0001f642z\u4e2d"
@@ -138,7 +138,7 @@ def test_a_stop_string_ends_a_response_after_its_last_token(tokenizer: Any, patc
 
 
 @pytest.mark.parametrize("log_probs", [True, False])
-@pytest.mark.parametrize("mark", [None, 1, 2])
+@pytest.mark.parametrize("mark", [None, 1, PACKED, DIRECT])
 def test_answer_has_what_its_client_reads(tokenizer: Any, patched: None, mark: int | None, log_probs: bool) -> None:
     marks = {} if mark is None else {IDS_ONLY: mark}
     _, state = front_end(tokenizer, marks, log_probs=log_probs)
@@ -156,15 +156,25 @@ def test_answer_has_what_its_client_reads(tokenizer: Any, patched: None, mark: i
     to_response = serving.request_output_to_completion_response
     answer = to_response([result], request, "cmpl-r", 0, "policy", tokenizer, SimpleNamespace())  # type: ignore[arg-type]
     ids = tokenizer.encode(TEXT)
-    assert answer.usage.completion_tokens == len(ids)
-    body = json.loads(answer.model_dump_json())
+    body = json.loads(answer if isinstance(answer, bytes) else answer.model_dump_json())
     [raw] = body["choices"]
-    assert ("packed" in raw, raw["token_ids"]) == (mark == 2, None if mark == 2 else ids)
+    if mark != DIRECT:
+        assert body["usage"]["completion_tokens"] == len(ids)
+        assert raw["token_ids"] == (None if mark == PACKED else ids)
+    assert ("packed" in raw) == (mark in (PACKED, DIRECT))
     assert raw.get("policy_versions") == ([[3, 1]] * len(ids) if mark else None)
     [choice] = parse_completion(body, 1, log_probs=log_probs and mark is not None)
     assert choice.response_ids.tolist() == ids
     values = None if choice.log_probs is None else choice.log_probs.tolist()
     assert values == ([-token / 128 for token in ids] if log_probs and mark else None)
+
+
+def test_an_answer_with_an_error_or_routes_is_that_of_vllm() -> None:
+    plain = SimpleNamespace(
+        finish_reason="stop", routed_experts=None, token_ids=[7], logprobs=SimpleNamespace(spans=[])
+    )
+    for changes in ({"finish_reason": "error"}, {"routed_experts": numpy.zeros(1)}):
+        assert packed_answer([plain, SimpleNamespace(**{**vars(plain), **changes})]) is None
 
 
 def test_an_answer_that_has_its_prompt_is_not_packed() -> None:

@@ -25,6 +25,7 @@ from weight_sync import (
 )
 from weight_sync.errors import ChannelError
 from weight_sync.push import server
+from weight_sync.push.server import ServerControl
 from weight_sync.push.session import Link, PushSession, Timings, _BucketFiller
 from weight_sync.transports.group import SenderGroup
 from weight_sync.transports.nccl import NcclSender
@@ -87,11 +88,14 @@ class Control:
     def __init__(self, done: list[str], error: Exception | None = None) -> None:
         self.done, self._error = done, error
 
-    def drop_caches(self, _: str) -> None:
+    def drop_prefix_cache(self, _: str) -> None:
         time.sleep(0.1)
         if self._error is not None:
             raise self._error
         self.done.append("dropped")
+
+    def drop_encoder_cache(self) -> None:
+        self.drop_prefix_cache("")
 
     def finish(self, version: int) -> None:
         self.done.append(f"finished {version}")
@@ -107,14 +111,40 @@ def test_requests_resume_when_every_servers_cache_is_dropped() -> None:
     session._config, session._adapter, session.timings = SyncConfig(), None, Timings()
     session._controls = [Control(done), Control(done)]  # type: ignore[list-item]
     session._publish(4)
-    assert sorted(done[:4]) == ["dropped", "dropped", "finished 4", "finished 4"]
-    assert done[4:] == ["resumed"] * 2
+    assert sorted(done[:6]) == ["dropped"] * 4 + ["finished 4"] * 2
+    assert done[6:] == ["resumed"] * 2
     done.clear()
     failing = Control(done, ServerError("http://s", "POST /reset_prefix_cache", 500, "no"))
     session._controls = [Control(done), failing]  # type: ignore[list-item]
     with raises(ServerError, status=500):
         session._publish(5)
     assert "resumed" not in done
+
+
+def test_servers_are_claimed_once_and_again_after_a_failed_push(new_model: Any) -> None:
+    """A server that was started anew knows no pusher, and the push that finds this out fails."""
+    calls: list[str] = []
+
+    class Claimed(ServerControl):
+        def claim(self, init_info: dict[str, Any]) -> None:
+            calls.append(f"claim {init_info['trainer']}")
+
+        def world_size(self) -> int:
+            calls.append("size")
+            return 1
+
+    source = ModuleSource(new_model)
+    plan = plan_buckets(source.manifest(), 20_000)
+    session = PushSession(
+        [Claimed(URL, None, 5.0)], ["tcp"], SyncConfig(host="127.0.0.1"), torch.device("cpu"), {"trainer": "t"}
+    )
+    failures = [None, ServerError(URL, "POST /update_weights", 500, "no owner"), None, None]
+    for failure in failures:
+        with patch.object(PushSession, "_transfer", side_effect=failure), patch.object(PushSession, "_publish"):
+            error = session.send(source, plan, 1, must_fill_all=False)
+        assert error is failure
+    session.close()
+    assert calls == ["claim t", "size"] * 2
 
 
 def _vllm_config(backend: str | None) -> dict[str, Any]:

@@ -164,7 +164,7 @@ def main() -> None:
     import runpy
 
     from rollout_vllm.servers import images
-    from rollout_vllm.servers.fast import start
+    from rollout_vllm.servers.fast import completions, start
 
     begin = time.perf_counter()
     gc.disable()  # a fifth of the import's time: it makes a million objects, which all stay
@@ -183,6 +183,7 @@ def main() -> None:
         os.environ["PLINTH_ROLLOUT_BUFFER"] = "1"  # both halves or none
         buffer_tokens(front_end=True)  # the engine core is forked, or does it again
         policy_versions.PolicyVersionMiddleware.enabled = True
+        completions.CompletionMiddleware.marker = patch.IDS_ONLY
     if (why := patch.IMAGES.problem()) is None:
         images.take_images(patch.IMAGES.replace)
     else:

@@ -5,16 +5,10 @@ This middleware rejects every HTTP or websocket request without the bearer token
 """
 
 import hashlib
-import json
 import os
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+from .asgi import App, Message, Receive, Send, answer
 
 KEY_VARIABLE = "PLINTH_SERVER_API_KEY"
 """Not VLLM_API_KEY: vLLM 0.26 makes that part of the key of its compiled graphs and writes it beside them, so that a
@@ -31,7 +25,7 @@ class ApiKeyMiddleware:
         self._app = app
         self._digest = hashlib.sha256(key.encode()).digest()
 
-    def _allowed(self, scope: Scope) -> bool:
+    def _allowed(self, scope: Message) -> bool:
         for name, value in scope.get("headers", ()):
             if name.lower() == b"authorization":
                 scheme, _, token = value.partition(b" ")
@@ -39,14 +33,12 @@ class ApiKeyMiddleware:
                 return bool(scheme.lower() == b"bearer" and secrets.compare_digest(given, self._digest))
         return False
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket") or self._allowed(scope):
             await self._app(scope, receive, send)
             return
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
             return
-        body = json.dumps({"error": {"message": "the API key is missing or wrong", "code": 401}}).encode()
-        headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
-        await send({"type": "http.response.start", "status": 401, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        error = {"message": "the API key is missing or wrong", "code": 401}
+        await answer(send, {"error": error}, status=401, headers=[(b"www-authenticate", b"Bearer")])

@@ -14,6 +14,7 @@ from .memory import kv_cache_bytes_of
 SERVED_MODEL_NAME = "policy"
 AUTH_MIDDLEWARE = "rollout_vllm.servers.auth.ApiKeyMiddleware"
 VERSION_MIDDLEWARE = "rollout_vllm.servers.policy_versions.PolicyVersionMiddleware"
+COMPLETION_MIDDLEWARE = "rollout_vllm.servers.fast.completions.CompletionMiddleware"
 DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.5
 MAX_GRAPH_SIZE = 512
@@ -74,7 +75,8 @@ def server_arguments(
     """
     args = ["--model", model_path, "--served-model-name", SERVED_MODEL_NAME]
     args += ["--host", config.host, "--port", str(port)]
-    args += ["--middleware", VERSION_MIDDLEWARE, "--middleware", AUTH_MIDDLEWARE]  # the last one is the outermost
+    for middleware in (COMPLETION_MIDDLEWARE, VERSION_MIDDLEWARE, AUTH_MIDDLEWARE):  # the last one is the outermost
+        args += ["--middleware", middleware]
     args += ["--dtype", config.dtype, "--load-format", config.load_format]
     # On the CPU, results depend on the batch composition; a batch of one sequence is reproducible.
     max_num_seqs = 1 if config.deterministic and device == "cpu" else config.max_num_seqs or DEFAULT_MAX_NUM_SEQS

@@ -76,7 +76,13 @@ BUFFERING = FENCE.patch(
             "echo",
             "logprobs",
             "return_token_ids",
+            "stream",
             "model_copy",
+            "model_validate_json",
+        ),
+        "vllm.entrypoints.openai.completion.protocol:CompletionResponse": ("model_dump_json",),
+        "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion": (
+            "create_completion(request, raw_request)",
         ),
         "vllm.v1.engine.core_client:AsyncMPClient": ("call_utility_async(method, ...)",),
     },

@@ -7,13 +7,8 @@ token (see buffering.py). `GET /plinth/policy_version` returns the current one.
 """
 
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
+from .asgi import App, Message, Receive, Send, answer, body_of, replay
 
 PUBLISH = "plinth_publish"
 """Method of the engine core: (version or None) -> version in use. With a version, new tokens belong to it."""
@@ -36,10 +31,10 @@ class PolicyVersionMiddleware:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         request = (scope.get("method"), scope.get("path")) if self.enabled and scope["type"] == "http" else ()
         if request == ("GET", ROUTE):
-            await _answer(send, {"policy_version": await _publish(scope, None)})
+            await answer(send, {"policy_version": await _publish(scope, None)})
         elif request == ("POST", _FINISH):
-            body = await _body_of(receive)
-            await self._app(scope, _replay(body, receive), _publishing(scope, version_in(body), send))
+            body = await body_of(receive)
+            await self._app(scope, replay(body, receive), _publishing(scope, version_in(body), send))
         else:
             await self._app(scope, receive, send)
 
@@ -67,28 +62,3 @@ def _publishing(scope: Message, version: int | None, send: Send) -> Send:
         await send(message)
 
     return send_and_publish
-
-
-async def _body_of(receive: Receive) -> bytes:
-    body, more = b"", True
-    while more:
-        message = await receive()
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
-    return body
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """`receive` of a request whose body has been read."""
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive_again() -> Message:
-        return messages.pop() if messages else await receive()
-
-    return receive_again
-
-
-async def _answer(send: Send, value: dict[str, int]) -> None:
-    body = json.dumps(value).encode()
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
-    await send({"type": "http.response.body", "body": body})

@@ -130,8 +130,8 @@ class ServerControl:
         if not any(isinstance(model, dict) and model.get("id") == name for model in models or ()):
             self._call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
 
-    def drop_caches(self, running_requests: str = "auto") -> None:
-        """Drop the prefix cache and the encoder outputs of the old policy.
+    def drop_prefix_cache(self, running_requests: str = "auto") -> None:
+        """Drop the prefix cache of the old policy.
 
         ``running_requests``: with ``recompute`` also the KV cache of the held requests; with ``keep`` only the plugin
         (`vllm_plugin.held_requests`) can drop the prefix cache beside them.
@@ -141,6 +141,9 @@ class ServerControl:
         if isinstance(answer, dict) and answer.get("success") is False:
             detail = "the server did not reset its prefix cache, because requests hold a part of it"
             raise ServerError(self.url, "POST /reset_prefix_cache", 200, detail)
+
+    def drop_encoder_cache(self) -> None:
+        """Drop the encoder outputs of the old policy."""
         self._call("POST", "/reset_encoder_cache")
 
     def resume(self) -> None:

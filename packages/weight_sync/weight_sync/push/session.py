@@ -130,10 +130,13 @@ class PushSession:
         self._senders.close()
 
     def _claim(self) -> None:
-        """Become the owner of every server, before any of them is paused. Fails if another pusher is alive."""
-        address_of = dict(zip(self._controls, self._addresses, strict=True))
-        self._each(lambda control: control.claim({**self._identity, "address": address_of[control]}))
+        """Become the owner of every server, before any of them is paused. Fails if another pusher is alive.
+
+        Once for all pushes, and again after one that failed: a server may have been started anew.
+        """
         if self._num_workers is None:
+            address_of = dict(zip(self._controls, self._addresses, strict=True))
+            self._each(lambda control: control.claim({**self._identity, "address": address_of[control]}))
             self._num_workers = self._each(lambda control: control.world_size())
 
     def _transfer(self, attempt: "_Attempt", filler: "_BucketFiller", plan: BucketPlan, version: int) -> None:
@@ -290,7 +293,8 @@ class PushSession:
         """Publish the version on every server, then resume all of them."""
         started = time.perf_counter()
         held = self._config.running_requests
-        cache_resets = [run_in_thread(control.drop_caches, held) for control in self._controls]
+        cache_resets = [run_in_thread(control.drop_prefix_cache, held) for control in self._controls]
+        cache_resets += [run_in_thread(control.drop_encoder_cache) for control in self._controls]
         self._each(lambda control: control.finish(version))
         for future in cache_resets:
             future.result()

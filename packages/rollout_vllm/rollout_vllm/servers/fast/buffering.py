@@ -13,6 +13,7 @@ processes.
 
 import base64
 import dataclasses
+import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ stop strings has one token per message: the front end makes text of them, looks 
 
 PACKED = 2
 """Value of the marker of a client that reads `packed_choice`; with 1 it gets lists."""
+DIRECT = 3
+"""PACKED, and `completions.py` sends the answer: it may be `packed_answer`."""
 
 UNKNOWN_VERSION = -1
 """Policy version of a server whose weights were never published with a version."""
@@ -58,7 +61,7 @@ def is_buffered(request: Any, marker: str) -> bool:
 
 def wants_packed(request: Any, marker: str) -> bool:
     """True if the client of a `CompletionRequest` reads `packed_choice`, which has no prompt."""
-    return (request.vllm_xargs or {}).get(marker) == PACKED and not request.echo
+    return (request.vllm_xargs or {}).get(marker) in (PACKED, DIRECT) and not request.echo
 
 
 def packed_choice(token_ids: Sequence[int], log_probs: Sequence[float]) -> dict[str, str]:
@@ -71,6 +74,25 @@ def packed_choice(token_ids: Sequence[int], log_probs: Sequence[float]) -> dict[
         "log_probs": numpy.maximum(numpy.asarray(log_probs, dtype="<f4"), numpy.float32(-9999.0)),
     }
     return {name: base64.b64encode(array.tobytes()).decode("ascii") for name, array in arrays.items()}
+
+
+def packed_answer(outputs: Sequence[Any]) -> bytes | None:
+    """The JSON of an answer with all that its client reads of these `CompletionOutput`s, in order.
+
+    None if vLLM has more to say: an error or routed experts.
+    """
+    if any(output.routed_experts is not None or output.finish_reason == "error" for output in outputs):
+        return None
+    choices = [
+        {
+            "index": index,
+            "finish_reason": output.finish_reason,
+            "policy_versions": output.logprobs.spans,
+            "packed": packed_choice(output.token_ids, output.logprobs),
+        }
+        for index, output in enumerate(outputs)
+    ]
+    return json.dumps({"choices": choices}).encode()
 
 
 def ending_tokens(request: Any) -> frozenset[int] | None:
@@ -395,6 +417,8 @@ def buffer_in_front_end(replace: Replace, marker: str) -> list[Callable[[], None
     ) -> Any:
         outputs = [output for result in results for output in result.outputs]
         packs = wants_packed(request, marker) and all(isinstance(one.logprobs, SampledLogProbs) for one in outputs)
+        if packs and request.vllm_xargs[marker] == DIRECT and (answer := packed_answer(outputs)) is not None:
+            return answer
         if packs:
             request = request.model_copy(update={"logprobs": None, "return_token_ids": False})
         response = to_response(self, results, request, *args, **kwargs)
