@@ -161,6 +161,24 @@ def test_value_heads_are_tried_too(tmp_path: Path) -> None:
     assert f"{rows.seconds:.1f} s" in str(rows)
 
 
+def test_a_trial_computes_in_one_thread_and_leaves_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def fails(*_: object) -> None:
+        seen.append(torch.get_num_threads())
+        raise ModelError("no such model")
+
+    monkeypatch.setattr("ds_engine.model.trial._try", fails)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(ModelError):
+            try_model(tiny_architecture("llama", {"vocab_size": 66}))
+        assert (seen, torch.get_num_threads()) == ([1], 2)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_head_that_is_not_upstreams_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trial compares with upstream's own logits: scale, cap and bias of the head must reach the log-probs."""
     import ds_engine.model.packed_model as packed_model

@@ -114,13 +114,24 @@ def _try_once(config: Any, head: Head, device: torch.device) -> Trial:
     content = {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "dtype", "architectures")}
     key = f"{type(config).__name__} {sorted(content.items(), key=str)}", head, device
     if key not in TRIALS:
-        with silenced_transformers(), warnings.catch_warnings(action="ignore"):
+        with silenced_transformers(), warnings.catch_warnings(action="ignore"), _one_thread():
             TRIALS[key] = _try(config, head, device)
     return TRIALS[key]
 
 
 TRIALS: dict[tuple[str, Head, torch.device], Trial] = {}
 """Trials of this process by configuration, head and device. A process with the same libraries may take them over."""
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """For a copy this small, threads take several times as long to meet as they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _try(config: Any, head: Head, device: torch.device) -> Trial:
