@@ -39,6 +39,8 @@ from .zero.optimizer_step import LossScale, check_fp16
 
 _AHEAD_TOKENS = 512
 """Length of the sequences with which an engine compiles ahead: attention has other kernels for much shorter ones."""
+_AHEAD_ELEMENTS = 6 * 10**6
+"""Elements of the hidden states with which it does: torch has graphs for less than some 5 million and for more."""
 
 
 class ZeroEngine:
@@ -414,12 +416,15 @@ class ZeroEngine:
 
         Args:
             num_tokens: about as many as micro batches have. torch compiles a layer's backward pass once for tensors
-                below some 5 million elements, and once more for larger ones. At least two sequences are computed.
+                below some 5 million elements, and once more for larger ones. At least two sequences are computed, and
+                no more than it takes to get there: servers may start on the same GPU meanwhile.
         """
         if not self.config.compile:
             return
-        length = min(_AHEAD_TOKENS, int(getattr(self.module.config, "max_position_embeddings", None) or _AHEAD_TOKENS))
-        batch = SimpleBatch.pack([([1], [1] * (length - 1))] * max(2, num_tokens // length))
+        config: Any = self.module.config
+        length = min(_AHEAD_TOKENS, int(getattr(config, "max_position_embeddings", None) or _AHEAD_TOKENS))
+        enough = _AHEAD_ELEMENTS // config.get_text_config().hidden_size
+        batch = SimpleBatch.pack([([1], [1] * (length - 1))] * max(2, min(num_tokens, enough) // length))
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             self._set_mode(training=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -111,6 +112,26 @@ def test_the_schedule_counts_mini_batches(one_process: None, tiny_model: Path) -
     engine = ZeroEngine(module, config, log_prob_fn=dense_log_prob, device=CPU, total_steps=4)
     batches = [make_batch(samples) for samples in STEPS]
     assert [engine.train_mini_batch(batches, loss_fn).lr for _ in range(4)] == [0.5, 1.0, 1.0, 0.5]
+    engine.close()
+
+
+def test_compiling_ahead_computes_no_more_than_it_needs(
+    one_process: None, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers start on the same GPU meanwhile."""
+    config = EngineConfig(dtype="float32")
+    module = load_model(str(tiny_model), config, device=CPU, ds_config={})
+    engine = ZeroEngine(module, config, log_prob_fn=dense_log_prob, device=CPU)
+    engine.config = replace(config, compile=True)
+    given: list[Any] = []
+    for name in ("infer", "rehearse"):
+        monkeypatch.setattr(engine._micro_batches, name, lambda batch, *_: given.append(batch))
+    for wanted in (0, 4096, 10**9):
+        engine.compile_ahead(wanted)
+    computed = [each.input_ids_T.numel() for each in given[1::2]]
+    length = min(512, module.config.max_position_embeddings)
+    assert computed[:2] == [2 * length, 4096]
+    assert 5e6 < computed[2] * module.config.hidden_size <= 6e6
     engine.close()
 
 
