@@ -21,6 +21,7 @@ VERSIONS = dict(map(name_and_version, projects()))
 
 DISTRIBUTIONS = packages_distributions()
 THROUGH = {
+    "starlette": {"vllm"},
     "triton": {"torch", "vllm"},
     "torch": {"vllm"},
     "pydantic": {"deepspeed"},

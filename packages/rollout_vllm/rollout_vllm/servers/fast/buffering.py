@@ -92,7 +92,7 @@ def packed_answer(outputs: Sequence[Any]) -> bytes | None:
         }
         for index, output in enumerate(outputs)
     ]
-    return json.dumps({"choices": choices}).encode()
+    return json.dumps({"choices": choices}, separators=(",", ":")).encode()
 
 
 def ending_tokens(request: Any) -> frozenset[int] | None:
