@@ -33,7 +33,7 @@ from rollout_vllm.servers.device import detect_device
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is generated in a round."""
+    """Prompts and lengths of a round."""
 
     data: str
     prompts: int

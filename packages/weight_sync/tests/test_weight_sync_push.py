@@ -122,7 +122,7 @@ def test_requests_resume_when_every_servers_cache_is_dropped() -> None:
 
 
 def test_servers_are_claimed_once_and_again_after_a_failed_push(new_model: Any) -> None:
-    """A server that was started anew knows no pusher, and the push that finds this out fails."""
+    """A restarted server knows no pusher, and the push that finds this out fails."""
     calls: list[str] = []
 
     class Claimed(ServerControl):

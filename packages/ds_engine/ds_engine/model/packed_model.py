@@ -81,7 +81,7 @@ class PackedInputs:
 
 
 class EntropyUse:
-    """Whether the loss of a forward pass uses its entropies, so that the head's backward pass can leave them out.
+    """Use of a forward pass's entropies by its loss: the head's backward pass leaves out those that are not used.
 
     The entropies are a row of the head's one output, whose gradient is zeros where the loss does not use them. That is
     known, without reading these zeros, when the backward pass gets to the head.

@@ -114,7 +114,7 @@ def _try_once(config: Any, head: Head, device: torch.device) -> Trial:
     content = {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "dtype", "architectures")}
     key = f"{type(config).__name__} {sorted(content.items(), key=str)}", head, device
     if key not in TRIALS:
-        with silenced_transformers(), warnings.catch_warnings(action="ignore"), _one_thread():
+        with silenced_transformers(), warnings.catch_warnings(action="ignore"), one_thread():
             TRIALS[key] = _try(config, head, device)
     return TRIALS[key]
 
@@ -124,8 +124,8 @@ TRIALS: dict[tuple[str, Head, torch.device], Trial] = {}
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """For a copy this small, threads take several times as long to meet as they compute."""
+def one_thread() -> Iterator[None]:
+    """Limits torch to one thread: for little work, threads take several times as long to meet as they compute."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, Protocol
 
 from ckpt import Checkpoint, CheckpointError, open_deepspeed
 from ckpt.reader import CheckpointReader
+from ds_engine.model.trial import one_thread
 from rl_core import BatchConfig
 from rl_data import ImageFiles
 from run_kit import RunFolder, RunStopped, StopRequest, Tracker, TrackingConfig, check_tracking
@@ -254,7 +255,7 @@ def open_run(
     former = None if plan.resume_from is None else plan.resume_from.path.parents[1]
     atomic_write(run.path / INPUTS_FILE, json.dumps(dict(plan.digests), indent=1) + "\n")
     with (
-        _one_thread(),
+        one_thread(),  # ranks and servers need the cores
         MemorySampler() as memory,
         Tracker(run, config, num_steps=num_steps, comment=resolved.comment(), resumes=former) as tracker,
     ):
@@ -273,19 +274,6 @@ def open_run(
             raise
         finally:
             name_others()
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Limits torch to one thread: this process computes little, and ranks and servers need the cores."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def end_stopped(run: RunFolder, tracker: Tracker, trainer: TrainingConfig, signal: Signals, where: str) -> NoReturn:

@@ -132,7 +132,7 @@ class PushSession:
     def _claim(self) -> None:
         """Become the owner of every server, before any of them is paused. Fails if another pusher is alive.
 
-        Once for all pushes, and again after one that failed: a server may have been started anew.
+        Once for all pushes, and again after one that failed: a server may have been restarted.
         """
         if self._num_workers is None:
             address_of = dict(zip(self._controls, self._addresses, strict=True))
