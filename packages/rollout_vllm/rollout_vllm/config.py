@@ -90,8 +90,8 @@ class RolloutConfig:
     """Compute what the trainer computes, bit for bit (servers/exact): for Llama, Qwen2 and Qwen3 models and Qwen3's
     mixtures that a trainer runs with the same operations. Slower."""
     fast_paths: bool = True
-    """Our replacements of parts of vLLM (servers/fast: buffered tokens, scheduling, scores, attention, start). False:
-    stock vLLM, slower, and without the policy version of each token."""
+    """Our replacements of parts of vLLM (servers/fast: buffered tokens, scheduling, attention, start). False: stock
+    vLLM, slower, and without the policy version of each token."""
     cpu_threads: int | None = None
     """OpenMP threads per server, whatever OMP_NUM_THREADS is; None: 1 on GPUs, on the CPU half of the cores divided by
     num_servers, at least 1."""

@@ -82,7 +82,7 @@ def choose_steps_to_draft() -> None:
 
 
 def speed_up_engine_core() -> None:
-    """Short scheduling, faster scores and attention, and no needless work when the engine core starts."""
+    """Short scheduling, faster attention, and no needless work when the engine core starts."""
     from rollout_vllm.servers.fast import decoding, start
 
     if patch.DECODING.check():
@@ -91,14 +91,11 @@ def speed_up_engine_core() -> None:
         return
     if patch.WARM_UP.check():
         start.skip_warm_up_of_routers(patch.WARM_UP.replace)
-    if is_on("EXACT"):  # its scores and attention are those of the trainer
-        return
-    from rollout_vllm.servers.fast import attention, scores  # with kernels of Triton
-
-    if patch.SCORES.check():
-        scores.divide_rows(patch.SCORES.replace)
     # A batch-invariant server computes a request the same beside any other; the number of them decides who computes it.
-    if os.environ.get("VLLM_BATCH_INVARIANT") != "1" and patch.ATTENTION.check():
+    # Attention of a server that matches the trainer is that of the trainer.
+    if not is_on("EXACT") and os.environ.get("VLLM_BATCH_INVARIANT") != "1" and patch.ATTENTION.check():
+        from rollout_vllm.servers.fast import attention  # with kernels of Triton
+
         attention.attend_together(patch.ATTENTION.replace)
 
 

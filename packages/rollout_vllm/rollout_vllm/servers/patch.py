@@ -103,18 +103,6 @@ DECODING = FENCE.patch(
         "vllm.v1.request:Request": ("num_tokens",),
     },
 )
-SCORES = FENCE.patch(
-    name="scores of sampled tokens",
-    otherwise="stock path",
-    reason="vLLM's kernels read the logits of a request in one program, three times and block by block",
-    replaces={
-        "vllm.v1.worker.gpu.sample.sampler": (
-            "compute_topk_scores(logits, num_logprobs, sampled_token_ids, cu_num_logits, logprob_token_ids_state, "
-            "expanded_idx_mapping, max_per_req_token_ids, logits_mode)",
-        )
-    },
-    reads={"vllm.v1.outputs:LogprobsTensors": ("logprob_token_ids", "logprobs", "selected_token_ranks")},
-)
 _FORWARD = "layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale"
 _LAYER = "num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap"
 ATTENTION = FENCE.patch(
