@@ -95,8 +95,6 @@ class RolloutConfig:
     cpu_threads: int | None = None
     """OpenMP threads per server, whatever OMP_NUM_THREADS is; None: 1 on GPUs, on the CPU half of the cores divided by
     num_servers, at least 1."""
-    local_cores: bool = False
-    """Run the processes of a GPU server on the cores of its GPU's NUMA node, which its log names."""
     port: int | None = None
     """Port of the first server; further servers use the following ports. null: free ports."""
     host: str = "127.0.0.1"

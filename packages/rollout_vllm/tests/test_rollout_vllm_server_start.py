@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import socket
 import tempfile
 from collections.abc import Callable
@@ -28,7 +27,6 @@ from rollout_vllm import (
     RolloutConfigError,
 )
 from rollout_vllm.config import check_request_length
-from rollout_vllm.servers import _serve
 from rollout_vllm.servers.auth import KEY_VARIABLE, ApiKeyMiddleware
 from rollout_vllm.servers.command import (
     graph_sizes,
@@ -37,7 +35,7 @@ from rollout_vllm.servers.command import (
     server_environment,
     server_threads,
 )
-from rollout_vllm.servers.device import Device, check_build, check_device_features, detect_device, local_cores
+from rollout_vllm.servers.device import Device, check_build, check_device_features, detect_device
 from rollout_vllm.servers.diagnose import diagnose
 from rollout_vllm.servers.memory import (
     ServerMemory,
@@ -266,37 +264,6 @@ def test_detect_device() -> None:
         detect_device(versions())
 
 
-def test_local_cores_are_those_of_the_gpus_node_that_the_process_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = tmp_path / "nvidia-smi"
-    script.write_text('#!/bin/sh\n[ "$1" = --id=2 ] && echo 00000000:C1:00.0\n')
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2, 3, 9})
-    (tmp_path / "0000:c1:00.0").mkdir()
-    (tmp_path / "0000:c1:00.0" / "local_cpulist").write_text("2-4,8-9,11\n")
-    assert local_cores(2, sysfs=tmp_path) == {2, 3, 9}
-    assert local_cores(1, sysfs=tmp_path) == set()
-    monkeypatch.setenv("PATH", "")
-    assert local_cores(2, sysfs=tmp_path) == set()
-
-
-@pytest.mark.parametrize(("cores", "allowed"), [("0", {0}), ("", None), (None, None)])
-def test_a_server_says_the_cores_that_it_stays_on(
-    cores: str | None, allowed: set[int] | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One whose GPU's cores are not known says so; one without the key says nothing."""
-    pinned: list[set[int]] = []
-    monkeypatch.setattr(os, "sched_setaffinity", lambda _, to: pinned.append(set(to)))
-    monkeypatch.delenv("PLINTH_ROLLOUT_CORES", raising=False)
-    if cores is not None:
-        monkeypatch.setenv("PLINTH_ROLLOUT_CORES", cores)
-    _serve.stay_on_cores()
-    assert pinned == ([] if allowed is None else [allowed])
-    assert len(capsys.readouterr().out.splitlines()) == (cores is not None)
-
-
 def test_a_build_for_another_device_is_refused() -> None:
     """The installed build says nothing about this host's GPUs: the remedy names the setting of the device."""
     check_build("cuda", versions(vllm="0.26.0"))
@@ -352,7 +319,6 @@ def test_fp8_kv_cache_needs_a_gpu_and_half_of_the_memory() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("local_cores", True),
         ("kv_cache_dtype", "fp8"),
         ("sleep_mode", True),
         ("quantization", "bitsandbytes"),

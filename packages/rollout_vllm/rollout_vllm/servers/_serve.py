@@ -126,15 +126,6 @@ def end_forks_with_parent() -> None:
     os.register_at_fork(before=before, after_in_child=in_child)
 
 
-def stay_on_cores() -> None:
-    """Keep this thread, and what it starts, on the cores that the launcher chose, if it chose some."""
-    if (cores := os.environ.get("PLINTH_ROLLOUT_CORES")) is None:
-        return
-    if cores:
-        os.sched_setaffinity(0, map(int, cores.split(",")))
-    print(f"cores of the GPU's NUMA node: {cores or 'not known, so all are used'}", flush=True)
-
-
 def take_over() -> None:
     """Become the server whose settings `spawn.PreparedServer` sends; end if it sends none."""
     begin = time.perf_counter()
@@ -146,7 +137,6 @@ def take_over() -> None:
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
-    stay_on_cores()
     sys.argv[1:] = settings["arguments"]
     log, nothing = os.open(settings["log"], os.O_WRONLY | os.O_APPEND), os.open(os.devnull, os.O_RDONLY)
     os.write(log, os.pread(1, os.fstat(1).st_size, 0))  # what was printed so far
@@ -166,7 +156,6 @@ def main() -> None:
     begin = time.perf_counter()
     gc.disable()  # a fifth of the import's time: it makes a million objects, which all stay
     end_forks_with_parent()
-    stay_on_cores()
 
     patch.SOCKETS.check()
     # These two before vLLM's modules import the functions that they replace.

@@ -1,11 +1,8 @@
 """The device that the installed vLLM serves on, and settings that a device does not support."""
 
 import importlib.util
-import os
-import subprocess
 from collections.abc import Callable
 from importlib import metadata
-from pathlib import Path
 from typing import Literal
 
 from ..config import RolloutConfig
@@ -51,24 +48,6 @@ def check_build(
     )
 
 
-def local_cores(gpu: int | str, *, sysfs: Path = Path("/sys/bus/pci/devices")) -> set[int]:
-    """The cores of the NUMA node of a GPU (index or UUID) that this process may use; empty if they are not known."""
-    command = ["nvidia-smi", f"--id={gpu}", "--query-gpu=pci.bus_id", "--format=csv,noheader"]
-    try:
-        address = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
-        # nvidia-smi writes eight digits of the domain, Linux four.
-        cores = cores_in((sysfs / address.lower()[-12:] / "local_cpulist").read_text())
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return set()
-    return cores & os.sched_getaffinity(0)
-
-
-def cores_in(text: str) -> set[int]:
-    """The cores of a list of Linux, such as `0-15,32-47`."""
-    ranges = (part.partition("-") for part in text.strip().split(",") if part)
-    return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
-
-
 def check_device_features(config: RolloutConfig, device: Device) -> None:
     """Check for settings that the device does not support. Raises RolloutConfigError."""
     if device == "cpu":
@@ -87,7 +66,6 @@ def _check_cpu(config: RolloutConfig) -> None:
     tensor_parallel = "a CPU server has one worker; increase num_servers instead"
     for field, allowed, reason in (
         ("sleep_mode", False, "a CPU server has no GPU memory to free"),
-        ("local_cores", False, "its cores are chosen by cpu_threads"),
         ("kv_cache_dtype", "auto", fp8),
         ("quantization", "none", "its kernels need a GPU"),
         ("tensor_parallel_size", 1, tensor_parallel),

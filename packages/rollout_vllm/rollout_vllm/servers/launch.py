@@ -10,7 +10,7 @@ from plinth_base import Endpoint
 from ..config import RolloutConfig
 from ..errors import RolloutConfigError
 from .command import SERVED_MODEL_NAME, has_multicast, is_recurrent, server_arguments, server_environment
-from .device import Device, check_build, check_device_features, detect_device, local_cores
+from .device import Device, check_build, check_device_features, detect_device
 from .memory import available_memory_bytes, check_kv_cache, check_memory
 from .model_folder import check_context, check_match, read_model_config
 from .patch import untested_vllm
@@ -90,9 +90,6 @@ def build_server(
     variables = server_environment(
         os.environ, config, device=device, api_key=api_key, num_cores=num_cores, gpu_ids=gpu_ids, extra=env
     )
-    if config.local_cores and device == "cuda":
-        cores = set[int]().union(*map(local_cores, range(1) if gpu_ids is None else gpu_ids))
-        variables["PLINTH_ROLLOUT_CORES"] = ",".join(map(str, sorted(cores)))
     multicast = has_multicast(variables)
     arguments = server_arguments(
         config, str(model_path), port=port, device=device, multicast=multicast, extra_args=extra_args

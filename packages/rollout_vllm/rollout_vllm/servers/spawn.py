@@ -30,7 +30,6 @@ _MAX_SOCKET_FOLDER = 70  # characters: a socket's path has at most 107, and vLLM
 _LATE = frozenset(
     {
         KEY_VARIABLE,
-        "PLINTH_ROLLOUT_CORES",  # set again by whoever takes the process over
         "CUDA_VISIBLE_DEVICES",  # read when CUDA is initialized, which no import does: the engine is forked later
         "PLINTH_SERVER_SOCKETS",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
