@@ -46,7 +46,6 @@ actor.match_servers: rollout.speculative=ngram actor.match_servers=true
 sampling.stop: rollout.speculative=ngram sampling.stop=[a]
 sampling.min_p: rollout.speculative=ngram sampling.min_p=0.1
 sampling.repetition_penalty: rollout.speculative=ngram sampling.repetition_penalty=1.1
-trainer.max_staleness: oversampling.longest_first=true trainer.max_staleness=1
 rollout.urls: actor.match_servers=true rollout.urls=[http://127.0.0.1:9]
 rollout.dtype: actor.match_servers=true actor.dtype=bfloat16
 actor.compile: actor.match_servers=true actor.compile=true

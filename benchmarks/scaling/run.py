@@ -6,8 +6,8 @@
 GPUs, for models of several sizes, each in its own folder. `samples_4`, `samples_8` and `samples_16` are W on one GPU
 with so many samples a prompt, `budget_8`, `budget_16` and `budget_32` with micro batches of so many times 1,024 tokens.
 `tail_4` has long-tailed lengths (benchmarks/staleness/long_tail.py), `tail_4_drafts` with `rollout.speculative`; in
-`full_tail_4` samples wait for servers, and `full_tail_4_first` requests the longest first. Every run has the collective
-guard. Further `section.key=value` arguments go to every run.
+`full_tail_4` samples wait for servers. Every run has the collective guard. Further `section.key=value` arguments go to
+every run.
 """
 
 from benchmarks.grpo_step.cases import GUARD, MEMORY, SPEED, Case, metric, run_cases, timings
@@ -40,9 +40,6 @@ CASES = {
     "tail_4": Case(gpus=4, keys=TAIL, num_prompts=4 * NUM_PROMPTS),
     "tail_4_drafts": Case(gpus=4, keys=(*TAIL, "rollout.speculative=ngram"), num_prompts=4 * NUM_PROMPTS),
     "full_tail_4": Case(gpus=4, keys=FULL, num_prompts=8 * NUM_PROMPTS),
-    "full_tail_4_first": Case(
-        gpus=4, keys=(*FULL, "oversampling.longest_first=true"), num_prompts=8 * NUM_PROMPTS, relative_to="full_tail_4"
-    ),
 }
 COLUMNS = {
     **timings("step", "gen", "old_log_prob", "update_actor", "sync", "sleep", "wake", "offload", "reload"),

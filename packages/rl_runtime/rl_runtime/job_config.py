@@ -26,7 +26,6 @@ from .peer_keys import PEER_KEYS
 from .rollout.config import (
     DYNAMIC_SAMPLING,
     GREEDY_BASELINE,
-    LONGEST_FIRST,
     MATCHED_SERVERS,
     OVERSAMPLING,
     QUANTIZED_CACHE,
@@ -43,7 +42,6 @@ from .training.router_replay import ROUTER_REPLAY
 from .training.supervised_config import SupervisedConfig
 
 FEATURES = (
-    LONGEST_FIRST,
     MATCHED_SERVERS,
     OVERSAMPLING,
     QUANTIZED_CACHE,

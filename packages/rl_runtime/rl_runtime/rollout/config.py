@@ -95,9 +95,6 @@ class OversamplingConfig:
     partial_rollouts: bool = True
     """Unfinished groups are resumed by the next step; their tokens keep the policy version that sampled them. False
     drops them."""
-    longest_first: bool = False
-    """Prompts with the longest earlier responses are requested first, from the second epoch on: where servers have more
-    samples than they decode at once, no long response starts last. Batches have the same samples in the same order."""
 
     def __post_init__(self) -> None:
         check_at_least(0, self, "extra_prompts")
@@ -130,10 +127,6 @@ OVERSAMPLING = Feature(
             why="and with partial_rollouts responses mix policy versions",
         ),
     ),
-)
-LONGEST_FIRST = Feature(
-    key="oversampling.longest_first",
-    rules=(only("trainer.max_staleness", 0, why="and groups that are drawn ahead start in the order of drawing"),),
 )
 DYNAMIC_SAMPLING = Feature(
     key="dynamic_sampling.max_rounds",

@@ -30,7 +30,6 @@ from ..samples import Phase
 from .config import EpisodeConfig, OversamplingConfig
 from .episodes import episode_player
 from .groups import Collected, Finish, decoded, from_state, largest, to_state, with_baseline, with_final_scores
-from .longest_first import EarlierLengths
 from .meter import RolloutMeter
 from .scoring import Scorer
 from .validation import PromptResult, Validation, prompt_result
@@ -69,7 +68,6 @@ class RolloutPhase:
         self._episode, self._oversampling = episode or EpisodeConfig(), oversampling or OversamplingConfig()
         self._play = episode_player(self._episode, tokenizer, chat, max_prompt_tokens, images)
         self._extra_rollout = extra_rollout
-        self._lengths = EarlierLengths() if self._oversampling.longest_first else None
         self._meter = RolloutMeter(client)
         self._partial: list[Group] = []
         self._training_episodes = self._episode_runs()
@@ -203,17 +201,14 @@ class RolloutPhase:
             raise RolloutFailed(f"step {step}: {self._scorer.gave_up}")
 
     def state_dict(self) -> dict[str, Any]:
-        """The partial rollouts and earlier lengths; JSON-able."""
-        lengths = {} if self._lengths is None else {"response_lengths": dict(self._lengths.by_prompt)}
-        return {"partial_rollouts": list(map(to_state, self._partial)), **lengths}
+        """The partial rollouts; JSON-able."""
+        return {"partial_rollouts": list(map(to_state, self._partial))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the result of `state_dict`, which `check_groups` has accepted."""
         self._partial = (
             [] if "schedule" in state else [self.with_images(from_state(one)) for one in state["partial_rollouts"]]
         )
-        if self._lengths is not None:
-            self._lengths.by_prompt |= state.get("response_lengths", {})
 
     async def _generate(
         self,
@@ -234,8 +229,6 @@ class RolloutPhase:
 
         def score_into(tasks: dict[str, asyncio.Task[Group]]) -> Callable[[Group], None]:
             def on_group(group: Group) -> None:
-                if self._lengths is not None:
-                    self._lengths.note(group)
                 task = tasks[group.prompt_id] = asyncio.create_task(self._scored(group))
                 task.add_done_callback(lambda _: on_scored())
 
@@ -265,8 +258,6 @@ class RolloutPhase:
         Episodes that a step does not wait for are held in this process. In a checkpoint a held group is its request, so
         that a run that resumes from it starts its episodes again.
         """
-        if self._lengths is not None:
-            requests = self._lengths.order(requests)
         keep = num_groups is not None and self._oversampling.extra_prompts > 0 and self._oversampling.partial_rollouts
         if self._play is not None:
             whole = list(map(_request_of, requests))
