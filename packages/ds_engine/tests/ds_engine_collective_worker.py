@@ -24,33 +24,6 @@ from ds_engine.zero import zero3_gradients
 from ds_engine.zero.zero3_gather import coalesce_gathers
 
 
-def train_alone(
-    model_path: str, config: EngineConfig, steps: list[list[list[Sample]]], save_to: str | None, load_from: str | None
-) -> dict[str, Any]:
-    """One rank: `train` with log-probs between the steps, the collectives of all that, and whether every weight was a
-    view of its shard after each pass."""
-    engine = build(model_path, config)
-    if load_from is not None:
-        engine.log_probs([make_batch(steps[0][0])])  # weights are there when new ones are loaded
-        engine.load_checkpoint(load_from, "tag")
-    stats, views = [], []
-    with record_collectives() as records:
-        for micro in steps:
-            stats.append(engine.train_mini_batch([make_batch(m) for m in micro], weighted_loss))
-            engine.log_probs([make_batch(m) for m in micro])
-            views += [p.data_ptr() == cast("Any", p).ds_tensor.data_ptr() for p in engine.module.parameters()]
-    if save_to is not None:
-        engine.save_checkpoint(save_to, "tag")
-    weights = weights_of(engine)
-    engine.close()
-    return {
-        "stats": stats,
-        "weights": weights,
-        "operations": {r.operation for r in records if (r.num_elements or 0) > 8},
-        "views": all(views),
-    }
-
-
 def gathered_both_ways(
     sizes: list[list[int]], dtype: torch.dtype, layers: list[int | None], staying: list[bool]
 ) -> tuple[bool, list[CollectiveRecord], list[CollectiveRecord], list[tuple[int, int]]]:

@@ -12,9 +12,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ds_engine_reshape_check import MemorySource, hand_over, state_of
 from ds_engine_testkit import Sample, make_batch, make_samples, token_loss
 from ds_engine_trees import routed_batch, tree_batch
@@ -276,76 +273,6 @@ def train_with_bad_losses(model_path: str, config: EngineConfig, samples: list[S
             results.append(error)
     engine.close()
     return results
-
-
-def train_with_moved_weights(
-    model_path: str, config: EngineConfig, steps: list[list[list[Sample]]], *, ours: bool, round_robin: bool
-) -> dict[str, Any]:
-    """All steps but two, the flat weights moved by DeepSpeed itself, a step, moved by hand, a step.
-
-    Without `ours` DeepSpeed points parameters (at stage 3 shards) into the flat weights after every step. Of each of
-    the four parts: how often it did so to a group, and whether parameters lay in the flat weights, whole, at its end.
-    """
-    sharded = config.zero.stage == 3
-    kind = DeepSpeedZeroOptimizer_Stage3 if sharded else DeepSpeedZeroOptimizer
-    method = "_unflatten_partitioned_parameters" if sharded else "_update_model_bit16_weights"
-    point, settings = getattr(kind, method), ds_engine.engine.deepspeed_config
-    calls: list[int] = []
-    num_pointed, in_place, stats = [], [], []
-
-    def count(self: Any, group: int) -> None:
-        calls.append(group)
-        point(self, group)
-
-    def with_round_robin(*args: Any, **options: Any) -> dict[str, Any]:
-        result = settings(*args, **options)
-        result["zero_optimization"]["round_robin_gradients"] = round_robin
-        return result
-
-    leave = ds_engine.zero.optimizer.keep_weight_views if ours else lambda _: None
-    with (
-        patch.object(kind, method, count),
-        patch.object(ds_engine.zero.optimizer, "keep_weight_views", leave),
-        patch.object(ds_engine.engine, "deepspeed_config", with_round_robin),
-    ):
-        engine = build(model_path, config)
-        zero = engine.deepspeed.optimizer
-        groups = zero.fp16_partitioned_groups if sharded else zero.bit16_groups
-        all_flat = zero.fp16_partitioned_groups_flat if sharded else zero.bit16_groups_flat
-        shapes = [[p.shape for p in group] for group in groups]
-        calls.clear()
-
-        def step(micro_batches: list[list[Sample]]) -> None:
-            stats.append(engine.train_mini_batch([make_batch(m) for m in micro_batches], weighted_loss))
-
-        def end_part() -> None:
-            num_pointed.append(len(calls))
-            calls.clear()
-            flats = [flat.untyped_storage().data_ptr() for flat in all_flat]
-            storages = [{p.untyped_storage().data_ptr() for p in group} for group in groups]
-            whole = shapes == [[p.shape for p in group] for group in groups]
-            in_place.append(whole and storages == [{flat} for flat in flats])
-
-        for micro_batches in steps[:-2]:
-            step(micro_batches)
-        end_part()
-        before = [flat.data_ptr() for flat in all_flat]
-        zero.offload_states(include=[OffloadStateTypeEnum.lp_params])
-        zero.reload_states()
-        assert not set(before) & {flat.data_ptr() for flat in all_flat}
-        end_part()
-        step(steps[-2])
-        end_part()
-        for index, flat in enumerate(all_flat):
-            flat.data = flat.data.clone()
-            if sharded:
-                continue
-            zero.parallel_partitioned_bit16_groups[index] = zero.get_data_parallel_partitions(flat, index)
-        step(steps[-1])
-        end_part()
-        weights = weights_of(engine)
-        engine.close()
-    return {"num_pointed": num_pointed, "in_place": in_place, "stats": stats, "weights": weights}
 
 
 def train_adapters(

@@ -20,9 +20,9 @@ from ds_engine.zero.zero3_gradients import NVME_GRADIENTS
 from plinth_base.fence import Patch, forget
 from plinth_testing import RankPool, raises
 
-STAGE_2 = ["gradient accumulation of stage 2", "gradient norm of stages 1 and 2", "weight views of stages 1 and 2"]
+STAGE_2 = ["gradient accumulation of stage 2", "gradient norm of stages 1 and 2"]
 STAGE_3 = [
-    *("gradient accumulation of stage 3", "gradient norm of stage 3", "weight views of stage 3", "gathers of stage 3"),
+    *("gradient accumulation of stage 3", "gradient norm of stage 3", "gathers of stage 3"),
     *("layers of stage 3 as leaf modules", "hooks of stage 3's layers", "fetch and release of gathered layers"),
 ]
 

@@ -112,22 +112,6 @@ def test_fast_path_of_gathered_layers_changes_nothing(two_ranks: RankPool, tiny_
         assert looks[-1] < expected[3][-1] / 2
 
 
-def test_one_rank_gathers_nothing(one_rank: RankPool, tiny_model: Path, tmp_path: Path) -> None:
-    """Three steps; the last is by a second engine, which loads the checkpoint of the first."""
-    expected = reference_training(tiny_model, STEPS)
-    zero = replace(CONFIG.zero, param_persistence_elements=600)
-    options = {"model_path": str(tiny_model), "config": replace(CONFIG, zero=zero, compile=False)}
-    steps = [[s[::2], [], s[1::2]] for s in STEPS]
-    folder = str(tmp_path / "saved")
-    with used(one_rank, "gathers of stage 3 on one rank"):
-        (first,) = one_rank.run("train_alone", steps=steps[:2], save_to=folder, load_from=None, **options)
-    (second,) = one_rank.run("train_alone", steps=steps[2:], save_to=None, load_from=folder, **options)
-    assert_equal([second | {"stats": first["stats"] + second["stats"]}], expected)
-    for result in (first, second):
-        assert result["views"]
-        assert result["operations"] <= {"all_gather"}, "metrics, pickled"
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("num_heads", [(4, 2), (2, 1)])
 def test_all_to_alls_stay_in_the_graph(two_ranks: RankPool, num_heads: tuple[int, int]) -> None:

@@ -13,8 +13,8 @@ from ..errors import EngineConfigError
 from ..model.parts import is_vector, table_parameters
 from ..upstream import FENCE
 from .grad_accumulation import fuse_grad_accumulation
-from .optimizer_step import fuse_grad_norm, keep_weight_views
-from .zero3_gather import coalesce_gathers, keep_gathered
+from .optimizer_step import fuse_grad_norm
+from .zero3_gather import coalesce_gathers
 from .zero3_gradients import fuse_zero3_gradients, keep_nvme_gradients_in_memory
 from .zero3_hooks import LEAVES, add_fetch_fast_path, fuse_leaf_hooks, set_leaf_modules
 
@@ -111,7 +111,6 @@ def start_deepspeed(
         if gathers_layers:
             fuse_leaf_hooks(module, engine.optimizer)
             add_fetch_fast_path(engine.optimizer)
-        keep_gathered(engine.optimizer)
     return engine
 
 
@@ -135,7 +134,5 @@ def _replace_step(zero_optimizer: Any, config: EngineConfig) -> None:
         fuse_zero3_gradients(zero_optimizer)
     if config.fuses_grad_norm:
         fuse_grad_norm(zero_optimizer)
-    if not config.uses_bf16_optimizer:
-        keep_weight_views(zero_optimizer)
     if config.zero.offload.optimizer == "nvme":
         keep_nvme_gradients_in_memory(zero_optimizer)

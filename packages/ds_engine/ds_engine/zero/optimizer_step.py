@@ -9,9 +9,8 @@ overflow check, and DeepSpeed waits for the device once. AdamW divides the gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -41,20 +40,6 @@ def _norm_patch(stages: str, optimizer: str, norm: str, first_parameter: str) ->
 
 NORM_2 = _norm_patch("stages 1 and 2", _STAGE_2, "scaled_global_norm(norm_type)", "grad_groups_flat")
 NORM_3 = _norm_patch("stage 3", _STAGE_3, "_get_norm_groups()", "sub_group_id")
-VIEWS_2 = FENCE.patch(
-    name="weight views of stages 1 and 2",
-    reason="parameters that already point into the flat weights are not assigned again after each step",
-    otherwise="stock path",
-    replaces={_STAGE_2: ("_update_model_bit16_weights(group_index)",)},
-    reads={_STAGE_2: ("bit16_groups_flat", "round_robin_bit16_groups", "round_robin_bit16_offsets")},
-)
-VIEWS_3 = FENCE.patch(
-    name="weight views of stage 3",
-    reason=VIEWS_2.reason,
-    otherwise="stock path",
-    replaces={_STAGE_3: ("_unflatten_partitioned_parameters(sub_group_id)",)},
-    reads={_STAGE_3: ("fp16_partitioned_groups_flat", "fp16_partitioned_groups")},
-)
 LOSS_SCALE = FENCE.patch(
     name="loss scale in float16",
     reason="DeepSpeed doubles the scale within a step, and keeps an overflowed gradient with optimizer offload",
@@ -81,19 +66,15 @@ def fuse_grad_norm(zero_optimizer: Any) -> None:
     Args:
         zero_optimizer: of an engine whose settings have `EngineConfig.fuses_grad_norm`.
     """
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
     # The norm is not finite after an overflow, and AdamW divides by its grad_scale.
     unused = {"check_overflow": _do_nothing, "unscale_and_clip_grads": _do_nothing}
-    if _is_stage_3(zero_optimizer):
+    if isinstance(zero_optimizer, DeepSpeedZeroOptimizer_Stage3):
         if NORM_3.check():
             NORM_3.replace(zero_optimizer, _get_norm_groups=lambda: [_global_norm(zero_optimizer)], **unused)
     elif NORM_2.check():
         NORM_2.replace(zero_optimizer, scaled_global_norm=partial(_global_norm, zero_optimizer), **unused)
-
-
-def _is_stage_3(zero_optimizer: Any) -> bool:
-    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-
-    return isinstance(zero_optimizer, DeepSpeedZeroOptimizer_Stage3)
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
@@ -135,37 +116,6 @@ def _square_norm(gradients: Iterable[Tensor | None] | None, device: torch.device
         return torch.zeros((), dtype=torch.float64, device=device)
     # fp32: bf16 would round the norms, and fp16 would overflow long before an element does.
     return torch.stack(torch._foreach_norm(present, dtype=torch.float32)).double().square().sum()
-
-
-def keep_weight_views(zero_optimizer: Any) -> None:
-    """Skip DeepSpeed's reassignment of parameter views after each step if they already point into the flat weights.
-
-    DeepSpeed repeats it for every parameter (at stage 3 every shard), which takes milliseconds of CPU time while the
-    device is almost idle.
-
-    Args:
-        zero_optimizer: of class DeepSpeedZeroOptimizer or DeepSpeedZeroOptimizer_Stage3.
-    """
-    patch, method = VIEWS_2, "_update_model_bit16_weights"
-    if _is_stage_3(zero_optimizer):
-        patch, method = VIEWS_3, "_unflatten_partitioned_parameters"
-    if not patch.check():
-        return
-    if patch is VIEWS_2:
-        flats, groups = zero_optimizer.bit16_groups_flat, zero_optimizer.round_robin_bit16_groups
-        offsets = zero_optimizer.round_robin_bit16_offsets
-    else:
-        flats = zero_optimizer.fp16_partitioned_groups_flat
-        groups = zero_optimizer.fp16_partitioned_groups
-        offsets = [[0, *accumulate(shard.numel() for shard in group)][:-1] for group in groups]
-    reassign: Callable[[int], None] = getattr(zero_optimizer, method)
-
-    def reassign_if_moved(group: int) -> None:
-        start, size = flats[group].data_ptr(), flats[group].element_size()
-        if any(p.data_ptr() != start + size * offset for p, offset in zip(groups[group], offsets[group], strict=True)):
-            reassign(group)
-
-    patch.replace(zero_optimizer, **{method: reassign_if_moved})
 
 
 class LossScale:

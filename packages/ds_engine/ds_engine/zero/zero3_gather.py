@@ -21,7 +21,6 @@ from ..errors import EngineError
 from ..upstream import FENCE
 
 _PARAMETERS = "deepspeed.runtime.zero.partition_parameters"
-_COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator"
 _OFFLOAD = "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload"
 _STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 _STATUS = {f"{_PARAMETERS}:ZeroParamStatus": ("AVAILABLE", "NOT_AVAILABLE", "INFLIGHT")}
@@ -48,20 +47,6 @@ GATHERS = FENCE.patch(
         **_STATUS,
         "torch._C._nn": ("unflatten_dense_tensors",),
     },
-)
-KEPT = FENCE.patch(
-    name="gathers of stage 3 on one rank",
-    reason="nothing is gathered or released between forward pass and step: a parameter is a view of its only shard",
-    otherwise="stock path",
-    replaces={
-        _COORDINATOR: (
-            "reset_step()",
-            "fetch_sub_module(current_submodule, forward)",
-            "release_sub_module(submodule, forward)",
-        ),
-        _STAGE_3: ("persistent_parameters",),
-    },
-    reads={_OFFLOAD: ("get_param_coordinator()", "module"), _STAGE_3: ("parameter_offload",), **_STATUS},
 )
 
 
@@ -101,41 +86,6 @@ def _gather_persistent_together(persistent: Sequence[Any]) -> None:
         return None
 
     GATHERS.replace(persistent[0], all_gather=all_gather)
-
-
-def keep_gathered(zero_optimizer: Any) -> None:
-    """Keep all parameters gathered from the forward pass to the optimizer's step if one rank has all of them.
-
-    On one rank, with the parameters on the device, nothing needs to be gathered or released in between. This takes no
-    memory: a whole parameter is a view of its only shard.
-
-    Args:
-        zero_optimizer: DeepSpeed's stage 3 optimizer, or the DeepSpeedZeRoOffload of a frozen model, after
-            `coalesce_gathers`.
-    """
-    if not (GATHERS.check() and KEPT.check()):
-        return
-    offload = parameter_offload(zero_optimizer)
-    params = list(offload.module.parameters())
-    single_rank = all(dist.get_world_size(p.ds_process_group) == 1 for p in params)
-    if not single_rank or any(p.nvme_swapper is not None or p.ds_tensor.device != _device() for p in params):
-        return
-    not_available = param_status("NOT_AVAILABLE")
-
-    def reset_step() -> None:
-        _SingleRankGather([p for p in params if p.ds_status == not_available]).wait()
-
-    def do_nothing(submodule: Any, forward: bool = False) -> None:
-        pass
-
-    KEPT.replace(
-        offload.get_param_coordinator(),
-        reset_step=reset_step,
-        fetch_sub_module=do_nothing,
-        release_sub_module=do_nothing,
-    )
-    # DeepSpeed would gather these into separate memory after each step.
-    KEPT.replace(zero_optimizer, persistent_parameters=[])
 
 
 def parameter_offload(zero_optimizer: Any) -> Any:
