@@ -1,7 +1,6 @@
-"""A resume with something else, or of something else: what is printed, what is refused, and who else runs."""
+"""A resume with something else, or of something else: what is printed, and what is refused."""
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -21,15 +20,11 @@ from rl_data import DataConfig, Prompt, build_tiny_model
 from rl_runtime import InputError, JobConfig, ModelConfig, SupervisedConfig, TrainerConfig, find_checkpoint
 from rl_runtime.app import identity
 from rl_runtime.app.identity import check_same_run, input_digests
-from rl_runtime.app.resume import OtherRuns
-from rl_runtime.app.training_run import JobPlan, TrainingRun, create_run_folder, open_run, plan_run
+from rl_runtime.app.training_run import JobPlan, create_run_folder, plan_run
 from rl_runtime.launch.placement import Placement, Slot
-from rl_runtime.ranks.trainer_worker import TrainerWorker
 from rl_runtime.rollout.scoring_config import RewardTermConfig, ScoringConfig
 from rl_runtime.training.checkpoints import RunCheckpoints
-from rl_runtime.training.run_files import RunFiles
 from rollout_vllm import SamplingConfig
-from run_kit import RunFolder
 from run_kit.config.redaction import yaml_without_secrets
 from run_kit.tracking.run_state import StateFile
 
@@ -231,99 +226,6 @@ def test_the_newest_run_is_the_newest_in_utc(tmp_path: Path, monkeypatch: pytest
     assert newest.step == 8
     monkeypatch.setattr(time, "time", lambda: now - 3600)  # the clock was set back
     assert create_run_folder(trainer, newest).name > newest.path.parents[1].name
-
-
-def test_runs_that_share_a_resumed_run_learn_of_each_other_while_they_live(tmp_path: Path) -> None:
-    former, first, second = (tmp_path / name for name in ("former", "first", "second"))
-    states = []
-    for folder in (former, first, second):
-        folder.mkdir()
-        states.append(StateFile(RunFolder(folder).state_file, app="", num_steps=1))
-    of_former, of_first = OtherRuns(former, None), OtherRuns(first, former)
-    assert [str(former) in line for line in of_first.warnings()] == [True]
-    assert of_first.warnings() == [], "it is named once"
-    of_second = OtherRuns(second, former)
-    lines = of_second.warnings()
-    assert [str(os.getpid()) in line for line in lines] == [True, True]
-    assert str(first) in lines[1]
-    begun = time.strftime("%Y-%m-%d %H:%M", time.gmtime(read_begun(second)))
-    assert [(str(second) in line, begun in line) for line in of_first.warnings()] == [(True, True)], "came later"
-    assert [str(path) in line for path, line in zip((first, second), of_former.warnings(), strict=True)] == [True, True]
-    for state in states:
-        state.close(None)
-    assert OtherRuns(second, former).warnings() == [], "they have ended"
-
-
-def read_begun(run: Path) -> float:
-    return float(json.loads((run / "run.json").read_text())["begun"])
-
-
-@pytest.mark.parametrize(
-    ("facts", "silent_s", "is_named"),
-    [
-        ({"started": "1"}, 0, False),  # another process has its number
-        ({"namespace": "another boot"}, 0, True),  # on another host, with a sign of life
-        ({"namespace": "another boot"}, 3600, False),
-    ],
-)
-def test_only_a_run_with_signs_of_life_is_named(
-    tmp_path: Path, facts: dict[str, Any], silent_s: float, is_named: bool
-) -> None:
-    former, first, second = (tmp_path / name for name in ("former", "first", "second"))
-    former.mkdir()
-    of_first = OtherRuns(first, former)
-    second.mkdir()
-    state = StateFile(second / "run.json", app="", num_steps=1)
-    OtherRuns(second, former)
-    edit(second, "run.json", lambda c: c.update(facts))
-    os.utime(second / "run.json", times=(time.time() - silent_s,) * 2)
-    assert [str(second) in line for line in of_first.warnings()] == [True] * is_named
-    shutil.rmtree(second)
-    assert OtherRuns(first, former).warnings() == []
-    second.mkdir()
-    state.close(None)
-
-
-def test_a_run_names_a_later_resume_when_it_saves_and_at_its_end(model: Path, tmp_path: Path) -> None:
-    former = saved_by(tmp_path / "former", job(model))
-    trainer = TrainerConfig(output_dir=str(tmp_path), save_freq=1, background_save=False)
-    resolved: Any = SimpleNamespace(config=job(model, trainer=trainer), comment=str)
-    states, seen = [], list[str]()
-    worker = TrainerWorker(0, 1, device="cpu", num_threads=1)
-    group = SimpleNamespace(world_size=1, nodes=("a",), run=lambda method, *args: method(worker, *args))
-    session: Any = SimpleNamespace(rank_groups=[group])
-
-    def resume(name: str) -> None:
-        folder = tmp_path / name
-        folder.mkdir()
-        states.append(StateFile(folder / "run.json", app="", num_steps=1))
-        OtherRuns(folder, former.path.parents[1])
-
-    run = create_run_folder(trainer, former)
-    plan = JobPlan(placement=Placement(ranks=(Slot(),)), resume_from=former)
-    with open_run(run, resolved, plan, num_steps=1) as (tracker, memory, name_others):
-        training_run = TrainingRun(
-            config=resolved.config,
-            session=session,
-            tracker=tracker,
-            inputs=None,  # type: ignore[arg-type]
-            folder=run.path,
-            resumed=former,
-            memory=memory,
-            files=RunFiles(trainer, run.path),
-            name_others=name_others,
-        )
-        with training_run.checkpoints({}, {}) as checkpoints:
-            resume("second")
-            seen.append(run.log_file.read_text())
-            checkpoints.save(1, {})
-            seen.append(run.log_file.read_text())
-        resume("third")
-    seen.append(run.log_file.read_text())
-    for state in states:
-        state.close(None)
-    assert [text.count(str(tmp_path / "second")) for text in seen] == [0, 1, 1]
-    assert [text.count(str(tmp_path / "third")) for text in seen] == [0, 0, 1]
 
 
 @pytest.mark.parametrize("during_the_load", [False, True])

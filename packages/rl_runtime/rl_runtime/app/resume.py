@@ -1,16 +1,13 @@
 """Finds the checkpoint that a run resumes from, in the run folders here or below `trainer.checkpoint_url`."""
 
 import sys
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt import Checkpoint, CheckpointDamagedError, CheckpointManager, RemoteCheckpoints, UnsupportedFormatError
 from ckpt.reader import CheckpointReader
-from run_kit import RunFolder, runs_of_experiment
-from run_kit.runs import read_run
+from run_kit import runs_of_experiment
 
 from ..config import TrainingConfig, is_url
 from ..errors import InputError, naming_key
@@ -22,9 +19,6 @@ from ..training.run_files import (
     published_run,
     remote_run,
 )
-
-_RESUMED_BY = "resumed_by.txt"
-"""File of a run folder with the folders of the runs that resume it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,48 +190,6 @@ def _runs_of_experiment(trainer: TrainingConfig) -> list[_Run]:
         )
         for name in runs_of_experiment(trainer.experiment, output, there)
     ]
-
-
-class OtherRuns:
-    """Living runs that share checkpoints with `run`: the one it resumes, others that resume that one, and those that
-    resume `run`.
-
-    Args:
-        former: the run that `run` resumes, whose folder notes it; None: a new run.
-    """
-
-    def __init__(self, run: Path, former: Path | None) -> None:
-        self._run, self._former = run, former
-        self._named = {str(run)}
-        if former is not None:
-            with suppress(OSError), (former / _RESUMED_BY).open("a", encoding="utf-8") as log:  # another user's folder
-                log.write(f"{run}\n")
-
-    def warnings(self) -> list[str]:
-        """A line for each that is running and was not named before. They come and go: ask again during the run."""
-        roles: dict[str, str] = {}
-        if self._former is not None:
-            roles[str(self._former)] = "may remove the checkpoint that is resumed"
-            roles |= dict.fromkeys(_resuming(self._former), f"resumes {self._former} as well")
-        roles |= dict.fromkeys(_resuming(self._run), "resumes this run, which goes on")
-        lines = []
-        for path in (path for path in roles if path not in self._named):
-            now = time.time()
-            with suppress(OSError):  # its folder is removed meanwhile
-                if (other := read_run(RunFolder(path), now)).state == "running":
-                    begun = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(now - (other.age_s or 0)))
-                    where = other.detail or f"in process {other.pid} of {other.host}"
-                    lines.append(f"warning: {path} is running, too, since {begun} UTC, {where}: it {roles[path]}")
-                    self._named.add(path)
-        return lines
-
-
-def _resuming(run: Path) -> list[str]:
-    """The folders of the runs that resume `run`."""
-    try:
-        return (run / _RESUMED_BY).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
 
 
 def _downloads(trainer: TrainingConfig) -> Path:

@@ -51,7 +51,7 @@ def run_job(resolved: ResolvedConfig[JobConfigT], plan: JobPlan, compose: Callab
     resolved = resolve_traces(resolved, run.path)
     config, trainer = resolved.config, resolved.config.trainer
     num_steps = trainer.num_steps
-    with open_run(run, resolved, plan, num_steps=num_steps) as (tracker, memory, name_others):
+    with open_run(run, resolved, plan, num_steps=num_steps) as (tracker, memory):
         tracker.info(f"run folder {run.path}; starting {config.trainer.rank_count} ranks and the servers")
         if why := resolved.reasons.get("trainer.total_training_steps"):
             tracker.info(f"{num_steps} steps: {why}")
@@ -81,7 +81,6 @@ def run_job(resolved: ResolvedConfig[JobConfigT], plan: JobPlan, compose: Callab
                     stop=stop,
                     start=start,
                     files=files,
-                    name_others=name_others,
                 )
                 result = Restarts(job).attempts(partial(_run_attempt, compose=compose))
                 if trainer.keep_servers and result.stopped_after is None:

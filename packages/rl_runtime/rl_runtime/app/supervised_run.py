@@ -136,7 +136,7 @@ def run_supervised(
     config, trainer = resolved.config, resolved.config.trainer
     stop, start = StopRequest(), Laps()
     run = create_run_folder(trainer, plan.resume_from)
-    with open_run(run, resolved, plan, num_steps=config.supervised.steps) as (tracker, memory, name_others):
+    with open_run(run, resolved, plan, num_steps=config.supervised.steps) as (tracker, memory):
         tracker.info(f"run folder {run.path}; starting {trainer.rank_count} ranks")
         for line in (*resolved.lines(), *plan.lines):
             tracker.info(line)
@@ -166,7 +166,6 @@ def run_supervised(
                     stop=stop,
                     start=start,
                     files=files,
-                    name_others=name_others,
                     train=examples.train,
                     held_out=examples.held_out,
                 )

@@ -4,7 +4,7 @@ import json
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -40,7 +40,7 @@ from ..training.supervised import train_supervised
 from ..training.supervised_config import SupervisedConfig
 from .identity import INPUTS_FILE, check_same_run, input_digests
 from .inputs import Inputs
-from .resume import OtherRuns, find_checkpoint
+from .resume import find_checkpoint
 
 
 class AppConfig(Protocol):
@@ -150,8 +150,6 @@ class TrainingRun:
     """Seconds of the parts of the start."""
     files: RunFiles
     """Brings files to other hosts and to the storage."""
-    name_others: Callable[[], None] = lambda: None
-    """Says which other runs share the checkpoints, once each."""
 
     @property
     def trainer(self) -> TrainingConfig:
@@ -221,7 +219,6 @@ class TrainingRun:
             inputs=self.digests,
             unsavable=nvme,  # `check_states` refuses it with save_freq
             files=self.files,
-            on_save=self.name_others,
         )
 
     def record(self, ledger: SampleLedger | None = None) -> RunRecord:
@@ -244,9 +241,8 @@ def create_run_folder(trainer: TrainingConfig, resumed: Checkpoint | None) -> Ru
 @contextmanager
 def open_run(
     run: RunFolder, resolved: ResolvedConfig[Any], plan: JobPlan, *, num_steps: int
-) -> Iterator[tuple[Tracker, MemorySampler, Callable[[], None]]]:
-    """The tracker of a new run folder, the memory of this process, which computes on one thread, and a function that
-    names the other runs that share the checkpoints.
+) -> Iterator[tuple[Tracker, MemorySampler]]:
+    """The tracker of a new run folder, and the memory of this process, which computes on one thread.
 
     An error that ends the run gets the command that resumes it, if there is a checkpoint.
     """
@@ -259,21 +255,12 @@ def open_run(
         MemorySampler() as memory,
         Tracker(run, config, num_steps=num_steps, comment=resolved.comment(), resumes=former) as tracker,
     ):
-        others = OtherRuns(run.path, former)
-
-        def name_others() -> None:
-            for line in others.warnings():
-                tracker.info(line)
-
-        name_others()
         try:
-            yield tracker, memory, name_others
+            yield tracker, memory
         except Exception as error:
             if command := resume_command(run, trainer):
                 error.add_note(command)
             raise
-        finally:
-            name_others()
 
 
 def end_stopped(run: RunFolder, tracker: Tracker, trainer: TrainingConfig, signal: Signals, where: str) -> NoReturn:

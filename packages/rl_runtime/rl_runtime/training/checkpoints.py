@@ -50,7 +50,6 @@ class RunCheckpoints:
         inputs: Mapping[str, str] | None = None,
         unsavable: str = "",
         files: RunFiles | None = None,
-        on_save: Callable[[], None] = lambda: None,
     ) -> None:
         """Opens nothing yet.
 
@@ -59,12 +58,11 @@ class RunCheckpoints:
             inputs: digests of the run's inputs, which a resume compares with its own.
             unsavable: why no checkpoint can hold this run's state; empty if one can.
             files: the files of the run, which the caller waits for; None: all ranks see `folder`, nothing is uploaded.
-            on_save: called after each save.
         """
         self._folder, self._trainer, self._groups = folder, trainer, rank_groups
         self._roles, self._parts, self._config, self._inputs = roles, parts, config, dict(inputs or {})
         self._unsavable = unsavable
-        self._files, self._on_save = files or RunFiles(trainer, folder.parent), on_save
+        self._files = files or RunFiles(trainer, folder.parent)
         self._saver: AsyncSaver | None = None
 
     def __enter__(self) -> "RunCheckpoints":
@@ -132,7 +130,6 @@ class RunCheckpoints:
         saver.save(step, {}, state=state, metrics=finite, models=self._models)
         if not self._trainer.background_save:
             saver.wait()
-        self._on_save()
 
     def take_metrics(self) -> dict[str, float]:
         """Seconds and bytes of the uploads that ended since the last call; empty if none did."""
