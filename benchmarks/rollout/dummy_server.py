@@ -16,7 +16,7 @@ from array import array
 
 
 def choice(num_tokens: int, num_prompt_tokens: int | None, chooser: random.Random) -> dict[str, object]:
-    """One choice as vLLM 0.32 sends it for logprobs=0, return_token_ids and return_tokens_as_token_ids.
+    """One choice as vLLM 0.32 sends it for logprobs=0 and return_token_ids.
 
     num_prompt_tokens: None for the choice of a server of this package.
     """
@@ -32,7 +32,7 @@ def choice(num_tokens: int, num_prompt_tokens: int | None, chooser: random.Rando
             "policy_versions": [[0, num_tokens]],
             "packed": {name: base64.b64encode(row).decode() for name, row in numbers.items()},
         }
-    names = [f"token_id:{i}" for i in ids]
+    names = [f" word{i}" for i in ids]
     return {
         "index": 0,
         "text": "abcd" * num_tokens,

@@ -9,7 +9,8 @@ import re
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import aiohttp
 from aiohttp import web
 
 import rollout_vllm
+from plinth_base.fence import Patch, Replace
 from rollout_vllm import Endpoint, Group, Request, RolloutConfig, Sample, request_seed
 from rollout_vllm.client.transport import LoopThread
 
@@ -72,6 +74,20 @@ def reference_log_probs(
     """For every (prompt, response): the response's log-probs of the model, and of the model with each adapter."""
     text = run_script(_REFERENCE, temperature, model, *adapters, stdin=json.dumps(cases))
     return json.loads(text.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+@contextmanager
+def restoring() -> Iterator[Callable[[Patch], Replace]]:
+    """`replace` of a patch, whose replacements end with the block."""
+    with ExitStack() as stack:
+
+        def of(patch: Patch) -> Replace:
+            def replace(target: Any, **values: Any) -> Callable[[], None]:
+                return stack.callback(patch.replace(target, **values))
+
+            return replace
+
+        yield of
 
 
 def is_running(pid: int | str) -> bool:

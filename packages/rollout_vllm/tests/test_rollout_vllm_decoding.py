@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rollout_vllm_helpers import restoring
 from transformers import Qwen3Config
 from vllm import SamplingParams
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
@@ -179,13 +180,11 @@ def play(model: str, plan: Plan) -> tuple[list[Any], int]:
 @contextmanager
 def engine_core(*, shortcuts: bool) -> Iterator[None]:
     """The engine core of our servers, with and without the shortcuts."""
-    undo = buffer_in_engine_core(BUFFERING.replace, IDS_ONLY, "publish_for_test", notes_tokens=shortcuts)
-    undo += skip_needless_block_searches(DECODING.replace) if shortcuts else []
-    try:
+    with restoring() as replace:
+        buffer_in_engine_core(replace(BUFFERING), IDS_ONLY, "publish_for_test", notes_tokens=shortcuts)
+        if shortcuts:
+            skip_needless_block_searches(replace(DECODING))
         yield
-    finally:
-        for restore in undo:
-            restore()
 
 
 @settings(deadline=None, max_examples=60)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy
 import pytest
+from rollout_vllm_helpers import restoring
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from vllm import SamplingParams
@@ -39,10 +40,9 @@ def tokenizer() -> Any:
 @pytest.fixture
 def patched() -> Iterator[None]:
     assert BUFFERING.check()
-    undo = buffer_in_front_end(BUFFERING.replace, IDS_ONLY)
-    yield
-    for restore in undo:
-        restore()
+    with restoring() as replace:
+        buffer_in_front_end(replace(BUFFERING), IDS_ONLY)
+        yield
 
 
 def front_end(

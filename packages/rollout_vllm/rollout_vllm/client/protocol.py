@@ -1,13 +1,12 @@
 """JSON of the completion request and its response: pure functions (OpenAI API of vLLM 0.26 to 0.32).
 
 The request is /v1/completions with token ids as the prompt. It uses these vLLM extensions: `return_token_ids` (token
-ids of the response), `return_tokens_as_token_ids` (log-prob tokens as "token_id:17", the fallback for servers without
-the former), `top_k`, `min_p`, `stop_token_ids`, `ignore_eos`, `min_tokens`, `repetition_penalty`, and `vllm_xargs`,
-which tells this package's servers that only ids and log-probs are read (other servers ignore it). Their responses have
-both as `packed` in place of lists (base64 of little-endian int32 and float32), and `policy_versions` of each choice:
-[version, number of tokens] in order, -1 for a version that the server does not know. Any server that was started for it
-returns `routed_experts` of each choice: base64 of a .npy file, uint8 or uint16 [tokens, layers, experts], of all tokens
-of prompt and response but the last one.
+ids of the response), `top_k`, `min_p`, `stop_token_ids`, `ignore_eos`, `min_tokens`, `repetition_penalty`, and
+`vllm_xargs`, which tells this package's servers that only ids and log-probs are read (other servers ignore it). Their
+responses have both as `packed` in place of lists (base64 of little-endian int32 and float32), and `policy_versions` of
+each choice: [version, number of tokens] in order, -1 for a version that the server does not know. Any server that was
+started for it returns `routed_experts` of each choice: base64 of a .npy file, uint8 or uint16 [tokens, layers,
+experts], of all tokens of prompt and response but the last one.
 """
 
 import base64
@@ -70,7 +69,6 @@ def completion_body(
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
         "vllm_xargs": {"plinth_ids_only": 2, **with_images},  # 2: `packed` is read
         "stream": False,
         **{name: value for name, value in optional.items() if value is not None},
@@ -141,8 +139,6 @@ def _listed_numbers(raw: Mapping[str, Any], index: int, asked: bool) -> tuple[In
     logprobs = raw.get("logprobs")
     values = logprobs.get("token_logprobs") if isinstance(logprobs, Mapping) else None
     ids = raw.get("token_ids")
-    if ids is None and isinstance(logprobs, Mapping):
-        ids = _ids_from_placeholders(logprobs.get("tokens"), index)
     if values is None and ids == []:
         values = []
     # A large step has a million tokens: use built-in functions over whole lists instead of a Python loop.
@@ -183,18 +179,6 @@ def _parse_routes(raw: Any, index: int, num_rows: int) -> RouteArray:
         problem = f"{routes.dtype} {list(routes.shape)}, not unsigned [{num_rows}, layers, experts]"
         raise MalformedAnswerError(f"choice {index}: routed_experts are {problem}")
     return routes
-
-
-def _ids_from_placeholders(tokens: Any, index: int) -> list[int] | None:
-    if not isinstance(tokens, list):
-        return None
-    ids = []
-    for token in tokens:
-        head, _, number = str(token).partition(":")
-        if head != "token_id" or not number.isdigit():
-            raise MalformedAnswerError(f"choice {index}: no token ids (does the server support return_token_ids?)")
-        ids.append(int(number))
-    return ids
 
 
 def error_message(status: int, body: str) -> str:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 from plinth_base import Endpoint
 
@@ -162,12 +161,11 @@ class ServerProcess:
             if left <= 0:
                 reason = f"not ready in time; last known: {self.reason()}"
                 raise ServerStartError(reason, self.index, self.log_path)
-            if self._listening():
-                problem = try_generation(self.endpoint, timeout_s=left)
-                if problem is None:
-                    return
-                if problem.startswith("HTTP 4"):  # it rejects the request: waiting does not help
-                    raise ServerStartError(problem, self.index, self.log_path)
+            problem = try_generation(self.endpoint, timeout_s=left)
+            if problem is None:
+                return
+            if problem.startswith("HTTP 4"):  # it rejects the request: waiting does not help
+                raise ServerStartError(problem, self.index, self.log_path)
             time.sleep(_POLL_S)
 
     def _was_not_taken_over(self) -> bool:
@@ -175,14 +173,6 @@ class ServerProcess:
         if self._stopped or self._handed_over_at is None:
             return False
         return self.log_path.stat().st_size == self._handed_over_at
-
-    def _listening(self) -> bool:
-        parts = urlsplit(self.endpoint.url)
-        try:
-            with socket.create_connection((parts.hostname or "", parts.port or 80), timeout=1.0):
-                return True
-        except OSError:
-            return False
 
     def ask_to_stop(self) -> None:
         """Start stopping the server; does not wait."""

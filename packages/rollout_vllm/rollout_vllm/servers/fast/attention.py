@@ -178,12 +178,11 @@ def _choices(heads: int, key_heads: int) -> list[int]:
     return [n for n in (1, 2, 4) if n * (heads // key_heads) <= _ROWS]
 
 
-def attend_together(replace: Replace) -> Callable[[], None]:
+def attend_together(replace: Replace) -> None:
     """Compute decoding steps of plain attention layers with `decode`, if they have requests enough to fill the GPU.
 
     The first such step computes a small random case in both ways. If they differ, or `decode` cannot compute it, or the
-    GPU is not one that it was timed on, vLLM's way is used from then on and one line says so. Returns the function that
-    restores vLLM's way.
+    GPU is not one that it was timed on, vLLM's way is used from then on and one line says so.
     """
     from vllm.config import get_current_vllm_config_or_none
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
@@ -237,13 +236,7 @@ def attend_together(replace: Replace) -> Callable[[], None]:
         restore_forward()
 
     restore_forward = replace(FlashAttentionImpl, forward=forward)
-    restore_init = replace(FlashAttentionImpl, __init__=init)
-
-    def restore() -> None:
-        restore_forward()
-        restore_init()
-
-    return restore
+    replace(FlashAttentionImpl, __init__=init)
 
 
 def _decode(layer: Any, query: Tensor, kv_cache: Tensor, step: Any, output: Tensor, together: int) -> None:

@@ -15,7 +15,7 @@ import base64
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -289,10 +289,8 @@ def _is_plain_step(scheduler: Any, scheduled: Any, sampled: Any, log_probs: Any)
     return not getattr(scheduler, "return_sampling_mask", False)
 
 
-def buffer_in_engine_core(
-    replace: Replace, marker: str, publish_name: str, *, notes_tokens: bool = True
-) -> list[Callable[[], None]]:
-    """Buffer in this process's engine core. Returns the functions that restore vLLM's own path.
+def buffer_in_engine_core(replace: Replace, marker: str, publish_name: str, *, notes_tokens: bool = True) -> None:
+    """Buffer in this process's engine core.
 
     publish_name: name of the engine core's new method that sets the policy version. notes_tokens: False lets vLLM look
     at every token, which takes about twice as long.
@@ -349,18 +347,15 @@ def buffer_in_engine_core(
         return buffer.version
 
     setattr(EngineCoreProc, publish_name, publish)
-    return [
-        replace(Scheduler, add_request=add_request),
-        replace(Scheduler, update_from_output=update_from_output),
-        replace(EngineCore, abort_requests=abort_requests),
-        replace(EngineCoreProc, _send_finish_outputs_to_client=send_finish_outputs),
-    ]
+    replace(Scheduler, add_request=add_request, update_from_output=update_from_output)
+    replace(EngineCore, abort_requests=abort_requests)
+    replace(EngineCoreProc, _send_finish_outputs_to_client=send_finish_outputs)
 
 
-def buffer_in_front_end(replace: Replace, marker: str) -> list[Callable[[], None]]:
-    """The other half, in the API server's process. Returns the functions that restore vLLM's own path."""
-    from vllm.entrypoints.openai.completion import serving
+def buffer_in_front_end(replace: Replace, marker: str) -> None:
+    """The other half, in the API server's process."""
     from vllm.entrypoints.openai.completion.protocol import CompletionLogProbs
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
     from vllm.v1.engine.logprobs import LogprobsProcessor
     from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
@@ -380,8 +375,8 @@ def buffer_in_front_end(replace: Replace, marker: str) -> list[Callable[[], None
                 self.logprobs.spans.extend(output.new_logprobs.logprob_token_ids.tolist())
 
     new_state, abort = RequestState.from_new_request, OutputProcessor.abort_requests
-    choice_log_probs = serving.OpenAIServingCompletion._create_completion_logprobs
-    to_response = serving.OpenAIServingCompletion.request_output_to_completion_response
+    choice_log_probs = OpenAIServingCompletion._create_completion_logprobs
+    to_response = OpenAIServingCompletion.request_output_to_completion_response
 
     def from_new_request(**given: Any) -> Any:
         request = given["request"]
@@ -429,12 +424,10 @@ def buffer_in_front_end(replace: Replace, marker: str) -> list[Callable[[], None
                     choice.packed = packed_choice(output.token_ids, output.logprobs)
         return response
 
-    return [
-        replace(RequestState, from_new_request=from_new_request),
-        replace(OutputProcessor, abort_requests=abort_requests),
-        replace(serving.OpenAIServingCompletion, _create_completion_logprobs=create_completion_logprobs),
-        replace(
-            serving.OpenAIServingCompletion,
-            request_output_to_completion_response=request_output_to_completion_response,
-        ),
-    ]
+    replace(RequestState, from_new_request=from_new_request)
+    replace(OutputProcessor, abort_requests=abort_requests)
+    replace(
+        OpenAIServingCompletion,
+        _create_completion_logprobs=create_completion_logprobs,
+        request_output_to_completion_response=request_output_to_completion_response,
+    )

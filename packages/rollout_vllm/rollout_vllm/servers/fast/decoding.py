@@ -5,17 +5,13 @@ is known. With blocks of 16 tokens, 15 of 16 of these calls change nothing, and 
 which the engine core schedules a step. Here they return at once what vLLM returns after its checks.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from plinth_base.fence import Replace
 
 
-def skip_needless_block_searches(replace: Replace) -> list[Callable[[], None]]:
-    """Shorten the KV cache manager's calls for tokens that neither open nor complete a block.
-
-    Returns the functions that restore vLLM's own path.
-    """
+def skip_needless_block_searches(replace: Replace) -> None:
+    """Shorten the KV cache manager's calls for tokens that neither open nor complete a block."""
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
@@ -64,7 +60,4 @@ def skip_needless_block_searches(replace: Replace) -> list[Callable[[], None]]:
                 return
         cache(self, request, num_computed_tokens)
 
-    return [
-        replace(KVCacheManager, allocate_slots=allocate_slots),
-        replace(KVCacheManager, cache_blocks=cache_blocks),
-    ]
+    replace(KVCacheManager, allocate_slots=allocate_slots, cache_blocks=cache_blocks)

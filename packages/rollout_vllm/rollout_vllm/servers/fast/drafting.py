@@ -115,8 +115,8 @@ class DraftTrial:
         )
 
 
-def draft_where_it_pays(replace: Replace) -> list[Callable[[], None]]:
-    """Make and schedule drafts as `DraftTrial` decides. Returns the functions that restore vLLM's own path."""
+def draft_where_it_pays(replace: Replace) -> None:
+    """Make and schedule drafts as `DraftTrial` decides."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -152,7 +152,5 @@ def draft_where_it_pays(replace: Replace) -> list[Callable[[], None]]:
             return propose(self, scheduler_output, sampled_token_ids, *args)
         return [[] for _ in sampled_token_ids]
 
-    return [
-        replace(Scheduler, update_from_output=update_from_output, update_draft_token_ids=update_draft_token_ids),
-        replace(GPUModelRunner, propose_draft_token_ids=propose_draft_token_ids),
-    ]
+    replace(Scheduler, update_from_output=update_from_output, update_draft_token_ids=update_draft_token_ids)
+    replace(GPUModelRunner, propose_draft_token_ids=propose_draft_token_ids)
