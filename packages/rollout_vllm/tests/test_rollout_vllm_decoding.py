@@ -27,7 +27,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from rollout_vllm.servers.fast.buffering import buffer_in_engine_core, ending_tokens
+from rollout_vllm.servers.fast.buffering import buffer_in_engine_core
 from rollout_vllm.servers.fast.decoding import skip_needless_block_searches
 from rollout_vllm.servers.patch import BUFFERING, DECODING, IDS_ONLY
 
@@ -237,24 +237,3 @@ def test_a_request_with_stop_strings_sends_every_token(model: str, stop_strings:
         history, _ = play(model, dataclasses.replace(plan, stop_strings=stop_strings))
     messages = [len(ids) for sent, *_ in history if isinstance(sent, list) for _, ids, *_ in sent]
     assert messages == ([1] * 15 if stop_strings else [1, 14])
-
-
-@pytest.mark.parametrize("gone", ["num_in_flight_tokens", "prefill_stats"])
-def test_requests_of_another_vllm_take_its_own_path(gone: str) -> None:
-    request = Request(name_of(0), [1, 2], SamplingParams(max_tokens=4, stop_token_ids=[41]), None)
-    assert ending_tokens(request) == {41}
-    delattr(request, gone)
-    assert ending_tokens(request) is None
-
-
-def test_a_block_manager_of_another_vllm_takes_its_own_path(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = Plan(((0, 30, 20, 0),), (), 9, 1, prefix_caching=True, sliding_window=False, buffered=True, log_probs=False)
-    scheduler = scheduler_of(model, plan)
-    scheduler.add_request(Request(name_of(0), [1, 2], SamplingParams(max_tokens=4), None))
-    scheduler.schedule()
-    manager = scheduler.kv_cache_manager
-    [tables] = manager.coordinator.single_type_managers
-    del tables.req_to_blocks
-    with engine_core(shortcuts=True), pytest.raises(AttributeError):  # vLLM's own, here
-        manager.allocate_slots(scheduler.requests[name_of(0)], 1, num_lookahead_tokens=0)
-    assert "vLLM's own path is used: " in capsys.readouterr().out

@@ -191,9 +191,6 @@ def _on_loopback() -> Iterator[None]:
     """
     from ray._private import ray_constants
 
-    if not hasattr(ray_constants, "ENABLE_RAY_CLUSTER"):  # `_say_what_is_open` reports it
-        yield
-        return
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:

@@ -13,8 +13,8 @@ from functools import wraps
 from typing import Any
 
 
-def load_on_one_stream() -> Callable[[], None]:
-    """Replace `load_weights` of vLLM's loader for bitsandbytes; returns a function that restores it.
+def load_on_one_stream() -> None:
+    """Replace `load_weights` of vLLM's loader for bitsandbytes.
 
     Where vLLM has no such loader (from 0.32 on it is a package of its own), one line says that nothing is replaced.
     """
@@ -22,16 +22,10 @@ def load_on_one_stream() -> Callable[[], None]:
         from vllm.model_executor.model_loader.bitsandbytes_loader import BitsAndBytesModelLoader
     except ImportError:
         print("quantized weights: the order in which this vLLM's loader quantizes them was not checked", flush=True)
-        return lambda: None
+        return
     import torch
 
-    stock = BitsAndBytesModelLoader.load_weights
-    BitsAndBytesModelLoader.load_weights = on_default_stream(stock, torch.cuda)
-
-    def restore() -> None:
-        BitsAndBytesModelLoader.load_weights = stock
-
-    return restore
+    BitsAndBytesModelLoader.load_weights = on_default_stream(BitsAndBytesModelLoader.load_weights, torch.cuda)
 
 
 def on_default_stream(load: Callable[..., Any], cuda: Any) -> Callable[..., Any]:

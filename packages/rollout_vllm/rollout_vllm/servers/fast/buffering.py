@@ -38,12 +38,6 @@ UNKNOWN_VERSION = -1
 _COMPLETION = re.compile(r"(\d+_)?cmpl-")
 """Beginning of vLLM's ids of /v1/completions: the only route whose answer is made of buffered tokens."""
 
-_NOTED = (
-    *("status", "events", "prefill_stats", "num_preemptions", "max_tokens"),
-    *("num_in_flight_tokens", "num_output_placeholders", "structured_output_request", "mm_features"),
-)
-"""Attributes of vLLM's requests that `TokenBuffer.note` reads and sets."""
-
 
 def is_buffered(request: Any, marker: str) -> bool:
     """True if the client of `request` asked for ids only, and nothing in its sampling parameters needs more than that.
@@ -98,8 +92,6 @@ def packed_answer(outputs: Sequence[Any]) -> bytes | None:
 def ending_tokens(request: Any) -> frozenset[int] | None:
     """The ids that end a request of the engine core; None if vLLM itself has to look at each of its tokens."""
     params = request.sampling_params
-    if not all(hasattr(request, name) for name in _NOTED):  # of another vLLM; instances have them, so no Patch sees it
-        return None
     if request.structured_output_request is not None or request.mm_features or params.repetition_detection is not None:
         return None
     return frozenset([*(params.stop_token_ids or ()), *([] if params.eos_token_id is None else [params.eos_token_id])])

@@ -33,11 +33,7 @@ def skip_needless_block_searches(replace: Replace) -> None:
         return manager.req_to_blocks, manager.num_cached_block if self.enable_caching else None, size
 
     def remembered(self: Any) -> Any:
-        try:
-            self.plinth_tables = tables_of(self)
-        except AttributeError as error:  # of instances, which no Patch sees
-            print(f"short scheduling of decoded tokens: vLLM's own path is used: {error}", flush=True)
-            self.plinth_tables = None
+        self.plinth_tables = tables_of(self)
         return self.plinth_tables
 
     def allocate_slots(self: Any, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
