@@ -31,7 +31,7 @@ def segments(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Any:
     where a query does not see a key. Causal from the bottom right."""
     groups = q.shape[1] // k.shape[1]
     q_borders, k_borders = (options[f"cu_seqlens_{x}"].tolist() for x in "qk")
-    assert options["max_seqlen_q"] == max(b - a for a, b in pairwise(q_borders))
+    assert options["max_seqlen_q"] >= max(b - a for a, b in pairwise(q_borders))
     assert options["max_seqlen_k"] == max(b - a for a, b in pairwise(k_borders))
     for (a, b), (c, d) in zip(pairwise(q_borders), pairwise(k_borders), strict=True):
         seen_LM = torch.ones(b - a, d - c, dtype=torch.bool)
@@ -46,6 +46,7 @@ def segments(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Any:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Any) -> tuple[Tensor | None, ...]:
     assert return_lse
+    assert options["max_seqlen_q"] > 256, "short sequences compile the kernel of one tile"
     out, lse = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0])
     for part, _, _, _, v_hMd, scores_hLM in segments(q, k, v, options):
         out[part] = (scores_hLM.softmax(-1) @ v_hMd).transpose(0, 1)
@@ -118,6 +119,7 @@ def paged_attention(
     rows = torch.cat([row[:length] for row, length in zip(table.long(), lengths, strict=True)])
     options = {"cu_seqlens_q": starts, "max_seqlen_q": longest, "max_seqlen_k": int(lengths.max()), "causal": True}
     options |= {"cu_seqlens_k": torch.cat((lengths.new_zeros(1), lengths.cumsum(0))), "window_size_left": None}
+    options["max_seqlen_q"] = max(longest, 257)
     out, log_sums, *_ = forward(q, k[rows, :, 0], v[rows, :, 0], return_lse=True, softmax_scale=scale, **options)
     lse.copy_(log_sums)
     return out

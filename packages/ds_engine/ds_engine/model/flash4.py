@@ -29,6 +29,11 @@ KERNELS = FENCE.patch(
 MOST_COPIES = 2
 """Query heads per key/value head up to which the gathered backward pass copies these."""
 
+LEAST_QUERIES = 257
+"""The forward pass tells the kernel that its longest sequence has at least so many queries. Otherwise the first micro
+batch whose sequences all fit into one tile of at most 256 rows compiles another kernel, for 3 s, which is no different
+on Hopper."""
+
 # The kernels' compiler says at every compilation that it treats their unused `aux_data` as a constant.
 warnings.filterwarnings("ignore", r"Argument aux_data .*cannot be converted to a JitArgument", UserWarning)
 
@@ -108,26 +113,30 @@ def _paths(gathering: Gathering, borders: Tensor, key_rows: Tensor) -> tuple[Ten
     return (borders[gathering.borders_start : ends], *key_rows[gathering.rows_start :][: sum(sizes)].split(sizes))
 
 
+def _run_forward(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    options["max_seqlen_q"] = max(options["max_seqlen_q"], LEAST_QUERIES)
+    out, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **options)
+    return out, lse
+
+
 @torch.library.custom_op("ds_engine::flash4", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, table_C: Tensor, borders: Tensor, key_rows: Tensor,
     longest_q: int, longest_k: int, scale: float, window: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    from flash_attn.cute.interface import _flash_attn_fwd
-
     gathering = Gathering(*table_C[0].tolist())
     if gathering.in_forward(q.shape[1], k.shape[1]):
         cu_k, rows, *_ = _paths(gathering, borders, key_rows)
         options = _kernel_options((cu_q, cu_k), (longest_q, gathering.longest_path), scale, None, causal=True)
         k, v = (gather_copies(x, rows, 1) for x in (k, v))
-        out, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **options)
-        return out, lse
+        return _run_forward(q, k, v, options)
     options = _kernel_options((cu_q, cu_k), (longest_q, longest_k), scale, window, causal=True)
-    out, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **options)
+    out, lse = _run_forward(q, k, v, options)
     for part, keys, cu_seqlens, longest in _calls(table_C, borders, key_rows):
         options = _kernel_options(cu_seqlens, longest, scale, None, causal=False)
-        other, other_lse, *_ = _flash_attn_fwd(q[part], k[keys], v[keys], return_lse=True, **options)
-        merge(out[part], lse[:, part], other, other_lse)
+        merge(out[part], lse[:, part], *_run_forward(q[part], k[keys], v[keys], options))
     return out, lse
 
 
