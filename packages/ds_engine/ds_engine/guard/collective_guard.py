@@ -137,7 +137,6 @@ class CollectiveGuard:
             exceed the longest work of a single rank while others wait, such as writing a checkpoint.
         exit_after_s: watch mode only: seconds after a failure until a process that is still stuck in a kernel, which
             the abort did not release, exits with code 71.
-        store: a torch.distributed Store that all ranks can reach; by default the process group's rendezvous store.
 
     Raises, on every rank at its next collective (in lockstep instead of the collective that would hang):
         CollectiveMismatchError: ranks called different collectives; the message contains ranks, operations, sizes,
@@ -153,7 +152,6 @@ class CollectiveGuard:
         mode: Literal["auto", "lockstep", "watch"] = "auto",
         stall_timeout_s: float = 60.0,
         exit_after_s: float = 10.0,
-        store: Any = None,
     ) -> None:
         if mode not in ("auto", "lockstep", "watch"):
             raise EngineConfigError(field="mode", value=mode, allowed="auto, lockstep or watch")
@@ -165,7 +163,6 @@ class CollectiveGuard:
         self._mode = mode
         self._stall_timeout_s = stall_timeout_s
         self._exit_after_s = exit_after_s
-        self._base_store = store
         self._groups: dict[str, _Watched] = {}
         self._stopped_ranks: set[int] = set()
         self._store_is_lost = False
@@ -199,8 +196,7 @@ class CollectiveGuard:
         self._main_thread = threading.get_ident()
         _num_started += 1
         self._prefix = f"plinth_collective_guard/{_num_started}"
-        if self._base_store is None:
-            self._base_store = _rendezvous_store()
+        self._base_store = _rendezvous_store()
         self._store()  # connect this thread now: after a failure the server may be gone, and connecting would block
         self._patch = _patched(self._before)
         self._patch.__enter__()
