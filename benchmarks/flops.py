@@ -39,7 +39,5 @@ def forward_flops(
 
 def active_weights(shape: ModelShape, experts_per_token: int) -> float:
     """Elements of all layers' matrices that a token is multiplied by: in a mixture, those of its own experts."""
-    if shape.is_exact:
-        return float(shape.num_layers * sum(weight.size for weight in shape.linear_layers()))
     matrices = [w for w in shape.counted if len(w.shape) > 1 and w.name not in ("embed_tokens", "lm_head")]
     return sum(w.size * (experts_per_token / w.shape[0] if len(w.shape) == 3 else 1) for w in matrices)

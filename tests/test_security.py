@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from ds_engine import ModelShape
 from ds_engine.errors import ModelError
 from ds_engine.model.weights import read_config
-from ds_engine.planning.model_shape import count_shape
 from plinth_base import ModelFolderError
 from rl_data import load_tokenizer
 from rl_runtime.config import TrainerConfig
@@ -60,7 +60,7 @@ def test_every_load_by_transformers_refuses_code_of_the_folder() -> None:
             assert given.get("trust_remote_code") == "False", f"{path.name}:{call.lineno}"
 
 
-@pytest.mark.parametrize("load", [read_config, count_shape, load_tokenizer])
+@pytest.mark.parametrize("load", [read_config, ModelShape.read, load_tokenizer])
 def test_code_of_a_model_folder_is_not_run_whatever_the_user_answers(
     load: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

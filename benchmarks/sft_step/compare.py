@@ -17,7 +17,7 @@ from benchmarks.flops import PEAK_FLOPS, forward_flops
 from benchmarks.runs import Steps, app, leave, parser, run_folder, table_header, visible_gpus
 from benchmarks.sft_step.trl_step import LORA_ALPHA, LORA_RANK
 from benchmarks.sft_step.workload import BATCH_SIZE, MAX_TOKENS, lengths, write_workload
-from ds_engine import count_shape
+from ds_engine import ModelShape
 
 SKIPPED = 2
 """Steps at the start that compile or tune kernels."""
@@ -91,7 +91,7 @@ def operations_per_token(folder: Path, steps: int) -> float:
     """Operations of training all weights, a token: three times those of the forward pass."""
     config = json.loads((folder / "model" / "config.json").read_text())
     shape, experts, pairs = (
-        count_shape(folder / "model"),
+        ModelShape.read(folder / "model"),
         config.get("num_experts_per_tok", 1),
         lengths(steps * BATCH_SIZE),
     )

@@ -40,7 +40,6 @@ from .model.weights import check_weights as check_weights
 from .planning.memory_plan import MemoryEstimate as MemoryEstimate
 from .planning.memory_plan import estimate_memory as estimate_memory
 from .planning.model_shape import ModelShape as ModelShape
-from .planning.model_shape import count_shape as count_shape
 from .simple import SimpleBatch as SimpleBatch
 from .simple import dense_log_prob as dense_log_prob
 from .state.reshape import StateLayout as StateLayout

@@ -142,7 +142,7 @@ def test_what_compiled_layers_cannot_do_is_left_off() -> None:
     ):
         choice = resolve_job_for(config(actor=engine), gpus=gpus(2), shape=QWEN3_06B)
         assert choice.config.actor.compile is False
-    unknown = replace(QWEN3_06B, family="mixtral", counted=tuple(QWEN3_06B.weights()))
+    unknown = replace(QWEN3_06B, family="mixtral", is_exact=False)
     choice = resolve_job_for(config(), gpus=gpus(2), shape=unknown)
     assert choice.config.actor.compile is False
     assert "upper bounds" in choice.memory
@@ -357,7 +357,7 @@ def test_supervised_training_gets_all_gpus(number: int, gib: float, recompute: b
 
 @pytest.mark.parametrize(("family", "compiles"), [("qwen3_moe", True), ("mixtral", False)])
 def test_layers_are_compiled_where_that_was_measured(family: str, compiles: bool) -> None:
-    shape = replace(QWEN3_06B, family=family, counted=tuple(QWEN3_06B.weights()))
+    shape = replace(QWEN3_06B, family=family, is_exact=False)
     choice = resolve_supervised_for(supervised(), gpus=gpus(1, 140.0), shape=shape)
     assert choice.config.engine.compile == compiles
 

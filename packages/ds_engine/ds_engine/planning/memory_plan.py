@@ -1,4 +1,4 @@
-"""Estimates the memory of one rank before a model is loaded: a pure function, standard library only.
+"""Estimates the memory of one rank before a model is loaded.
 
 The model states follow the allocations of DeepSpeed 0.19. N trainable parameters, W = dp x sp ranks, P = N / W, e bytes
 per element of the model's dtype (2 or 4), B elements per reduce bucket:
@@ -50,7 +50,7 @@ from ..config import EngineConfig, OffloadDevice, check_heads
 from ..errors import EngineConfigError
 from ..nf4_size import NF4_CHUNK, nf4_bytes
 from ..optimizers import MATRIX_ROUND
-from .model_shape import TABLES, ModelShape, Weight, read_shape
+from .model_shape import TABLES, ModelShape, Weight
 
 _FALLBACK_BUCKET_ELEMENTS = 500_000_000
 """Bucket of DeepSpeed's `buffered_allreduce_fallback`, which BF16_Optimizer uses. It cannot be configured."""
@@ -197,7 +197,7 @@ def estimate_memory(
 
     Args:
         model: a Hugging Face folder or its config.json; content or shape of one. Outside of llama, mistral, qwen2 and
-            qwen3 the estimate is an upper bound, and needs torch and transformers.
+            qwen3 the estimate is an upper bound.
         tokens_per_micro_batch: packed tokens that the sp ranks of a group share.
         targets_per_micro_batch: predicted tokens among them; None: all.
         num_micro_batches: micro batches per mini batch; the estimate is the same for all values above 1.
@@ -212,7 +212,7 @@ def estimate_memory(
     for name, count in counts.items():
         if count < 1:
             raise EngineConfigError(field=name, value=count, allowed="1 or more")
-    shape = model if isinstance(model, ModelShape) else read_shape(model)
+    shape = model if isinstance(model, ModelShape) else ModelShape.read(model)
     if shape.is_exact:  # a counted model without heads has one
         check_heads(shape.num_heads, config.sequence_parallel)
     weights = shape.weights(head)
@@ -226,8 +226,9 @@ def estimate_memory(
         frozen = [w for w in [*shape.weights(head), *of_vision] if w.name != "score"]
         weights = shape.adapters(config.lora) + [w for w in weights if w.name == "score"]
     num_parameters = sum(w.size for w in weights + frozen)
-    if _uses_nf4(config):
-        matrices = {w.name for w in shape.linear_layers()}
+    if _uses_nf4(config) and shape.is_exact:
+        layers = {w.name for w in shape.linear_layers()}
+        matrices = {w.name for w in shape.counted if w.layer in layers}
         e = dtype_bytes(config.model_dtype)  # NF4 weights are flat tensors of the model's dtype
         frozen = [replace(w, shape=(nf4_bytes(w.size) // e,)) if w.name in matrices else w for w in frozen]
     case = _Case(shape=shape, config=config, trained=weights, frozen=frozen, ranks=dp * config.sequence_parallel)

@@ -1,4 +1,4 @@
-"""Parameter shapes of a decoder from its Hugging Face config.json; those of the known families need no library."""
+"""Sizes of a decoder from its Hugging Face config.json, by its architecture on the meta device, without memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,11 +16,11 @@ from ..errors import EngineConfigError, ModelError
 from ..upstream import auto_class, text_part, transformers_message
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Dense decoders whose sizes follow from config.json alone, to the byte."""
+"""Dense decoders whose activations are known to the byte."""
 COMPILED = (*FAMILIES, "qwen3_moe")
 """Families whose compiled layers were measured on GPUs."""
-_TEXT_MODELS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
-"""Text models of vision-language models that have the shapes of a known family."""
+_KNOWN = {*FAMILIES, "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}
+"""The families, and text models of vision-language models that have the layers of one."""
 TABLES = ("embed_tokens", "lm_head", "score")
 """Weights that are no matrices for an optimizer."""
 
@@ -36,6 +36,11 @@ class Weight:
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def layer(self) -> str:
+        """The last name before `.weight`, such as q_proj."""
+        return self.name.removesuffix(".weight").rpartition(".")[2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,49 +69,73 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     tied: bool
-    qkv_bias: bool
-    other_bias: bool
     qk_norm: bool
+    is_exact: bool
+    """True for a known family; otherwise the sizes but for `counted` are too large rather than too small."""
+    counted: tuple[Weight, ...]
+    """All parameters but those of `vision`."""
     family: str = ""
     """`model_type` of the configuration."""
-    counted: tuple[Weight, ...] = ()
-    """All parameters of a model outside of the known families, whose other sizes are upper bounds; without `vision`."""
     vision: VisionShape | None = None
-
-    @property
-    def is_exact(self) -> bool:
-        """True if the sizes are those of a known family; otherwise estimates are too large rather than too small."""
-        return not self.counted
 
     @classmethod
     def read(cls, model: str | Path | Mapping[str, Any]) -> ModelShape:
-        """Read a config.json, given as a path, its folder or its content.
+        """The shape of any architecture that transformers knows.
+
+        Outside of the known families, what a layer keeps is bounded from above: as the intermediate size counts half of
+        all inputs and outputs of the largest layer's matrices, of a mixture those of as many experts as a token uses. A
+        model without attention heads counts as if it had one as wide as the model.
+
+        Args:
+            model: a config.json, its folder, or its content.
 
         Raises:
-            ValueError: the file does not exist, the model family is not supported, or a size is missing.
+            ValueError: the file does not exist, transformers cannot build the model, or the configuration lacks a size.
         """
-        config = model if isinstance(model, Mapping) else _read_json(Path(model))
-        family = config.get("model_type")
-        if family not in FAMILIES:
-            raise ModelError(field="model_type", value=family, allowed=", ".join(FAMILIES))
+        import torch
+        from transformers import AutoConfig
+
+        if not isinstance(model, Mapping):
+            _check_file(Path(model))
         try:
-            heads = int(config["num_attention_heads"])
-            return cls(
-                vocab=int(config["vocab_size"]),
-                hidden=int(config["hidden_size"]),
-                intermediate=int(config["intermediate_size"]),
-                num_layers=int(config["num_hidden_layers"]),
-                num_heads=heads,
-                num_kv_heads=int(config.get("num_key_value_heads") or heads),
-                head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
-                tied=bool(config.get("tie_word_embeddings", False)),
-                qkv_bias=family == "qwen2" or bool(config.get("attention_bias", False)),
-                other_bias=family != "qwen2" and bool(config.get("attention_bias", False)),
-                qk_norm=family == "qwen3",
-                family=family,
-            )
-        except KeyError as error:
-            raise ModelError(f"the model's configuration lacks {error}") from None
+            if isinstance(model, Mapping):
+                config = AutoConfig.for_model(**model)
+            else:
+                config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+            text = config.get_text_config()
+            with torch.device("meta"):
+                built = auto_class(config, "lm").from_config(config, trust_remote_code=False)
+            heads = int(getattr(text, "num_attention_heads", None) or 1)  # state-space models have none
+            layers, width = int(text.num_hidden_layers), int(text.hidden_size)
+        except Exception as error:  # from_config runs the architecture's own code
+            reason = f"{type(error).__name__}: {transformers_message(error)}"
+            name = model.get("model_type") if isinstance(model, Mapping) else str(model)
+            raise ModelError(f"its sizes cannot be counted: {reason}", value=name) from error
+        vision = _vision_shape(built, config)
+        of_vision = {w.name for w in vision.weights} if vision is not None else set[str]()
+        is_exact = text.model_type in _KNOWN and (vision is not None or text is config)
+        experts = int(getattr(text, "num_experts_per_tok", None) or 1)
+        tables = (built.get_input_embeddings(), built.get_output_embeddings())
+        outer = {id(p) for module in tables if module is not None for p in module.parameters()}
+        return cls(
+            vocab=int(text.vocab_size),
+            hidden=width,
+            intermediate=int(text.intermediate_size) if is_exact else _widest_layer(built, outer, experts) // 2,
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+            head_dim=int(getattr(text, "head_dim", None) or width // heads),
+            tied=tables[1] is None or len(outer) == 1,
+            qk_norm=not is_exact or text.model_type.startswith("qwen3"),
+            is_exact=is_exact,
+            counted=tuple(
+                Weight(name=_plain_name(built, p, name), shape=tuple(p.shape))
+                for name, p in built.named_parameters()
+                if name not in of_vision
+            ),
+            family=str(config.model_type),
+            vision=vision,
+        )
 
     @property
     def query_width(self) -> int:
@@ -132,21 +161,9 @@ class ModelShape:
         }
         return [Weight(name=name, shape=shape) for name, shape in shapes.items()]
 
-    def _layer(self) -> list[Weight]:
-        weights = self.linear_layers()
-        if self.qkv_bias:
-            weights += [Weight(name=f"{w.name}.bias", shape=w.shape[:1]) for w in weights[:3]]
-        if self.other_bias:
-            weights.append(Weight(name="o_proj.bias", shape=(self.hidden,)))
-        if self.qk_norm:
-            weights += [Weight(name=name, shape=(self.head_dim,)) for name in ("q_norm", "k_norm")]
-        return weights + [Weight(name=name, shape=(self.hidden,)) for name in ("input_norm", "post_norm")]
-
     @property
     def largest_layer(self) -> int:
         """Elements of the largest layer, in a mixture with all its experts. Stage 3 gathers a layer at once."""
-        if self.is_exact:
-            return sum(weight.size for weight in self._layer())
         sizes: Counter[str] = Counter()
         for weight in self.counted:
             sizes[_layer_of(weight.name)] += weight.size
@@ -154,17 +171,8 @@ class ModelShape:
 
     def weights(self, head: Literal["lm", "value"] = "lm") -> list[Weight]:
         """All parameters without those of `vision`, in no particular order; a tied LM head is not listed."""
-        if self.counted:
-            value_head = [Weight(name="score", shape=(1, self.hidden))] if head == "value" else []
-            return [w for w in self.counted if head == "lm" or w.name != "lm_head"] + value_head
-        weights = [Weight(name="embed_tokens", shape=(self.vocab, self.hidden))]
-        weights += self._layer() * self.num_layers
-        weights.append(Weight(name="norm", shape=(self.hidden,)))
-        if head == "value":
-            weights.append(Weight(name="score", shape=(1, self.hidden)))
-        elif not self.tied:
-            weights.append(Weight(name="lm_head", shape=(self.vocab, self.hidden)))
-        return weights
+        value_head = [Weight(name="score", shape=(1, self.hidden))] if head == "value" else []
+        return [w for w in self.counted if head == "lm" or w.name != "lm_head"] + value_head
 
     def adapters(self, lora: LoraConfig) -> list[Weight]:
         """LoRA parameters: A [rank, in] and B [out, rank] for each adapted matrix of every layer.
@@ -183,76 +191,6 @@ class ModelShape:
         a = [Weight(name="A", shape=(lora.rank, w.shape[1])) for w in adapted]
         b = [Weight(name="B", shape=(w.shape[0], lora.rank)) for w in adapted]
         return (a + b) * self.num_layers
-
-
-def read_shape(model: str | Path | Mapping[str, Any]) -> ModelShape:
-    """The shape of a known family from its configuration, of any other architecture by `count_shape`.
-
-    Args:
-        model: a config.json, its folder, or its content.
-
-    Raises:
-        ValueError: the file does not exist, a size is missing, or the architecture cannot be counted; content of
-            another family, which only a folder's architecture can be built from.
-    """
-    if not isinstance(model, Mapping):
-        path = Path(model)
-        if _read_json(path).get("model_type") not in FAMILIES:
-            return count_shape(path if path.is_dir() else path.parent)
-    return ModelShape.read(model)
-
-
-def count_shape(folder: str | Path) -> ModelShape:
-    """The shape of any architecture that transformers knows, built on the meta device, without memory.
-
-    Its parameters are exact. What a layer keeps is bounded from above: as the intermediate size counts half of all
-    inputs and outputs of the largest layer's matrices, of a mixture those of as many experts as a token uses. A model
-    without attention heads counts as if it had one as wide as the model.
-
-    Raises:
-        ValueError: transformers cannot build it, or its configuration lacks a size.
-    """
-    import torch
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        text = config.get_text_config()
-        with torch.device("meta"):
-            model = auto_class(config, "lm").from_config(config, trust_remote_code=False)
-        heads = int(getattr(text, "num_attention_heads", None) or 1)  # state-space models have none
-        layers, width = int(text.num_hidden_layers), int(text.hidden_size)
-    except Exception as error:  # from_config runs the architecture's own code
-        reason = f"{type(error).__name__}: {transformers_message(error)}"
-        raise ModelError(f"its sizes cannot be counted: {reason}", value=str(folder)) from error
-    vision = _vision_shape(model, config)
-    family = _TEXT_MODELS.get(text.model_type, text.model_type)
-    if vision is not None and family in FAMILIES:
-        tied = bool(getattr(config, "tie_word_embeddings", False))
-        known = ModelShape.read({**text.to_dict(), "model_type": family, "tie_word_embeddings": tied})
-        return replace(known, family=str(config.model_type), vision=vision)
-    experts = int(getattr(text, "num_experts_per_tok", None) or 1)
-    outer = {id(p) for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m for p in m.parameters()}
-    return ModelShape(
-        vocab=int(text.vocab_size),
-        hidden=width,
-        intermediate=_widest_layer(model, outer, experts) // 2,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
-        head_dim=int(getattr(text, "head_dim", None) or width // heads),
-        tied=model.get_output_embeddings() is None or len(outer) == 1,
-        qkv_bias=False,
-        other_bias=False,
-        qk_norm=True,
-        family=str(config.model_type),
-        counted=tuple(
-            Weight(name=_plain_name(model, p, name), shape=tuple(p.shape))
-            for name, p in model.named_parameters()
-            if vision is None or Weight(name=name, shape=tuple(p.shape)) not in vision.weights
-        ),
-        vision=vision,
-    )
 
 
 def _vision_shape(model: Any, config: Any) -> VisionShape | None:
@@ -309,7 +247,8 @@ def _layer_of(name: str) -> str:
     return number[1] if number else ""
 
 
-def _read_json(path: Path) -> Mapping[str, Any]:
+def _check_file(path: Path) -> None:
+    """Raises ModelError, in one line, unless there is a configuration in JSON."""
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) is not None
@@ -322,4 +261,3 @@ def _read_json(path: Path) -> Mapping[str, Any]:
         raise ModelError(problem, value=str(file), remedy="copy it again from the model") from None
     if not isinstance(content, dict):
         raise ModelError("it has no keys", value=str(file), allowed="the configuration of a Hugging Face model")
-    return content

@@ -17,7 +17,6 @@ from typing import Literal, TypeVar
 
 from ds_engine import EngineConfig, MemoryEstimate, ModelShape, estimate_memory
 from ds_engine.nf4_size import nf4_bytes
-from ds_engine.planning.model_shape import read_shape
 from plinth_base.model_folder import find_model_folder
 from rl_core.batching.layout import DEFAULT_TOKEN_BUDGET
 from rollout_vllm import RolloutConfig, ServerMemory, estimate_server_memory
@@ -62,7 +61,7 @@ def read_model_shape(path: str, *, key: str = "model.path") -> ModelShape | None
     if path == BUILTIN_MODEL:
         return None
     try:
-        return read_shape(find_model_folder(path))
+        return ModelShape.read(find_model_folder(path))
     except ValueError as error:
         raise InputError(str(error), field=key, value=path) from error
 
