@@ -174,8 +174,8 @@ def test_whiten_moments_merge_over_any_split(count: int, seed: int, num_parts: i
     generator = torch.Generator().manual_seed(seed)
     values = shift + torch.randn(count, generator=generator, dtype=torch.float64)
     part_of = torch.randint(0, num_parts, (count,), generator=generator)
-    rows = [_moments(values[part_of == part], None)[:3] for part in range(num_parts)]
-    merged = _merged(rows)
+    rows = [_moments(values[part_of == part], None) for part in range(num_parts)]
+    merged = _merged(torch.tensor(rows, dtype=torch.float64))
     whole = _moments(values, None)
     assert merged[0] == whole[0] == count
     assert merged[1] == pytest.approx(whole[1], rel=1e-12, abs=1e-12)
@@ -183,11 +183,12 @@ def test_whiten_moments_merge_over_any_split(count: int, seed: int, num_parts: i
 
 
 @PROPERTY
-@given(st.floats(-5, 5, width=32), st.integers(0, 8), st.booleans())
-def test_whiten_without_spread(value: float, count: int, shift_mean: bool) -> None:
-    values = torch.full((count,), value)
-    white = masked_whiten(values, eps=0.0, shift_mean=shift_mean)
-    assert torch.equal(white, torch.zeros(count) if shift_mean else values)
+@given(st.floats(-5, 5, width=32), st.lists(st.integers(0, 8), min_size=1, max_size=3))
+def test_whiten_without_spread(value: float, counts: list[int]) -> None:
+    values = torch.full((sum(counts),), value)
+    assert torch.equal(masked_whiten(values, eps=0.0), torch.zeros(sum(counts)))
+    parts = torch.tensor([_moments(part.double(), None) for part in values.split(counts)], dtype=torch.float64)
+    assert _merged(parts)[2] == 0.0
 
 
 @PROPERTY

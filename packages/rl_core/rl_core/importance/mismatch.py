@@ -5,6 +5,7 @@ Shapes: K response tokens, S sequences.
 
 from collections.abc import Sequence
 
+import numpy as np
 from torch import Tensor
 
 from .._tensors import require_same_shape
@@ -64,21 +65,11 @@ def mismatch_metrics(
         "ratio_max": float(ratio.max()),
         "ess": effective_sample_size(ratio),
     }
-    ordered = ratio.sort().values
-    for percentile in percentiles:
-        metrics[f"ratio_p{percentile:g}"] = _percentile(ordered, percentile)
+    values = np.percentile(ratio.cpu().numpy(), percentiles)  # torch.quantile is limited to 16 million values
+    metrics |= {f"ratio_p{percentile:g}": float(v) for percentile, v in zip(percentiles, values, strict=True)}
     if response_lens_S is not None:
         metrics |= _sequence_metrics((log_probs_K - rollout_log_probs_K).detach().double(), response_lens_S)
     return metrics
-
-
-def _percentile(ordered: Tensor, percentile: float) -> float:
-    # torch.quantile is limited to 16 million values
-    place = (ordered.numel() - 1) * percentile / 100.0
-    below = int(place)
-    above = min(below + 1, ordered.numel() - 1)
-    low, high = float(ordered[below]), float(ordered[above])
-    return low + (high - low) * (place - below)
 
 
 def _sequence_metrics(difference_K: Tensor, response_lens_S: Tensor) -> dict[str, float]:
