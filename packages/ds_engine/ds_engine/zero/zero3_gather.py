@@ -54,7 +54,7 @@ def coalesce_gathers(module: nn.Module, zero_optimizer: Any) -> None:
     """Replace gather and release of the parameters of `module`, which DeepSpeed has sharded.
 
     Parameters that stay gathered because they are small are gathered by one collective after each step. Parameters on
-    NVMe, of one rank, of several dtypes, or sharded over different groups keep DeepSpeed's methods.
+    NVMe, of several dtypes, or sharded over different groups keep DeepSpeed's methods.
 
     Args:
         zero_optimizer: DeepSpeed's stage 3 optimizer, or None.
@@ -127,7 +127,9 @@ class _Gathers:
             if not params or safe_mode or quantize or not self.share_collective(params):
                 params = sorted(params, key=lambda p: int(p.ds_id))
                 return gather(params, safe_mode=safe_mode, quantize=quantize)
-            return _Gather(self._bucket(params), self._in_flight)
+            bucket = self._bucket(params)
+            kind = _SingleRankGather if bucket.world_size == 1 else _Gather
+            return kind(bucket, self._in_flight)
 
         def release(
             param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, free_data: bool = True
@@ -175,7 +177,7 @@ class _Gathers:
 def _gather_key(param: Any) -> Any:
     """Equal for parameters that one collective can gather; None if the parameter keeps DeepSpeed's methods."""
     shard: Tensor | None = param.ds_tensor
-    if param.nvme_swapper is not None or shard is None or dist.get_world_size(param.ds_process_group) == 1:
+    if param.nvme_swapper is not None or shard is None:
         return None
     return (param.dtype, param.ds_process_group) if param.dtype == shard.dtype else None
 
@@ -230,6 +232,32 @@ class _Bucket:
                 pieces[index], wholes[index] = piece, view
         torch.split_with_sizes_copy(gathered, self.shard_sizes, dim=1, out=pieces)
         return wholes
+
+
+class _SingleRankGather:
+    """Gather on one rank: a parameter is a view of its shard, or a copy of a shard in CPU memory."""
+
+    def __init__(self, bucket: _Bucket, in_flight: MutableMapping[Any, Any]) -> None:
+        inflight = param_status("INFLIGHT")
+        self._params: Sequence[Any] = bucket.params
+        self._in_flight = in_flight
+        device = _device()
+        for param in bucket.params:
+            shard: Tensor = param.ds_tensor.data
+            if shard.device != device:
+                shard = shard.to(device, non_blocking=True)
+            param.data = shard.view(param.ds_shape)
+            param.ds_status = inflight
+
+    def wait(self, handle_dependency: bool | None = None) -> None:
+        """Mark the parameters as available. The coordinator makes the compute stream wait for the copies, so the CPU
+        need not. `handle_dependency`: as for `_Gather`."""
+        available = param_status("AVAILABLE")
+        for param in self._params:
+            param.ds_status = available
+            if handle_dependency is not None:
+                self._in_flight.pop(param, None)
+        self._params = ()
 
 
 class _Gather:
