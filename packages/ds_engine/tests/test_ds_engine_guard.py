@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -71,11 +70,6 @@ def test_hash_of_a_prefix_is_that_of_the_shorter_log(calls, keep, at) -> None:
     if len(calls) - at < min(keep, len(calls)):
         assert long.hash_at(at) is not None
     assert long.hash_at(len(calls) + 1) is None
-
-
-def test_dumps_survive_json() -> None:
-    original = dump(3, [("all_reduce", "float32", 4, "a.py:1 in f")])
-    assert RankDump.from_json(json.loads(json.dumps(asdict(original)))) == original
 
 
 def test_only_sizes_that_all_ranks_share_are_compared() -> None:

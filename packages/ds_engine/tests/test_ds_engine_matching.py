@@ -122,48 +122,38 @@ def outputs_and_gradients(model: Any, prefixes: Prefixes | None = None) -> tuple
     return rows_RK.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
+MOE = {"mlp_only_layers": [0]}
+"""A mixture, in fp32: torch has no grouped products in fp64."""
+
+
 @pytest.mark.parametrize(
-    ("family", "settings"),
+    ("family", "sizes", "settings"),
     [
-        ("qwen3", {}),
-        ("qwen3", {"tiled_mlp": 4}),
-        ("llama", {"gradient_checkpointing": True}),
-        ("qwen2", {"gradient_checkpointing": True}),
+        ("qwen3", {"tie_word_embeddings": True}, {}),
+        ("qwen3", {"tie_word_embeddings": True}, {"tiled_mlp": 4}),
+        ("llama", {"tie_word_embeddings": False}, {"gradient_checkpointing": True}),
+        ("qwen2", {"tie_word_embeddings": False, "head_dim": 8}, {"gradient_checkpointing": True}),
+        ("qwen3_moe", {**MOE, "norm_topk_prob": True}, {}),
+        ("qwen3_moe", {**MOE, "norm_topk_prob": False}, {"gradient_checkpointing": True}),
+        ("qwen3_moe", {**MOE, "norm_topk_prob": True}, {"tiled_mlp": 4}),
     ],
 )
-def test_gradients_are_those_of_the_usual_forward_pass(tmp_path: Path, family: str, settings: dict[str, Any]) -> None:
-    extra = {} if family != "qwen2" else {"head_dim": 8}
-    folder = write_tiny_model(tmp_path, family, tie_word_embeddings=family == "qwen3", **extra)
-    operations = CountedOperations()
+def test_gradients_are_those_of_the_usual_forward_pass_in_fp64(
+    tmp_path: Path, family: str, sizes: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    folder, operations = write_tiny_model(tmp_path, family, **sizes), CountedOperations()
+    is_mixture = family == "qwen3_moe"
+    dtype, within = (torch.float32, 1e-5) if is_mixture else (torch.float64, 1e-6)  # norms and log-probs are in fp32
     expected, expected_gradients = outputs_and_gradients(model_of(folder, None))
-    rows_RK, gradients = outputs_and_gradients(model_of(folder, operations, **settings))
-    torch.testing.assert_close(rows_RK, expected, rtol=1e-6, atol=1e-6)
+    rows_RK, gradients = outputs_and_gradients(model_of(folder, operations, dtype=dtype, **settings))
+    torch.testing.assert_close(rows_RK, expected, rtol=within, atol=within, check_dtype=False)
     assert gradients.keys() == expected_gradients.keys()
     for name, gradient in gradients.items():
         error = (gradient - expected_gradients[name]).abs().max() / expected_gradients[name].abs().max()
-        assert error < 1e-6, (name, error)  # norms and log-probs are in fp32
-    assert all(operations.calls[name] for name in OPERATIONS), operations.calls
+        assert error < within, (name, error)
+    assert all(operations.calls[name] for name in OPERATIONS + MIXTURE * is_mixture), operations.calls
     if settings:  # the gate ran again in the backward pass, or for several tiles
         assert operations.calls["silu_and_mul"] > model_of(folder, None).config.num_hidden_layers
-
-
-@pytest.mark.parametrize(
-    ("settings", "normalize"), [({}, True), ({"gradient_checkpointing": True}, False), ({"tiled_mlp": 4}, True)]
-)
-def test_gradients_of_a_mixture_are_those_of_the_usual_one_in_fp64(
-    tmp_path: Path, settings: dict[str, Any], normalize: bool
-) -> None:
-    """In fp32: torch has no grouped products in fp64."""
-    folder = write_tiny_model(tmp_path, "qwen3_moe", mlp_only_layers=[0], norm_topk_prob=normalize)
-    operations = CountedOperations()
-    expected, expected_gradients = outputs_and_gradients(model_of(folder, None))
-    rows_RK, gradients = outputs_and_gradients(model_of(folder, operations, dtype=torch.float32, **settings))
-    torch.testing.assert_close(rows_RK, expected, rtol=1e-5, atol=1e-5, check_dtype=False)
-    assert gradients.keys() == expected_gradients.keys()
-    for name, gradient in gradients.items():
-        error = (gradient - expected_gradients[name]).abs().max() / expected_gradients[name].abs().max()
-        assert error < 1e-5, (name, error)
-    assert all(operations.calls.values()), operations.calls
 
 
 KERNELS = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -128,18 +129,27 @@ def test_checkpoint_continues_exactly(
     assert [s.lr for s in whole["stats"]] == pytest.approx([1.5e-3, 3e-3, 3e-3, 2.25e-3])
 
 
-@pytest.mark.parametrize(("stage", "to_cpu"), [(2, False), (3, True)])
-def test_activation_checkpointing_changes_nothing(
-    two_ranks: RankPool, tiny_model: Path, stage: int, to_cpu: bool
+@pytest.mark.parametrize(
+    ("stage", "dtype", "options"),
+    [
+        (2, "float32", {"gradient_checkpointing": True}),
+        (3, "float32", {"gradient_checkpointing": True, "checkpoint_to_cpu": True}),
+        (2, "bfloat16", {"collective_guard": "watch"}),  # collectives overlap
+        (3, "float32", {"collective_guard": "lockstep"}),
+    ],
+)
+def test_recomputation_and_the_guard_change_nothing(
+    two_ranks: RankPool, tiny_model: Path, stage: int, dtype: str, options: dict[str, Any]
 ) -> None:
     samples = make_samples(4, seed=4)
     per_rank = [{"steps": [[samples[:1], samples[1:2]]] * 2}, {"steps": [[samples[2:3], []]] * 2}]
     common = {"model_path": str(tiny_model)}
-    plain = two_ranks.run("train", per_rank, config=config(stage), **common)[0]
-    options = {"gradient_checkpointing": True, "checkpoint_to_cpu": to_cpu}
-    with used(two_ranks, *(["inputs of recomputed layers in CPU memory"] if to_cpu else [])):
-        result = two_ranks.run("train", per_rank, config=replace(config(stage), **options), **common)[0]
-    assert result["stats"] == plain["stats"]
+    without = config(stage, dtype=dtype)
+    plain = two_ranks.run("train", per_rank, config=without, **common)[0]
+    with used(two_ranks, *(["inputs of recomputed layers in CPU memory"] if "checkpoint_to_cpu" in options else [])):
+        result = two_ranks.run("train", per_rank, config=replace(without, **options), **common)[0]
+    assert all((stats.num_guarded_collectives > 0) == ("collective_guard" in options) for stats in result["stats"])
+    assert [replace(stats, num_guarded_collectives=0) for stats in result["stats"]] == plain["stats"]
     assert all(torch.equal(result["weights"][n], w) for n, w in plain["weights"].items())
 
 
@@ -233,21 +243,6 @@ def test_stage_3_keeps_rotary_frequencies_in_fp32(two_ranks: RankPool, tiny_mode
         for stage in (2, 3)
     ]
     assert torch.equal(outputs[0].log_probs_K, outputs[1].log_probs_K)
-
-
-@pytest.mark.parametrize(("stage", "dtype", "mode"), [(2, "bfloat16", "watch"), (3, "float32", "lockstep")])
-def test_guard_changes_nothing(two_ranks: RankPool, tiny_model: Path, stage: int, dtype: str, mode: str) -> None:
-    """Also with overlapping collectives, which stage 2 has in bf16."""
-    samples = make_samples(4, seed=4)
-    per_rank = [{"steps": [[samples[:1], samples[1:2]]] * 2}, {"steps": [[samples[2:3], []]] * 2}]
-    unguarded = config(stage, dtype=dtype)
-    plain, guarded = (
-        two_ranks.run("train", per_rank, model_path=str(tiny_model), config=replace(unguarded, collective_guard=m))
-        for m in ("off", mode)
-    )
-    assert all(stats.num_guarded_collectives > 0 for stats in guarded[0]["stats"])
-    assert [replace(stats, num_guarded_collectives=0) for stats in guarded[0]["stats"]] == plain[0]["stats"]
-    assert all(torch.equal(guarded[0]["weights"][n], w) for n, w in plain[0]["weights"].items())
 
 
 def test_offload_on_the_cpu(two_ranks: RankPool, tiny_model: Path) -> None:

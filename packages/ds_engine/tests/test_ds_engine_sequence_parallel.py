@@ -23,7 +23,7 @@ from ds_engine import (
     estimate_memory,
 )
 from ds_engine.model.packed_model import packed_inputs
-from ds_engine.model.sequence_parallel import SequenceGroup, check_model_heads, kv_copies, share_targets
+from ds_engine.model.sequence_parallel import SequenceGroup, check_model_heads, kv_copies
 from plinth_testing import RankPool, raises, write_tiny_model
 
 STEPS = [make_samples(n, seed=s) for n, s in ((7, 1), (5, 2), (6, 3))]
@@ -185,21 +185,6 @@ def test_query_heads_are_on_the_rank_of_their_key_heads(kv: int, sharing: int, s
         local_kv = repeated[rank * kv_per_rank : (rank + 1) * kv_per_rank]
         for number in range(per_rank):
             assert local_kv[number // (per_rank // kv_per_rank)] == (rank * per_rank + number) // sharing
-
-
-@settings(deadline=None, derandomize=True)
-@given(data=st.data(), sp=st.integers(1, 5), part=st.integers(1, 9))
-def test_every_target_is_computed_once_and_returned_in_order(data: st.DataObject, sp: int, part: int) -> None:
-    index = data.draw(st.lists(st.integers(0, sp * part - 1), min_size=1, max_size=30))
-    index_K = torch.tensor(index)
-    shares = [share_targets(index_K, tokens_per_rank=part, sequence_rank=r, sp=sp) for r in range(sp)]
-    sent = torch.full((sp, shares[0].width), -1)
-    for rank, share in enumerate(shares):
-        assert share.width == shares[0].width
-        assert all(rank * part <= index[k] < (rank + 1) * part for k in share.own_k.tolist())
-        sent[rank, : len(share.own_k)] = index_K[share.own_k]
-        assert torch.equal(share.source_K, shares[0].source_K)
-    assert torch.equal(sent.flatten()[shares[0].source_K], index_K)
 
 
 @pytest.mark.parametrize("sp", [2, 3, 4])

@@ -19,16 +19,11 @@ from plinth_testing import (
     covering_table,
     launch_ranks,
     peak_memory,
-    random_model,
     run_script,
     run_under_the_interpreter,
     start_process,
     stop_process,
-    tiny_config,
-    tiny_vlm,
     wait_until,
-    write_tiny_model,
-    write_word_tokenizer,
 )
 
 MEET = """
@@ -86,46 +81,6 @@ def test_a_covering_table_holds_every_pair(sizes: list[int]) -> None:
         row for row in (dict(zip(values, each, strict=True)) for each in product(*values.values())) if allowed(row)
     ]
     assert pairs(table[:-1]) < pairs(table) == pairs(whole), "the last row is needed"
-
-
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "phi3"])
-def test_models_are_small_and_repeat(family: str) -> None:
-    import torch
-
-    config = tiny_config(family, num_hidden_layers=1)
-    one, other = (random_model(config, random_norms=True) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-    assert one.num_parameters() < 20_000
-
-
-def test_a_written_model_loads_with_its_tokenizer(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder = write_tiny_model(tmp_path / "model", vocab_size=12)
-    write_word_tokenizer(folder, 12, eos_token="w2")
-    assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == 12
-    assert AutoTokenizer.from_pretrained(folder)("w3 w11")["input_ids"] == [3, 11]
-
-
-@pytest.mark.parametrize("family", ["idefics3", "gemma3"])
-def test_a_written_vision_language_model_sees_the_image_of_its_processor(family: str, tmp_path: Path) -> None:
-    import numpy as np
-    import torch
-    from PIL import Image
-    from transformers import AutoModelForImageTextToText, AutoProcessor
-
-    tiny_vlm(tmp_path, family, words=["circle"])
-    processor = AutoProcessor.from_pretrained(tmp_path)
-    assert len(processor.tokenizer("circle")["input_ids"]) == 1
-    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "circle?"}]}
-    text = processor.apply_chat_template([message], add_generation_prompt=True)
-    images = [Image.fromarray(np.full((40, 60, 3), shade, dtype=np.uint8)) for shade in (0, 255)]
-    model = AutoModelForImageTextToText.from_pretrained(tmp_path)
-    assert model.num_parameters() < 1_200_000
-    black, white = (
-        model(**processor(text=[text], images=[[image]], return_tensors="pt")).logits[0, -1] for image in images
-    )
-    assert not torch.allclose(black, white)
 
 
 def test_a_process_group_ends_as_a_whole(tmp_path: Path) -> None:

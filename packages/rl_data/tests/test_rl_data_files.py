@@ -33,7 +33,6 @@ from rl_data import (
     load_tokenizer,
     make_reward,
 )
-from rl_data.files.opening import open_table
 
 ROWS: Rows = [
     {"question": "Tom has 3 apples.", "answer": "#### 3", "level": 1, "tags": ["a"], "meta": {"x": 1.5, "ok": True}},
@@ -378,13 +377,6 @@ def test_reading_writes_nothing_and_needs_no_network(tmp_path: Path, monkeypatch
     monkeypatch.setattr("socket.socket.connect", refuse)
     assert check_files(files) == 2 * len(files)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
-
-
-def test_rows_are_read_again_from_the_start(tmp_path: Path) -> None:
-    for write in WRITERS:
-        table = open_table(write(tmp_path / "a", ROWS))
-        assert list(table.rows()) == list(table.rows())
-        assert [row for _, row in table.rows({"level"})] == [{"level": 1}, {"level": None}]
 
 
 VALUES: st.SearchStrategy[Any] = st.recursive(

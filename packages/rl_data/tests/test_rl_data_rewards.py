@@ -238,13 +238,6 @@ def test_equal_answers_have_equal_votes(name: str, texts: list[str], expected: l
     assert make_reward(name).votes(texts) == expected  # type: ignore[attr-defined]
 
 
-@given(st.lists(st.decimals(-99, 99, places=2) | st.integers(-99, 99), min_size=1, max_size=8))
-@settings(deadline=None, derandomize=True, max_examples=60)
-def test_votes_are_equal_where_numbers_are(numbers: list[Any]) -> None:
-    votes = make_reward("gsm8k").votes([f"#### {number}" for number in numbers])  # type: ignore[attr-defined]
-    assert votes == [numbers.index(number) for number in numbers]
-
-
 def test_a_length_in_tokens_needs_their_number() -> None:
     with raises(DataConfigError, field="num_tokens"):
         make_reward("length", {"limit": 3})("a long response", Fields())

@@ -20,7 +20,6 @@ from run_kit import (
     write_rollouts,
 )
 from run_kit.errors import TrackingError
-from run_kit.tracking.rollouts import choose_sample
 from run_kit.tracking.writers import TensorBoardWriter
 
 
@@ -141,11 +140,3 @@ def test_rollouts_need_their_three_keys(tmp_path: Path) -> None:
         write_rollouts(tmp_path, 1, [{"prompt": "p", "response": "r"}])
     with raises(TrackingError, field="step", value=1):
         write_rollouts(tmp_path, 1, [{"prompt": "p", "response": "r", "reward": object()}])
-
-
-@given(st.integers(0, 50), st.integers(0, 60), st.integers(0, 5))
-def test_samples_have_no_repeats(num: int, count: int, seed: int) -> None:
-    chosen = choose_sample(num, count, seed=seed)
-    assert len(chosen) == min(num, count)
-    assert chosen == sorted(set(chosen))
-    assert all(0 <= index < num for index in chosen)

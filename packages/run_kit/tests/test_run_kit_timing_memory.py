@@ -6,8 +6,6 @@ import time
 from unittest.mock import Mock
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from run_kit_testkit import Clock
 
 from plinth_testing import raises
@@ -87,28 +85,6 @@ def test_tasks_belong_to_the_phase_that_started_them_and_threads_to_the_step(tim
         thread.start()
         thread.join()
     assert {path for path, _ in timer.walk()} == {"gen", "gen/request", "writer"}
-
-
-@given(st.lists(st.tuples(st.lists(st.sampled_from("abc"), min_size=1, max_size=3), st.floats(0, 10)), max_size=20))
-def test_inner_phases_never_exceed_their_parent(work: list[tuple[list[str], float]]) -> None:
-    clock = Clock()
-    timer = PhaseTimer(clock=clock)
-
-    def run(path: list[str], seconds: float) -> None:
-        with timer.phase(path[0]):
-            clock.now += seconds
-            if path[1:]:
-                run(path[1:], seconds)
-
-    with timer.step():
-        for path, seconds in work:
-            run(path, seconds)
-    metrics = timer.metrics()
-    for path, node in timer.walk():
-        assert sum(inner.seconds for inner in node.children.values()) <= node.seconds + 1e-9
-        assert metrics[f"timing_s/{path}"] == node.seconds
-    tops = sum(node.seconds for path, node in timer.walk() if "/" not in path)
-    assert metrics["timing_s/step"] == pytest.approx(tops + metrics["timing_s/other"])
 
 
 def test_laps_are_seconds_between_marks() -> None:
