@@ -170,6 +170,16 @@ class VisionProcessor:
             raise DataError(f"the model at {self._folder} takes no images", "Use a vision-language model.")
         return processor
 
+    @cached_property
+    def _placeholder(self) -> int:
+        """Token id of a part of an image; a processor's `image_token_id` may be that of a token before them (Gemma).
+
+        Kept: to read a configuration takes ten times as long as to prepare an image.
+        """
+        from transformers import AutoConfig
+
+        return int(AutoConfig.from_pretrained(self._folder, trust_remote_code=False).image_token_id)
+
     def count(self, text: str) -> int:
         """Images that have a place in a rendered text."""
         return text.count(str(self.processor.image_token))
@@ -198,13 +208,10 @@ class VisionProcessor:
         """Tensors of an `ImageFiles` file: the features, the decoded images, the number of placeholders."""
         import numpy as np
         import torch
-        from transformers import AutoConfig
 
         token, pixels = self.processor.image_token, list(map(read_image, images))
         ids, contents = self(token * len(images), pixels)
-        # A processor's `image_token_id` may be that of a token before them, such as Gemma's.
-        placeholder = AutoConfig.from_pretrained(self._folder, trust_remote_code=False).image_token_id
-        contents["num_placeholders"] = torch.tensor([ids.count(placeholder)])
+        contents["num_placeholders"] = torch.tensor([ids.count(self._placeholder)])
         contents |= {f"image.{index}": torch.from_numpy(np.array(one)) for index, one in enumerate(pixels)}
         return {name: tensor.contiguous() for name, tensor in contents.items()}
 

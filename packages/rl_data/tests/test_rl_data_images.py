@@ -151,6 +151,8 @@ def test_a_file_has_features_pixels_and_the_number_of_placeholders(folder: Path,
 def test_placeholders_of_gemma_are_the_tokens_of_its_features(tmp_path: Path, red: Path) -> None:
     vision = VisionProcessor(tiny_vlm(tmp_path / "gemma", "gemma3"))
     assert vision.contents([str(red), str(red)])["num_placeholders"].tolist() == [8]
+    (tmp_path / "gemma" / "config.json").unlink()  # read once, not for every image
+    assert vision.contents([str(red)])["num_placeholders"].tolist() == [4]
 
 
 def test_the_oldest_files_are_removed_but_not_those_that_were_used_again(folder: Path, red: Path) -> None:
