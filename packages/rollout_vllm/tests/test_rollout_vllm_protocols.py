@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
-import anthropic
+import lazy_loader
 import openai
 import pytest
 from rollout_vllm_agents import ChatTokenizer, Policy
@@ -16,6 +16,8 @@ from rollout_vllm_agents import ChatTokenizer, Policy
 from rollout_vllm import ChatFormat, Episode, Request, Sample, SamplingConfig
 from rollout_vllm.episodes.agent_endpoint import AgentEndpoint
 from rollout_vllm.episodes.tools import hermes_calls
+
+anthropic = lazy_loader.load("anthropic")  # imported for longer than vLLM, and by every worker that collects the tests
 
 CALL = '<think>add</think>I add.<tool_call>{"name": "add", "arguments": {"x": 17}}</tool_call>'
 PARAMETERS = {"type": "object", "properties": {"x": {"type": "integer"}}}
