@@ -59,6 +59,7 @@ def test_tools_and_a_users_reward_survive_a_killed_server_and_the_run_folder_is_
         "trainer.val_before_train=true",
         "sampling.temperature=1.25",  # trainer and servers have to divide the logits alike
         "reward.function=rl_runtime_user_functions:length_reward",
+        *("tracking.curves=true", "tracking.report=true"),
     )
     app.wait_for("s/step")
     (server,) = [p for p in app.children("_serve.py") if "_supervise.py" not in " ".join(p.cmdline())]
@@ -68,7 +69,7 @@ def test_tools_and_a_users_reward_survive_a_killed_server_and_the_run_folder_is_
     run = app.succeeded()
     assert planted_secrets.leaks(app.output, run) == []
     assert (run / "servers" / "server_0.log").read_text().count("started ahead: ") == 1  # not the restarted one
-    for name in ("config.yaml", "train.log", "curves.png"):
+    for name in ("config.yaml", "train.log", "curves.png", "report.html"):
         assert (run / name).stat().st_size > 0, name
     assert list((run / "tensorboard").iterdir())
     assert (run / "model" / "config.json").exists()
