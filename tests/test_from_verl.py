@@ -64,10 +64,6 @@ def test_hints_name_keys_that_exist() -> None:
 @pytest.mark.parametrize(
     ("config", "theirs", "ours"),
     [
-        (GrpoConfig, "algorithm.adv_estimator", "algorithm.advantage"),
-        (GrpoConfig, "actor_rollout_ref.actor.ppo_mini_batch_size", "batch.mini_batch_size"),
-        (GrpoConfig, "actor_rollout_ref.model.path", "model.path"),
-        (GrpoConfig, "actor_rollout_ref.rollout.n", "sampling.n"),
         (GrpoConfig, "actor_rollout_ref.actor.router_replay.mode", "actor.router_replay"),
         (GrpoConfig, "actor_rollout_ref.rollout.enable_rollout_routing_replay", "actor.router_replay"),
         (EvaluateConfig, "num_generations", "sampling.n"),

@@ -1,21 +1,18 @@
-"""Apps in jobs of `plinth slurm`, run as SLURM runs them: requeues, jobs side by side, two nodes, a recipe."""
+"""Apps in jobs of `plinth slurm`, run as SLURM runs them: two nodes, a recipe."""
 
 import json
 import os
-import re
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from plinth_testing import FinishedJob, Slurm, network_hosts
+from plinth_testing import Slurm, network_hosts
 from plinth_testing.network_hosts import is_available
 from rl_data import build_tiny_model
 from run_kit.cluster.slurm import submission
 from run_kit.runs import list_runs
-from tests.run_folders import metrics_rows
 
 REPO = Path(__file__).resolve().parents[1]
 TINY = (
@@ -32,33 +29,6 @@ def job(folder: Path, *arguments: str, options: Sequence[str] = ()) -> list[str]
 
 def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPO), *filter(None, sys.path)])}
-
-
-def steps_of(run: Path) -> list[int]:
-    return [int(row["step"]) for row in metrics_rows(run) if int(row["step"]) > 0]
-
-
-def test_two_jobs_on_one_node_are_queued_again_and_train_to_the_end(tmp_path: Path) -> None:
-    command = job(tmp_path, "trainer.total_training_steps=3")
-    slurm, finished = Slurm(tmp_path / "slurm"), list[FinishedJob]()
-
-    def submit() -> None:
-        finished.append(slurm.run(command, env=environment(), USR1=lambda out: "step 1/3" in out))
-
-    threads = [threading.Thread(target=submit) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    runs = {run.name: run for run in list_runs(tmp_path / "runs")}
-    for done in finished:
-        assert (done.exit_code, done.num_starts, done.survivors) == (0, 2, []), done.output
-        second, first = sorted((name for name in runs if f"-{done.job_id}_" in name), reverse=True)
-        assert (runs[first].state, runs[first].detail, runs[second].state) == ("stopped", "by SIGUSR1", "finished")
-        before, after = steps_of(tmp_path / "runs" / first), steps_of(tmp_path / "runs" / second)
-        assert [*before, *after] == [1, 2, 3], "no step is taken twice"
-        assert re.search(rf"resumed after step {before[-1]} from .*/{first}/", done.output), done.output
-    assert len(runs) == 4
 
 
 @pytest.mark.skipif(not is_available(), reason="needs root and network namespaces")
