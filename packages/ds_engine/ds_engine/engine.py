@@ -16,6 +16,7 @@ from .agreement import agree_on_plan, sum_over_ranks
 from .batch import Head, HeadTerm, LmHead, LogProbFn, LossFn, StepStats, TokenBatch, TokenOutputs
 from .config import EngineConfig, StepSettings, check_schedule, learning_rate
 from .errors import CheckpointError, EngineError
+from .from_deepspeed import config_from_deepspeed
 from .guard.collective_guard import num_guarded, start_guard
 from .micro_batch import ROUTES_COMPARED, ROUTES_DIFFER, MicroBatches
 from .model.attention import choose_kernel
@@ -171,6 +172,18 @@ class ZeroEngine:
             operations=operations,
             deepspeed_settings=settings,
         )
+
+    @classmethod
+    def from_deepspeed_config(
+        cls,
+        source: Path | str | Mapping[str, Any],
+        model_path: str,
+        *,
+        given: Mapping[str, Any] | None = None,
+        **arguments: Any,
+    ) -> ZeroEngine:
+        """`from_pretrained` with `config_from_deepspeed(source, given=given)`, a config of DeepSpeed or accelerate."""
+        return cls.from_pretrained(model_path, config_from_deepspeed(source, given=given), **arguments)
 
     # ------------------------------------------------- training and inference
 

@@ -18,6 +18,7 @@ from ds_engine import (
     OffloadConfig,
     OptimConfig,
     ZeroConfig,
+    ZeroEngine,
     check_deepspeed,
     config_from_deepspeed,
     deepspeed_config,
@@ -240,6 +241,15 @@ def test_given_settings_override_the_file_and_say_so() -> None:
     }
     config = config_from_deepspeed(tree, given=given)
     assert (config.zero.stage, config.optim.grad_clip) == (2, 0.5)
+
+
+def test_an_engine_is_made_of_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(ZeroEngine, "from_pretrained", lambda *args, **named: calls.append((args, named)))
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, "gradient_clipping": 0.5}))
+    ZeroEngine.from_deepspeed_config(tmp_path / "ds.json", "folder", given={"zero.stage": 2}, head="value")
+    [((folder, config), named)] = calls
+    assert (folder, config.zero.stage, config.optim.grad_clip, named) == ("folder", 2, 0.5, {"head": "value"})
 
 
 @pytest.mark.parametrize(
