@@ -25,10 +25,8 @@ from benchmarks.random_model import CONFIGS
 from benchmarks.reliability.run import command as bench_command
 from benchmarks.runs import Run, first_step_s, run_folder
 from benchmarks.scaling.run import COLUMNS
-from benchmarks.scaling.updates import traced
 from benchmarks.session.plan import PLANS, read_plan
 from benchmarks.sft_step import compare as sft_step
-from benchmarks.shared_prefix.parts import PARTS, split
 from benchmarks.small_cards.run import PRESETS, keys
 from ds_engine import ModelShape
 from run_kit import MetricsTable, load_config
@@ -172,40 +170,3 @@ def test_steps_of_peers_are_read_from_their_output() -> None:
     assert distill_step.trl_row(log).startswith("| TRL, full | 9.00 | 3.00 | 2.5 |")
     lines = [json.dumps({"step": 1, "tokens": 7.0, "seconds": 2.0, "peak_gb": 1.5}), "{'loss': 1.0}", "noise"]
     assert sft_step.trl_steps("\n".join(lines)) == [sft_step.Step(tokens=7.0, seconds=2.0, peak_gb=1.5)]
-
-
-def test_kernels_are_counted_by_the_operator_that_launched_them_and_gaps_as_idle() -> None:
-    def operator(name: str, start: float, stop: float) -> dict[str, Any]:
-        return {"cat": "cpu_op", "name": name, "ts": start, "dur": stop - start, "tid": 1}
-
-    def kernel(name: str, launched: float, start: float, dur: float) -> list[dict[str, Any]]:
-        ids = {"args": {"correlation": int(launched)}}
-        launch = {"cat": "cuda_driver", "name": "cuLaunchKernel", "ts": launched, "dur": 1, "tid": 1}
-        return [launch | ids, {"cat": "kernel", "name": name, "ts": start, "dur": dur} | ids]
-
-    events = [
-        operator("ds_engine::flash4", 0, 10),
-        *kernel("kernel_flash_attn_fwd", 1, 1000, 1000),
-        *kernel("_merge_kernel", 2, 2000, 500),
-        operator("_LinearLogProb", 20, 30),
-        *kernel("nvjet_product", 25, 2500, 2000),
-        *kernel("nvjet_product", 35, 6500, 1000),  # after a gap of 2 ms
-    ]
-    parts, kernels = split(events)
-    expected = {"attention": 1, "paths": 0.5, "head": 2, "products": 1, "idle": 2, "wall": 6.5}
-    assert parts == dict.fromkeys(PARTS, 0.0) | expected
-    assert kernels["head", "nvjet_product"] == 2
-
-
-def test_communication_counts_where_no_other_kernel_runs(tmp_path: Path) -> None:
-    spans = [
-        ("kernel", "nvjet", 0, 40),
-        ("kernel", "ncclDevKernel", 30, 40),
-        ("user_annotation", "actor: train", 0, 100),
-    ]
-    names = ("cat", "name", "ts", "dur")
-    events = [dict(zip(names, (*span[:2], 1000 * span[2], 1000 * span[3]), strict=True)) for span in spans]
-    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
-    (call,) = traced(tmp_path / "trace.json")
-    times = {"wall_ms": 100, "kernels_ms": 40, "nccl_alone_ms": 30, "idle_ms": 30}
-    assert call == {"call": "actor: train", **times}

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_engine.zero.memory import StorageOffload, state_tensors
+from ds_engine.zero.memory import StorageOffload
 
 
 @settings(deadline=None, max_examples=50)
@@ -33,14 +33,3 @@ def test_storages_come_back_as_they_were(sizes: list[int], chunk_bytes: int, dat
             tensor += 1
             assert torch.equal(view, tensor[tensor.numel() // 2 :])
         assert len(offload._host._chunks) == -(-num_bytes // chunk_bytes)
-
-
-def test_tensors_are_found_in_containers_and_behind_parameters() -> None:
-    weight = torch.nn.Parameter(torch.zeros(3))
-    weight.grad = torch.zeros(3)
-    weight.ds_tensor = torch.zeros(2)  # type: ignore[attr-defined]
-    moment, step = torch.zeros(4), torch.zeros(1)
-    root = {"state": {weight: {"exp_avg": moment}}, "groups": [{"step": (step, 7, "x")}]}
-    tensors = list(state_tensors(root, "cpu"))
-    assert {id(t) for t in tensors} == {id(t) for t in (weight, weight.grad, weight.ds_tensor, moment, step)}  # type: ignore[attr-defined]
-    assert list(state_tensors(root, "cuda")) == []
