@@ -204,7 +204,7 @@ def test_alone(
         settings = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
         lines = ["[pytest]", "markers =", *(f"    {marker}" for marker in settings["markers"])]
         (unpacked / "pytest.ini").write_text("\n".join([*lines, ""]), encoding="utf-8")
-        chosen = ["-p", "first_tests", "-m", _FAST] if per_file else ["--collect-only", "-qq"]
+        chosen = ["-p", "first_tests", "-m", _FAST] if per_file else ["--collect-only", "-qq", "--assert=plain"]
         return _run([str(python), "-m", "pytest", *_OPTIONS, *chosen, "tests"], unpacked)
 
 

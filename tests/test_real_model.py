@@ -34,6 +34,8 @@ QUESTIONS = [
     "  Is <|im_end|> a word?\r\n",
 ]
 MAX_TOKENS = 48
+# On one worker: to fetch the model takes a minute, in which the others have tests to run.
+fetches = pytest.mark.xdist_group("fetched")
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +53,7 @@ def prompts(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any
     return load_prompts([file], load_tokenizer(smollm2), DataConfig(max_prompt_length=128))
 
 
+@fetches
 @pytest.mark.long
 def test_questions_are_in_their_prompts_to_the_last_character(smollm2: Path, prompts: list[Any]) -> None:
     tokenizer = load_tokenizer(smollm2)
@@ -64,6 +67,7 @@ def test_questions_are_in_their_prompts_to_the_last_character(smollm2: Path, pro
         )
 
 
+@fetches
 @pytest.mark.long
 @pytest.mark.parametrize("ends", [True, False])
 def test_turns_continue_with_the_tokens_of_the_whole_conversation(smollm2: Path, ends: bool) -> None:
