@@ -4,15 +4,18 @@ scripts/test-with.sh installs them beside .venv; .ci/run has the command.
 """
 
 import asyncio
-import importlib
+import os
 import sys
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "harnesses"))
+EXAMPLES = str(Path(__file__).parents[3] / "examples" / "harnesses")
+sys.path.insert(0, EXAMPLES)
 
 from rollout_vllm_agents import ChatTokenizer, Policy
 from test_rollout_vllm_agents import assert_faithful
@@ -50,13 +53,21 @@ LIBRARIES = {
     "mini_swe": "minisweagent",
 }
 """Example -> what it needs."""
+INSTALLED = tuple(example for example, library in LIBRARIES.items() if find_spec(library))
+
+
+@pytest.fixture(autouse=True)
+def _path_of_preloaded_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Python 3.11, multiprocessing's server imports them before it gets `sys.path`."""
+    monkeypatch.setenv("PYTHONPATH", EXAMPLES, prepend=os.pathsep)
 
 
 def play(example: str, policy: Policy) -> Group:
-    pytest.importorskip(LIBRARIES[example])
-    importlib.import_module(example)
+    if example not in INSTALLED:
+        pytest.skip(f"could not import {LIBRARIES[example]}")
+    spec = agent_spec(f"{example}:solve", start_timeout_s=300.0)  # it imports the library first
     rollout = AgentRollout(
-        spec=agent_spec(f"{example}:solve", start_timeout_s=300.0),  # it imports the library first
+        spec=replace(spec, preload=INSTALLED),  # once for all episodes: the first one starts the server that forks them
         chat=ChatFormat(ChatTokenizer()),
         max_turns=8,
         max_prompt_tokens=20_000,
