@@ -13,16 +13,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-EXAMPLES = str(Path(__file__).parents[3] / "examples" / "harnesses")
-sys.path.insert(0, EXAMPLES)
-
 from rollout_vllm_agents import ChatTokenizer, Policy
 from test_rollout_vllm_agents import assert_faithful
 
 from rollout_vllm import AgentRollout, ChatFormat, Group, Request, SamplingConfig, agent_spec, run_episodes
 
 pytestmark = pytest.mark.slow
+EXAMPLES = str(Path(__file__).parents[3] / "examples" / "harnesses")
+sys.path.insert(0, EXAMPLES)
 
 
 def call(name: str, arguments: str) -> str:
