@@ -23,6 +23,7 @@ from rl_runtime.app import kept
 from rl_runtime.config import BUILTIN_MODEL
 from rl_runtime.errors import InputError
 from rl_runtime.launch import ahead
+from rl_runtime.launch import session as sessions
 from rl_runtime.launch.ahead import SessionKeys
 from rl_runtime.launch.placement import Placement, Slot
 from rl_runtime.launch.session import Session
@@ -254,3 +255,35 @@ def test_logs_of_servers_that_started_ahead_get_to_the_run_folder(tmp_path: Path
         assert not logs.exists()
         log.write("ready\n")
     assert server.log_path.read_text() == "command\nready\n"
+
+
+@pytest.mark.parametrize(
+    ("address", "order"),
+    [
+        (None, ["servers are told", "ranks", "Ray", "servers"]),
+        ("10.0.0.1:6379", ["servers are told", "ranks", "servers", "Ray"]),  # they are actors of the cluster
+    ],
+)
+def test_servers_end_while_ranks_and_ray_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, address: str | None, order: list[str]
+) -> None:
+    ended: list[str] = []
+
+    @contextmanager
+    def ray(*_: object) -> Iterator[Any]:
+        yield SimpleNamespace(reservation=None)
+        ended.append("Ray")
+
+    @contextmanager
+    def servers(*_: object) -> Iterator[Any]:
+        yield SimpleNamespace(servers=(), ask_to_stop=lambda: ended.append("servers are told"))
+        ended.append("servers")
+
+    monkeypatch.setattr(sessions, "_ray", ray)
+    monkeypatch.setattr(sessions, "_servers", servers)
+    monkeypatch.setattr(Session, "begin_ranks", lambda self: self._stack.callback(ended.append, "ranks"))
+    (tmp_path / "config.json").write_text("{}")
+    keys = dataclasses.replace(keys_of(tmp_path), trainer=TrainerConfig(ray_address=address))
+    with sessions.begin_session(keys, log_dir=tmp_path):
+        assert not ended
+    assert ended == order

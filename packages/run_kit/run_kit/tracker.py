@@ -4,12 +4,14 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from threading import Thread
 from typing import Any, Protocol
 
 from .cli import INVOKED_AS
 from .config.redaction import tree_without_secrets
 from .signals import stopping_signal
 from .tracking.config import TrackingConfig
+from .tracking.curves import import_matplotlib
 from .tracking.metrics_table import MetricsTable, atomic_write
 from .tracking.progress import Progress, duration_text
 from .tracking.rollouts import write_rollouts
@@ -87,6 +89,7 @@ class Tracker:
         self._clock = clock
         self._started = clock()
         self._closed = False
+        self._importing: Thread | None = None
         self._state: StateFile | None = None
         run.write_config(config, comment)
         board = [TensorBoardWriter(run.tensorboard_dir)] if self._config.tensorboard else []
@@ -110,6 +113,10 @@ class Tracker:
             step_s=row.get("timing_s/step"),
             extra={} if SCORE in row else {k.rpartition("/")[2]: v for k, v in row.items() if k.endswith("/loss")},
         )
+        if step == self.progress.total_steps and (self._config.curves or self._config.report):
+            # The import takes a second or more: as long as the ranks and servers of the run take to end.
+            self._importing = Thread(target=import_matplotlib, name="import matplotlib", daemon=True)
+            self._importing.start()
 
     def log_validation(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record and print held-out metrics, measured after this step (0: before the first)."""
@@ -207,6 +214,8 @@ class Tracker:
         if self._closed:
             return
         self._closed = True
+        if self._importing is not None:
+            self._importing.join()
         try:
             if self._config.curves and self.table.steps:
                 from .tracking.curves import write_curves

@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,19 @@ def test_a_run_whose_folder_is_removed_ends_with_the_name_of_the_file(run: RunFo
         tracker.log(2, {"a": 1})
     assert not run.path.exists()
     assert not [note for note in caught.value.__notes__ if "The traceback is in" in note], "there is no log"
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_matplotlib_is_imported_once_the_last_step_is_logged(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, draws: bool
+) -> None:
+    imports: list[int] = []
+    monkeypatch.setattr("run_kit.tracker.import_matplotlib", lambda: imports.append(len(tracker.table.steps)))
+    tracker = Tracker(run, replace(QUIET, curves=draws), num_steps=2)
+    tracker.log(1, {"a": 1})
+    tracker.log(2, {"a": 1})
+    tracker.close()
+    assert imports == [2] * draws
 
 
 def test_a_run_whose_folder_becomes_read_only_says_how_it_ended(

@@ -242,19 +242,21 @@ def begin_session(
 ) -> Iterator[Session]:
     """Starts Ray and the processes of servers and ranks, and does not wait for them. Arguments as of `open_session`."""
     placement, address = keys.placement, keys.trainer.ray_address
-    with ExitStack() as stack:
+    # Servers end while ranks and Ray do; only in a cluster, as Ray's actors, before it.
+    with ExitStack() as last, ExitStack() as stack:
         start = partial(_servers, placement, keys.rollout, keys.model_path, log_dir)
         kept = take_servers(keys)
-        servers = kept and stack.enter_context(kept)
+        servers = kept and last.enter_context(kept)
         # A run waits longest for its servers, so they start first where they do not need Ray's nodes. Not on the CPU:
         # Ray's processes must start within 30 s, and vLLM's start uses every core.
         early = placement.on_gpu and address is None
-        servers = servers or (stack.enter_context(start(None)) if early else None)
+        servers = servers or (last.enter_context(start(None)) if early else None)
         devices = stack.enter_context(_ray(address, placement))
-        servers = servers or stack.enter_context(start(devices.reservation))
+        servers = servers or (last if address is None else stack).enter_context(start(devices.reservation))
         mark("Ray")
         session = Session(placement, keys.trainer, keys.rollout, devices=devices, servers=servers)
         stack.callback(session.close)
+        stack.callback(servers.ask_to_stop)
         session.begin_ranks()
         yield session
 

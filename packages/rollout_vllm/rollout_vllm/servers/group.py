@@ -114,12 +114,17 @@ class ServerGroup:
             if not server.alive:
                 raise ServerDiedError(server.reason(), server.index, server.log_path)
 
+    def ask_to_stop(self) -> None:
+        """Start stopping all servers; does not wait."""
+        if os.getpid() == self._owner_pid:
+            for server in self.servers:
+                server.ask_to_stop()
+
     def stop(self) -> None:
         """Stop all servers and wait until none of their processes is left. Idempotent."""
         if os.getpid() != self._owner_pid:
             return
-        for server in self.servers:
-            server.ask_to_stop()
+        self.ask_to_stop()
         for server in self.servers:
             server.stop()
             server.release_port()

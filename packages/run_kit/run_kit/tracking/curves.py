@@ -5,6 +5,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -93,6 +94,14 @@ def _draw_panel(axes: Any, table: MetricsTable, panel: Panel) -> None:
 def lines_of_runs(tables: Mapping[str, MetricsTable], panel: Panel) -> list[Line]:
     """The panel's only metric, one line per run; a run without it has an empty line and keeps its color."""
     return [Line(label, *table.series(panel.metrics[0], gaps=True)) for label, table in tables.items()]
+
+
+def import_matplotlib() -> None:
+    """Import what the functions of this module need."""
+    with suppress(Exception):  # they meet it again
+        import matplotlib.backends.backend_agg
+        import matplotlib.backends.backend_svg
+        import matplotlib.figure  # noqa: F401
 
 
 def to_svg(draw: Callable[[Any], None], *, title: str, size: tuple[float, float] = (4.0, 2.2)) -> str:
