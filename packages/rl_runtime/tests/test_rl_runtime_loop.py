@@ -5,9 +5,7 @@ The tests of the apps run it on real processes.
 
 import gc
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from signal import SIGTERM
+from contextlib import AbstractContextManager, nullcontext
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -16,37 +14,28 @@ from unittest.mock import Mock
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rl_runtime_journal import Journal
 
 from rl_runtime.config import TrainerConfig
 from rl_runtime.rollout.groups import Collected
 from rl_runtime.training import loop as loop_module
 from rl_runtime.training.loop import LoopResult, TrainingLoop
 from rl_runtime.training.record import RunRecord
-from run_kit import RunFolderError, StopRequest
+from run_kit import RunFolderError
 from run_kit.memory import MemorySampler
 from run_kit.timing import PhaseTimer
 
 
-class Journal:
-    """Rollouts, servers, checkpoints and record of a run that write down what the loop does.
+class Steps(Journal):
+    """Rollouts and servers too."""
 
-    stop_in: (what the loop does, step) at which the signal comes.
-    """
-
+    trainer: TrainerConfig
     num_restarts = 0
 
-    def __init__(self, trainer: TrainerConfig, stop_in: tuple[str, int] | None, why_not: str = "") -> None:
-        self.trainer, self._stop_in, self._why_not = trainer, stop_in, why_not
-        self.stop = StopRequest()
-        self.done: list[tuple[str, int]] = []
-        self.said: list[str] = []
+    def __init__(self, trainer: TrainerConfig, stop_in: tuple[str, int] | None = None, why_not: str = "") -> None:
+        super().__init__(trainer, stop_in, why_not)
         self.learned: dict[int, dict[str, float]] = {}
         """Metrics of the update of a step."""
-
-    def note(self, event: str, step: int) -> None:
-        self.done.append((event, step))
-        if (event, step) == self._stop_in:
-            self.stop.signal = SIGTERM
 
     def collect(self, step: int, _phase: Any) -> Any:
         self.note("collect", step)
@@ -64,9 +53,6 @@ class Journal:
     def push(self, version: int, _phase: Any) -> None:
         self.note("push", version)
 
-    def save(self, step: int, _metrics: Any) -> None:
-        self.note("save", step)
-
     def log_step(self, step: int, *_: Any) -> None:
         self.note("log", step)
 
@@ -74,41 +60,13 @@ class Journal:
         self.note("learn", step)
         return self.learned.get(step, {})
 
-    @contextmanager
-    def step(self, _step: int) -> Iterator[PhaseTimer]:
-        timer = PhaseTimer()
-        with timer.step():
-            yield timer
-
-    def start(self, _say: Any) -> None: ...
-
-    def why_not(self) -> str:
-        return self._why_not
-
-    def is_due(self, step: int) -> bool:
-        return self.trainer.save_freq > 0 and step % self.trainer.save_freq == 0
-
-    def info(self, text: str) -> None:
-        self.said.append(text)
-
     def check(self) -> None: ...
 
     def changing_weights(self, _phase: Any = None) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def take_metrics(self) -> dict[str, float]:
-        return {}
 
-    def __enter__(self) -> "Journal":
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def steps(self, event: str) -> list[int]:
-        return [step for done, step in self.done if done == event]
-
-
-def run(journal: Journal, *, collects: bool = False, is_exact: bool = False) -> LoopResult:
+def run(journal: Steps, *, collects: bool = False, is_exact: bool = False) -> LoopResult:
     """`collects`: with a full collection of garbage first, which takes a third of a second."""
     loop = TrainingLoop(
         journal.trainer,
@@ -134,7 +92,7 @@ def run(journal: Journal, *, collects: bool = False, is_exact: bool = False) -> 
 )
 def test_the_step_is_finished_and_saved_once(save_freq: int, test_freq: int, steps: int, event: str, at: int) -> None:
     trainer = TrainerConfig(total_training_steps=steps, save_freq=save_freq, test_freq=test_freq)
-    journal = Journal(trainer, (event, at))
+    journal = Steps(trainer, (event, at))
     result = run(journal)
     asked = journal.stop.signal is not None
     last = min(at, steps) if asked else steps
@@ -150,7 +108,7 @@ def test_the_step_is_finished_and_saved_once(save_freq: int, test_freq: int, ste
 
 
 def test_collections_of_garbage_skip_what_is_older_than_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = Journal(TrainerConfig(total_training_steps=2), ("log", 9))
+    journal = Steps(TrainerConfig(total_training_steps=2), ("log", 9))
     frozen = []
     gc.unfreeze()  # of the fixture of other tests
 
@@ -184,7 +142,7 @@ def test_a_step_says_how_long_logging_the_one_before_took() -> None:
 
 
 def test_a_step_is_written_down_while_the_next_one_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = Journal(TrainerConfig(total_training_steps=2), None)
+    journal = Steps(TrainerConfig(total_training_steps=2))
     collect, is_generating = journal.collect, Event()
 
     def log_step(step: int, *_: Any) -> None:
@@ -203,7 +161,7 @@ def test_a_step_is_written_down_while_the_next_one_is_generated(monkeypatch: pyt
 
 
 def test_a_step_that_cannot_be_written_down_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = Journal(TrainerConfig(total_training_steps=3), None)
+    journal = Steps(TrainerConfig(total_training_steps=3))
     monkeypatch.setattr(journal, "log_step", Mock(side_effect=RunFolderError("no room")))
     with pytest.raises(RunFolderError):
         run(journal)
@@ -211,7 +169,7 @@ def test_a_step_that_cannot_be_written_down_ends_the_run(monkeypatch: pytest.Mon
 
 
 def test_a_run_that_cannot_be_saved_says_so() -> None:
-    journal = Journal(TrainerConfig(total_training_steps=3), ("learn", 1), why_not="the last 2 updates were skipped")
+    journal = Steps(TrainerConfig(total_training_steps=3), ("learn", 1), why_not="the last 2 updates were skipped")
     assert run(journal).stopped_after == 1
     assert journal.steps("save") == []
     assert journal.said == ["step 1: no checkpoint, because the last 2 updates were skipped"]
@@ -219,7 +177,7 @@ def test_a_run_that_cannot_be_saved_says_so() -> None:
 
 def test_servers_of_another_policy_are_named_once_for_steps_in_a_row() -> None:
     """A 4-bit server and its ranks once had nothing in common (mismatch 1.8), and only a metric showed it."""
-    journal = Journal(TrainerConfig(total_training_steps=8), None)
+    journal = Steps(TrainerConfig(total_training_steps=8))
     mismatches = {
         1: 1.8085,
         2: 1.8,
@@ -243,7 +201,7 @@ def test_servers_of_another_policy_are_named_once_for_steps_in_a_row() -> None:
     ("mismatch", "is_exact", "warns"), [(1e-9, True, True), (0.0, True, False), (0.04, False, False)]
 )
 def test_one_bit_is_named_where_no_bit_may_differ(mismatch: float, is_exact: bool, warns: bool) -> None:
-    journal = Journal(TrainerConfig(total_training_steps=1), None)
+    journal = Steps(TrainerConfig(total_training_steps=1))
     journal.learned = {1: {"rollout/log_prob_mismatch": mismatch, "rollout/log_prob_mismatch_max": 0.25}}
     run(journal, is_exact=is_exact)
     assert len(journal.said) == warns
@@ -251,6 +209,6 @@ def test_one_bit_is_named_where_no_bit_may_differ(mismatch: float, is_exact: boo
 
 
 def test_steps_without_log_probs_of_servers_say_nothing_about_them() -> None:
-    journal = Journal(TrainerConfig(total_training_steps=1), None)
+    journal = Steps(TrainerConfig(total_training_steps=1))
     run(journal)
     assert journal.said == []

@@ -1,16 +1,15 @@
 """Supervised training: what the loop draws, validates and saves, and its numbers on real ranks."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from signal import SIGTERM
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rl_runtime_journal import Journal
 
 from ds_engine import EngineConfig, OptimConfig, StepStats
 from plinth_testing import RankPool, write_tiny_model
@@ -25,8 +24,6 @@ from rl_runtime.training.loop import Restart
 from rl_runtime.training.objective import fine_tuning
 from rl_runtime.training.supervised_config import FineTuningConfig
 from rl_runtime.training.supervised_loop import SupervisedLoop, SupervisedResult
-from run_kit import StopRequest
-from run_kit.timing import PhaseTimer
 
 STATS = StepStats(loss=1.0, metrics={}, grad_norm=1.0, lr=1.0, num_micro_batches=1, num_empty_micro_batches=0)
 
@@ -36,31 +33,21 @@ def demonstrations(number: int) -> list[Demonstration]:
     return [Demonstration((1,), (index,)) for index in range(number)]
 
 
-class Journal:
-    """Model, held-out data, checkpoints and record of a run that write down what the loop does."""
+class Steps(Journal):
+    """Model and held-out data too. The signal comes after a number of updates."""
 
     num_ranks = 2
 
     def __init__(self, trainer: TrainingConfig, config: FineTuningConfig, num: int, stop_in: int | None = None) -> None:
-        self.trainer, self.config, self.stop_in = trainer, config, stop_in
-        self.data, self.sampler = demonstrations(num), PromptSampler(num, seed=3)
-        self.stop = StopRequest()
+        super().__init__(trainer, None if stop_in is None else ("learn", stop_in))
+        self.config, self.data, self.sampler = config, demonstrations(num), PromptSampler(num, seed=3)
         self.drawn: list[list[int]] = []
-        self.done: list[tuple[str, int]] = []
         self.states: dict[int, Mapping[str, Any]] = {}
         self.logged: dict[int, dict[str, float]] = {}
-        self.said: list[str] = []
-        self.is_started = False
-
-    def __enter__(self) -> "Journal":
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
 
     def learn(self, _model: Any, batch: Any) -> StepStats:
         self.drawn.append([one.response_ids[0] for one in batch])
-        if len(self.drawn) == self.stop_in:
-            self.stop.signal = SIGTERM
+        self.note("learn", len(self.drawn))
         return STATS
 
     # held-out demonstrations
@@ -71,47 +58,25 @@ class Journal:
         return []
 
     # checkpoints
-    def is_due(self, step: int) -> bool:
-        return self.trainer.save_freq > 0 and step % self.trainer.save_freq == 0
-
-    def start(self, _say: Any) -> None:
-        self.is_started = True
-
-    def why_not(self) -> str:
-        return ""
-
     def save(self, step: int, metrics: dict[str, float]) -> None:
-        self.done.append(("save", step))
+        super().save(step, metrics)
         self.states[step] = {"sampler": self.sampler.state_dict(), "metrics": metrics}
 
     def load(self, checkpoint: Any) -> None:
         self.sampler.load_state_dict(checkpoint.state["sampler"])
 
-    def take_metrics(self) -> dict[str, float]:
-        return {}
-
     # record
-    @contextmanager
-    def step(self, _step: int) -> Iterator[PhaseTimer]:
-        timer = PhaseTimer()
-        with timer.step():
-            yield timer
-
     def log(self, step: int, metrics: dict[str, float], *_: Any, **__: Any) -> None:
-        self.done.append(("log", step))
         self.logged[step] = metrics
 
     def log_held_out(self, step: int, *_: Any) -> None:
-        self.done.append(("validate", step))
+        self.note("validate", step)
 
     def rewind(self, step: int, _metrics: Any) -> None:
-        self.done.append(("rewind", step))
+        self.note("rewind", step)
 
     def first_values(self, *metrics: str) -> dict[str, float]:
         return dict.fromkeys(metrics, 9.0)
-
-    def info(self, text: str) -> None:
-        self.said.append(text)
 
     def run(self, resumed: Any = None, *, held_out: bool = True, restart: Any = None) -> SupervisedResult:
         this: Any = self
@@ -133,7 +98,7 @@ def test_epochs_see_every_demonstration_alike_and_a_resumed_run_goes_on_where_it
     num: int, size: int, epochs: float, data: st.DataObject
 ) -> None:
     config = FineTuningConfig(epochs=epochs, batch_size=size)
-    whole = Journal(TrainingConfig(save_freq=1), config, num)
+    whole = Steps(TrainingConfig(save_freq=1), config, num)
     result = whole.run(held_out=False)
     drawn = [one for batch in whole.drawn for one in batch]
     assert len(drawn) == max(1, round(epochs * num))
@@ -143,7 +108,7 @@ def test_epochs_see_every_demonstration_alike_and_a_resumed_run_goes_on_where_it
     assert (result.last_step, result.loss_before) == (len(whole.drawn), None)
     assert whole.logged[result.last_step]["sft/epoch"] == len(drawn) / num
     at = data.draw(st.integers(1, result.last_step))
-    again = Journal(TrainingConfig(save_freq=1), config, num)
+    again = Steps(TrainingConfig(save_freq=1), config, num)
     again.run(SimpleNamespace(step=at, state={**whole.states[at], "num_ranks": 2}, path="here"), held_out=False)
     assert again.drawn == whole.drawn[at:]
     assert (whole.is_started, again.is_started) == (True, False)
@@ -151,24 +116,24 @@ def test_epochs_see_every_demonstration_alike_and_a_resumed_run_goes_on_where_it
 
 def test_validation_and_checkpoints_come_when_they_are_due() -> None:
     trainer = TrainingConfig(test_freq=2, save_freq=3)
-    journal = Journal(trainer, FineTuningConfig(steps=5, batch_size=2), 7)
+    journal = Steps(trainer, FineTuningConfig(steps=5, batch_size=2), 7)
     result = journal.run()
     assert (result.loss_before, result.loss_after) == (1.0, 1 / 6)
-    assert [step for event, step in journal.done if event == "validate"] == [0, 2, 4, 5]
-    assert [step for event, step in journal.done if event == "save"] == [3]
+    assert journal.steps("validate") == [0, 2, 4, 5]
+    assert journal.steps("save") == [3]
     assert "held-out loss      1.0000 before, 0.1667 after" in result.describe()
     # What a step measured is in its checkpoint, for `keep_best`.
-    both = Journal(TrainingConfig(test_freq=2, save_freq=2), FineTuningConfig(steps=4, batch_size=2), 7)
+    both = Steps(TrainingConfig(test_freq=2, save_freq=2), FineTuningConfig(steps=4, batch_size=2), 7)
     both.run()
     assert both.states[4]["metrics"]["val/loss"] == 1 / 5
 
 
 @given(stop_in=st.integers(1, 6), save_freq=st.integers(0, 3))
 def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint_of_it(stop_in: int, save_freq: int) -> None:
-    journal = Journal(TrainingConfig(save_freq=save_freq), FineTuningConfig(steps=6, batch_size=2), 7, stop_in)
+    journal = Steps(TrainingConfig(save_freq=save_freq), FineTuningConfig(steps=6, batch_size=2), 7, stop_in)
     result = journal.run()
     assert (result.last_step, len(journal.drawn)) == (stop_in, stop_in)
-    saved = [step for event, step in journal.done if event == "save"]
+    saved = journal.steps("save")
     expected = [step for step in range(1, stop_in + 1) if save_freq and step % save_freq == 0]
     if stop_in < 6 and stop_in not in expected:
         expected.append(stop_in)
@@ -176,7 +141,7 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint_of_it(stop_in: i
 
 
 def test_a_run_that_lost_its_ranks_says_what_it_repeats_and_keeps_its_first_loss() -> None:
-    journal = Journal(TrainingConfig(), FineTuningConfig(steps=2, batch_size=2), 7)
+    journal = Steps(TrainingConfig(), FineTuningConfig(steps=2, batch_size=2), 7)
     result = journal.run(restart=Restart(lost_at=0.0, done=0, last=1))
     assert journal.done[0] == ("rewind", 0)
     assert journal.said[0].endswith("; step 1 is taken again")
