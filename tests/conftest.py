@@ -88,6 +88,12 @@ class App:
         assert not self.survivors()
         return only(self.output_dir.iterdir())
 
+    def kill(self) -> None:
+        """Kills the app and whatever it started in its process group, which ends the others."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.finish()
+        assert not self.survivors()
+
     def survivors(self, grace_s: float = 30) -> list[str]:
         """Processes of this run that are still alive after `grace_s`."""
         deadline = time.monotonic() + grace_s

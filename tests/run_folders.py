@@ -13,6 +13,15 @@ from rl_runtime.training.ledger import SampleRow
 NOT_EXACT = ("timing_s/", "perf/", "memory/", "checkpoint/upload_", "sync/total_s", "rollout/tokens_per_s")
 
 
+TINY_STEPS = (
+    *("batch.train_batch_size=4", "batch.mini_batch_size=2", "sampling.n=4"),
+    "algorithm.entropy_coef=0.05",  # a gradient even where all answers are equally wrong
+    *("warm_start.steps=5", "warm_start.optim.warmup_steps=0"),
+    *("trainer.val_before_train=false", "trainer.val_after_train=false"),
+)
+"""Keys of a run of GRPO with small steps, for a test of what happens between them."""
+
+
 def only(paths: Iterable[Path]) -> Path:
     (path,) = paths
     return path

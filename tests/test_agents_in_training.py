@@ -1,7 +1,6 @@
 """Agents that ask the policy over HTTP and rewrite their conversations, in training on the real stack."""
 
 import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,9 +61,7 @@ def test_a_killed_run_that_draws_ahead_resumes_and_trains_every_episode_once(
     settings = (*ahead, "sync.running_requests=recompute")  # caches of older weights are not kept
     first = start_app(tmp_path, *AGENT, *test_staleness.SMALL, "rollout.max_model_len=136", *settings)
     first.wait_for("step 3/6")  # the checkpoint of step 2 exists, and has groups for steps 3 and 4
-    os.killpg(first.process.pid, signal.SIGKILL)
-    first.finish()
-    assert not first.survivors()
+    first.kill()
     (run,) = tmp_path.iterdir()
     second = start_app(tmp_path, f"config={run / 'config.yaml'}", "trainer.resume=auto", f"trainer.resume_from={run}")
     assert second.finish() == 0, second.output

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
+from tests.run_folders import TINY_STEPS
+
 pytestmark = [pytest.mark.e2e, pytest.mark.thorough]
 
 ARGUMENTS = (
-    *("trainer.num_ranks=2", "rollout.num_servers=2", "rollout.deterministic=true", "batch.train_batch_size=4"),
-    *("batch.mini_batch_size=2", "sampling.n=4", "algorithm.kl_coef=0.01"),
-    "algorithm.entropy_coef=0.05",  # a gradient even where all answers are equally wrong
-    *("warm_start.steps=5", "warm_start.optim.warmup_steps=0", "trainer.val_before_train=false"),
-    *("trainer.val_after_train=false", "trainer.save_freq=1", "trainer.stall_timeout_s=30"),
+    *(*TINY_STEPS, "trainer.num_ranks=2", "rollout.num_servers=2", "rollout.deterministic=true"),
+    *("algorithm.kl_coef=0.01", "trainer.save_freq=1", "trainer.stall_timeout_s=30"),
 )
 
 
