@@ -38,6 +38,7 @@ from ..config import BUILTIN_MODEL, ModelConfig, TaskSize
 from ..errors import InputError, naming_key
 from ..supervised_job_config import ExampleKind
 from ..training.engines import check_optimizer_steps
+from ..training.supervised import sequences_in
 from ..training.supervised_config import SupervisedConfig
 
 INITIAL_MODEL, TASK = "initial_model", "task"
@@ -202,17 +203,10 @@ def load_examples(
             examples += load_demonstrations(
                 files, tokenizer, data, turns=turns, max_length=most, section=section, vision=vision
             )
-    check_token_ids(model_path, tokenizer, _sequences(examples), key=f"{section}.{key}")
+    named = ((f"example {number}", part) for number, one in enumerate(examples) for part in sequences_in(one))
+    sequences = ((name, [*part.prompt_ids, *part.response_ids]) for name, part in named)
+    check_token_ids(model_path, tokenizer, sequences, key=f"{section}.{key}")
     return examples
-
-
-def _sequences(examples: Sequence[Any]) -> Iterator[tuple[str, Sequence[int]]]:
-    """Number and token ids of each sequence of the examples."""
-    for number, example in enumerate(examples):
-        parts = (example,) if isinstance(example, Demonstration) else vars(example).values()
-        for part in parts:
-            if isinstance(part, Demonstration):
-                yield f"example {number}", [*part.prompt_ids, *part.response_ids]
 
 
 def check_token_ids(
