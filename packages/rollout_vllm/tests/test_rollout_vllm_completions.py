@@ -92,7 +92,6 @@ def test_route_of_vllm_answers_a_request_that_fails(answer: Any) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"vllm_xargs": {IDS_ONLY: 1}},
         {"vllm_xargs": None},
         {"stream": True},
         {"n": "two"},

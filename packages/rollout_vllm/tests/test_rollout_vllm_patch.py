@@ -21,7 +21,7 @@ from vllm.v1.outputs import LogprobsLists
 
 from rollout_vllm.client.protocol import completion_body, parse_completion
 from rollout_vllm.config import SamplingConfig
-from rollout_vllm.servers.fast.buffering import DIRECT, PACKED, buffer_in_front_end, packed_answer, wants_packed
+from rollout_vllm.servers.fast.buffering import DIRECT, PACKED, buffer_in_front_end, packed_answer
 from rollout_vllm.servers.patch import BUFFERING, FENCE, IDS_ONLY, records
 
 TEXT = "a\u00e9\u20ac \U0001f642z\u4e2d"
@@ -138,7 +138,7 @@ def test_a_stop_string_ends_a_response_after_its_last_token(tokenizer: Any, patc
 
 
 @pytest.mark.parametrize("log_probs", [True, False])
-@pytest.mark.parametrize("mark", [None, 1, PACKED, DIRECT])
+@pytest.mark.parametrize("mark", [None, PACKED, DIRECT])
 def test_answer_has_what_its_client_reads(tokenizer: Any, patched: None, mark: int | None, log_probs: bool) -> None:
     marks = {} if mark is None else {IDS_ONLY: mark}
     _, state = front_end(tokenizer, marks, log_probs=log_probs)
@@ -160,8 +160,8 @@ def test_answer_has_what_its_client_reads(tokenizer: Any, patched: None, mark: i
     [raw] = body["choices"]
     if mark != DIRECT:
         assert body["usage"]["completion_tokens"] == len(ids)
-        assert raw["token_ids"] == (None if mark == PACKED else ids)
-    assert ("packed" in raw) == (mark in (PACKED, DIRECT))
+        assert raw["token_ids"] == (None if mark else ids)
+    assert ("packed" in raw) == (mark is not None)
     assert raw.get("policy_versions") == ([[3, 1]] * len(ids) if mark else None)
     [choice] = parse_completion(body, 1, log_probs=log_probs and mark is not None)
     assert choice.response_ids.tolist() == ids
@@ -177,17 +177,11 @@ def test_an_answer_with_an_error_or_routes_is_that_of_vllm() -> None:
         assert packed_answer([plain, SimpleNamespace(**{**vars(plain), **changes})]) is None
 
 
-def test_an_answer_that_has_its_prompt_is_not_packed() -> None:
-    request = CompletionRequest(prompt=[1, 2], vllm_xargs={IDS_ONLY: PACKED})
-    assert wants_packed(request, IDS_ONLY)
-    assert not wants_packed(request.model_copy(update={"echo": True}), IDS_ONLY)
-
-
 @pytest.mark.parametrize("internal", [True, False])
 def test_aborted_request_ends_with_the_tokens_that_the_engine_core_still_held(
     tokenizer: Any, patched: None, internal: bool
 ) -> None:
-    processor, state = front_end(tokenizer, {IDS_ONLY: 1})
+    processor, state = front_end(tokenizer, {IDS_ONLY: PACKED})
     ids = tokenizer.encode(TEXT)
     assert processor.abort_requests(["cmpl-r-1" if internal else "cmpl-r"], internal) == ["cmpl-r-1"]
     assert processor.request_states == {"cmpl-r-1": state}

@@ -9,7 +9,7 @@ FENCE = Fence({"vllm": ">=0.26,<0.33"}, warn=_say, announce=_say)
 """vLLM's tested versions; pyproject.toml states the same."""
 
 IDS_ONLY = "plinth_ids_only"
-"""Name in a request's `vllm_xargs` of a client that reads only token ids and their log-probs (docs/rollout_vllm.md)."""
+"""Name in a request's `vllm_xargs` of a client that reads only token ids and their log-probs, packed."""
 
 FORK = FENCE.patch(
     name="forked engine",
@@ -33,7 +33,6 @@ BUFFERING = FENCE.patch(
         "vllm.v1.engine.output_processor:RequestState": (f"from_new_request({_STATE})",),
         "vllm.v1.engine.output_processor:OutputProcessor": ("abort_requests(request_ids, internal)",),
         "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion": (
-            "_create_completion_logprobs",
             f"request_output_to_completion_response({_RESPONSE})",
         ),
     },
@@ -70,10 +69,8 @@ BUFFERING = FENCE.patch(
             "eos_token_id",
             "repetition_detection",
         ),
-        "vllm.entrypoints.openai.completion.protocol:CompletionLogProbs": ("token_logprobs",),
         "vllm.entrypoints.openai.completion.protocol:CompletionRequest": (
             "vllm_xargs",
-            "echo",
             "logprobs",
             "return_token_ids",
             "stream",

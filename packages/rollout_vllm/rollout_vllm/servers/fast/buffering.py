@@ -28,7 +28,7 @@ INTERVAL = 32
 stop strings has one token per message: the front end makes text of them, looks for the strings and ends the request."""
 
 PACKED = 2
-"""Value of the marker of a client that reads `packed_choice`; with 1 it gets lists."""
+"""Value of the marker of this package's client, which reads `packed_choice`."""
 DIRECT = 3
 """PACKED, and `completions.py` sends the answer: it may be `packed_answer`."""
 
@@ -51,11 +51,6 @@ def is_buffered(request: Any, marker: str) -> bool:
         return False
     needs = (params.logprobs, params.prompt_logprobs, params.logprob_token_ids)
     return params.output_kind.name == "FINAL_ONLY" and not any(needs) and params.prompt_logprobs is None
-
-
-def wants_packed(request: Any, marker: str) -> bool:
-    """True if the client of a `CompletionRequest` reads `packed_choice`, which has no prompt."""
-    return (request.vllm_xargs or {}).get(marker) in (PACKED, DIRECT) and not request.echo
 
 
 def packed_choice(token_ids: Sequence[int], log_probs: Sequence[float]) -> dict[str, str]:
@@ -346,7 +341,6 @@ def buffer_in_engine_core(replace: Replace, marker: str, publish_name: str, *, n
 
 def buffer_in_front_end(replace: Replace, marker: str) -> None:
     """The other half, in the API server's process."""
-    from vllm.entrypoints.openai.completion.protocol import CompletionLogProbs
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
     from vllm.v1.engine.logprobs import LogprobsProcessor
     from vllm.v1.engine.output_processor import OutputProcessor, RequestState
@@ -367,7 +361,6 @@ def buffer_in_front_end(replace: Replace, marker: str) -> None:
                 self.logprobs.spans.extend(output.new_logprobs.logprob_token_ids.tolist())
 
     new_state, abort = RequestState.from_new_request, OutputProcessor.abort_requests
-    choice_log_probs = OpenAIServingCompletion._create_completion_logprobs
     to_response = OpenAIServingCompletion.request_output_to_completion_response
 
     def from_new_request(**given: Any) -> Any:
@@ -394,32 +387,24 @@ def buffer_in_front_end(replace: Replace, marker: str) -> None:
             others += [] if buffered else [request_id]
         return [*waiting, *abort(self, others, internal)]
 
-    def create_completion_logprobs(self: Any, token_ids: Any, top_logprobs: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(top_logprobs, SampledLogProbs):
-            return choice_log_probs(self, token_ids, top_logprobs, *args, **kwargs)
-        return CompletionLogProbs(token_logprobs=[max(value, -9999.0) for value in top_logprobs])  # JSON has no -inf
-
     def request_output_to_completion_response(
         self: Any, results: list[Any], request: Any, *args: Any, **kwargs: Any
     ) -> Any:
         outputs = [output for result in results for output in result.outputs]
-        packs = wants_packed(request, marker) and all(isinstance(one.logprobs, SampledLogProbs) for one in outputs)
-        if packs and request.vllm_xargs[marker] == DIRECT and (answer := packed_answer(outputs)) is not None:
+        if not all(isinstance(one.logprobs, SampledLogProbs) for one in outputs):
+            return to_response(self, results, request, *args, **kwargs)
+        if request.vllm_xargs[marker] == DIRECT and (answer := packed_answer(outputs)) is not None:
             return answer
-        if packs:
-            request = request.model_copy(update={"logprobs": None, "return_token_ids": False})
+        request = request.model_copy(update={"logprobs": None, "return_token_ids": False})
         response = to_response(self, results, request, *args, **kwargs)
         for choice, output in zip(response.choices, outputs, strict=True):
-            if isinstance(output.logprobs, SampledLogProbs):
-                choice.policy_versions = output.logprobs.spans
-                if packs:
-                    choice.packed = packed_choice(output.token_ids, output.logprobs)
+            choice.policy_versions = output.logprobs.spans
+            choice.packed = packed_choice(output.token_ids, output.logprobs)
         return response
 
     replace(RequestState, from_new_request=from_new_request)
     replace(OutputProcessor, abort_requests=abort_requests)
     replace(
         OpenAIServingCompletion,
-        _create_completion_logprobs=create_completion_logprobs,
         request_output_to_completion_response=request_output_to_completion_response,
     )
