@@ -88,12 +88,7 @@ def learning_rate(facts: ModelFacts | None, section: str, has_adapters: bool) ->
         rate, why = rate * _LORA_FACTOR, f"{why}, LoRA"
     if section == "critic":
         rate, why = rate * _CRITIC_FACTOR, f"{why}, a new value head"
-    return one_digit(min(rate, _MOST_RATE)), why
-
-
-def one_digit(value: float) -> float:
-    """The value with one significant digit."""
-    return float(f"{value:.0e}") if value else value
+    return float(f"{min(rate, _MOST_RATE):.0e}"), why  # one significant digit
 
 
 def response_length(facts: ModelFacts, prompt_tokens: int, *, on_gpu: bool) -> tuple[int, str]:

@@ -228,12 +228,8 @@ REWARD_MODEL = Feature(
 
 
 def _is_http(url: str) -> bool:
-    return url.startswith(("http://", "https://")) and _names_a_host(url)
-
-
-def _names_a_host(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        return bool(parts.hostname) and parts.port != 0
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # the port is not a number
         return False

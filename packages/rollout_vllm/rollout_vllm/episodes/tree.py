@@ -49,7 +49,7 @@ class EpisodeTree:
         """Adds a turn; returns its index. It continues the longest turn that its prompt begins with, the latest one of
         equals."""
         prompt = np.asarray(prompt_ids, np.int32)
-        begins = [index for index, turn in enumerate(self.turns) if _begins_with(prompt, turn.token_ids)]
+        begins = [i for i, turn in enumerate(self.turns) if _common(prompt, turn.token_ids) == turn.token_ids.size]
         parent = max(begins, key=lambda index: (self.turns[index].token_ids.size, index), default=None)
         self.turns.append(Turn(prompt, sample, parent))
         return len(self.turns) - 1
@@ -139,10 +139,6 @@ class EpisodeTree:
             version_spans=merge_spans(spans),
             turn_rewards=at_tokens[mask] if rewards else None,
         )
-
-
-def _begins_with(ids: IntArray, prefix: IntArray) -> bool:
-    return ids.size >= prefix.size and np.array_equal(ids[: prefix.size], prefix)
 
 
 def _common(first: IntArray, second: IntArray) -> int:
