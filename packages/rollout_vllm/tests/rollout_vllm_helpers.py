@@ -120,6 +120,20 @@ def make_requests(count: int, *, length: int = 12, step: int = 0) -> list[Reques
     ]
 
 
+class ByteTokenizer:
+    """Token i is byte i; 256 ends a turn. No chat template."""
+
+    chat_template: str | None = None
+    all_special_ids = (256,)
+    name_or_path = "bytes"
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": list(text.encode())}
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return bytes(ids).decode()
+
+
 def group_of_one(request: Request, ids: list[int], *, log_prob: float = -1.0, version: int = 0) -> Group:
     """The answer of a client with one sample that ended."""
     sample = Sample(

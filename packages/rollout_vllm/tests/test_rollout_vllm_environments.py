@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_vllm_helpers import group_of_one
+from rollout_vllm_helpers import ByteTokenizer, group_of_one
 
 from rollout_vllm import (
     ChatFormat,
@@ -31,20 +31,6 @@ from rollout_vllm import (
 
 QUICK = settings(deadline=None, derandomize=True)
 EOS = 256
-
-
-class ByteTokenizer:
-    """Token i is byte i; 256 ends a turn. No chat template."""
-
-    chat_template = None
-    all_special_ids = (EOS,)
-    name_or_path = "bytes"
-
-    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
-        return {"input_ids": list(text.encode())}
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return bytes(ids).decode()
 
 
 class FakeClient:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rollout_vllm_helpers import config_for_tests, group_of_one
+from rollout_vllm_helpers import ByteTokenizer, config_for_tests, group_of_one
 
 from plinth_testing.vision import tiny_vlm
 from rollout_vllm import (
@@ -38,16 +38,10 @@ def test_a_server_that_would_not_see_the_images_does_not_know_the_model() -> Non
     assert "plinth_images" not in without["vllm_xargs"]
 
 
-class PartsTokenizer:
-    """Token i is byte i; 256 ends a turn. The template writes `#` for an image."""
+class PartsTokenizer(ByteTokenizer):
+    """With a template that writes `#` for an image."""
 
-    chat_template, all_special_ids, name_or_path = "parts", (256,), "parts"
-
-    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
-        return {"input_ids": list(text.encode())}
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return bytes(ids).decode()
+    chat_template = "parts"
 
     def apply_chat_template(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, **_: Any) -> str:
         texts = ["".join(one.get("text", "#") for one in message["content"]) for message in messages]

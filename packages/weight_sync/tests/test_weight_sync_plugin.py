@@ -36,6 +36,11 @@ def test_verify_waits_for_the_device_before_the_bucket_is_acknowledged(monkeypat
     assert events == ["read 0", "waited"]
 
 
+@pytest.fixture(autouse=True)
+def without_tensor_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "_num_tensor_ranks", lambda: 1)
+
+
 class Replies(deque[Any]):
     """A worker's reply queue."""
 
@@ -157,8 +162,7 @@ def test_a_module_is_complete_with_the_last_copy_into_its_processed_parameters(m
     assert completed == dict.fromkeys((id(target) for target in targets if target.received), 1)
 
 
-def test_derived_parameters_are_recomputed_and_not_required(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "_num_tensor_ranks", lambda: 1)
+def test_derived_parameters_are_recomputed_and_not_required() -> None:
     model = Mla()
     record_metadata_for_reloading(model)
     process(model)
@@ -233,10 +237,7 @@ def push(model: Any, *names: str, layerwise: bool = False) -> tuple[ModelLoader,
 @pytest.mark.parametrize("layerwise", [False, True])
 @pytest.mark.parametrize("weight", [None, torch.zeros(4, 4)], ids=["random", "constant"])
 @pytest.mark.parametrize("order", [("weight", "bias"), ("bias", "weight")], ids=["weight first", "bias first"])
-def test_packed_weights_are_packed_again_and_verified(
-    order: tuple[str, ...], layerwise: bool, weight: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(layout, "_num_tensor_ranks", lambda: 1)
+def test_packed_weights_are_packed_again_and_verified(order: tuple[str, ...], layerwise: bool, weight: Any) -> None:
     model = experts(weight=weight)
     kernel, address = model.quant_method.kernel, model.weight.data_ptr()
     loader, sent = push(model, *order, layerwise=layerwise)
@@ -260,8 +261,7 @@ class Skipping(Mla):
         super().load_weights((name, tensor) for name, tensor in weights if name in own)
 
 
-def test_only_layers_that_the_model_leaves_out_receive_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "_num_tensor_ranks", lambda: 1)
+def test_only_layers_that_the_model_leaves_out_receive_nothing() -> None:
     model: Any = Skipping()
     del model.attention
     model.post_norm = model.gate = None
@@ -282,8 +282,7 @@ def test_only_layers_that_the_model_leaves_out_receive_nothing(monkeypatch: pyte
             check(name)
 
 
-def test_unchanged_weights_are_written_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "_num_tensor_ranks", lambda: 1)
+def test_unchanged_weights_are_written_in_place() -> None:
     model = experts("plain")
     push(model)
     assert torch.equal(model.weight, torch.arange(16.0).view(4, 4))
@@ -291,15 +290,13 @@ def test_unchanged_weights_are_written_in_place(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("kind", ["hidden", "random"])
-def test_processing_that_cannot_be_repeated_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "_num_tensor_ranks", lambda: 1)
+def test_processing_that_cannot_be_repeated_is_refused(kind: str) -> None:
     with raises(ReceiverError, kind="plan"):
         push(experts(kind))
     push(experts(kind), layerwise=True)
 
 
 def test_model_that_cannot_be_read_loads_and_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "_num_tensor_ranks", lambda: 1)
     monkeypatch.setattr(processing, "digest", lambda tensor: 1 / 0)
     model = experts()
     assert model.quant_method.num_calls == 1
@@ -307,8 +304,7 @@ def test_model_that_cannot_be_read_loads_and_is_refused(monkeypatch: pytest.Monk
         push(model)
 
 
-def test_model_that_was_loaded_without_the_record_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "_num_tensor_ranks", lambda: 1)
+def test_model_that_was_loaded_without_the_record_is_refused() -> None:
     with raises(ReceiverError, kind="plan", tensor="weight"):
         ModelLoader(Mla(), None, torch.device("cpu")).check(plan_of(Mla(), "weight"))
 
