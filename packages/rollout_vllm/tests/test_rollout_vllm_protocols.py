@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
-import lazy_loader
 import openai
 import pytest
 from rollout_vllm_agents import ChatTokenizer, Policy
@@ -17,7 +16,8 @@ from rollout_vllm import ChatFormat, Episode, Request, Sample, SamplingConfig
 from rollout_vllm.episodes.agent_endpoint import AgentEndpoint
 from rollout_vllm.episodes.tools import hermes_calls
 
-anthropic = lazy_loader.load("anthropic")  # imported for longer than vLLM, and by every worker that collects the tests
+# anthropic is imported for two seconds: in the tests, and on one worker.
+pytestmark = pytest.mark.xdist_group("anthropic")
 
 CALL = '<think>add</think>I add.<tool_call>{"name": "add", "arguments": {"x": 17}}</tool_call>'
 PARAMETERS = {"type": "object", "properties": {"x": {"type": "integer"}}}
@@ -99,6 +99,8 @@ async def with_responses(endpoint: AgentEndpoint, *, is_streamed: bool) -> None:
 
 
 async def with_messages(endpoint: AgentEndpoint, *, is_streamed: bool) -> None:
+    import anthropic
+
     tools = [{"name": "add", "description": "adds", "input_schema": PARAMETERS}]
     messages: list[Any] = [{"role": "user", "content": "17 + 25?"}]
     settings: dict[str, Any] = {"model": "m", "max_tokens": 300, "system": "You add.", "tools": tools}
@@ -136,6 +138,8 @@ def test_a_conversation_with_tools_is_one_sequence_of_sampled_tokens(agent: Any,
 
 
 def test_one_agent_cannot_read_or_spend_the_episode_of_another() -> None:
+    import anthropic
+
     async def agent(endpoint: AgentEndpoint) -> None:
         question: Any = [{"role": "user", "content": "a"}]
         for key in ("none", endpoint.key[:-1], endpoint.key + "x"):
@@ -174,6 +178,8 @@ def test_limits_of_a_request_hold_and_its_sampling_settings_are_noted() -> None:
 
 
 def test_what_cannot_be_answered_is_said_with_the_field() -> None:
+    import anthropic
+
     image: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
 
     async def agent(endpoint: AgentEndpoint) -> None:
