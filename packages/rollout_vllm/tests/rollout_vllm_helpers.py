@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import re
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ import aiohttp
 from aiohttp import web
 
 import rollout_vllm
-from plinth_base.fence import Patch, Replace
+from plinth_testing import random_model, tiny_config, write_word_tokenizer
 from rollout_vllm import Endpoint, Group, Request, RolloutConfig, Sample, request_seed
 from rollout_vllm.client.transport import LoopThread
 
@@ -27,67 +25,45 @@ FAST_PATHS = Path(rollout_vllm.__file__).parent / "servers" / "fast"
 """Folder of modules with kernels."""
 
 
-_BUILD_MODEL = """
-import sys, torch
-from pathlib import Path
-from peft import LoraConfig, get_peft_model
-from plinth_testing import random_model, tiny_config, write_word_tokenizer
-sizes = dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, initializer_range=0.08)
-model = random_model(tiny_config(**sizes, bos_token_id=None, eos_token_id=1, pad_token_id=0))
-model.save_pretrained(sys.argv[1])
-template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-write_word_tokenizer(Path(sys.argv[1]), eos_token="w1", pad_token="w0", unk_token="w2", chat_template=template)
-adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-for name, parameter in adapted.named_parameters():
-    if "lora_" in name:
-        torch.nn.init.normal_(parameter, std=0.5)
-adapted.save_pretrained(sys.argv[2])
-"""
-
-_REFERENCE = """
-import json, sys, torch
-from transformers import Qwen3ForCausalLM
-def log_probs(model, prompt, response):
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-    return (logits / float(sys.argv[1])).log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
-load = lambda: Qwen3ForCausalLM.from_pretrained(sys.argv[2], dtype=torch.float32)
-models = [load()]
-for adapter in sys.argv[3:]:
-    from peft import PeftModel
-    models.append(PeftModel.from_pretrained(load(), adapter))
-print(json.dumps([[log_probs(m, p, r) for m in models] for p, r in json.load(sys.stdin)]))
-"""
-
-
 def build_model(model: Path, adapter: Path) -> None:
-    """Write a tiny Qwen3 with a tokenizer to `model`, and a LoRA adapter for it to `adapter`.
+    """Write a tiny Qwen3 with a tokenizer to `model`, and a LoRA adapter for it to `adapter`."""
+    import torch
+    from peft import LoraConfig, get_peft_model
 
-    In its own process: importing torch and transformers here would slow every other test module down.
-    """
-    run_script(_BUILD_MODEL, model, adapter)
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.08}
+    base = random_model(tiny_config(**sizes, bos_token_id=None, eos_token_id=EOS_ID, pad_token_id=0))
+    base.save_pretrained(model)
+    template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    write_word_tokenizer(model, eos_token="w1", pad_token="w0", unk_token="w2", chat_template=template)
+    adapted = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    adapted.save_pretrained(adapter)
 
 
 def reference_log_probs(
     cases: Sequence[tuple[Sequence[int], list[int]]], *, temperature: float, model: Path, adapters: Sequence[Path] = ()
 ) -> list[list[list[float]]]:
     """For every (prompt, response): the response's log-probs of the model, and of the model with each adapter."""
-    text = run_script(_REFERENCE, temperature, model, *adapters, stdin=json.dumps(cases))
-    return json.loads(text.splitlines()[-1])  # type: ignore[no-any-return]
+    import torch
+    from transformers import Qwen3ForCausalLM
 
+    def load(adapter: Path | None) -> Any:
+        loaded: Any = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32)
+        if adapter is None:
+            return loaded
+        from peft import PeftModel
 
-@contextmanager
-def restoring() -> Iterator[Callable[[Patch], Replace]]:
-    """`replace` of a patch, whose replacements end with the block."""
-    with ExitStack() as stack:
+        return PeftModel.from_pretrained(loaded, adapter)
 
-        def of(patch: Patch) -> Replace:
-            def replace(target: Any, **values: Any) -> Callable[[], None]:
-                return stack.callback(patch.replace(target, **values))
+    @torch.no_grad()
+    def log_probs(of: Any, prompt: Sequence[int], response: list[int]) -> list[float]:
+        logits = of(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+        return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].tolist()  # type: ignore[no-any-return]
 
-            return replace
-
-        yield of
+    models = [load(adapter) for adapter in (None, *adapters)]
+    return [[log_probs(one, *case) for one in models] for case in cases]
 
 
 def is_running(pid: int | str) -> bool:
