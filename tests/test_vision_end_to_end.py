@@ -33,7 +33,7 @@ def test_grpo_teaches_a_model_to_count_what_it_sees(tmp_path: Path, files: Path,
     )
     run = app.succeeded()
     scores = column(run, "val/score/mean")
-    assert scores[-1] > scores[0] + 0.15
+    assert scores[-1] > scores[0] + 0.1  # 0.156 on two CPUs; 0.05 is a standard error of 128 problems
     # Servers see what the ranks see, also after pushes.
     gaps = column(run, "rollout/log_prob_mismatch_max")
     assert len(gaps) == 12
