@@ -11,13 +11,15 @@ import torch
 import transformers
 from ds_engine_architectures import padded_loss
 from ds_engine_testkit import make_batch, make_samples
+from torch.utils.cpp_extension import _get_build_directory
+from torch.utils.file_baton import FileBaton
 
 from ds_engine import EngineConfig, EngineConfigError, ModelError, OffloadConfig, SimpleBatch, dense_log_prob
 from ds_engine.config import Attention
 from ds_engine.errors import BatchError
 from ds_engine.model import attention
 from ds_engine.model.attention import choose_kernel, packed_attention, packed_layout
-from ds_engine.model.loading import check_offload, load_model
+from ds_engine.model.loading import abandoned_locks, check_offload, load_model
 from ds_engine.model.packed_model import install_packed_forward, packed_inputs
 from ds_engine.model.recomputation import enable_checkpointing
 from plinth_testing import raises, write_tiny_model
@@ -186,6 +188,33 @@ def test_nvme_is_refused_before_loading(tmp_path: Path) -> None:
         pytest.skip("libaio is installed here")
     with raises(EngineConfigError, field="zero.offload"):
         check_offload(OffloadConfig(optimizer="nvme", nvme_path=str(tmp_path)))
+
+
+def test_an_abandoned_lock_of_a_compilation_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    left, compiling = tmp_path / "cpu_adam" / "lock", tmp_path / "async_io" / "lock"
+    for lock in (left, compiling):
+        lock.parent.mkdir()
+    left.touch()  # as by a process that was killed while it compiled; another one compiles now
+    baton = FileBaton(str(compiling))
+    assert baton.try_acquire()
+    assert abandoned_locks() == [left]
+    check_offload(OffloadConfig(optimizer="cpu"))
+    assert str(left) in caplog.text
+    assert str(compiling) not in caplog.text
+    baton.release()
+    left.unlink()
+    assert abandoned_locks() == []
+
+
+def test_abandoned_locks_without_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    built = Path(_get_build_directory("cpu_adam", False))
+    (built / "lock").touch()
+    assert abandoned_locks() == [built / "lock"]
 
 
 def test_simple_batch() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -54,11 +57,18 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def check_offload(offload: OffloadConfig) -> None:
-    """Check, before anything is loaded, that offload can work here.
+    """Check, before anything is loaded, that offload can work here, and warn of locks that would block it.
 
     Raises:
         EngineConfigError: `nvme_path` is not a folder, or DeepSpeed's asynchronous I/O cannot be built here.
     """
+    if offload.optimizer != "none":  # its Adam is an operator that DeepSpeed compiles when it is first used
+        for lock in abandoned_locks():
+            logging.getLogger("ds_engine").warning(
+                "torch waits until %s is gone, and no process of this host holds it: if no other host compiles there, "
+                "a killed compilation left it; delete it",
+                lock,
+            )
     if offload.nvme_path is None:
         return
     if not Path(offload.nvme_path).is_dir():
@@ -72,6 +82,28 @@ def check_offload(offload: OffloadConfig) -> None:
             field="zero.offload",
             remedy="install them, or offload to cpu",
         )
+
+
+def abandoned_locks() -> list[Path]:
+    """Locks in torch's folder of compiled operators that no process of this host has open.
+
+    The process that compiles an operator keeps its lock open (torch.utils.file_baton) and deletes it at the end, unless
+    it is killed. Others wait for that without limit and without a message. Processes of other users and other hosts are
+    not visible.
+    """
+    from torch.utils.cpp_extension import get_default_build_root
+
+    if folder := os.environ.get("TORCH_EXTENSIONS_DIR"):
+        candidates = Path(folder).glob("*/lock")
+    else:
+        version = f"py{sys.version_info.major}{sys.version_info.minor}"
+        candidates = Path(get_default_build_root()).glob(f"{version}_*/*/lock")
+    locks = {str(path.resolve()): path for path in sorted(candidates)}
+    held = set()
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*") if locks else ():
+        with suppress(OSError):
+            held.add(os.readlink(descriptor))
+    return [path for name, path in locks.items() if name not in held and path.exists()]
 
 
 def load_model(
