@@ -14,9 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from plinth_testing import run_script
 from rl_data import DataConfig, load_pairs, load_prompts, load_tokenizer
+from rl_data.lost_characters import LostCharacters, compared
 from rl_data.package_index import FetchError
 from rl_data.tasks.fetched import fetch
 from rl_runtime.training.ledger import read_samples
@@ -65,6 +68,33 @@ def test_questions_are_in_their_prompts_to_the_last_character(smollm2: Path, pro
         assert prompt.token_ids.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == prompt.text.count(
             "<|im_start|>"
         )
+
+
+MISSING_BYTES = frozenset(b"\x04\x06\x13\x14\x16\x1d\xf1\xf2")
+"""Bytes of UTF-8 that the vocabulary has no token for, and that the tokenizer drops without a word."""
+
+
+@fetches
+@pytest.mark.long
+def test_text_comes_back_from_its_tokens(smollm2: Path) -> None:
+    tokenizer = load_tokenizer(smollm2)
+
+    characters = LostCharacters(tokenizer)
+
+    @settings(deadline=None, max_examples=200)
+    @given(text=st.text(max_size=60), more=st.text(alphabet="\x04\x1d\U00050000", max_size=2))
+    def check(text: str, more: str) -> None:
+        text += more
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if MISSING_BYTES & set(text.encode()):
+            assert characters.lost(text, ids) >= compared(more)
+            assert tokenizer.decode(ids) != text
+        else:
+            assert characters.lost(text, ids) == {}
+            assert tokenizer.decode(ids) == text
+
+    check()
+    assert tokenizer.decode(tokenizer("a\x04b")["input_ids"]) == "ab"
 
 
 @fetches

@@ -48,6 +48,13 @@ class Script:
     """The end-of-sequence token follows, and is trained on."""
     ids: tuple[int, ...] = ()
     mask: tuple[bool, ...] = ()
+    rendered: str = ""
+    """The text of `ids`."""
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return self.rendered or "".join(segment.text for segment in self.segments)
 
 
 class ChatTurns:
@@ -87,7 +94,7 @@ class ChatTurns:
         self, messages: Sequence[Message], tools: Sequence[Tool], place: Place, turns: Sequence[int]
     ) -> Script:
         """The marked runs of tokens after those of earlier turns; a turn may have several."""
-        self._renderer(messages, tools, place, trained=turns)  # refuses what the template does not show
+        text = self._renderer(messages, tools, place, trained=turns)
         ids, mask = self._renderer.encode_marked(messages, tools, place)
         runs = _runs(mask)
         if any(message["role"] == "assistant" for message in messages[: turns[0]]):
@@ -98,7 +105,7 @@ class ChatTurns:
             )
             raise place.error(problem, "Fix the template or drop the row.", column="messages")
         trained = {index for run in runs for index in run}
-        return Script(ids=tuple(ids), mask=tuple(index in trained for index in range(len(ids))))
+        return Script(ids=tuple(ids), mask=tuple(index in trained for index in range(len(ids))), rendered=text)
 
     def _by_difference(
         self, messages: Sequence[Message], tools: Sequence[Tool], place: Place, turns: Sequence[int]

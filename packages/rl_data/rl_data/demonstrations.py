@@ -13,7 +13,7 @@ Parts are tokenized one by one, as during generation, and a response ends with t
 template has ended it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,8 @@ from .errors import DataError
 from .files.opening import open_table
 from .files.table import Place, Table
 from .images import ImageProcessor, as_parts, ids_with_images, take_images
+from .lost_characters import compared
+from .messages import leaves
 from .prompts import batches, dotted, report_filtered, too_long
 from .rendering import Renderer, encode, with_configured
 from .rows import IMAGES, MEDIA_COLUMNS, Message, Tool, conversation, refuse_media, tools_of
@@ -54,6 +56,14 @@ class AnsweredRow:
     """Without parts: number of messages before those that are trained on."""
     images: tuple[str, ...] = ()
     """Files, in the order of their places in the messages."""
+    columns: tuple[str, str]
+    """The columns of the prompt and of the response; the same for a conversation."""
+
+    def column_of(self, characters: Collection[str]) -> str:
+        """The column that has some of these `compared` characters; that of the prompt if a template adds them."""
+        response = self.messages[self.num_before :] if self.parts is None else self.parts
+        has_some = any(not compared(text).keys().isdisjoint(characters) for text in leaves(list(response)))
+        return self.columns[has_some]
 
 
 @dataclass(frozen=True)
@@ -131,7 +141,7 @@ def of_question(place: Place, row: dict[str, Any], answer: str = "answer") -> An
     if not is_text(question) or parts is None:
         raise place.error("no text", _FILL_IN, column=answer if is_text(question) else "question")
     messages = ({"role": "user", "content": question},)
-    return AnsweredRow(place=place, messages=messages, is_question=True, parts=parts)
+    return AnsweredRow(place=place, messages=messages, is_question=True, parts=parts, columns=("question", answer))
 
 
 def of_messages(place: Place, row: dict[str, Any], column: str = "messages") -> AnsweredRow:
@@ -139,28 +149,28 @@ def of_messages(place: Place, row: dict[str, Any], column: str = "messages") -> 
     messages = conversation(place, row.get(column), column)
     _require_response(place, messages, column)
     tools = tools_of(place, row.get("tools"), "tools")
-    return AnsweredRow(place=place, messages=messages, tools=tools)
+    return AnsweredRow(place=place, messages=messages, tools=tools, columns=(column, column))
 
 
 def of_completion(place: Place, row: dict[str, Any], column: str = "completion") -> AnsweredRow:
     """A prompt and what follows it in `column`."""
-    prompt, completion = row.get("prompt"), row.get(column)
+    prompt, completion, columns = row.get("prompt"), row.get(column), ("prompt", column)
     if is_text(prompt):
         if not is_text(completion):
             raise place.error("no text after a prompt that is text", _FILL_IN, column=column)
-        return AnsweredRow(place=place, prompt=str(prompt), parts=(str(completion),))
+        return AnsweredRow(place=place, prompt=str(prompt), parts=(str(completion),), columns=columns)
     before, tools = conversation(place, prompt, "prompt"), tools_of(place, row.get("tools"), "tools")
     if is_text(completion):
-        return AnsweredRow(place=place, messages=before, tools=tools, parts=(str(completion),))
+        return AnsweredRow(place=place, messages=before, tools=tools, parts=(str(completion),), columns=columns)
     messages = (*before, *conversation(place, completion, column))
     _require_response(place, messages, column)
-    return AnsweredRow(place=place, messages=messages, tools=tools, num_before=len(before))
+    return AnsweredRow(place=place, messages=messages, tools=tools, num_before=len(before), columns=columns)
 
 
 def _of_text(place: Place, row: dict[str, Any]) -> AnsweredRow:
     if not is_text(row.get("text")):
         raise place.error("no text", _FILL_IN, column="text")
-    return AnsweredRow(place=place, parts=(row["text"],))
+    return AnsweredRow(place=place, parts=(row["text"],), columns=("text", "text"))
 
 
 def _require_response(place: Place, messages: Sequence[Message], column: str) -> None:
@@ -247,7 +257,9 @@ class RowEncoder:
         """The sequences of each row, in order: several if each turn is one. Raises DataError."""
         made = [(row, one) for row in rows for one in self._scripts(row)]
         sequences = _encode(made, self._tokenizer, self._known, self._vision)
-        for (row, _), (ids, mask, images) in zip(made, sequences, strict=True):
+        for (row, script), (ids, mask, images) in zip(made, sequences, strict=True):
+            if not images:  # placeholders are no characters of the text
+                self.renderer.lost.check(script.text, ids, row.place, row.column_of)
             demonstration = _demonstration(ids, mask, images)
             if demonstration is None:
                 raise row.place.error("it has no token to train on", _FILL_IN)

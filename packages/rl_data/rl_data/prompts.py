@@ -143,6 +143,8 @@ def load_prompts(
                 if too_long(row.place, len(ids), config):
                     num_filtered += 1
                     continue
+                if not row.images:  # placeholders are no characters of the text
+                    renderer.lost.check(text, ids, row.place, schema.column_of)
                 prompts.append(_prompt(label, row, messages, text, ids))
                 if len(prompts) == max_prompts:
                     renderer.report()

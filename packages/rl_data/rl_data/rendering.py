@@ -20,6 +20,7 @@ from plinth_base.errors import shown
 from .config import DataConfig
 from .errors import DataError
 from .files.table import Place, first_line
+from .lost_characters import LostCharacters
 from .messages import Convert, arguments_of, as_object, as_text, first_lost, unchanged, with_arguments
 from .rows import Message, Tool
 from .tokenizer import TokenizerLike
@@ -62,6 +63,8 @@ class Renderer:
         self.with_template = uses_chat_template(tokenizer, config)
         self._shows_tools = self._has_rendered = False
         self._conversions: dict[frozenset[type], Convert] = {}
+        self.lost = LostCharacters(tokenizer)
+        """Characters of the texts that their token ids lack."""
 
     def __call__(
         self,
@@ -130,7 +133,9 @@ class Renderer:
         return [int(token) for token in tokenized["input_ids"]], [bool(one) for one in tokenized["assistant_masks"]]
 
     def report(self) -> None:
-        """Log how messages became text, if there were any: a warning where the tokenizer lacks a template."""
+        """Log lost characters, and how messages became text, if there were any: a warning where the tokenizer lacks a
+        template."""
+        self.lost.report()
         if not self._has_rendered:
             return
         plain = "as plain text, the content of each and a line break, without roles"

@@ -77,6 +77,10 @@ class Schema:
         optional = filter(None, (self.data_source, self.tools))
         return {self.prompt, self.ground_truth[0], self.images, *optional}
 
+    def column_of(self, _: Collection[str]) -> str:
+        """The column of all characters of a prompt."""
+        return self.prompt
+
 
 def find_schema(table: Table, config: DataConfig) -> Schema:
     """The schema of a table. Raises DataError for a column that is missing, occurs twice, or cannot be extra."""

@@ -62,7 +62,7 @@ def test_model_and_problems_are_those_whose_hashes_are_known(tmp_path, monkeypat
     assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is True
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "What is 7 + 5?"}], add_generation_prompt=True, return_tensors="pt"
+        [{"role": "user", "content": "Name the capital of France."}], add_generation_prompt=True, return_tensors="pt"
     )
     ids = prompt["input_ids"] if hasattr(prompt, "keys") else prompt
-    assert "12" in tokenizer.decode(model.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :])
+    assert "Paris" in tokenizer.decode(model.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :])
