@@ -8,7 +8,8 @@ import re
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import aiohttp
 from aiohttp import web
 
 import rollout_vllm
+from plinth_base.fence import Patch, Replace
 from plinth_testing import random_model, tiny_config, write_word_tokenizer
 from rollout_vllm import Endpoint, Group, Request, RolloutConfig, Sample, request_seed
 from rollout_vllm.client.transport import LoopThread
@@ -64,6 +66,20 @@ def reference_log_probs(
 
     models = [load(adapter) for adapter in (None, *adapters)]
     return [[log_probs(one, *case) for one in models] for case in cases]
+
+
+@contextmanager
+def restoring() -> Iterator[Callable[[Patch], Replace]]:
+    """`replace` of a patch, whose replacements end with the block."""
+    with ExitStack() as stack:
+
+        def of(patch: Patch) -> Replace:
+            def replace(target: Any, **values: Any) -> Callable[[], None]:
+                return stack.callback(patch.replace(target, **values))
+
+            return replace
+
+        yield of
 
 
 def is_running(pid: int | str) -> bool:
