@@ -30,9 +30,8 @@ MOST_COPIES = 2
 """Query heads per key/value head up to which the gathered backward pass copies these."""
 
 LEAST_QUERIES = 257
-"""The forward pass tells the kernel that its longest sequence has at least so many queries. Otherwise the first micro
-batch whose sequences all fit into one tile of at most 256 rows compiles another kernel, for 3 s, which is no different
-on Hopper."""
+"""Lower bound of the longest sequence that the forward kernel is told of. If all sequences of a micro batch fit into
+one tile (at most 256 rows), flash-attn compiles a second kernel, which takes 3 s and on Hopper is the same kernel."""
 
 # The kernels' compiler says at every compilation that it treats their unused `aux_data` as a constant.
 warnings.filterwarnings("ignore", r"Argument aux_data .*cannot be converted to a JitArgument", UserWarning)
