@@ -346,7 +346,7 @@ def time_attention(trainer: Trainer) -> Iterator[Record]:
         responses = [response] * groups * SAMPLES
         parents = [-1] * groups + [group for group in range(groups) for _ in range(SAMPLES)]
         for kind, limit in (("shared", None), ("in place", 0.0), ("gathered", 1e9)):
-            names = ("FORWARD_ROWS", "BACKWARD_ROWS", "MOST_ROWS")
+            names = ("FORWARD_ROWS", "BACKWARD_ROWS", "MOST_PATH_ROWS")
             limits: dict[str, Any] = dict.fromkeys(names, limit)
             with patch.multiple(prefix_tree, **limits) if limit is not None else nullcontext():
                 yield {"case": case, **time_layout(trainer, kind, [prompt] * groups + responses, parents)}
@@ -359,7 +359,7 @@ def time_layout(trainer: Trainer, kind: str, lengths: list[int], parents: list[i
     device, tokens = trainer.device, sum(lengths)
     dtype = torch.bfloat16 if trainer.is_on_gpu else torch.float32
     kernel = choose_kernel("auto", device_type=device.type, dtype=dtype)
-    layout = packed_layout(lengths, device=device, kernel=kernel, parents=parents)
+    layout = packed_layout(lengths, device=device, kernel=kernel, parents=parents, keeps_paths=True)
     fields = CONFIGS[trainer.model]
     heads, kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
     head_dim = fields.get("head_dim", fields["hidden_size"] // heads)

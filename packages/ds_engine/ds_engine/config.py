@@ -363,6 +363,11 @@ class LoraConfig:
         _require(self, "target_modules", is_right, "all-linear, or a list of one or more names of linear layers")
 
 
+MOST_PATH_ROWS = 4
+"""Keys of the paths of all nodes per computed token up to which flash4 gathers them: bounds the memory of deep trees of
+shared prefixes. Chosen, not measured."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """One engine: one model, trained by a group of ranks."""
@@ -385,8 +390,8 @@ class EngineConfig:
     tile again. 0: all tokens at once. null: 0, unless an app chooses it."""
     keep_probabilities: bool | None = None
     """Keep the LM head's probabilities of a micro batch until its backward pass, which else computes the logits again:
-    2 bytes for each target and row of the vocabulary. Only in bfloat16 on a GPU. null: false, unless an app chooses
-    it."""
+    2 bytes for each target and row of the vocabulary. Only in bfloat16 on a GPU. Without gradient_checkpointing also
+    the keys and values that flash4 gathers for shared prefixes. null: false, unless an app chooses it."""
     train_vision: bool = False
     """Train the vision tower and projector of a vision-language model too. If false, they are frozen, and adapters are
     added to the text model only."""
@@ -467,6 +472,11 @@ class EngineConfig:
     def model_dtype(self) -> Dtype:
         """`dtype`; bfloat16 if it is null."""
         return self.dtype or "bfloat16"
+
+    @property
+    def keeps_paths(self) -> bool:
+        """True if flash4 may keep the keys and values of shared prefixes' paths until the backward pass."""
+        return bool(self.keep_probabilities) and not self.gradient_checkpointing and self.model_dtype != "float32"
 
     @property
     def trains_without_noise(self) -> bool:

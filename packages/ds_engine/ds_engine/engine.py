@@ -114,6 +114,7 @@ class ZeroEngine:
             sp_group=self._sp_group,
             step_each_micro=config.zero.step_each_micro,
             shares_prefixes=shares_prefixes(module),
+            keeps_paths=config.keeps_paths,
             replay=replay,
             vision=vision_of(module, always=config.zero.stage == 3 or (trainable and config.train_vision)),
         )
@@ -446,7 +447,7 @@ class ZeroEngine:
     @property
     def copies_prefixes(self) -> bool:
         """True if attention keeps a copy of the keys and values of a shared prefix for each sequence until the backward
-        pass. False with FlashAttention-4 without sliding windows, whose copies are freed within each pass."""
+        pass, however long it is. False with FlashAttention-4 without sliding windows, which makes few copies."""
         config: Any = self.module.config
         has_windows = getattr(config.get_text_config(), "sliding_window", None) is not None
         return has_windows or self._micro_batches.kernel != "flash4"

@@ -43,6 +43,8 @@ class MicroBatches:
     sp_group: SequenceGroup | None
     step_each_micro: bool
     shares_prefixes: bool = False
+    keeps_paths: bool = False
+    """`EngineConfig.keeps_paths`."""
     replay: RouterReplay | None = None
     """Set with `EngineConfig.router_replay`: updates replay the batches' routes."""
     vision: Vision | None = None
@@ -184,6 +186,7 @@ class MicroBatches:
             kernel=self.kernel,
             sp_group=self.sp_group,
             prefixes=getattr(batch, "prefixes", None) if self.shares_prefixes else None,
+            keeps_paths=self.keeps_paths,
             with_columns=with_columns,
             routes_TLk=self._routes(batch) if replays and batch.target_ids_K.numel() else None,
             vision=self.vision,

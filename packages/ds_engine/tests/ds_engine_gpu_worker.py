@@ -110,7 +110,8 @@ def check_compiled(folder: str, device: torch.device, rank: int) -> None:
 
 
 def check_prefixes(folder: str, device: torch.device, rank: int) -> None:
-    """Log-probs and gradients of bf16 with and without shared prefixes, and with graphs, against fp64."""
+    """Log-probs and gradients of bf16 with and without shared prefixes, and with graphs, against fp64; and the same
+    bits with kept paths as with paths that are gathered again."""
     batches = [
         tree_batch(parents, [40 * n for n in lengths], seed=4 * rank + seed)
         for seed in range(4)
@@ -118,17 +119,19 @@ def check_prefixes(folder: str, device: torch.device, rank: int) -> None:
     ]
     never, always = (0.0, 0.0), (1e9, 1e9)
     results: dict[str, list[torch.Tensor]] = {}
+    torch.use_deterministic_algorithms(True, warn_only=True)
     for name, dtype, kernel, share, limits in (
         ("exact", "float64", "sdpa", False, never),
         ("whole", "bfloat16", "auto", False, never),
         ("in place", "bfloat16", "auto", True, never),
         ("again", "bfloat16", "auto", True, never),
         ("gathered", "bfloat16", "auto", True, always),
+        ("kept", "bfloat16", "auto", True, always),
         ("half gathered", "bfloat16", "auto", True, (1e9, 0.0)),
         ("varlen", "bfloat16", "varlen", True, never),
         ("compiled", "bfloat16", "auto", True, always),
     ):
-        prefix_tree.FORWARD_ROWS, prefix_tree.BACKWARD_ROWS, prefix_tree.MOST_ROWS = *limits, 1e9
+        prefix_tree.FORWARD_ROWS, prefix_tree.BACKWARD_ROWS, prefix_tree.MOST_PATH_ROWS = *limits, 1e9
         config = EngineConfig(dtype="float32" if dtype == "float64" else dtype)
         model = load_model(folder, config, device=device, ds_config={}).to(device, getattr(torch, dtype))
         kernel = choose_kernel(kernel, device_type="cuda", dtype=torch.bfloat16)
@@ -137,7 +140,9 @@ def check_prefixes(folder: str, device: torch.device, rank: int) -> None:
         install_packed_forward(model, dense_log_prob, count_calls=name != "compiled")
         outputs, gradients = [], []
         for batch in batches:
-            inputs, _ = packed_inputs(batch, device=device, kernel=kernel, prefixes=batch.prefixes if share else None)
+            prefixes = batch.prefixes if share else None
+            keeps = name in ("kept", "compiled")
+            inputs, _ = packed_inputs(batch, device=device, kernel=kernel, prefixes=prefixes, keeps_paths=keeps)
             model.zero_grad()
             rows_RK = model(packed=inputs)
             token_loss(rows_RK[0], rows_RK[1], batch.columns["weights"].to(device)).backward()
@@ -148,7 +153,10 @@ def check_prefixes(folder: str, device: torch.device, rank: int) -> None:
         name: [float((a - b).norm() / b.norm()) for a, b in zip(result, results["exact"], strict=True)]
         for name, result in results.items()
     }
-    say(rank, check="prefixes", same=results["again"][0].equal(results["in place"][0]), errors=errors)
+    torch.use_deterministic_algorithms(False)
+    pairs = (("again", "in place"), ("kept", "gathered"))
+    same = [a.equal(b) for ours, others in pairs for a, b in zip(results[ours], results[others], strict=True)]
+    say(rank, check="prefixes", same=same, errors=errors)
 
 
 def check_offload(folder: str, device: torch.device, rank: int) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from ds_engine.model import prefix_tree
+from ds_engine.model import flash4, prefix_tree
 from ds_engine.model.attention import packed_attention, packed_layout
 from ds_engine.model.matching import MatchedAttention
 from plinth_testing import run_under_the_interpreter
@@ -55,11 +55,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Any
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, *, deterministic: bool, **options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, *, deterministic: bool,
+    dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None, **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Probabilities are those of `lse`, not of the scores alone, as in the kernel."""
     assert not deterministic
-    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    dq, dk, dv = (torch.empty_like(x) if out is None else out for x, out in ((q, dq), (k, dk), (v, dv)))
     for part, keys, q_hLd, k_hMd, v_hMd, scores_hLM in segments(q, k, v, options):
         p_hLM = (scores_hLM - lse[:, part, None]).exp()
         g_hLd, o_hLd = dout[part].transpose(0, 1), out[part].transpose(0, 1)
@@ -74,7 +75,7 @@ MERGE = """
 import torch
 from ds_engine.model.flash4 import merge
 from ds_engine.model.flash4_merge import gather_on_gpu, merge_on_gpu, sum_on_gpu
-from ds_engine.model.prefix_tree import gather_copies, rows_by_source, sum_sources
+from ds_engine.model.prefix_tree import gather_paths, rows_by_source, sum_sources
 
 generator = torch.Generator().manual_seed(0)
 for queries, heads, dim, dtype in ((37, 3, 16, torch.float32), (5, 2, 24, torch.bfloat16)):
@@ -90,10 +91,12 @@ for num_rows, shape, dtype in ((50, (2, 300), torch.float32), (7, (3, 24), torch
     rows = torch.randint(num_rows, (99,), generator=generator)
     x = torch.randn(shape[0], num_rows, shape[1], generator=generator).to(dtype).transpose(0, 1)
     sources = rows_by_source(rows, num_rows + 1)  # nothing reads the last one
+    smaller = x[..., : shape[1] // 2]  # values of latent attention
+    for ours, expected in zip(gather_on_gpu(x, smaller, rows), gather_paths(x, smaller, rows)):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=0)
     for copies in (1, 2):
-        gathered = gather_on_gpu(x, rows, copies)
-        torch.testing.assert_close(gathered, gather_copies(x, rows, copies), rtol=0, atol=0)
-        torch.testing.assert_close(sum_on_gpu(gathered, *sources, copies), sum_sources(gathered, *sources, copies))
+        grad = x[:, :1].expand(-1, 2 * copies, -1)[rows]
+        torch.testing.assert_close(sum_on_gpu(grad, *sources, copies), sum_sources(grad, *sources, copies))
 """
 
 
@@ -131,6 +134,7 @@ def attend(
     kernel: str,
     *,
     parents: list[int] | None = None,
+    keeps_paths: bool = False,
     compiled: bool = False,
     matched: bool = False,
 ) -> list[Tensor]:
@@ -141,7 +145,9 @@ def attend(
         torch.randn(1, heads, total, DIM, generator=generator, requires_grad=True)
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
-    packing = packed_layout(lengths, device=torch.device("cpu"), kernel=kernel, parents=parents)
+    packing = packed_layout(
+        lengths, device=torch.device("cpu"), kernel=kernel, parents=parents, keeps_paths=keeps_paths
+    )
     if matched:
         operations: Any = SimpleNamespace(attention=paged_attention)
         packing = replace(packing, matched=MatchedAttention.make(packing, operations))
@@ -168,17 +174,34 @@ def test_operator_equals_sdpa(lengths: list[int], window: int | None) -> None:
     check_equal(lengths, window)
 
 
-@given(data=st.data(), window=st.none() | st.integers(1, 20), limits=st.tuples(*[st.sampled_from([0.0, 1.0, 1e9])] * 2))
+@given(
+    data=st.data(),
+    window=st.none() | st.integers(1, 20),
+    limits=st.tuples(*[st.sampled_from([0.0, 1.0, 1e9])] * 2),
+    keeps_paths=st.booleans(),
+)
 @settings(deadline=None, max_examples=80)
 def test_operator_equals_sdpa_with_shared_prefixes(
-    data: st.DataObject, window: int | None, limits: tuple[float, float]
+    data: st.DataObject, window: int | None, limits: tuple[float, float], keeps_paths: bool
 ) -> None:
     """Any tree, also one whose nodes with children are not contiguous; each pass gathers paths or reads in place."""
     parents = draw_tree(data)
     lengths = data.draw(st.lists(st.integers(1, 5), min_size=len(parents), max_size=len(parents)))
-    with patch.multiple(prefix_tree, FORWARD_ROWS=limits[0], BACKWARD_ROWS=limits[1], MOST_ROWS=1e9):
-        check_equal(lengths, window, parents=parents)
-        check_equal(lengths, None, parents=parents, matched=True)
+    with patch.multiple(prefix_tree, FORWARD_ROWS=limits[0], BACKWARD_ROWS=limits[1], MOST_PATH_ROWS=1e9):
+        check_equal(lengths, window, parents=parents, keeps_paths=keeps_paths)
+        check_equal(lengths, None, parents=parents, keeps_paths=keeps_paths, matched=True)
+
+
+def test_kept_paths_are_not_gathered_again_and_give_the_same_bits() -> None:
+    tree: dict[str, Any] = {"lengths": [9, 5, 4, 3], "window": None, "kernel": "flash4", "parents": [-1, 0, 0, 1]}
+    results = []
+    for keeps_paths, limit, num_gathers in ((True, 1e9, 1), (False, 1e9, 2), (True, 0.0, 0)):
+        limits = {"FORWARD_ROWS": limit, "BACKWARD_ROWS": limit}
+        gather = patch.object(flash4, "gather_paths", wraps=prefix_tree.gather_paths)
+        with patch.multiple(prefix_tree, **limits), gather as gathered:
+            results.append(attend(**tree, keeps_paths=keeps_paths))
+        assert gathered.call_count == num_gathers
+    assert all(map(torch.equal, *results[:2]))
 
 
 def test_short_prefixes_are_gathered_and_long_ones_read_in_place() -> None:
@@ -196,10 +219,13 @@ def test_short_prefixes_are_gathered_and_long_ones_read_in_place() -> None:
 def test_operator_in_one_graph() -> None:
     for lengths in ([5, 1, 9], [7, 2, 20, 1]):
         check_equal(lengths, 3, compiled=True)
+        parents = [-1, *[0] * (len(lengths) - 1)]
+        check_equal([20, *lengths[1:]], None, compiled=True, parents=parents, keeps_paths=len(lengths) > 3)
 
 
 def test_one_graph_serves_rows_with_and_without_shared_prefixes() -> None:
     """The first step is compiled ahead without them."""
+    keeps: list[bool] = []
     torch._dynamo.reset()
     counter = CompileCounter()
     call = torch.compile(packed_attention, dynamic=True, fullgraph=True, backend=counter)
@@ -210,6 +236,11 @@ def test_one_graph_serves_rows_with_and_without_shared_prefixes() -> None:
         ([3], None),
     ):
         q, k, v = (torch.randn(1, heads, sum(lengths), DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
-        packing = packed_layout(lengths, device=torch.device("cpu"), kernel="flash4", parents=parents)
+        packing = packed_layout(
+            lengths, device=torch.device("cpu"), kernel="flash4", parents=parents, keeps_paths=len(lengths) > 3
+        )
+        assert packing.crossings is not None
+        keeps.append(packing.crossings.num_kept == 31)
         call(None, q, k, v, None, packing=packing)
     assert counter.frame_count == 1
+    assert keeps == [False, False, True, False]

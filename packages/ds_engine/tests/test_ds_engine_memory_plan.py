@@ -157,6 +157,18 @@ def test_more_tokens_need_more_and_recomputation_needs_less(stage: int, tokens: 
     assert plan(shared, dp=1, tokens_per_micro_batch=tokens + 1).device_bytes <= peak(whole, tokens + 1)
 
 
+def test_kept_paths_of_shared_prefixes_are_counted_where_they_are_kept() -> None:
+    """Of Qwen3-0.6B: 28 layers with keys and values of 1024 numbers; not with recomputed layers."""
+    paths = {"tokens_per_micro_batch": 16384, "path_rows_per_token": 1.5}
+    keeping = config(2, keep_probabilities=True)
+    sizes = [plan(settings_, **paths).device_bytes for settings_ in (keeping, replace(keeping, sequence_parallel=2))]
+    less = plan(keeping, tokens_per_micro_batch=16384).device_bytes
+    assert sizes[0] - less == 1.5 * 16384 * 28 * 2 * 2 * 1024
+    assert sizes[1] < sizes[0] - (sizes[0] - less) / 2
+    for none in (config(2), replace(keeping, gradient_checkpointing=True), replace(keeping, dtype="float32")):
+        assert plan(none, **paths) == plan(none, tokens_per_micro_batch=16384)
+
+
 def test_unknown_settings_are_refused(tmp_path: Path) -> None:
     for model, value in (({"model_type": "t5"}, "t5"), (tmp_path, str(tmp_path))):
         with raises(ModelError, value=value):
@@ -283,20 +295,22 @@ def test_peaks_measured_on_h200s(
 
 
 @pytest.mark.parametrize(
-    ("keeps", "tokens", "targets", "measured_gib"),
+    ("keeps", "tokens", "targets", "path_rows", "measured_gib"),
     [
-        (False, 30408, 28672, 39.25),
-        (True, 30408, 28672, 46.64),
-        (True, 32768, 16384, 45.23),
-        (True, 32680, 22016, 46.78),
+        (False, 30408, 28672, 44296, 39.25),
+        (True, 30408, 28672, 0, 46.64),
+        (True, 32768, 16384, 0, 45.23),
+        (True, 32680, 22016, 0, 46.78),
+        (True, 30408, 28672, 44296, 51.42),
     ],
 )
 def test_peaks_with_kept_probabilities_measured_on_an_h200(
-    keeps: bool, tokens: int, targets: int, measured_gib: float
+    keeps: bool, tokens: int, targets: int, path_rows: int, measured_gib: float
 ) -> None:
-    """Qwen3-0.6B, compiled, micro batches of benchmarks/shared_prefix."""
+    """Qwen3-0.6B, compiled, micro batches of benchmarks/shared_prefix; the last one with kept paths."""
     settings_ = EngineConfig(zero=ZeroConfig(stage=2), compile=True, keep_probabilities=keeps)
-    estimate = plan(settings_, dp=1, tokens_per_micro_batch=tokens, targets_per_micro_batch=targets)
+    sizes = {"tokens_per_micro_batch": tokens, "targets_per_micro_batch": targets}
+    estimate = plan(settings_, dp=1, path_rows_per_token=path_rows / tokens, **sizes)
     assert estimate.device_bytes / 2**30 == pytest.approx(measured_gib, rel=0.02)
 
 

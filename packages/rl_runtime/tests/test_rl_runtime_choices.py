@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rl_runtime_jobs import GIB, QWEN2_7B, QWEN3_06B, DistillationJob, config, gpus, supervised
 
 from ds_engine import EngineConfig, LoraConfig, ModelShape, OptimConfig
-from ds_engine.config import OffloadConfig, ZeroConfig
+from ds_engine.config import MOST_PATH_ROWS, OffloadConfig, ZeroConfig
 from plinth_testing.errors import raises
 from rl_core import BatchConfig
 from rl_runtime import (
@@ -172,6 +172,10 @@ def test_probabilities_are_kept_in_memory_that_nothing_else_needs() -> None:
         without = replace(one, **{key: replace(getattr(one, key), keep_probabilities=False)})
         less = resolve(without, gpus=gpus(1, gib=140), shape=QWEN3_06B)
         assert kept == (chosen.rank_bytes > less.rank_bytes + 2**32)
+        batch = {"share_prefixes": False} if key == "engine" else {"batch": replace(one.batch, share_prefixes=False)}
+        no_paths = resolve(replace(one, **batch), gpus=gpus(1, gib=140), shape=QWEN3_06B)
+        rows = MOST_PATH_ROWS * 16384 * kept
+        assert chosen.rank_bytes - no_paths.rank_bytes == pytest.approx(1.12 * rows * 28 * 2 * 2 * 1024, abs=1)
 
 
 OPEN_SETTINGS = (

@@ -21,7 +21,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,12 +86,14 @@ def packed_layout(
     kernel: str,
     sp_group: SequenceGroup | None = None,
     parents: Sequence[int] | None = None,
+    keeps_paths: bool = False,
     blocks_T: Tensor | None = None,
 ) -> PackedLayout:
     """The layout of sequences, or of the nodes of a tree, with these numbers of tokens.
 
     Args:
         parents: the parent of each node, -1 for a root; None without shared prefixes.
+        keeps_paths: flash4 may keep the keys and values of paths that it gathers until the backward pass.
         blocks_T: see `PackedLayout`.
     """
     if blocks_T is not None:
@@ -99,7 +101,8 @@ def packed_layout(
     tree = None if parents is None else tree_layout(parents, lengths, device)
     crossings = None
     if kernel == "flash4":
-        crossings = make_crossings(parents or [-1] * len(lengths), lengths, tree, device)
+        nodes = parents or [-1] * len(lengths)
+        crossings = make_crossings(nodes, lengths, tree, device, keeps_paths=keeps_paths)
     return PackedLayout(
         borders=Borders.make(lengths, device),
         kernel=kernel,
@@ -249,7 +252,7 @@ def _flash4(
     crossings = packing.crossings
     assert crossings is not None
     if sliding_window is not None:  # keys are those of the paths: nothing is left to cross
-        crossings = replace(crossings, table_C=torch.zeros_like(crossings.table_C))
+        crossings = crossings.without_paths()
     return flash4_attention(q, k, v, packing.borders, keys, crossings, scale, sliding_window)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..upstream import FENCE
-from .prefix_tree import Borders, Crossing, Crossings, Gathering, gather_copies, sum_sources
+from .prefix_tree import Borders, Crossing, Crossings, Gathering, gather_paths, sum_sources
 
 KERNELS = FENCE.patch(
     name="FlashAttention-4",
@@ -26,8 +26,8 @@ KERNELS = FENCE.patch(
     reads={"flash_attn.cute.interface": ("_flash_attn_fwd", "_flash_attn_bwd")},
 )
 
-MOST_COPIES = 2
-"""Query heads per key/value head up to which the gathered backward pass copies these."""
+MOST_CALLS = 2
+"""Query heads per key/value head up to which the gathered backward pass calls the kernel for each of them."""
 
 LEAST_QUERIES = 257
 """Lower bound of the longest sequence that the forward kernel is told of. If all sequences of a micro batch fit into
@@ -60,7 +60,8 @@ def flash4_attention(
     """
     borders = (queries.cu_seqlens, keys.cu_seqlens)
     calls = (crossings.table_C, crossings.borders, crossings.key_rows)
-    out: Tensor = torch.ops.ds_engine.flash4(q, k, v, *borders, *calls, queries.longest, keys.longest, scale, window)[0]
+    sizes = (crossings.num_kept, queries.longest, keys.longest)
+    out: Tensor = torch.ops.ds_engine.flash4(q, k, v, *borders, *calls, *sizes, scale, window)[0]
     return out
 
 
@@ -73,7 +74,7 @@ def flash4_gradients(
     calls = (crossings.table_C, crossings.borders, crossings.key_rows)
     sizes = (borders.cu_seqlens, borders.cu_seqlens, *calls, borders.longest, borders.longest)
     gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.ds_engine.flash4_backward(
-        grad, q, k, v, out, lse, *sizes, scale, None
+        grad, q, k, v, out, lse, None, None, *sizes, scale, None
     )
     return gradients
 
@@ -123,32 +124,38 @@ def _run_forward(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tu
 @torch.library.custom_op("ds_engine::flash4", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, table_C: Tensor, borders: Tensor, key_rows: Tensor,
-    longest_q: int, longest_k: int, scale: float, window: int | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    num_kept: int, longest_q: int, longest_k: int, scale: float, window: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Output, log-sum-exps, and `num_kept` rows: the keys and values of all paths, or empty ones if none are kept."""
     gathering = Gathering(*table_C[0].tolist())
     if gathering.in_forward(q.shape[1], k.shape[1]):
         cu_k, rows, *_ = _paths(gathering, borders, key_rows)
         options = _kernel_options((cu_q, cu_k), (longest_q, gathering.longest_path), scale, None, causal=True)
-        k, v = (gather_copies(x, rows, 1) for x in (k, v))
-        return _run_forward(q, k, v, options)
+        k, v = gather_paths(k, v, rows)
+        return *_run_forward(q, k, v, options), *((k, v) if gathering.keeps else _empty_rows(k, v, num_kept))
     options = _kernel_options((cu_q, cu_k), (longest_q, longest_k), scale, window, causal=True)
     out, lse = _run_forward(q, k, v, options)
     for part, keys, cu_seqlens, longest in _calls(table_C, borders, key_rows):
         options = _kernel_options(cu_seqlens, longest, scale, None, causal=False)
         merge(out[part], lse[:, part], *_run_forward(q[part], k[keys], v[keys], options))
-    return out, lse
+    return out, lse, *_empty_rows(k, v, num_kept)
+
+
+def _empty_rows(k: Tensor, v: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    return k.new_empty((num_rows, *k.shape[1:])), v.new_empty((num_rows, *v.shape[1:]))
 
 
 @_forward.register_fake
-def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    kept = _empty_rows(k, v, options[-5])
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32), *kept
 
 
 @torch.library.custom_op("ds_engine::flash4_backward", mutates_args=())
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor,
-    table_C: Tensor, borders: Tensor, key_rows: Tensor, longest_q: int, longest_k: int, scale: float,
-    window: int | None,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept_k: Tensor | None,
+    kept_v: Tensor | None, cu_q: Tensor, cu_k: Tensor, table_C: Tensor, borders: Tensor, key_rows: Tensor,
+    longest_q: int, longest_k: int, scale: float, window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from flash_attn.cute.interface import _flash_attn_bwd
 
@@ -158,12 +165,20 @@ def _backward(
     if gathering.in_backward():
         cu_k, rows, sources, counts = _paths(gathering, borders, key_rows)
         options = _kernel_options((cu_q, cu_k), (longest_q, gathering.longest_path), scale, None, causal=True)
+        if kept_k is None or kept_v is None or not gathering.keeps:
+            kept_k, kept_v = gather_paths(k, v, rows)
         # With as many key heads as query heads the kernel writes their gradients once; else it adds them up in fp32.
-        copies = q.shape[1] // k.shape[1]
-        copies = copies if copies <= MOST_COPIES else 1
-        k, v = (gather_copies(x, rows, copies) for x in (k, v))
-        dq, dk, dv, *_ = _flash_attn_bwd(q, k, v, out, grad, lse, **options, deterministic=deterministic)
-        return dq, *(sum_sources(x, sources, counts, copies) for x in (dk, dv))
+        heads_per_key = q.shape[1] // k.shape[1]
+        num_calls = heads_per_key if heads_per_key <= MOST_CALLS else 1
+        dq = torch.empty_like(q)
+        grads = [x.new_empty((len(rows), x.shape[1] * num_calls, x.shape[2])) for x in (k, v)]
+        for call in range(num_calls):
+            heads = slice(call, None, num_calls)
+            inputs = (q[:, heads], kept_k, kept_v, out[:, heads], grad[:, heads], lse[heads])
+            outs = {name: x[:, heads] for name, x in zip(("dq", "dk", "dv"), (dq, *grads), strict=True)}
+            _flash_attn_bwd(*inputs, **options, **outs, deterministic=deterministic)
+        dk, dv = (sum_sources(x, sources, counts, num_calls) for x in grads)
+        return dq, dk, dv
     options = _kernel_options((cu_q, cu_k), (longest_q, longest_k), scale, window, causal=True)
     dq, dk, dv, *_ = _flash_attn_bwd(q, k, v, out, grad, lse, **options, deterministic=deterministic)
     for part, keys, cu_seqlens, longest in _calls(table_C, borders, key_rows):
@@ -182,16 +197,15 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, T
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *tensors = inputs[:-4]
-    ctx.options = inputs[-4:]
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, *tensors = inputs[:-5]
+    ctx.options = inputs[-4:]  # without the number of kept rows
     ctx.save_for_backward(q, k, v, *output, *tensors)
 
 
-def _autograd_backward(ctx: Any, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    del grad_lse  # the log-sum-exp is not an output of flash4_attention
+def _autograd_backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     gradients = torch.ops.ds_engine.flash4_backward(grad, *ctx.saved_tensors, *ctx.options)
-    return (*gradients, *[None] * 9)
+    return (*gradients, *[None] * 10)  # the other outputs are not those of flash4_attention
 
 
 _forward.register_autograd(_autograd_backward, setup_context=_save_for_backward)

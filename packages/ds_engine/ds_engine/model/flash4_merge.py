@@ -1,5 +1,5 @@
 """Triton kernels of shared prefixes: one merges two parts of an attention by their log-sum-exp, with two reads and one
-write of the output; one gathers rows for several query heads each, and one sums their gradients in a fixed order."""
+write of the output; one gathers rows of keys and values, and one sums their gradients in a fixed order."""
 
 from __future__ import annotations
 
@@ -47,32 +47,35 @@ def _merge_kernel(
     tl.store(lse_ptrs, total, inside_q)
 
 
-def gather_on_gpu(x: Tensor, rows: Tensor, copies: int) -> Tensor:
-    """`gather_copies` of prefix_tree.py; `x` [T, heads, d] is contiguous in d."""
-    num_rows, heads, dim = rows.shape[0], x.shape[1], x.shape[2]
-    out = x.new_empty((num_rows, heads * copies, dim))
-    grid = (triton.cdiv(num_rows, _ROWS_OF_PATHS), triton.cdiv(heads * dim, _GATHERED_COLUMNS))
-    _gather_kernel[grid](
-        x, rows, out, num_rows, heads * dim, dim, x.stride(0), x.stride(1),
-        COPIES=copies, ROWS=_ROWS_OF_PATHS, COLUMNS=_GATHERED_COLUMNS,
+def gather_on_gpu(k: Tensor, v: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """`gather_paths` of prefix_tree.py; `k` and `v` [T, heads, d] are contiguous in d."""
+    num_rows, columns = rows.shape[0], max(k[0].numel(), v[0].numel())
+    k_out, v_out = (x.new_empty((num_rows, *x.shape[1:])) for x in (k, v))
+    _gather_kernel[(triton.cdiv(num_rows, _ROWS_OF_PATHS), triton.cdiv(columns, _GATHERED_COLUMNS))](
+        k, v, rows, k_out, v_out, num_rows, k.shape[1], k.shape[2], v.shape[2],
+        k.stride(0), k.stride(1), v.stride(0), v.stride(1), ROWS=_ROWS_OF_PATHS, COLUMNS=_GATHERED_COLUMNS,
     )  # fmt: skip
-    return out
+    return k_out, v_out
 
 
 @triton.jit
 def _gather_kernel(
-    x_ptr, rows_ptr, out_ptr, num_rows, num_columns, dim, x_row, x_head,
-    COPIES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    k_ptr, v_ptr, rows_ptr, k_out_ptr, v_out_ptr, num_rows, num_heads, k_dim, v_dim, k_row, k_head, v_row, v_head,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     places = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    heads, inner = columns // dim, columns % dim
-    inside = (places < num_rows)[:, None] & (columns < num_columns)[None, :]
     rows = tl.load(rows_ptr + places, places < num_rows, 0)
-    x = tl.load(x_ptr + rows[:, None] * x_row + (heads * x_head + inner)[None, :], inside, 0.0)
-    for copy in tl.static_range(COPIES):
-        out_columns = (heads * COPIES + copy) * dim + inner
-        tl.store(out_ptr + places[:, None] * (num_columns * COPIES) + out_columns[None, :], x, inside)
+    _copy_rows(k_ptr, k_out_ptr, rows, places, columns, num_rows, num_heads * k_dim, k_dim, k_row, k_head)
+    _copy_rows(v_ptr, v_out_ptr, rows, places, columns, num_rows, num_heads * v_dim, v_dim, v_row, v_head)
+
+
+@triton.jit
+def _copy_rows(x_ptr, out_ptr, rows, places, columns, num_rows, num_columns, dim, x_row, x_head):
+    inside = (places < num_rows)[:, None] & (columns < num_columns)[None, :]
+    x_columns = columns // dim * x_head + columns % dim
+    x = tl.load(x_ptr + rows[:, None] * x_row + x_columns[None, :], inside, 0.0)
+    tl.store(out_ptr + places[:, None] * num_columns + columns[None, :], x, inside)
 
 
 def sum_on_gpu(grad: Tensor, sources: Tensor, borders: Tensor, copies: int) -> Tensor:

@@ -144,6 +144,7 @@ def packed_inputs(
     kernel: str,
     sp_group: SequenceGroup | None = None,
     prefixes: Prefixes | None = None,
+    keeps_paths: bool = False,
     with_columns: bool = False,
     routes_TLk: Tensor | None = None,
     vision: Vision | None = None,
@@ -155,6 +156,7 @@ def packed_inputs(
 
     Args:
         prefixes: the shared prefixes of the sequences, which are computed once; not with kernel `ROWS`.
+        keeps_paths: see `packed_layout`.
         routes_TLk: experts of each token in each layer, to replay (router_replay.py).
         vision: reads the batch's images; where there are some, `prefixes` are not used.
 
@@ -223,6 +225,7 @@ def packed_inputs(
         kernel=kernel,
         sp_group=sp_group,
         parents=parents,
+        keeps_paths=keeps_paths,
         blocks_T=None if seen is None else seen.blocks_T,
     )
     return PackedInputs(

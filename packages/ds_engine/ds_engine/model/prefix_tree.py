@@ -14,20 +14,21 @@ Shapes: U computed tokens, N nodes, P rows of all paths.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..config import MOST_PATH_ROWS
 from ..errors import BatchError
 
 FORWARD_ROWS, BACKWARD_ROWS = 2.4, 3.3
 """Rows of all paths per query of all crossings up to which a pass of flash4 gathers the paths, as measured on an H200
 (benchmarks/shared_prefix). The forward pass counts key/value heads of rows and query heads of queries."""
-MOST_ROWS = 4
-"""Rows of all paths per token up to which flash4 gathers: bounds the memory of deep trees. Chosen, not measured."""
+_NOT_KEPT = 19
+"""In place of 0 rows, which would be a constant of compiled graphs (see the end of `make_crossings`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,13 @@ class Crossings:
     """int32, cumulative lengths of queries, then of keys, of each call, then of the paths."""
     key_rows: Tensor
     """int64, rows of the keys of the calls whose ancestors are not contiguous, then of the paths."""
+    num_kept: int = _NOT_KEPT
+    """Rows of keys and of values that the forward pass leaves to the backward pass: those of all paths where they are
+    kept, else `_NOT_KEPT` empty ones, so that one compiled graph serves both."""
+
+    def without_paths(self) -> Crossings:
+        """For keys that are those of the paths: nothing is left to cross or to gather."""
+        return replace(self, table_C=torch.zeros_like(self.table_C), num_kept=_NOT_KEPT)
 
 
 class Gathering(NamedTuple):
@@ -72,12 +80,14 @@ class Gathering(NamedTuple):
     num_keys: int
     num_queries: int
     """Queries of all crossings."""
+    keeps: int = 0
+    """1 if the forward pass keeps what it gathers for the backward pass."""
     unused: int = 0
-    unused_too: int = 0
 
     def in_forward(self, heads: int, kv_heads: int) -> bool:
         """True if the forward pass gathers."""
-        return self._fits and self.num_rows * kv_heads <= FORWARD_ROWS * self.num_queries * heads
+        few = self.num_rows * kv_heads <= FORWARD_ROWS * self.num_queries * heads
+        return bool(self.keeps) or (self._fits and few)
 
     def in_backward(self) -> bool:
         """True if the backward pass gathers."""
@@ -85,7 +95,7 @@ class Gathering(NamedTuple):
 
     @property
     def _fits(self) -> bool:
-        return 0 < self.num_rows <= MOST_ROWS * self.num_keys
+        return 0 < self.num_rows <= MOST_PATH_ROWS * self.num_keys
 
 
 class Crossing(NamedTuple):
@@ -135,9 +145,10 @@ def take(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def make_crossings(
-    parents: Sequence[int], lengths: Sequence[int], tree: TreeLayout | None, device: torch.device
+    parents: Sequence[int], lengths: Sequence[int], tree: TreeLayout | None, device: torch.device, *, keeps_paths: bool
 ) -> Crossings:
-    """The calls for nodes with these parents and numbers of tokens, and the paths of `tree`."""
+    """The calls for nodes with these parents and numbers of tokens, and the paths of `tree`, which `keeps_paths` lets
+    the forward pass keep."""
     starts = [0, *accumulate(lengths)]
     lines = _ancestors(parents)
     calls: list[list[int]] = []
@@ -179,6 +190,7 @@ def make_crossings(
             num_keys=starts[-1],
             num_queries=sum(q_end - q_start for q_start, q_end, *_ in calls),
         )
+        gathering = gathering._replace(keeps=int(keeps_paths and gathering.in_backward()))
         borders += [0, *accumulate(tree.paths.lengths)]
         rows += [tree.path_rows, *tree.sources]
     # Filled up to sizes that are no model's: torch.compile makes sizes of 0 and 1 constants of a graph, and takes two
@@ -190,6 +202,7 @@ def make_crossings(
         table_C=torch.tensor([list(gathering), *calls], dtype=torch.int64),
         borders=torch.tensor(borders, dtype=torch.int32).to(device),
         key_rows=torch.cat(rows),
+        num_kept=gathering.num_rows if gathering.keeps else _NOT_KEPT,
     )
 
 
@@ -234,13 +247,13 @@ def rows_by_source(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     return sources, torch.searchsorted(read, torch.arange(num_rows + 1, device=rows.device))
 
 
-def gather_copies(x: Tensor, rows: Tensor, copies: int) -> Tensor:
-    """`x[rows]` with `copies` copies of each head, side by side."""
-    if x.is_cuda:
+def gather_paths(k: Tensor, v: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """`k[rows]` and `v[rows]`, by one kernel on a GPU."""
+    if k.is_cuda:
         from .flash4_merge import gather_on_gpu
 
-        return gather_on_gpu(x, rows, copies)
-    return x.index_select(0, rows).repeat_interleave(copies, dim=1)
+        return gather_on_gpu(k, v, rows)
+    return k.index_select(0, rows), v.index_select(0, rows)
 
 
 def sum_sources(grad: Tensor, sources: Tensor, borders: Tensor, copies: int = 1) -> Tensor:

@@ -22,7 +22,7 @@ intermediate size. A layer of the supported families keeps, per token,
 
     2 norms       2 (4 h + e h) for the fp32 and normalized inputs, 2 e h for the inputs of linear layers
     heads' norms  (4 + e) (q + v)                                   (Qwen3)
-    attention     e (2 q + 2 v) + 4 per head; with sp > 1 also e q
+    attention     e (2 q + 2 v) + 4 per head; with sp > 1 also e q; with kept paths e 2 v for each of their rows
     MLP           4 e i
 
 Compiled layers keep neither fp32 copies, nor normalized inputs, nor products of activations: 2 e h, e (q + v), the same
@@ -132,6 +132,8 @@ class _Case:
     trained: list[Weight]
     frozen: list[Weight]
     ranks: int
+    path_rows: float
+    """Kept rows of paths per token."""
 
     @property
     def e(self) -> int:
@@ -190,6 +192,7 @@ def estimate_memory(
     tokens_per_micro_batch: int,
     targets_per_micro_batch: int | None = None,
     num_micro_batches: int = 2,
+    path_rows_per_token: float = 0.0,
     head: Literal["lm", "value"] = "lm",
     log_prob_bytes: int = LOG_PROB_BYTES,
 ) -> MemoryEstimate:
@@ -200,6 +203,8 @@ def estimate_memory(
             qwen3 the estimate is an upper bound.
         tokens_per_micro_batch: packed tokens that the sp ranks of a group share.
         targets_per_micro_batch: predicted tokens among them; None: all.
+        path_rows_per_token: keys of the paths of shared prefixes for each computed token, at most `MOST_PATH_ROWS`,
+            where `config.keeps_paths`.
         num_micro_batches: micro batches per mini batch; the estimate is the same for all values above 1.
         log_prob_bytes: working memory of the log-prob function in addition to its gradients.
 
@@ -231,7 +236,9 @@ def estimate_memory(
         matrices = {w.name for w in shape.counted if w.layer in layers}
         e = dtype_bytes(config.model_dtype)  # NF4 weights are flat tensors of the model's dtype
         frozen = [replace(w, shape=(nf4_bytes(w.size) // e,)) if w.name in matrices else w for w in frozen]
-    case = _Case(shape=shape, config=config, trained=weights, frozen=frozen, ranks=dp * config.sequence_parallel)
+    path_rows = path_rows_per_token if config.keeps_paths else 0.0
+    ranks = dp * config.sequence_parallel
+    case = _Case(shape=shape, config=config, trained=weights, frozen=frozen, ranks=ranks, path_rows=path_rows)
     states = _stage_3(case) if config.zero.stage == 3 else _stages_1_and_2(case)
     tokens = -(-tokens_per_micro_batch // config.sequence_parallel)
     targets = min(tokens, targets_per_micro_batch or tokens)
@@ -387,7 +394,7 @@ def _layer_bytes(case: _Case) -> int:
     norms = 2 * (norm + (0 if compiled else e)) * shape.hidden
     head_norms = norm * (q + v) if shape.qk_norm else 0
     products = 0 if case.config.tiled_mlp else _product_bytes(case)
-    attention = e * (2 * q + 2 * v) + 4 * shape.num_heads
+    attention = e * (2 * q + 2 * v) + 4 * shape.num_heads + math.ceil(case.path_rows * e * 2 * v)
     if case.config.sequence_parallel > 1:
         attention += e * q
     adapters = 0

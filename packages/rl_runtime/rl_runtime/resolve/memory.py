@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from ds_engine import EngineConfig, MemoryEstimate, ModelShape, estimate_memory
+from ds_engine.config import MOST_PATH_ROWS
 from ds_engine.nf4_size import nf4_bytes
 from plinth_base.model_folder import find_model_folder
 from rl_core.batching.layout import DEFAULT_TOKEN_BUDGET
@@ -375,6 +376,7 @@ def _rank_memory(
                 engine,
                 dp=max(1, ranks // engine.sequence_parallel),
                 tokens_per_micro_batch=max(tokens, longest_sequence(config)) * engine.sequence_parallel,
+                path_rows_per_token=MOST_PATH_ROWS * (config.batch.share_prefixes and model.head == "lm"),
                 head=model.head,
             )
         (alone if model.own_ranks else shared).append(estimate)

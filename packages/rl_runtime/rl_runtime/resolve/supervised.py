@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ds_engine import ModelShape, estimate_memory
+from ds_engine.config import MOST_PATH_ROWS
 from rl_core.batching.layout import DEFAULT_TOKEN_BUDGET
 
 from ..config import DEFAULT_NUM_RANKS
@@ -79,7 +80,11 @@ def _resolve_memory(
         keeping = [(replace(one, logits=False), budget) for one, budget in plans] * keeps_probabilities(config)
         estimates = {
             (recompute, budget): estimate_memory(
-                shape, recompute.fill(engine), dp=dp, tokens_per_micro_batch=budget * sp
+                shape,
+                recompute.fill(engine),
+                dp=dp,
+                tokens_per_micro_batch=budget * sp,
+                path_rows_per_token=MOST_PATH_ROWS * config.share_prefixes,
             )
             for recompute, budget in [*plans, *keeping]
         }
