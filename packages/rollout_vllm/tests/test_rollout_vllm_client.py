@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from plinth_testing.strategies import json_values
 from rollout_vllm import Sample
-from rollout_vllm.client.dispatch import Router
+from rollout_vllm.client.dispatch import Dispatcher
 from rollout_vllm.client.group_run import extend
 from rollout_vllm.client.metrics import combine, server_metrics
 from rollout_vllm.client.protocol import Choice, MalformedAnswerError, completion_body, error_message, parse_completion
@@ -234,7 +234,7 @@ def test_backoff_is_within_its_window(attempt: int, base: float, top: float, jit
 @QUICK
 @given(st.integers(1, 4), st.integers(1, 32), st.lists(st.tuples(st.integers(0, 5), st.integers(0, 99)), max_size=80))
 def test_router_counts_samples_and_respects_its_limit(servers: int, limit: int, steps: list[tuple[int, int]]) -> None:
-    router, in_flight = Router(servers, max_in_flight=limit), list[tuple[int, int]]()
+    router, in_flight = Dispatcher(servers, max_in_flight=limit), list[tuple[int, int]]()
     for now, (action, number) in enumerate(steps):
         if action <= 2:
             cost = number % 9 + 1
@@ -248,7 +248,7 @@ def test_router_counts_samples_and_respects_its_limit(servers: int, limit: int, 
                 alone = sum(1 for s, _ in in_flight if s == chosen) == 1
                 assert router.load[chosen] <= limit or alone
         elif action == 3 and in_flight:
-            router.finish(*in_flight.pop(number % len(in_flight)))
+            router.release(*in_flight.pop(number % len(in_flight)))
         elif action == 4:
             router.failed(number % servers, now)
         else:
@@ -257,17 +257,17 @@ def test_router_counts_samples_and_respects_its_limit(servers: int, limit: int, 
 
 
 def test_router_balances_load_and_keeps_affinity() -> None:
-    router = Router(3, max_in_flight=1000)
+    router = Dispatcher(3, max_in_flight=1000)
     homes = {g: router.pick(g, 8, 0.0) for g in map(str, range(30))}
     assert set(Counter(homes.values()).values()) == {10}
     for group, home in homes.items():
         assert home is not None
-        router.finish(home, 8)
+        router.release(home, 8)
         assert router.pick(group, 8, 0.0) == home
 
 
 def test_router_cools_failed_servers_down_and_probes_when_all_are_down() -> None:
-    router = Router(2, max_in_flight=100)
+    router = Dispatcher(2, max_in_flight=100)
     router.failed(0, 0.0)
     assert [router.pick(str(i), 1, 0.5) for i in range(3)] == [1, 1, 1]
     router.failed(1, 0.5)

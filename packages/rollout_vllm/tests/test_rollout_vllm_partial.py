@@ -9,6 +9,8 @@ import json
 import pickle
 import random
 import threading
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -34,7 +36,8 @@ from rollout_vllm.client.dispatch import Dispatcher
 from rollout_vllm.client.group_run import GroupRun, extend, remaining, seed_of
 from rollout_vllm.client.metrics import ClientCounters
 from rollout_vllm.client.protocol import Choice
-from rollout_vllm.client.request_runner import Completion, CompletionRequest, RequestFailure
+from rollout_vllm.client.request_runner import Completion, Owner, RequestFailure
+from rollout_vllm.client.retry import CONNECTION_LOST
 from rollout_vllm.samples import merge_spans
 
 QUICK = settings(deadline=None, derandomize=True)
@@ -76,6 +79,14 @@ def test_uninterrupted_sample_has_one_span() -> None:
     assert pickle.loads(pickle.dumps(sample)).to_state() == sample.to_state()
 
 
+class Call(NamedTuple):
+    """A request that the servers got."""
+
+    prompt_ids: Sequence[int]
+    sampling: SamplingConfig
+    seed: int | None
+
+
 class FakeServers:
     """A RequestRunner whose token at `place` is 1000 * version + place, with log-prob -(place + 1) / 8 - version.
 
@@ -95,25 +106,28 @@ class FakeServers:
     ) -> None:
         self._notes_versions = notes_versions
         self.policy_version = 0
-        self.calls: list[CompletionRequest] = []
+        self.calls: list[Call] = []
         self._random = random.Random(seed)
         self._lengths, self._interrupt_rate, self._fail_rate = lengths, interrupt_rate, fail_rate
 
-    async def run(self, call: CompletionRequest) -> Completion | RequestFailure | None:
+    async def run(
+        self, owner: Owner, prompt_ids: Sequence[int], sampling: SamplingConfig, seed: int | None
+    ) -> tuple[Completion | RequestFailure | None, int]:
         await asyncio.sleep(0)
-        if call.owner.stopping:
-            return None
+        if owner.stopping:
+            return None, 1
+        call = Call(prompt_ids, sampling, seed)
         self.calls.append(call)
         if self._random.random() < self._fail_rate:
-            return RequestFailure(kind="connection", message="gone", num_attempts=3)
+            return RequestFailure(CONNECTION_LOST, "gone"), 3
         version = self.policy_version
         if self._random.random() < 0.5:
             self.policy_version += 1  # the policy is updated while the request is in flight
         choices = [self._choice(call, index, version) for index in range(call.sampling.num_samples)]
         choices = [self._updated(choice, version) for choice in choices] if self._notes_versions else choices
-        return Completion(choices=choices, server=0, version=version, num_attempts=1)
+        return Completion(choices=choices, server=0, version=version), 1
 
-    def _choice(self, call: CompletionRequest, index: int, version: int) -> Choice:
+    def _choice(self, call: Call, index: int, version: int) -> Choice:
         done = len(call.prompt_ids) - len(PROMPT)
         left = call.sampling.response_tokens
         wanted = min(left, max(1, self._lengths[index % len(self._lengths)] - done))
@@ -400,21 +414,23 @@ class HoldingServers(FakeServers):
         self.lengths_of, self.in_flight = lengths, set[int]()
         self.lock, self.counters = threading.Lock(), ClientCounters()
 
-    async def run(self, call: CompletionRequest) -> Completion | RequestFailure | None:
-        if call.owner.stopping:
-            return None
-        version, place, choice = self.policy_version, len(call.prompt_ids) - len(PROMPT), Choice([], [], "abort")
-        self.in_flight.add(id(call.owner))
-        while not call.owner.stopping:
+    async def run(
+        self, owner: Owner, prompt_ids: Sequence[int], sampling: SamplingConfig, seed: int | None
+    ) -> tuple[Completion | RequestFailure | None, int]:
+        if owner.stopping:
+            return None, 1
+        version, place, choice = self.policy_version, len(prompt_ids) - len(PROMPT), Choice([], [], "abort")
+        self.in_flight.add(id(owner))
+        while not owner.stopping:
             await asyncio.sleep(0.001)
             choice.response_ids.append(1000 * version + place)
             choice.log_probs.append(-float(place))
             place += 1
-            if place >= self.lengths_of[call.group.split("/")[0]]:
+            if place >= self.lengths_of[owner.request.prompt_id.split("/")[0]]:
                 choice = dataclasses.replace(choice, finish_reason="stop")
                 break
-        self.in_flight.discard(id(call.owner))
-        return Completion(choices=[choice], server=0, version=version, num_attempts=1)
+        self.in_flight.discard(id(owner))
+        return Completion(choices=[choice], server=0, version=version), 1
 
     def has_attempts_in_flight(self, owners: list[GroupRun]) -> bool:
         return bool(self.in_flight & set(map(id, owners)))

@@ -7,6 +7,7 @@ from plinth_base import Endpoint
 from ..config import RolloutConfig
 from ..errors import NoServerError
 from .dispatch import Dispatcher
+from .request_runner import RequestRunner
 from .transport import HttpClient
 
 
@@ -21,6 +22,7 @@ class BalancedClient(HttpClient):
         self._urls = [endpoint.url for endpoint in self.endpoints]
         self._dispatcher = Dispatcher(len(self.endpoints), max_in_flight=config.max_samples_in_flight)
         self._report_suspect: Callable[[int], None] | None = None
+        self._runner = RequestRunner(config, self._transport, self._dispatcher, self._suspect)
 
     @property
     def policy_version(self) -> int:

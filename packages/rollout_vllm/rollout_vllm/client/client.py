@@ -18,7 +18,6 @@ from .balanced import BalancedClient
 from .group_run import GroupRun
 from .metrics import ClientCounters, combine, server_metrics
 from .protocol import error_message
-from .request_runner import RequestRunner
 from .transport import call_back, cancel, first_complete, gather_or_cancel
 
 OnGroup = Callable[[Group], Awaitable[None] | None]
@@ -49,7 +48,6 @@ class RolloutClient(BalancedClient):
 
     def __init__(self, endpoints: Sequence[Endpoint], config: RolloutConfig | None = None) -> None:
         super().__init__(endpoints, config or RolloutConfig(), thread_name="rollout-client")
-        self._runner = RequestRunner(self.config, self._transport, self._dispatcher, self._suspect)
         self._num_running, self._running_since = 0, 0.0
         self._listed: dict[GroupRun, None] = {}  # in the order of the requests
 

@@ -10,11 +10,10 @@ _MAX_REMEMBERED_GROUPS = 65536
 _COOLDOWN_S, _MAX_COOLDOWN_S = 1.0, 30.0
 
 
-class Router:
-    """Chooses a server for each request: least loaded, with affinity. Pure state without I/O.
+class Dispatcher:
+    """Chooses a server for each request, least loaded and with affinity; requests without one wait, first in first out.
 
-    Counts the samples in flight of every server. Times are arguments (seconds of a monotonic clock), so that tests
-    need no clock.
+    Counts the samples in flight of every server in `load`. Thread-safe; shared by several event loops.
     """
 
     def __init__(self, num_servers: int, *, max_in_flight: int) -> None:
@@ -26,75 +25,39 @@ class Router:
         self._down_until = [0.0] * num_servers
         self._consecutive_failures = [0] * num_servers
         self._affinity: OrderedDict[str, int] = OrderedDict()
+        self._lock = threading.RLock()
+        self._waiters: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
+        self._called = 0  # waiters that have left the queue for their turn and have not taken it yet: one at most
+        self._paused = False
 
     def pick(self, group: str, cost: int, now: float, *, avoid: Collection[int] = ()) -> int | None:
         """Choose a server for `cost` samples of `group` and count them as in flight. None: no server has capacity.
 
-        avoid: servers that just failed for this group; used only if no other server is available. An idle server
-        accepts a group that is larger than its limit, so that such a group does not wait indefinitely.
+        now: seconds of a monotonic clock. avoid: servers that just failed for this group; used only if no other server
+        is available. An idle server accepts a group that is larger than its limit, so that such a group does not wait
+        indefinitely.
         """
-        allowed = [s for s in range(self.num_servers) if not self.blocked[s]]
-        # With all servers in cooldown, probe the one whose cooldown ends first.
-        first = sorted(allowed, key=lambda s: self._down_until[s])[:1]
-        healthy = [s for s in allowed if self._down_until[s] <= now] or first
-        preferred = [s for s in healthy if s not in avoid] or healthy
-        fits = [s for s in preferred if self.load[s] == 0 or self.load[s] + cost <= self.max_in_flight]
-        if not fits:
-            return None
-        least = min(self.load[s] for s in fits)
-        previous = self._affinity.get(group)
-        # The previous server has the prompt in its prefix cache. That is worth a queue which is longer by one group.
-        reuse = previous in fits and self.load[previous] <= least + cost
-        choice = previous if reuse else min(fits, key=lambda s: (self.load[s], s))
-        assert choice is not None
-        self.load[choice] += cost
-        self._affinity[group] = choice
-        self._affinity.move_to_end(group)
-        while len(self._affinity) > _MAX_REMEMBERED_GROUPS:
-            self._affinity.popitem(last=False)
-        return choice
-
-    def finish(self, server: int, cost: int) -> None:
-        """The samples counted by `pick` are no longer in flight."""
-        self.load[server] -= cost
-        assert self.load[server] >= 0, "finish() without pick()"
-
-    def succeeded(self, server: int) -> None:
-        self._consecutive_failures[server] = 0
-        self._down_until[server] = 0.0
-
-    def failed(self, server: int, now: float) -> None:
-        """Start a cooldown of the server; it doubles with each consecutive failure."""
-        doublings = min(self._consecutive_failures[server], 20)
-        self._consecutive_failures[server] += 1
-        self._down_until[server] = now + min(_MAX_COOLDOWN_S, _COOLDOWN_S * 2.0**doublings)
-
-    def block(self, server: int) -> None:
-        """Exclude the server until `unblock`, while it restarts or waits for weights."""
-        self.blocked[server] = True
-
-    def unblock(self, server: int) -> None:
-        self.blocked[server] = self._retired[server]
-        self.succeeded(server)
-
-    def retire(self, server: int) -> None:
-        """Exclude the server permanently."""
-        self.blocked[server] = self._retired[server] = True
-
-    @property
-    def all_retired(self) -> bool:
-        return all(self._retired)
-
-
-class Dispatcher:
-    """A first-in-first-out queue in front of `Router`. Thread-safe; shared by several event loops."""
-
-    def __init__(self, num_servers: int, *, max_in_flight: int) -> None:
-        self._router = Router(num_servers, max_in_flight=max_in_flight)
-        self._lock = threading.Lock()
-        self._waiters: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None], int]] = deque()
-        self._called = 0  # waiters that have left the queue for their turn and have not taken it yet: one at most
-        self._paused = False
+        with self._lock:
+            allowed = [s for s in range(self.num_servers) if not self.blocked[s]]
+            # With all servers in cooldown, probe the one whose cooldown ends first.
+            first = sorted(allowed, key=lambda s: self._down_until[s])[:1]
+            healthy = [s for s in allowed if self._down_until[s] <= now] or first
+            preferred = [s for s in healthy if s not in avoid] or healthy
+            fits = [s for s in preferred if self.load[s] == 0 or self.load[s] + cost <= self.max_in_flight]
+            if not fits:
+                return None
+            least = min(self.load[s] for s in fits)
+            previous = self._affinity.get(group)
+            # The previous server has the prompt in its prefix cache, which is worth a queue longer by one group.
+            reuse = previous in fits and self.load[previous] <= least + cost
+            choice = previous if reuse else min(fits, key=lambda s: (self.load[s], s))
+            assert choice is not None
+            self.load[choice] += cost
+            self._affinity[group] = choice
+            self._affinity.move_to_end(group)
+            while len(self._affinity) > _MAX_REMEMBERED_GROUPS:
+                self._affinity.popitem(last=False)
+            return choice
 
     async def acquire(self, group: str, cost: int, avoid: Collection[int] = ()) -> int | None:
         """Wait for a server with capacity for `cost` samples, held until `release`. None: all servers are retired."""
@@ -103,14 +66,14 @@ class Dispatcher:
         while True:
             with self._lock:
                 self._called -= its_turn
-                if self._router.all_retired:
+                if all(self._retired):
                     return None
                 server = None
                 if not self._paused and (its_turn or not self._is_queued()):
-                    server = self._router.pick(group, cost, time.monotonic(), avoid=avoid)
+                    server = self.pick(group, cost, time.monotonic(), avoid=avoid)
                 if server is None:
                     waiter: asyncio.Future[None] = loop.create_future()
-                    (self._waiters.appendleft if its_turn else self._waiters.append)((loop, waiter, cost))
+                    (self._waiters.appendleft if its_turn else self._waiters.append)((loop, waiter))
             if server is not None:
                 self._wake_one()  # there may be capacity for the next one
                 return server
@@ -123,18 +86,23 @@ class Dispatcher:
             its_turn = True
 
     def release(self, server: int, cost: int) -> None:
+        """The samples counted by `acquire` or `pick` are no longer in flight."""
         with self._lock:
-            self._router.finish(server, cost)
+            self.load[server] -= cost
+            assert self.load[server] >= 0, "release() without acquire()"
         self._wake_one()
 
     def succeeded(self, server: int) -> None:
         with self._lock:
-            self._router.succeeded(server)
+            self._consecutive_failures[server] = 0
+            self._down_until[server] = 0.0
 
-    def failed(self, server: int) -> None:
-        """Start a cooldown of the server."""
+    def failed(self, server: int, now: float) -> None:
+        """Start a cooldown of the server; it doubles with each consecutive failure."""
         with self._lock:
-            self._router.failed(server, time.monotonic())
+            doublings = min(self._consecutive_failures[server], 20)
+            self._consecutive_failures[server] += 1
+            self._down_until[server] = now + min(_MAX_COOLDOWN_S, _COOLDOWN_S * 2.0**doublings)
 
     def pause(self) -> None:
         """Make all requests wait until `resume`."""
@@ -147,18 +115,21 @@ class Dispatcher:
         self._wake_one()
 
     def block(self, server: int) -> None:
+        """Exclude the server until `unblock`, while it restarts or waits for weights."""
         with self._lock:
-            self._router.block(server)
+            self.blocked[server] = True
 
     def unblock(self, server: int) -> None:
         with self._lock:
-            self._router.unblock(server)
+            self.blocked[server] = self._retired[server]
+            self.succeeded(server)
         self._wake_one()
 
     def retire(self, server: int) -> None:
+        """Exclude the server permanently."""
         with self._lock:
-            self._router.retire(server)
-            num_waiting = len(self._waiters) if self._router.all_retired else 0
+            self.blocked[server] = self._retired[server] = True
+            num_waiting = len(self._waiters) if all(self._retired) else 0
         for _ in range(num_waiting):
             self._wake_one()
 
@@ -166,18 +137,12 @@ class Dispatcher:
     def samples_in_flight(self) -> int:
         return sum(self.load)
 
-    @property
-    def load(self) -> list[int]:
-        """Samples in flight per server."""
-        with self._lock:
-            return list(self._router.load)
-
     def _wake_one(self) -> None:
         with self._lock:
-            if (self._paused or self._called) and not self._router.all_retired:
+            if (self._paused or self._called) and not all(self._retired):
                 return  # waiting requests keep their order; the one that was called wakes the next
             while self._waiters:
-                loop, waiter, _ = self._waiters.popleft()
+                loop, waiter = self._waiters.popleft()
                 if not waiter.done() and not loop.is_closed():
                     self._called += 1
                     loop.call_soon_threadsafe(self._call, waiter)
@@ -197,4 +162,4 @@ class Dispatcher:
 
     def _is_queued(self) -> bool:
         """True if a new request has others before it."""
-        return bool(self._called) or any(not waiter.done() for _, waiter, _ in self._waiters)
+        return bool(self._called) or any(not waiter.done() for _, waiter in self._waiters)

@@ -14,7 +14,7 @@ import numpy as np
 from ..config import SamplingConfig
 from ..samples import Failure, FailureKind, Group, Request, Sample, id_list, merge_spans, request_seed
 from .protocol import Choice
-from .request_runner import CompletionRequest, RequestFailure, RequestRunner
+from .request_runner import RequestFailure, RequestRunner
 
 
 def extend(part: Sample, choice: Choice, sampling: SamplingConfig, *, version: int, last_version: int) -> Sample:
@@ -101,13 +101,18 @@ class GroupRun:
             indices = self._unfinished(indices)
 
     async def _send(self, indices: list[int], whole: bool) -> None:
-        started = time.monotonic()
-        outcome = await self._runner.run(self._completion_request(None if whole else indices[0]))
+        """One request for all samples of a fresh group if `whole`, else for the rest of the one sample of `indices`."""
+        started, request, part = time.monotonic(), self.request, self.parts[indices[0]]
+        prompt_ids, sampling, seed = id_list(request.prompt_ids), self._sampling, request.seed
+        if not whole:
+            prompt_ids, sampling = prompt_ids + part.response_ids.tolist(), remaining(part, sampling)
+            seed = seed_of(request, part)
+        outcome, num_attempts = await self._runner.run(self, prompt_ids, sampling, seed)
         duration_s = time.monotonic() - started
         if outcome is None:
             return
         if isinstance(outcome, RequestFailure):
-            self._fail(indices, outcome.kind, outcome.message, outcome.num_attempts)
+            self._fail(indices, outcome.decision.kind, outcome.message, num_attempts)
             return
         for index, choice in zip(indices, outcome.choices, strict=True):
             before = self.parts[index]
@@ -115,24 +120,10 @@ class GroupRun:
                 before, choice, self._sampling, version=outcome.version, last_version=self._runner.policy_version
             )
             self.parts[index] = part.changed(
-                num_attempts=before.num_attempts + outcome.num_attempts,
+                num_attempts=before.num_attempts + num_attempts,
                 server_url=self._urls[outcome.server],
                 duration_s=before.duration_s + duration_s,
             )
-
-    def _completion_request(self, index: int | None) -> CompletionRequest:
-        """The request for the rest of sample `index`; None: for the whole fresh group."""
-        request, part = self.request, None if index is None else self.parts[index]
-        prompt_ids = id_list(request.prompt_ids)
-        return CompletionRequest(
-            group=request.prompt_id,
-            owner=self,
-            prompt_ids=prompt_ids if part is None else prompt_ids + part.response_ids.tolist(),
-            sampling=self._sampling if part is None else remaining(part, self._sampling),
-            seed=request.seed if part is None else seed_of(request, part),
-            images=request.images,
-            model=request.model,
-        )
 
     def _unfinished(self, indices: Sequence[int]) -> list[int]:
         return [i for i in indices if self.parts[i].finish_reason is None and i not in self._failures]

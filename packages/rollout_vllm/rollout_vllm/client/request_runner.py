@@ -6,7 +6,8 @@ import json
 import random
 import secrets
 import threading
-from collections.abc import Callable, Collection, Sequence
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -15,7 +16,7 @@ import aiohttp
 
 from ..config import RolloutConfig, SamplingConfig
 from ..errors import ControlError
-from ..samples import FailureKind
+from ..samples import Request
 from .dispatch import Dispatcher
 from .metrics import ClientCounters
 from .protocol import Choice, MalformedAnswerError, completion_body, engine_request_id, error_message, parse_completion
@@ -30,20 +31,8 @@ _ABORT_TIMEOUT_S = 30.0
 class Owner(Protocol):
     """The group that sends a request. stopping: it wants no further requests."""
 
+    request: Request
     stopping: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompletionRequest:
-    """One request for `sampling.n` choices. group: the name by which its prompt is routed."""
-
-    group: str
-    owner: Owner
-    prompt_ids: Sequence[int]
-    sampling: SamplingConfig
-    seed: int | None
-    images: str | None = None
-    model: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,21 +42,12 @@ class Completion:
     choices: list[Choice]
     server: int
     version: int  # policy version when the request was sent
-    num_attempts: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequestFailure:
-    """The request failed and is not retried."""
-
-    kind: FailureKind
-    message: str
-    num_attempts: int
+    aborted: bool = False  # by another client
 
 
 @dataclass(frozen=True)
-class AttemptFailure:
-    """An attempt without a usable response."""
+class RequestFailure:
+    """A request, or an attempt of it, without a usable response."""
 
     decision: RetryDecision
     message: str
@@ -96,7 +76,7 @@ class RequestRunner:
         config: RolloutConfig,
         transport: Transport,
         dispatcher: Dispatcher,
-        report_suspect: Callable[[int], None] = lambda _: None,
+        report_suspect: Callable[[int], None],
     ) -> None:
         self.policy_version = 0
         self.model: str | None = None
@@ -109,34 +89,53 @@ class RequestRunner:
         self._numbers = itertools.count()
         self._id_prefix = f"plinth-{secrets.token_hex(8)}"  # distinguishes our requests from other clients' requests
 
-    async def run(self, request: CompletionRequest) -> Completion | RequestFailure | None:
-        """Send the request, with at most `max_retries` retries. None: nothing was sent, since the owner is stopping."""
+    async def run(
+        self, owner: Owner, prompt_ids: Sequence[int], sampling: SamplingConfig, seed: int | None
+    ) -> tuple[Completion | RequestFailure | None, int]:
+        """Send a request for `sampling.n` choices until it is answered or has failed for good.
+
+        Returns the outcome, None if nothing was sent because the owner is stopping, and the number of attempts.
+        """
+
+        async def once(server: int) -> Completion | RequestFailure | None:
+            version, in_flight = self.policy_version, _Attempt(server, owner)
+            if owner.stopping:
+                return None
+            choices = await self._attempt(in_flight, prompt_ids, sampling, seed)
+            if isinstance(choices, RequestFailure):
+                return choices
+            with self.lock:
+                self.counters.response_tokens += sum(len(choice.response_ids) for choice in choices)
+            aborted = not in_flight.interrupted and any(choice.finish_reason == "abort" for choice in choices)
+            if aborted and not any(choice.response_ids.size for choice in choices):
+                return RequestFailure(ABORTED, "the server aborted the request")
+            return Completion(choices=choices, server=server, version=version, aborted=aborted)
+
+        outcome, _, num_attempts = await self.until_done(once, owner.request.prompt_id, sampling.num_samples)
+        if isinstance(outcome, Completion) and outcome.aborted:  # the caller keeps its tokens and resumes the response
+            await self.back_off(outcome.server, RequestFailure(ABORTED, ""), 1)
+        return outcome, num_attempts
+
+    async def until_done(
+        self, once: Callable[[int], Awaitable[T | RequestFailure]], group: str, cost: int
+    ) -> tuple[T | RequestFailure, int | None, int]:
+        """(outcome of `once(server)` after at most `max_retries` retries, the last server, number of attempts).
+
+        group: the name by which its prompt is routed. cost: samples in flight.
+        """
         avoid = set[int]()
         for attempt in itertools.count(1):
-            server = await self._dispatcher.acquire(request.group, request.sampling.num_samples, avoid)
+            server = await self._dispatcher.acquire(group, cost, avoid)
             if server is None:
-                return RequestFailure(kind="connection", message="no server is left", num_attempts=attempt)
-            version, in_flight = self.policy_version, _Attempt(server, request.owner)
+                return RequestFailure(CONNECTION_LOST, "no server is left"), None, attempt
             try:
-                if request.owner.stopping:
-                    return None
-                outcome = await self._attempt(in_flight, request)
+                outcome = await once(server)
             finally:
-                self._dispatcher.release(server, request.sampling.num_samples)
-            if isinstance(outcome, list):
-                self._dispatcher.succeeded(server)
-                with self.lock:
-                    self.counters.response_tokens += sum(len(choice.response_ids) for choice in outcome)
-                completion = Completion(choices=outcome, server=server, version=version, num_attempts=attempt)
-                if in_flight.interrupted or all(choice.finish_reason != "abort" for choice in outcome):
-                    return completion
-                if any(choice.response_ids.size for choice in outcome):
-                    # Aborted by another client: the generated tokens are kept, and the caller resumes the response.
-                    await self.back_off(server, AttemptFailure(ABORTED, ""), 1)
-                    return completion
-                outcome = AttemptFailure(ABORTED, "the server aborted the request")
+                self._dispatcher.release(server, cost)
+            if not isinstance(outcome, RequestFailure):
+                return outcome, server, attempt
             if attempt > self._config.max_retries or not outcome.decision.retry:
-                return RequestFailure(kind=outcome.decision.kind, message=outcome.message, num_attempts=attempt)
+                return outcome, server, attempt
             avoid = await self.back_off(server, outcome, attempt)
         raise AssertionError("unreachable")
 
@@ -175,15 +174,16 @@ class RequestRunner:
         if status in (401, 403):
             raise ControlError(f"interrupting requests: {error_message(status, raw.decode('utf-8', 'replace'))}")
 
-    async def _attempt(self, attempt: _Attempt, request: CompletionRequest) -> list[Choice] | AttemptFailure:
+    async def _attempt(
+        self, attempt: _Attempt, prompt_ids: Sequence[int], sampling: SamplingConfig, seed: int | None
+    ) -> list[Choice] | RequestFailure:
         request_id = f"{self._id_prefix}-{next(self._numbers)}"
+        request, log_probs = attempt.owner.request, self._config.log_probs
+        body = partial(completion_body, prompt_ids, sampling, seed=seed, log_probs=log_probs, images=request.images)
+        num_routed = len(prompt_ids) if self._config.routes else None
+        read = partial(parse_completion, n=sampling.num_samples, log_probs=log_probs, num_routed=num_routed)
         with self.lock:
             self._in_flight[request_id] = attempt
-        log_probs = self._config.log_probs
-        body = partial(completion_body, request.prompt_ids, request.sampling, seed=request.seed, log_probs=log_probs)
-        body = partial(body, images=request.images)
-        num_routed = len(request.prompt_ids) if self._config.routes else None
-        read = partial(parse_completion, n=request.sampling.num_samples, log_probs=log_probs, num_routed=num_routed)
         try:
             return await self.attempt(attempt.server, body, read, request_id=request_id, model=request.model)
         finally:
@@ -198,7 +198,7 @@ class RequestRunner:
         *,
         request_id: str | None = None,
         model: str | None = None,
-    ) -> T | AttemptFailure:
+    ) -> T | RequestFailure:
         """One completion request: what `read` makes of the answer, or why there is none.
 
         body: the JSON to send, for `model`, else that of the client or the server. read: raises ValueError for an
@@ -210,29 +210,31 @@ class RequestRunner:
                 server, "POST", "/v1/completions", body(model=model), request_id=request_id
             )
         except TimeoutError:
-            return AttemptFailure(TIMED_OUT, f"no answer within {self._config.request_timeout_s:g} s")
+            return RequestFailure(TIMED_OUT, f"no answer within {self._config.request_timeout_s:g} s")
         except aiohttp.ServerDisconnectedError as error:
-            return AttemptFailure(CONNECTION_LOST, f"connection lost: {error}", maybe_stale=True)
+            return RequestFailure(CONNECTION_LOST, f"connection lost: {error}", maybe_stale=True)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-            return AttemptFailure(CONNECTION_LOST, f"connection lost: {type(error).__name__}: {error}")
+            return RequestFailure(CONNECTION_LOST, f"connection lost: {type(error).__name__}: {error}")
         except (MalformedAnswerError, aiohttp.ClientResponseError) as error:
-            return AttemptFailure(MALFORMED, f"malformed answer: {error}")
+            return RequestFailure(MALFORMED, f"malformed answer: {error}")
         if status != 200:
             message = error_message(status, raw.decode("utf-8", "replace"))
-            return AttemptFailure(classify_status(status, message), message, _seconds(headers.get("Retry-After")))
+            return RequestFailure(classify_status(status, message), message, _seconds(headers.get("Retry-After")))
         try:
-            return read(json.loads(raw))
+            answer = read(json.loads(raw))
         except ValueError as error:  # MalformedAnswerError, or not JSON at all
-            return AttemptFailure(MALFORMED, f"malformed answer: {error}")
+            return RequestFailure(MALFORMED, f"malformed answer: {error}")
+        self._dispatcher.succeeded(server)
+        return answer
 
-    async def back_off(self, server: int, failure: AttemptFailure, attempt: int) -> set[int]:
+    async def back_off(self, server: int, failure: RequestFailure, attempt: int) -> set[int]:
         """Count a retry, update the state of the server, and wait. Returns the servers to avoid in the next attempt."""
         with self.lock:
             self.counters.num_retries += 1
         if failure.maybe_stale and attempt == 1:
             return {server}  # which is not at fault
         if failure.decision.blame_server:
-            self._dispatcher.failed(server)
+            self._dispatcher.failed(server, time.monotonic())
         if failure.decision in (CONNECTION_LOST, TIMED_OUT):
             self._report_suspect(server)
         delay = backoff_s(

@@ -13,7 +13,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from ..errors import ScoringError
 from ..samples import id_list
 from .balanced import BalancedClient
 from .protocol import MalformedAnswerError
-from .request_runner import RequestRunner
+from .request_runner import RequestFailure
 from .transport import gather_or_cancel
 
 
@@ -52,7 +51,6 @@ class TokenScorer(BalancedClient):
 
     def __init__(self, endpoints: Sequence[Endpoint], config: RolloutConfig | None = None) -> None:
         super().__init__(endpoints, config or RolloutConfig(), thread_name="token-scorer")
-        self._runner = RequestRunner(self.config, self._transport, self._dispatcher, self._suspect)
 
     async def score(
         self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]], *, top_k: int = 0, model: str | None = None
@@ -75,23 +73,14 @@ class TokenScorer(BalancedClient):
     ) -> TokenScores:
         body = partial(scoring_body, [*id_list(prompt), *id_list(response)], top_k)
         read = partial(parse_scores, response=response, top_k=top_k)
-        avoid = set[int]()
-        for attempt in count(1):
-            server = await self._dispatcher.acquire("", 1, avoid)
-            if server is None:
-                raise ScoringError("no server is left")
-            try:
-                outcome = await self._runner.attempt(server, body, read, model=model)
-            finally:
-                self._dispatcher.release(server, 1)
-            if isinstance(outcome, TokenScores):
-                self._dispatcher.succeeded(server)
-                return outcome
-            if not outcome.decision.retry or attempt > self.config.max_retries:
-                num_tokens = len(prompt) + len(response)
-                raise ScoringError(f"{self._urls[server]} did not score {num_tokens} tokens: {outcome.message}")
-            avoid = await self._runner.back_off(server, outcome, attempt)
-        raise AssertionError("unreachable")
+        once = partial(self._runner.attempt, body=body, read=read, model=model)
+        outcome, server, _ = await self._runner.until_done(once, "", 1)
+        if server is None:
+            raise ScoringError("no server is left")
+        if isinstance(outcome, RequestFailure):
+            num_tokens = len(prompt) + len(response)
+            raise ScoringError(f"{self._urls[server]} did not score {num_tokens} tokens: {outcome.message}")
+        return outcome
 
 
 def scoring_body(token_ids: Sequence[int], top_k: int, model: str) -> dict[str, Any]:
