@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from run_kit.config.field_docs import field_doc
-from run_kit.config.schema import Key, entries
+from run_kit.config.schema import Key, entries, field_doc
 from scripts.docs_site import pages
 from scripts.docs_site.check import foreign_loads
 from scripts.markdown_links import anchors, code_blocks, targets

@@ -3,9 +3,8 @@
 import re
 from collections.abc import Iterator, Sequence
 
-from run_kit.config.field_docs import class_doc, field_doc
 from run_kit.config.help import PresetFile, default_text
-from run_kit.config.schema import MISSING, Key, Section, entries, type_text
+from run_kit.config.schema import MISSING, Key, Section, class_doc, entries, field_doc, type_text
 
 
 def reference_text(

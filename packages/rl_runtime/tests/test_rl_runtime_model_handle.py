@@ -309,7 +309,7 @@ def test_supervised_steps_see_every_demonstration_once_an_epoch_and_weigh_its_to
     ranks, steps = InProcessRanks(2, "actor"), []
     demonstrations = [Demonstration((1,), (10 * number,) * number) for number in range(1, 6)]
     config = SupervisedConfig(steps=5, batch_size=2)
-    train_supervised(handle(ranks, "actor"), demonstrations, config, seed=3, on_step=lambda *step: steps.append(step))
+    steps += train_supervised(handle(ranks, "actor"), demonstrations, config, seed=3)
     assert [number for number, _ in steps] == [1, 2, 3, 4, 5]
     seen = []
     for step in range(5):

@@ -5,7 +5,6 @@ from .config.loader import load_config as load_config
 from .config.loader import to_yaml as to_yaml
 from .errors import ConfigError as ConfigError
 from .errors import DiskFullError as DiskFullError
-from .errors import ReportError as ReportError
 from .errors import RunFolderError as RunFolderError
 from .errors import RunKitError as RunKitError
 from .errors import TrackingError as TrackingError
@@ -30,6 +29,5 @@ from .tracking.run_folder import RunFolder as RunFolder
 from .tracking.run_folder import runs_of_experiment as runs_of_experiment
 from .tracking.services import check_tracking as check_tracking
 from .tracking.summary import MetricSummary as MetricSummary
-from .tracking.summary import first_mean as first_mean
 from .tracking.summary import summarize as summarize
 from .tracking.summary import tail_mean as tail_mean

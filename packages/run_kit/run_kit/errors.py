@@ -3,7 +3,6 @@
 RunKitError
 ├── ConfigError (ValueError)    the configuration holds one or more problems
 ├── TrackingError (ValueError)  a run folder, metric or tracker cannot be used as asked
-├── ReportError (ValueError)    a report cannot be written from a run folder
 └── RunFolderError              a file of the run folder cannot be written: the folder is gone or read-only
     └── DiskFullError           there is no room for it
 
@@ -76,10 +75,6 @@ class ConfigError(RunKitError, ValueError):
 
 class TrackingError(RunKitError, ValueError):
     """A run folder, metric or tracker cannot be used as asked."""
-
-
-class ReportError(RunKitError, ValueError):
-    """A report cannot be written from a run folder."""
 
 
 class RunFolderError(RunKitError):

@@ -16,7 +16,6 @@ from .config.differences import config_differences
 from .errors import ConfigError, TrackingError
 from .report.data import RunData, read_run, run_labels
 from .report.runs import write_report
-from .text_table import aligned
 from .tracking.metrics_table import columns_of
 from .tracking.run_folder import RunFolder
 from .tracking.summary import Measure, overview, tail_mean
@@ -48,6 +47,12 @@ class OpenConfig:
     """Parent of the run folders."""
     browser: bool = True
     """Open the browser; false: write the report and print its path only."""
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table whose columns are as wide as their longest cell, two spaces apart. Rows have equal lengths."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def find_run(run: str, output_dir: str) -> Path:

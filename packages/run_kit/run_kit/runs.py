@@ -15,8 +15,7 @@ from typing import Literal, NoReturn
 
 from .cli import INVOKED_AS, run_cli
 from .errors import TrackingError
-from .run_actions import ACTIONS, run_action
-from .text_table import aligned
+from .run_actions import ACTIONS, aligned, run_action
 from .tracking.progress import duration_text
 from .tracking.run_folder import RunFolder
 from .tracking.run_state import STALE_S, RunState, lives, read_state

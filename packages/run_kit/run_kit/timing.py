@@ -114,23 +114,18 @@ class PhaseTimer:
 
     def metrics(self) -> dict[str, float]:
         """Seconds of the step, of every phase by its path, and of what no top-level phase covers (`other`)."""
-        phases = {f"timing_s/{path}": node.seconds for path, node in self.walk()}
+        phases: dict[str, float] = {}
+
+        def visit(nodes: Mapping[str, TimingNode], prefix: str) -> None:
+            for name, node in nodes.items():  # parents before children
+                phases[f"{prefix}{name}"] = node.seconds
+                visit(node.children, f"{prefix}{name}/")
+
+        visit(self._root.children, "timing_s/")
         tops = self._root.children.values()
         step_s = max(0.0, self._root.seconds - sum(node.seconds for node in tops if node.outside))
         other_s = max(0.0, step_s - sum(node.seconds for node in tops if not node.outside))
         return {"timing_s/step": step_s, **phases, "timing_s/other": other_s}
-
-    def walk(self) -> list[tuple[str, TimingNode]]:
-        """All phases of the last step with their paths, parents before children."""
-        phases: list[tuple[str, TimingNode]] = []
-
-        def visit(nodes: Mapping[str, TimingNode], prefix: str) -> None:
-            for name, node in nodes.items():
-                phases.append((f"{prefix}{name}", node))
-                visit(node.children, f"{prefix}{name}/")
-
-        visit(self._root.children, "")
-        return phases
 
     def _descend(self, parent: TimingNode | None, path: str) -> TimingNode:
         with self._lock:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Thread
-from typing import Any, Protocol
+from typing import Any
 
 from .cli import INVOKED_AS
 from .config.redaction import tree_without_secrets
@@ -22,26 +22,6 @@ from .tracking.summary import summarize, tail_mean
 from .tracking.writers import TensorBoardWriter
 
 SCORE = "critic/score/mean"
-
-
-class SupervisedStats(Protocol):
-    """Report of a supervised optimizer step."""
-
-    @property
-    def loss(self) -> float: ...
-    @property
-    def grad_norm(self) -> float: ...
-    @property
-    def lr(self) -> float: ...
-
-
-class RunResult(Protocol):
-    """Held-out accuracy of a run; None where it was not measured."""
-
-    @property
-    def accuracy_before(self) -> float | None: ...
-    @property
-    def accuracy_after(self) -> float | None: ...
 
 
 class Tracker:
@@ -88,7 +68,6 @@ class Tracker:
         self._supervised = MetricsTable(run.supervised_file)
         self._clock = clock
         self._started = clock()
-        self._closed = False
         self._importing: Thread | None = None
         self._state: StateFile | None = None
         run.write_config(config, comment)
@@ -127,12 +106,11 @@ class Tracker:
         self.progress.message(f"held-out {when}: {', '.join(shown)}")
         self.progress.restart_clock()
 
-    def log_supervised(self, step: int, stats: SupervisedStats) -> None:
-        """Record a supervised step of the run's warm start."""
-        metrics = {"sft/loss": stats.loss, "sft/grad_norm": stats.grad_norm, "sft/lr": stats.lr}
-        self._record(self._supervised, step, metrics)
+    def log_supervised(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record a supervised step of the run's warm start; its metrics have a `loss`."""
+        self._record(self._supervised, step, {f"sft/{name}": value for name, value in metrics.items()})
         if step == 1 or step % 50 == 0:
-            self.progress.message(f"warm start step {step}  loss {stats.loss:.4f}")
+            self.progress.message(f"warm start step {step}  loss {metrics['loss']:.4f}")
         self.progress.restart_clock()
 
     def log_rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
@@ -150,12 +128,17 @@ class Tracker:
         """Print a line to the user and the log."""
         self.progress.message(text)
 
-    def summary(self, result: RunResult | None = None) -> dict[str, float | int | str | None]:
-        """Print the run's results, write them to `summary.json` and return them."""
+    def summary(
+        self, *, before: float | None = None, after: float | None = None
+    ) -> dict[str, float | int | str | None]:
+        """Print the run's results, write them to `summary.json` and return them.
+
+        Args:
+            before: held-out accuracy before the first step; None: not measured.
+            after: held-out accuracy after the last step.
+        """
         scores = summarize(self.table.series(SCORE)[1])
         peaks = self.table.series("memory/host_peak_gib")[1]
-        before = result.accuracy_before if result is not None else None
-        after = result.accuracy_after if result is not None else None
         facts: dict[str, float | int | str | None] = {
             "run": self.run.name,
             "num_steps": len(self._steps_taken),  # not the row of a validation before the first step of a resumed run
@@ -206,14 +189,11 @@ class Tracker:
         self._supervised.truncate_from(1)
 
     def close(self, *, failed: bool = False) -> None:
-        """Draw the curves, write the report, close the writers. May be called again.
+        """Draw the curves, write the report, close the writers.
 
         Args:
             failed: tell the experiment services that an error ended the run.
         """
-        if self._closed:
-            return
-        self._closed = True
         if self._importing is not None:
             self._importing.join()
         try:

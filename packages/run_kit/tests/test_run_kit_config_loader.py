@@ -10,9 +10,8 @@ from run_kit_testkit import Actor, Data, Example, Optim, SettingError, Zero
 
 from plinth_base.errors import UNSET
 from plinth_testing import raises
-from run_kit.config.field_docs import class_doc, field_doc
 from run_kit.config.loader import load_config, to_yaml
-from run_kit.config.schema import all_paths, nearest_paths
+from run_kit.config.schema import all_paths, class_doc, field_doc, nearest_paths
 from run_kit.errors import ConfigError
 
 

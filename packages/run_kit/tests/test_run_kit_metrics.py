@@ -12,7 +12,6 @@ from run_kit_testkit import read_events
 from plinth_testing import raises
 from run_kit import (
     MetricsTable,
-    first_mean,
     read_rollouts,
     summarize,
     tail_mean,
@@ -97,7 +96,6 @@ def test_invalid_tables(tmp_path: Path, text: str) -> None:
 def test_summaries() -> None:
     values = [0.0, 0.0, 1.0, math.nan, 2.0, 3.0, 10.0]
     assert tail_mean(values, 2) == 6.5
-    assert first_mean(values, 3) == pytest.approx(1 / 3)
     summary = summarize(values)
     assert (summary.first_mean, summary.last_mean) == pytest.approx((6 / 5, 16 / 5))
     numbers = (summary.change, summary.minimum, summary.maximum, summary.last)

@@ -9,7 +9,7 @@ import pytest
 
 from plinth_testing import raises
 from run_kit import MetricsTable, RunFolder, Tracker, TrackingConfig, write_comparison, write_report
-from run_kit.errors import ReportError
+from run_kit.errors import TrackingError
 from run_kit.report.__main__ import main as report_command
 from run_kit.report.data import MAX_ROLLOUTS, MAX_TEXT, read_run
 
@@ -139,7 +139,7 @@ def test_reports_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
         assert report_command([str(one), f"output={path}"]) == 2
         assert capsys.readouterr().err.startswith(f"error: output={path}: ")
     assert report_command([]) == 2
-    with raises(ReportError, field="runs"):
+    with raises(TrackingError, field="runs"):
         write_comparison({"a": one}, tmp_path / "x.html")
 
 
@@ -161,9 +161,9 @@ def test_invalid_run_folders(tmp_path: Path, name: str, text: str | None, line: 
         (tmp_path / name).unlink()
     else:
         (tmp_path / name).write_text(text, errors="surrogateescape")
-    with raises(ReportError, field=f"{tmp_path / name}{line}"):
+    with raises(TrackingError, field=f"{tmp_path / name}{line}"):
         write_report(tmp_path)
-    with raises(ReportError, field="run", value=str(tmp_path / "none")):
+    with raises(TrackingError, field="run", value=str(tmp_path / "none")):
         write_report(tmp_path / "none")
 
 

@@ -107,7 +107,7 @@ def train_twice(tmp_path: Path, tracking: TrackingConfig) -> tuple[RunFolder, Ru
     first = RunFolder.create(tmp_path / "outputs", "first")
     tracker = Tracker(first, config, num_steps=6)
     for step in range(1, 6):
-        tracker.log_supervised(step, Stats())
+        tracker.log_supervised(step, {"loss": 0.5})
     tracker.log_validation(0, {"val/pass@4": 0.25})
     for step in range(1, 5):
         tracker.log(step, {"critic/score/mean": step / 10, "actor/loss": float("nan")})
@@ -117,13 +117,6 @@ def train_twice(tmp_path: Path, tracking: TrackingConfig) -> tuple[RunFolder, Ru
         for step in range(3, 7):
             tracker.log(step, {"critic/score/mean": step / 5})
     return first, second
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stats:
-    loss: float = 0.5
-    grad_norm: float = 1.0
-    lr: float = 1e-3
 
 
 SCORES = [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4), (5, 1.0), (6, 1.2)]

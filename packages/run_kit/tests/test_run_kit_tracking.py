@@ -30,19 +30,6 @@ class AppConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stats:
-    loss: float = 0.5
-    grad_norm: float = 1.0
-    lr: float = 1e-3
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    accuracy_before: float | None = 0.25
-    accuracy_after: float | None = 0.75
-
-
 def test_progress_lines(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     progress = Progress(30, clock=clock)
@@ -79,14 +66,14 @@ def test_durations(seconds: float, text: str) -> None:
 def test_a_run_leaves_everything(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     with Tracker(run, AppConfig(seed=3), num_steps=6) as tracker:
         for step in range(1, 4):
-            tracker.log_supervised(step, Stats())
+            tracker.log_supervised(step, {"loss": 0.5, "grad_norm": 1.0, "lr": 1e-3})
         tracker.log_validation(0, {"val/accuracy": 0.25})
         rest = {"perf/throughput": 100.0, "timing_s/step": 2.0, "timing_s/gen": 1.5, "memory/host_peak_gib": 3.0}
         for step in range(1, 7):
             tracker.log(step, {"critic/score/mean": step / 10, **rest})
             tracker.log_rollouts(step, [{"prompt": "p", "response": "<b>r</b>", "reward": 1.0}] * 20)
         tracker.log_validation(6, {"val/accuracy": 0.75})
-        facts = tracker.summary(Result())
+        facts = tracker.summary(before=0.25, after=0.75)
     names = "config.yaml curves.png metrics.tsv report.html rollouts run.json summary.json supervised.tsv tensorboard"
     assert sorted(path.name for path in run.path.iterdir()) == [*names.split(), "train.log"]
     table = MetricsTable(run.metrics_file)

@@ -85,7 +85,8 @@ def run_job(resolved: ResolvedConfig[JobConfigT], plan: JobPlan, compose: Callab
                 result = Restarts(job).attempts(partial(_run_attempt, compose=compose))
                 if trainer.keep_servers and result.stopped_after is None:
                     tracker.info(kept.keep(keys, session, run=run.path))
-            tracker.summary(result)  # ranks and servers are gone; uploads continue to the end of the outer block
+            # Ranks and servers are gone; uploads continue to the end of the outer block.
+            tracker.summary(before=result.accuracy_before, after=result.accuracy_after)
         if stop.signal and result.stopped_after is not None:
             end_stopped(run, tracker, trainer, stop.signal, f"{result.stopped_after}")
 

@@ -172,7 +172,7 @@ def run_supervised(
                 result = Restarts(job).attempts(partial(_run_attempt, compose=compose, head=head))
             if line := result.describe():
                 tracker.info(line)
-            tracker.summary(result)
+            tracker.summary(before=result.accuracy_before, after=result.accuracy_after)
         if stop.signal and result.last_step < last_step:
             end_stopped(run, tracker, trainer, stop.signal, f"{result.last_step} of {last_step}")
 

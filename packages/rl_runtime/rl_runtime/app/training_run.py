@@ -189,8 +189,9 @@ class TrainingRun:
             model = self.handle("actor")
             engine = replace(self.config.models[0].engine, optim=first.optim, router_replay="off")
             model.build(self.for_ranks(configured), engine, total_steps=first.steps)
-            log, examples = self.tracker.log_supervised, self.inputs.demonstrations
-            train_supervised(model, examples, first, seed=self.trainer.seed, on_step=log)
+            examples, log = self.inputs.demonstrations, self.tracker.log_supervised
+            for step, stats in train_supervised(model, examples, first, seed=self.trainer.seed):
+                log(step, {"loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.lr})
             model.export(str(folder), str(configured))
         self.files.add_model(folder)  # before the first checkpoint
         return self.for_ranks(folder)

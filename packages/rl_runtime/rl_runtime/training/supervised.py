@@ -1,6 +1,6 @@
 """Supervised fine-tuning with the same engine, packing and train batch as reinforcement learning."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -26,9 +26,9 @@ def train_supervised(
     config: SupervisedConfig,
     *,
     seed: int,
-    on_step: Callable[[int, StepStats], None],
-) -> None:
-    """Runs `config.steps` optimizer steps over shuffled epochs of the demonstrations: a warm start."""
+) -> Iterator[tuple[int, StepStats]]:
+    """Takes `config.steps` optimizer steps over shuffled epochs of the demonstrations, one for each that is drawn from
+    the iterator: a warm start."""
     # Not PromptSampler's order: published results of the demos begin with this warm start.
     rng = np.random.default_rng(seed)
     order = np.empty(0, dtype=np.int64)
@@ -36,7 +36,7 @@ def train_supervised(
         while len(order) < config.batch_size:
             order = np.concatenate([order, rng.permutation(len(demonstrations))])
         chosen, order = order[: config.batch_size], order[config.batch_size :]
-        on_step(step, supervised_step(model, [demonstrations[i] for i in chosen]))
+        yield step, supervised_step(model, [demonstrations[i] for i in chosen])
 
 
 def supervised_step(model: ModelHandle, batch: Sequence[Demonstration]) -> StepStats:

@@ -10,8 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from .field_docs import class_doc, field_doc
-from .schema import MISSING, Key, entries, nearest_paths, type_text
+from .schema import MISSING, Key, class_doc, entries, field_doc, nearest_paths, type_text
 from .trees import plain_tree
 
 _WIDTH = 110

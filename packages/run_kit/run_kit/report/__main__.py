@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from ..errors import ConfigError, ReportError, RunFolderError
+from ..errors import ConfigError, RunFolderError, TrackingError
 from .data import run_labels
 from .runs import write_comparison, write_report
 
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(write_report(folders[0], *outputs[-1:]))
         else:
             print(write_comparison(run_labels(folders), outputs[-1] if outputs else "comparison.html"))
-    except (ConfigError, ReportError) as error:
+    except (ConfigError, TrackingError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except (OSError, RunFolderError) as error:  # a folder that may not be read, a file that cannot be written

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ReportError, TrackingError
+from ..errors import TrackingError
 from ..tracking.metrics_table import MetricsTable
 from ..tracking.rollouts import read_rollouts
 from ..tracking.run_folder import RunFolder
@@ -33,24 +33,23 @@ def read_run(folder: Path | str) -> RunData:
     """Read a run folder; only `metrics.tsv` is required, since a running job may lack the rest.
 
     Raises:
-        ReportError: a missing folder, no metrics, or malformed files.
+        TrackingError: a missing folder, no metrics, or malformed files.
     """
-    try:
-        run = RunFolder.open(folder)
-        if not run.metrics_file.exists():
-            raise ReportError("it does not exist; a report needs at least one logged step", field=str(run.metrics_file))
-        rollouts = read_rollouts(run.rollouts_dir)
-        return RunData(
-            name=run.name,
-            table=MetricsTable(run.metrics_file),
-            supervised=MetricsTable(run.supervised_file) if run.supervised_file.exists() else None,
-            rollouts=[fitting(record) for record in spread(rollouts, MAX_ROLLOUTS)],
-            num_rollouts=len(rollouts),
-            config_text=_text(run.config_file),
-            log_text="\n".join(_text(run.log_file).splitlines()[-_MAX_LOG_LINES:]),
-        )
-    except TrackingError as error:
-        raise ReportError(error.problem, field=error.field, value=error.value, remedy=error.remedy) from None
+    run = RunFolder(folder)
+    if not run.path.is_dir():
+        raise TrackingError("no such run folder", field="run", value=str(folder), remedy="`plinth runs` lists them")
+    if not run.metrics_file.exists():
+        raise TrackingError("it does not exist; a report needs at least one logged step", field=str(run.metrics_file))
+    rollouts = read_rollouts(run.rollouts_dir)
+    return RunData(
+        name=run.name,
+        table=MetricsTable(run.metrics_file),
+        supervised=MetricsTable(run.supervised_file) if run.supervised_file.exists() else None,
+        rollouts=[fitting(record) for record in spread(rollouts, MAX_ROLLOUTS)],
+        num_rollouts=len(rollouts),
+        config_text=_text(run.config_file),
+        log_text="\n".join(_text(run.log_file).splitlines()[-_MAX_LOG_LINES:]),
+    )
 
 
 def _text(path: Path) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.differences import config_differences
-from ..errors import ReportError
+from ..errors import TrackingError
 from ..tracking.curves import Line, draw_stack, line_svg, lines_of, lines_of_runs, to_svg
 from ..tracking.metrics_table import MetricsTable, atomic_write, columns_of
 from ..tracking.panels import Panel, choose_panels, measured_columns, single_panels
@@ -23,7 +23,7 @@ def write_report(run_folder: Path | str, path: Path | str | None = None) -> Path
     rollout and trainer log-probs, sample rollouts (searchable), every metric, the configuration and the end of the log.
 
     Raises:
-        ReportError: a missing folder, no metrics, or malformed files.
+        TrackingError: a missing folder, no metrics, or malformed files.
     """
     data = read_run(run_folder)
     texts = {"config.yaml": data.config_text, "End of train.log": data.log_text}
@@ -45,10 +45,10 @@ def write_comparison(runs: Mapping[str, Path | str], path: Path | str, *, title:
         runs: label -> run folder, in the order of the page.
 
     Raises:
-        ReportError: fewer than two runs, a missing folder, no metrics, or malformed files.
+        TrackingError: fewer than two runs, a missing folder, no metrics, or malformed files.
     """
     if len(runs) < 2:
-        raise ReportError(field="runs", value=list(runs), allowed="two run folders or more")
+        raise TrackingError(field="runs", value=list(runs), allowed="two run folders or more")
     data = {label: read_run(folder) for label, folder in runs.items()}
     tables = [run.table for run in data.values()]
     each = MAX_ROLLOUTS // len(data)

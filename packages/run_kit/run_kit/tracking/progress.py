@@ -46,8 +46,8 @@ class Progress:
         throughput: float | None = None,
         step_s: float | None = None,
         extra: Mapping[str, float | str] | None = None,
-    ) -> str:
-        """Print the line of a finished step and return it.
+    ) -> None:
+        """Print the line of a finished step.
 
         Args:
             score: mean score of the step.
@@ -69,9 +69,7 @@ class Progress:
         parts.append(f"{wall_s if step_s is None else step_s:5.1f} s/step")
         parts += [f"{k} {v if isinstance(v, str) else format(v, '.3g')}" for k, v in (extra or {}).items()]
         parts.append(f"{duration_text(self.time_left_s):>6} left" if step < self.total_steps else "  done")
-        line = "  ".join(parts)
-        self.message(line)
-        return line
+        self.message("  ".join(parts))
 
     @property
     def time_left_s(self) -> float:

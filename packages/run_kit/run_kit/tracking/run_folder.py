@@ -85,17 +85,6 @@ class RunFolder:
             begun = max(begun, begun_s(parent / name) + 1)
         return cls(_make_new(parent, experiment, begun, 0o700 if private else 0o777))
 
-    @classmethod
-    def open(cls, path: str | Path) -> "RunFolder":
-        """An existing run folder, to resume or to read.
-
-        Raises:
-            TrackingError: there is no such folder.
-        """
-        if not Path(path).is_dir():
-            raise TrackingError("no such run folder", field="run", value=str(path), remedy="`plinth runs` lists them")
-        return cls(path)
-
     @property
     def name(self) -> str:
         """Name of the folder: experiment and time in UTC."""

@@ -41,15 +41,10 @@ def tail_mean(values: Sequence[float], count: int = 5) -> float:
     return math.fsum(tail) / len(tail) if tail else math.nan
 
 
-def first_mean(values: Sequence[float], count: int = 5) -> float:
-    """Mean of the first `count` finite values (of all, if fewer); nan if there is none."""
-    return tail_mean(_finite(values)[:count], count)
-
-
 def summarize(values: Sequence[float]) -> MetricSummary:
     """First and last means over five values, their difference, extremes and the last value."""
     finite = _finite(values)
-    first, last = first_mean(finite), tail_mean(finite)
+    first, last = tail_mean(finite[:5]), tail_mean(finite)
     return MetricSummary(
         num_values=len(values),
         first_mean=first,
