@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any, Literal, NoReturn, get_args
 
-from plinth_base.dtypes import Dtype, dtype_bytes
+from plinth_base.dtypes import DTYPE_BYTES, Dtype
 
 from .deepspeed_keys import (
     DEFAULTS,
@@ -496,7 +496,7 @@ class EngineConfig:
     @property
     def reduce_bucket_elements(self) -> int:
         """Elements of a gradient bucket."""
-        return self.zero.reduce_bucket_bytes // dtype_bytes(self.reduce_dtype)
+        return self.zero.reduce_bucket_bytes // DTYPE_BYTES[self.reduce_dtype]
 
     @property
     def reuse_elements(self) -> int:

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_type_hints
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from plinth_base.dtypes import dtype_bytes
+from plinth_base.dtypes import DTYPE_BYTES
 
 from .config import EngineConfig
 from .deepspeed_keys import HPZ, OWNED
@@ -146,7 +146,7 @@ def table(
 
     The arguments are what the other keys say.
     """
-    zero, element_bytes = "zero_optimization", dtype_bytes(reduce_dtype)
+    zero, element_bytes = "zero_optimization", DTYPE_BYTES[reduce_dtype]
 
     def section(prefix: str, keys: Mapping[str, Key]) -> dict[str, Key]:
         return {f"{prefix}.{key}": value for key, value in keys.items()}

@@ -1,6 +1,6 @@
 """Shared parts of the Plinth packages: errors with fields, the fence, dtypes, endpoints, model folders, adapters."""
 
-from .dtypes import DTYPE_BYTES, SAFETENSORS_DTYPES, Dtype, dtype_bytes
+from .dtypes import DTYPE_BYTES, SAFETENSORS_DTYPES, Dtype
 from .endpoint import Endpoint
 from .errors import PlinthError, prefix_fields
 from .model_folder import (
@@ -22,7 +22,6 @@ __all__ = [
     "PlinthError",
     "StoredTensor",
     "check_model_folder",
-    "dtype_bytes",
     "find_model_folder",
     "prefix_fields",
     "read_safetensors_header",

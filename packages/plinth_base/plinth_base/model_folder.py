@@ -107,9 +107,10 @@ def read_safetensors_header(file: Path) -> dict[str, StoredTensor]:
         offset, header = _read_header(file)
         tensors = {name: _stored(info, offset) for name, info in header.items() if name != "__metadata__"}
     except (OSError, LookupError, TypeError, AttributeError, RecursionError, ValueError) as error:
-        problem = "a Git LFS pointer" if isinstance(error, _LfsPointerError) else f"not a safetensors file: {error}"
-        remedy = "fetch it with `git lfs pull`" if isinstance(error, _LfsPointerError) else "copy it again"
-        raise ModelFolderError(problem, value=str(file), remedy=remedy) from error
+        if isinstance(error, ModelFolderError):
+            raise
+        problem = f"not a safetensors file: {error}"
+        raise ModelFolderError(problem, value=str(file), remedy="copy it again") from error
     num_bytes, end = file.stat().st_size, max((each.start + each.num_bytes for each in tensors.values()), default=0)
     if end > num_bytes:
         raise ModelFolderError(f"has {num_bytes:,} of its {end:,} bytes", value=str(file), remedy="copy it again")
@@ -121,16 +122,12 @@ def _read_header(file: Path) -> tuple[int, dict[str, Any]]:
     with file.open("rb") as stream:
         head = stream.read(8)
         if head == b"version ":
-            raise _LfsPointerError
+            raise ModelFolderError("a Git LFS pointer", value=str(file), remedy="fetch it with `git lfs pull`")
         size = int.from_bytes(head, "little")
         if not 0 < size <= file.stat().st_size - 8:
             raise ValueError("its header is cut off")
         header: dict[str, Any] = json.loads(stream.read(size))
         return 8 + size, header
-
-
-class _LfsPointerError(ValueError):
-    """The file is the text that Git keeps in place of a large file."""
 
 
 def _stored(info: dict[str, Any], offset: int) -> StoredTensor:

@@ -45,6 +45,32 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
     prctl(_PR_SET_PDEATHSIG, number)
 
 
+def end_with(parent: int) -> None:
+    """Makes the kernel kill this process when its parent, `parent`, ends, which may have happened. Raises OSError."""
+    die_with_parent()
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def end_forks_with_parent() -> None:
+    """Makes every process that this one and its forks fork end with its parent.
+
+    Forks of other threads than the main one are left alone: to the kernel, a parent ends with the forking thread.
+    """
+    import threading  # the sandbox loads this module for each program
+
+    forking: list[int] = []
+
+    def before() -> None:
+        forking[:] = [os.getpid()] if threading.current_thread() is threading.main_thread() else []
+
+    def in_child() -> None:
+        if forking:
+            end_with(forking[0])
+
+    os.register_at_fork(before=before, after_in_child=in_child)
+
+
 def adopt_orphans() -> None:
     """Makes this process the parent of those below it whose parent ends. Raises OSError."""
     prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -92,18 +92,6 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def end_forks_with_parent() -> None:
-    """Makes every process that this one and its forks fork end with its parent, as vLLM's engine core does not."""
-    forking: list[int] = []
-
-    def in_child() -> None:
-        die_with_parent()
-        if os.getppid() != forking[0]:  # it has ended before
-            os._exit(1)
-
-    os.register_at_fork(before=lambda: forking.__setitem__(slice(None), [os.getpid()]), after_in_child=in_child)
-
-
 def start_process(
     command: Sequence[str], log: Path | IO[bytes], env: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:

@@ -14,7 +14,7 @@ import runpy
 import signal
 import sys
 
-from plinth_testing.processes import die_with_parent, end_forks_with_parent
+from plinth_base.namespaces import die_with_parent, end_forks_with_parent
 
 
 def serve(arguments: list[str]) -> None:

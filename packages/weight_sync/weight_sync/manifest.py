@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from plinth_base.dtypes import DTYPE_BYTES, dtype_bytes
+from plinth_base.dtypes import DTYPE_BYTES
 
 from .errors import WeightManifestError
 
@@ -35,12 +35,12 @@ class TensorEntry:
     @property
     def num_bytes(self) -> int:
         """Bytes of the tensor, without padding."""
-        return prod(self.shape) * dtype_bytes(self.dtype)
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     @property
     def padded_bytes(self) -> int:
         """Bytes of the tensor with padding, before alignment."""
-        return (prod(self.shape) + self.padding) * dtype_bytes(self.dtype)
+        return (prod(self.shape) + self.padding) * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)

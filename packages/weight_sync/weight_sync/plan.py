@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from plinth_base.dtypes import dtype_bytes
+from plinth_base.dtypes import DTYPE_BYTES
 
 from .errors import WeightManifestError
 from .manifest import TensorEntry, WeightManifest
@@ -141,7 +141,7 @@ def _check(buckets: Sequence[Bucket]) -> None:
         for slot in bucket.slots:
             entry = TensorEntry(name=slot.name, shape=slot.shape, dtype=slot.dtype)
             entries.append(entry)
-            if slot.offset < end or slot.offset % dtype_bytes(slot.dtype) or entry.num_bytes != slot.nbytes:
+            if slot.offset < end or slot.offset % DTYPE_BYTES[slot.dtype] or entry.num_bytes != slot.nbytes:
                 problem = f"offset {slot.offset} or size {slot.nbytes} does not fit its shape"
                 raise WeightManifestError(problem, field=slot.name)
             end = slot.offset + slot.reserved_bytes

@@ -44,7 +44,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from plinth_base.dtypes import dtype_bytes
+from plinth_base.dtypes import DTYPE_BYTES
 
 from ..config import EngineConfig, OffloadDevice, check_heads
 from ..errors import EngineConfigError
@@ -138,12 +138,12 @@ class _Case:
     @property
     def e(self) -> int:
         """Bytes per element of the model's dtype."""
-        return dtype_bytes(self.config.model_dtype)
+        return DTYPE_BYTES[self.config.model_dtype]
 
     @property
     def accum_bytes(self) -> int:
         """Bytes per element of the gradient accumulator."""
-        return dtype_bytes(self.config.grad_accum_dtype)
+        return DTYPE_BYTES[self.config.grad_accum_dtype]
 
     @property
     def bucket(self) -> int:
@@ -234,7 +234,7 @@ def estimate_memory(
     if _uses_nf4(config) and shape.is_exact:
         layers = {w.name for w in shape.linear_layers()}
         matrices = {w.name for w in shape.counted if w.layer in layers}
-        e = dtype_bytes(config.model_dtype)  # NF4 weights are flat tensors of the model's dtype
+        e = DTYPE_BYTES[config.model_dtype]  # NF4 weights are flat tensors of the model's dtype
         frozen = [replace(w, shape=(nf4_bytes(w.size) // e,)) if w.name in matrices else w for w in frozen]
     path_rows = path_rows_per_token if config.keeps_paths else 0.0
     ranks = dp * config.sequence_parallel

@@ -8,11 +8,10 @@ import gc
 import json
 import os
 import sys
-import threading
 import time
 from uuid import uuid4
 
-from plinth_base.namespaces import die_with_parent
+from plinth_base.namespaces import end_forks_with_parent, end_with
 from rollout_vllm.servers import patch, policy_versions
 
 
@@ -97,33 +96,6 @@ def speed_up_engine_core() -> None:
         from rollout_vllm.servers.fast import attention  # with kernels of Triton
 
         attention.attend_together(patch.ATTENTION.replace)
-
-
-def end_with(parent: int) -> None:
-    """Make the kernel kill this process when its parent process, `parent`, ends.
-
-    The supervisor ends engine core and workers; if it is killed itself, only the front end dies with it.
-    """
-    die_with_parent()
-    if os.getppid() != parent:  # it has ended before
-        os._exit(1)
-
-
-def end_forks_with_parent() -> None:
-    """Make every process that this one and its forks fork end with its parent.
-
-    Forks of other threads than the main one are left alone: to the kernel, a parent ends with the forking thread.
-    """
-    forking: list[int] = []
-
-    def before() -> None:
-        forking[:] = [os.getpid()] if threading.current_thread() is threading.main_thread() else []
-
-    def in_child() -> None:
-        if forking:
-            end_with(forking[0])
-
-    os.register_at_fork(before=before, after_in_child=in_child)
 
 
 def take_over() -> None:
