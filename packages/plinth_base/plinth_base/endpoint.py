@@ -21,6 +21,24 @@ class Endpoint:
     """Name of the server's model; with None a client asks the server at first use."""
 
 
+def message_of(body: str) -> str:
+    """The message in the JSON of an error, as vLLM and FastAPI write it; another text as it is."""
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        return body
+    while isinstance(value, dict) and (key := next(filter(value.get, ("error", "detail", "message")), None)):
+        value = value[key]
+    return str(value)
+
+
+def error_message(status: int, body: str | bytes) -> str:
+    """One line that describes an HTTP error: the server's own message if there is one, at most 300 characters."""
+    text = body if isinstance(body, str) else body.decode("utf-8", "replace")
+    line = " ".join(message_of(text).split())
+    return f"HTTP {status}: {line[:300]}" if line else f"HTTP {status}"
+
+
 def call(
     endpoint: Endpoint, method: str, path: str, body: object | None = None, *, timeout_s: float | None = 30.0
 ) -> tuple[int, str]:

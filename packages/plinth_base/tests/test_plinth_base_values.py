@@ -18,6 +18,7 @@ from plinth_base import (
     weight_files,
 )
 from plinth_base.adapters import lora_scale, missing_settings, peft_name
+from plinth_base.endpoint import error_message
 from plinth_base.model_folder import TOKENIZER_FILES
 
 
@@ -149,3 +150,19 @@ def test_the_scale_follows_the_pattern_of_the_layer() -> None:
     assert lora_scale(settings, "layers.0.kq_proj", 4) == 2.0
     assert lora_scale(settings | {"use_rslora": True}, "layers.0.k_proj", 4) == 4.0
     assert missing_settings(settings) == ["target_modules"]
+
+
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        ('{"error": {"message": "too\\n long"}}', "HTTP 400: too long"),
+        ('{"detail": "Not Found"}', "HTTP 400: Not Found"),
+        ('{"object": "error", "message": "no"}', "HTTP 400: no"),
+        ('[{"msg": 1}]', "HTTP 400: [{'msg': 1}]"),
+        (b"<html>bad gateway\xff</html>", "HTTP 400: <html>bad gateway\ufffd</html>"),
+        ("[" * 100_000, "HTTP 400: " + "[" * 300),
+        ("", "HTTP 400"),
+    ],
+)
+def test_an_http_error_is_one_line_with_the_servers_message(body: str | bytes, line: str) -> None:
+    assert error_message(400, body) == line

@@ -17,7 +17,7 @@ from rollout_vllm import Sample
 from rollout_vllm.client.dispatch import Dispatcher
 from rollout_vllm.client.group_run import extend
 from rollout_vllm.client.metrics import combine, server_metrics
-from rollout_vllm.client.protocol import Choice, MalformedAnswerError, completion_body, error_message, parse_completion
+from rollout_vllm.client.protocol import Choice, MalformedAnswerError, completion_body, parse_completion
 from rollout_vllm.client.retry import backoff_s, classify_status
 from rollout_vllm.config import SamplingConfig
 from rollout_vllm.samples import pack_routes
@@ -194,12 +194,6 @@ def test_a_request_has_numbers_where_the_configuration_has_none() -> None:
     body = completion_body([1], SamplingConfig(), model=None, seed=None)
     assert (body["n"], body["max_tokens"]) == (8, 256)
     assert None not in body.values()
-
-
-def test_error_message() -> None:
-    assert error_message(400, '{"error": {"message": "too\\n long"}}') == "HTTP 400: too long"
-    assert error_message(502, "<html>bad gateway</html>") == "HTTP 502: <html>bad gateway</html>"
-    assert error_message(500, "") == "HTTP 500"
 
 
 @pytest.mark.parametrize(

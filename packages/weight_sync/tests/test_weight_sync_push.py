@@ -27,8 +27,8 @@ from weight_sync.errors import ChannelError
 from weight_sync.push import server
 from weight_sync.push.server import ServerControl
 from weight_sync.push.session import Link, PushSession, Timings, _BucketFiller
-from weight_sync.transports.group import SenderGroup
 from weight_sync.transports.nccl import NcclSender
+from weight_sync.transports.select import SenderGroup
 from weight_sync.vllm_plugin.adapters import _weights_mapper
 
 

@@ -19,6 +19,7 @@ nowhere, and delays no other, unless its peer is a process of this user or of ro
 most 64 KiB and within 2 s, holds the pusher's token.
 """
 
+import asyncio
 import contextlib
 import errno
 import json
@@ -26,13 +27,11 @@ import os
 import queue
 import secrets
 import select
-import selectors
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 from .errors import ChannelError
@@ -151,33 +150,6 @@ class Channel:
         return b"".join(parts)
 
 
-@dataclass
-class _Stranger:
-    """A connection that has not sent its hello yet."""
-
-    sock: socket.socket
-    deadline: float
-    received: bytearray = field(default_factory=bytearray)
-
-    def hello(self) -> Message | None:
-        """Read what has arrived; the hello once it is complete. Raises ChannelError for anything else."""
-        try:
-            data = self.sock.recv(MAX_HELLO_BYTES)
-        except BlockingIOError:
-            return None
-        except OSError as error:
-            raise ChannelError(f"cannot receive: {_reason(error)}") from error
-        if not data:
-            raise ChannelError("the other side closed the connection")
-        self.received += data
-        if len(self.received) < _HEADER.size:
-            return None
-        size = _HEADER.unpack_from(self.received)[0]
-        if size > MAX_HELLO_BYTES or len(self.received) > _HEADER.size + size:
-            raise ChannelError(f"a hello of {size} bytes exceeds the limit, or is followed by more")
-        return _decode(self.received[_HEADER.size :]) if len(self.received) == _HEADER.size + size else None
-
-
 class Listener:
     """The pusher's listening sockets: an abstract Unix socket for this host and, when ``host`` is given, TCP.
 
@@ -198,7 +170,6 @@ class Listener:
             self.address = f"tcp:{self._socks[1].getsockname()[1]}:{host}"
         for sock in self._socks:
             sock.listen(128)
-            sock.setblocking(False)
         self._known: queue.SimpleQueue[tuple[socket.socket, Message]] = queue.SimpleQueue()
         self._wake, self._woken = socket.socketpair()
         self._failure: Exception | None = None
@@ -227,61 +198,57 @@ class Listener:
                 self._known.get_nowait()[0].close()
 
     def _run(self) -> None:
-        try:
-            self._serve()
-        except Exception as error:
-            self._failure = error
-
-    def _serve(self) -> None:
-        strangers: dict[socket.socket, _Stranger] = {}
-        with contextlib.ExitStack() as open_socks, selectors.DefaultSelector() as selector:
+        with contextlib.ExitStack() as open_socks:
             for sock in (*self._socks, self._woken):
-                selector.register(open_socks.enter_context(sock), selectors.EVENT_READ)
+                open_socks.enter_context(sock)
+                sock.setblocking(False)
+            try:
+                asyncio.run(self._serve())
+            except Exception as error:
+                self._failure = error
 
-            def forget(sock: socket.socket, hello: Message | None = None) -> None:
-                selector.unregister(sock)
-                del strangers[sock]
-                if hello is not None and self._is_right(hello.get("token")):
-                    self._known.put((sock, hello))
-                else:
-                    sock.close()
+    async def _serve(self) -> None:
+        """Until `close`, or until a socket cannot be served; the loop then cancels what is left."""
+        strangers: dict[asyncio.Task[None], None] = {}
+        served = [self._accept(sock, strangers) for sock in self._socks]
+        woken = asyncio.get_running_loop().sock_recv(self._woken, 1)
+        done, _ = await asyncio.wait(map(asyncio.ensure_future, (*served, woken)), return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
 
-            while True:
-                oldest = next(iter(strangers.values()), None)
-                wait_s = None if oldest is None else max(0.0, oldest.deadline - time.monotonic())
-                ready = {key.fileobj for key, _ in selector.select(wait_s)}
-                if self._woken in ready:
-                    break
-                for sock, stranger in list(strangers.items()):
-                    try:
-                        hello = stranger.hello() if sock in ready else None
-                    except ChannelError:
-                        forget(sock)
-                        continue
-                    if hello is not None or time.monotonic() > stranger.deadline:
-                        forget(sock, hello)
-                for sock in (sock for listener in self._socks if listener in ready for sock in self._accept(listener)):
-                    if len(strangers) == _MAX_STRANGERS:  # a worker sends its hello at once: the oldest is none
-                        forget(next(iter(strangers)))
-                    strangers[sock] = _Stranger(sock, time.monotonic() + HELLO_WAIT_S)
-                    selector.register(sock, selectors.EVENT_READ)
-        for sock in strangers:
-            sock.close()
-
-    @staticmethod
-    def _accept(listener: socket.socket) -> Iterator[socket.socket]:
-        """All connections that wait at a listening socket, from processes of this user."""
+    async def _accept(self, listener: socket.socket, strangers: dict[asyncio.Task[None], None]) -> None:
+        """Greets each connection of a process of this user in a task of its own."""
+        loop = asyncio.get_running_loop()
         while True:
             try:
-                sock, _ = listener.accept()
-            except BlockingIOError:
-                return
+                sock, _ = await loop.sock_accept(listener)
             except OSError:  # its peer has gone, or no descriptor is left
-                time.sleep(0.01)
-                return
-            sock.setblocking(False)
-            if _is_trusted(sock):
-                yield sock
+                await asyncio.sleep(0.01)
+                continue
+            if not _is_trusted(sock):
+                sock.close()
+                continue
+            if len(strangers) == _MAX_STRANGERS:  # a worker sends its hello at once: the oldest is none
+                oldest = next(iter(strangers))
+                oldest.cancel()
+                del strangers[oldest]
+            task = loop.create_task(self._greet(sock))
+            strangers[task] = None
+            task.add_done_callback(lambda done: strangers.pop(done, None))
+            await asyncio.sleep(0)  # an accept that need not wait lets no other task run
+
+    async def _greet(self, sock: socket.socket) -> None:
+        hello: Message = {}
+        try:
+            async with asyncio.timeout(HELLO_WAIT_S):
+                size = _HEADER.unpack(await _read_async(sock, _HEADER.size))[0]
+                if size <= MAX_HELLO_BYTES:
+                    hello = _decode(await _read_async(sock, size))
+        except (ChannelError, OSError):
+            pass
+        finally:
+            if self._is_right(hello.get("token")):
+                self._known.put((sock, hello))
             else:
                 sock.close()
 
@@ -320,6 +287,16 @@ def _is_trusted(sock: socket.socket) -> bool:
         return True
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return struct.unpack("3i", credentials)[1] in (os.getuid(), 0)
+
+
+async def _read_async(sock: socket.socket, size: int) -> bytearray:
+    received = bytearray()
+    while len(received) < size:
+        data = await asyncio.get_running_loop().sock_recv(sock, size - len(received))
+        if not data:
+            raise ChannelError("the other side closed the connection")
+        received += data
+    return received
 
 
 def _decode(body: bytes | bytearray) -> Message:

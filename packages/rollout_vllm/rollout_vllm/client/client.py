@@ -10,6 +10,7 @@ from functools import partial
 import aiohttp
 
 from plinth_base import Endpoint
+from plinth_base.endpoint import error_message
 
 from ..config import RolloutConfig, SamplingConfig, require
 from ..errors import ControlError, UnlabeledTokensError
@@ -17,7 +18,6 @@ from ..samples import Group, Request
 from .balanced import BalancedClient
 from .group_run import GroupRun
 from .metrics import ClientCounters, combine, server_metrics
-from .protocol import error_message
 from .transport import call_back, cancel, first_complete, gather_or_cancel
 
 OnGroup = Callable[[Group], Awaitable[None] | None]
@@ -271,7 +271,7 @@ class RolloutClient(BalancedClient):
             return f"{type(error).__name__}: {error}"
         if status in (404, 405):
             return _UNLABELED
-        return error_message(status, raw.decode("utf-8", "replace"))
+        return error_message(status, raw)
 
     def set_model(self, model: str | None) -> None:
         """Request this model name from now on, e.g. a LoRA adapter's; None: the model of each endpoint."""

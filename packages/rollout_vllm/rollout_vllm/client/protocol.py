@@ -10,7 +10,6 @@ experts], of all tokens of prompt and response but the last one.
 """
 
 import base64
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -179,16 +178,3 @@ def _parse_routes(raw: Any, index: int, num_rows: int) -> RouteArray:
         problem = f"{routes.dtype} {list(routes.shape)}, not unsigned [{num_rows}, layers, experts]"
         raise MalformedAnswerError(f"choice {index}: routed_experts are {problem}")
     return routes
-
-
-def error_message(status: int, body: str) -> str:
-    """One line that describes an HTTP error: the server's own message if there is one, at most 300 characters."""
-    text = body
-    try:
-        parsed = json.loads(body)
-        error = parsed.get("error", parsed) if isinstance(parsed, Mapping) else parsed
-        text = str(error.get("message", error)) if isinstance(error, Mapping) else str(error)
-    except ValueError:
-        pass
-    line = " ".join(text.split())
-    return f"HTTP {status}: {line[:300]}" if line else f"HTTP {status}"

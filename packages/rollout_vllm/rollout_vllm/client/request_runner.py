@@ -14,12 +14,14 @@ from typing import Any, Protocol, TypeVar
 
 import aiohttp
 
+from plinth_base.endpoint import error_message
+
 from ..config import RolloutConfig, SamplingConfig
 from ..errors import ControlError
 from ..samples import Request
 from .dispatch import Dispatcher
 from .metrics import ClientCounters
-from .protocol import Choice, MalformedAnswerError, completion_body, engine_request_id, error_message, parse_completion
+from .protocol import Choice, MalformedAnswerError, completion_body, engine_request_id, parse_completion
 from .retry import ABORTED, CONNECTION_LOST, MALFORMED, TIMED_OUT, RetryDecision, backoff_s, classify_status
 from .transport import Transport
 
@@ -218,7 +220,7 @@ class RequestRunner:
         except (MalformedAnswerError, aiohttp.ClientResponseError) as error:
             return RequestFailure(MALFORMED, f"malformed answer: {error}")
         if status != 200:
-            message = error_message(status, raw.decode("utf-8", "replace"))
+            message = error_message(status, raw)
             return RequestFailure(classify_status(status, message), message, _seconds(headers.get("Retry-After")))
         try:
             answer = read(json.loads(raw))

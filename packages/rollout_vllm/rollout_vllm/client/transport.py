@@ -12,9 +12,10 @@ from typing import Any, Self, TypeVar
 import aiohttp
 
 from plinth_base import Endpoint
+from plinth_base.endpoint import error_message
 
 from ..config import RolloutConfig
-from .protocol import MalformedAnswerError, error_message
+from .protocol import MalformedAnswerError
 
 T = TypeVar("T")
 

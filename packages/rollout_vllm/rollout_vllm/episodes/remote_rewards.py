@@ -20,8 +20,9 @@ from typing import Any
 import aiohttp
 
 from plinth_base import Endpoint
+from plinth_base.endpoint import error_message
 
-from ..client.protocol import MalformedAnswerError, error_message
+from ..client.protocol import MalformedAnswerError
 from ..client.retry import backoff_s, classify_status
 from ..client.transport import HttpClient
 from ..config import RolloutConfig, require
@@ -96,7 +97,7 @@ class RemoteReward(HttpClient):
             else:
                 if status == 200:
                     return self._read_answer(raw, args if self._reads_request else ())
-                message = error_message(status, raw.decode("utf-8", "replace"))
+                message = error_message(status, raw)
                 outcome, again = RewardOutcome(None, "exception", message), classify_status(status, message).retry
             if not again or attempt > self._max_retries:
                 return outcome

@@ -10,7 +10,7 @@ from typing import Literal
 from urllib.parse import quote
 
 from plinth_base import Endpoint
-from plinth_base.endpoint import NO_ANSWER, call
+from plinth_base.endpoint import NO_ANSWER, call, error_message
 
 from ..errors import ControlError
 
@@ -34,7 +34,7 @@ def _post(endpoint: Endpoint, path: str, timeout_s: float) -> str | None:
         return f"{type(error).__name__}: {error}"
     if status == 404:
         return "HTTP 404: the server does not have this route; start it with sleep_mode=True, or profile_dir"
-    return None if status == 200 else f"HTTP {status}: {' '.join(text.split())[:300]}"
+    return None if status == 200 else error_message(status, text)
 
 
 def sleep(endpoints: Sequence[Endpoint], *, level: Literal[1, 2] = 1, timeout_s: float = 120.0) -> None:

@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 from plinth_base import Endpoint
-from plinth_base.endpoint import NO_ANSWER, call
+from plinth_base.endpoint import NO_ANSWER, call, error_message
 
 from ..config import RolloutConfig
 from ..errors import RequestTooLongError, RolloutConfigError, ServerStartError
@@ -45,7 +45,7 @@ def try_generation(endpoint: Endpoint, *, timeout_s: float) -> str | None:
         status, text = call(endpoint, "POST", "/v1/completions", body, timeout_s=timeout_s)
     except NO_ANSWER as error:
         return f"{type(error).__name__}: {error}"
-    return None if status == 200 else f"HTTP {status}: {text[:200]}"
+    return None if status == 200 else error_message(status, text)
 
 
 def wait_for_existing(index: int, endpoint: Endpoint, deadline: float) -> None:
@@ -109,7 +109,7 @@ def _request(endpoint: Endpoint, method: str, path: str, body: Any = None, *, mi
     except (ValueError, RecursionError):
         answer = None
     if status != 200 or not isinstance(answer, dict):
-        raise _unusable(endpoint, f"it answers {path} with HTTP {status}: {text[:200]}")
+        raise _unusable(endpoint, f"it answers {path} with {error_message(status, text)}")
     return answer
 
 

@@ -5,7 +5,7 @@ import shlex
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
-from plinth_base.endpoint import NO_ANSWER, call
+from plinth_base.endpoint import NO_ANSWER, call, message_of
 from plinth_base.endpoint import Endpoint as Endpoint
 
 from ..config import BACKEND
@@ -178,14 +178,4 @@ def _explain(status: int, text: str) -> str:
         )
     if status in (401, 403):
         return "rejected: check the API key"
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError):
-        return text.strip()[:2000]
-    for key in ("error", "detail", "message"):
-        value = data.get(key) if isinstance(data, dict) else None
-        if isinstance(value, dict):
-            value = value.get("message")
-        if value:
-            return str(value)[:2000]
-    return text.strip()[:2000]
+    return message_of(text).strip()[:2000]

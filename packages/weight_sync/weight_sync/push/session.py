@@ -24,9 +24,8 @@ from ..errors import ChannelError, ReceiverError, ServerError, SyncConfigError, 
 from ..plan import NUM_BUFFERS, Bucket, BucketPlan
 from ..sources.base import TensorSource
 from ..tensors import checksum, synchronize
-from ..transports.group import SenderGroup
 from ..transports.routes import local_address
-from ..transports.select import make_senders, transport_kind
+from ..transports.select import SenderGroup, make_senders, transport_kind
 from .server import ServerControl
 
 #: Longest wait, in seconds, for a server to end a failed update.
