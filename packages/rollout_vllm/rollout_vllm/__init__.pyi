@@ -26,12 +26,8 @@ from .episodes.remote_rewards import scalar_reward as scalar_reward
 from .episodes.rewards import RewardOutcome as RewardOutcome
 from .episodes.rewards import RewardPool as RewardPool
 from .episodes.tools import ToolEnvironment as ToolEnvironment
-from .errors import ApiKeyError as ApiKeyError
 from .errors import ControlError as ControlError
-from .errors import KVCacheTooSmallError as KVCacheTooSmallError
 from .errors import ModelFolderError as ModelFolderError
-from .errors import NoServerError as NoServerError
-from .errors import PortInUseError as PortInUseError
 from .errors import RequestTooLongError as RequestTooLongError
 from .errors import RolloutConfigError as RolloutConfigError
 from .errors import RolloutError as RolloutError

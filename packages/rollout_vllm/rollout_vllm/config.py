@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from plinth_base import Endpoint as Endpoint
 
-from .errors import ApiKeyError, RequestTooLongError, RolloutConfigError
+from .errors import RequestTooLongError, RolloutConfigError
 
 
 def require(ok: bool, field: str, value: Any, allowed: str) -> None:
@@ -183,7 +183,7 @@ class RolloutConfig:
         return self.speculative != "none" or not {"--speculative-config", "-sc"}.isdisjoint(given)
 
     def read_api_key(self) -> str | None:
-        """The token, from the file if one is given. Raises ApiKeyError if the file cannot be read."""
+        """The token, from the file if one is given. Raises RolloutConfigError if the file cannot be read."""
         return read_api_key(self.api_key, self.api_key_file)
 
 
@@ -191,16 +191,16 @@ def read_api_key(api_key: str | None, file: str | None) -> str | None:
     """A secret that is given as such, or as the name of a file that holds it.
 
     Raises:
-        ApiKeyError: the file cannot be read or is empty.
+        RolloutConfigError: the file cannot be read or is empty.
     """
     if file is None:
         return api_key
     try:
         text = Path(file).expanduser().read_text(encoding="utf-8").strip()
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: ~nobody
-        raise ApiKeyError(f"the file cannot be read: {error}", field="api_key_file", value=file) from None
+        raise RolloutConfigError(f"the file cannot be read: {error}", field="api_key_file", value=file) from None
     if not text:
-        raise ApiKeyError("the file is empty", field="api_key_file", value=file, allowed="a file with the key")
+        raise RolloutConfigError("the file is empty", field="api_key_file", value=file, allowed="a file with the key")
     return text
 
 

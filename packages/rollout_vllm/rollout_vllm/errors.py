@@ -4,17 +4,13 @@ PlinthError
 ├── ModelFolderError (also ValueError)         the model path is not a usable Hugging Face folder
 └── RolloutError
     ├── RolloutConfigError (also ValueError)   an error in the user's configuration, found before any process starts
-    │   ├── ApiKeyError                        the file with the API key cannot be read
-    │   ├── PortInUseError                     another process listens on the configured port
-    │   ├── KVCacheTooSmallError               the KV cache cannot hold one sequence of max_model_len tokens
     │   └── RequestTooLongError                prompt + max_tokens exceed max_model_len
     ├── ServerStartError                       a server did not start; holds the reason and the path of the log
     │   └── ServerLostError                    it cannot start again, because its host is gone
     ├── ServerDiedError                        a running server exited
     ├── ScoringError                           a server did not score given tokens
-    ├── ControlError                           a control route (abort, sleep, wake, LoRA) failed
-    │   └── UnlabeledTokensError               a server does not note the policy version of tokens
-    └── NoServerError                          the client was created without endpoints
+    └── ControlError                           a control route (abort, sleep, wake, LoRA) failed
+        └── UnlabeledTokensError               a server does not note the policy version of tokens
 
 A sample that fails is data (`Failure`), not an exception; see samples.py.
 """
@@ -32,18 +28,6 @@ class RolloutError(PlinthError):
 
 class RolloutConfigError(RolloutError, ValueError):
     """Invalid configuration or input. `field` is a field of `RolloutConfig` or `SamplingConfig`, or an argument."""
-
-
-class ApiKeyError(RolloutConfigError):
-    """The file with the API key cannot be read."""
-
-
-class PortInUseError(RolloutConfigError):
-    """The configured port is in use."""
-
-
-class KVCacheTooSmallError(RolloutConfigError):
-    """The KV cache cannot hold one sequence of max_model_len tokens, or memory cannot hold the KV cache."""
 
 
 class RequestTooLongError(RolloutConfigError):
@@ -96,7 +80,3 @@ class UnlabeledTokensError(ControlError):
 
 class ScoringError(RolloutError):
     """A server did not return log-probs of given tokens, after all retries."""
-
-
-class NoServerError(RolloutError):
-    """The client was created without endpoints."""

@@ -126,7 +126,7 @@ class ScoringConfig(RewardConfig):
         check_seconds(self, "timeout_s", "start_timeout_s")
 
     def read_api_key(self) -> str | None:
-        """The bearer token, from the file if one is given. Raises rollout_vllm.ApiKeyError if it cannot be read."""
+        """The bearer token, from the file if one is given. Raises RolloutConfigError if it cannot be read."""
         return read_api_key(self.api_key, self.api_key_file)
 
     @property

@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 
 from plinth_base import Endpoint
 
-from ..config import RolloutConfig
-from ..errors import NoServerError
+from ..config import RolloutConfig, require
 from .dispatch import Dispatcher
 from .request_runner import RequestRunner
 from .transport import HttpClient
@@ -15,8 +14,7 @@ class BalancedClient(HttpClient):
     """Base class of the clients whose servers a `ServerWatch` can restart."""
 
     def __init__(self, endpoints: Sequence[Endpoint], config: RolloutConfig, *, thread_name: str) -> None:
-        if not endpoints:
-            raise NoServerError("no endpoints: launch a ServerGroup or give urls")
+        require(bool(endpoints), "endpoints", endpoints, "at least one: launch a ServerGroup or give urls")
         super().__init__(endpoints, config, thread_name=thread_name)
         self.endpoints, self.config = tuple(endpoints), config
         self._urls = [endpoint.url for endpoint in self.endpoints]

@@ -83,7 +83,7 @@ def build_server(
     env: Mapping[str, str] | None = None,
     gpu_ids: Sequence[int | str] | None = None,
 ) -> ServerProcess:
-    """Server `index` of a group on this host, with a reserved port, not started yet. Raises PortInUseError."""
+    """Server `index` of a group on this host, with a reserved port, not started yet. Raises RolloutConfigError."""
     held = reserve_port(config.host, None if config.port is None else config.port + index)
     port = held.getsockname()[1]
     num_cores = len(os.sched_getaffinity(0))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from ..config import RolloutConfig
-from ..errors import KVCacheTooSmallError
+from ..errors import RolloutConfigError
 from .device import Device
 
 DEFAULT_CPU_KV_CACHE_GIB = 1.0
@@ -115,7 +115,7 @@ def _is_count(value: Any) -> TypeGuard[int]:
 
 
 def check_kv_cache(config: RolloutConfig, model_config: Mapping[str, Any] | None, device: Device) -> None:
-    """Check that one sequence of max_model_len tokens fits. Raises KVCacheTooSmallError with sizes that suffice."""
+    """Check that one sequence of max_model_len tokens fits. Raises RolloutConfigError with sizes that suffice."""
     budget = kv_cache_bytes_of(config, device)
     if budget is None or model_config is None:
         return
@@ -129,7 +129,7 @@ def check_kv_cache(config: RolloutConfig, model_config: Mapping[str, Any] | None
     if needed > budget:
         fits = max(0, budget // (block * per_token) - 1) * block
         suffices = float(f"{needed / 2**30 * 1.05 + 0.0005:.3f}")
-        raise KVCacheTooSmallError(
+        raise RolloutConfigError(
             f"holds {fits} tokens, less than one sequence of max_model_len={max_len}",
             field="kv_cache_gib",
             value=float(f"{budget / 2**30:.4g}"),
@@ -148,12 +148,12 @@ def available_memory_bytes(meminfo: str) -> int | None:
 
 
 def check_memory(config: RolloutConfig, device: Device, available_bytes: int | None) -> None:
-    """Check that the KV caches of CPU servers fit into free memory. Raises KVCacheTooSmallError."""
+    """Check that the KV caches of CPU servers fit into free memory. Raises RolloutConfigError."""
     budget = kv_cache_bytes_of(config, device)
     if device != "cpu" or budget is None or available_bytes is None:
         return
     if budget * config.server_count > available_bytes:
-        raise KVCacheTooSmallError(
+        raise RolloutConfigError(
             f"{config.server_count} server(s) need more than the {available_bytes / 2**30:.1f} GiB of free memory",
             field="kv_cache_gib",
             value=float(f"{budget / 2**30:.4g}"),

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from plinth_base import Endpoint
 
-from ..errors import PortInUseError, RolloutConfigError, ServerStartError
+from ..errors import RolloutConfigError, ServerStartError
 from ._supervise import OWNER, started
 from .command import describe_environment
 from .diagnose import diagnose, engine_core_failed
@@ -196,12 +196,12 @@ class ServerProcess:
 
 
 def reserve_port(host: str, port: int | None) -> socket.socket:
-    """Reserve a port (None: a free one) with a socket that is bound but does not listen. Raises PortInUseError.
+    """Reserve a port (None: a free one) with a socket that is bound but does not listen.
 
     The kernel never assigns a bound port to a process that requests any free port, and vLLM can still bind it: on Linux
     two sockets with SO_REUSEADDR share an address while neither listens. Keep the socket until the server has stopped.
 
-    Raises RolloutConfigError for a host that is no address of this machine.
+    Raises RolloutConfigError for a port in use (`field` port) and a host that is no address of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -217,7 +217,7 @@ def reserve_port(host: str, port: int | None) -> socket.socket:
         if isinstance(error, (socket.gaierror, UnicodeError)) or error.errno == errno.EADDRNOTAVAIL:
             allowed = "the address of a network interface of this machine"
             raise RolloutConfigError(str(error), field="host", value=host, allowed=allowed) from None
-        raise PortInUseError(
+        raise RolloutConfigError(
             f"{error.strerror or error} (on {host})",
             field="port",
             value=port,
