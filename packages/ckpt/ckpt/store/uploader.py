@@ -12,8 +12,7 @@ from queue import Queue
 from typing import Self, TypeAlias
 
 from ..errors import UploadError
-from ..manager import CheckpointManager
-from ..pins import pinned
+from ..manager import CheckpointManager, pinned
 from ..reader import Checkpoint
 from ..retention import Retention
 from .remote import RemoteCheckpoints

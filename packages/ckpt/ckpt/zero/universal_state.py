@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from plinth_base.errors import listed
 
 from ..errors import ShardError
-from .zero_checkpoint import ModelFile, ZeroCheckpoint, find_deepspeed_folder, load_file
-from .zero_layout import Shape, ZeroLayout
+from .zero_checkpoint import DeepSpeedCheckpoint, ZeroCheckpoint, find_deepspeed_folder, load_file
+from .zero_layout import ZeroLayout
 
 if TYPE_CHECKING:
     import torch
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 _WEIGHT = "fp32"
 
 
-class UniversalState(ModelFile):
-    """The trained parameters and the optimizer's state of a universal checkpoint, with the interface of
-    `ZeroCheckpoint`. Reading takes memory only for the elements read."""
+class UniversalState(DeepSpeedCheckpoint):
+    """The trained parameters and the optimizer's state of a universal checkpoint, as `ZeroCheckpoint` has them. Reading
+    takes memory only for the elements read."""
 
     def __init__(self, path: Path, tag: str | None = None) -> None:
         """`path` is the folder that was written, or the one with `zero/`. Several need a `tag`.
@@ -47,11 +47,6 @@ class UniversalState(ModelFile):
                 f"{self.folder}: its model file and zero/ have other parameters: {listed(sorted(differing))}"
             )
         self.layout = ZeroLayout(stage=0, num_ranks=0, groups=tuple(groups))
-
-    @property
-    def shapes(self) -> dict[str, Shape]:
-        """Shape of every trained parameter by name."""
-        return self.layout.shapes
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -87,15 +82,7 @@ class UniversalState(ModelFile):
         return int(next((place["step"] for place in places if "step" in place), 0))
 
     def read(self, name: str, kind: str = "weight", start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Elements [start, stop) of the flattened parameter or of a state, in fp32; `stop` None: to its end.
-
-        Do not write to the result. Raises ShardError as `check` does.
-        """
         return self._tensor(name, kind)[start:stop].float()
-
-    def whole(self, name: str, kind: str = "weight") -> torch.Tensor:
-        """The parameter or one of its states, in its shape, in fp32. Do not write to the result."""
-        return self.read(name, kind).reshape(self.shapes[name])
 
     def check(self) -> None:
         """Open all files and compare their sizes with the parameters' shapes; reads no elements.

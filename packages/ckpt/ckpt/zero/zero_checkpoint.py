@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from enum import Enum, IntEnum
 from functools import cached_property
@@ -100,10 +101,11 @@ def find_deepspeed_folder(path: Path, tag: str | None = None) -> Path:
     return folders[0]
 
 
-class ModelFile:
-    """The part of a checkpoint that DeepSpeed's first model file holds."""
+class DeepSpeedCheckpoint(ABC):
+    """A checkpoint of DeepSpeed: what its first model file holds, and its trained parameters."""
 
     _model: dict[str, Any]
+    layout: ZeroLayout
 
     @property
     def client_state(self) -> dict[str, Any]:
@@ -132,8 +134,25 @@ class ModelFile:
         tied = self._model.get("shared_params") or {}
         return set(tied if isinstance(tied, dict) else (pair[0] for pair in tied))
 
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """Shape of every trained parameter by name, in the order of the groups; tied parameters once."""
+        return self.layout.shapes
 
-class ZeroCheckpoint(ModelFile):
+    @abstractmethod
+    def read(self, name: str, kind: str = "weight", start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Elements [start, stop) of the flattened parameter or of a state, in fp32; `stop` None: to its end.
+
+        Do not write to the result: it may be memory of the mapped file. States that do not exist yet are zeros.
+        Raises ShardError as `check` does.
+        """
+
+    def whole(self, name: str, kind: str = "weight") -> torch.Tensor:
+        """The parameter or one of its states, in its shape, in fp32. Do not write to the result."""
+        return self.read(name, kind).reshape(self.shapes[name])
+
+
+class ZeroCheckpoint(DeepSpeedCheckpoint):
     """The trained parameters and the optimizer's state of a DeepSpeed checkpoint, of any stage and number of ranks.
 
     Reading takes memory only for the elements read. Only the first rank's files are opened until an element is read or
@@ -161,11 +180,6 @@ class ZeroCheckpoint(ModelFile):
         self._model = load_file(self._model_files[0])
         self.layout = self._read_layout()
         self._check_ranks()
-
-    @property
-    def shapes(self) -> dict[str, Shape]:
-        """Shape of every trained parameter by name, in the order of the groups; tied parameters once."""
-        return self.layout.shapes
 
     @property
     def loss_scaler(self) -> dict[str, Any]:
@@ -222,11 +236,6 @@ class ZeroCheckpoint(ModelFile):
         return names, max(steps, default=0)
 
     def read(self, name: str, kind: str = "weight", start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Elements [start, stop) of the flattened parameter or of a state, in fp32; `stop` None: to its end.
-
-        Do not write to the result: it may be memory of the mapped file. States that do not exist yet are zeros.
-        Raises ShardError as `check` does.
-        """
         import torch
 
         if stop is None:
@@ -242,10 +251,6 @@ class ZeroCheckpoint(ModelFile):
                 raise ShardError(f"{self.folder}: {name} has no state {kind}", field="kind", value=kind)
             parts.append(buffer[span.start : span.stop].float())
         return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0), *parts])
-
-    def whole(self, name: str, kind: str = "weight") -> torch.Tensor:
-        """The parameter or one of its states, in its shape, in fp32. Do not write to the result."""
-        return self.read(name, kind).reshape(self.shapes[name])
 
     def check(self) -> None:
         """Open all files and compare the buffers' sizes with the parameters' shapes; reads no elements.
