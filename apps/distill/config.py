@@ -3,9 +3,8 @@
 from dataclasses import dataclass, field
 
 from rl_core import ADVANTAGES
-from rl_runtime import FrozenModel, InputError, JobConfig, PolicyConfig, TeacherConfig, TrainerConfig
+from rl_runtime import FrozenModel, PolicyConfig, PolicyJobConfig, TeacherConfig, TrainerConfig
 from rl_runtime.rules import Feature, check_value
-from rl_runtime.training.policy import POLICY_FEATURES
 from rl_runtime.training.teacher_config import TEACHER
 
 
@@ -35,14 +34,12 @@ class AlgorithmConfig(PolicyConfig):
         check_value(self, "reward_weight", 0 <= self.reward_weight < float("inf"), "0 or more")
         check_value(self, "kl_coef", not self.kl_coef, "0, because the teacher is the reference")
         advantage = ADVANTAGES[self.advantage]
-        if advantage.needs_critic or advantage.extra_rollout is not None:
-            raise InputError(
-                field="advantage", value=self.advantage, allowed="one without a critic and without an extra rollout"
-            )
+        is_plain = not advantage.needs_critic and advantage.extra_rollout is None
+        check_value(self, "advantage", is_plain, "one without a critic and without an extra rollout")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillConfig(JobConfig):
+class DistillConfig(PolicyJobConfig):
     """Distillation on the student's own samples, for which a teacher computes log-probs."""
 
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
@@ -57,4 +54,4 @@ class DistillConfig(JobConfig):
     @property
     def features(self) -> tuple[Feature, ...]:
         """Features of every job, of the algorithm and of the teacher."""
-        return (*super().features, *POLICY_FEATURES, TEACHER)
+        return (*super().features, TEACHER)

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from rl_core import ADVANTAGES, ExtraRollout
-from rl_runtime import JobConfig, PolicyConfig, TrainerConfig
-from rl_runtime.rules import Feature, check_value
-from rl_runtime.training.policy import POLICY_FEATURES
+from rl_core import ADVANTAGES
+from rl_runtime import PolicyConfig, PolicyJobConfig, TrainerConfig
+from rl_runtime.rules import check_value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,23 +20,8 @@ class AlgorithmConfig(PolicyConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GrpoConfig(JobConfig):
+class GrpoConfig(PolicyJobConfig):
     """RL without a critic: GRPO and relatives. Without model and data it trains SmolLM2, on the CPU a tiny model."""
 
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(experiment="grpo"))
-
-    @property
-    def features(self) -> tuple[Feature, ...]:
-        """Features of every job and of the algorithm."""
-        return (*super().features, *POLICY_FEATURES)
-
-    @property
-    def extra_rollout(self) -> ExtraRollout | None:
-        """The further responses that the advantage needs."""
-        return ADVANTAGES[self.algorithm.advantage].extra_rollout
-
-    @property
-    def keeps_reference(self) -> bool:
-        """True with a KL term, unless the adapters can be turned off."""
-        return bool(self.algorithm.kl_coef) and self.actor.lora is None

@@ -5,10 +5,9 @@ from typing import Literal
 
 from ds_engine import EngineConfig, OptimConfig
 from rl_core import ADVANTAGES
-from rl_runtime import InputError, JobConfig, PolicyConfig, TrainedModel, TrainerConfig
+from rl_runtime import PolicyConfig, PolicyJobConfig, TrainedModel, TrainerConfig
 from rl_runtime.config import MAX_RANKS
-from rl_runtime.rules import Feature, check_at_least, check_value
-from rl_runtime.training.policy import POLICY_FEATURES
+from rl_runtime.rules import check_at_least, check_value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,14 +30,11 @@ class AlgorithmConfig(PolicyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not ADVANTAGES[self.advantage].needs_critic:
-            raise InputError(
-                f"{self.advantage} has no use for this app's critic",
-                field="advantage",
-                value=self.advantage,
-                allowed=", ".join(name for name, one in ADVANTAGES.items() if one.needs_critic),
-                remedy=f"use the GRPO app: plinth grpo algorithm.advantage={self.advantage}",
-            )
+        with_critic = [name for name, one in ADVANTAGES.items() if one.needs_critic]
+        problem = f"{self.advantage} has no use for this app's critic"
+        remedy = f"use the GRPO app: plinth grpo algorithm.advantage={self.advantage}"
+        is_allowed = self.advantage in with_critic
+        check_value(self, "advantage", is_allowed, ", ".join(with_critic), problem=problem, remedy=remedy)
         check_value(self, "lam", 0 <= self.lam <= 1, "0 to 1")
         check_value(self, "value_clip", self.value_clip is None or self.value_clip > 0, "above 0, or null")
         check_at_least(0, self, "critic_warmup_steps")
@@ -61,7 +57,7 @@ class PpoTrainerConfig(TrainerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PpoConfig(JobConfig):
+class PpoConfig(PolicyJobConfig):
     """RL training with a critic (PPO). Without model and data it trains a tiny model on the built-in task."""
 
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -71,18 +67,9 @@ class PpoConfig(JobConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         steps = self.trainer.total_training_steps
-        if steps is not None and self.algorithm.critic_warmup_steps >= steps:
-            raise InputError(
-                "the actor would never train",
-                field="algorithm.critic_warmup_steps",
-                value=self.algorithm.critic_warmup_steps,
-                allowed=f"fewer than trainer.total_training_steps ({steps})",
-            )
-
-    @property
-    def features(self) -> tuple[Feature, ...]:
-        """Features of every job and of the algorithm."""
-        return (*super().features, *POLICY_FEATURES)
+        trains = steps is None or self.algorithm.critic_warmup_steps < steps
+        problem, allowed = "the actor would never train", f"fewer than trainer.total_training_steps ({steps})"
+        check_value(self, "algorithm.critic_warmup_steps", trains, allowed, problem=problem)
 
     @property
     def models(self) -> tuple[TrainedModel, ...]:
@@ -91,8 +78,3 @@ class PpoConfig(JobConfig):
             section="critic", engine=self.critic, head="value", own_ranks=self.trainer.num_critic_ranks
         )
         return (*super().models, critic)
-
-    @property
-    def keeps_reference(self) -> bool:
-        """True with a KL term, unless the adapters can be turned off."""
-        return bool(self.algorithm.kl_coef) and self.actor.lora is None

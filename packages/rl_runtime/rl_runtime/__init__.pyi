@@ -27,6 +27,7 @@ from .errors import RankError as RankError
 from .errors import RlRuntimeError as RlRuntimeError
 from .errors import RolloutFailed as RolloutFailed
 from .job_config import JobConfig as JobConfig
+from .job_config import PolicyJobConfig as PolicyJobConfig
 from .launch.servers import check_lengths as check_lengths
 from .ranks.environment import prepare_driver as prepare_driver
 from .ranks.model_handle import ModelHandle as ModelHandle

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, TypeVar
 
 from ds_engine import EngineConfig, OptimConfig
-from rl_core import BatchConfig, ExtraRollout
+from rl_core import ADVANTAGES, BatchConfig, ExtraRollout
 from rl_data import DataConfig
 from rollout_vllm import RolloutConfig, SamplingConfig
 from run_kit import TrackingConfig
@@ -30,6 +30,7 @@ from .rollout.config import (
     OVERSAMPLING,
     QUANTIZED_CACHE,
     QUANTIZED_SERVERS,
+    ROUTER_REPLAY,
     SERVED_ADAPTERS,
     SPECULATIVE,
     DynamicSamplingConfig,
@@ -38,7 +39,7 @@ from .rollout.config import (
 )
 from .rollout.scoring_config import REWARD_MODEL, ScoringConfig
 from .rules import Feature, check_features, check_value
-from .training.router_replay import ROUTER_REPLAY
+from .training.policy import POLICY_FEATURES, PolicyConfig
 from .training.supervised_config import SupervisedConfig
 
 FEATURES = (
@@ -121,6 +122,28 @@ class JobConfig:
     def extra_rollout(self) -> ExtraRollout | None:
         """Further responses to each prompt whose score the algorithm needs, such as a greedy one."""
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyJobConfig(JobConfig):
+    """A job whose update is a policy gradient."""
+
+    algorithm: PolicyConfig = field(default_factory=PolicyConfig)
+
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """Features of every job and of the algorithm."""
+        return (*super().features, *POLICY_FEATURES)
+
+    @property
+    def extra_rollout(self) -> ExtraRollout | None:
+        """The further responses that the advantage needs."""
+        return ADVANTAGES[self.algorithm.advantage].extra_rollout
+
+    @property
+    def keeps_reference(self) -> bool:
+        """True with a KL term, unless the adapters can be turned off."""
+        return bool(self.algorithm.kl_coef) and self.actor.lora is None
 
 
 JobConfigT = TypeVar("JobConfigT", bound=JobConfig)

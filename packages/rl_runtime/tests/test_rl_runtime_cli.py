@@ -60,7 +60,7 @@ def test_processes_of_the_servers_and_ray_start_before_the_app(
     monkeypatch.setattr(local_ray, "ray_ahead", start_ray)
     argv = ["model.path=m", "data.train=[d]", *arguments]
     with pytest.raises(SystemExit) as ended:
-        cli.run_job_cli(JobConfig, lambda _: events.append("app"), argv, app_name="app")
+        cli.run_job_cli(JobConfig, lambda _: events.append("app"), argv)
     assert ended.value.code == 0
     on_gpus = gpus and not {"trainer.device=cpu", "trainer.ray_address=10.0.0.1:6379"} & set(arguments)
     ray = [f"Ray for {gpus} ranks"] if on_gpus else []

@@ -126,7 +126,9 @@ def started(config_cls: Any, *argv: str) -> tuple[Any, list[tuple[Any, str]]]:
 
     with pytest.raises(SystemExit) as ended:
         run_job_cli(
-            config_cls, app, ["model.path=m", *argv, "trainer.device=cpu"], app_name="app", preset_dir=Path("/nowhere")
+            config_cls,
+            app,
+            ["model.path=m", *argv, "trainer.device=cpu"],
         )
     return ended.value.code, seen
 

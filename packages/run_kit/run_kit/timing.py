@@ -6,7 +6,7 @@ usual definition: generation, reward, log-probs, updates, checkpoint and sync.
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -25,20 +25,15 @@ class TimingNode:
 
 
 class Laps:
-    """Seconds between marks, for what happens once.
+    """Seconds between marks, for what happens once."""
 
-    Args:
-        clock: monotonic seconds; for tests.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._start = self._last = clock()
+    def __init__(self) -> None:
+        self._start = self._last = time.perf_counter()
         self._laps: list[tuple[str, float]] = []
 
     def mark(self, name: str) -> None:
         """Ends a lap."""
-        now = self._clock()
+        now = time.perf_counter()
         self._laps.append((name, now - self._last))
         self._last = now
 
@@ -63,13 +58,9 @@ class PhaseTimer:
 
     Phases of other threads and asyncio tasks count too: a task started inside a phase belongs to that phase; a thread
     starts at the top level. The phases of a step can then sum to more than its wall time.
-
-    Args:
-        clock: monotonic seconds; for tests.
     """
 
-    def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._now = clock
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._root = TimingNode(name="step")
         self._open: ContextVar[TimingNode | None] = ContextVar("open_phase", default=None)
@@ -103,14 +94,14 @@ class PhaseTimer:
     @contextmanager
     def _timed(self, node: TimingNode, *, inner: TimingNode | None) -> Iterator[None]:
         """Add the time of the block to `node`; phases in it are those of `inner` (None: of the step)."""
-        start = self._now()
+        start = time.perf_counter()
         token = self._open.set(inner)
         try:
             yield
         finally:
             self._open.reset(token)
             with self._lock:
-                node.seconds += self._now() - start
+                node.seconds += time.perf_counter() - start
 
     def metrics(self) -> dict[str, float]:
         """Seconds of the step, of every phase by its path, and of what no top-level phase covers (`other`)."""

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -43,7 +43,6 @@ class Tracker:
         num_steps: number of the last step.
         comment: text for the top of config.yaml.
         resumes: folder of the run that this one resumes, whose runs at experiment services it continues.
-        clock: monotonic seconds; for tests.
 
     Raises:
         TrackingError: a package that the config needs is not installed, or a service cannot start its run.
@@ -57,17 +56,15 @@ class Tracker:
         num_steps: int,
         comment: str = "",
         resumes: Path | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config: TrackingConfig = config if isinstance(config, TrackingConfig) else config.tracking
         check_tracking(self._config)
         self.run = run
         self.table = MetricsTable(run.metrics_file)
         self._steps_taken = {step for step in self.table.steps if step > 0}
-        self.progress = Progress(num_steps, clock=clock)
+        self.progress = Progress(num_steps)
         self._supervised = MetricsTable(run.supervised_file)
-        self._clock = clock
-        self._started = clock()
+        self._started = time.monotonic()
         self._importing: Thread | None = None
         self._state: StateFile | None = None
         run.write_config(config, comment)
@@ -147,7 +144,7 @@ class Tracker:
             "score_first_5": scores.first_mean if scores.num_values else None,
             "score_last_5": scores.last_mean if scores.num_values else None,
             "peak_host_gib": max(peaks, default=None),
-            "wall_s": round(self._clock() - self._started, 3),
+            "wall_s": round(time.monotonic() - self._started, 3),
         }
         atomic_write(self.run.summary_file, json.dumps(facts, indent=2) + "\n")
         if before is not None and after is not None:
@@ -161,7 +158,7 @@ class Tracker:
             first, last, change = scores.first_mean, scores.last_mean, scores.change
             self.info(f"mean score         {first:.3f} first five steps, {last:.3f} last five ({change:+.3f})")
         memory = f", at most {max(peaks):.1f} GiB of host memory" if peaks else ""
-        self.info(f"{facts['num_steps']} steps in {duration_text(self._clock() - self._started)}{memory}")
+        self.info(f"{facts['num_steps']} steps in {duration_text(time.monotonic() - self._started)}{memory}")
         self.info(f"run folder         {self.run.path}")
         return facts
 

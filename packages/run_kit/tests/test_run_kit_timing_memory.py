@@ -16,13 +16,15 @@ from run_kit.timing import Laps, PhaseTimer
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    return clock
 
 
 @pytest.fixture
-def timer(clock: Clock) -> PhaseTimer:
-    return PhaseTimer(clock=clock)
+def timer() -> PhaseTimer:
+    return PhaseTimer()
 
 
 def test_phases_nest_and_sum(clock: Clock, timer: PhaseTimer) -> None:
@@ -88,9 +90,8 @@ def test_tasks_belong_to_the_phase_that_started_them_and_threads_to_the_step(tim
     assert timer.metrics().keys() == {f"timing_s/{path}" for path in ("step", "gen", "gen/request", "writer", "other")}
 
 
-def test_laps_are_seconds_between_marks() -> None:
-    clock = Clock()
-    laps = Laps(clock)
+def test_laps_are_seconds_between_marks(clock: Clock) -> None:
+    laps = Laps()
     clock.now += 1.5
     laps.mark("models")
     clock.now += 2.0

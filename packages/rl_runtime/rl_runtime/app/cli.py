@@ -41,19 +41,14 @@ def run_job_cli(
     main: Callable[[AppConfigT], None],
     argv: Sequence[str] | None = None,
     *,
-    app_name: str | None = None,
-    preset_dir: Path | None = None,
     common_keys: Sequence[str] = COMMON_KEYS,
 ) -> NoReturn:
     """`run_kit.run_cli` for an app that runs a preset of its own unless the user gives a model or data.
 
     That is `smollm2`, a pretrained model, for an app that has it on a host with an NVIDIA GPU; else `demo`.
-
-    Args:
-        app_name: default: the module `main` beside that of the configuration.
-        preset_dir: default: the folder `presets` beside that module.
+    The app is the module `main` beside that of the configuration, its presets are in the folder `presets` there.
     """
-    preset_dir = preset_dir or Path(inspect.getfile(config_cls)).with_name("presets")
+    preset_dir = Path(inspect.getfile(config_cls)).with_name("presets")
     has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
     data = "supervised.files" if issubclass(config_cls, SupervisedJobConfig) else "data.train"
 
@@ -80,7 +75,7 @@ def run_job_cli(
     run_cli(
         config_cls,
         prepared,
-        app_name=app_name or app,
+        app_name=app,
         preset_dir=preset_dir,
         argv=argv,
         common_keys=common_keys,

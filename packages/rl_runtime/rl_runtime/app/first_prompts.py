@@ -12,7 +12,7 @@ from rollout_vllm import EnvironmentFailedError
 
 from ..config import ModelConfig, TaskSize
 from ..errors import InputError
-from ..launch.reachability import why_unreachable
+from ..launch.cluster import why_unreachable
 from ..rollout.config import EpisodeConfig
 from ..rollout.episodes import load_agent, load_environment, load_rollout, reset_once
 from ..rollout.reward_trial import has_functions, try_rewards

@@ -10,14 +10,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from signal import Signals
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from ckpt import Checkpoint, CheckpointError, open_deepspeed
 from ckpt.reader import CheckpointReader
 from ds_engine.model.trial import one_thread
-from rl_core import BatchConfig
 from rl_data import ImageFiles
-from run_kit import RunFolder, RunStopped, StopRequest, Tracker, TrackingConfig, check_tracking
+from run_kit import RunFolder, RunStopped, StopRequest, Tracker, check_tracking
 from run_kit.cli import INVOKED_AS
 from run_kit.config.redaction import yaml_without_secrets
 from run_kit.memory import MemorySampler
@@ -26,40 +25,25 @@ from run_kit.timing import Laps
 from run_kit.tracking.metrics_table import atomic_write
 from run_kit.tracking.run_folder import begun_s
 
-from ..config import TrainedModel, TrainingConfig
+from ..config import TrainingConfig
 from ..errors import InputError
+from ..job_config import JobConfig
 from ..launch.placement import Placement
 from ..launch.session import RankSession
 from ..ranks.model_handle import ModelHandle
 from ..resolve.resolved import ResolvedConfig
+from ..supervised_job_config import SupervisedJobConfig
 from ..training.checkpoints import RunCheckpoints, Stateful
 from ..training.ledger import SampleLedger
 from ..training.record import RunRecord
 from ..training.run_files import WARM_START_MODEL, RunFiles, check_checkpoint_url, published_run
 from ..training.supervised import train_supervised
-from ..training.supervised_config import SupervisedConfig
 from .identity import INPUTS_FILE, check_same_run, input_digests
 from .inputs import Inputs
 from .resume import find_checkpoint
 
-
-class AppConfig(Protocol):
-    """The configuration of a training app."""
-
-    @property
-    def trainer(self) -> TrainingConfig: ...
-
-    @property
-    def tracking(self) -> TrackingConfig: ...
-
-    @property
-    def models(self) -> tuple[TrainedModel, ...]: ...
-
-    @property
-    def batch(self) -> BatchConfig: ...
-
-    @property
-    def first_stage(self) -> SupervisedConfig: ...
+AppConfig = JobConfig | SupervisedJobConfig
+"""The configuration of a training app."""
 
 
 @dataclass(frozen=True, kw_only=True)

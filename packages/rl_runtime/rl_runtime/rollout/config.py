@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..config import BUILTIN_MODEL
 from ..rules import Feature, Rule, check_at_least, check_seconds, check_value, only
 
 _TOOLS = "rollout_vllm:ToolEnvironment"
@@ -208,6 +209,25 @@ MATCHED_SERVERS = Feature(
     ),
 )
 """Servers and ranks compute the same bits (docs/exact.md)."""
+ROUTER_REPLAY = Feature(
+    key="actor.router_replay",
+    is_on=lambda c: c.actor.router_replay != "off",
+    rules=(
+        only(
+            "actor.router_replay",
+            "off",
+            when=lambda c: c.model.path == BUILTIN_MODEL,
+            why="and the built-in model is no mixture of experts",
+        ),
+        only(
+            "rollout.routes",
+            True,
+            None,
+            when=lambda c: c.actor.router_replay == "R3",
+            why="which replays the routes of the servers",
+        ),
+    ),
+)
 SERVED_ADAPTERS = Feature(
     key="rollout.max_lora_rank",
     rules=(

@@ -2,31 +2,12 @@
 
 import importlib
 import inspect
-import os
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection
+from typing import Any
 
 from rollout_vllm.episodes.processes import describe
 
 from ..errors import InputError
-
-
-@contextmanager
-def _no_exit() -> Iterator[None]:
-    """os._exit raises SystemExit in this process: a module that calls it would end the run with success."""
-    own, exit_process = os.getpid(), os._exit
-
-    def refuse(status: int) -> NoReturn:
-        if os.getpid() != own:
-            exit_process(status)
-        raise SystemExit(f"os._exit({status})")
-
-    os._exit = refuse
-    try:
-        yield
-    finally:
-        os._exit = exit_process
 
 
 def load_attribute(name: str, *, key: str, form: str = "package.module:function") -> Callable[..., Any]:
@@ -39,8 +20,7 @@ def load_attribute(name: str, *, key: str, form: str = "package.module:function"
     if not (module_name and colon and attribute):
         raise InputError(field=key, value=name, allowed=form)
     try:
-        with _no_exit():
-            module = importlib.import_module(module_name)
+        module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         remedy = "run in the folder of the module, or add it to PYTHONPATH" if isinstance(error, ImportError) else None
         problem = f"{module_name} cannot be imported ({describe(error)})"

@@ -9,7 +9,7 @@ from ds_engine import StepStats
 from ..ranks.model_handle import ModelHandle
 from .checkpoints import Stateful
 from .held_out import HeldOut
-from .supervised import response_lens, supervised_step
+from .supervised import supervised_step
 
 Learn = Callable[[ModelHandle, Sequence[Any]], StepStats]
 """One optimizer step on a batch of examples, on the exact mean over the whole batch."""
@@ -24,9 +24,7 @@ class Objective:
     learn: Learn
     held_out: HeldOut | None = None
     """None: no validation."""
-    describe: Callable[[Sequence[Any]], Mapping[str, float]] = lambda _: {}
-    """Further metrics of a batch that need no model, by name without prefix."""
-    prepare: Callable[[ModelHandle], None] | None = None
+    prepare: Callable[[ModelHandle], None] = lambda _: None
     """Called with the initial model before the first step, not in a run that resumes."""
     state: Mapping[str, Stateful] = field(default_factory=dict)
     """Further state that is saved and resumed; JSON-able."""
@@ -34,9 +32,4 @@ class Objective:
 
 def fine_tuning(held_out: HeldOut | None) -> Objective:
     """Supervised fine-tuning on demonstrations."""
-    return Objective(
-        name="sft",
-        learn=supervised_step,
-        held_out=held_out,
-        describe=lambda batch: {"num_targets": float(response_lens(batch).sum())},
-    )
+    return Objective(name="sft", learn=supervised_step, held_out=held_out)

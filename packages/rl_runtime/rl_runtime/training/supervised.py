@@ -1,6 +1,7 @@
 """Supervised fine-tuning with the same engine, packing and train batch as reinforcement learning."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -44,9 +45,11 @@ def supervised_step(model: ModelHandle, batch: Sequence[Demonstration]) -> StepS
 
     The mean is over the whole batch, whatever its split into micro batches and ranks.
     """
-    weights_K = token_weights("token_mean", response_lens(batch)).repeat_interleave(response_lens(batch))
+    lens_N = response_lens(batch)
+    weights_K = token_weights("token_mean", lens_N).repeat_interleave(lens_N)
     with TrainBatch(packed(batch, columns={"weights": weights_K}, images=model.images)) as train_batch:
-        return model.update(train_batch.mini_batches[0], nll_loss)
+        stats = model.update(train_batch.mini_batches[0], nll_loss)
+    return replace(stats, metrics={**stats.metrics, "num_targets": float(lens_N.sum())})
 
 
 def response_lens(batch: Sequence[Demonstration]) -> torch.Tensor:

@@ -68,7 +68,7 @@ class SupervisedLoop:
         """
         with self._checkpoints:
             done = load_and_say(self._checkpoints, resume_from, self._record.info)
-            if resume_from is None and self._objective.prepare is not None:
+            if resume_from is None:
                 self._objective.prepare(self._model)
             if restart is not None:
                 restart.begin(self._record, resume_from)
@@ -109,7 +109,6 @@ class SupervisedLoop:
             batch = [self._examples[index] for index in self._sampler.next(size)]
             with timer.phase("update"):
                 metrics = update_metrics(objective.name, [objective.learn(self._model, batch)])
-            metrics |= {f"{objective.name}/{name}": value for name, value in objective.describe(batch).items()}
             metrics[f"{objective.name}/epoch"] = self._num_drawn(step) / len(self._examples)
             if objective.held_out is not None and self._validates(step, stop):
                 with timer.phase("validation", outside=True):

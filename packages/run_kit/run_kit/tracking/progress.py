@@ -3,7 +3,7 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from statistics import median
 
 
@@ -28,14 +28,12 @@ class Progress:
 
     Args:
         total_steps: last step number.
-        clock: monotonic seconds; for tests.
     """
 
-    def __init__(self, total_steps: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, total_steps: int) -> None:
         self.total_steps = total_steps
         self._next_step = 1
-        self._clock = clock
-        self._last = clock()
+        self._last = time.monotonic()
         self._durations: deque[float] = deque(maxlen=10)
 
     def step(
@@ -55,7 +53,7 @@ class Progress:
             step_s: seconds of the step; None takes the time since the last line.
             extra: further short values by name, at the end of the line.
         """
-        now = self._clock()
+        now = time.monotonic()
         wall_s, self._last = now - self._last, now
         # The time before the first step is start-up; that between later steps (checkpoints, validation) comes again.
         self._durations.append(wall_s if self._durations or step_s is None else step_s)
@@ -83,4 +81,4 @@ class Progress:
 
     def restart_clock(self) -> None:
         """Start the next step's time now (after validation or a recovery, which are not part of it)."""
-        self._last = self._clock()
+        self._last = time.monotonic()

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import TrackingError
 from .metrics_table import naming_file
 
 
@@ -16,22 +15,14 @@ class TensorBoardWriter:
     """Writes scalars as TensorBoard events with TensorBoard's own format, without torch or TensorFlow.
 
     Raises:
-        TrackingError: the tensorboard package is not installed.
         RunFolderError: by every method, when the file cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
-        try:
-            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-            from tensorboard.compat.proto.summary_pb2 import Summary
-            from tensorboard.summary.writer.record_writer import RecordWriter
-        except ImportError as error:
-            raise TrackingError(
-                f"the tensorboard package does not import ({error})",
-                field="tracking.tensorboard",
-                value=True,
-                remedy="pip install tensorboard, or set tracking.tensorboard=false",
-            ) from None
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
         self._event, self._summary, self._session = Event, Summary, SessionLog
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
