@@ -105,7 +105,8 @@ def test_nothing_is_lost_repeated_or_reordered(plan: list[Any], speculative: boo
             values = [-token / 8 for token in output.new_token_ids] if with_log_probs else []
             expected[output.request_id][1].extend(values)
             output.new_logprobs = output.new_logprobs if with_log_probs else None
-        for output in buffer.filter(outputs, log_probs if with_log_probs else None):
+        column = log_probs.logprobs[:, 0].tolist() if with_log_probs else None
+        for output in buffer.filter(outputs, log_probs if with_log_probs else None, column):
             receive(output)
     for request in ("a", "b"):
         if buffer.client_of(request) is not None:  # did not end: aborted

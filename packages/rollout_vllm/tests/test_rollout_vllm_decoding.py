@@ -27,6 +27,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from rollout_vllm.servers.fast import buffering
 from rollout_vllm.servers.fast.buffering import buffer_in_engine_core
 from rollout_vllm.servers.fast.decoding import skip_needless_block_searches
 from rollout_vllm.servers.patch import BUFFERING, DECODING, IDS_ONLY
@@ -180,10 +181,12 @@ def play(model: str, plan: Plan) -> tuple[list[Any], int]:
 @contextmanager
 def engine_core(*, shortcuts: bool) -> Iterator[None]:
     """The engine core of our servers, with and without the shortcuts."""
-    with restoring() as replace:
-        buffer_in_engine_core(replace(BUFFERING), IDS_ONLY, "publish_for_test", notes_tokens=shortcuts)
+    with restoring() as replace, pytest.MonkeyPatch.context() as monkeypatch:
+        buffer_in_engine_core(replace(BUFFERING), IDS_ONLY, "publish_for_test")
         if shortcuts:
             skip_needless_block_searches(replace(DECODING))
+        else:  # vLLM looks at every token
+            monkeypatch.setattr(buffering, "_is_plain_step", lambda *_: False)
         yield
 
 

@@ -5,7 +5,7 @@ import inspect
 import json
 import math
 import os
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -106,13 +106,9 @@ class _Agent:
         root = url.removesuffix("/v1")
         os.environ.update(OPENAI_BASE_URL=url, OPENAI_API_KEY=key, ANTHROPIC_BASE_URL=root, ANTHROPIC_API_KEY=key)
         os.environ.update(NO_PROXY="127.0.0.1", no_proxy="127.0.0.1")
-        result = self._agent(url, key, self._prompt)
-        return _awaited(result) if inspect.isawaitable(result) else _ended(result)
+        return _end(self._agent(url, key, self._prompt))
 
 
-async def _awaited(result: Awaitable[Any]) -> tuple[Observation, Any, bool, dict[str, Any]]:
-    return _ended(await result)
-
-
-def _ended(result: Any) -> tuple[Observation, Any, bool, dict[str, Any]]:
+async def _end(result: Any) -> tuple[Observation, Any, bool, dict[str, Any]]:
+    result = await result if inspect.isawaitable(result) else result
     return (None, None, True, dict(result)) if isinstance(result, Mapping) else (None, result, True, {})

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any, Literal
@@ -57,15 +57,22 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a call."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
-    """A call in the queue of a pool. num_scores: None for one score, else the length of the list that it returns."""
+    """A call of a pool. num_scores: None for one score, else the length of the list that it returns."""
 
     function: bytes  # pickled, as the arguments are
     arguments: bytes
     num_scores: int | None
     future: Future[Any]  # one outcome, or a list of `num_scores`
-    submitted_at_s: float  # time.monotonic()
+    submitted_at_s: float = field(default_factory=time.monotonic)
+    begin_s: float = 0.0  # time.monotonic() at which it was sent, or made once the function was loaded
+    deadline_s: float = 0.0
+    is_loaded: bool = False
+
+    @property
+    def duration_s(self) -> float:
+        return time.monotonic() - self.begin_s
 
     def finish(self, outcomes: Sequence[RewardOutcome]) -> None:
         self.future.set_result(outcomes[0] if self.num_scores is None else list(outcomes))
@@ -143,10 +150,9 @@ class RewardPool:
             pickled = pickle.dumps(function), pickle.dumps(args)
         except Exception as error:
             message = f"the reward function or its arguments cannot be pickled: {error}"
-            job = Job(b"", b"", num_scores, future, time.monotonic())
-            job.fail(RewardOutcome(None, "exception", message))
+            Job(b"", b"", num_scores, future).fail(RewardOutcome(None, "exception", message))
             return future
-        self._jobs.put(Job(*pickled, num_scores, future, time.monotonic()))
+        self._jobs.put(Job(*pickled, num_scores, future))
         return future
 
     async def score(self, function: Callable[..., Any], *args: Any, **keywords: Any) -> RewardOutcome:
@@ -236,25 +242,13 @@ class RewardPool:
         return outcome if function == job.function and at_s >= job.submitted_at_s else None
 
 
-@dataclass
-class _Call:
-    job: Job
-    begin_s: float  # time.monotonic() at which it was sent, or made once the function was loaded
-    deadline_s: float
-    is_loaded: bool = False
-
-    @property
-    def duration_s(self) -> float:
-        return time.monotonic() - self.begin_s
-
-
 class _Calls:
     """The calls in flight of one worker process, and the process."""
 
     def __init__(self, pool: RewardPool, printed: str) -> None:
         self._pool, self._printed = pool, printed
         self._worker: _Worker | None = None
-        self._in_flight: dict[int, _Call] = {}
+        self._in_flight: dict[int, Job] = {}
         self._alone: deque[Job] = deque()
         self._numbers = count()
         self._is_stuck = False  # a call goes on although it was canceled
@@ -274,7 +268,8 @@ class _Calls:
         if self._is_stuck and not self._in_flight:
             self.end()
         number, start_timeout_s, now = next(self._numbers), self._pool.start_timeout_s, time.monotonic()
-        self._in_flight[number] = _Call(job, now, now + start_timeout_s)
+        job.begin_s, job.deadline_s, job.is_loaded = now, now + start_timeout_s, False
+        self._in_flight[number] = job
         message = pickle.dumps((number, job.function, job.num_scores, self._pool.timeout_s))
         self._worker = self._worker or _Worker(self._pool.work, self._pool.timeout_s, self._printed)
         try:
@@ -296,11 +291,11 @@ class _Calls:
         except (EOFError, OSError):
             self._lose("crash", f"the worker process died {self._worker.how_it_died()}")
             return
-        late = [call for call in self._in_flight.values() if time.monotonic() > call.deadline_s]
+        late = [job for job in self._in_flight.values() if time.monotonic() > job.deadline_s]
         if late and late[0].is_loaded:
             self._lose("timeout", f"no reward within {self._pool.timeout_s:g} s{self._pool.late_words}")
         elif late:
-            self._fail_start(late[0].job)
+            self._fail_start(late[0].function)
 
     def end(self) -> None:
         """Ends the worker."""
@@ -312,18 +307,18 @@ class _Calls:
         if kind == "stuck":
             self._is_stuck = True
         elif kind == "loaded":
-            call = self._in_flight[number]
-            call.begin_s = time.monotonic()
-            call.deadline_s = call.begin_s + self._pool.timeout_s + self._pool.late_s
-            call.is_loaded = True
+            job = self._in_flight[number]
+            job.begin_s = time.monotonic()
+            job.deadline_s = job.begin_s + self._pool.timeout_s + self._pool.late_s
+            job.is_loaded = True
         elif kind == "scores":
             outcomes = [
                 RewardOutcome(score, "exception" if score is None else "ok", problem, duration_s)
                 for score, problem in content
             ]
-            self._in_flight.pop(number).job.finish(outcomes)
+            self._in_flight.pop(number).finish(outcomes)
         else:
-            self._fail(self._in_flight.pop(number).job, RewardOutcome(None, kind, content, duration_s))  # type: ignore[arg-type]
+            self._fail(self._in_flight.pop(number), RewardOutcome(None, kind, content, duration_s))  # type: ignore[arg-type]
             if kind == "start" and not self._in_flight:  # its module may be loaded in part
                 self.end()
 
@@ -332,44 +327,43 @@ class _Calls:
             self._pool.remember_failure(job, outcome)
         job.fail(outcome)
 
-    def _fail_start(self, job: Job) -> None:
+    def _fail_start(self, function: bytes) -> None:
         """Fails the calls of a function that is not loaded in time; the others are made again."""
         timeout_s = self._pool.start_timeout_s
         message = f"the reward function's process and module were not loaded within {timeout_s:g} s"
-        for one in self._given_up():
-            if one.job.function == job.function:
-                self._fail(one.job, RewardOutcome(None, "start", message, one.duration_s))
+        for job in self._given_up():
+            if job.function == function:
+                self._fail(job, RewardOutcome(None, "start", message, job.duration_s))
             else:
-                self._alone.append(one.job)
+                self._alone.append(job)
 
-    def _lose(self, kind: Literal["crash", "timeout"], message: str) -> None:
+    def _lose(self, kind: Literal["crash", "start", "timeout"], message: str) -> None:
         """The process and what ran in it are lost: a single call did it, several are made again one at a time."""
-        calls = self._given_up()
-        if len(calls) > 1:
-            self._alone.extend(call.job for call in calls)
-        elif calls and kind == "crash" and not calls[0].is_loaded:
-            message = message.replace("died", "died before the call")
-            self._fail(calls[0].job, RewardOutcome(None, "start", message, calls[0].duration_s))
-        elif calls:
-            self._fail(calls[0].job, RewardOutcome(None, kind, message, calls[0].duration_s))
+        jobs = self._given_up()
+        if len(jobs) > 1:
+            self._alone.extend(jobs)
+            return
+        for job in jobs:
+            if kind == "crash" and not job.is_loaded:
+                kind, message = "start", message.replace("died", "died before the call")
+            self._fail(job, RewardOutcome(None, kind, message, job.duration_s))
 
     def fail_all(self, error: Exception) -> None:
         """Fails the calls in flight, because this process cannot start a worker or talk to it."""
         message = f"the worker process cannot be {'used' if self._worker else 'started'}: {describe(error)}"
-        calls = list(self._in_flight.values())
+        for job in self._in_flight.values():
+            job.fail(RewardOutcome(None, "start", message, job.duration_s))
         self._in_flight.clear()
-        for call in calls:
-            call.job.fail(RewardOutcome(None, "start", message, call.duration_s))
         with suppress(Exception):
             self.end()
         self._worker = None
 
-    def _given_up(self) -> list[_Call]:
+    def _given_up(self) -> list[Job]:
         """The calls in flight, which end with the worker."""
-        calls = list(self._in_flight.values())
+        jobs = list(self._in_flight.values())
         self._in_flight.clear()
         self.end()
-        return calls
+        return jobs
 
 
 class _Worker:

@@ -198,14 +198,12 @@ class TokenBuffer:
                 unsent.log_probs.append(column[row])
         return rest
 
-    def filter(self, outputs: Iterable[Any], log_probs: Any, column: list[float] | None = None) -> list[Any]:
+    def filter(self, outputs: Iterable[Any], log_probs: Any, column: list[float] | None) -> list[Any]:
         """The outputs to send after a step, in order.
 
         outputs: of the requests that took part in the step, with `_Rows`' positions in place of log-probs.
-        log_probs: the step's LogprobsLists, or None. column: its first column, if the caller has it already.
+        log_probs: the step's LogprobsLists, or None. column: its first column.
         """
-        if column is None and log_probs is not None:
-            column = log_probs.logprobs[:, 0].tolist()
         return [output for output in outputs if self._ready(output, log_probs, column)]
 
     def _ready(self, output: Any, log_probs: Any, column: list[float] | None) -> bool:
@@ -276,11 +274,10 @@ def _is_plain_step(scheduler: Any, scheduled: Any, sampled: Any, log_probs: Any)
     return not getattr(scheduler, "return_sampling_mask", False)
 
 
-def buffer_in_engine_core(replace: Replace, marker: str, publish_name: str, *, notes_tokens: bool = True) -> None:
+def buffer_in_engine_core(replace: Replace, marker: str, publish_name: str) -> None:
     """Buffer in this process's engine core.
 
-    publish_name: name of the engine core's new method that sets the policy version. notes_tokens: False lets vLLM look
-    at every token, which takes about twice as long.
+    publish_name: name of the engine core's new method that sets the policy version.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreOutputs
@@ -301,7 +298,7 @@ def buffer_in_engine_core(replace: Replace, marker: str, publish_name: str, *, n
         column = None if log_probs is None else log_probs.logprobs[:, 0].tolist()
         if log_probs is not None:
             model_runner_output.logprobs = _Rows()
-        if notes_tokens and _is_plain_step(self, scheduler_output, model_runner_output, log_probs):
+        if _is_plain_step(self, scheduler_output, model_runner_output, log_probs):
             rest = buffer.note(self, scheduler_output.num_scheduled_tokens, model_runner_output, column)
             scheduler_output = dataclasses.replace(scheduler_output, num_scheduled_tokens=rest)
         per_client = update(self, scheduler_output, model_runner_output)
