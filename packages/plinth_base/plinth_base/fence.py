@@ -222,8 +222,15 @@ class Patch:
         finally:
             restore()
 
-    def wrap(self, target: Any, name: str, wrapper: Callable[[Any], Callable[..., Any]]) -> Callable[[], None]:
-        """Replace the function `name` of `target` by `wrapper(function)`, once; returns a function that restores it."""
+    def wrap(self, wrapper: Callable[[Any], Callable[..., Any]]) -> Callable[[], None]:
+        """Replace the one function in `replaces` by `wrapper(function)`, once; returns a function that restores it.
+
+        Does nothing if the installed packages do not have the parts as tested.
+        """
+        if self.problem() is not None:
+            return lambda: None
+        [(owner, [part])] = self.replaces.items()
+        target, [name] = _holder(owner), _names(part)
         original = vars(target)[name]
         if getattr(original, "patch", None) is self:
             return lambda: None
@@ -286,10 +293,8 @@ def _version_key(text: str) -> tuple[list[int], tuple[int, int]]:
 @cache
 def missing_part(owner: str, part: str) -> str | None:
     """The difference between a part of `owner` and the installed code; None if there is none."""
-    module, _, class_name = owner.partition(":")
     try:
-        holder = import_module(module)
-        holder = getattr(holder, class_name) if class_name else holder
+        holder = _holder(owner)
     except (ImportError, AttributeError) as error:
         return f"{owner} cannot be imported ({error})"
     name = next((name for name in _names(part) if name in _mentioned(holder) or hasattr(holder, name)), None)
@@ -299,6 +304,11 @@ def missing_part(owner: str, part: str) -> str | None:
     if not opened or _takes(_parameters(holder, name), expected.removesuffix(")")):
         return None
     return f"{owner}.{name} takes ({', '.join(_parameters(holder, name))}), not ({expected}"
+
+
+def _holder(owner: str) -> Any:
+    module, _, class_name = owner.partition(":")
+    return getattr(import_module(module), class_name) if class_name else import_module(module)
 
 
 def forget() -> None:

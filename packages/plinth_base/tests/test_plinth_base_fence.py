@@ -95,13 +95,19 @@ def test_replacements_are_counted_and_restored() -> None:
 
 def test_a_wrapper_is_applied_once_and_keeps_the_signature(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Upstream, "step", Upstream.step)
-    patch = patch_of(fence_of([]))
-    restore = patch.wrap(Upstream, "step", lambda original: lambda self, scale: -original(self, scale))
-    patch.wrap(Upstream, "step", lambda original: lambda self, scale: 100.0)
+    replaces = {"hypothesis.upstream:Upstream": ("step(scale, closure)",)}
+    patch = fence_of([]).patch(name="a step", reason="a test", otherwise="stock path", replaces=replaces)
+    restore = patch.wrap(lambda original: lambda self, scale: -original(self, scale))
+    patch.wrap(lambda original: lambda self, scale: 100.0)
     assert Upstream().step(3.0) == -3.0
     assert patch.calls == {"step": 1}
     assert patch.problem() is None
     restore()
+    assert Upstream().step(3.0) == 3.0
+    untested = fence_of([], tested=">=999").patch(
+        name="a step", reason="a test", otherwise="stock path", replaces=replaces
+    )
+    untested.wrap(lambda original: lambda self, scale: 100.0)
     assert Upstream().step(3.0) == 3.0
 
 

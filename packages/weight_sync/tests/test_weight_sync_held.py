@@ -26,7 +26,7 @@ from plinth_testing import raises
 from weight_sync import ModuleSource, SyncConfig, SyncConfigError, WeightPusher, WeightSyncError
 from weight_sync.push.session import PushSession
 from weight_sync.vllm_plugin import engine, held_requests
-from weight_sync.vllm_plugin.held_requests import PATCH, drop_beside, patch_scheduler
+from weight_sync.vllm_plugin.held_requests import PATCH, beside_held_requests, drop_beside
 
 BLOCK = 4
 MIXED = -1
@@ -149,7 +149,7 @@ def test_other_resets_are_those_of_vllm(
         reset_connector_cache=lambda: False,
     )
     vars(scheduler).update(changes)
-    reset = held_requests._beside_held_requests(Scheduler.reset_prefix_cache)
+    reset = held_requests.beside_held_requests(Scheduler.reset_prefix_cache)
     assert reset(scheduler) is True
     assert (cache.running[0].cache_salt is not None) == is_ours
     assert reset(scheduler, reset_connector=True) is (not is_ours)
@@ -158,7 +158,7 @@ def test_other_resets_are_those_of_vllm(
 def test_installed_vllm_can_keep_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     assert PATCH.problem() is None
     monkeypatch.setattr(Scheduler, "reset_prefix_cache", Scheduler.reset_prefix_cache)
-    patch_scheduler()
+    PATCH.wrap(beside_held_requests)
     assert Scheduler.reset_prefix_cache.patch is PATCH  # type: ignore[attr-defined]
 
 

@@ -22,7 +22,6 @@ from weight_sync.vllm_plugin import layout, processing, stale_replies, verify
 from weight_sync.vllm_plugin.apply import ModelLoader
 from weight_sync.vllm_plugin.patch import FENCE, records
 from weight_sync.vllm_plugin.processing import recording
-from weight_sync.vllm_plugin.stale_replies import patch_executor
 
 
 def test_verify_waits_for_the_device_before_the_bucket_is_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,8 +63,8 @@ class Workers:
 
 
 def test_replies_stay_in_order_after_a_failed_call() -> None:
-    patch_executor()
-    patch_executor()
+    stale_replies.PATCH.wrap(stale_replies.reading_stale_replies)
+    stale_replies.PATCH.wrap(stale_replies.reading_stale_replies)
     executor: Any = MultiprocExecutor.__new__(MultiprocExecutor)
     replies = [Replies() for _ in range(3)]
     executor.is_failed, executor.futures_queue = False, deque()
@@ -324,5 +323,5 @@ def test_untested_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {row["state"] for row in records()} == {"refused"}
     monkeypatch.setattr(MultiprocExecutor, "collective_rpc", MultiprocExecutor.collective_rpc)
     before = MultiprocExecutor.collective_rpc
-    patch_executor()
+    stale_replies.PATCH.wrap(stale_replies.reading_stale_replies)
     assert MultiprocExecutor.collective_rpc is before

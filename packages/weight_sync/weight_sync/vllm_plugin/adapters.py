@@ -145,9 +145,7 @@ class AdapterLoader:
 def patch_adapter_loading() -> None:
     """Make vLLM's worker load pushed adapters from memory. Can be called twice."""
     PATCH.check()
-    from vllm.lora.worker_manager import WorkerLoRAManager
-
-    PATCH.wrap(WorkerLoRAManager, "_load_adapter", _loading_from_memory)
+    PATCH.wrap(_loading_from_memory)
     load_weights_below_adapters()
 
 

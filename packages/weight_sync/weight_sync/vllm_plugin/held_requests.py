@@ -30,15 +30,7 @@ PATCH = FENCE.patch(
 )
 
 
-def patch_scheduler() -> None:
-    """Make vLLM's scheduler drop the prefix cache beside held requests. Can be called twice."""
-    if PATCH.problem() is None:  # else a push that keeps requests is refused
-        from vllm.v1.core.sched.scheduler import Scheduler
-
-        PATCH.wrap(Scheduler, "reset_prefix_cache", _beside_held_requests)
-
-
-def _beside_held_requests(reset: Any) -> Any:
+def beside_held_requests(reset: Any) -> Any:
     """``Scheduler.reset_prefix_cache`` that succeeds beside held requests, on servers with this package's backend."""
     from vllm.v1.core.sched.interface import PauseState
 

@@ -99,14 +99,6 @@ def known_record(module: nn.Module) -> Record:
     return record
 
 
-def record_processing() -> None:
-    """Record what vLLM's processing changes in every model that is loaded from now on. Can be called twice."""
-    if PATCH.problem() is None:  # else the engine refuses to start
-        from vllm.model_executor.model_loader import base_loader
-
-        PATCH.wrap(base_loader, "process_weights_after_loading", recording)
-
-
 def recording(process_weights: Callable[..., None]) -> Callable[..., None]:
     """vLLM's ``process_weights_after_loading`` of a whole model, which then leaves a Record on every module."""
 

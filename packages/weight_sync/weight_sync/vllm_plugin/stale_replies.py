@@ -43,15 +43,7 @@ class _Queue:
         return getattr(self.queue, name)
 
 
-def patch_executor() -> None:
-    """Make vLLM's multi-worker executor read the replies that a failed call left. Can be called twice."""
-    if PATCH.problem() is None:  # else the engine refuses to start
-        from vllm.v1.executor.multiproc_executor import MultiprocExecutor
-
-        PATCH.wrap(MultiprocExecutor, "collective_rpc", _reading_stale_replies)
-
-
-def _reading_stale_replies(call: Any) -> Any:
+def reading_stale_replies(call: Any) -> Any:
     """``collective_rpc`` that first reads the replies to the previous call, if that failed."""
 
     def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
