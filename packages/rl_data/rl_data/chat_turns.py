@@ -18,7 +18,7 @@ from .files.table import Place
 from .prompts import dotted
 from .rendering import Renderer
 from .rows import Message, Tool
-from .tokenizer import TokenizerLike
+from .tokenizer import Tokenizer
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TEXT_INSTEAD = (
@@ -60,7 +60,7 @@ class Script:
 class ChatTurns:
     """Divides conversations into the text or tokens that the model writes, and the rest."""
 
-    def __init__(self, tokenizer: TokenizerLike, renderer: Renderer, turns: TurnsTrained, *, section: str = "") -> None:
+    def __init__(self, tokenizer: Tokenizer, renderer: Renderer, turns: TurnsTrained, *, section: str = "") -> None:
         """`section`: the configuration section of `turns`, for errors; "": none."""
         self._tokenizer, self._renderer, self._turns = tokenizer, renderer, turns
         self._key = dotted(section, "turns")

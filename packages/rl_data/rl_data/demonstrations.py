@@ -15,7 +15,6 @@ template has ended it.
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,13 @@ from .config import DataConfig, TurnsTrained
 from .errors import DataError
 from .files.opening import open_table
 from .files.table import Place, Table
-from .images import ImageProcessor, as_parts, ids_with_images, take_images
+from .images import VisionProcessor, as_parts, ids_with_images, take_images
 from .lost_characters import compared
 from .messages import leaves
 from .prompts import batches, dotted, report_filtered, too_long
 from .rendering import Renderer, encode, with_configured
 from .rows import IMAGES, MEDIA_COLUMNS, Message, Tool, conversation, refuse_media, tools_of
-from .tokenizer import TokenizerLike
+from .tokenizer import Tokenizer
 
 _HELP = (
     "Demonstrations need the columns `question` and `answer`, or `messages`, or `prompt` and `completion`, or `text`; "
@@ -199,13 +198,13 @@ def check_demonstrations(files: Sequence[str | Path]) -> int:
 
 def load_demonstrations(
     files: Sequence[str | Path],
-    tokenizer: TokenizerLike,
+    tokenizer: Tokenizer,
     config: DataConfig,
     *,
     turns: TurnsTrained = "all",
     max_length: int | None = None,
     section: str = "",
-    vision: ImageProcessor | None = None,
+    vision: VisionProcessor | None = None,
 ) -> list[Demonstration]:
     """The demonstrations of all files, in order. Prompts are identical to those of `load_prompts`.
 
@@ -240,97 +239,79 @@ class RowEncoder:
 
     def __init__(
         self,
-        tokenizer: TokenizerLike,
+        tokenizer: Tokenizer,
         config: DataConfig,
         turns: TurnsTrained,
         *,
         section: str,
-        vision: ImageProcessor | None = None,
+        vision: VisionProcessor | None = None,
     ) -> None:
         self.renderer = Renderer(tokenizer, config)
-        chat = ChatTurns(tokenizer, self.renderer, turns, section=section)
-        self._scripts = partial(_scripts, renderer=self.renderer, chat=chat, config=config)
-        self._tokenizer, self._vision = tokenizer, vision
+        self._chat = ChatTurns(tokenizer, self.renderer, turns, section=section)
+        self._tokenizer, self._config, self._vision = tokenizer, config, vision
         self._known: dict[int, int] = {}
+        """One object per token id, which all sequences share: 8 bytes per token instead of 36."""
 
     def __call__(self, rows: Sequence[AnsweredRow]) -> Iterator[tuple[AnsweredRow, Demonstration]]:
         """The sequences of each row, in order: several if each turn is one. Raises DataError."""
         made = [(row, one) for row in rows for one in self._scripts(row)]
-        sequences = _encode(made, self._tokenizer, self._known, self._vision)
-        for (row, script), (ids, mask, images) in zip(made, sequences, strict=True):
+        for (row, script), (ids, mask, images) in zip(made, self._encode(made), strict=True):
             if not images:  # placeholders are no characters of the text
                 self.renderer.lost.check(script.text, ids, row.place, row.column_of)
-            demonstration = _demonstration(ids, mask, images)
-            if demonstration is None:
+            # Nothing predicts the first token of the sequence.
+            trained = [index for index, one in enumerate(mask) if one and index > 0]
+            if not trained:
                 raise row.place.error("it has no token to train on", _FILL_IN)
-            yield row, demonstration
+            first, end = trained[0], trained[-1] + 1
+            response_mask = tuple(mask[first:end])
+            marked = None if all(response_mask) else response_mask
+            yield row, Demonstration(tuple(ids[:first]), tuple(ids[first:end]), marked, images)
 
+    def _scripts(self, row: AnsweredRow) -> list[Script]:
+        """The sequences of a row."""
+        messages = with_configured(row.messages, self._config, is_question=row.is_question) if row.messages else ()
+        messages = as_parts(messages, len(row.images))
+        if row.images and self._chat.has_markers and row.parts is None:
+            problem = "images in a conversation whose template marks turns with {% generation %}"
+            raise row.place.error(problem, "Give `prompt` and `completion`.", column=IMAGES)
+        if row.parts is None:
+            first = row.num_before + len(messages) - len(row.messages)
+            return self._chat.scripts(messages, row.tools, row.place, first=first)
+        before = self.renderer(messages, row.tools, row.place) if messages else row.prompt
+        responses = [Segment(part, index % 2 == 0) for index, part in enumerate(row.parts)]
+        return [
+            Script(
+                segments=(*([Segment(before, False)] if before else []), *responses),
+                with_special_tokens=not (messages and self.renderer.with_template),
+                ends=len(row.parts) % 2 == 1,
+            )
+        ]
 
-def _scripts(row: AnsweredRow, *, renderer: Renderer, chat: ChatTurns, config: DataConfig) -> list[Script]:
-    """The sequences of a row."""
-    messages = with_configured(row.messages, config, is_question=row.is_question) if row.messages else ()
-    messages = as_parts(messages, len(row.images))
-    if row.images and chat.has_markers and row.parts is None:
-        problem = "images in a conversation whose template marks turns with {% generation %}"
-        raise row.place.error(problem, "Give `prompt` and `completion`.", column=IMAGES)
-    if row.parts is None:
-        return chat.scripts(messages, row.tools, row.place, first=row.num_before + len(messages) - len(row.messages))
-    before = renderer(messages, row.tools, row.place) if messages else row.prompt
-    responses = [Segment(part, index % 2 == 0) for index, part in enumerate(row.parts)]
-    return [
-        Script(
-            segments=(*([Segment(before, False)] if before else []), *responses),
-            with_special_tokens=not (messages and renderer.with_template),
-            ends=len(row.parts) % 2 == 1,
-        )
-    ]
-
-
-def _encode(
-    made: Sequence[tuple[AnsweredRow, Script]],
-    tokenizer: TokenizerLike,
-    known: dict[int, int],
-    vision: ImageProcessor | None,
-) -> Iterator[tuple[list[int], list[bool], tuple[str, ...]]]:
-    """Token ids of each sequence, whether they are trained on, and the images that it has.
-
-    `known` has one object per token id, which all sequences share: 8 bytes per token instead of 36.
-    """
-    scripts = [script for _, script in made]
-    firsts = [script.segments[0].text for script in scripts if script.with_special_tokens]
-    rests = [segment.text for script in scripts for segment in script.segments[int(script.with_special_tokens) :]]
-    first = iter(encode(firsts, tokenizer, add_special_tokens=True) if firsts else [])
-    rest = iter(encode(rests, tokenizer, add_special_tokens=False) if rests else [])
-    end = int(tokenizer.eos_token_id)
-    for row, script in made:
-        ids, mask, num_images = list(script.ids), list(script.mask), 0
-        for index, segment in enumerate(script.segments):
-            tokens = next(first if index == 0 and script.with_special_tokens else rest)
-            if row.images and not segment.is_trained:
-                count = vision.count(segment.text) if vision is not None else len(row.images)
-                images = row.images[num_images : num_images + count]
-                num_images += count
-                tokens = ids_with_images(segment.text, images, vision, row.place, IMAGES) if count else tokens
-            ids += tokens
-            mask += [segment.is_trained] * len(tokens)
-        if script.ends and not (mask and mask[-1] and ids[-1] == end):
-            ids, mask = [*ids, end], [*mask, True]
-        yield [known.setdefault(token, token) for token in ids], mask, row.images[:num_images]
-
-
-def _demonstration(ids: Sequence[int], mask: Sequence[bool], images: tuple[str, ...]) -> Demonstration | None:
-    """The sequence from its first to its last trained token as the response, and the tokens before it as the prompt.
-
-    The first token of the sequence is never trained on: nothing predicts it. None if no token is trained on.
-    """
-    trained = [index for index, one in enumerate(mask) if one and index > 0]
-    if not trained:
-        return None
-    first, last = trained[0], trained[-1]
-    response_mask = tuple(mask[first : last + 1])
-    return Demonstration(
-        tuple(ids[:first]), tuple(ids[first : last + 1]), None if all(response_mask) else response_mask, images
-    )
+    def _encode(
+        self, made: Sequence[tuple[AnsweredRow, Script]]
+    ) -> Iterator[tuple[list[int], list[bool], tuple[str, ...]]]:
+        """Token ids of each sequence, whether they are trained on, and the images that it has."""
+        tokenizer, vision, known = self._tokenizer, self._vision, self._known
+        scripts = [script for _, script in made]
+        firsts = [script.segments[0].text for script in scripts if script.with_special_tokens]
+        rests = [segment.text for script in scripts for segment in script.segments[int(script.with_special_tokens) :]]
+        first = iter(encode(firsts, tokenizer, add_special_tokens=True) if firsts else [])
+        rest = iter(encode(rests, tokenizer, add_special_tokens=False) if rests else [])
+        end = int(tokenizer.eos_token_id)
+        for row, script in made:
+            ids, mask, num_images = list(script.ids), list(script.mask), 0
+            for index, segment in enumerate(script.segments):
+                tokens = next(first if index == 0 and script.with_special_tokens else rest)
+                if row.images and not segment.is_trained:
+                    count = vision.count(segment.text) if vision is not None else len(row.images)
+                    images = row.images[num_images : num_images + count]
+                    num_images += count
+                    tokens = ids_with_images(segment.text, images, vision, row.place, IMAGES) if count else tokens
+                ids += tokens
+                mask += [segment.is_trained] * len(tokens)
+            if script.ends and not (mask and mask[-1] and ids[-1] == end):
+                ids, mask = [*ids, end], [*mask, True]
+            yield [known.setdefault(token, token) for token in ids], mask, row.images[:num_images]
 
 
 def exceeds(place: Place, sequence: Demonstration, config: DataConfig, max_length: int | None, *, section: str) -> bool:

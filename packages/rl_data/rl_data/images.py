@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from plinth_base.errors import shown
 from plinth_base.model_folder import check_model_folder
@@ -28,15 +28,8 @@ MARKER = "<image>"
 _GIVE = "Give a list of paths, bytes, or structs of `bytes` and `path`."
 
 
-class ImageProcessor(Protocol):
-    """Tokens and features of a text with images."""
-
-    def ids(self, text: str, images: Sequence[str], place: Place, column: str) -> tuple[int, ...]: ...
-    def count(self, text: str) -> int: ...
-
-
 def ids_with_images(
-    text: str, images: Sequence[str], vision: ImageProcessor | None, place: Place, column: str
+    text: str, images: Sequence[str], vision: "VisionProcessor | None", place: Place, column: str
 ) -> tuple[int, ...]:
     """Token ids of a rendered text with images. Raises DataError, without a processor too."""
     if vision is None:

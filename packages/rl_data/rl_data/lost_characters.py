@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 from .files.table import Place
-from .tokenizer import TokenizerLike
+from .tokenizer import Tokenizer
 
 _MOST_NAMED = 8
 _WHITE_CONTROLS = "\t\n\v\f\r\x85"
@@ -21,7 +21,7 @@ class LostCharacters:
     if it has an unknown token or a character that does not come back alone.
     """
 
-    def __init__(self, tokenizer: TokenizerLike) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._safe, self._doubtful = set[str](), set[str]()
         self._lost = Counter[str]()

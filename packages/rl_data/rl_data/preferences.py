@@ -40,7 +40,7 @@ from .errors import DataError
 from .files.opening import open_table
 from .files.table import Place, Table
 from .prompts import batches, report_filtered
-from .tokenizer import TokenizerLike
+from .tokenizer import Tokenizer
 
 PreferenceKind = Literal["pairs", "labeled"]
 ExtraT = TypeVar("ExtraT")
@@ -171,7 +171,7 @@ def check_preferences(files: Sequence[str | Path], kind: PreferenceKind) -> int:
 
 def load_pairs(
     files: Sequence[str | Path],
-    tokenizer: TokenizerLike,
+    tokenizer: Tokenizer,
     config: DataConfig,
     *,
     max_length: int | None = None,
@@ -195,7 +195,7 @@ def load_pairs(
 
 def load_labeled(
     files: Sequence[str | Path],
-    tokenizer: TokenizerLike,
+    tokenizer: Tokenizer,
     config: DataConfig,
     *,
     max_length: int | None = None,
@@ -216,7 +216,7 @@ def load_labeled(
 def _load(
     groups: Iterator[_Group[ExtraT]],
     files: Sequence[str | Path],
-    tokenizer: TokenizerLike,
+    tokenizer: Tokenizer,
     config: DataConfig,
     max_length: int | None,
     section: str,

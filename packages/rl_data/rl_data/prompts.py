@@ -12,12 +12,12 @@ from .config import DataConfig
 from .errors import DataError, UnknownDataSourceError
 from .files.opening import open_table
 from .files.table import Place, Table
-from .images import ImageProcessor, as_parts, ids_with_images
+from .images import VisionProcessor, as_parts, ids_with_images
 from .rendering import Renderer, with_configured
 from .rewards.base import Reward
 from .rewards.registry import reward_for
 from .rows import COLUMNS_HELP, GSM8K_DATA_SOURCE, Message, Row, Schema, Tool, find_schema, left_out, read_rows
-from .tokenizer import TokenizerLike
+from .tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -108,11 +108,11 @@ def report_filtered(
 
 def load_prompts(
     files: Sequence[str | Path],
-    tokenizer: TokenizerLike,
+    tokenizer: Tokenizer,
     config: DataConfig,
     *,
     max_prompts: int | None = None,
-    vision: ImageProcessor | None = None,
+    vision: VisionProcessor | None = None,
 ) -> list[Prompt]:
     """The prompts of all files, in the order of files and rows.
 

@@ -23,7 +23,7 @@ from .files.table import Place, first_line
 from .lost_characters import LostCharacters
 from .messages import Convert, arguments_of, as_object, as_text, first_lost, unchanged, with_arguments
 from .rows import Message, Tool
-from .tokenizer import TokenizerLike
+from .tokenizer import Tokenizer
 
 _SHOW = "Use a model whose template shows it, or remove it from the row."
 _logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def with_configured(messages: Sequence[Message], config: DataConfig, *, is_quest
     return tuple(messages)
 
 
-def uses_chat_template(tokenizer: TokenizerLike, config: DataConfig) -> bool:
+def uses_chat_template(tokenizer: Tokenizer, config: DataConfig) -> bool:
     """True if the tokenizer's chat template is used. Raises DataError for "always" if it has none."""
     has_template = bool(tokenizer.chat_template)
     if config.chat_template == "always" and not has_template:
@@ -56,7 +56,7 @@ def uses_chat_template(tokenizer: TokenizerLike, config: DataConfig) -> bool:
 class Renderer:
     """Renders conversations as text, with the tokenizer's chat template or plain."""
 
-    def __init__(self, tokenizer: TokenizerLike, config: DataConfig) -> None:
+    def __init__(self, tokenizer: Tokenizer, config: DataConfig) -> None:
         """Raises DataError for `chat_template="always"` if the tokenizer has no template."""
         self.tokenizer, self._kwargs = tokenizer, dict(config.chat_template_kwargs)
         self._choice, self._system_prompt = config.chat_template, config.system_prompt
@@ -199,7 +199,7 @@ def _is_miswritten(arguments: Any, text: str) -> bool:
     return str(arguments) != json.dumps(arguments, ensure_ascii=False) and str(arguments) in text
 
 
-def encode(texts: list[str], tokenizer: TokenizerLike, *, add_special_tokens: bool) -> list[tuple[int, ...]]:
+def encode(texts: list[str], tokenizer: Tokenizer, *, add_special_tokens: bool) -> list[tuple[int, ...]]:
     """Token ids of each text."""
     ids = tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
     return [tuple(int(token) for token in row) for row in ids]

@@ -15,7 +15,7 @@ from decimal import Decimal
 from functools import cached_property
 from typing import Any
 
-from plinth_base.errors import shown
+from plinth_base.errors import listed, shown
 
 from .config import DataConfig
 from .errors import DataError
@@ -132,11 +132,7 @@ def _prompt_column(names: Sequence[str]) -> str:
 def left_out(table: Table, schema: Schema) -> str:
     """The columns that are not in `extra` because JSON cannot hold them, with reasons; empty if there are none."""
     names = [name for name in table.unusable if name not in schema.used] if schema.extra is None else []
-    if not names:
-        return ""
-    reasons = ", ".join(f"{name!r} ({table.unusable[name]})" for name in names[:10])
-    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return f"{reasons}{more}"
+    return listed((f"{name!r} ({table.unusable[name]})" for name in names), most=10)
 
 
 def read_rows(table: Table, schema: Schema) -> Iterator[Row]:

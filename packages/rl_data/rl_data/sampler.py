@@ -7,7 +7,7 @@ first draws prompts that the batch does not contain yet.
 The state restores the order exactly. It is JSON-serializable: a few numbers and at most one batch of indices.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,27 +15,6 @@ import numpy as np
 from .errors import DataConfigError, SamplerStateError
 
 _STATE_VERSION = 1
-
-
-def epoch_order(
-    num_prompts: int, *, seed: int, shuffle: bool, epoch: int, held: Sequence[int] = (), num_needed: int = 0
-) -> list[int]:
-    """The order of one epoch, a permutation of range(num_prompts). Pure function.
-
-    `held` are the prompts of the previous epoch in the batch that spans both epochs, and `num_needed` is the number of
-    prompts that this batch still needs. The first `num_needed` entries are not in `held` if there are enough others.
-    """
-    if shuffle:
-        generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
-        order = [int(index) for index in generator.permutation(num_prompts)]
-    else:
-        order = list(range(num_prompts))
-    if not held or not num_needed:
-        return order
-    avoid = set(held)
-    first = [index for index in order if index not in avoid][:num_needed]
-    taken = set(first)
-    return first + [index for index in order if index not in taken]
 
 
 class PromptSampler:
@@ -49,34 +28,27 @@ class PromptSampler:
             raise DataConfigError(field="num_prompts", value=num_prompts, allowed="at least 1")
         if seed < 0:
             raise DataConfigError(field="seed", value=seed, allowed="at least 0")
-        self.num_prompts = num_prompts
-        self.seed = seed
-        self.shuffle = shuffle
-        self._epoch = 0
-        self._position = 0
+        self.num_prompts, self.seed, self.shuffle = num_prompts, seed, shuffle
+        self.epoch = 0
+        """Epoch of the next prompt, counted from 0."""
+        self.position = 0
+        """Number of prompts drawn from this epoch, less than num_prompts."""
         self._held: list[int] = []
+        """Prompts of the previous epoch in the batch that spans both."""
         self._num_needed = 0
+        """Number of prompts that this batch still needed."""
         self._order = self._make_order()
 
     def _make_order(self) -> list[int]:
-        return epoch_order(
-            self.num_prompts,
-            seed=self.seed,
-            shuffle=self.shuffle,
-            epoch=self._epoch,
-            held=self._held,
-            num_needed=self._num_needed,
-        )
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the next prompt, counted from 0."""
-        return self._epoch
-
-    @property
-    def position(self) -> int:
-        """Number of prompts drawn from this epoch, less than num_prompts."""
-        return self._position
+        """The order of the epoch; the batch that spans two epochs gets prompts that it does not hold, if there are."""
+        order = list(range(self.num_prompts))
+        if self.shuffle:
+            generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, self.epoch])))
+            order = generator.permutation(self.num_prompts).tolist()
+        held = set(self._held)
+        first = [index for index in order if index not in held][: self._num_needed]
+        taken = set(first)
+        return first + [index for index in order if index not in taken]
 
     def next(self, batch_size: int) -> list[int]:
         """The next `batch_size` indices. Raises DataConfigError for a size below 1."""
@@ -84,21 +56,16 @@ class PromptSampler:
             raise DataConfigError(field="batch_size", value=batch_size, allowed="at least 1")
         batch: list[int] = []
         while len(batch) < batch_size:
-            end = min(self.num_prompts, self._position + batch_size - len(batch))
-            batch += self._order[self._position : end]
-            self._position = end
+            end = min(self.num_prompts, self.position + batch_size - len(batch))
+            batch += self._order[self.position : end]
+            self.position = end
             if end == self.num_prompts:
+                self.epoch, self.position = self.epoch + 1, 0
                 # A batch larger than the data repeats prompts in any case, so at most one epoch is avoided.
-                num_needed = batch_size - len(batch)
-                self._start_epoch(batch[-self.num_prompts :] if num_needed else [], num_needed)
+                self._num_needed = min(batch_size - len(batch), self.num_prompts)
+                self._held = batch[-self.num_prompts :] if self._num_needed else []
+                self._order = self._make_order()
         return batch
-
-    def _start_epoch(self, held: list[int], num_needed: int) -> None:
-        self._epoch += 1
-        self._position = 0
-        self._held = held
-        self._num_needed = min(num_needed, self.num_prompts)
-        self._order = self._make_order()
 
     def state_dict(self) -> dict[str, Any]:
         """The state to resume from; JSON-serializable."""
@@ -107,8 +74,8 @@ class PromptSampler:
             "num_prompts": self.num_prompts,
             "seed": self.seed,
             "shuffle": self.shuffle,
-            "epoch": self._epoch,
-            "position": self._position,
+            "epoch": self.epoch,
+            "position": self.position,
             "held": list(self._held),
             "num_needed": self._num_needed,
         }
@@ -130,8 +97,7 @@ class PromptSampler:
         if not 0 <= state["position"] < self.num_prompts or state["epoch"] < 0:
             problem = f"the sampler state is impossible with {self.num_prompts} prompts"
             raise SamplerStateError(problem, field="position", value=state["position"])
-        self._epoch = int(state["epoch"])
-        self._position = int(state["position"])
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
         self._held = [int(index) for index in state["held"]]
         self._num_needed = int(state["num_needed"])
         self._order = self._make_order()

@@ -1,45 +1,20 @@
 """Tokenizers of model folders, and the comparison of their vocabularies."""
 
 import json
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from plinth_base.model_folder import ModelFolderError, check_model_folder, find_model_folder
 
 from .errors import DataError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
 _MOST_NAMED = 3
 """Differing ids that an error names."""
-
-
-class TokenizerLike(Protocol):
-    """The part of a Hugging Face tokenizer that this package uses."""
-
-    @property
-    def chat_template(self) -> Any: ...
-    @property
-    def eos_token(self) -> Any: ...
-    @property
-    def eos_token_id(self) -> Any: ...
-    @property
-    def unk_token(self) -> Any: ...
-    @property
-    def unk_token_id(self) -> Any: ...
-    @property
-    def added_tokens_decoder(self) -> Mapping[int, Any]: ...
-    def __call__(self, text: list[str], *, add_special_tokens: bool = True) -> Mapping[str, Any]: ...
-    def decode(self, token_ids: list[int], *, clean_up_tokenization_spaces: bool) -> str: ...
-    def apply_chat_template(
-        self,
-        conversation: list[Mapping[str, Any]],
-        *,
-        tools: list[Mapping[str, Any]] | None,
-        tokenize: bool,
-        add_generation_prompt: bool,
-        **kwargs: Any,
-    ) -> Any: ...
 
 
 def load_tokenizer(path: str | Path) -> Any:

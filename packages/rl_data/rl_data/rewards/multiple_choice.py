@@ -38,17 +38,7 @@ class MultipleChoiceReward(AnswerReward):
         return self.score if letter == _letter(prompt.ground_truth) else self.format_score
 
     def answer(self, response_text: str) -> str | None:
-        return self._choice(tail(response_text, _TAIL_CHARACTERS))
-
-    def problem(self, ground_truth: str, extra: Mapping[str, Any]) -> str:
-        if missing := super().problem(ground_truth, extra):
-            return missing
-        letters = string.ascii_uppercase[: self.num_choices]
-        if _letter(ground_truth) in set(letters):
-            return ""
-        return f"the answer {ground_truth[:60]!r} is no letter from A to {letters[-1]}"
-
-    def _choice(self, text: str) -> str | None:
+        text = tail(response_text, _TAIL_CHARACTERS)
         letters = string.ascii_uppercase[: self.num_choices]
         either = rf"[{letters}](?![A-Za-z0-9'])|[{letters.lower()}](?=[).,;:*]|[ \t]*$)"
         patterns = (
@@ -58,6 +48,14 @@ class MultipleChoiceReward(AnswerReward):
         )
         matches = (re.findall(pattern, text, re.MULTILINE | re.ASCII) for pattern in patterns)
         return next((chosen[-1].upper() for chosen in matches if chosen), None)
+
+    def problem(self, ground_truth: str, extra: Mapping[str, Any]) -> str:
+        if missing := super().problem(ground_truth, extra):
+            return missing
+        letters = string.ascii_uppercase[: self.num_choices]
+        if _letter(ground_truth) in set(letters):
+            return ""
+        return f"the answer {ground_truth[:60]!r} is no letter from A to {letters[-1]}"
 
 
 def _letter(ground_truth: str) -> str:
