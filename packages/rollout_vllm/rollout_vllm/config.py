@@ -121,19 +121,13 @@ class RolloutConfig:
     request_timeout_s: float = 600.0
     """Time limit in seconds of one attempt."""
     max_retries: int = 5
-    """Maximum number of retries of a group after its first attempt."""
-    retry_base_s: float = 0.2
-    """Longest delay in seconds before the first retry; it doubles with each retry, and a random part of it is
-    waited."""
-    retry_max_s: float = 10.0
-    """Longest delay between two attempts, in seconds."""
+    """Maximum number of retries of a group after its first attempt, after up to 0.2, 0.4, 0.8, ... 10 seconds."""
     max_samples_in_flight: int = 1024
     """Maximum number of samples that a server is asked for at a time; further samples wait in the client."""
 
     def __post_init__(self) -> None:
         _require_positive(self, ("tensor_parallel_size", "startup_timeout_s"))
-        _require_positive(self, ("request_timeout_s", "retry_base_s", "retry_max_s"))
-        _require_positive(self, ("max_samples_in_flight", "speculative_tokens"))
+        _require_positive(self, ("request_timeout_s", "max_samples_in_flight", "speculative_tokens"))
         optional = ("num_servers", "max_num_seqs", "max_model_len", "kv_cache_gib", "cpu_threads")
         _require_positive(self, optional, or_none=True)
         require(self.server_count <= 4096, "num_servers", self.num_servers, "at most 4096")

@@ -16,7 +16,7 @@ from plinth_testing.strategies import json_values
 from rollout_vllm import Sample
 from rollout_vllm.client.dispatch import Dispatcher
 from rollout_vllm.client.group_run import extend
-from rollout_vllm.client.metrics import combine, server_metrics
+from rollout_vllm.client.metrics import server_metrics
 from rollout_vllm.client.protocol import Choice, MalformedAnswerError, completion_body, parse_completion
 from rollout_vllm.client.retry import backoff_s, classify_status
 from rollout_vllm.config import SamplingConfig
@@ -215,14 +215,11 @@ def test_classify_status(status: int, message: str, kind: str, retry: bool, blam
 
 
 @QUICK
-@given(
-    st.integers(1, 1000), st.floats(0.01, 5), st.floats(5, 60), st.floats(0, 1, exclude_max=True), st.floats(-5, 1e6)
-)
-def test_backoff_is_within_its_window(attempt: int, base: float, top: float, jitter: float, after: float) -> None:
-    delay = backoff_s(attempt, base_s=base, max_s=top, jitter=jitter)
-    assert 0 <= delay <= min(top, base * 2.0 ** min(attempt - 1, 60))
-    assert backoff_s(attempt, base_s=base, max_s=top, jitter=jitter, retry_after_s=after) >= min(max(after, 0), top)
-    assert backoff_s(attempt, base_s=base, max_s=top, jitter=jitter, retry_after_s=after) <= top
+@given(st.integers(1, 1000), st.floats(0, 1, exclude_max=True), st.floats(-5, 1e6))
+def test_backoff_is_within_its_window(attempt: int, jitter: float, after: float) -> None:
+    delay = backoff_s(attempt, jitter=jitter)
+    assert 0 <= delay <= min(10.0, 0.2 * 2.0 ** min(attempt - 1, 60))
+    assert 10.0 >= backoff_s(attempt, jitter=jitter, retry_after_s=after) >= max(delay, min(after, 10.0))
 
 
 @QUICK
@@ -291,7 +288,6 @@ nan_metric NaN
 def test_metrics() -> None:
     one = server_metrics(METRICS)
     assert one == {"num_running": 3.0, "prefix_cache_queries": 10.0, "prefix_cache_hits": 4.0}
-    assert combine([one, one, {}]) == {name: 2 * value for name, value in one.items()}
     assert server_metrics(METRICS + 'vllm:num_requests_running{engine="1"} 4.0\n')["num_running"] == 7.0  # all labels
     with pytest.raises(ValueError):
         server_metrics("vllm:num_requests_running three\n")

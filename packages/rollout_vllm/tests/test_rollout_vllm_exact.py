@@ -198,9 +198,9 @@ close = lambda a, b: torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-5)
 ints = lambda *values: torch.tensor(values, dtype=torch.int32)
 x, weight, bias = drawn(70, 96), drawn(200, 96, seed=1), drawn(200)
 close(kernels.matmul(x, weight, bias), operations.linear(x, weight, bias))
-close(kernels.rms_norm(x, weight[0], 1e-6), operations.rms_norm(x, weight[0], 1e-6))
+close(kernels.rms_norm(x, weight[0], 1e-6)[0], operations.rms_norm(x, weight[0], 1e-6))
 inside = drawn(70, 96).view(70, 3, 32)[:, :2]  # heads of a merged product
-close(kernels.rms_norm(inside, weight[0, :32], 1e-6), operations.rms_norm(inside, weight[0, :32], 1e-6))
+close(kernels.rms_norm(inside, weight[0, :32], 1e-6)[0], operations.rms_norm(inside, weight[0, :32], 1e-6))
 kernels._CHUNKS = (32, 16)
 for there in (True, False):
     kernels._same_bits.clear(), kernels._plans.clear()
@@ -210,11 +210,11 @@ for there in (True, False):
 assert torch.equal(kernels.linear(x, weight, bias), kernels.matmul(x, weight, bias))
 logits = drawn(3, 5000)
 logits[0, :2500] = float("-inf")  # whole blocks of masked tokens
-close(kernels.log_sum_exp(logits), logits.logsumexp(-1))
+close(kernels.log_sum_exp(logits)[0], logits.logsumexp(-1))
 narrow = logits.bfloat16()
 for given in (narrow.float(), narrow):  # a server's and a rank's
-    log_sums, entropies = kernels.log_sum_exp_and_entropies(given)
-    assert torch.equal(log_sums, kernels.log_sum_exp(narrow.float()))
+    log_sums, entropies = kernels.log_sum_exp(given, entropies=True)
+    assert torch.equal(log_sums, kernels.log_sum_exp(narrow.float())[0])
     close(entropies, torch.distributions.Categorical(logits=narrow.float()).entropy())
 for ends in (ints(0, 3, 3, 68, 70), ints(70, 70, 70, 70, 70), ints(0, 0, 0, 0, 70)):  # experts without rows
     matrices = drawn(5, 200, 96, seed=3)
@@ -223,7 +223,7 @@ places = torch.randperm(70, generator=torch.Generator().manual_seed(0)).view(14,
 close(kernels.collect(x, places), operations.collect(x, places))
 gate, up = drawn(70, 96).chunk(2, dim=-1)
 close(kernels.silu_and_mul(gate, up), operations.silu_and_mul(gate, up))
-summed = kernels.add_rms_norm(x, x.flip(0), weight[0], 1e-6)
+summed = kernels.rms_norm(x, weight[0], 1e-6, x.flip(0))
 for one, other in zip(summed, operations.add_rms_norm(x, x.flip(0), weight[0], 1e-6)):
     close(one, other)
 places, angles = torch.arange(69, -1, -1), operations.rotary_table(drawn(16).abs(), 70, torch.float32)

@@ -24,7 +24,7 @@ SHORT = SamplingConfig(n=3, max_tokens=5)
 
 
 def quick(**changes: object) -> RolloutConfig:
-    return config_for_tests(**({"retry_base_s": 0.05, "retry_max_s": 0.5, "max_retries": 4} | changes))
+    return config_for_tests(**({"max_retries": 4} | changes))
 
 
 def test_transient_faults_lose_no_sample(proxy: FaultyProxy) -> None:

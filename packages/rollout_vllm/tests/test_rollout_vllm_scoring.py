@@ -66,7 +66,7 @@ class Answers(AppThread):
 def test_transient_failures_are_retried_and_refusals_are_not() -> None:
     server = Answers()
     suspects: list[int] = []
-    config = RolloutConfig(max_retries=2, retry_base_s=0.01)
+    config = RolloutConfig(max_retries=2)
     with TokenScorer([Endpoint(server.url)], config) as scorer:
         for status in (200, 503, 429, 201):  # 201: an answer without log-probs
             (scores,) = scorer.run(scorer.score([([status], [7, 8])]))

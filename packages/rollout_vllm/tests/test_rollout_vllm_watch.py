@@ -137,7 +137,7 @@ def test_a_scorer_repeats_what_a_dead_server_owed(tmp_path: Path, max_restarts: 
 
     server = ScriptedServer(tmp_path, web.post("/v1/completions", score))
     group = ServerGroup([server.endpoint], [server], 60.0)
-    config = config_for_tests(retry_base_s=0.01)
+    config = config_for_tests()
     with (
         TokenScorer(group.endpoints, config) as scorer,
         ServerWatch(group, scorer, on_restart=lambda *_: None, max_restarts=max_restarts) as watch,
@@ -157,7 +157,7 @@ def test_a_scorer_repeats_what_a_dead_server_owed(tmp_path: Path, max_restarts: 
 def test_server_that_cannot_start_is_given_up(tmp_path: Path) -> None:
     server = ServerProcess(0, NOBODY, ["--no-such-argument"], {"PYTHONHOME": str(tmp_path)}, tmp_path / "log")
     group = ServerGroup([NOBODY], [server], 60.0)
-    client = RolloutClient([NOBODY], config_for_tests(retry_base_s=0.05, retry_max_s=0.5, max_retries=4))
+    client = RolloutClient([NOBODY], config_for_tests(max_retries=4))
     with client, ServerWatch(group, client, on_restart=lambda *_: 0, max_restarts=2) as watch:
         [result] = client.generate_blocking(make_requests(1), SamplingConfig(n=3, max_tokens=5))
         assert {f.kind for f in result.failures} == {"connection"}

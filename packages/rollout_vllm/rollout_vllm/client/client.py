@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -17,7 +18,7 @@ from ..errors import ControlError, UnlabeledTokensError
 from ..samples import Group, Request
 from .balanced import BalancedClient
 from .group_run import GroupRun
-from .metrics import ClientCounters, combine, server_metrics
+from .metrics import ClientCounters, server_metrics
 from .transport import call_back, cancel, first_complete, gather_or_cancel
 
 OnGroup = Callable[[Group], Awaitable[None] | None]
@@ -279,17 +280,17 @@ class RolloutClient(BalancedClient):
 
     async def fetch_metrics(self) -> dict[str, float]:
         """The client's counters ("client/...") and the servers' metrics, summed over those that answer."""
+        totals = Counter[str]()
 
-        async def one(server: int) -> dict[str, float]:
+        async def add(server: int) -> None:
             with suppress(TimeoutError, aiohttp.ClientError, ValueError):
                 status, _, raw = await self._transport.exchange(server, "GET", "/metrics", timeout_s=_METRICS_TIMEOUT_S)
                 if status == 200:
-                    return server_metrics(raw.decode("utf-8", "replace"))
-            return {}
+                    totals.update(server_metrics(raw.decode("utf-8", "replace")))
 
-        per_server = await asyncio.gather(*(one(server) for server in range(len(self.endpoints))))
+        await asyncio.gather(*map(add, range(len(self.endpoints))))
         with self._runner.lock:
-            return self.counters.as_dict() | combine(per_server)
+            return self.counters.as_dict() | totals
 
     def metrics(self) -> dict[str, float]:
         """`fetch_metrics` for callers without an event loop."""

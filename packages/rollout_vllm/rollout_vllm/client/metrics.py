@@ -1,7 +1,6 @@
 """Rollout metrics: the client's counters and the servers' /metrics, as one flat dict."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -36,14 +35,6 @@ def server_metrics(text: str) -> dict[str, float]:
         for sample in family.samples:
             totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
     return {ours: totals[name] for ours, name in _SERVER_METRICS.items() if name in totals}
-
-
-def combine(per_server: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Totals over the servers."""
-    totals = Counter[str]()
-    for figures in per_server:
-        totals.update(figures)
-    return dict(totals)
 
 
 @dataclass

@@ -239,14 +239,8 @@ class RequestRunner:
             self._dispatcher.failed(server, time.monotonic())
         if failure.decision in (CONNECTION_LOST, TIMED_OUT):
             self._report_suspect(server)
-        delay = backoff_s(
-            attempt,
-            base_s=self._config.retry_base_s,
-            max_s=self._config.retry_max_s,
-            jitter=self._random.random(),
-            retry_after_s=failure.retry_after_s,
-        )
-        await asyncio.sleep(delay)
+        jitter = self._random.random()
+        await asyncio.sleep(backoff_s(attempt, jitter=jitter, retry_after_s=failure.retry_after_s))
         return {server} if failure.decision.blame_server else set()
 
 

@@ -19,6 +19,8 @@ TIMED_OUT = RetryDecision("timeout", retry=True, blame_server=True)
 MALFORMED = RetryDecision("malformed", retry=True, blame_server=True)
 ABORTED = RetryDecision("aborted", retry=True, blame_server=False)
 
+_FIRST_S, _LONGEST_S = 0.2, 10.0
+"""Longest delays before the first retry and before any."""
 _TOO_LONG_MESSAGES = ("maximum context length", "max_model_len", "maximum model length", "too long", "longer than")
 
 
@@ -34,11 +36,11 @@ def classify_status(status: int, message: str) -> RetryDecision:
     return RetryDecision("refused", retry=False, blame_server=False)
 
 
-def backoff_s(attempt: int, *, base_s: float, max_s: float, jitter: float, retry_after_s: float | None = None) -> float:
+def backoff_s(attempt: int, *, jitter: float, retry_after_s: float | None = None) -> float:
     """Delay after attempt number `attempt` (1, 2, ...): exponential backoff with full jitter.
 
-    jitter: a uniform random number in [0, 1). A server's Retry-After is a lower bound, capped at max_s.
+    jitter: a uniform random number in [0, 1). A server's Retry-After is a lower bound, within the longest delay.
     """
-    window = min(max_s, base_s * 2.0 ** min(attempt - 1, 60))
-    floor = min(max(retry_after_s or 0.0, 0.0), max_s)
+    window = min(_LONGEST_S, _FIRST_S * 2.0 ** min(attempt - 1, 60))
+    floor = min(max(retry_after_s or 0.0, 0.0), _LONGEST_S)
     return max(window * jitter, floor)

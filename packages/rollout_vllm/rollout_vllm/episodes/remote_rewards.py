@@ -29,8 +29,6 @@ from ..config import RolloutConfig, require
 from .processes import describe
 from .rewards import RewardOutcome, read_number
 
-_RETRY_BASE_S, _RETRY_MAX_S = 0.2, 5.0
-
 
 class RemoteReward(HttpClient):
     """Sends `body(*args)` as JSON to `path` of the endpoint by POST. `read(answer)` extracts the reward.
@@ -101,7 +99,7 @@ class RemoteReward(HttpClient):
                 outcome, again = RewardOutcome(None, "exception", message), classify_status(status, message).retry
             if not again or attempt > self._max_retries:
                 return outcome
-            await asyncio.sleep(backoff_s(attempt, base_s=_RETRY_BASE_S, max_s=_RETRY_MAX_S, jitter=random.random()))
+            await asyncio.sleep(backoff_s(attempt, jitter=random.random()))
         raise AssertionError("unreachable")
 
     def _read_answer(self, raw: bytes, args: Sequence[Any]) -> RewardOutcome:

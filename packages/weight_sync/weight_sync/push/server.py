@@ -13,9 +13,6 @@ from ..errors import ServerError, SyncConfigError
 
 _SERVER_ARGS = ("--weight-transfer-config", json.dumps({"backend": BACKEND}))
 
-#: Default of ``_call``: the time limit of the ServerControl. None means no limit.
-_DEFAULT_TIMEOUT = -1.0
-
 
 def server_args() -> list[str]:
     """Command-line arguments for ``python -m vllm.entrypoints.openai.api_server``, for all transports and devices."""
@@ -151,10 +148,11 @@ class ServerControl:
         self._call("POST", "/wake_up?" + urlencode({"tags": "scheduling"}))
 
     def _call(
-        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = _DEFAULT_TIMEOUT
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = -1.0
     ) -> dict[str, Any]:
+        """``timeout_s``: -1 for that of this object, None for no limit."""
         step = f"{method} {path.partition('?')[0]}"
-        timeout = self._timeout_s if timeout_s == _DEFAULT_TIMEOUT else timeout_s
+        timeout = self._timeout_s if timeout_s == -1.0 else timeout_s
         try:
             status, text = call(self._endpoint, method, path, body, timeout_s=timeout)
         except NO_ANSWER as error:

@@ -58,16 +58,11 @@ def is_this_host(host: str) -> bool:
         addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
     except OSError:
         return False
-    return any(_can_bind(family, address) for family, _, _, _, address in addresses)
-
-
-def _can_bind(family: int, address: tuple[object, ...]) -> bool:
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+    for family, _, _, _, address in addresses:
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind(address)
-    except OSError:
-        return False
-    return True
+            return True
+    return False
 
 
 def local_address(urls: Sequence[str]) -> str:

@@ -227,17 +227,8 @@ def _rms_norm_kernel(
     tl.store(out_ptr + place, rounded * tl.load(weight_ptr + columns, mask=columns < width), mask=there)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `operations.rms_norm`."""
-    return _norm(x, weight, eps, None)[0]
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(norm of the sum, sum) in one pass, with the bits of the two operations."""
-    return _norm(x.contiguous(), weight, eps, residual.contiguous())
-
-
-def _norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(norm of x + residual, sum) in one pass, with the bits of the two operations."""
     width = x.shape[-1]
     if residual is None and x.dim() == 3 and x.stride(2) == 1 and x.stride(1) == width:  # heads inside a merged product
         heads, token_stride = x.shape[1], x.stride(0)
@@ -247,7 +238,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tup
     num_rows, padded = x.numel() // width, triton.next_power_of_2(width)
     rows = max(1, 2048 // padded) if padded < 512 else 1  # a program for each head costs more than its norm
     warps = min(8, max(1, rows * padded // 512))
-    total = x if residual is None else torch.empty_like(out)
+    residual, total = (None, x) if residual is None else (residual.contiguous(), torch.empty_like(out))
     _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
         out, x, weight, residual, total, eps, num_rows, width, heads, token_stride,
         HAS_RESIDUAL=residual is not None, ROWS=rows, WIDTH=padded, num_warps=warps,
@@ -352,23 +343,15 @@ def _sum_lanes_kernel(
         tl.store(entropy_ptr + row, log_sum - tl.load(weighted_ptr + row) / total)
 
 
-def log_sum_exp(logits: Tensor) -> Tensor:
-    """fp32 log(sum(exp)) of rows, [N], with the same bits for logits in bf16 and for these in fp32.
+def log_sum_exp(logits: Tensor, *, entropies: bool = False) -> tuple[Tensor, Tensor]:
+    """(log(sum(exp)) of rows, their entropies or undefined values), fp32 [N]; reads the logits once.
 
-    Threads hold more numbers of a narrow dtype, so the sum of the lanes would have another order in the same kernel.
+    The bits are the same for logits in bf16 and for these in fp32: threads hold more numbers of a narrow dtype, so the
+    sum of the lanes would have another order in the same kernel.
 
     Args:
         logits: [N, V], with contiguous columns.
     """
-    return _log_sum_exp(logits, entropies=False)[0]
-
-
-def log_sum_exp_and_entropies(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """(`log_sum_exp`, fp32 entropies of the rows); reads the logits once."""
-    return _log_sum_exp(logits, entropies=True)
-
-
-def _log_sum_exp(logits: Tensor, *, entropies: bool) -> tuple[Tensor, Tensor]:
     num, width = logits.shape
     lanes = torch.empty((num, 2048), dtype=torch.float32, device=logits.device)
     log_sums, entropy, weighted, top = (lanes.new_empty(num) for _ in range(4))

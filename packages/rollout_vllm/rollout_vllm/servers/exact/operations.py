@@ -44,7 +44,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.is_cuda:
         from .kernels import rms_norm as kernel
 
-        return kernel(x, weight, eps)
+        return kernel(x, weight, eps)[0]
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -52,9 +52,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(`rms_norm` of x + residual, the sum)."""
     if x.is_cuda:
-        from .kernels import add_rms_norm as kernel
+        from .kernels import rms_norm as kernel
 
-        return kernel(x, residual, weight, eps)
+        return kernel(x, weight, eps, residual)
     residual = residual + x
     return rms_norm(residual, weight, eps), residual
 
@@ -240,16 +240,16 @@ def log_probs(logits: Tensor) -> Tensor:
     if logits.is_cuda:
         from .kernels import log_sum_exp
 
-        return logits - log_sum_exp(logits)[:, None]
+        return logits - log_sum_exp(logits)[0][:, None]
     return logits.float().log_softmax(dim=-1)
 
 
 def scores(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """(`token_log_probs`, entropies), fp32 [N]; logits: [N, V]."""
     if logits.is_cuda:
-        from .kernels import log_sum_exp_and_entropies
+        from .kernels import log_sum_exp
 
-        log_sums, entropies = log_sum_exp_and_entropies(logits)
+        log_sums, entropies = log_sum_exp(logits, entropies=True)
         return logits.gather(-1, tokens[:, None])[:, 0].float() - log_sums, entropies
     rows = log_probs(logits)
     return rows.gather(-1, tokens[:, None])[:, 0], -(rows.exp() * rows).sum(-1)
@@ -260,5 +260,5 @@ def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
     if logits.is_cuda:
         from .kernels import log_sum_exp
 
-        return logits.gather(-1, tokens[:, None])[:, 0] - log_sum_exp(logits)
+        return logits.gather(-1, tokens[:, None])[:, 0] - log_sum_exp(logits)[0]
     return log_probs(logits).gather(-1, tokens[:, None])[:, 0]
