@@ -26,7 +26,7 @@ from rl_data import DataConfig, build_tiny_model, write_task
 from rl_runtime import InputError, ModelConfig, PromptResult, SampleResult
 from rollout_vllm import RolloutConfig, RolloutConfigError, SamplingConfig, ServerGroup
 from rollout_vllm.servers.device import detect_device
-from run_kit import ConfigError, DiskFullError, MetricsTable, load_config
+from run_kit import ConfigError, MetricsTable, RunFolderError, load_config
 
 PRESETS = Path(__file__).resolve().parents[1] / "apps" / "evaluate" / "presets"
 
@@ -199,7 +199,7 @@ def test_lengths_that_exceed_the_models_context_are_named_by_their_keys(tmp_path
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     (tmp_path / "samples.jsonl").symlink_to("/dev/full")
-    with pytest.raises(DiskFullError):
+    with pytest.raises(RunFolderError, match="bytes are free"):
         evaluation(prompt("a", [True])).append_to(tmp_path)
 
 

@@ -49,7 +49,7 @@ def test_a_recipe_begins_with_a_command_that_fits(recipe: str, gpus: tuple[Gpu, 
     assert match is not None, "the page begins with one command"
     choice = resolve_job_for(config_of(match[1]), gpus=gpus, shape=QWEN2_7B)
     assert choice.config.trainer.rank_count == len(gpus)
-    assert choice.gpu_bytes <= 0.97 * gpus[0].total_bytes
+    assert choice.plan.gpu_bytes <= 0.97 * gpus[0].total_bytes
     assert "run out of memory" not in choice.memory
 
 

@@ -189,12 +189,12 @@ def test_a_request_that_is_sent_twice_runs_once_and_pending_ones_are_bounded(mon
     assert requests.open("a") is None
     with raises(BusyError, field="api.max_pending"):
         requests.open("c")
-    first.set_result(Result(json={}))
+    first.set_result({})
     assert requests.open("a") is None, "its result is kept for a client that asks again"
     for name in ("c", "d", "e"):
         future = requests.open(name)
         assert future is not None
-        future.set_result(Result(json={}))
+        future.set_result({})
     with pytest.raises(KeyError):
         requests["a"]
     assert not requests["b"].done(), "a request that runs is never dropped"

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 import rl_runtime
 import run_kit
 from apps.evaluate.config import EvaluateConfig
-from rl_runtime.app.cli import COMMON_KEYS
-from rl_runtime.app.servers_ahead import servers_ahead
+from rl_runtime.app.cli import COMMON_KEYS, servers_ahead
 from rl_runtime.ranks.environment import prepare_imports
 from run_kit.cli import INVOKED_AS
 from run_kit.tracking.run_state import StateFile

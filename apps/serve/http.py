@@ -173,6 +173,4 @@ def answer_of(error: BaseException | None, result: Result | None) -> Response:
         text = str(error) if isinstance(error, PlinthError) else f"{type(error).__name__}: {error}"
         return JSONResponse({"error": text, "category": "user" if is_user else "server"})
     assert result is not None
-    if result.json is None:
-        return Response(result.message, media_type=_PROTO)
-    return JSONResponse(result.json)
+    return Response(result, media_type=_PROTO) if isinstance(result, bytes) else JSONResponse(result)

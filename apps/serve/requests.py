@@ -4,7 +4,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 from plinth_base.errors import PlinthError
@@ -14,13 +13,8 @@ KEPT_RESULTS, KEPT_ANSWERS = 4096, 256
 """Results that stay until somebody asks for them, and that stay for a client that asks again; the newest."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """The result of a request."""
-
-    json: dict[str, Any] | None = None
-    message: bytes = b""
-    """A binary message, if there is no `json`."""
+Result = dict[str, Any] | bytes
+"""The result of a request: JSON, or a binary message."""
 
 
 class BusyError(PlinthError):

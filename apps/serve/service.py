@@ -149,7 +149,7 @@ class Service:
             self.models.build(model, start, optimizer=optimizer)
             kind = "create_model" if start is None else "load_weights"
             path = {} if start is None else {"path": start.uri}
-            return Result(json={"model_id": model.run.run_id, "type": kind, **path})
+            return {"model_id": model.run.run_id, "type": kind, **path}
 
         def run() -> None:
             self._run(future, build)
@@ -216,7 +216,7 @@ class Service:
 
         return self._in_order(body, "save_weights_for_sampler", save)
 
-    def _in_order(self, body: Body, kind: str, do: Callable[[Model], dict[str, Any] | bytes]) -> dict[str, Any]:
+    def _in_order(self, body: Body, kind: str, do: Callable[[Model], Result]) -> dict[str, Any]:
         """A future for a request of a model, which runs when all before it have run."""
         model, number = self._model(body), int(body["seq_id"])
         request_id = f"{model.run.run_id}:{number}:{kind}"
@@ -226,8 +226,7 @@ class Service:
             def job() -> Result:
                 if self.models.trained.get(model.run.run_id) is not model:
                     raise NotFoundError("another model has its place", field="model_id", value=model.run.run_id)
-                answer = do(model)
-                return Result(message=answer) if isinstance(answer, bytes) else Result(json=answer)
+                return do(model)
 
             try:
                 model.order.add(number, partial(self._run, future, job))
@@ -283,7 +282,7 @@ class Service:
 
     async def _sample(self, future: Future[Result], session: SamplingSession, body: Body, request_id: str) -> None:
         try:
-            result = Result(message=await self._sampler.sample(session, body, request_id))
+            result = await self._sampler.sample(session, body, request_id)
         except BaseException as error:
             future.set_exception(error)
             if isinstance(error, asyncio.CancelledError):

@@ -56,8 +56,6 @@ from .training.held_out import HeldOut as HeldOut
 from .training.kl import KlCoefficient as KlCoefficient
 from .training.metrics import mismatch as mismatch
 from .training.metrics import update_metrics as update_metrics
-from .training.objective import Objective as Objective
-from .training.objective import fine_tuning as fine_tuning
 from .training.off_policy import RolloutCorrection as RolloutCorrection
 from .training.off_policy import compare_with_rollout as compare_with_rollout
 from .training.policy import PolicyConfig as PolicyConfig
@@ -78,6 +76,8 @@ from .training.supervised import packed as packed
 from .training.supervised_config import FineTuningConfig as FineTuningConfig
 from .training.supervised_config import LearningRates as LearningRates
 from .training.supervised_config import SupervisedConfig as SupervisedConfig
+from .training.supervised_loop import Objective as Objective
+from .training.supervised_loop import fine_tuning as fine_tuning
 from .training.teacher import RankTeacher as RankTeacher
 from .training.teacher import ServerTeacher as ServerTeacher
 from .training.teacher import distillation_loss as distillation_loss

@@ -341,7 +341,7 @@ def test_given_settings_win_and_the_plan_fits(
         assert choice.config.trainer.rank_count <= number
         job_layout(choice.config)
     if number and "expect it to run out" not in choice.memory:
-        assert choice.gpu_bytes <= gib * GIB
+        assert choice.plan.gpu_bytes <= gib * GIB
 
 
 @pytest.mark.parametrize(

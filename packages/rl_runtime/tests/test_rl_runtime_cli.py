@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rl_runtime.app import cli, servers_ahead
+from rl_runtime.app import cli
 from rl_runtime.job_config import JobConfig
 from rl_runtime.launch import local_ray
 from rl_runtime.ranks import environment
@@ -53,9 +53,8 @@ def test_processes_of_the_servers_and_ray_start_before_the_app(
         events.append("ended")
 
     monkeypatch.setattr(cli, "prepare_imports", lambda: events.append("variables"))
-    monkeypatch.setattr(servers_ahead, "prepare_servers", prepare)
-    for module in (servers_ahead, cli):
-        monkeypatch.setattr(module, "listed_gpus", lambda: gpus)
+    monkeypatch.setattr(cli, "prepare_servers", prepare)
+    monkeypatch.setattr(cli, "listed_gpus", lambda: gpus)
     monkeypatch.setattr(cli, "import_module", fails)
     monkeypatch.setattr(local_ray, "ray_ahead", start_ray)
     argv = ["model.path=m", "data.train=[d]", *arguments]

@@ -39,7 +39,7 @@ def seven_b(**sections: Any) -> JobConfig:
 def test_7b_on_two_gpus_fits_side_by_side() -> None:
     choice = resolve_job_for(seven_b(), gpus=gpus(2), shape=QWEN2_7B, host_bytes=0)
     assert choice.config.trainer.take_turns == "never"
-    assert choice.gpu_bytes == choice.rank_bytes + choice.server_bytes < 140 * GIB
+    assert choice.plan.gpu_bytes == choice.rank_bytes + choice.plan.server.total < 140 * GIB
 
 
 def test_7b_on_one_gpu_takes_turns_and_moves_the_optimizer() -> None:
@@ -48,9 +48,9 @@ def test_7b_on_one_gpu_takes_turns_and_moves_the_optimizer() -> None:
     assert choice.config.actor.gradient_checkpointing is True
     assert "expect" not in choice.memory
     # fp32 weights and two moments of 7.6 billion parameters, as in benchmarks/memory_turns: 182.8 GB in both directions
-    assert (choice.host_bytes, choice.moved_bytes) == pytest.approx((12 * 7.616e9, 182.8e9), rel=1e-3)
+    assert (choice.plan.host_bytes, choice.plan.moved_bytes) == pytest.approx((12 * 7.616e9, 182.8e9), rel=1e-3)
     assert "7 s a step, estimated at 27 GB/s" in choice.memory
-    assert choice.rank_bytes + choice.server_bytes > 140 * GIB > choice.gpu_bytes
+    assert choice.rank_bytes + choice.plan.server.total > 140 * GIB > choice.plan.gpu_bytes
     assert choice.reasons["trainer.take_turns"] == "rank and server do not fit side by side"
     assert len(choice.lines()) == 2
 
@@ -87,7 +87,7 @@ def test_turns_by_hand() -> None:
         trainer=TrainerConfig(take_turns="servers"),
     )
     choice = resolve_job_for(adapters, gpus=gpus(2), shape=QWEN2_7B, host_bytes=100 * GIB)
-    assert choice.host_bytes == pytest.approx(2 * 2 * 7.616e9, rel=1e-3)
+    assert choice.plan.host_bytes == pytest.approx(2 * 2 * 7.616e9, rel=1e-3)
     assert "the servers' weights wait in host memory" in choice.memory
 
 
@@ -118,11 +118,11 @@ def test_turns_are_the_last_resort_and_fit(number: int, gib: int, stage: Any, ho
     if fits(chosen):
         first = next(choice for choice in (side_by_side, asleep, moved) if fits(choice))
         assert chosen.config == first.config
-        assert chosen.gpu_bytes <= gib * GIB
-        assert chosen.host_bytes <= host_gib * GIB
+        assert chosen.plan.gpu_bytes <= gib * GIB
+        assert chosen.plan.host_bytes <= host_gib * GIB
     for choice in filter(None, (chosen, side_by_side, asleep, moved)):
-        assert choice.gpu_bytes <= choice.rank_bytes + choice.server_bytes
-        assert (choice.config.trainer.take_turns == "both") == (choice.host_bytes > 0)
+        assert choice.plan.gpu_bytes <= choice.rank_bytes + choice.plan.server.total
+        assert (choice.config.trainer.take_turns == "both") == (choice.plan.host_bytes > 0)
 
 
 def test_turns_need_servers_on_the_ranks_gpus() -> None:
@@ -222,8 +222,8 @@ def test_a_reward_model_waits_in_host_memory_where_the_reference_does() -> None:
     )
     grown = counted.rank_bytes - without.rank_bytes
     assert grown > 6 * GIB
-    assert counted.host_bytes - without.host_bytes == 2 * grown
-    assert counted.moved_bytes - without.moved_bytes == 2 * grown
+    assert counted.plan.host_bytes - without.plan.host_bytes == 2 * grown
+    assert counted.plan.moved_bytes - without.plan.moved_bytes == 2 * grown
 
 
 @pytest.mark.parametrize(("stage", "share"), [(2, 1.0), (3, 0.5)])

@@ -32,7 +32,7 @@ class OneRank:
 
 @pytest.mark.parametrize("steps", [[2], []])
 def test_a_traced_step_has_a_trace_of_each_process_and_others_none(tmp_path: Path, steps: list[int]) -> None:
-    profiler = StepProfiler([OneRank()], tmp_path / "profile", steps)
+    profiler = StepProfiler(OneRank(), tmp_path / "profile", steps)
     for step in (1, 2, 3):
         timer = PhaseTimer()
         with profiler.step(step), timer.step():

@@ -12,7 +12,10 @@ from plinth_testing import raises
 from rl_runtime.app.job import Job
 from rl_runtime.app.restarts import Restarts
 from rl_runtime.config import TrainerConfig
-from rl_runtime.errors import PlacementError, RankError, RankLost
+from rl_runtime.errors import RankError, RankLost
+from rl_runtime.launch import cluster
+from rl_runtime.launch.cluster import Reservation
+from rl_runtime.ranks.worker_group import Seat
 from run_kit import RunFolder, Tracker, TrackingConfig
 
 
@@ -118,11 +121,15 @@ def test_the_time_of_a_loss_counts_from_the_last_step(run: Any) -> None:
     assert lost_at[0] == lost_at[1] < lost_at[2]
 
 
-def test_a_lost_host_is_no_mistake_of_the_user(run: Any) -> None:
-    session = Ranks()
-    session.error = PlacementError("one was lost", field="trainer.num_ranks", value=2)  # type: ignore[assignment]
-    restarts = restarts_of(run, session)
-    restarts.after(RankLost("rank 0 of 2 died in 'train'"))
-    with raises(RankError, field="trainer.num_ranks", value=2) as error:
-        restarts.start_ranks()
+def test_a_lost_host_is_no_mistake_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    reservation = Reservation.__new__(Reservation)
+    reservation.ranks = tuple(Seat(node=node, address=f"10.0.0.{node}") for node in ("1", "2"))
+    reservation.own_ranks = {"critic": (Seat(node="3", address="10.0.0.3"),)}
+    nodes = {"1": True, "2": True, "3": True}
+    monkeypatch.setattr(cluster.ray, "nodes", lambda: [{"NodeID": n, "Alive": alive} for n, alive in nodes.items()])
+    reservation.check_living()
+    nodes["3"] = False
+    with raises(RankError, remedy="resume the run on the nodes that are left") as error:
+        reservation.check_living()
+    assert "10.0.0.3 were lost" in error.value.problem
     assert not isinstance(error.value, RankLost), "it would be tried again"

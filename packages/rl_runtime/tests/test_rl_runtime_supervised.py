@@ -15,13 +15,13 @@ from ds_engine import EngineConfig, OptimConfig, StepStats
 from plinth_testing import RankPool, write_tiny_model
 from plinth_testing.errors import raises
 from rl_data import DataConfig, Demonstration, PromptSampler
+from rl_runtime import fine_tuning
 from rl_runtime.app.supervised_run import check_lengths, hold_out
 from rl_runtime.config import TrainingConfig
 from rl_runtime.errors import InputError
 from rl_runtime.supervised_job_config import SupervisedJobConfig
 from rl_runtime.training.held_out import greedy_responses
 from rl_runtime.training.loop import Restart
-from rl_runtime.training.objective import fine_tuning
 from rl_runtime.training.supervised_config import FineTuningConfig
 from rl_runtime.training.supervised_loop import SupervisedLoop, SupervisedResult
 

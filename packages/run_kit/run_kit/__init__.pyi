@@ -4,7 +4,6 @@ from .config.help import help_text as help_text
 from .config.loader import load_config as load_config
 from .config.loader import to_yaml as to_yaml
 from .errors import ConfigError as ConfigError
-from .errors import DiskFullError as DiskFullError
 from .errors import RunFolderError as RunFolderError
 from .errors import RunKitError as RunKitError
 from .errors import TrackingError as TrackingError

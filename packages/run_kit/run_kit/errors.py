@@ -3,8 +3,7 @@
 RunKitError
 ├── ConfigError (ValueError)    the configuration holds one or more problems
 ├── TrackingError (ValueError)  a run folder, metric or tracker cannot be used as asked
-└── RunFolderError              a file of the run folder cannot be written: the folder is gone or read-only
-    └── DiskFullError           there is no room for it
+└── RunFolderError              a file of the run folder cannot be written: it is gone, read-only, or on a full disk
 
 Errors that are also ValueErrors are user errors: `run_cli` prints them as one `error: …` and exits with code 2.
 """
@@ -78,8 +77,5 @@ class TrackingError(RunKitError, ValueError):
 
 
 class RunFolderError(RunKitError):
-    """A file of a run folder cannot be written, for example because the folder was removed. Names the file."""
-
-
-class DiskFullError(RunFolderError):
-    """The disk is full, or a quota or size limit is reached. Names the file and the free space."""
+    """A file of the run folder cannot be written, for example because the folder was removed. Names the file, and the
+    free space if the disk is full, or a quota or size limit is reached."""

@@ -18,8 +18,8 @@ class TraceRecorder(Protocol):
 class StepProfiler:
     """Traces the given steps into `<folder>/step_000003/`; other steps have no overhead."""
 
-    def __init__(self, recorders: Sequence[TraceRecorder], folder: Path, steps: Sequence[int]) -> None:
-        self._recorders, self._folder, self._steps = recorders, folder, frozenset(steps)
+    def __init__(self, recorder: TraceRecorder, folder: Path, steps: Sequence[int]) -> None:
+        self._recorder, self._folder, self._steps = recorder, folder, frozenset(steps)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -29,8 +29,6 @@ class StepProfiler:
             return
         traces = self._folder / f"step_{step:06d}"
         traces.mkdir(parents=True, exist_ok=True)
-        for recorder in self._recorders:
-            recorder.start()
+        self._recorder.start()
         yield
-        for recorder in self._recorders:
-            recorder.stop(traces)
+        self._recorder.stop(traces)

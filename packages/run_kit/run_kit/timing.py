@@ -77,7 +77,7 @@ class PhaseTimer:
         """Time a phase inside the current phase.
 
         Args:
-            name: one word or a path (`update/backward`).
+            name: one word.
             outside: excluded from the step's time (validation). Only for top-level phases of the step.
 
         Raises:
@@ -86,7 +86,8 @@ class PhaseTimer:
         parent = self._open.get()
         if outside and parent is not None:
             raise TrackingError(f"it lies within phase {parent.name!r}", field="outside", value=outside)
-        node = self._descend(parent, name)
+        with self._lock:
+            node = (parent or self._root).children.setdefault(name, TimingNode(name=name))
         node.outside = outside
         with self._timed(node, inner=node):
             yield
@@ -117,10 +118,3 @@ class PhaseTimer:
         step_s = max(0.0, self._root.seconds - sum(node.seconds for node in tops if node.outside))
         other_s = max(0.0, step_s - sum(node.seconds for node in tops if not node.outside))
         return {"timing_s/step": step_s, **phases, "timing_s/other": other_s}
-
-    def _descend(self, parent: TimingNode | None, path: str) -> TimingNode:
-        with self._lock:
-            node = parent or self._root
-            for word in path.split("/"):
-                node = node.children.setdefault(word, TimingNode(name=word))
-            return node

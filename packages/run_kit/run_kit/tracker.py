@@ -100,14 +100,14 @@ class Tracker:
         row = self.table.row(step)
         shown = [f"{name.removeprefix('val/')} {row[name]:.4g}" for name in metrics]
         when = "before the first step" if step == 0 else f"after step {step}"
-        self.progress.message(f"held-out {when}: {', '.join(shown)}")
+        self.info(f"held-out {when}: {', '.join(shown)}")
         self.progress.restart_clock()
 
     def log_supervised(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a supervised step of the run's warm start; its metrics have a `loss`."""
         self._record(self._supervised, step, {f"sft/{name}": value for name, value in metrics.items()})
         if step == 1 or step % 50 == 0:
-            self.progress.message(f"warm start step {step}  loss {metrics['loss']:.4f}")
+            self.info(f"warm start step {step}  loss {metrics['loss']:.4f}")
         self.progress.restart_clock()
 
     def log_rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
@@ -123,7 +123,7 @@ class Tracker:
 
     def info(self, text: str) -> None:
         """Print a line to the user and the log."""
-        self.progress.message(text)
+        print(text, flush=True)
 
     def summary(
         self, *, before: float | None = None, after: float | None = None

@@ -135,6 +135,6 @@ def test_rollouts_are_a_repeatable_sample(tmp_path: Path) -> None:
 
 def test_rollouts_need_their_three_keys(tmp_path: Path) -> None:
     with raises(TrackingError, field="reward"):
-        write_rollouts(tmp_path, 1, [{"prompt": "p", "response": "r"}])
+        write_rollouts(tmp_path, 1, [{"prompt": "p", "response": "r"}], count=1)
     with raises(TrackingError, field="step", value=1):
-        write_rollouts(tmp_path, 1, [{"prompt": "p", "response": "r", "reward": object()}])
+        write_rollouts(tmp_path, 1, [{"prompt": "p", "response": "r", "reward": object()}], count=1)

@@ -3,20 +3,23 @@
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
 from typing import NoReturn, TypeVar
 
+from rollout_vllm import RolloutConfig
+from rollout_vllm.servers.device import Device
+from rollout_vllm.servers.spawn import prepare_servers
 from run_kit import run_cli
+from weight_sync import server_env
 
 from ..job_config import JobConfig
 from ..ranks.environment import listed_gpus, prepare_imports
 from ..supervised_job_config import SupervisedJobConfig
 from . import kept
 from .import_deepspeed import file_keys
-from .servers_ahead import servers_ahead
 
 COMMON_KEYS = (
     *("model.path", "checkpoints.folder", "teacher.model", "data.train", "data.val"),
@@ -84,6 +87,25 @@ def run_job_cli(
         file_keys=file_keys(config_cls, origins),
         origins=origins,
     )
+
+
+def servers_ahead(
+    rollout: RolloutConfig, *, pushes: bool = True, device: str = "auto", ray_address: str | None = None
+) -> AbstractContextManager[None]:
+    """Starts the processes of the servers on this host; none for existing servers, and for those of a Ray cluster.
+
+    The devices are a guess, since no library has been imported: a process that turns out to be needless ends.
+
+    Args:
+        pushes: the servers get weights.
+        device: "auto", "cpu" or "cuda", of the ranks.
+    """
+    if rollout.urls or ray_address is not None:
+        return nullcontext()
+    num_gpus = 0 if "cpu" in (device, rollout.device) else listed_gpus()
+    guess: Device = "cuda" if num_gpus else "cpu"
+    number = rollout.num_servers or max(1, num_gpus // rollout.tensor_parallel_size)
+    return prepare_servers(rollout, device=guess, number=number, env=server_env(guess) if pushes else None)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from ckpt import Checkpoint, CheckpointManager, capture_rng, restore_rng
 
-from ..errors import PlacementError, RankError, RankLost
+from ..errors import RankLost
 from ..training.loop import Restart
 from ..training.run_files import published_run
 from .resume import newest_published
@@ -69,10 +69,7 @@ class Restarts(Generic[RunT]):
             return
         if self.run.resumed is None:
             restore_rng(self._rng)
-        try:
-            self.run.session.restart_ranks()
-        except PlacementError as error:  # no mistake of the user's
-            raise RankError(error.problem, field=error.field, value=error.value) from error
+        self.run.session.restart_ranks()
         self._are_running = True
 
     def attempts(self, attempt: Callable[[RunT, Restart | None], ResultT]) -> ResultT:

@@ -29,10 +29,9 @@ from ..training.engines import (
     check_states,
 )
 from ..training.loop import Restart
-from ..training.objective import Objective
 from ..training.run_files import check_local_disks, open_run_files
 from ..training.supervised import sequences_in
-from ..training.supervised_loop import SupervisedLoop, SupervisedResult
+from ..training.supervised_loop import Objective, SupervisedLoop, SupervisedResult
 from .inputs import (
     Inputs,
     check_prompt_files,

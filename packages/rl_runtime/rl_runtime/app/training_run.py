@@ -29,7 +29,7 @@ from ..config import TrainingConfig
 from ..errors import InputError
 from ..job_config import JobConfig
 from ..launch.placement import Placement
-from ..launch.session import RankSession
+from ..launch.session import RankSession, SessionRecorder
 from ..ranks.model_handle import ModelHandle
 from ..resolve.resolved import ResolvedConfig
 from ..supervised_job_config import SupervisedJobConfig
@@ -208,7 +208,7 @@ class TrainingRun:
 
     def record(self, ledger: SampleLedger | None = None) -> RunRecord:
         """The record of the steps: metrics, memory, traces; with `ledger` also the samples of a run with rollout."""
-        profiler = StepProfiler(self.session.recorders, self.folder / "profile", self.trainer.profile_steps)
+        profiler = StepProfiler(SessionRecorder(self.session), self.folder / "profile", self.trainer.profile_steps)
         return RunRecord(self.tracker, self.memory, profiler, self.session, ledger)
 
 

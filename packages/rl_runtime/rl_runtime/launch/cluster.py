@@ -26,7 +26,7 @@ from rollout_vllm import ServerSeat
 from run_kit.machine import gpus
 
 from ..config import BUILTIN_MODEL, ModelConfig, TrainingConfig
-from ..errors import InputError, NodeError, PlacementError, RankLost
+from ..errors import InputError, NodeError, PlacementError, RankError, RankLost
 from ..ranks.environment import GpuId, python_path
 from ..ranks.worker_group import Seat
 from .gpus import Gpu, known_gpus
@@ -395,13 +395,12 @@ class Reservation:
         self._groups = {}
 
     def check_living(self) -> None:
-        """Raises PlacementError if a node of the ranks was lost: Ray would wait indefinitely for its devices."""
+        """Raises RankError if a node of the ranks was lost: Ray would wait indefinitely for its devices."""
         living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         seats = [*self.ranks, *(seat for seats in self.own_ranks.values() for seat in seats)]
         if lost := sorted({seat.address for seat in seats if seat.node not in living}):
-            raise PlacementError(
-                f"the nodes of ranks {', '.join(lost)} were lost", remedy="resume the run on the nodes that are left"
-            )
+            remedy = "resume the run on the nodes that are left"
+            raise RankError(f"the nodes of ranks {', '.join(lost)} were lost", remedy=remedy)
 
     def _reserve(self, node: str, bundles: list[dict[str, float]]) -> PlacementGroup:
         labels = [{_BUNDLE_OF: node}] * len(bundles)

@@ -19,7 +19,6 @@ import ray
 from plinth_base.errors import prefix_fields
 from rollout_vllm import RolloutClient, RolloutConfig, ServerGroup, launch_on_ray
 from rollout_vllm.servers import control
-from run_kit.profiling import TraceRecorder
 from weight_sync import server_args, server_env
 
 from ..config import RanksConfig, TrainingConfig
@@ -48,8 +47,7 @@ class RankSession:
         """Starts new ranks on the devices of those that run, and ends these.
 
         Raises:
-            RankError: a rank could not start.
-            PlacementError: a node of the cluster was lost.
+            RankError: a rank could not start, or a node of the cluster was lost.
         """
         self.close()
         if self._devices.reservation is not None:
@@ -90,12 +88,6 @@ class RankSession:
     def ranks_of(self, role: str) -> WorkerGroup:
         """The ranks of the engine of `role`."""
         return self.own_ranks.get(role, self.ranks)
-
-    @property
-    def recorders(self) -> list[TraceRecorder]:
-        """Recorders that trace every rank."""
-        ranks = [RankRecorder(self.ranks, "actor" if self.own_ranks else "")]
-        return [*ranks, *(RankRecorder(group, role) for role, group in self.own_ranks.items())]
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -171,49 +163,37 @@ class Session(RankSession):
         self.client = RolloutClient(self.servers.endpoints, self._rollout)
         self._stack.callback(self.client.close)
 
-    @property
-    def recorders(self) -> list[TraceRecorder]:
-        """Recorders that trace every rank, and the servers that were started with a folder for traces."""
-        servers = [] if self.profile_dir is None else [ServerRecorder(self.servers, self.profile_dir)]
-        return [*super().recorders, *servers]
 
+class SessionRecorder:
+    """torch's profiler on all ranks, and vLLM's in the processes of servers that were started with a folder for traces;
+    the `TraceRecorder` of run_kit's `StepProfiler`."""
 
-class RankRecorder:
-    """torch's profiler on all ranks of a group; a `TraceRecorder` of run_kit's `StepProfiler`."""
-
-    def __init__(self, ranks: WorkerGroup, role: str) -> None:
-        self._ranks, self._role = ranks, role
+    def __init__(self, session: RankSession) -> None:
+        self._ranks = {"actor" if session.own_ranks else "": session.ranks, **session.own_ranks}
+        self._servers = session.servers if isinstance(session, Session) and session.profile_dir else None
+        self._folder = session.profile_dir if isinstance(session, Session) and session.profile_dir else Path()
 
     def start(self) -> None:
         """Starts to record."""
-        self._ranks.run(TrainerWorker.start_profile)
+        for group in self._ranks.values():
+            group.run(TrainerWorker.start_profile)
+        if self._servers is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._known = set(self._folder.iterdir())
+            control.start_profile(self._servers.endpoints)
 
     def stop(self, folder: Path) -> None:
-        """Stops, and writes the traces on this host."""
-        names = [f"{self._role}_rank_{rank}".lstrip("_") for rank in range(self._ranks.world_size)]
-        self._ranks.run_each(TrainerWorker.stop_profile, [str(folder / f"{name}.json.gz") for name in names])
-
-
-class ServerRecorder:
-    """vLLM's profiler in all processes of the servers; a `TraceRecorder` of run_kit's `StepProfiler`."""
-
-    def __init__(self, servers: ServerGroup, folder: Path) -> None:
-        self._servers, self._folder = servers, folder
-
-    def start(self) -> None:
-        """Starts to record."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._known = set(self._folder.iterdir())
-        control.start_profile(self._servers.endpoints)
-
-    def stop(self, folder: Path) -> None:
-        """Stops; the traces are those that the servers wrote since `start`."""
-        control.stop_profile(self._servers.endpoints)
-        kinds = Counter[str]()
-        for path in sorted(set(self._folder.glob("*.json.gz")) - self._known):
-            kind = "server_front_end" if ".async_llm." in path.name else "server_engine"
-            kinds[kind] += 1
-            path.rename(folder / f"{kind}_{kinds[kind]}.json.gz")
+        """Stops, and writes the traces on this host: of each rank, and those that the servers wrote since `start`."""
+        for role, group in self._ranks.items():
+            names = [f"{role}_rank_{rank}".lstrip("_") for rank in range(group.world_size)]
+            group.run_each(TrainerWorker.stop_profile, [str(folder / f"{name}.json.gz") for name in names])
+        if self._servers is not None:
+            control.stop_profile(self._servers.endpoints)
+            kinds = Counter[str]()
+            for path in sorted(set(self._folder.glob("*.json.gz")) - self._known):
+                kind = "server_front_end" if ".async_llm." in path.name else "server_engine"
+                kinds[kind] += 1
+                path.rename(folder / f"{kind}_{kinds[kind]}.json.gz")
 
 
 @contextmanager

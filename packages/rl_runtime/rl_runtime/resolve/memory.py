@@ -118,7 +118,7 @@ class _Rank:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Plan:
+class Plan:
     """One way to divide a GPU between a rank and a server."""
 
     turns: Turns
@@ -194,19 +194,10 @@ def resolve_memory(
     line = _memory_line(plan, free) + is_estimate
     if not fits:
         line += "; expect it to run out of memory: use actor.zero.stage=3, zero.offload, LoRA or more GPUs"
-    server_bytes = plan.server.total if plan.server is not None else 0
-    return replace(
-        resolved,
-        memory=line,
-        rank_bytes=plan.rank.peak,
-        server_bytes=server_bytes,
-        gpu_bytes=plan.gpu_bytes,
-        host_bytes=plan.host_bytes,
-        moved_bytes=plan.moved_bytes,
-    )
+    return replace(resolved, memory=line, rank_bytes=plan.rank.peak, plan=plan)
 
 
-def _refuse_what_cannot_fit(plans: Sequence[_Plan], usable: int, free: int, host: float, shape: ModelShape) -> None:
+def _refuse_what_cannot_fit(plans: Sequence[Plan], usable: int, free: int, host: float, shape: ModelShape) -> None:
     """Raises InputError if no way can work; a plan that only its estimated activations make too large may be tried."""
     states = plans[-1].rank.states
     check_states_fit(states, usable, free, shape, "actor")
@@ -231,7 +222,7 @@ def check_states_fit(states: int, usable: int, free: int, shape: ModelShape, sec
         )
 
 
-def _memory_line(plan: _Plan, free: int) -> str:
+def _memory_line(plan: Plan, free: int) -> str:
     """The memory plan for the user."""
     rank, server = plan.rank, plan.server
     if server is None:
@@ -264,7 +255,7 @@ def gib(size: float) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-def _resolve_share(resolved: ResolvedConfig[JobConfigT], plan: _Plan, total: int) -> ResolvedConfig[JobConfigT]:
+def _resolve_share(resolved: ResolvedConfig[JobConfigT], plan: Plan, total: int) -> ResolvedConfig[JobConfigT]:
     """The server's KV cache, and the share of the GPU that vLLM wants to find free at its start."""
     assert plan.server is not None
     rollout = resolved.config.rollout
@@ -294,7 +285,7 @@ def resolve_sizes(
 
 def _plans(
     config: JobConfig, shape: ModelShape, frozen_shapes: Mapping[str, ModelShape | None], total: int
-) -> Iterator[_Plan]:
+) -> Iterator[Plan]:
     """All ways in the order of preference; at least one."""
     budgets: Sequence[int | None] = TOKEN_BUDGETS
     if config.actor.match_servers:  # its layers are not compiled, so that each launch takes longer
@@ -313,7 +304,7 @@ def _plans(
             for recompute, budget in sizes:
                 rank = _rank_memory(config, shape, frozen_shapes, recompute, budget)
                 for share in shares:
-                    yield _Plan(
+                    yield Plan(
                         turns=turns,
                         recompute=recompute,
                         token_budget=budget,

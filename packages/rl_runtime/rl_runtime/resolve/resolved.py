@@ -43,14 +43,8 @@ class ResolvedConfig(Generic[ConfigT]):
     """The memory plan in one line; empty without one."""
     rank_bytes: int = 0
     """Planned bytes of a rank at its peak."""
-    server_bytes: int = 0
-    """Planned bytes of the server on the rank's GPU, awake."""
-    gpu_bytes: int = 0
-    """Planned bytes of both, in the turn with the most if they take turns."""
-    host_bytes: int = 0
-    """Planned bytes of host memory that turns need."""
-    moved_bytes: int = 0
-    """Bytes that one GPU and the host exchange in a step for turns, in both directions."""
+    plan: Any = None
+    """`resolve.memory.Plan`, for a rank and a server on one GPU."""
 
     @classmethod
     def on_devices(cls, config: ConfigT, gpus: Sequence[Gpu]) -> ResolvedConfig[ConfigT]:

@@ -26,7 +26,7 @@ class SupervisedConfig:
     steps: int = 0
     """Number of optimizer steps; 0: no warm start."""
     batch_size: int = 64
-    """Demonstrations per step, over all ranks and micro batches."""
+    """Examples (demonstrations, pairs or labeled responses) per step, over all ranks and micro batches."""
     files: tuple[str, ...] = ()
     """Files of demonstrations, of the kinds of `data.train`; empty: those of the built-in task. Their columns are
     `question` and `answer`, `messages`, `prompt` and `completion`, or `text` (docs/data.md)."""
@@ -35,8 +35,8 @@ class SupervisedConfig:
     own with the messages before it as the prompt, for templates that render earlier turns differently. `last`: only the
     last one."""
     max_length: int | None = None
-    """Maximum tokens of a demonstration, prompt and response; `data.overlong` says what happens to longer ones. None
-    of them is cut, which would teach to stop anywhere. null: no limit."""
+    """Maximum tokens of a prompt with one response; `data.overlong` says what happens to examples with a longer one.
+    None of them is cut, which would teach to stop anywhere. null: no limit."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=None, schedule="cosine"))
     """The optimizer; the schedule is as long as the training. A learning rate of null is chosen for the model: 1e-5 for
     all weights, between Tulu 3's 5e-6 (8B, arXiv:2411.15124) and Llama 2's 2e-5 (arXiv:2307.09288); 1e-4 for LoRA,
@@ -70,9 +70,9 @@ class FineTuningConfig(SupervisedConfig):
     epochs: float = 1.0
     """Passes over the demonstrations, where `steps` is 0; the last step has what is left of them."""
     val_files: tuple[str, ...] = ()
-    """Files of held-out demonstrations, for the validation loss; empty: `val_size`."""
+    """Files of held-out examples, for the validation loss; empty: `val_size`, or the built-in task's preferences."""
     val_size: int = 0
-    """Without `val_files`: number of demonstrations that are held out of `files`, chosen by `trainer.seed`."""
+    """Without `val_files`: number of examples that are held out of `files`, chosen by `trainer.seed`."""
     num_samples: int = 4
     """Greedy responses to the first held-out prompts at each validation, in `rollouts/`; 0: none. The training engine
     decodes them without a key/value cache: exact at every ZeRO stage and without a server, at the cost of a forward
@@ -107,19 +107,10 @@ class FineTuningConfig(SupervisedConfig):
 class PreferenceTrainingConfig(FineTuningConfig):
     """Examples of a reward model or a preference run, and its validation."""
 
-    batch_size: int = 64
-    """Pairs, or labeled responses, per step, over all ranks and micro batches."""
     files: tuple[str, ...] = ()
     """Files of preferences, of the kinds of `data.train`; empty: those of the built-in task. Pairs have the columns
     `question` or `prompt`, `chosen`, `rejected` and optionally `margin`; labeled responses (KTO) `prompt`, `completion`
     and `label` (docs/data.md)."""
-    val_files: tuple[str, ...] = ()
-    """Files of held-out preferences; empty: `val_size`, or those of the built-in task."""
-    val_size: int = 0
-    """Without `val_files`: number of preferences that are held out of `files`, chosen by `trainer.seed`."""
-    max_length: int | None = None
-    """Maximum tokens of a prompt with one response; `data.overlong` says what happens to preferences with a longer
-    one. null: no limit."""
     num_samples: int = 0
     """Greedy responses to the first held-out prompts at each validation, in `rollouts/`, by the training engine; 0:
     none. A reward model has none."""

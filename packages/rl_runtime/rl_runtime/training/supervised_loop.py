@@ -1,21 +1,46 @@
-"""The loop of a supervised run: optimizer steps, with validation and checkpoints."""
+"""The loop of a supervised run and its objective: optimizer steps, with validation and checkpoints."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt import Checkpoint
+from ds_engine import StepStats
 from rl_data import PromptSampler
 from run_kit import StopRequest
 
 from ..config import TrainingConfig
 from ..ranks.model_handle import ModelHandle
-from .checkpoints import RunCheckpoints, load_and_say, save_or_say
+from .checkpoints import RunCheckpoints, Stateful, load_and_say, save_or_say
+from .held_out import HeldOut
 from .loop import Restart
 from .metrics import update_metrics
-from .objective import Objective
 from .record import RunRecord
+from .supervised import supervised_step
 from .supervised_config import FineTuningConfig
+
+Learn = Callable[[ModelHandle, Sequence[Any]], StepStats]
+"""One optimizer step on a batch of examples, on the exact mean over the whole batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """The objective of a supervised run."""
+
+    name: str
+    """Prefix of the metrics of its steps."""
+    learn: Learn
+    held_out: HeldOut | None = None
+    """None: no validation."""
+    prepare: Callable[[ModelHandle], None] = lambda _: None
+    """Called with the initial model before the first step, not in a run that resumes."""
+    state: Mapping[str, Stateful] = field(default_factory=dict)
+    """Further state that is saved and resumed; JSON-able."""
+
+
+def fine_tuning(held_out: HeldOut | None) -> Objective:
+    """Supervised fine-tuning on demonstrations."""
+    return Objective(name="sft", learn=supervised_step, held_out=held_out)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ..errors import DiskFullError, RunFolderError, TrackingError
+from ..errors import RunFolderError, TrackingError
 
 
 def is_disk_full(error: OSError) -> bool:
@@ -20,15 +20,15 @@ def is_disk_full(error: OSError) -> bool:
 
 @contextmanager
 def naming_file(path: Path) -> Iterator[None]:
-    """Context that writes `path`. Raises RunFolderError, which names it, and DiskFullError when there is no room."""
+    """Context that writes `path`. Raises RunFolderError, which names it."""
     try:
         yield
     except OSError as error:
-        if not is_disk_full(error):
-            raise RunFolderError(f"cannot be written: {error.strerror or error}", field=str(path)) from error
-        free = shutil.disk_usage(path.parent).free
-        problem = f"cannot be written: {error.strerror}; {free:,} bytes are free"
-        raise DiskFullError(problem, field=str(path), remedy="free some space on that disk") from error
+        problem, remedy = f"cannot be written: {error.strerror or error}", None
+        if is_disk_full(error):
+            problem += f"; {shutil.disk_usage(path.parent).free:,} bytes are free"
+            remedy = "free some space on that disk"
+        raise RunFolderError(problem, field=str(path), remedy=remedy) from error
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:

@@ -67,17 +67,13 @@ class Progress:
         parts.append(f"{wall_s if step_s is None else step_s:5.1f} s/step")
         parts += [f"{k} {v if isinstance(v, str) else format(v, '.3g')}" for k, v in (extra or {}).items()]
         parts.append(f"{duration_text(self.time_left_s):>6} left" if step < self.total_steps else "  done")
-        self.message("  ".join(parts))
+        print("  ".join(parts), flush=True)
 
     @property
     def time_left_s(self) -> float:
         """Estimated seconds until the last step is done; nan before the first step."""
         left = max(0, self.total_steps - self._next_step + 1)
         return left * median(self._durations) if self._durations else math.nan
-
-    def message(self, text: str) -> None:
-        """Print a line of text between the step lines."""
-        print(text, flush=True)
 
     def restart_clock(self) -> None:
         """Start the next step's time now (after validation or a recovery, which are not part of it)."""

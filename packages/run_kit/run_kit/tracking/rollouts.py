@@ -12,21 +12,14 @@ from .metrics_table import atomic_write, naming_file
 REQUIRED = ("prompt", "response", "reward")
 
 
-def choose_sample(num_records: int, count: int, *, seed: int) -> list[int]:
-    """Indices of a random sample without repetition, ascending; the same for the same arguments."""
-    if count >= num_records:
-        return list(range(num_records))
-    return sorted(random.Random(seed).sample(range(num_records), count))
-
-
-def write_rollouts(folder: Path, step: int, records: Sequence[Mapping[str, Any]], *, count: int | None = None) -> Path:
+def write_rollouts(folder: Path, step: int, records: Sequence[Mapping[str, Any]], *, count: int) -> Path:
     """Write a sample of a step's rollouts.
 
     Args:
         folder: the run's `rollouts/` folder; created if missing.
         records: mappings with at least `prompt` (text), `response` (text) and `reward` (number); further keys that
             JSON can hold are kept.
-        count: how many to write, chosen by the step number only; None writes all.
+        count: how many to write at most, chosen by the step number only.
 
     Raises:
         TrackingError: a record without one of the three keys, or a value that JSON cannot hold.
@@ -35,7 +28,7 @@ def write_rollouts(folder: Path, step: int, records: Sequence[Mapping[str, Any]]
         if missing := [key for key in REQUIRED if key not in record]:
             problem = f"record {index} of step {step} lacks it"
             raise TrackingError(problem, field=missing[0], allowed=f"records with {', '.join(REQUIRED)}")
-    chosen = choose_sample(len(records), len(records) if count is None else count, seed=step)
+    chosen = sorted(random.Random(step).sample(range(len(records)), min(count, len(records))))
     path = folder / f"step_{step:06d}.jsonl"
     with naming_file(path):
         folder.mkdir(exist_ok=True)  # without parents: a run folder that was removed does not come back
