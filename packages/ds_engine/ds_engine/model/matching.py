@@ -112,18 +112,18 @@ def match_servers(model: Any, operations: Operations) -> None:
     if experts := experts_of(model):
         use_experts(model, "grouped", device=experts[0].down_proj.device)
     for layer in linear_layers(model, nn.Linear).values():
-        layer.forward = _linear_forward(layer, operations)
+        layer.forward = partial(_linear, layer, operations)
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
-            module.forward = _norm_forward(module, operations)
+            module.forward = partial(_norm, module, operations)
         elif hasattr(module, "inv_freq"):
             module.forward = _rotary_forward(module, operations)
         elif type(module).__name__.endswith("Router"):
-            module.forward = _router_forward(module, operations)
+            module.forward = partial(_router, module, operations)
         elif module in experts:
             module.forward = _experts_forward(module, operations)
         elif hasattr(module, "act_fn"):
-            module.forward = _mlp_forward(module, operations)
+            module.forward = partial(_mlp, module, operations)
         elif hasattr(module, "q_proj"):
             module.forward = with_globals(module, apply_rotary_pos_emb=partial(_rotate_both, operations))
 
@@ -188,12 +188,9 @@ class _Attention(torch.autograd.Function):
         return None, None, *ctx.gradients(grad, *ctx.saved_tensors)
 
 
-def _linear_forward(layer: Any, operations: Operations) -> Callable[[Tensor], Tensor]:
-    def forward(x: Tensor) -> Tensor:
-        out: Tensor = _Linear.apply(x, layer.weight, layer.bias, operations)
-        return out
-
-    return forward
+def _linear(layer: Any, operations: Operations, x: Tensor) -> Tensor:
+    out: Tensor = _Linear.apply(x, layer.weight, layer.bias, operations)
+    return out
 
 
 def norm_gradients(x: Tensor, weight: Tensor, grad: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -226,27 +223,25 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-class _Norm(torch.autograd.Function):
+class _Exact(torch.autograd.Function):
+    """`exact(*inputs)` forward; backward `gradients(*inputs, grad)`."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, operations: Operations) -> Tensor:
-        ctx.eps = eps
-        ctx.save_for_backward(x, weight)
-        return operations.rms_norm(x, weight, eps)
+    def forward(ctx: Any, exact: Callable[..., Tensor], gradients: Callable[..., Any], *inputs: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        ctx.save_for_backward(*inputs)
+        return exact(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        return (*norm_gradients(x, weight, grad, ctx.eps), None, None)
+        return None, None, *ctx.gradients(*ctx.saved_tensors, grad)
 
 
-def _norm_forward(module: Any, operations: Operations) -> Callable[[Tensor], Tensor]:
+def _norm(module: Any, operations: Operations, x: Tensor) -> Tensor:
     eps = float(module.variance_epsilon)
-
-    def forward(x: Tensor) -> Tensor:
-        out: Tensor = _Norm.apply(x, module.weight, eps, operations)
-        return out
-
-    return forward
+    gradients = partial(norm_gradients, eps=eps)
+    out: Tensor = _Exact.apply(lambda x, weight: operations.rms_norm(x, weight, eps), gradients, x, module.weight)
+    return out
 
 
 def _rotary_forward(module: Any, operations: Operations) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -285,33 +280,19 @@ def _rotate_both(
     return q, k
 
 
-class _SiluAndMul(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, operations: Operations) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return operations.silu_and_mul(gate, up)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up = ctx.saved_tensors
-        return (*silu_and_mul_gradients(gate, up, grad), None)
+def _silu_and_mul(operations: Operations, gate: Tensor, up: Tensor) -> Tensor:
+    out: Tensor = _Exact.apply(operations.silu_and_mul, silu_and_mul_gradients, gate, up)
+    return out
 
 
-def _mlp_forward(module: Any, operations: Operations) -> Callable[[Tensor], Tensor]:
-    def forward(x: Tensor) -> Tensor:
-        inner = _SiluAndMul.apply(module.gate_proj(x), module.up_proj(x), operations)
-        out: Tensor = module.down_proj(inner)
-        return out
-
-    return forward
+def _mlp(module: Any, operations: Operations, x: Tensor) -> Tensor:
+    out: Tensor = module.down_proj(_silu_and_mul(operations, module.gate_proj(x), module.up_proj(x)))
+    return out
 
 
-def _router_forward(module: Any, operations: Operations) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    def forward(x: Tensor) -> tuple[Tensor, ...]:
-        logits = _Linear.apply(x.reshape(-1, x.shape[-1]), module.weight, None, operations)
-        return logits, *operations.route(logits, module.top_k, module.norm_topk_prob)
-
-    return forward
+def _router(module: Any, operations: Operations, x: Tensor) -> tuple[Tensor, ...]:
+    logits = _Linear.apply(x.reshape(-1, x.shape[-1]), module.weight, None, operations)
+    return logits, *operations.route(logits, module.top_k, module.norm_topk_prob)
 
 
 def _experts_forward(module: Any, operations: Operations) -> Callable[..., Tensor]:
@@ -319,8 +300,7 @@ def _experts_forward(module: Any, operations: Operations) -> Callable[..., Tenso
         return operations.grouped_linear(rows, weight, ends)
 
     def gate(products: Tensor) -> Tensor:
-        out: Tensor = _SiluAndMul.apply(*products.chunk(2, dim=-1), operations)
-        return out
+        return _silu_and_mul(operations, *products.chunk(2, dim=-1))
 
     return partial(grouped_experts, module, product=product, gate=gate, collect=operations.collect)
 

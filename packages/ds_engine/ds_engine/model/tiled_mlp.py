@@ -9,6 +9,7 @@ Sequence Training, arXiv:2506.13996.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,24 +38,18 @@ def tile_mlps(model: Any, tokens: int, *, compiled: Callable[[Call], Call] | Non
         )
     for layer in layers:
         call = layer.mlp.forward if compiled is None else compiled(layer.mlp.forward)
-        forward = _TiledForward(layer.mlp, call, tokens)
+        forward = partial(_forward, layer.mlp, call, tokens)
         layer.mlp.forward = forward if compiled is None else torch.compiler.disable(forward)
 
 
-class _TiledForward:
+def _forward(mlp: nn.Module, call: Call, tokens: int, hidden: Tensor, *others: Any, **options: Any) -> Tensor:
     """The new forward of one MLP."""
-
-    def __init__(self, mlp: nn.Module, call: Call, tokens: int) -> None:
-        self._mlp, self._call, self._tokens = mlp, call, tokens
-
-    def __call__(self, hidden: Tensor, *others: Any, **options: Any) -> Tensor:
-        if others or options:
-            raise ModelError(f"tiled_mlp: {type(self._mlp).__name__} takes more than hidden states")
-        if hidden.shape[:-1].numel() <= self._tokens:
-            return self._call(hidden)
-        weights = [p for p in self._mlp.parameters() if p.requires_grad]
-        out: Tensor = _Tiles.apply(self._call, self._tokens, hidden, *weights)
-        return out
+    if others or options:
+        raise ModelError(f"tiled_mlp: {type(mlp).__name__} takes more than hidden states")
+    if hidden.shape[:-1].numel() <= tokens:
+        return call(hidden)
+    out: Tensor = _Tiles.apply(call, tokens, hidden, *(p for p in mlp.parameters() if p.requires_grad))
+    return out
 
 
 def _split(tensor: Tensor, tokens: int) -> Iterator[Tensor]:
