@@ -34,7 +34,7 @@ from ckpt import (
     save_state_dict,
 )
 from ckpt.digest import FileEntry
-from ckpt.savers.capture import HostCopies
+from ckpt.savers.capture import HostTree
 from ckpt.savers.state_dicts import HostSnapshot
 from plinth_testing import raises
 
@@ -212,7 +212,7 @@ def test_a_save_without_a_thread_blocks_nothing(tmp_path: Path, monkeypatch: pyt
 def test_a_failed_background_copy_blocks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saver = AsyncSaver(CheckpointManager(tmp_path))
     with monkeypatch.context() as patched:
-        patched.setattr(HostCopies, "finish", lambda self: (_ for _ in ()).throw(MemoryError("no host memory")))
+        patched.setattr(HostTree, "copy", lambda self: (_ for _ in ()).throw(MemoryError("no host memory")))
         saver.save(1, {"model": {"w": torch.ones(3)}}, copy_in_background=True)
         saver.wait_copied()
         with pytest.raises(MemoryError, match="no host memory"):

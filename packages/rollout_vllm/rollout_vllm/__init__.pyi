@@ -9,7 +9,6 @@ from .episodes.agents import agent_spec as agent_spec
 from .episodes.async_rewards import AsyncRewardPool as AsyncRewardPool
 from .episodes.chat import ChatFormat as ChatFormat
 from .episodes.chat import ChatTemplateError as ChatTemplateError
-from .episodes.environment_process import Environment as Environment
 from .episodes.environment_process import EnvironmentFailedError as EnvironmentFailedError
 from .episodes.environment_process import EnvironmentSpec as EnvironmentSpec
 from .episodes.environments import EnvironmentRollout as EnvironmentRollout

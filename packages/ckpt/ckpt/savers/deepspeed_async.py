@@ -6,7 +6,6 @@ background thread later writes the copies as DeepSpeed does (`torch.save`, the s
 `zero_to_fp32.py` and this package can all read them.
 """
 
-import copy
 import os
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from ..digest import FileEntry, HashedFile
 from ..errors import CheckpointUsageError
 from ..files import is_disk_full, no_space
 from ..upstream import FENCE
-from .capture import Capture, HostCopies, tensor_identity
+from .capture import Capture, HostTree
 
 ENGINE = FENCE.patch(
     name="background saves of DeepSpeed's checkpoint",
@@ -59,7 +58,7 @@ class DeepSpeedState(Capture):
             raise CheckpointUsageError("cannot save an optimizer on NVMe in the background: DeepSpeed copies its files")
         self._engine = engine
         self._save = save
-        self._copies = dict[str, _HostCopy]()
+        self._copies = dict[str, HostTree]()
         self._small_files: dict[str, bytes] = {}
 
     @property
@@ -89,7 +88,7 @@ class DeepSpeedState(Capture):
     def copy(self) -> None:
         """Copy the host tensors and wait for the devices."""
         for one in self._copies.values():
-            one.finish()
+            one.copy()
 
     def write(self, folder: Path, name: str) -> Mapping[str, FileEntry]:
         """Write the files below `folder`/`name`; they are hashed while they are written."""
@@ -132,7 +131,7 @@ def _without_crc32() -> AbstractContextManager[None]:
 class _Recorder:
     """Replaces a checkpoint engine: copies the state dicts it is given, forwards everything else to the original."""
 
-    def __init__(self, original: Any, folder: Path, copies: "dict[str, _HostCopy]") -> None:
+    def __init__(self, original: Any, folder: Path, copies: dict[str, HostTree]) -> None:
         self._original, self._folder, self._copies = original, folder, copies
         self.names: list[str] = []
 
@@ -150,7 +149,7 @@ class _Recorder:
         name = Path(path).relative_to(self._folder).as_posix()
         self.names.append(name)
         ENGINE.calls["checkpoint_engine"] += 1
-        self._copies.setdefault(name, _HostCopy()).take(state_dict)
+        self._copies.setdefault(name, HostTree()).take(state_dict)
 
     def commit(self, info: Any) -> bool:
         return True
@@ -161,62 +160,3 @@ class _Recorder:
     def preserves_storage_sharing(self) -> bool:
         """False: DeepSpeed need not clone views, since only their own elements are copied."""
         return False
-
-
-class _HostCopy:
-    """A copy of a state dict with values of any type; its tensors are in host memory that the next copy reuses."""
-
-    def __init__(self) -> None:
-        self.tree: Any = None
-        self._buffers: list[Any] = []
-        self._num_used = 0
-        self._host_copies = HostCopies()
-        self._seen: dict[tuple[Any, ...], Any] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(int(buffer.nbytes) for buffer in self._buffers)
-
-    def take(self, tree: Any) -> None:
-        """Copies everything except host tensors, which `finish` copies."""
-        self._num_used = 0
-        self._host_copies = HostCopies()
-        self._seen = {}
-        self.tree = self._copy(tree)
-        del self._buffers[self._num_used :]
-        self._seen = {}
-
-    def finish(self) -> None:
-        """Finishes the copies; the originals may change afterwards."""
-        self._host_copies.finish()
-
-    def _copy(self, value: Any) -> Any:
-        import torch
-
-        if isinstance(value, torch.Tensor):
-            return self._copy_tensor(value)
-        if isinstance(value, dict):
-            mapping = copy.copy(value)  # keeps the type and its attributes
-            for key in mapping:
-                mapping[key] = self._copy(value[key])
-            return mapping
-        if isinstance(value, list):
-            return type(value)(self._copy(item) for item in value)
-        if isinstance(value, tuple):
-            items = [self._copy(item) for item in value]
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        return copy.deepcopy(value)
-
-    def _copy_tensor(self, tensor: Any) -> Any:
-        import torch
-
-        identity = tensor_identity(tensor)
-        if tensor.numel() and identity in self._seen:
-            return self._seen[identity]
-        index, self._num_used = self._num_used, self._num_used + 1
-        if index == len(self._buffers):
-            self._buffers.append(None)
-        buffer = self._buffers[index] = self._host_copies.begin(tensor, self._buffers[index])
-        copied = torch.nn.Parameter(buffer, tensor.requires_grad) if type(tensor) is torch.nn.Parameter else buffer
-        self._seen[identity] = copied
-        return copied

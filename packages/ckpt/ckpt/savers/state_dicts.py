@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..digest import FileEntry
 from ..errors import CheckpointNotFoundError, CheckpointStateError
 from ..tensor_file import DTYPE_NAMES, stored_dtype, write_tensors
-from .capture import HostCopies, tensor_identity
+from .capture import HostTree, tensor_identity
 
 if TYPE_CHECKING:
     import torch
@@ -107,36 +107,17 @@ def _decode(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     return items if kind == "list" else tuple(items)
 
 
-class HostSnapshot:
-    """A copy of a state dict in host memory, whose buffers the next copy of the same shapes reuses.
-
-    Buffers for tensors on a CUDA device are pinned. The first copy is slower, since it allocates the memory.
-    """
-
-    def __init__(self) -> None:
-        self._flat = _Flat()
-        self._host_copies = HostCopies()
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the copied tensors in bytes."""
-        return sum(tensor.nbytes for tensor in self._flat.tensors.values())
+class HostSnapshot(HostTree):
+    """A copy of a state dict in host memory that can be stored."""
 
     def take(self, tree: Any) -> None:
-        """Record `tree` and begin to copy its CUDA tensors. Raises CheckpointStateError."""
-        flat = _Flat.of(tree)
-        self._host_copies = host = HostCopies()
-        buffers = self._flat.tensors
-        copies = {name: host.begin(tensor, buffers.get(name)) for name, tensor in flat.tensors.items()}
-        self._flat = _Flat(structure=flat.structure, tensors=copies)
-
-    def copy(self) -> None:
-        """Finish the copies; the originals may change after it returns."""
-        self._host_copies.finish()
+        """Copies everything except host tensors, which `copy` copies. Raises CheckpointStateError before it does."""
+        _Flat.of(tree)
+        super().take(tree)
 
     def write(self, path: Path) -> FileEntry:
-        """Write the snapshot to a file, as `save_state_dict` does."""
-        return _write(self._flat, path)
+        """Write the copy to a file, as `save_state_dict` does."""
+        return save_state_dict(path, self.tree)
 
 
 def save_state_dict(path: Path, tree: Any) -> FileEntry:
@@ -146,7 +127,8 @@ def save_state_dict(path: Path, tree: Any) -> FileEntry:
     checksum, which was computed while writing; pass them to `CheckpointManager.publish` in `entries`, which then does
     not read the file again. Raises CheckpointStateError with the dotted path of a value that cannot be stored.
     """
-    return _write(_Flat.of(tree), Path(path))
+    flat = _Flat.of(tree)
+    return write_tensors(Path(path), flat.tensors, {_STRUCTURE_KEY: json.dumps(flat.structure)})
 
 
 def load_state_dict(path: Path, *, device: str = "cpu") -> Any:
@@ -176,7 +158,3 @@ def load_state_dict(path: Path, *, device: str = "cpu") -> Any:
     except SafetensorError as error:
         problem = f"is not a complete safetensors file: {error}"
         raise CheckpointStateError(problem, field="path", value=str(path)) from error
-
-
-def _write(flat: _Flat, path: Path) -> FileEntry:
-    return write_tensors(path, flat.tensors, {_STRUCTURE_KEY: json.dumps(flat.structure)})

@@ -25,7 +25,7 @@ from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from ..errors import RolloutError
 from .isolation import enter, limit_memory, receive_listener
@@ -45,34 +45,15 @@ class EnvironmentFailedError(RolloutError):
     """The environment raised, gave a wrong value, took too long, or its process died. One line says which."""
 
 
-class Environment(Protocol):
-    """Interface of an environment class. Each method may be a coroutine function.
-
-    An optional attribute `tools` is a list of JSON schemas of tools, which the chat template puts into the prompt; it
-    is read after `reset`. An optional method `cut()` is called when a limit ends the episode, and returns a last reward
-    or None. An optional method `close()` is called at the end of the episode, whatever ended it, unless the environment
-    hangs.
-    """
-
-    def reset(self, prompt: Any) -> Any:
-        """Start an episode. Returns the prompt as text or messages; None: the prompt of the data, unchanged."""
-
-    def step(self, action: str) -> Any:
-        """Answer a turn of the policy.
-
-        Returns (observation, reward, done, info) or gymnasium's 5 values. The observation is text or messages; the
-        reward a finite number, or None if the environment does not score.
-        """
-
-
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentSpec:
     """The class of an environment, its options and its time limits.
 
-    path: `package.module:Class`. options: keyword arguments of the class. start_timeout_s: seconds to start the
-    process, import the module and make the object. step_timeout_s: seconds of `reset` and of every `step`. isolated:
-    the process is shut in (`isolation.enter`). memory_bytes: that it may add. image_folder: where images of
-    observations are written, which travel as files. name: for messages. preload: modules that it imports later.
+    path: `package.module:Class`, whose methods are in docs/environments.md. options: keyword arguments of the class.
+    start_timeout_s: seconds to start the process, import the module and make the object. step_timeout_s: seconds of
+    `reset` and of every `step`. isolated: the process is shut in (`isolation.enter`). memory_bytes: that it may add.
+    image_folder: where images of observations are written, which travel as files. name: for messages. preload: modules
+    that it imports later.
     """
 
     path: str
