@@ -12,7 +12,9 @@ import ds_engine_collective_worker
 import ds_engine_gradient_worker
 import ds_engine_upstream_worker
 import ds_engine_worker
+import peft  # noqa: F401
 import torch._dynamo
+import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
 import ds_engine
 from plinth_testing import serve_ranks
