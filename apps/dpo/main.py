@@ -105,17 +105,18 @@ def measure(
 
 def compose(run: "rl_runtime.SupervisedRun", config: DpoConfig) -> "rl_runtime.Objective":
     """The objective: to make chosen responses more likely, and rejected ones less, than the reference does."""
-    ref = rl_runtime.ReferenceLogProbs((*run.train, *run.held_out), batch_size=2 * config.supervised.batch_size)
-    held_out = rl_runtime.HeldOutPreferences(
-        partial(measure, preferences=run.held_out, config=config, ref=ref),
-        [one for one, label in zip(*rl_runtime.with_labels(run.held_out), strict=True) if label > 0.5],
-        run.inputs.tokenizer,
-        run.config.supervised,
+    inputs, batch_size = run.inputs, 2 * config.supervised.batch_size
+    ref = rl_runtime.ReferenceLogProbs((*inputs.examples, *inputs.held_out), batch_size=batch_size)
+    held_out = rl_runtime.HeldOut(
+        [one for one, label in zip(*rl_runtime.with_labels(inputs.held_out), strict=True) if label > 0.5],
+        inputs.tokenizer,
+        config.supervised,
+        partial(measure, preferences=inputs.held_out, config=config, ref=ref),
     )
     return rl_runtime.Objective(
         name=config.algorithm.loss,
         learn=partial(learn, config=config, ref=ref),
-        held_out=held_out if run.held_out else None,
+        held_out=held_out if inputs.held_out else None,
         prepare=ref.compute,
         state={"reference": ref},
     )

@@ -66,13 +66,15 @@ def measure(
 
 def compose(run: "rl_runtime.SupervisedRun", config: RewardConfig) -> "rl_runtime.Objective":
     """The objective: tell the better response of a pair."""
-    held_out = rl_runtime.HeldOutPreferences(partial(measure, pairs=run.held_out, config=config))
+    pairs = run.inputs.held_out
+    measured = partial(measure, pairs=pairs, config=config)
+    held_out = rl_runtime.HeldOut((), run.inputs.tokenizer, run.config.supervised, measured)
     return rl_runtime.Objective(
-        name="reward", learn=partial(learn, config=config), held_out=held_out if run.held_out else None
+        name="reward", learn=partial(learn, config=config), held_out=held_out if pairs else None
     )
 
 
-def check(config: RewardConfig) -> "rl_runtime.SupervisedPlan":
+def check(config: RewardConfig) -> "rl_runtime.JobPlan":
     """Refuses settings that cannot work before any process starts; plans the devices and the resume."""
     return rl_runtime.check_run(config, head="value")
 

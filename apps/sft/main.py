@@ -16,14 +16,15 @@ import rl_runtime
 from apps.sft.config import SftConfig
 
 
-def check(config: SftConfig) -> "rl_runtime.SupervisedPlan":
+def check(config: SftConfig) -> "rl_runtime.JobPlan":
     """Refuses settings that cannot work before any process starts; plans the devices and the resume."""
     return rl_runtime.check_run(config)
 
 
 def compose(run: "rl_runtime.SupervisedRun") -> "rl_runtime.Objective":
     """The objective: the response tokens of the demonstrations."""
-    held_out = rl_runtime.HeldOut(run.held_out, run.inputs.tokenizer, run.config.supervised) if run.held_out else None
+    inputs = run.inputs
+    held_out = rl_runtime.HeldOut(inputs.held_out, inputs.tokenizer, run.config.supervised) if inputs.held_out else None
     return rl_runtime.fine_tuning(held_out)
 
 

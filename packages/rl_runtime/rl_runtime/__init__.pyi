@@ -8,7 +8,6 @@ from .app.job import check_job as check_job
 from .app.job import job_layout as job_layout
 from .app.resume import find_checkpoint as find_checkpoint
 from .app.run import run_job as run_job
-from .app.supervised_run import SupervisedPlan as SupervisedPlan
 from .app.supervised_run import SupervisedRun as SupervisedRun
 from .app.supervised_run import check_run as check_run
 from .app.supervised_run import run_supervised as run_supervised
@@ -62,7 +61,6 @@ from .training.policy import PolicyConfig as PolicyConfig
 from .training.policy_loss import check_loss as check_loss
 from .training.policy_loss import loss_weights as loss_weights
 from .training.policy_loss import policy_loss as policy_loss
-from .training.preferences import HeldOutPreferences as HeldOutPreferences
 from .training.preferences import ReferenceLogProbs as ReferenceLogProbs
 from .training.preferences import log_ratios as log_ratios
 from .training.preferences import margins_of as margins_of

@@ -54,11 +54,8 @@ class Run:
     """Seconds since the run began."""
 
 
-def list_runs(folder: Path, *, now: float | None = None) -> list[Run]:
+def list_runs(folder: Path) -> list[Run]:
     """The run folders (those with a config.yaml) in `folder`, the newest first.
-
-    Args:
-        now: seconds since the epoch; None: this moment.
 
     Raises:
         TrackingError: there is no such folder.
@@ -67,7 +64,7 @@ def list_runs(folder: Path, *, now: float | None = None) -> list[Run]:
         problem = "is a file" if folder.exists() else "does not exist, so it has no runs yet"
         remedy = "give the parent of the run folders: output_dir=FOLDER"
         raise TrackingError(problem, field="output_dir", value=str(folder), remedy=remedy)
-    now = time.time() if now is None else now
+    now = time.time()
     runs = [read_run(RunFolder(path), now) for path in sorted(folder.iterdir()) if (path / "config.yaml").is_file()]
     return sorted(runs, key=lambda run: float("inf") if run.age_s is None else run.age_s)
 

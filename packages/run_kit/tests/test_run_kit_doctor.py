@@ -161,8 +161,13 @@ def test_servers_need_the_build_for_the_device(installed: Mapping[str, str], has
         (replace(CPU, gcc=""), False, {"compilers": "warning", "Python.h": "warning"}),
     ],
 )
-def test_compilers_that_lack_are_named(torch: Torch, has_header: bool, wrong: dict[str, str]) -> None:
-    checks = software.check_compilers(torch, has_header=has_header)
+def test_compilers_that_lack_are_named(
+    torch: Torch, has_header: bool, wrong: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(software.sysconfig, "get_path", lambda _: str(tmp_path))
+    if has_header:
+        (tmp_path / "Python.h").touch()
+    checks = software.check_compilers(torch)
     assert {check.subject: check.state for check in checks if check.state != "ok"} == wrong
 
 

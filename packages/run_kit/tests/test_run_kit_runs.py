@@ -114,7 +114,8 @@ def test_a_reused_pid_is_another_process(tmp_path: Path) -> None:
 
 def test_a_run_on_another_host_is_judged_by_its_signs_of_life(tmp_path: Path) -> None:
     run = write_run(tmp_path, "x", state(namespace="elsewhere", host="node7"))
-    (listed,) = list_runs(tmp_path, now=time.time() + 60)
+    os.utime(run / "run.json", (1, time.time() - 60))
+    (listed,) = list_runs(tmp_path)
     assert listed.state == "running"
     assert re.fullmatch(r"on node7 \(not checked\), last sign of life 1m00s ago", listed.detail)
     os.utime(run / "run.json", (1, time.time() - run_state.STALE_S - 60))
@@ -134,7 +135,7 @@ def test_a_run_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         wait_until(lambda: tracker.run.state_file.stat().st_mtime > 2)
 
 
-def test_old_and_odd_folders(tmp_path: Path) -> None:
+def test_old_and_odd_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path, "old", None)
     for name, text in (("torn", '{"state": "run'), ("later", '{"state": "running", "version": 2}'), ("list", "[]")):
         (write_run(tmp_path, name, None) / "run.json").write_text(text)
@@ -144,7 +145,8 @@ def test_old_and_odd_folders(tmp_path: Path) -> None:
     (run / "checkpoints").mkdir()
     (run / "checkpoints" / "latest").write_text("step_00000004\n")
     (run / "metrics.tsv").write_text("step\ta\n4\t1.0\n")
-    listed = list_runs(tmp_path, now=3600.0)
+    monkeypatch.setattr(time, "time", lambda: 3600.0)
+    listed = list_runs(tmp_path)
     assert [(each.name, each.state) for each in listed] == [
         ("new", "finished"), ("later", "unknown"), ("list", "unknown"), ("old", "unknown"), ("torn", "unknown")
     ]  # fmt: skip

@@ -47,13 +47,16 @@ INITIAL_MODEL, TASK = "initial_model", "task"
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """The loaded inputs; an SFT app has no prompts."""
+    """The loaded inputs: prompts, or the examples of supervised training."""
 
     model_path: Path
     tokenizer: Any
     train_prompts: Sequence[Prompt]
     val_prompts: Sequence[Prompt]
     demonstrations: Sequence[Demonstration]
+    examples: Sequence[Any] = ()
+    """Demonstrations, pairs or labeled responses to train on, as `SupervisedJobConfig.examples` says."""
+    held_out: Sequence[Any] = ()
     task: TaskFiles | None = None
     """The files of the built-in task, if the model is the built-in one."""
     vision: VisionProcessor | None = None

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -49,40 +49,18 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Examples:
-    """The inputs, the examples to train on and those held out."""
-
-    inputs: Inputs
-    train: Sequence[Any]
-    held_out: Sequence[Any]
-    lines: Sequence[str]
-    """Lines for the user about the files."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SupervisedPlan(JobPlan):
-    """The result of the checks of a supervised app."""
-
-    examples: Examples | None
-    """None: those of the built-in model, which the run writes into its folder."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class SupervisedRun(TrainingRun):
     """A started run of supervised training, from which `compose` makes its objective."""
 
     config: SupervisedJobConfig
-    train: Sequence[Any]
-    """Demonstrations, pairs or labeled responses, as `config.examples` says."""
-    held_out: Sequence[Any]
 
     @property
     def num_steps(self) -> int:
         """Optimizer steps of the whole run."""
-        return self.config.supervised.num_steps(len(self.train))
+        return self.config.supervised.num_steps(len(self.inputs.examples))
 
 
-def check_run(config: SupervisedJobConfig, *, head: Head = "lm") -> SupervisedPlan:
+def check_run(config: SupervisedJobConfig, *, head: Head = "lm") -> JobPlan:
     """Refuses settings that cannot work before any process starts; plans the devices and the resume.
 
     Raises InputError and the errors of the packages that check their parts.
@@ -100,22 +78,22 @@ def check_run(config: SupervisedJobConfig, *, head: Head = "lm") -> SupervisedPl
     architectures = check_architectures(config.model, tried, on_gpu=placement.on_gpu, value_heads=value_heads)
     check_cluster(config.model, trainer, placement)
     check_local_disks(trainer, placement)
-    examples = None if config.model.path == BUILTIN_MODEL else _load(config, Path())
+    inputs = None if config.model.path == BUILTIN_MODEL else _load(config, Path())
     rows: dict[str, Sequence[object]] = {}
-    if examples is not None:
-        if any(one.images for example in examples.train for one in sequences_in(example)):
+    if inputs is not None:
+        if any(one.images for example in inputs.examples for one in sequences_in(example)):
             check_sight(config.model, tried, on_gpu=placement.on_gpu, key="supervised.files")
-        rows = {"supervised.files": examples.train, "supervised.val_files": examples.held_out}
-        rows |= {"warm_start.files": examples.inputs.demonstrations} if config.first_stage.trains else {}
-    plan = plan_run(config, placement, architectures, rows=rows)
-    if examples is not None:
-        _check_steps(config, len(examples.train), plan.resume_from)
-    return SupervisedPlan(**vars(plan), examples=examples)
+        rows = {"supervised.files": inputs.examples, "supervised.val_files": inputs.held_out}
+        rows |= {"warm_start.files": inputs.demonstrations} if config.first_stage.trains else {}
+    plan = plan_run(config, placement, architectures, rows=rows, inputs=inputs)
+    if inputs is not None:
+        _check_steps(config, len(inputs.examples), plan.resume_from)
+    return plan
 
 
 def run_supervised(
     resolved: ResolvedConfig[SupervisedJobConfigT],
-    plan: SupervisedPlan,
+    plan: JobPlan,
     compose: Callable[[SupervisedRun], Objective],
     *,
     head: Head = "lm",
@@ -139,15 +117,15 @@ def run_supervised(
         tracker.info(f"run folder {run.path}; starting {trainer.rank_count} ranks")
         for line in (*resolved.lines(), *plan.lines):
             tracker.info(line)
-        examples = plan.examples or _load(config, run.path)
-        num_train = len(examples.train)
+        inputs = plan.inputs or _load(config, run.path)
+        num_train = len(inputs.examples)
         last_step = _check_steps(config, num_train, plan.resume_from)
         tracker.expect(last_step)
-        for line in examples.lines:
+        for line in inputs.lines:
             tracker.info(line)
         num_epochs = config.supervised.num_drawn(num_train) / num_train
         tracker.info(
-            f"{num_train} {config.noun}, {len(examples.held_out)} held out; {last_step} steps of "
+            f"{num_train} {config.noun}, {len(inputs.held_out)} held out; {last_step} steps of "
             f"{config.supervised.batch_size}, {num_epochs:.4g} epochs"
         )
         start.mark("inputs")
@@ -157,7 +135,7 @@ def run_supervised(
                     config=config,
                     session=session,
                     tracker=tracker,
-                    inputs=examples.inputs,
+                    inputs=inputs,
                     folder=run.path,
                     resumed=plan.resume_from,
                     digests=plan.digests,
@@ -165,8 +143,6 @@ def run_supervised(
                     stop=stop,
                     start=start,
                     files=files,
-                    train=examples.train,
-                    held_out=examples.held_out,
                 )
                 result = Restarts(job).attempts(partial(_run_attempt, compose=compose, head=head))
             if line := result.describe():
@@ -197,8 +173,8 @@ def hold_out(examples: Sequence[T], size: int, *, seed: int, noun: str = "demons
     return parts
 
 
-def _load(config: SupervisedJobConfig, folder: Path) -> Examples:
-    """Loads the inputs and the examples; `folder` gets the built-in ones."""
+def _load(config: SupervisedJobConfig, folder: Path) -> Inputs:
+    """The inputs with the examples; `folder` gets the built-in ones."""
     supervised, seed, kind = config.supervised, config.trainer.seed, config.examples
     is_first = kind == "demonstrations"
     demonstrations = supervised if is_first else config.first_stage
@@ -231,7 +207,7 @@ def _load(config: SupervisedJobConfig, folder: Path) -> Examples:
             held_out = load(val_files, key="val_files")
     check_lengths(inputs.model_path, [one for example in (*train, *held_out) for one in sequences_in(example)])
     lines_once = () if inputs.task is not None else tuple(dict.fromkeys((*inputs.lines, *lines)))
-    return Examples(inputs=inputs, train=train, held_out=held_out, lines=lines_once)
+    return replace(inputs, examples=train, held_out=held_out, lines=lines_once)
 
 
 def check_lengths(model_path: Path, demonstrations: Sequence[Demonstration]) -> None:
@@ -271,13 +247,14 @@ def _run_attempt(
     if restart is None:
         run.tracker.info(f"ready after {run.start}")
     objective, config = compose(run), run.config
-    sampler = PromptSampler(len(run.train), seed=config.trainer.seed, shuffle=config.data.shuffle)
+    examples = run.inputs.examples
+    sampler = PromptSampler(len(examples), seed=config.trainer.seed, shuffle=config.data.shuffle)
     loop = SupervisedLoop(
         config.trainer,
         config.supervised,
         model=model,
         objective=objective,
-        examples=run.train,
+        examples=examples,
         sampler=sampler,
         checkpoints=run.checkpoints({model.name: model}, {"sampler": sampler, **objective.state}),
         record=run.record(),

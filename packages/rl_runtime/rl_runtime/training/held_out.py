@@ -6,7 +6,7 @@ of ZeRO-3; this needs neither and works with offload, LoRA, NF4 and sequence par
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -23,23 +23,40 @@ from .supervised_config import FineTuningConfig
 
 
 class HeldOut:
-    """The held-out demonstrations of a run."""
+    """The held-out examples of a run, and how they are measured.
 
-    def __init__(self, demonstrations: Sequence[Demonstration], tokenizer: Any, config: FineTuningConfig) -> None:
-        """`demonstrations`: at least one."""
+    Args:
+        demonstrations: greedy responses to the first prompts of these are written down.
+        measure: metrics by name without `val/`, `loss` among them; None: the loss on the demonstrations, at least one.
+    """
+
+    def __init__(
+        self,
+        demonstrations: Sequence[Demonstration],
+        tokenizer: Any,
+        config: FineTuningConfig,
+        measure: Callable[[ModelHandle], Mapping[str, float]] | None = None,
+    ) -> None:
         self._demonstrations, self._tokenizer, self._config = demonstrations, tokenizer, config
+        self._measure = measure or self._loss
 
     def metrics(self, model: ModelHandle) -> dict[str, float]:
-        """`val/loss`, the mean negative log-likelihood over all held-out response tokens, and its exponential."""
+        """The measured metrics, each with the prefix `val/`."""
+        return {f"val/{name}": value for name, value in self._measure(model).items()}
+
+    def _loss(self, model: ModelHandle) -> dict[str, float]:
+        """The mean negative log-likelihood over all held-out response tokens, and its exponential."""
         rows = list(log_probs_of(model, self._demonstrations, batch_size=self._config.batch_size))
         count = sum(map(len, rows))
         loss = -sum(float(row.sum(dtype=torch.float64)) for row in rows) / count
         perplexity = math.exp(min(loss, 700.0))  # exp overflows from 710 on
-        return {"val/loss": loss, "val/perplexity": perplexity, "val/num_tokens": float(count)}
+        return {"loss": loss, "perplexity": perplexity, "num_tokens": float(count)}
 
     def samples(self, model: ModelHandle) -> list[dict[str, Any]]:
         """Greedy responses to the first prompts, as lines of `rollouts/`; the reward is 1 for the demonstrated one."""
         chosen, decode = self._demonstrations[: self._config.num_samples], self._tokenizer.decode
+        if not chosen:
+            return []
         prompts, end = [item.prompt_ids for item in chosen], int(self._tokenizer.eos_token_id)
         images = [None if model.images is None else model.images(item.images) for item in chosen]
         responses = greedy_responses(model, prompts, max_tokens=self._config.sample_tokens, end=end, images=images)

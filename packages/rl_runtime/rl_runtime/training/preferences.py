@@ -1,11 +1,11 @@
-"""Preferences on the ranks: pairs as groups of a train batch, log-probs of a reference, and held-out preferences.
+"""Preferences on the ranks: pairs as groups of a train batch, and log-probs of a reference.
 
 Shapes: P pairs, S = 2 P sequences (chosen, rejected, chosen, …), K targets of all sequences.
 """
 
 import base64
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,8 @@ from rl_data import Demonstration, LabeledResponse, PreferencePair
 from ..errors import InputError
 from ..ranks.model_handle import ModelHandle
 from ..ranks.train_batch import TrainBatch
-from .held_out import HeldOut, log_probs_of
+from .held_out import log_probs_of
 from .supervised import sequences_in
-from .supervised_config import FineTuningConfig
 
 
 def responses_of(pairs: Sequence[PreferencePair]) -> list[Demonstration]:
@@ -140,33 +139,3 @@ class ReferenceLogProbs:
 def _key(one: Demonstration) -> tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...] | None]:
     mask = one.response_mask
     return tuple(one.prompt_ids), tuple(one.response_ids), None if mask is None else tuple(mask)
-
-
-class HeldOutPreferences(HeldOut):
-    """The held-out preferences of a run, measured by a function, with greedy responses to the first prompts."""
-
-    def __init__(
-        self,
-        measure: Callable[[ModelHandle], Mapping[str, float]],
-        prompts: Sequence[Demonstration] = (),
-        tokenizer: Any = None,
-        config: FineTuningConfig | None = None,
-    ) -> None:
-        """Reads nothing yet.
-
-        Args:
-            measure: metrics by name without `val/`; `loss` among them.
-            prompts: desirable responses with their prompts.
-            tokenizer: of a model that answers prompts.
-            config: how many prompts are answered, and with how many tokens.
-        """
-        super().__init__(prompts, tokenizer, config or FineTuningConfig())
-        self._measure = measure
-
-    def metrics(self, model: ModelHandle) -> dict[str, float]:
-        """The measured metrics."""
-        return {f"val/{name}": value for name, value in self._measure(model).items()}
-
-    def samples(self, model: ModelHandle) -> list[dict[str, Any]]:
-        """See `HeldOut.samples`; none without a tokenizer."""
-        return [] if self._tokenizer is None else super().samples(model)

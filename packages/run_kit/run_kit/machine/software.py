@@ -134,16 +134,14 @@ def check_server(installed: Mapping[str, str], has_gpu: bool) -> Check:
     return Check("rollout servers", finding, state, remedy)
 
 
-def check_compilers(torch: Torch, *, has_header: bool | None = None) -> Iterator[Check]:
+def check_compilers(torch: Torch) -> Iterator[Check]:
     """Compilers: Triton needs one of C and Python.h for every kernel on a GPU, CPU offload needs nvcc."""
-    if has_header is None:
-        has_header = Path(sysconfig.get_path("include"), "Python.h").is_file()
     blocking: State = "problem" if torch.num_gpus else "warning"
     if torch.gcc:
         yield Check("compilers", f"gcc {torch.gcc}" + (f", nvcc {torch.nvcc}" if torch.nvcc else ""))
     else:
         yield Check("compilers", "no gcc: no Triton on GPUs", blocking, "apt-get install build-essential")
-    if not has_header:
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         yield Check("Python.h", "none", blocking, f"apt-get install python3.{sys.version_info.minor}-dev")
     if torch.num_gpus and torch.cuda and torch.nvcc.split(".")[0] != torch.cuda.split(".")[0]:
         finding = f"{torch.nvcc or 'none'}, torch has CUDA {torch.cuda}: no CPU offload of the optimizer"
