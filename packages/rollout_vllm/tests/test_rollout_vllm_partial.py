@@ -340,15 +340,25 @@ def test_version_spans_of_an_episode_include_context() -> None:
 
     async def function(episode: Episode) -> None:
         episode.add_context([9])
-        for _ in range(3):
+        for reward in range(3):
             await episode.generate()
             episode.add_context([8, 8])
+            episode.reward(reward)
 
     [group] = asyncio.run(
         run_episodes(client, [Request(prompt_id="a", prompt_ids=PROMPT)], function, SamplingConfig(n=1))
     )
     [result] = group.samples
     assert result.versions.tolist() == [0] * 6 + [1] * 7
+    assert result.prompt_ids.tolist() == PROMPT
+    assert result.response_ids.tolist() == [9, 5, 5, 8, 8, 5, 5, 5, 8, 8, 5, 8, 8]
+    assert result.response_mask is not None
+    assert result.response_mask.tolist() == [token == 5 for token in result.response_ids]
+    assert result.generated_log_probs is not None
+    assert result.generated_log_probs.tolist() == [-1.0] * 6
+    assert result.turn_rewards is not None
+    assert result.turn_rewards.tolist() == [0, 0, 0, 0, 1, 2]
+    assert result.score == 3
     assert sum(span.num_tokens for span in result.version_spans) == len(result.response_ids) == 13
     assert [span.policy_version for span in result.generated_spans] == list(dict.fromkeys(result.generated_versions))
     assert sum(span.num_tokens for span in result.generated_spans) == result.num_generated < 13

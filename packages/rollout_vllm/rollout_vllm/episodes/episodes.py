@@ -36,11 +36,8 @@ from ..samples import (
     FailureKind,
     Group,
     Request,
-    RouteArray,
     Sample,
-    VersionSpan,
     id_list,
-    merge_spans,
     request_seed,
 )
 from .processes import describe
@@ -74,13 +71,9 @@ class Episode:
         self.prompt_ids = id_list(request.prompt_ids)
         self.images = request.images
         self.response_ids: list[int] = []
-        self.log_probs: list[float] | None = []
-        self.response_mask: list[bool] = []
-        self.routes: RouteArray | None = None
-        self.turns: list[Sample] = []
-        self._version_spans: list[VersionSpan] = []
-        self._rewards: dict[int, float] = {}  # index among the sampled tokens, or of a turn of the tree -> reward
-        self.tree = EpisodeTree()  # the turns of `answer`
+        self.tree = EpisodeTree()  # the turns
+        self._rewards: dict[int, float] = {}  # of turns, by index
+        self._branches = False  # turns of `answer`
         self._score: float | None = None  # of all of them
         self._num_asked: Counter[bytes] = Counter()  # turns after each prompt
         self.data: dict[str, Any] = {}  # for the rollout function; returned with the result
@@ -113,13 +106,9 @@ class Episode:
             min_tokens=0,
             stop_token_ids=tuple(dict.fromkeys((*self._sampling.stop_token_ids, *stop_token_ids))),
         )
-        turn = await self._sample(self.token_ids, sampling, len(self.turns), self.prompt_id)
-        self.turns.append(turn)
-        if not self._version_spans and self.response_ids:  # context before the first turn
-            self._version_spans.append(VersionSpan(turn.policy_version, len(self.response_ids)))
-        self._version_spans += turn.version_spans
-        self.routes = turn.routes
-        self._append(turn.response_ids.tolist(), None if turn.log_probs is None else turn.log_probs.tolist(), True)
+        turn = await self._sample(self.token_ids, sampling, len(self.tree.turns), self.prompt_id)
+        self.tree.add(self.token_ids, turn)
+        self.response_ids += turn.response_ids.tolist()
         return turn
 
     async def answer(
@@ -133,6 +122,7 @@ class Episode:
         """
         if self.images is not None:
             raise ValueError("turns after any prompt cannot see the images of the data's prompt")
+        self._branches = True
         limit = self._sampling.response_tokens
         sampling = dataclasses.replace(
             self._sampling,
@@ -173,9 +163,7 @@ class Episode:
         images: if they have placeholders, the file of all images so far (`Request.images`).
         """
         self.images = images or self.images
-        if self._version_spans:
-            self._version_spans.append(VersionSpan(self._version_spans[-1].policy_version, len(token_ids)))
-        self._append(list(token_ids), [0.0] * len(token_ids), False)
+        self.response_ids += token_ids
 
     def reward(self, value: SupportsFloat, *, turn: int | None = None) -> None:
         """Reward the latest turn, at its last token. Rewards of one turn add up; the score is the sum of all.
@@ -185,12 +173,13 @@ class Episode:
         than a training step can use, or if nothing was generated yet.
         """
         number = read_number(value)
-        if self.tree.turns and turn is None:
+        if turn is None and self._branches and self.tree.turns:
             self._score = number + (self._score or 0.0)
-        elif not any(self.response_mask) and turn is None:
-            raise ValueError("a reward was given before the first turn")
         else:
-            place = sum(self.response_mask) - 1 if turn is None else turn
+            sampled = [index for index, one in enumerate(self.tree.turns) if one.sample.response_ids.size]
+            if turn is None and not sampled:
+                raise ValueError("a reward was given before the first turn")
+            place = sampled[-1] if turn is None else turn
             self._rewards[place] = read_number(self._rewards.get(place, 0.0) + number)
         read_number(math.fsum((*self._rewards.values(), self._score or 0.0)))
 
@@ -200,56 +189,32 @@ class Episode:
             raise ValueError("the prompt cannot be replaced: the response has begun")
         self.prompt_ids, self.images = list(token_ids), images
 
-    def _append(self, ids: list[int], log_probs: list[float] | None, sampled: bool) -> None:
-        self.response_ids += ids
-        self.log_probs = None if self.log_probs is None or log_probs is None else self.log_probs + log_probs
-        self.response_mask += [sampled] * len(ids)
-
     def result(self, duration_s: float) -> Sample:
         """The finished episode as one training sequence, or one for each path of the tree, with the sum of its rewards
         as its score."""
-        if self.tree.turns:
-            return self._tree_result(duration_s)
-        if not self.turns:
+        if not self.tree.turns:
             raise ValueError("the rollout function generated nothing")
-        rewards = [self._rewards.get(index, 0.0) for index in range(sum(self.response_mask))]
-        return Sample(
-            prompt_id=self.prompt_id,
-            sample_index=self.sample_index,
-            prompt=self.prompt,
-            prompt_ids=np.array(self.prompt_ids, np.int32),
-            images=self.images,
-            response_ids=np.array(self.response_ids, np.int32),
-            log_probs=None if self.log_probs is None else np.array(self.log_probs, np.float32),
-            response_mask=np.array(self.response_mask),
-            routes=self.routes,
-            finish_reason="length" if self.is_cut else self.turns[-1].finish_reason,
-            version_spans=merge_spans(self._version_spans),
-            last_policy_version=self.turns[-1].last_policy_version,
-            num_turns=len(self.turns),
-            duration_s=duration_s,
-            data=self.data,
-            turn_rewards=np.array(rewards, np.float32) if self._rewards else None,
-            score=math.fsum(rewards) if self._rewards else None,
-        )
-
-    def _tree_result(self, duration_s: float) -> Sample:
-        last = [turn.sample for turn in self.tree.turns][-1]
+        last = self.tree.turns[-1]
         episode = Sample(
             prompt_id=self.prompt_id,
             sample_index=self.sample_index,
             prompt=self.prompt,
-            finish_reason="length" if self.is_cut else last.finish_reason,
+            images=self.images,
+            finish_reason="length" if self.is_cut else last.sample.finish_reason,
             last_policy_version=max(turn.sample.last_policy_version for turn in self.tree.turns),
             num_turns=len(self.tree.turns),
             duration_s=duration_s,
         )
-        main, *branches = self.tree.samples(episode, self._rewards)
+        if self._branches:
+            main, *branches = self.tree.samples(episode, self._rewards)
+        else:
+            start, tail = len(self.prompt_ids), self.token_ids[last.token_ids.size :]
+            main, *branches = self.tree.samples(episode, self._rewards, start=start, tail=tail)
         has_score = self._rewards or self._score is not None
         return dataclasses.replace(
             main,
             branches=tuple(branches),
-            tree=tuple(self.tree.lines()),
+            tree=tuple(self.tree.lines()) if self._branches else (),
             data=self.data,
             score=math.fsum((*self._rewards.values(), self._score or 0.0)) if has_score else None,
         )

@@ -66,13 +66,15 @@ class EpisodeTree:
             trained.update(turns)
         return paths
 
-    def samples(self, of_episode: Sample, rewards: dict[int, float]) -> list[Sample]:
+    def samples(
+        self, of_episode: Sample, rewards: dict[int, float], *, start: int | None = None, tail: Sequence[int] = ()
+    ) -> list[Sample]:
         """`of_episode` with the tokens of each path, in the order of `paths`.
 
-        A path's first prompt is the prompt; in its response only the own turns are sampled tokens. rewards: by turn, at
-        its last token.
+        In a response only the own turns of its path are sampled tokens. rewards: by turn, at its last token. start:
+        tokens of the prompt; None: a path's first prompt is the prompt. tail: context after the last turn of a path.
         """
-        return [self._sample(path, of_episode, rewards) for path in self.paths()]
+        return [self._sample(path, of_episode, rewards, start, tail) for path in self.paths()]
 
     def lines(self) -> list[str]:
         """The tree for a reader: one line for each turn, indented below the turn that it continues."""
@@ -112,27 +114,30 @@ class EpisodeTree:
             turns.append(parent)
         return tuple(reversed(turns))
 
-    def _sample(self, path: Path, of_episode: Sample, rewards: dict[int, float]) -> Sample:
+    def _sample(
+        self, path: Path, of_episode: Sample, rewards: dict[int, float], start: int | None, tail: Sequence[int]
+    ) -> Sample:
         turns = [(index, self.turns[index]) for index in path.turns]
-        leaf, start = turns[-1][1], turns[0][1].prompt_ids.size
-        size = leaf.token_ids.size - start
+        leaf, start = turns[-1][1], turns[0][1].prompt_ids.size if start is None else start
+        ids = np.concatenate([leaf.token_ids, np.asarray(tail, np.int32)])
+        size = ids.size - start
         mask, log_probs, at_tokens = np.zeros(size, np.bool_), np.zeros(size, np.float32), np.zeros(size, np.float32)
         spans: list[VersionSpan] = []
         end = start
         for index, turn in turns:
-            if spans:
-                spans.append(VersionSpan(spans[-1].policy_version, turn.prompt_ids.size - end))
-            spans += turn.sample.version_spans
+            before = spans[-1].policy_version if spans else turn.sample.policy_version
+            spans += [VersionSpan(before, turn.prompt_ids.size - end), *turn.sample.version_spans]
             begin, end = turn.prompt_ids.size, turn.token_ids.size
-            if index in path.own:
+            if index in path.own and end > begin:
                 mask[begin - start : end - start] = True
                 if turn.sample.log_probs is not None:
                     log_probs[begin - start : end - start] = turn.sample.log_probs
                 at_tokens[end - start - 1] = rewards.get(index, 0.0)
+        spans.append(VersionSpan(spans[-1].policy_version, len(tail)))
         return replace(
             of_episode,
-            prompt_ids=leaf.token_ids[:start],
-            response_ids=leaf.token_ids[start:],
+            prompt_ids=ids[:start],
+            response_ids=ids[start:],
             log_probs=None if any(turn.sample.log_probs is None for _, turn in turns) else log_probs,
             response_mask=mask,
             routes=leaf.sample.routes,
