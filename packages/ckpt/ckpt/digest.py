@@ -61,12 +61,13 @@ class HashedFile:
     on the disk.
     """
 
+    entry: FileEntry
+
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb", buffering=0)
         self._hasher, self._pool = _new_hasher(), Pool(2)
         self._num_bytes = self._num_unflushed = 0
         self._flushed: Future[None] | None = None
-        self.entry: FileEntry | None = None
 
     def write(self, data: Any) -> int:
         """Write all of `data`, which may be reused afterwards."""

@@ -255,8 +255,8 @@ def check_files(folder: Path, manifest: CheckpointManifest, names: Iterable[str]
     return [problems[name] for name in wanted if name in problems]
 
 
-def verify_folder(folder: Path) -> tuple[Problem, ...]:
-    """Read every file of a published checkpoint and return the differences from its manifest; empty if there are none.
+def compare_folder(folder: Path) -> tuple[CheckpointManifest | None, tuple[Problem, ...]]:
+    """(manifest, None if it cannot be read; differences from it) of a published checkpoint, whose files are all read.
 
     Files that are not in the manifest are ignored, so tools may add files to a checkpoint.
     """
@@ -264,5 +264,10 @@ def verify_folder(folder: Path) -> tuple[Problem, ...]:
         manifest = CheckpointManifest.read(folder)
     except ManifestError as error:
         kind: Literal["missing", "altered"] = "altered" if (folder / MANIFEST_NAME).exists() else "missing"
-        return (Problem(file=MANIFEST_NAME, kind=kind, detail=str(error)),)
-    return tuple(check_files(folder, manifest, manifest.files))
+        return None, (Problem(file=MANIFEST_NAME, kind=kind, detail=str(error)),)
+    return manifest, tuple(check_files(folder, manifest, manifest.files))
+
+
+def verify_folder(folder: Path) -> tuple[Problem, ...]:
+    """The differences of `compare_folder`; empty if there are none."""
+    return compare_folder(folder)[1]

@@ -14,7 +14,7 @@ from .manifest import (
     CheckpointManifest,
     ManifestError,
     Problem,
-    check_files,
+    compare_folder,
     folder_name,
     step_of,
     verify_folder,
@@ -119,14 +119,10 @@ class CheckpointReader:
     def _load(self, step: int) -> Checkpoint | tuple[Problem, ...]:
         """The checkpoint, or its differences from its manifest. Raises CheckpointNotFoundError if it is deleted."""
         self._check_exists(step)
-        folder = self._final(step)
         try:
-            manifest = CheckpointManifest.read(folder)
-            problems = tuple(check_files(folder, manifest, manifest.files))
-            if not problems:
+            manifest, problems = compare_folder(self._final(step))
+            if manifest is not None and not problems:
                 return replace(self.read(step), verified=manifest.checksum)
-        except ManifestError:
-            problems = verify_folder(folder)
         except FileNotFoundError:
             self._check_exists(step)
             raise

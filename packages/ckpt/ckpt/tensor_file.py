@@ -47,7 +47,6 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
         if not is_disk_full(error):
             raise
         raise no_space(error, path, f"{head.nbytes + offset:,} bytes were written") from error
-    assert file.entry is not None, "the file is closed"
     return file.entry
 
 

@@ -105,7 +105,6 @@ class DeepSpeedState(Capture):
                     else:
                         with _without_crc32():
                             torch.save(self._copies[relative].tree, cast("IO[bytes]", file))
-                assert file.entry is not None, "the file is closed"
                 entries[f"{name}/{relative}"] = file.entry
             return entries
         except (OSError, RuntimeError) as error:

@@ -20,11 +20,6 @@ def is_on(name: str) -> bool:
     return os.environ.get(f"PLINTH_ROLLOUT_{name}") == "1"
 
 
-def uses_fast_paths() -> bool:
-    """The switch `RolloutConfig.fast_paths`; on unless the launcher turned it off."""
-    return os.environ.get("PLINTH_ROLLOUT_FAST_PATHS") != "0"
-
-
 def buffer_tokens(*, front_end: bool) -> None:
     """Make the engine core, and `front_end`, buffer the tokens of clients that read only ids and log-probs."""
     from rollout_vllm.servers.fast import buffering
@@ -68,13 +63,13 @@ def prepare_engine_core() -> None:
 
         patch.VERIFYING.check()
         verify_by_request(patch.VERIFYING.replace, on_gpu=is_on("GPU"))
-    if uses_fast_paths():
+    if is_on("FAST_PATHS"):
         speed_up_engine_core()
 
 
 def choose_steps_to_draft() -> None:
     """Measure whole steps, hence after `buffer_tokens`, whose steps look at fewer requests."""
-    if is_on("DRAFTING") and uses_fast_paths() and patch.DRAFTING.check():
+    if is_on("DRAFTING") and is_on("FAST_PATHS") and patch.DRAFTING.check():
         from rollout_vllm.servers.fast.drafting import draft_where_it_pays
 
         draft_where_it_pays(patch.DRAFTING.replace)
@@ -132,10 +127,10 @@ def main() -> None:
     patch.SOCKETS.check()
     # These two before vLLM's modules import the functions that they replace.
     keep_the_store_in_a_file()
-    if uses_fast_paths() and is_on("FORK") and patch.FORK.check():
+    if is_on("FAST_PATHS") and is_on("FORK") and patch.FORK.check():
         start.fork_engine_and_worker(patch.FORK.replace)
     prepare_engine_core()
-    if not uses_fast_paths():
+    if not is_on("FAST_PATHS"):
         print("fast paths: turned off by fast_paths=False; vLLM's own path is used for all", flush=True)
     elif patch.BUFFERING.check():
         os.environ["PLINTH_ROLLOUT_BUFFER"] = "1"  # both halves or none

@@ -152,9 +152,10 @@ def launch_on_ray(
 ) -> ServerGroup:
     """Launch a `ServerGroup` on the nodes of the Ray cluster that this process is connected to.
 
-    resources_per_server: Ray resources of one server ({"CPU": 2, "GPU": 1, "my_label": 0.01}); None:
-    `default_resources`. seats: strategy and GPUs of every server, for callers that have reserved the GPUs (a server
-    then takes one CPU); None: Ray spreads the servers over the nodes. log_dir: a folder on each node.
+    resources_per_server: Ray resources of one server ({"CPU": 2, "GPU": 1, "my_label": 0.01}); None: one CPU, and
+    tensor_parallel_size GPUs if the device is cuda. seats: strategy and GPUs of every server, for callers that have
+    reserved the GPUs (a server then takes one CPU); None: Ray spreads the servers over the nodes. log_dir: a folder on
+    each node.
     `config.host` is ignored: every server binds to the cluster address of its node. The API key protects it, but the
     traffic is not encrypted.
 
@@ -174,7 +175,8 @@ def launch_on_ray(
         )
     device: Device = detect_device()[0] if config.device == "auto" else config.device
     check_device_features(config, device)
-    resources = dict(resources_per_server or (default_resources(config, device) if seats is None else {"CPU": 1.0}))
+    gpus = {"GPU": float(config.tensor_parallel_size)} if device == "cuda" and seats is None else {}
+    resources = dict(resources_per_server or {"CPU": 1.0, **gpus})
     if seats is None:
         _check_resources(resources, config.server_count, ray.cluster_resources())
         seats = [ServerSeat(strategy="SPREAD")] * config.server_count
@@ -209,11 +211,6 @@ def launch_on_ray(
             ray.kill(actor)
         raise
     return ServerGroup([server.endpoint for server in servers], servers, config.startup_timeout_s)
-
-
-def default_resources(config: RolloutConfig, device: Device) -> dict[str, float]:
-    """Ray resources of one server: one CPU, and tensor_parallel_size GPUs if the device is cuda."""
-    return {"CPU": 1.0} | ({"GPU": float(config.tensor_parallel_size)} if device == "cuda" else {})
 
 
 def _check_resources(wanted: Mapping[str, float], num_servers: int, available: Mapping[str, float]) -> None:

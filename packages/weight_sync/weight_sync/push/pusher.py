@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 #: A failed push is sent once more.
 _MAX_ATTEMPTS = 2
 
-_DONE, _RETRY, _FAILED = 0, 1, 2
-
 T = TypeVar("T")
 
 
@@ -112,8 +110,8 @@ class WeightPusher:
         for attempt in range(1, _MAX_ATTEMPTS + 1):
             error = self._attempt(plan, version)
             timings = self._session.timings if self._session is not None else Timings()
-            outcome, timings = self._broadcast((self._outcome(error, attempt), timings))
-            if outcome == _DONE:
+            is_done, timings = self._broadcast((error is None, timings))
+            if is_done:
                 return SyncReport(
                     version=version,
                     num_bytes=plan.num_bytes,
@@ -123,7 +121,8 @@ class WeightPusher:
                     num_attempts=attempt,
                     **asdict(timings),
                 )
-            if outcome == _FAILED:
+            is_final = self._session is None or (isinstance(error, ReceiverError) and not error.retryable)
+            if attempt == _MAX_ATTEMPTS or self._broadcast(is_final):
                 break
             if error is not None:
                 logger.warning("weight sync failed, sending everything once more: %s", error)
@@ -174,13 +173,6 @@ class WeightPusher:
         if self._session is None:
             return WeightSyncError("this pusher is closed")
         return self._session.send(self._source, plan, version, must_fill_all=self._world_size() > 1)
-
-    def _outcome(self, error: Exception | None, attempt: int) -> int:
-        """Rank 0's decision after an attempt. A closed pusher and an error that is not retryable fail at once."""
-        if error is None:
-            return _DONE
-        can_retry = self._session is not None and not (isinstance(error, ReceiverError) and not error.retryable)
-        return _RETRY if can_retry and attempt < _MAX_ATTEMPTS else _FAILED
 
     def _broadcast(self, value: T) -> T:
         """Rank 0's value, on every rank."""
