@@ -252,10 +252,15 @@ def check_heads(num_heads: int, sp: int) -> None:
     Raises:
         EngineConfigError: it does not; the message lists the values that do.
     """
-    if num_heads % sp:
-        fits = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
-        problem = f"it does not divide the {num_heads} attention heads"
-        raise EngineConfigError(problem, field="sequence_parallel", value=sp, allowed=f"one of {fits}")
+    check_divides("sequence_parallel", sp, num_heads, "attention heads")
+
+
+def check_divides(field: str, value: int, number: int, things: str) -> None:
+    """Raises EngineConfigError, with the values that do, unless `value` divides the number of things."""
+    if number % value:
+        fits = [n for n in range(1, number + 1) if number % n == 0]
+        problem = f"it does not divide the {number} {things}"
+        raise EngineConfigError(problem, field=field, value=value, allowed=f"one of {fits}")
 
 
 def kv_copies(num_heads: int, num_kv_heads: int, sp: int) -> int:

@@ -9,18 +9,9 @@ import copyreg
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from enum import Enum
 from typing import Any, Self
 
 _MAX_VALUE = 80
-
-
-class _Unset(Enum):
-    UNSET = "unset"  # a member of an Enum stays the same object when it is pickled
-
-
-UNSET = _Unset.UNSET
-"""`PlinthError.value` of an error without a value; None is a value."""
 
 
 class PlinthError(Exception):
@@ -29,7 +20,7 @@ class PlinthError(Exception):
     Args:
         problem: what is wrong, if `allowed` does not say it.
         field: dotted path of the setting or argument.
-        value: what was given.
+        value: what was given; `...` for none, as None is a value.
         allowed: values that would be accepted.
         remedy: what the user can do.
     """
@@ -46,7 +37,7 @@ class PlinthError(Exception):
         problem: str = "",
         *,
         field: str | None = None,
-        value: Any = UNSET,
+        value: Any = ...,
         allowed: str | None = None,
         remedy: str | None = None,
     ) -> None:
@@ -61,7 +52,7 @@ class PlinthError(Exception):
     def explanation(self) -> str:
         """The sentence without the field: value, problem, allowed values and remedy."""
         parts = [
-            "" if self.value is UNSET else f"got {shown(self.value)}",
+            "" if self.value is ... else f"got {shown(self.value)}",
             self.problem,
             f"allowed: {self.allowed}" if self.allowed else "",
             self.remedy or "",

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plinth_base import PlinthError, prefix_fields
-from plinth_base.errors import UNSET
 
 
 class SettingError(PlinthError, ValueError):
@@ -43,7 +42,7 @@ texts = st.none() | st.text(max_size=9)
 @given(
     problem=st.text(max_size=9),
     field=texts,
-    value=st.just(UNSET) | st.none() | st.integers() | st.lists(st.text(max_size=3)),
+    value=st.just(...) | st.none() | st.integers() | st.lists(st.text(max_size=3)),
     allowed=texts,
     remedy=texts,
     protocol=st.integers(0, pickle.HIGHEST_PROTOCOL),
@@ -54,7 +53,7 @@ def test_errors_pickle_with_their_fields(protocol: int, **fields: Any) -> None:
     copy = pickle.loads(pickle.dumps(error, protocol))
     assert type(copy) is SettingError
     assert (str(copy), copy.args, vars(copy)) == (str(error), error.args, vars(error))
-    assert copy.value is UNSET or copy.value == fields["value"]
+    assert copy.value is ... or copy.value == fields["value"]
 
 
 def test_attributes_and_parameters_of_subclasses_are_pickled() -> None:

@@ -1,14 +1,7 @@
 """Driver code on every rank, so that a test of it needs no Ray."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
-
-
-class Worker(Protocol):
-    """Worker of a rank."""
-
-    rank: int
-    world_size: int
+from typing import Any
 
 
 class SpmdGroup:
@@ -17,7 +10,8 @@ class SpmdGroup:
     Every process makes the same calls; each returns the results of all ranks, in their order.
     """
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Any) -> None:
+        """`worker`: that of this rank, with its `rank` and the `world_size`."""
         self.worker, self.world_size = worker, worker.world_size
 
     def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:

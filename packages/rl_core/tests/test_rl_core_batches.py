@@ -82,7 +82,7 @@ def test_plan_has_equal_counts_and_balanced_tokens_on_every_rank(case: tuple[lis
     # micro batches are empty only if there are too few samples
     num_empty = sum(not micro for micro in micros(plan))
     assert num_empty == max(0, num_ranks * plan.num_micro_batches - len(lengths))
-    rank_tokens = [tokens(lengths, plan.rank_samples(rank)) for rank in range(num_ranks)]
+    rank_tokens = [tokens(lengths, sum(plan.assignment[rank], ())) for rank in range(num_ranks)]
     micro_tokens = [tokens(lengths, micro) for micro in micros(plan)]
     assert max(rank_tokens) - min(rank_tokens) <= max(micro_tokens) - min(micro_tokens)
     # micro batches that run at the same time are of similar size

@@ -204,7 +204,7 @@ def test_plans_keep_their_limits_in_computed_tokens(
     for earlier, later in pairwise(zip(*sizes, strict=True)):
         assert min(earlier) >= max(later)
     without = plan_micro_batches(batch.seq_lens_S.tolist(), num_ranks=num_ranks, **limits)
-    assert max(totals) <= max(sum(len(rows[i]) for i in without.rank_samples(rank)) for rank in range(num_ranks))
+    assert max(totals) <= max(sum(len(rows[i]) for i in sum(without.assignment[rank], ())) for rank in range(num_ranks))
 
 
 @PROPERTY

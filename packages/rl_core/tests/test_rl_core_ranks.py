@@ -87,7 +87,7 @@ def _rank_main(rank: int) -> None:
     assert calls == ["all_reduce"]
     plan = plan_micro_batches([length + 1 for length in LENS], num_ranks=WORLD_SIZE, token_budget=6)
     with record_calls() as calls:
-        num_tokens, num_sequences = global_totals(lens[list(plan.rank_samples(rank))], group)
+        num_tokens, num_sequences = global_totals(lens[list(sum(plan.assignment[rank], ()))], group)
     assert calls == ["all_reduce"]
     assert (num_tokens, num_sequences) == (sum(LENS), 6)
     theta = torch.ones(3, dtype=torch.float64, requires_grad=True)

@@ -174,15 +174,11 @@ def _of_text(place: Place, row: dict[str, Any]) -> AnsweredRow:
 
 def _require_response(place: Place, messages: Sequence[Message], column: str) -> None:
     last, roles = messages[-1], [message["role"] for message in messages]
-    if roles[-1] != "assistant" or not (_has_text(last) or last.get("tool_calls")) or roles[0] == "assistant":
+    if roles[-1] != "assistant" or not (is_text(last["content"]) or last.get("tool_calls")) or roles[0] == "assistant":
         problem = "the conversation does not end with an assistant's text that answers another message"
         if roles[0] == "assistant":
             problem = "the conversation begins with an assistant's message, which answers none"
         raise place.error(problem, "Drop the messages around it, or drop the row.", column=column)
-
-
-def _has_text(message: Message) -> bool:
-    return isinstance(message["content"], str) and bool(message["content"].strip())
 
 
 def check_demonstrations(files: Sequence[str | Path]) -> int:

@@ -8,7 +8,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from run_kit_testkit import Actor, Data, Example, Optim, SettingError, Zero
 
-from plinth_base.errors import UNSET
 from plinth_testing import raises
 from run_kit.config.loader import load_config, to_yaml
 from run_kit.config.schema import all_paths, class_doc, field_doc, nearest_paths
@@ -230,7 +229,7 @@ class Outer:
 
 
 def test_a_required_key_is_reported_and_can_be_given() -> None:
-    with raises(ConfigError, field="needs.path", value=UNSET, allowed="text"):
+    with raises(ConfigError, field="needs.path", value=..., allowed="text"):
         load_config(Outer)
     assert load_config(Outer, overrides=["needs.path=x"]) == Outer(needs=Needs(path="x"))
 
@@ -345,7 +344,7 @@ def test_a_mapping_of_sections_is_loaded_and_written(tmp_path: Path) -> None:
         ("terms.a.weight=x", {"field": "terms.a.weight", "value": "x", "allowed": "a number"}),
         ("terms.a.weight=-1", {"field": "terms.a.weight", "value": -1.0, "allowed": "0 or more"}),
         ("terms.a=3", {"field": "terms.a", "value": 3}),
-        ("terms.c.weight=1", {"field": "terms.c.function", "value": UNSET}),
+        ("terms.c.weight=1", {"field": "terms.c.function", "value": ...}),
         ("terms=3", {"field": "terms", "value": 3, "source": "command line"}),
     ],
 )

@@ -213,7 +213,7 @@ def packed_inputs(
         own = share.own_k if len(share.own_k) else share.own_k.new_zeros(1)
         index, targets = (index[own] - start).clamp(0, part - 1), targets[own]
         columns = {name: column[own] for name, column in columns.items()} if num_targets else columns
-        share = share.to(device)
+        share = replace(share, source_K=share.source_K.to(device))
     routes_PLk = None
     if routes_TLk is not None and num_targets:
         num_rows = len(ids) if rows is None else rows.mask_SL.numel()

@@ -22,9 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from ..config import check_heads, kv_copies
+from ..config import check_divides, check_heads, kv_copies
 from ..distributed import all_gather_single
-from ..errors import EngineConfigError
 from ..upstream import FENCE
 
 GROUPS = FENCE.patch(
@@ -54,11 +53,7 @@ def join_sequence_group(sp: int) -> SequenceGroup | None:
     Raises:
         EngineConfigError: sp does not divide the number of ranks.
     """
-    world_size = dist.get_world_size()
-    if world_size % sp != 0:
-        fits = [n for n in range(1, world_size + 1) if world_size % n == 0]
-        problem = f"it does not divide the {world_size} ranks"
-        raise EngineConfigError(problem, field="sequence_parallel", value=sp, allowed=f"one of {fits}")
+    check_divides("sequence_parallel", sp, dist.get_world_size(), "ranks")
     if sp == 1:
         return None
     GROUPS.check()
@@ -176,10 +171,6 @@ class TargetShare:
     """Number of outputs each rank sends: the largest number of targets on a rank, at least 1."""
     source_K: Tensor
     """int64 positions of the K outputs among the sp * width gathered ones."""
-
-    def to(self, device: torch.device) -> TargetShare:
-        """Copy to `device`."""
-        return TargetShare(own_k=self.own_k.to(device), width=self.width, source_K=self.source_K.to(device))
 
 
 def share_targets(target_index_K: Tensor, *, tokens_per_rank: int, sequence_rank: int, sp: int) -> TargetShare:

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -349,16 +350,13 @@ def _sequences(model: Any) -> list[Tensor]:
     return list(ids_T.to(next(model.parameters()).device).split(list(LENGTHS)))
 
 
-class _SharedPrefix:
-    """The two sequences as a tree: their prefix, then what follows it in each."""
-
-    computed_U = torch.tensor([*range(LENGTHS[0]), *range(LENGTHS[0] + NUM_SHARED, sum(LENGTHS))])
-    place_T = torch.tensor([*range(LENGTHS[0]), *range(NUM_SHARED), *range(LENGTHS[0], sum(LENGTHS) - NUM_SHARED)])
-    cu_seqlens_N1 = torch.tensor([0, NUM_SHARED, LENGTHS[0], sum(LENGTHS) - NUM_SHARED])
-    parents_N = (-1, 0, 0)
-
-
-_SHARED = _SharedPrefix()
+_SHARED: Any = SimpleNamespace(
+    computed_U=torch.tensor([*range(LENGTHS[0]), *range(LENGTHS[0] + NUM_SHARED, sum(LENGTHS))]),
+    place_T=torch.tensor([*range(LENGTHS[0]), *range(NUM_SHARED), *range(LENGTHS[0], sum(LENGTHS) - NUM_SHARED)]),
+    cu_seqlens_N1=torch.tensor([0, NUM_SHARED, LENGTHS[0], sum(LENGTHS) - NUM_SHARED]),
+    parents_N=(-1, 0, 0),
+)
+"""The two sequences as a tree: their prefix, then what follows it in each."""
 
 
 def _split(ids_T: Tensor, head: Head) -> tuple[list[int], list[int]]:

@@ -97,7 +97,12 @@ class Vision:
             BatchError: there are as many as sequences, or a sequence has fewer placeholders than features.
         """
         if not any(image is not None for image in images):
-            return self.unseen(len(ids_T)) if self.always else None
+            if not self.always:
+                return None
+            no_place_T = torch.full((len(ids_T),), -1)  # a made-up image that no token shows
+            return SeenImages(
+                inputs=self.smallest, num_features=None, features_T=no_place_T, positions_AT=None, blocks_T=None
+            )
         if len(images) != len(lengths):
             raise BatchError(field="images", value=len(images), allowed=f"one of each of {len(lengths)} sequences")
         prompts: dict[Any, tuple[int, int, ImageInputs]] = {}
@@ -128,13 +133,6 @@ class Vision:
             features_T=features_T,
             positions_AT=torch.cat(positions, dim=1) if self.rope_index else None,
             blocks_T=_blocks(features_T, lengths) if self.has_blocks else None,
-        )
-
-    def unseen(self, num_tokens: int) -> SeenImages:
-        """A made-up image that no token shows."""
-        features_T = torch.full((num_tokens,), -1)
-        return SeenImages(
-            inputs=self.smallest, num_features=None, features_T=features_T, positions_AT=None, blocks_T=None
         )
 
     def _read(self, image: Any) -> tuple[ImageInputs, int | None]:

@@ -98,11 +98,6 @@ class MemoryEstimate:
         """The peak of torch's allocator on the device; the CUDA context (about 0.5 GB) is not included."""
         return sum(place.device for _, place in self.rows())
 
-    @property
-    def cpu_bytes(self) -> int:
-        """Offloaded bytes in (pinned) CPU memory."""
-        return sum(place.cpu for _, place in self.rows())
-
     def rows(self) -> list[tuple[str, Place]]:
         """(name, bytes) of each kind of memory."""
         names = ("weights", "gradients", "optimizer", "buffers", "activations")
@@ -115,7 +110,7 @@ class MemoryEstimate:
             f"{self.num_ranks} ranks; GB per rank",
             f"{'':12}{'device':>10}{'CPU':>10}{'NVMe':>10}",
         ]
-        total = Place(device=self.device_bytes, cpu=self.cpu_bytes, nvme=sum(place.nvme for _, place in self.rows()))
+        total = Place(**{name: sum(getattr(one, name) for _, one in self.rows()) for name in ("device", "cpu", "nvme")})
         for name, place in [*self.rows(), ("total", total)]:
             lines.append(f"{name:12}" + "".join(f"{n / 1e9:10.2f}" for n in (place.device, place.cpu, place.nvme)))
         if not self.is_exact:

@@ -6,15 +6,12 @@ those of the backward pass, then stay within the node. Source: Wang et al., ZeRO
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import EngineConfigError
+from ..config import EngineConfig, check_divides
 from ..upstream import FENCE
-
-if TYPE_CHECKING:
-    from ..config import EngineConfig
 
 _GROUPS = "deepspeed.utils.groups"
 NODE_GROUPS = FENCE.patch(
@@ -34,12 +31,7 @@ def prepare_hpz(config: EngineConfig) -> None:
     """
     if config.hpz_ranks == 1:
         return
-    world_size = dist.get_world_size()
-    if world_size % config.hpz_ranks:
-        fits = [n for n in range(1, world_size + 1) if world_size % n == 0]
-        problem = f"it does not divide the {world_size} ranks"
-        field = "zero.deepspeed.zero_hpz_partition_size"
-        raise EngineConfigError(problem, field=field, value=config.hpz_ranks, allowed=f"one of {fits}")
+    check_divides("zero.deepspeed.zero_hpz_partition_size", config.hpz_ranks, dist.get_world_size(), "ranks")
     from deepspeed.utils import groups
 
     create: Any = groups._create_zero_param_parallel_group

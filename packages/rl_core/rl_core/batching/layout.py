@@ -59,9 +59,6 @@ class BatchConfig:
 class BatchLayout:
     """A batch that divides exactly. Sizes are in sequences unless stated otherwise."""
 
-    num_prompts: int
-    """Prompts per step."""
-    samples_per_prompt: int
     dp: int
     sp: int
     num_mini_batches: int
@@ -89,8 +86,6 @@ def batch_layout(config: BatchConfig, *, samples_per_prompt: int, dp: int, sp: i
     if sequences % (micro * dp * sp):
         raise _misfit(config, samples_per_prompt, dp, sp)
     return BatchLayout(
-        num_prompts=config.train_batch_size,
-        samples_per_prompt=samples_per_prompt,
         dp=dp,
         sp=sp,
         num_mini_batches=config.train_batch_size // config.mini_batch_size,

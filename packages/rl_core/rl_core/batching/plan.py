@@ -39,10 +39,6 @@ class MicroBatchPlan:
         """Micro batches on each rank."""
         return len(self.assignment[0])
 
-    def rank_samples(self, rank: int) -> tuple[int, ...]:
-        """Sample indices of a rank, in the order in which it computes them."""
-        return tuple(index for micro in self.assignment[rank] for index in micro)
-
 
 def plan_micro_batches(
     lengths: Sequence[int],

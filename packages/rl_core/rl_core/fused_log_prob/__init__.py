@@ -2,8 +2,7 @@
 
 Modules: ``api`` the public function; ``types`` the equations and the backend interface; ``reference`` the oracle of the
 tests; ``chunked`` plain torch; ``triton_backend`` with ``triton_forward``, ``triton_backward`` and the portable
-``triton_kernels``; ``hopper`` with the warp-specialized ``hopper_kernels``; ``tiles`` block sizes and the tuner;
-``parallel`` the vocabulary-parallel reduction.
+``triton_kernels``; ``hopper`` with the warp-specialized ``hopper_kernels``; ``tiles`` block sizes and the tuner.
 """
 
 from .api import linear_log_prob

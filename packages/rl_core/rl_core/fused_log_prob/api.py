@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..errors import ArgumentError, ShapeError, require
 from .chunked import ChunkedBackend, accumulation_dtype
-from .parallel import local_targets, reduce_stats
 from .reference import reference_log_prob
 from .types import KEEP_NOTHING, Backend, Keeping, LogitInputs, LogitSpec, Needs, RowGrads, RowStats
 
@@ -171,7 +170,7 @@ class _LinearLogProb(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         keeping: Keeping,
     ) -> tuple[Tensor, Tensor]:
-        rows_N = targets_N if group is None else local_targets(targets_N, weight_VH.shape[0], group)
+        rows_N = targets_N if group is None else _local_targets(targets_N, weight_VH.shape[0], group)
         if rows_N.numel() == 0:
             blank_N = hidden_NH.new_zeros(0, dtype=accumulation_dtype(hidden_NH.dtype))
             stats = RowStats(lse_N=blank_N, mean_z_N=blank_N, target_z_N=blank_N)
@@ -179,7 +178,7 @@ class _LinearLogProb(torch.autograd.Function):
             with torch.autocast(hidden_NH.device.type, enabled=False):
                 stats = backend.forward(_contiguous(hidden_NH, weight_VH, bias_V, rows_N, spec), keeping)
         if group is not None:
-            stats = reduce_stats(stats, group)
+            stats = _reduce_stats(stats, group)
         log_prob_N = (stats.target_z_N - stats.lse_N).clamp_max(0)  # rounding could make it positive
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, rows_N, stats.lse_N, stats.mean_z_N, log_prob_N)
         ctx.spec, ctx.backend, ctx.group, ctx.kept = spec, backend, group, stats.kept
@@ -210,6 +209,22 @@ class _LinearLogProb(torch.autograd.Function):
             reduce = None if ctx.group is None else functools.partial(dist.all_reduce, group=ctx.group)
             grads = ctx.backend.backward(inputs, rows, Needs(*ctx.needs_input_grad[:3]), reduce)
         return (*grads, None, None, None, None, None)
+
+
+def _local_targets(targets_N: Tensor, num_local_rows: int, group: dist.ProcessGroup) -> Tensor:
+    """Targets relative to this rank's first row, -1 where another rank holds them. All ranks hold equally many rows."""
+    local_N = targets_N - dist.get_rank(group) * num_local_rows
+    return torch.where((local_N >= 0) & (local_N < num_local_rows), local_N, -1)
+
+
+def _reduce_stats(stats: RowStats, group: dist.ProcessGroup) -> RowStats:
+    """Statistics over the whole vocabulary from those of each rank: two all-reduces, of ``[N]`` and ``[3, N]``."""
+    peak_N = stats.lse_N.clone()
+    dist.all_reduce(peak_N, op=dist.ReduceOp.MAX, group=group)
+    share_N = torch.exp(stats.lse_N - peak_N)
+    sums_3N = torch.stack((share_N, share_N * stats.mean_z_N, stats.target_z_N))
+    dist.all_reduce(sums_3N, group=group)
+    return replace(stats, lse_N=peak_N + sums_3N[0].log(), mean_z_N=sums_3N[1] / sums_3N[0], target_z_N=sums_3N[2])
 
 
 def _contiguous(

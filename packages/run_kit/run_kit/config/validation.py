@@ -7,8 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from plinth_base.errors import UNSET
-
 from ..errors import ConfigError
 from .schema import MISSING, allowed_words, inner_hint
 from .trees import Layer, leaves, source_of, value_at
@@ -80,7 +78,7 @@ def _problem(cls: type, detail: Mapping[str, Any], tree: Any, layers: Sequence[L
     if not detail["type"].endswith(_CLEAR_FROM_THE_TYPE):
         allowed = f"{allowed} ({detail['msg']})"
     value = value_at(tree, path)
-    given = UNSET if value is MISSING else value
+    given = ... if value is MISSING else value
     return ConfigError(field=path, value=given, allowed=allowed, source=source_of(layers, path))
 
 
@@ -93,7 +91,7 @@ def _check_problem(path: str, error: Exception, layers: Sequence[Layer]) -> Conf
     return ConfigError(
         own.problem,
         field=field,
-        value=UNSET if own.value is ... else own.value,
+        value=own.value,
         allowed=own.allowed,
         remedy=own.remedy,
         source=source_of(layers, field),
