@@ -44,14 +44,12 @@ def check(config: EvaluateConfig) -> Plan:
     config = resolved.config
     _check_inputs(config)
     _check_servers(config)
-    inputs = load_ahead(config.model, config.data, SupervisedConfig(), config.task, seed=config.seed)
+    inputs = load_ahead(config, SupervisedConfig(), seed=config.seed)
     if inputs is not None and config.rollout.urls:
         check_value(config, "rollout.urls", not inputs.images_in, "none for prompts with images")
     has_prompts = inputs is None or bool(inputs.val_prompts)
     check_value(config, "data.val", has_prompts, "a prompt within data.max_prompt_length")
-    warnings = check_first_prompts(
-        inputs, config.model, config.data, config.task, episode=config.episode, reward=config.reward, seed=config.seed
-    )
+    warnings = check_first_prompts(inputs, config, episode=config.episode, reward=config.reward, seed=config.seed)
     notes = [*notes, *resolved.lines(), *warnings, *(inputs.lines if inputs is not None else ())]
     return Plan(config=config, targets=targets, notes=notes, inputs=inputs)
 

@@ -1,12 +1,9 @@
 """Configuration of `apps.evaluate.main`."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
-from rl_data import DataConfig
-from rl_runtime import ModelConfig, TaskSize
+from rl_runtime import InputsConfig
 from rl_runtime.config import check_run_name
-from rl_runtime.peer_keys import PEER_KEYS
 from rl_runtime.rollout.config import EpisodeConfig
 from rl_runtime.rollout.scoring_config import ScoringConfig
 from rl_runtime.rules import check_at_least, check_value
@@ -32,14 +29,10 @@ class CheckpointsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateConfig:
+class EvaluateConfig(InputsConfig):
     """Evaluation on held-out prompts: pass@k, mean@n and maj@n with bootstrap intervals over the prompts."""
 
-    PEER_KEYS: ClassVar = PEER_KEYS
-    model: ModelConfig = field(default_factory=ModelConfig)
     checkpoints: CheckpointsConfig = field(default_factory=CheckpointsConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    task: TaskSize = field(default_factory=TaskSize)
     reward: ScoringConfig = field(default_factory=ScoringConfig)
     episode: EpisodeConfig = field(default_factory=EpisodeConfig)
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(n=1, max_tokens=1024))

@@ -59,8 +59,8 @@ def evaluate_all(plan: "Plan", folder: Path) -> "tuple[list[Evaluation], dict[st
     from weight_sync import WeightSyncError
 
     config, evaluations, failed = plan.config, [], {}
-    sections = (config.model, config.data, rl_runtime.SupervisedConfig(), config.task)
-    inputs = plan.inputs or rl_runtime.load_inputs(*sections, folder=folder, seed=config.seed)
+    nothing = rl_runtime.SupervisedConfig()
+    inputs = plan.inputs or rl_runtime.load_inputs(config, nothing, folder=folder, seed=config.seed)
     with Evaluator(config, inputs, folder) as evaluator:
         for target in plan.targets:
             try:

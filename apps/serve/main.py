@@ -111,9 +111,8 @@ def main(config: ServeConfig) -> None:
         for line in (*resolved.lines(), *lines):
             print(line, flush=True)
         inputs = rl_runtime.load_inputs(
-            config.model, config.data, config.warm_start, config.task, folder=run.path, seed=config.trainer.seed,
-            with_prompts=False,
-        )  # fmt: skip
+            config, config.warm_start, folder=run.path, seed=config.trainer.seed, with_prompts=False
+        )
         from rl_runtime.launch.ahead import SessionKeys
         from rl_runtime.launch.session import open_session
 

@@ -25,6 +25,7 @@ from .errors import PlacementError as PlacementError
 from .errors import RankError as RankError
 from .errors import RlRuntimeError as RlRuntimeError
 from .errors import RolloutFailed as RolloutFailed
+from .job_config import InputsConfig as InputsConfig
 from .job_config import JobConfig as JobConfig
 from .job_config import PolicyJobConfig as PolicyJobConfig
 from .launch.servers import check_lengths as check_lengths

@@ -61,13 +61,19 @@ FEATURES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobConfig:
-    """Model, data, trained policy, rollout and training loop."""
+class InputsConfig:
+    """The model and the data of every app."""
 
     PEER_KEYS: ClassVar = PEER_KEYS
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     task: TaskSize = field(default_factory=TaskSize)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobConfig(InputsConfig):
+    """Model, data, trained policy, rollout and training loop."""
+
     reward: ScoringConfig = field(default_factory=ScoringConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     actor: EngineConfig = field(default_factory=lambda: EngineConfig(optim=OptimConfig(lr=None)))

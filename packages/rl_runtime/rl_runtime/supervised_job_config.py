@@ -1,7 +1,7 @@
 """The configuration of the supervised apps: fine-tuning, reward models and preference training."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from ds_engine import EngineConfig, OptimConfig
 from rl_core import BatchConfig
@@ -10,14 +10,12 @@ from run_kit import TrackingConfig
 
 from .config import (
     BUILTIN_MODEL,
-    ModelConfig,
     PreferenceTaskSize,
-    TaskSize,
     TrainedModel,
     TrainingConfig,
     check_unserved,
 )
-from .peer_keys import PEER_KEYS
+from .job_config import InputsConfig
 from .rules import check_at_least, check_value
 from .training.supervised_config import FineTuningConfig, LearningRates, PreferenceTrainingConfig, SupervisedConfig
 
@@ -26,14 +24,11 @@ ExampleKind = Literal["demonstrations", "pairs", "labeled"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SupervisedJobConfig:
+class SupervisedJobConfig(InputsConfig):
     """Model, demonstrations, engine and ranks of supervised fine-tuning."""
 
-    PEER_KEYS: ClassVar = PEER_KEYS
-    model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     """The rendering of prompts; the files are those of `supervised`."""
-    task: TaskSize = field(default_factory=TaskSize)
     supervised: FineTuningConfig = field(default_factory=FineTuningConfig)
     token_budget: int | None = None
     """Maximum packed tokens (prompt + response) per micro batch of a GPU; a longer sequence gets a micro batch of its

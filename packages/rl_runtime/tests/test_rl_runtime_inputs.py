@@ -10,10 +10,9 @@ import pytest
 
 from plinth_testing import raises
 from rl_data import DataConfig, DataError, build_tiny_model, load_tokenizer
-from rl_runtime import InputError, ModelConfig, SupervisedConfig
+from rl_runtime import InputError, InputsConfig, ModelConfig, SupervisedConfig
 from rl_runtime.app.inputs import load_ahead, log_lines
 from rl_runtime.app.supervised_run import _load
-from rl_runtime.config import TaskSize
 from rl_runtime.supervised_job_config import SupervisedJobConfig
 from rl_runtime.training.supervised_config import FineTuningConfig
 
@@ -37,15 +36,16 @@ def test_one_line_says_how_messages_of_all_files_became_text(folder: Path, tmp_p
     prompts = write(tmp_path, "prompts", {"prompt": [message], "ground_truth": "5"})
     chat = write(tmp_path, "chat", {"messages": [message, {"role": "assistant", "content": "5"}]})
     model, data = ModelConfig(path=str(folder)), DataConfig(train=(prompts,), val=(prompts,))
-    inputs = load_ahead(model, data, SupervisedConfig(steps=1, files=(chat,)), TaskSize(), seed=1)
+    inputs = load_ahead(InputsConfig(model=model, data=data), SupervisedConfig(steps=1, files=(chat,)), seed=1)
     assert inputs is not None
     (line,) = inputs.lines
     assert line.startswith(PLAIN)
     assert "data.chat_template=auto; always refuses this" in line
+    templated = DataConfig(train=(prompts,), chat_template="always")
     with pytest.raises(DataError) as caught:
-        load_ahead(model, DataConfig(train=(prompts,), chat_template="always"), SupervisedConfig(), TaskSize(), seed=1)
+        load_ahead(InputsConfig(model=model, data=templated), SupervisedConfig(), seed=1)
     assert caught.value.problem.startswith("data.chat_template=always")
-    assert load_ahead(ModelConfig(), DataConfig(), SupervisedConfig(), TaskSize(), seed=1) is None
+    assert load_ahead(InputsConfig(), SupervisedConfig(), seed=1) is None
 
 
 def test_lines_of_the_log_are_collected_once_and_the_log_is_as_before(caplog: pytest.LogCaptureFixture) -> None:
@@ -72,7 +72,7 @@ def test_errors_of_turns_name_the_key_of_their_section(tmp_path: Path, section: 
     model = ModelConfig(path=str(folder))
     supervised, warm_start = FineTuningConfig(files=(chat,)), SupervisedConfig(steps=1, files=(chat,))
     loads: dict[str, Callable[[], object]] = {
-        "warm_start": lambda: load_ahead(model, DataConfig(), warm_start, TaskSize(), seed=1),
+        "warm_start": lambda: load_ahead(InputsConfig(model=model), warm_start, seed=1),
         "supervised": lambda: _load(SupervisedJobConfig(model=model, supervised=supervised), tmp_path),
     }
     with raises(InputError, field=f"{section}.files") as caught:
@@ -93,7 +93,7 @@ def test_tokens_without_a_row_in_the_model_are_refused(tmp_path: Path) -> None:
 
     def load(train: str, files: tuple[str, ...] = ()) -> object:
         supervised = SupervisedConfig(steps=len(files), files=files)
-        return load_ahead(model, DataConfig(train=(train,)), supervised, TaskSize(), seed=1)
+        return load_ahead(InputsConfig(model=model, data=DataConfig(train=(train,))), supervised, seed=1)
 
     assert load(plain) is not None
     with raises(InputError, field="data.train") as caught:

@@ -9,7 +9,7 @@ import pytest
 
 from plinth_testing import raises
 from rl_data import DataConfig, Prompt, build_tiny_model
-from rl_runtime import InputError, ModelConfig, SupervisedConfig
+from rl_runtime import InputError, InputsConfig, ModelConfig, SupervisedConfig
 from rl_runtime.app.first_prompts import check_first_prompts
 from rl_runtime.app.inputs import load_ahead, policy_tokenizer
 from rl_runtime.config import TaskSize
@@ -102,7 +102,7 @@ def test_the_first_prompt_of_the_built_in_task_is_scored(with_episode: bool) -> 
 
     def check(name: str) -> list[str]:
         reward = ScoringConfig(function=f"{MODULE}:{name}")
-        return check_first_prompts(None, ModelConfig(), DataConfig(), task, episode=episode, reward=reward, seed=1)
+        return check_first_prompts(None, InputsConfig(task=task), episode=episode, reward=reward, seed=1)
 
     assert check("strict") == []
     if with_episode:
@@ -120,11 +120,12 @@ def test_the_prompt_of_validation_is_scored_if_its_data_source_differs(tmp_path:
         row = {"question": "2+3", "ground_truth": "5", "data_source": source, "part": name}
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
     data = DataConfig(train=(str(tmp_path / "train.jsonl"),), val=(str(tmp_path / "val.jsonl"),))
-    inputs = load_ahead(model, data, SupervisedConfig(), TaskSize(), seed=1)
+    config = InputsConfig(model=model, data=data)
+    inputs = load_ahead(config, SupervisedConfig(), seed=1)
     reward, episode = ScoringConfig(function=f"{MODULE}:knows_training_only"), EpisodeConfig()
 
     def check() -> list[str]:
-        return check_first_prompts(inputs, model, data, TaskSize(), episode=episode, reward=reward, seed=1)
+        return check_first_prompts(inputs, config, episode=episode, reward=reward, seed=1)
 
     lines = check()
     assert len(lines) == differs
@@ -160,7 +161,8 @@ def test_a_format_that_nothing_asks_for_is_said(
     (tmp_path / "shown.jsonl").write_text(json.dumps({"question": "1 + 1", "answer": answer or "2"}) + "\n")
     data, model = DataConfig(train=(str(tmp_path / "train.jsonl"),)), ModelConfig(path=str(folder))
     demonstrations = SupervisedConfig(files=(str(tmp_path / "shown.jsonl"),), steps=1)
-    inputs = load_ahead(model, data, demonstrations, TaskSize(), seed=1)
-    lines = check_first_prompts(inputs, model, data, TaskSize(), episode=EpisodeConfig(), reward=reward, seed=1)
+    config = InputsConfig(model=model, data=data)
+    inputs = load_ahead(config, demonstrations, seed=1)
+    lines = check_first_prompts(inputs, config, episode=EpisodeConfig(), reward=reward, seed=1)
     assert len(lines) == bool(absent)
     assert all(absent in line and "train:1" in line and "data.instruction" in line for line in lines)

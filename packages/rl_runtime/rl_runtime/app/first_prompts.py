@@ -7,11 +7,11 @@ from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
 
 from plinth_base.errors import prefix_fields
-from rl_data import DataConfig, Prompt, reward_for
+from rl_data import Prompt, reward_for
 from rollout_vllm import EnvironmentFailedError
 
-from ..config import ModelConfig, TaskSize
 from ..errors import InputError
+from ..job_config import InputsConfig
 from ..launch.cluster import why_unreachable
 from ..rollout.config import EpisodeConfig
 from ..rollout.episodes import load_agent, load_environment, load_rollout, reset_once
@@ -45,14 +45,12 @@ def check_functions(episode: EpisodeConfig, reward: ScoringConfig) -> None:
             raise InputError(problem, field="reward.url", value=reward.url, remedy="start it first")
 
 
-def first_prompts(
-    inputs: Inputs | None, model: ModelConfig, data: DataConfig, task: TaskSize, *, seed: int
-) -> dict[str, Prompt]:
+def first_prompts(inputs: Inputs | None, config: InputsConfig, *, seed: int) -> dict[str, Prompt]:
     """The first prompts of training and of validation, where there are some; `inputs`: None for the built-in ones."""
     if inputs is None:
         with TemporaryDirectory() as folder:
             nothing = SupervisedConfig(steps=0)
-            inputs = load_inputs(model, data, nothing, task, folder=Path(folder), seed=seed, max_prompts=1)
+            inputs = load_inputs(config, nothing, folder=Path(folder), seed=seed, max_prompts=1)
     datasets = {"training": inputs.train_prompts, "validation": inputs.val_prompts}
     return {name: prompts[0] for name, prompts in datasets.items() if prompts}
 
@@ -76,14 +74,7 @@ def check_environment(episode: EpisodeConfig, prompts: Mapping[str, Prompt]) -> 
 
 
 def check_first_prompts(
-    inputs: Inputs | None,
-    model: ModelConfig,
-    data: DataConfig,
-    task: TaskSize,
-    *,
-    episode: EpisodeConfig,
-    reward: ScoringConfig,
-    seed: int,
+    inputs: Inputs | None, config: InputsConfig, *, episode: EpisodeConfig, reward: ScoringConfig, seed: int
 ) -> list[str]:
     """Tries the environment and the user's reward functions on the first prompts; returns warnings.
 
@@ -97,7 +88,7 @@ def check_first_prompts(
     """
     if not episode.has_process and not has_functions(reward) and inputs is None:
         return []
-    prompts = first_prompts(inputs, model, data, task, seed=seed)
+    prompts = first_prompts(inputs, config, seed=seed)
     if episode.has_process:
         check_environment(episode, prompts)
     # An episode that scores itself leaves out all rewards but terms.
@@ -108,7 +99,7 @@ def check_first_prompts(
         for name, prompt in prompts.items()
         if prompt is known or known is None or prompt.data_source != known.data_source
     }
-    tokenizer = policy_tokenizer(model) if inputs is None else inputs.tokenizer
+    tokenizer = policy_tokenizer(config.model) if inputs is None else inputs.tokenizer
     lines: list[str] = []
     if inputs is not None and not scores_itself:
         lines = _unasked_formats(inputs, episode, reward, scored)

@@ -34,8 +34,9 @@ from rl_data.rendering import uses_chat_template
 from rl_data.tasks.tiny_model import build_tiny_tokenizer
 from rollout_vllm import ChatFormat, SamplingConfig
 
-from ..config import BUILTIN_MODEL, ModelConfig, TaskSize
+from ..config import BUILTIN_MODEL, ModelConfig
 from ..errors import InputError, naming_key
+from ..job_config import InputsConfig
 from ..supervised_job_config import ExampleKind
 from ..training.engines import check_optimizer_steps
 from ..training.supervised import sequences_in
@@ -114,23 +115,19 @@ def naming_file(key: str) -> Iterator[None]:
         raise InputError(error.explanation, field=key) from error
 
 
-def load_ahead(
-    model: ModelConfig, data: DataConfig, supervised: SupervisedConfig, task: TaskSize, *, seed: int
-) -> Inputs | None:
+def load_ahead(config: InputsConfig, supervised: SupervisedConfig, *, seed: int) -> Inputs | None:
     """The inputs of a user's model before there is a run folder; None for the built-in ones, which are written there.
 
     Raises InputError for a row that the chat template refuses, for example.
     """
-    if model.path == BUILTIN_MODEL:
+    if config.model.path == BUILTIN_MODEL:
         return None
-    return load_inputs(model, data, supervised, task, folder=Path(), seed=seed)
+    return load_inputs(config, supervised, folder=Path(), seed=seed)
 
 
 def load_inputs(
-    model: ModelConfig,
-    data: DataConfig,
+    config: InputsConfig,
     supervised: SupervisedConfig,
-    task: TaskSize,
     *,
     folder: Path,
     seed: int,
@@ -144,11 +141,12 @@ def load_inputs(
         section: the configuration section of `supervised`.
         max_prompts: limit of the prompts for training and of those for validation; None: `data` says it.
     """
+    model, data = config.model, config.data
     model_path, written = find_model_folder(model.path), None
     train, val, demonstrations = data.train, data.val, supervised.files
     if model.path == BUILTIN_MODEL:
         model_path = build_tiny_model(folder / INITIAL_MODEL, seed=seed)
-        written = write_task(folder / TASK, seed=seed, **asdict(task))
+        written = write_task(folder / TASK, seed=seed, **asdict(config.task))
         train, val, demonstrations = (str(written.train),), (str(written.val),), (str(written.demonstrations),)
     if not with_prompts:
         train, val = (), ()

@@ -184,13 +184,11 @@ def check_job(config: JobConfig, engines: Mapping[str, tuple[EngineConfig, int]]
     check_local_disks(config.trainer, placement)
     architectures += check_reward_ranks(config, placement)
     seed = config.trainer.seed
-    inputs = load_ahead(config.model, config.data, config.warm_start, config.task, seed=seed)
+    inputs = load_ahead(config, config.warm_start, seed=seed)
     if inputs is not None and (key := inputs.images_in):
         architectures += check_sight(config.model, tried, on_gpu=placement.on_gpu, key=key)
         _check_images(config, key)
-    warnings = check_first_prompts(
-        inputs, config.model, config.data, config.task, episode=config.episode, reward=config.reward, seed=seed
-    )
+    warnings = check_first_prompts(inputs, config, episode=config.episode, reward=config.reward, seed=seed)
     rows: dict[str, Sequence[object]] = {}
     if inputs is not None:
         rows = {"data.train": inputs.train_prompts, "data.val": inputs.val_prompts}

@@ -57,9 +57,7 @@ def run_job(resolved: ResolvedConfig[JobConfigT], plan: JobPlan, compose: Callab
             tracker.info(f"{num_steps} steps: {why}")
         for line in (*resolved.lines(), *plan.lines):
             tracker.info(line)
-        inputs = plan.inputs or load_inputs(
-            config.model, config.data, config.warm_start, config.task, folder=run.path, seed=config.trainer.seed
-        )
+        inputs = plan.inputs or load_inputs(config, config.warm_start, folder=run.path, seed=trainer.seed)
         for line in inputs.lines:
             tracker.info(line)
         start.mark("inputs")

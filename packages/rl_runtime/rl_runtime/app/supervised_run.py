@@ -179,10 +179,8 @@ def _load(config: SupervisedJobConfig, folder: Path) -> Inputs:
     is_first = kind == "demonstrations"
     demonstrations = supervised if is_first else config.first_stage
     inputs = load_inputs(
-        config.model,
-        config.data,
+        config,
         demonstrations,
-        config.task,
         folder=folder,
         seed=seed,
         with_prompts=False,
