@@ -137,7 +137,7 @@ class CheckpointManager(CheckpointReader):
         CheckpointUsageError when the step was not prepared or its folder holds links or file names of this package, and
         CheckpointSpaceError when the disk is full (the prepared folder is deleted).
         """
-        partial, final = self._partial(step), self._final(step)
+        partial = self._partial(step)
         if not partial.is_dir():
             raise CheckpointUsageError(
                 "was not prepared", field="step", value=step, remedy=f"call prepare({step}) before publish({step})"
@@ -160,12 +160,9 @@ class CheckpointManager(CheckpointReader):
                 raise
             self.abandon(step)
             raise no_space(error, partial, f"step {step} was being published") from error
-        if final.exists():
-            self._withdraw(step)
-        publish_folder(partial, final)
-        self._point_latest()
+        self._reveal(step)
         self._prune(keep=step)
-        published = Checkpoint(path=final, step=step, state=json.loads(text))
+        published = Checkpoint(path=self._final(step), step=step, state=json.loads(text))
         if self._on_publish is not None:
             self._on_publish(published)
         return published
@@ -175,16 +172,13 @@ class CheckpointManager(CheckpointReader):
 
         For copies from elsewhere. Hashes and changes nothing, deletes no checkpoint.
         """
-        partial, final = self._partial(step), self._final(step)
+        partial = self._partial(step)
         manifest = CheckpointManifest.read(partial)
         if manifest.step != step:
             raise CheckpointUsageError(f"{partial} holds step {manifest.step}", field="step", value=step)
         self._take_lock()
         self._preparing.discard(step)
-        if final.exists():
-            self._withdraw(step)
-        publish_folder(partial, final)
-        self._point_latest()
+        self._reveal(step)
         return replace(self.read(step), verified=manifest.checksum)
 
     def abandon(self, step: int) -> None:
@@ -245,6 +239,13 @@ class CheckpointManager(CheckpointReader):
             for step in deleted:
                 remove_folder(self._final(step))
         return deleted
+
+    def _reveal(self, step: int) -> None:
+        """Put the prepared folder, which is whole, in the place of a published one."""
+        if self._final(step).exists():
+            self._withdraw(step)
+        publish_folder(self._partial(step), self._final(step))
+        self._point_latest()
 
     def _withdraw(self, step: int) -> None:
         """Delete a published checkpoint; `latest` is changed first, so that it never names a missing one."""

@@ -93,8 +93,12 @@ def stored_tensors(folder: str | Path) -> dict[str, StoredTensor]:
     Raises:
         ModelFolderError: an index or a file is damaged or missing.
     """
-    files = [file for file in weight_files(folder) if file.suffix == ".safetensors"]
-    return {name: stored for file in files for name, stored in read_safetensors_header(file).items()}
+    return {name: stored for header in safetensors_headers(folder).values() for name, stored in header.items()}
+
+
+def safetensors_headers(folder: str | Path) -> dict[Path, dict[str, StoredTensor]]:
+    """The tensors of each of a model folder's safetensors files. Raises ModelFolderError as `stored_tensors` does."""
+    return {file: read_safetensors_header(file) for file in weight_files(folder) if file.suffix == ".safetensors"}
 
 
 def read_safetensors_header(file: Path) -> dict[str, StoredTensor]:

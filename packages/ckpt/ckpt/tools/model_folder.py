@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plinth_base.model_folder import ModelFolderError, read_safetensors_header, stored_tensors, weight_files
+from plinth_base.model_folder import ModelFolderError, safetensors_headers, stored_tensors
 
 from ..errors import ExportError
 from ..tensor_file import DTYPE_NAMES
@@ -27,7 +27,7 @@ def read_folder(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     from safetensors import safe_open
 
     try:
-        files = {file: read_safetensors_header(file) for file in weight_files(folder) if file.suffix == ".safetensors"}
+        files = safetensors_headers(folder)
     except ModelFolderError as error:
         raise _export_error(error) from error
     if not files:

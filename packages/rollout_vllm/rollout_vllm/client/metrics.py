@@ -1,7 +1,6 @@
 """Rollout metrics: the client's counters and the servers' /metrics, as one flat dict."""
 
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -47,13 +46,11 @@ class ClientCounters:
     num_retries: int = 0
     response_tokens: int = 0
     busy_s: float = 0.0  # wall time during which at least one generate() was running
-    failures_by_kind: Counter[str] = field(default_factory=Counter)
 
     def count_group(self, group: Group) -> None:
         self.num_groups += 1
         self.num_samples += len(group.samples)
         self.num_failures += len(group.failures)
-        self.failures_by_kind.update(failure.kind for failure in group.failures)
 
     def as_dict(self) -> dict[str, float]:
         names = ("num_groups", "num_samples", "num_failures", "num_retries", "response_tokens")

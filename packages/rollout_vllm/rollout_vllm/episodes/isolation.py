@@ -3,12 +3,13 @@
 import fcntl
 import os
 import resource
-import signal
 import socket
 import struct
 from pathlib import Path
 
 from plinth_base.namespaces import die_with_parent, drop_rights, shut_in
+
+from .processes import end_like
 
 _DISK_BYTES = 256 << 20
 _KEPT_VARIABLES = ("LANG", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "PATH", "PYTHONPATH", "VIRTUAL_ENV")
@@ -34,7 +35,7 @@ def enter(pipe: socket.socket, folder: str) -> None:
         socket.send_fds(pipe, [b"+"], [listener.fileno()])
     if child := os.fork():
         pipe.close()
-        _end_like(child)
+        end_like(os.waitpid(child, 0)[1])
     die_with_parent()
     os.chdir(folder)
     os.environ.update(HOME=folder, TMPDIR=folder)
@@ -53,11 +54,3 @@ def limit_memory(num_bytes: int) -> None:
     """Limits the address space that this process adds to what it has, and that of each process that it starts."""
     has_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (has_bytes + num_bytes, has_bytes + num_bytes))
-
-
-def _end_like(child: int) -> None:
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code < 0:
-        signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
-        os.kill(os.getpid(), -code)
-    os._exit(code)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from plinth_base.namespaces import adopt_orphans, die_with_parent, kill_children
 
@@ -71,11 +71,16 @@ def run_kept(
         ended, status = os.wait()
     kill_children()
     _wait_for_copy(copier)
+    end_like(status)
+
+
+def end_like(status: int) -> NoReturn:
+    """Ends this process as another one has ended, with this status of `os.wait`."""
     code = os.waitstatus_to_exitcode(status)
-    if code < 0:  # by a signal: end in the same way
+    if code < 0:
         with suppress(OSError):  # SIGKILL has no handler
             signal.signal(-code, signal.SIG_DFL)
-        os.kill(keeper, -code)
+        os.kill(os.getpid(), -code)
     os._exit(code)
 
 

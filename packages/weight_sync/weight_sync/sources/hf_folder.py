@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from plinth_base.dtypes import DTYPE_BYTES
-from plinth_base.model_folder import ModelFolderError, read_safetensors_header, weight_files
+from plinth_base.model_folder import ModelFolderError, safetensors_headers
 
 from ..errors import SourceError
 from ..manifest import TensorEntry, WeightManifest
@@ -21,11 +21,10 @@ class HfFolderSource:
         self._files: dict[str, tuple[Path, int]] = {}
         entries = []
         try:
-            files = [file for file in weight_files(path) if file.suffix == ".safetensors"]
-            headers = {file: read_safetensors_header(file) for file in files}
+            headers = safetensors_headers(path)
         except ModelFolderError as error:
             raise SourceError(error.problem, value=error.value, remedy=error.remedy) from error
-        if not files:
+        if not headers:
             raise SourceError("the folder has no model.safetensors and no index of one", value=str(path))
         for file, header in headers.items():
             for name, stored in header.items():

@@ -159,19 +159,15 @@ def await_workers(
     names the workers that did not join in time.
     """
     rendezvous = _rendezvous_store(store, generation)
-    missing = dict(enumerate(where, start=1))
     deadline = time.monotonic() + timeout_s
-    while True:
-        missing = {rank: name for rank, name in missing.items() if not rendezvous.check([str(rank)])}
-        if not missing:
-            break
+    while missing := [name for rank, name in enumerate(where, start=1) if not rendezvous.check([str(rank)])]:
         for name, channel in zip(where, channels, strict=True):
             if channel.is_hung_up():
                 raise ChannelError(f"{name}: hung up before the communicator was created")
         if time.monotonic() > deadline:
             raise WeightSyncError(
                 f"did not join the communicator at {store.host}:{store.port} within {timeout_s} s",
-                field=", ".join(missing.values()),
+                field=", ".join(missing),
             )
         time.sleep(_RENDEZVOUS_POLL_S)
     rendezvous.set("0", b"1")

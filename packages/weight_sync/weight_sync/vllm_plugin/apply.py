@@ -23,10 +23,9 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from ..errors import ReceiverError
 from ..plan import Bucket, BucketPlan
 from ..tensors import like, slot_view, storage_id, synchronize
-from .layout import Arrivals, DryRun, Layout, Target
+from .layout import Arrivals, DryRun, Layout, ScratchPool, Target
 from .patch import FENCE
 from .processing import first_processing, known_record, processed, record_of, take_over
-from .scratch import ScratchPool
 from .verify import Verifier
 
 _RELOAD = "vllm.model_executor.model_loader.reload"

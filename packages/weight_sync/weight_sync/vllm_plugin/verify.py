@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from ..errors import ReceiverError
 from ..plan import Bucket
 from ..tensors import like, num_wrong_bytes, slot_view, synchronize
-from .layout import Arrivals, Layout, Target
+from .layout import Arrivals, Layout, ScratchPool, Target
 from .processing import difference, known_record, processed, record_of
-from .scratch import ScratchPool
 
 
 class Verifier:
