@@ -57,7 +57,7 @@ def load_config(
     for preset in presets:
         layers += [preset] if isinstance(preset, Layer) else _file_layers(cls, Path(preset), problems)
     layers += [layer for text in overrides if (layer := _override_layer(cls, text, problems)) is not None]
-    layers = [Layer(source=x.source, tree=_known_part(cls, x.tree, cls, "", x.source, problems)) for x in layers]
+    layers = [_known_part(cls, layer, problems) for layer in layers]
     tree = _merge(cls, layers, problems)
     if tree is None:
         raise ConfigError.of(problems)
@@ -132,50 +132,40 @@ def _parse_override(raw: str, hint: Any) -> Any:
     return parse_typed(raw, hint)
 
 
-def _known_part(root: type, value: Any, hint: Any, path: str, source: str, problems: list[ConfigError]) -> Any:
+def _known_part(root: type, layer: Layer, problems: list[ConfigError]) -> Layer:
     """The part of a layer with known keys; unknown keys become problems."""
-    nested = section_class(hint)
-    if (
-        nested is not None
-        and not isinstance(value, dict)
-        and not _is_interpolation(value)
-        and (value is not None or not alternatives(hint)[1])
-    ):
-        problems.append(ConfigError(field=path, value=value, allowed=allowed_words(hint), source=source))
+
+    def refuse(problem: str = "", **fields: Any) -> Any:
+        problems.append(ConfigError(problem, source=layer.source, **fields))
         return MISSING
-    if isinstance(value, list):
-        return [
-            known
-            for i, item in enumerate(value)
-            if (known := _known_part(root, item, inner_hint(hint, i), f"{path}[{i}]", source, problems)) is not MISSING
-        ]
-    if not isinstance(value, dict) or hint is None:
-        return value
-    if nested is None:
-        if (item_type := value_hint(hint)) is not None:
-            return {
-                key: known
-                for key, item in value.items()
-                if (known := _known_part(root, item, item_type, f"{path}.{key}", source, problems)) is not MISSING
-            }
-        if Any not in alternatives(hint)[0]:
-            inner = next(iter(value), "")
+
+    def known(value: Any, hint: Any, path: str) -> Any:
+        nested, is_null = section_class(hint), value is None and alternatives(hint)[1]
+        if nested is not None and not (isinstance(value, dict) or _is_interpolation(value) or is_null):
+            return refuse(field=path, value=value, allowed=allowed_words(hint))
+        if isinstance(value, list):
+            parts = [known(item, inner_hint(hint, i), f"{path}[{i}]") for i, item in enumerate(value)]
+            return [part for part in parts if part is not MISSING]
+        if not isinstance(value, dict) or hint is None:
+            return value
+        if nested is None and value_hint(hint) is None:
+            if Any in alternatives(hint)[0]:
+                return value
             message = f"unknown key; {path} is a value ({allowed_words(hint)}), not a section"
-            problems.append(ConfigError(message, field=f"{path}.{inner}", source=source))
-            return MISSING
-        return value
-    out = {}
-    for key, inner in value.items():
-        inner_path = f"{path}.{key}" if path else key
-        if key not in field_hints(nested):
+            return refuse(message, field=f"{path}.{next(iter(value), '')}")
+        out = {}
+        for key, inner in value.items():
+            inner_path = f"{path}.{key}" if path else key
+            if nested is None or key in field_hints(nested):
+                out[key] = known(inner, inner_hint(hint, key), inner_path)
+                continue
             for unknown, leaf in leaves(inner, inner_path):
                 near = nearest_paths(root, unknown.partition("[")[0])
-                hint = f"nearest: {', '.join(near)}" if near else f"allowed here: {', '.join(field_hints(nested))}"
-                problem = f"unknown key (given {shown(leaf)})"
-                problems.append(ConfigError(problem, field=unknown, remedy=hint, source=source))
-        elif (known := _known_part(root, inner, field_hints(nested)[key], inner_path, source, problems)) is not MISSING:
-            out[key] = known
-    return out
+                remedy = f"nearest: {', '.join(near)}" if near else f"allowed here: {', '.join(field_hints(nested))}"
+                refuse(f"unknown key (given {shown(leaf)})", field=unknown, remedy=remedy)
+        return {key: inner for key, inner in out.items() if inner is not MISSING}
+
+    return Layer(source=layer.source, tree=known(layer.tree, root, ""))
 
 
 def _merge(cls: type, layers: Sequence[Layer], problems: list[ConfigError]) -> dict[str, Any] | None:
