@@ -10,6 +10,7 @@ import json
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -115,7 +116,7 @@ def application(start: Callable[[], Service], *, key: str, max_request_bytes: in
         if not done:
             return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408)
         service.requests.answered(request_id)
-        return answer_of(future.exception(), None if future.exception() else future.result())
+        return answer_of(future)
 
     async def no_content(service: Service, request: Request) -> Response:
         service.cancel(await json_of(request))
@@ -164,13 +165,13 @@ async def _unsupported(request: Request, _: Exception) -> Response:
     return JSONResponse({"detail": detail}, 404)
 
 
-def answer_of(error: BaseException | None, result: Result | None) -> Response:
+def answer_of(future: "Future[Result]") -> Response:
     """The answer to a client that asks for the result of a request that has ended."""
-    if error is not None:
+    if (error := future.exception()) is not None:
         is_user = isinstance(error, _USER_ERRORS)
         if not is_user:
             _log.error("a request failed", exc_info=error)
         text = str(error) if isinstance(error, PlinthError) else f"{type(error).__name__}: {error}"
         return JSONResponse({"error": text, "category": "user" if is_user else "server"})
-    assert result is not None
+    result = future.result()
     return Response(result, media_type=_PROTO) if isinstance(result, bytes) else JSONResponse(result)

@@ -25,7 +25,7 @@ from ckpt.reader import CheckpointReader
 from ds_engine import EngineConfig, StepSettings
 from plinth_base.model_folder import check_model_folder
 from rl_runtime import InputError, ModelHandle, TrainBatch
-from rl_runtime.app.inputs import read_model_config
+from rl_runtime.app.inputs import vocab_size
 from rl_runtime.launch.session import Session
 from rl_runtime.rules import check_value
 from rl_runtime.training.checkpoints import RunCheckpoints
@@ -92,7 +92,7 @@ class Models:
         """Runs the requests of models, one after the other."""
         self.max_tokens = config.rollout.max_model_len or 0
         self.serves_adapters = config.rollout.max_lora_rank is not None
-        self._vocab_size = int(read_model_config(model_path)["vocab_size"])
+        self._vocab_size = vocab_size(model_path)
         self._places = [ModelHandle(session.ranks, f"{ROLE}_{i}", config.batch) for i in range(config.num_models)]
         self._connected: ModelHandle | None = None
         """The one whose engine is connected with the servers."""
@@ -285,6 +285,4 @@ def lora_of(config: ServeConfig, given: Mapping[str, Any] | None) -> dict[str, A
 
 def describe_lora(run: Run) -> dict[str, Any]:
     """Adapters as the SDK's answers name them."""
-    lora = run.lora or {}
-    flags = {name: lora.get(name) for name in ("train_mlp", "train_attn", "train_unembed")}
-    return {"is_lora": run.lora is not None, "lora_rank": lora.get("rank"), **flags}
+    return {"is_lora": run.lora is not None, "lora_rank": (run.lora or {}).get("rank")}

@@ -161,9 +161,9 @@ class Service:
     def get_info(self, body: Body) -> dict[str, Any]:
         run = self._model(body).run
         tokenizer = {} if self.config.api.model_name else {"tokenizer_id": str(self.models.model_path)}
-        lora = {name: value for name, value in describe_lora(run).items() if name in ("is_lora", "lora_rank")}
         data = {"model_name": self.model_name, **tokenizer}
-        return {"type": "get_info", "model_id": run.run_id, "model_name": self.model_name, "model_data": data, **lora}
+        info = {"type": "get_info", "model_id": run.run_id, "model_name": self.model_name, "model_data": data}
+        return {**info, **describe_lora(run)}
 
     def _model(self, body: Body) -> Model:
         model = self.models.trained.get(str(body.get("model_id")))
@@ -311,7 +311,8 @@ class Service:
         path = str(body.get("tinker_path") or body.get("path"))
         kind: Kind = "sampler_weights" if "/sampler_weights/" in path else "weights"
         run = self.models.states.run(self.models.states.find(path, kind).run_id)
-        return {"base_model": run.base_model, **describe_lora(run)}
+        flags = {name: (run.lora or {}).get(name) for name in ("train_mlp", "train_attn", "train_unembed")}
+        return {"base_model": run.base_model, **describe_lora(run), **flags}
 
     def training_run(self, run_id: str) -> dict[str, Any]:
         return self._describe_run(self.models.states.run(run_id))
@@ -328,7 +329,6 @@ class Service:
     def _describe_run(self, run: Run) -> dict[str, Any]:
         saved = [one.describe() for one in self.models.states.saved(run.run_id)]
         newest = {one["checkpoint_type"]: one for one in sorted(saved, key=lambda one: one["time"])}
-        lora = {name: value for name, value in describe_lora(run).items() if name in ("is_lora", "lora_rank")}
         moment = max((one["time"] for one in saved), default="1970-01-01T00:00:00Z")
         return {
             "training_run_id": run.run_id,
@@ -338,7 +338,7 @@ class Service:
             "last_checkpoint": newest.get("training"),
             "last_sampler_checkpoint": newest.get("sampler"),
             "user_metadata": {key: str(value) for key, value in run.user_metadata.items()},
-            **lora,
+            **describe_lora(run),
         }
 
     # ---- the service itself --------------------------------------------------------------------------------------

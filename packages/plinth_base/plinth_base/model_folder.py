@@ -87,6 +87,18 @@ def _warn_of_ignored(folder: Path, files: Iterable[Path]) -> None:
         warnings.warn(f"{folder}: ignoring {', '.join(ignored)}; the model is in {read}", stacklevel=3)
 
 
+def read_model_config(folder: str | Path) -> dict[str, Any]:
+    """The config.json of a model folder. Raises ModelFolderError: it cannot be read, or is no JSON object."""
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelFolderError(f"its config.json is not valid JSON: {error}", value=str(folder)) from None
+    if not isinstance(config, dict):
+        kind = type(config).__name__
+        raise ModelFolderError(f"its config.json is {kind} JSON, not an object", value=str(folder))
+    return config
+
+
 def stored_tensors(folder: str | Path) -> dict[str, StoredTensor]:
     """The tensors in a model folder's safetensors files, by name; empty where the weights are no safetensors.
 

@@ -44,7 +44,7 @@ from rollout_vllm.servers.memory import (
     kv_bytes_per_token,
     kv_value_bytes,
 )
-from rollout_vllm.servers.model_folder import check_context, read_model_config
+from rollout_vllm.servers.model_folder import check_context, check_folder
 from rollout_vllm.servers.process import reserve_port
 
 QUICK = settings(deadline=None, derandomize=True)
@@ -340,7 +340,7 @@ def test_context_and_request_length() -> None:
 @pytest.mark.parametrize("path", ["", ".", "~no-such-user/x", "a\0b", "x" * 5000, "/dev/null", "a/b/c"])
 def test_unusable_model_path_is_named(path: str) -> None:
     with raises(ModelFolderError):
-        read_model_config(path)
+        check_folder(path)
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
@@ -351,10 +351,10 @@ def test_odd_model_config_is_refused_or_not_judged(junk: object, key: str) -> No
         (Path(folder) / "tokenizer.json").write_text("{}")
         (Path(folder) / "config.json").write_text(json.dumps(junk))
         if isinstance(junk, dict):
-            assert read_model_config(folder, load_format="dummy") == junk
+            assert check_folder(folder, load_format="dummy") == junk
         else:
             with raises(ModelFolderError, value=folder):
-                read_model_config(folder, load_format="dummy")
+                check_folder(folder, load_format="dummy")
     odd = QWEN | {key: junk}
     with suppress(RolloutConfigError):
         check_context(config, odd)
@@ -374,20 +374,20 @@ def test_memory() -> None:
 
 def test_model_folder(tmp_path: Path) -> None:
     """The rest is a test of plinth_base."""
-    assert read_model_config("Qwen/Qwen3-0.6B") is None, "a model on the Hub"
+    assert check_folder("Qwen/Qwen3-0.6B") is None, "a model on the Hub"
     for wrong in (str(tmp_path / "none"), "./Qwen/x", "qwen"):
         with raises(ModelFolderError, value=wrong.removeprefix("./")):
-            read_model_config(wrong)
+            check_folder(wrong)
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "config.json").write_text("{")
     with raises(ModelFolderError):
-        read_model_config(str(tmp_path), load_format="dummy")
+        check_folder(str(tmp_path), load_format="dummy")
     (tmp_path / "config.json").write_text(json.dumps(QWEN))
     with raises(ModelFolderError):
-        read_model_config(str(tmp_path))
-    assert read_model_config(str(tmp_path), load_format="dummy") == QWEN
+        check_folder(str(tmp_path))
+    assert check_folder(str(tmp_path), load_format="dummy") == QWEN
     (tmp_path / "model.safetensors").touch()
-    assert read_model_config(str(tmp_path)) == QWEN
+    assert check_folder(str(tmp_path)) == QWEN
 
 
 @pytest.mark.parametrize("has_index", [False, True])
@@ -399,12 +399,12 @@ def test_weights_that_vllm_would_load_and_the_trainer_would_not_are_named(tmp_pa
     if has_index:
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": shard}}))
     with pytest.warns(UserWarning, match=shard), raises(ModelFolderError, value=str(tmp_path)) as caught:
-        read_model_config(str(tmp_path))
+        check_folder(str(tmp_path))
     assert shard in caught.value.problem
     if has_index:  # then both read its files
         (tmp_path / "model.safetensors").rename(tmp_path / "consolidated.safetensors")
         with pytest.warns(UserWarning, match="consolidated"):
-            assert read_model_config(str(tmp_path)) == QWEN
+            assert check_folder(str(tmp_path)) == QWEN
 
 
 def test_reserved_ports_are_distinct_and_usable() -> None:

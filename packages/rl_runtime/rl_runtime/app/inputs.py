@@ -1,6 +1,5 @@
 """Checks and loads the inputs of a run: model folder, tokenizer, prompts, examples. Writes the built-in ones first."""
 
-import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from plinth_base import model_folder
 from plinth_base.model_folder import check_model_folder, find_model_folder
 from rl_data import (
     DataConfig,
@@ -340,11 +340,7 @@ def check_supervised(
 def read_model_config(folder: Path, *, key: str = "model.path") -> dict[str, Any]:
     """The config.json of a model folder. Raises InputError."""
     with naming_key(key):
-        try:
-            settings: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise InputError(f"config.json is no JSON: {error}", field=key, value=str(folder)) from error
-    return settings
+        return model_folder.read_model_config(folder)
 
 
 def check_context(model: ModelConfig, samplings: Mapping[str, SamplingConfig]) -> None:

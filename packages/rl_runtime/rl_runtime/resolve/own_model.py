@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plinth_base.model_folder import ModelFolderError, find_model_folder, stored_tensors
+from plinth_base.model_folder import ModelFolderError, find_model_folder, read_model_config, stored_tensors
 
 from ..config import BUILTIN_MODEL
 
@@ -110,7 +109,10 @@ def read_facts(path: str) -> ModelFacts | None:
     if path == BUILTIN_MODEL:
         return None
     folder = find_model_folder(path)
-    config = _read_json(folder / "config.json")
+    try:
+        config = read_model_config(folder)
+    except ModelFolderError:
+        config = {}
     config = config.get("text_config") or config
     context = config.get("max_position_embeddings")
     template = _read_text(folder / "chat_template.jinja") + _read_text(folder / "tokenizer_config.json")
@@ -128,11 +130,3 @@ def _read_text(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError):
         return ""
-
-
-def _read_json(file: Path) -> Mapping[str, Any]:
-    try:
-        content = json.loads(_read_text(file))
-    except (ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}

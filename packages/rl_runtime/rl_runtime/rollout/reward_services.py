@@ -12,7 +12,7 @@ import rollout_vllm
 from plinth_base import Endpoint
 
 from ..errors import InputError
-from ..rules import check_value
+from ..rules import check_at_least, check_value
 
 if TYPE_CHECKING:
     from rollout_vllm import RemoteReward, Sample
@@ -23,10 +23,6 @@ JUDGE_FIELDS_OF_DATA = ("prompt", "ground_truth", "data_source", "extra")
 """Fields of a judge prompt that the policy did not write."""
 JUDGE_FIELDS = ("response", *JUDGE_FIELDS_OF_DATA)
 """Fields that a judge prompt can use."""
-
-
-def _text_of(sample: "Sample") -> str:
-    return f"{sample.prompt.text}{sample.text}"
 
 
 def _fields_of(sample: "Sample") -> dict[str, Any]:
@@ -50,28 +46,16 @@ class RewardService:
     """
 
     connect: Callable[["ScoringConfig", Endpoint, float], "RemoteReward"]
-    reads: Callable[["Sample"], Any] = _text_of
+    reads: Callable[["Sample"], Any] = lambda sample: f"{sample.prompt.text}{sample.text}"
     settings: tuple[str, ...] = ()
     check: Callable[["ScoringConfig"], None] = lambda config: None
     serves_model: bool = False
-
-
-def _connect_http(config: "ScoringConfig", endpoint: Endpoint, timeout_s: float) -> "RemoteReward":
-    return rollout_vllm.http_reward(endpoint.url, api_key=endpoint.api_key, timeout_s=timeout_s)
-
-
-def _connect_classifier(config: "ScoringConfig", endpoint: Endpoint, timeout_s: float) -> "RemoteReward":
-    return rollout_vllm.classification_reward(endpoint, label=config.label, timeout_s=timeout_s)
 
 
 def _connect_judge(config: "ScoringConfig", endpoint: Endpoint, timeout_s: float) -> "RemoteReward":
     assert config.judge_prompt is not None
     trusted = JUDGE_FIELDS_OF_DATA
     return rollout_vllm.judge_reward(endpoint, prompt=config.judge_prompt, trusted=trusted, timeout_s=timeout_s)
-
-
-def _check_label(config: "ScoringConfig") -> None:
-    check_value(config, "label", config.label >= 0, "0 or more")
 
 
 def _check_judge_prompt(config: "ScoringConfig") -> None:
@@ -90,8 +74,19 @@ def _check_judge_prompt(config: "ScoringConfig") -> None:
 
 
 SERVICES: Mapping[str, RewardService] = {
-    "http": RewardService(connect=_connect_http, reads=_fields_of),
-    "classification": RewardService(connect=_connect_classifier, settings=("label",), check=_check_label),
+    "http": RewardService(
+        connect=lambda config, endpoint, timeout_s: rollout_vllm.http_reward(
+            endpoint.url, api_key=endpoint.api_key, timeout_s=timeout_s
+        ),
+        reads=_fields_of,
+    ),
+    "classification": RewardService(
+        connect=lambda config, endpoint, timeout_s: rollout_vllm.classification_reward(
+            endpoint, label=config.label, timeout_s=timeout_s
+        ),
+        settings=("label",),
+        check=lambda config: check_at_least(0, config, "label"),
+    ),
     "pooling": RewardService(
         connect=lambda config, endpoint, timeout_s: rollout_vllm.pooling_reward(endpoint, timeout_s=timeout_s)
     ),

@@ -12,7 +12,7 @@ from ..errors import RolloutConfigError
 from .command import SERVED_MODEL_NAME, has_multicast, is_recurrent, server_arguments, server_environment
 from .device import Device, check_build, check_device_features, detect_device
 from .memory import available_memory_bytes, check_kv_cache, check_memory
-from .model_folder import check_context, check_match, read_model_config
+from .model_folder import check_context, check_folder, check_match
 from .patch import untested_vllm
 from .process import ServerProcess, reserve_port
 
@@ -33,7 +33,7 @@ def check_launch(
         return "cpu"
     device = detect_device()[0] if config.device == "auto" else config.device
     check_device_features(config, device)
-    model_config = read_model_config(str(model_path), load_format=config.load_format)
+    model_config = check_folder(str(model_path), load_format=config.load_format)
     check_context(config, model_config)
     check_kv_cache(config, model_config, device)
     check_match(config, model_config or {})

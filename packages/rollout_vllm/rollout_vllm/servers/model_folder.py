@@ -1,19 +1,18 @@
 """Checks the model folder that servers load, and its context length."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from plinth_base import ModelFolderError, check_model_folder, weight_files
+from plinth_base import ModelFolderError, check_model_folder, read_model_config, weight_files
 from plinth_base.model_folder import MATCHED, files_of_index
 
 from ..config import RolloutConfig
 from ..errors import RequestTooLongError, RolloutConfigError
 
 
-def read_model_config(model_path: str, *, load_format: str = "auto") -> dict[str, Any] | None:
-    """The folder's config.json. None: `model_path` is a model on the Hub, which is not checked.
+def check_folder(model_path: str, *, load_format: str = "auto") -> dict[str, Any] | None:
+    """The config.json of a checked folder. None: `model_path` is a model on the Hub, which is not checked.
 
     Raises ModelFolderError: the folder does not exist, has no valid config.json, no tokenizer or no weights, or vLLM
     would load weight files that are not part of the model.
@@ -28,15 +27,7 @@ def read_model_config(model_path: str, *, load_format: str = "auto") -> dict[str
     check_model_folder(folder if model_path else "", need_weights=load_format != "dummy")
     if load_format != "dummy":
         _check_same_weights(folder)
-    config_file = folder / "config.json"
-    try:
-        model_config = json.loads(config_file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelFolderError(f"its config.json is not valid JSON: {error}", value=model_path) from None
-    if not isinstance(model_config, dict):
-        kind = type(model_config).__name__
-        raise ModelFolderError(f"its config.json is {kind} JSON, not an object", value=model_path)
-    return dict(model_config)
+    return read_model_config(folder)
 
 
 def _check_same_weights(folder: Path) -> None:
