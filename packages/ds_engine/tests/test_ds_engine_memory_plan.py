@@ -233,8 +233,8 @@ def test_the_command_warns_of_a_model_that_runs_refuse(tmp_path: Path, capsys: p
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{\n,", "config.json'; not valid JSON (Expecting property name enclosed in double quotes: line 2 column 1"),
-        ("[]", "config.json'; it has no keys; allowed: the configuration of a Hugging Face model"),
+        ("{\n,", "config.json' is not a valid JSON file."),
+        ("[]", "Should have a `model_type` key in its config.json."),
         (
             '{"model_type": "vit"}',
             "be counted: ValueError: transformers has no AutoModelForCausalLM of ViTConfig",

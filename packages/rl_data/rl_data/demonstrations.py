@@ -214,37 +214,34 @@ def load_demonstrations(
         section: the configuration section of `turns` and `max_length`, for errors.
         vision: gives the token ids of rows with images.
     """
-    if not files:
-        raise DataError("no files were given", "Name at least one.")
-    encoded = RowEncoder(tokenizer, config, turns, section=section, vision=vision)
-    demonstrations: list[Demonstration] = []
-    num_filtered = 0
-    for rows in batches(row for file in files for row in _rows(file)):
-        for row, demonstration in encoded(rows):
-            if exceeds(row.place, demonstration, config, max_length, section=section):
-                num_filtered += 1
-                continue
-            demonstrations.append(demonstration)
-    report_filtered(num_filtered, len(demonstrations), files, config, max_length=max_length, section=section)
-    encoded.renderer.report()
+    encoder = RowEncoder(files, tokenizer, config, turns, max_length=max_length, section=section, vision=vision)
+    read = batches(row for file in files for row in _rows(file))
+    demonstrations = [one for rows in read for row, one in encoder(rows) if not encoder.drops(row.place, one)]
+    encoder.report(len(demonstrations))
     return demonstrations
 
 
 class RowEncoder:
-    """Renders and tokenizes rows."""
+    """Renders and tokenizes the rows of files; arguments as those of `load_demonstrations`."""
 
     def __init__(
         self,
+        files: Sequence[str | Path],
         tokenizer: Tokenizer,
         config: DataConfig,
         turns: TurnsTrained,
         *,
+        max_length: int | None,
         section: str,
         vision: VisionProcessor | None = None,
     ) -> None:
+        if not files:
+            raise DataError("no files were given", "Name at least one.")
         self.renderer = Renderer(tokenizer, config)
         self._chat = ChatTurns(tokenizer, self.renderer, turns, section=section)
         self._tokenizer, self._config, self._vision = tokenizer, config, vision
+        self._files, self._max_length, self._section = files, max_length, section
+        self._num_dropped = 0
         self._known: dict[int, int] = {}
         """One object per token id, which all sequences share: 8 bytes per token instead of 36."""
 
@@ -309,14 +306,21 @@ class RowEncoder:
                 ids, mask = [*ids, end], [*mask, True]
             yield [known.setdefault(token, token) for token in ids], mask, row.images[:num_images]
 
-
-def exceeds(place: Place, sequence: Demonstration, config: DataConfig, max_length: int | None, *, section: str) -> bool:
-    """True for a sequence that is dropped as overlong. Raises DataError instead for `overlong="refuse"`."""
-    if too_long(place, len(sequence.prompt_ids), config):
+    def drops(self, place: Place, sequence: Demonstration) -> bool:
+        """True for a sequence that is dropped as overlong. Raises DataError instead for `overlong="refuse"`."""
+        limit = self._max_length
+        is_long = limit is not None and sequence.num_tokens > limit
+        if not too_long(place, len(sequence.prompt_ids), self._config) and not is_long:
+            return False
+        if is_long and self._config.overlong == "refuse":
+            limits = f"{dotted(self._section, 'max_length')}={limit}"
+            problem = f"the demonstration has {sequence.num_tokens} tokens, {limits}"
+            raise place.error(problem, "Raise the limit or drop the row.", setting="data.overlong=filter")
+        self._num_dropped += 1
         return True
-    if max_length is None or sequence.num_tokens <= max_length:
-        return False
-    if config.overlong == "refuse":
-        problem = f"the demonstration has {sequence.num_tokens} tokens, {dotted(section, 'max_length')}={max_length}"
-        raise place.error(problem, "Raise the limit or drop the row.", setting="data.overlong=filter")
-    return True
+
+    def report(self, num_kept: int) -> None:
+        """Log the number of what was dropped. Raises DataError if nothing is left."""
+        limit, section = self._max_length, self._section
+        report_filtered(self._num_dropped, num_kept, self._files, self._config, max_length=limit, section=section)
+        self.renderer.report()

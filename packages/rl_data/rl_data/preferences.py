@@ -29,7 +29,6 @@ from .demonstrations import (
     AnsweredRow,
     Demonstration,
     RowEncoder,
-    exceeds,
     media_of,
     of_completion,
     of_messages,
@@ -39,7 +38,7 @@ from .demonstrations import (
 from .errors import DataError
 from .files.opening import open_table
 from .files.table import Place, Table
-from .prompts import batches, report_filtered
+from .prompts import batches
 from .tokenizer import Tokenizer
 
 PreferenceKind = Literal["pairs", "labeled"]
@@ -186,11 +185,9 @@ def load_pairs(
         max_length: maximum tokens of prompt and response; None: no limit.
         section: the configuration section of `max_length`, for errors.
     """
+    encoder = RowEncoder(files, tokenizer, config, "last", max_length=max_length, section=section)
     groups = (group for file in files for group in _pairs(file))
-    return [
-        PreferencePair(chosen, rejected, margin)
-        for (chosen, rejected), margin in _load(groups, files, tokenizer, config, max_length, section)
-    ]
+    return [PreferencePair(chosen, rejected, margin) for (chosen, rejected), margin in _load(groups, encoder)]
 
 
 def load_labeled(
@@ -207,39 +204,28 @@ def load_labeled(
     Args:
         seed: chooses the unrelated response of each prompt.
     """
+    encoder = RowEncoder(files, tokenizer, config, "last", max_length=max_length, section=section)
     groups = (group for file in files for group in _labeled(file))
-    labeled = [(response, label) for (response,), label in _load(groups, files, tokenizer, config, max_length, section)]
+    labeled = [(response, label) for (response,), label in _load(groups, encoder)]
     others = _unrelated([response for response, _ in labeled], files, seed)
     return [LabeledResponse(*one, other) for one, other in zip(labeled, others, strict=True)]
 
 
-def _load(
-    groups: Iterator[_Group[ExtraT]],
-    files: Sequence[str | Path],
-    tokenizer: Tokenizer,
-    config: DataConfig,
-    max_length: int | None,
-    section: str,
-) -> Iterator[tuple[tuple[Demonstration, ...], ExtraT]]:
+def _load(groups: Iterator[_Group[ExtraT]], encoder: RowEncoder) -> Iterator[tuple[tuple[Demonstration, ...], ExtraT]]:
     """The tokenized responses of each group of which none is overlong."""
-    if not files:
-        raise DataError("no files were given", "Name at least one.")
-    encode = RowEncoder(tokenizer, config, "last", section=section)
-    num_kept = num_filtered = 0
+    num_kept = 0
     for batch in batches(groups):
-        encoded = encode([row for rows, _ in batch for row in rows])
+        encoded = encoder([row for rows, _ in batch for row in rows])
         for rows, extra in batch:
             responses = [next(encoded) for _ in rows]
-            if any(exceeds(row.place, one, config, max_length, section=section) for row, one in responses):
-                num_filtered += 1
+            if any(encoder.drops(row.place, one) for row, one in responses):
                 continue
             if len(responses) > 1 and responses[0][1] == responses[1][1]:
                 problem = "the chosen and the rejected response have the same tokens"
                 raise rows[0].place.error(problem, "Drop the row.", column="rejected")
             num_kept += 1
             yield tuple(one for _, one in responses), extra
-    report_filtered(num_filtered, num_kept, files, config, max_length=max_length, section=section)
-    encode.renderer.report()
+    encoder.report(num_kept)
 
 
 def _unrelated(responses: Sequence[Demonstration], files: Sequence[str | Path], seed: int) -> list[Demonstration]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -248,16 +247,9 @@ def _layer_of(name: str) -> str:
 
 
 def _check_file(path: Path) -> None:
-    """Raises ModelError, in one line, unless there is a configuration in JSON."""
+    """Raises ModelError, in one line, unless there is a configuration."""
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) is not None
         hint = f"; the model of this name is fetched by: hf download {path}" if is_name else ""
         raise ModelError(f"neither a config.json nor a folder that contains one{hint}", value=str(path))
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        problem = f"not valid JSON ({error})"
-        raise ModelError(problem, value=str(file), remedy="copy it again from the model") from None
-    if not isinstance(content, dict):
-        raise ModelError("it has no keys", value=str(file), allowed="the configuration of a Hugging Face model")
