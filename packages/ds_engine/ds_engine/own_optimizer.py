@@ -2,14 +2,16 @@
 
 ZeRO hands an optimizer flat fp32 tensors that hold pieces of many parameters. A class whose elements influence one
 another, such as one that divides by a parameter's norm, would train on something else on every number of ranks.
+
+`optim` is an OptimConfig, whose module stands above this one.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,18 +23,7 @@ _SIZE = 16
 _NUM_STEPS = 3
 
 
-class OptimizerSettings(Protocol):
-    """The part of `OptimConfig` that a trial reads; config.py stands above this module."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def options(self) -> Mapping[str, Any]: ...
-    @property
-    def weight_decay(self) -> float: ...
-
-
-def own_optimizer(optim: OptimizerSettings) -> Optimizer:
+def own_optimizer(optim: Any) -> Optimizer:
     """The entry of the class `optim.name` (`package.module:Class`), whose states are those that it makes.
 
     Raises:
@@ -51,7 +42,7 @@ def own_optimizer(optim: OptimizerSettings) -> Optimizer:
     return Optimizer(function=optim.name, states=tuple(states), settings=settings, unportable=unportable)
 
 
-def _settings(optim: OptimizerSettings) -> tuple[str, ...]:
+def _settings(optim: Any) -> tuple[str, ...]:
     """Keys of AdamW that are given and that the class takes too; the class has its own defaults."""
     module, _, name = optim.name.partition(":")
     try:
@@ -63,7 +54,7 @@ def _settings(optim: OptimizerSettings) -> tuple[str, ...]:
     )
 
 
-def try_optimizer(entry: Optimizer, optim: OptimizerSettings) -> Any:
+def try_optimizer(entry: Optimizer, optim: Any) -> Any:
     """The optimizer of one flat parameter after a few steps; its attribute `start` has its group's plain settings
     before the first.
 
@@ -91,7 +82,7 @@ def try_optimizer(entry: Optimizer, optim: OptimizerSettings) -> Any:
     return optimizer
 
 
-def _stepped(entry: Optimizer, optim: OptimizerSettings, sizes: Sequence[int]) -> tuple[Tensor, Any]:
+def _stepped(entry: Optimizer, optim: Any, sizes: Sequence[int]) -> tuple[Tensor, Any]:
     params = [torch.nn.Parameter(part.clone()) for part in torch.linspace(-1, 1, _SIZE).split(list(sizes))]
     optimizer = entry.build([{"params": params, "weight_decay": optim.weight_decay}], 1e-2, optim)
     (group,) = optimizer.param_groups

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -146,9 +146,14 @@ def load_model(
         options |= attention_options(model_config)
     torch.manual_seed(config.seed)
     sharded = config.zero.stage == 3
-    with _zero3_loading(ds_config) if sharded else nullcontext():
-        drawn_with = config.seed if new_head else None
-        model = _read_folder(model_path, torch_dtype(config.model_dtype), head, options, seed=drawn_with)
+    sharding: Any = None
+    if sharded:
+        from transformers.integrations import HfDeepSpeedConfig
+
+        sharding = HfDeepSpeedConfig(ds_config)  # while it exists, transformers, with a weak reference, shards
+    drawn_with = config.seed if new_head else None
+    model = _read_folder(model_path, torch_dtype(config.model_dtype), head, options, seed=drawn_with)
+    del sharding
     if config.lora is not None and config.lora.base_format == "nf4":
         quantize_base(model, device=device)
     use_experts(model, config.experts, device=device)
@@ -334,13 +339,3 @@ def _restore_fp32_buffers(model: Any) -> None:
         for name, buffer in rounded.items():
             module.register_buffer(name, buffer.float(), persistent=False)
         model._init_weights(module)
-
-
-@contextmanager
-def _zero3_loading(ds_config: dict[str, Any]) -> Iterator[None]:
-    """Keep HfDeepSpeedConfig alive: transformers holds only a weak reference and shards while reading if it exists."""
-    from transformers.integrations import HfDeepSpeedConfig
-
-    alive = HfDeepSpeedConfig(ds_config)
-    yield
-    del alive
