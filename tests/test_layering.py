@@ -49,7 +49,7 @@ NEIGHBORS: dict[str, dict[str, str]] = {
     },
     "ckpt": {
         "savers": "digest.py files.py manager.py reader.py store tensor_file.py upstream.py",
-        "store": "digest.py files.py manager.py manifest.py pins.py reader.py retention.py",
+        "store": "digest.py files.py manager.py manifest.py reader.py retention.py",
         "tools": "files.py hf_export.py manager.py manifest.py store tensor_file.py zero",
         "zero": "upstream.py",
     },
