@@ -18,6 +18,7 @@ import torch
 import transformers
 from ckpt_ranks import compare, run_ranks
 from transformers.integrations import HfDeepSpeedConfig
+from transformers.models.qwen3 import modeling_qwen3  # noqa: F401  (once, before the fork)
 
 from ckpt import (
     AsyncSaver,

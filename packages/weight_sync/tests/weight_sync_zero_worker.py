@@ -10,11 +10,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 import deepspeed
+import deepspeed.runtime.zero.muon.muon_optimizer  # with torch's compiler
 import torch
 import torch.distributed as dist
 import transformers
 from transformers.integrations import HfDeepSpeedConfig
-from transformers.models.qwen3 import modeling_qwen3  # noqa: F401  (once, before the fork)
+from transformers.models.qwen3 import modeling_qwen3  # noqa: F401  (once, before the fork, as all of these)
 
 from plinth_testing import run_ranks
 from weight_sync import WeightPusher, ZeroSource, plan_buckets
