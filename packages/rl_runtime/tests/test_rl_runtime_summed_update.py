@@ -91,7 +91,7 @@ class Slow(ScriptedClient):
 
     def __post_init__(self) -> None:
         loop = LoopThread("slow")  # it answers while the caller trains
-        self.run, self.start = loop.run, loop.submit  # type: ignore[method-assign]
+        self.run, self.start = loop.run, loop.start  # type: ignore[method-assign]
         self.close = lambda: (loop.settle(cancel=True), loop.close())
 
     async def generate(self, requests: list[Request], sampling: SamplingConfig, *, on_group: Any) -> list[Group]:

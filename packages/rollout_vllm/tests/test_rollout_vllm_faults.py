@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rollout_vllm_helpers import FaultyProxy, assert_complete, config_for_tests, make_requests
@@ -54,7 +53,6 @@ def test_permanent_faults_are_reported_for_each_sample(
     [request] = make_requests(1)
     with RolloutClient([proxy.endpoint], quick(max_retries=2)) as client:
         groups = client.generate_blocking([request], SHORT)
-        assert client.counters.failures_by_kind == {kind: 3}
     assert_complete([request], groups, 3)
     assert not groups[0].samples
     assert {(f.kind, f.num_attempts) for f in groups[0].failures} == {(kind, attempts)}
@@ -187,16 +185,17 @@ def test_other_server_continues_when_one_is_killed(pair: ServerGroup) -> None:
 
 
 @pytest.mark.thorough
-def test_only_server_hangs_or_is_killed(pair: ServerGroup) -> None:
+def test_only_server_hangs_or_is_killed(pair: ServerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two jobs with one server each, concurrently: one hangs; the other is killed, and again during its restart."""
+    monkeypatch.setattr("rollout_vllm.servers.watch._HEALTH_EVERY_S", 0.5)
+    monkeypatch.setattr("rollout_vllm.servers.watch._HANG_TIMEOUT_S", 10.0)
 
     def one_job(position: int, how: signal.Signals, expected: list[str]) -> None:
         alone = ServerGroup(pair.endpoints[position : position + 1], pair.servers[position : position + 1], 300.0)
         client = RolloutClient(alone.endpoints, quick(max_samples_in_flight=64))
         fault = threading.Event()
         push = WeightPush(client, before=lambda: kill_tree_member(alone, 0, how), times=len(expected) - 1)
-        settings: dict[str, Any] = {"health_every_s": 0.5, "hang_timeout_s": 10.0} if how == signal.SIGSTOP else {}
-        with client, ServerWatch(alone, client, on_restart=push, **settings) as watch:
+        with client, ServerWatch(alone, client, on_restart=push) as watch:
             killer = when(fault, lambda: kill_tree_member(alone, 0, how))
             run_with_fault(client, fault, SamplingConfig(n=8, max_tokens=40, ignore_eos=True))
             killer.join()

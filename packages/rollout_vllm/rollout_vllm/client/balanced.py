@@ -19,8 +19,7 @@ class BalancedClient(HttpClient):
         self.endpoints, self.config = tuple(endpoints), config
         self._urls = [endpoint.url for endpoint in self.endpoints]
         self._dispatcher = Dispatcher(len(self.endpoints), max_in_flight=config.max_samples_in_flight)
-        self._report_suspect: Callable[[int], None] | None = None
-        self._runner = RequestRunner(config, self._transport, self._dispatcher, self._suspect)
+        self._runner = RequestRunner(config, self._transport, self._dispatcher)
 
     @property
     def policy_version(self) -> int:
@@ -38,10 +37,6 @@ class BalancedClient(HttpClient):
         """Exclude endpoint number `server` permanently. When all are retired, waiting requests end as failures."""
         self._dispatcher.retire(server)
 
-    def report_suspects_to(self, report: Callable[[int], None] | None) -> None:
+    def report_suspects_to(self, report: Callable[[int], None]) -> None:
         """Call `report(server)` when a server cannot be reached or does not answer (see ServerWatch)."""
-        self._report_suspect = report
-
-    def _suspect(self, server: int) -> None:
-        if (report := self._report_suspect) is not None:
-            report(server)
+        self._runner.report_suspect = report

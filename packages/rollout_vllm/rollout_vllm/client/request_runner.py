@@ -73,18 +73,12 @@ class RequestRunner:
     called with a server that cannot be reached or does not answer.
     """
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        transport: Transport,
-        dispatcher: Dispatcher,
-        report_suspect: Callable[[int], None],
-    ) -> None:
+    def __init__(self, config: RolloutConfig, transport: Transport, dispatcher: Dispatcher) -> None:
         self.policy_version = 0
         self.model: str | None = None
         self.counters = ClientCounters()
         self.lock = threading.Lock()  # guards the counters and the attempts, which several event loops share
-        self._report_suspect = report_suspect
+        self.report_suspect: Callable[[int], None] = lambda _: None
         self._config, self._transport, self._dispatcher = config, transport, dispatcher
         self._random = random.Random()
         self._in_flight: dict[str, _Attempt] = {}
@@ -238,7 +232,7 @@ class RequestRunner:
         if failure.decision.blame_server:
             self._dispatcher.failed(server, time.monotonic())
         if failure.decision in (CONNECTION_LOST, TIMED_OUT):
-            self._report_suspect(server)
+            self.report_suspect(server)
         jitter = self._random.random()
         await asyncio.sleep(backoff_s(attempt, jitter=jitter, retry_after_s=failure.retry_after_s))
         return {server} if failure.decision.blame_server else set()

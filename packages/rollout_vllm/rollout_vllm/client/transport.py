@@ -84,39 +84,6 @@ class Transport:
             await session.close()
 
 
-class HttpClient:
-    """Base class of clients: a transport, and an event loop in a thread for callers without one."""
-
-    def __init__(self, endpoints: Sequence[Endpoint], config: RolloutConfig, *, thread_name: str) -> None:
-        self._transport = Transport(endpoints, config)
-        self._background = LoopThread(thread_name)
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine of this client from blocking code: `client.run(client.pause())`."""
-        return self._background.run(coroutine)
-
-    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine of this client in the background. Cancelling the future cancels the coroutine."""
-        return self._background.submit(coroutine)
-
-    async def aclose(self) -> None:
-        """Close the connections of the running event loop."""
-        await self._transport.aclose()
-
-    def close(self) -> None:
-        """Cancel the tasks of the background loop and close its connections. Idempotent."""
-        if self._background.running:
-            self._background.settle(cancel=True)
-            self._background.run(self.aclose())
-            self._background.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
 class LoopThread:
     """An event loop in a daemon thread, so that blocking calls share connections. Starts at the first use."""
 
@@ -135,8 +102,8 @@ class LoopThread:
                 self._loop, self._thread = loop, thread
             return self._loop
 
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start the coroutine. Cancelling the future cancels it."""
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run the coroutine in the background. Cancelling the future cancels it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._ensure())
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -144,7 +111,7 @@ class LoopThread:
         if threading.current_thread() is self._thread:  # a callback would wait for itself indefinitely
             coroutine.close()
             raise RuntimeError("called from the loop's own thread: await the coroutine there")
-        future = self.submit(coroutine)
+        future = self.start(coroutine)
         try:
             return future.result()
         except BaseException:
@@ -180,6 +147,31 @@ class LoopThread:
     @property
     def running(self) -> bool:
         return self._loop is not None
+
+
+class HttpClient(LoopThread):
+    """Base class of clients: a transport, and an event loop for callers without one: `client.run(client.pause())`."""
+
+    def __init__(self, endpoints: Sequence[Endpoint], config: RolloutConfig, *, thread_name: str) -> None:
+        super().__init__(thread_name)
+        self._transport = Transport(endpoints, config)
+
+    async def aclose(self) -> None:
+        """Close the connections of the running event loop."""
+        await self._transport.aclose()
+
+    def close(self) -> None:
+        """Cancel the tasks of the background loop and close its connections. Idempotent."""
+        if self.running:
+            self.settle(cancel=True)
+            self.run(self.aclose())
+            super().close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:

@@ -76,7 +76,7 @@ class RemoteReward(HttpClient):
 
     def submit(self, *args: Any) -> Future[RewardOutcome]:
         """`score` for callers without an event loop."""
-        return self._background.submit(self.score(*args))
+        return self.start(self.score(*args))
 
     async def _request(self, args: Sequence[Any]) -> RewardOutcome:
         try:

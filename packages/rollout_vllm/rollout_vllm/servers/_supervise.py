@@ -41,20 +41,17 @@ def _before_exec() -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _parent_of(pid: int) -> int:
+def _fields(pid: int) -> list[str]:
+    """/proc/PID/stat from the state on; those of no process if it has ended."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return 0
-    return int(stat.rpartition(")")[2].split()[1])
+        return ["X", "0"]
 
 
 def started(pid: int) -> str:
     """Start of a process, in ticks since the boot; empty if it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
+    fields = _fields(pid)
     return "" if fields[0] in "ZX" else fields[19]
 
 
@@ -71,7 +68,7 @@ def _is_owned(launcher: int) -> bool:
 
 def descendants(root: int) -> list[int]:
     """All descendants of process `root`, from /proc."""
-    parents = {int(p.name): _parent_of(int(p.name)) for p in Path("/proc").iterdir() if p.name.isdigit()}
+    parents = {int(p.name): int(_fields(int(p.name))[1]) for p in Path("/proc").iterdir() if p.name.isdigit()}
     pids, frontier = [], [root]
     while frontier:
         frontier = [pid for pid, parent in parents.items() if parent in frontier]

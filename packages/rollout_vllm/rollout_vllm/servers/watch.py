@@ -18,6 +18,9 @@ from .process import Server
 OnRestart = Callable[[int, Endpoint], int | None]
 EventKind = Literal["died", "hung", "restarted", "given_up"]
 _POLL_S = 0.1
+_HEALTH_EVERY_S = 10.0
+_HANG_TIMEOUT_S = 60.0
+"""A server that does not answer for so long has hung."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,6 @@ class ServerWatch:
 
     restarting: entered with the server's number around each restart, from its start to the end of on_restart; it may
     wait until there is GPU memory for a server.
-    health_every_s: time between health checks. hang_timeout_s: a server that does not answer for this long has hung.
 
     Raises RolloutConfigError: the group has no servers of its own, or the client has other endpoints.
     """
@@ -57,8 +59,6 @@ class ServerWatch:
         on_restart: OnRestart,
         max_restarts: int = 3,
         restarting: Callable[[int], AbstractContextManager[object]] = nullcontext,
-        health_every_s: float = 10.0,
-        hang_timeout_s: float = 60.0,
     ) -> None:
         if not group.servers:
             raise RolloutConfigError("existing servers, given by url, cannot be restarted", field="group")
@@ -67,7 +67,6 @@ class ServerWatch:
         self.events: list[WatchEvent] = []
         self._group, self._client, self._on_restart = group, client, on_restart
         self._max_restarts, self._restart_context = max_restarts, restarting
-        self._health_every_s, self._hang_timeout_s = health_every_s, hang_timeout_s
         self._stopping = threading.Event()
         self._suspects = [threading.Event() for _ in group.servers]
         self._restarting = [False] * len(group.servers)
@@ -89,8 +88,8 @@ class ServerWatch:
         abort_restarts: also stop servers that are restarting, instead of waiting for their restart.
         """
         self._stopping.set()
-        self._client.report_suspects_to(None)
-        end = time.monotonic() + self._hang_timeout_s + 10.0
+        self._client.report_suspects_to(lambda _: None)
+        end = time.monotonic() + _HANG_TIMEOUT_S + 10.0
         while any(thread.is_alive() for thread in self._threads) and time.monotonic() < end:
             for index, server in enumerate(self._group.servers if abort_restarts else ()):
                 if self._restarting[index] and server.alive:
@@ -127,7 +126,7 @@ class ServerWatch:
             self._give_up(index, f"the watch failed: {type(error).__name__}: {error}")
 
     def _watch(self, index: int, server: Server) -> None:
-        restarts, next_health = 0, time.monotonic() + self._health_every_s
+        restarts, next_health = 0, time.monotonic() + _HEALTH_EVERY_S
         suspect = self._suspects[index]
         while not self._stopping.wait(_POLL_S):
             suspected = suspect.is_set()
@@ -137,7 +136,7 @@ class ServerWatch:
             if self._healthy(server):
                 if suspected:
                     self._client.unblock(index)
-                next_health = time.monotonic() + self._health_every_s
+                next_health = time.monotonic() + _HEALTH_EVERY_S
                 continue
             if self._stopping.is_set():
                 return
@@ -148,11 +147,11 @@ class ServerWatch:
                     return
             finally:
                 self._restarting[index] = False
-            next_health = time.monotonic() + self._health_every_s
+            next_health = time.monotonic() + _HEALTH_EVERY_S
 
     def _healthy(self, server: Server) -> bool:
-        """False if the server has exited or has not answered for hang_timeout_s."""
-        end = time.monotonic() + self._hang_timeout_s
+        """False if the server has exited or has not answered for a minute."""
+        end = time.monotonic() + _HANG_TIMEOUT_S
         while server.alive and not self._stopping.is_set():
             left = end - time.monotonic()
             if left <= 0:
