@@ -58,28 +58,18 @@ _locks: WeakValueDictionary[Path, _ProcessLock] = WeakValueDictionary()
 _guard = threading.Lock()
 
 
-class WriterLock:
-    """This process's right to write in `root`; several of these in one process share one lock."""
+def lock_folder(root: Path) -> object:
+    """This process's right to write in `root`, which must exist; all callers in the process get the same object.
 
-    def __init__(self, root: Path) -> None:
-        self._path = (root / LOCK_NAME).absolute()
-        self._lock: _ProcessLock | None = None
-
-    def acquire(self) -> None:
-        """Take the lock unless this object has it. `root` must exist.
-
-        Raises CheckpointLockedError, naming the process that has it, or CheckpointUsageError where the file system
-        has no locks.
-        """
-        with _guard:
-            lock = _locks.get(self._path)
-            if lock is None or not lock.is_valid():
-                lock = _locks[self._path] = _ProcessLock(self._path)
-            self._lock = lock
-
-    def release(self) -> None:
-        """Give the lock back; the last user in the process unlocks. Does nothing when it is not held."""
-        self._lock = None
+    The last one to drop it unlocks the folder. Raises CheckpointLockedError, naming the process that has the lock, or
+    CheckpointUsageError where the file system has no locks.
+    """
+    path = (root / LOCK_NAME).absolute()
+    with _guard:
+        lock = _locks.get(path)
+        if lock is None or not lock.is_valid():
+            lock = _locks[path] = _ProcessLock(path)
+        return lock
 
 
 def _is_soft(lock: BaseFileLock) -> bool:

@@ -26,7 +26,7 @@ from typing import Any
 from .digest import FileEntry
 from .errors import CheckpointExistsError, CheckpointStateError, CheckpointUsageError, UnsupportedFormatError
 from .files import TRASH_PREFIX, check_space, is_disk_full, no_space, publish_folder, remove_folder, write_text
-from .lock import WriterLock
+from .lock import lock_folder
 from .manifest import MANIFEST_NAME, CheckpointManifest, ManifestError, folder_name
 from .models import MODELS_NAME
 from .reader import STATE_NAME, Checkpoint, CheckpointReader
@@ -77,12 +77,12 @@ class CheckpointManager(CheckpointReader):
         self.retention = retention if retention is not None else Retention(keep_last=keep_last)
         self._on_publish = on_publish
         self._preparing: set[int] = set()
-        self._lock = WriterLock(self.root) if lock else None
+        self._locks = lock
+        self._lock: object = None
 
     def close(self) -> None:
         """Release the lock, so that another process can write. The manager's next write takes the lock again."""
-        if self._lock is not None:
-            self._lock.release()
+        self._lock = None
 
     # Saving
 
@@ -208,8 +208,8 @@ class CheckpointManager(CheckpointReader):
         return self.root / (PARTIAL_PREFIX + folder_name(step))
 
     def _take_lock(self) -> None:
-        if self._lock is not None:
-            self._lock.acquire()
+        if self._locks:
+            self._lock = lock_folder(self.root)
 
     def _check_space(self, expected_bytes: int | None) -> None:
         estimate = "expected by the caller"

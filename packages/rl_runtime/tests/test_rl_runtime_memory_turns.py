@@ -105,7 +105,7 @@ class ManualWatch:
     def check(self) -> None: ...
     def restart(self, index: int) -> None:
         self.servers[index].stop()
-        self.client.block(index)
+        self.client.dispatcher.block(index)
         self.events.append(WatchEvent(index, "died", "", 0.0))
 
 
@@ -442,7 +442,7 @@ class AllOrders(RuleBasedStateMachine):
         with self.rig.fleet._with_memory(server.index):
             server.start()
             assert self.rig.fleet._push_to_restarted(server.index, server.endpoint) == self.version
-        self.rig.client.unblock(server.index)
+        self.rig.client.dispatcher.unblock(server.index)
 
     @invariant()
     def servers_hold_the_weights_and_the_memory(self) -> None:

@@ -96,7 +96,7 @@ def test_cancelling_generate_aborts_the_requests_on_the_servers(pair: ServerGrou
         while (after := await client.fetch_metrics())["num_running"] + after["num_waiting"] > 0:
             assert time.monotonic() < end
             await asyncio.sleep(0.05)
-        assert client._dispatcher.samples_in_flight == 0
+        assert client.dispatcher.samples_in_flight == 0
         await client.aclose()
         return before, after
 
@@ -110,7 +110,7 @@ def test_callback_that_raises_cancels_the_other_groups(client: RolloutClient) ->
 
     with pytest.raises(ZeroDivisionError):
         client.generate_blocking(make_requests(16), SHORT, on_group=on_group)
-    assert client._dispatcher.samples_in_flight == 0
+    assert client.dispatcher.samples_in_flight == 0
     assert client.generate_blocking(make_requests(1), SHORT)[0].complete
 
 

@@ -59,7 +59,7 @@ def test_pause_keeps_every_token_with_its_version_and_log_prob(
     requests = make_requests(48, step=21)  # enough that some still wait when both servers have begun
     future = started(client, requests)
     client.run(client.pause(timeout_s=300))
-    assert client._dispatcher.samples_in_flight == 0
+    assert client.dispatcher.samples_in_flight == 0
     assert_idle(client)
     assert not future.done()
     adapter = {"lora_name": "adapter", "lora_path": str(adapter_folder)}  # the new policy

@@ -18,24 +18,13 @@ class BalancedClient(HttpClient):
         super().__init__(endpoints, config, thread_name=thread_name)
         self.endpoints, self.config = tuple(endpoints), config
         self._urls = [endpoint.url for endpoint in self.endpoints]
-        self._dispatcher = Dispatcher(len(self.endpoints), max_in_flight=config.max_samples_in_flight)
-        self._runner = RequestRunner(config, self._transport, self._dispatcher)
+        self.dispatcher = Dispatcher(len(self.endpoints), max_in_flight=config.max_samples_in_flight)
+        self._runner = RequestRunner(config, self._transport, self.dispatcher)
 
     @property
     def policy_version(self) -> int:
         """The version of the servers' weights; 0 for a model that never changes."""
         return 0
-
-    def block(self, server: int) -> None:
-        """Send no new requests to endpoint number `server` until `unblock`, while it restarts or waits for weights."""
-        self._dispatcher.block(server)
-
-    def unblock(self, server: int) -> None:
-        self._dispatcher.unblock(server)
-
-    def retire(self, server: int) -> None:
-        """Exclude endpoint number `server` permanently. When all are retired, waiting requests end as failures."""
-        self._dispatcher.retire(server)
 
     def report_suspects_to(self, report: Callable[[int], None]) -> None:
         """Call `report(server)` when a server cannot be reached or does not answer (see ServerWatch)."""

@@ -198,23 +198,23 @@ class RolloutClient(BalancedClient):
         Raises ControlError if a server lacks the route (`RolloutConfig(control_routes=True)`) or does not answer
         within timeout_s. Generation then continues as before.
         """
-        self._dispatcher.pause()
+        self.dispatcher.pause()
         end = time.monotonic() + timeout_s
         try:
-            while self._dispatcher.samples_in_flight:
+            while self.dispatcher.samples_in_flight:
                 if time.monotonic() > end:
                     raise ControlError(f"pause: requests are still in flight after {timeout_s:g} s")
                 await self._runner.interrupt()
                 await asyncio.sleep(_INTERRUPT_POLL_S)
         except BaseException:
-            self._dispatcher.resume()
+            self.dispatcher.resume()
             raise
 
     def resume(self, policy_version: int | None = None) -> None:
         """Resume generation. policy_version: version of the weights that all servers hold now; None: unchanged."""
         if policy_version is not None:
             self.set_policy_version(policy_version)
-        self._dispatcher.resume()
+        self.dispatcher.resume()
 
     # ---- policy version and metrics ------------------------------------------------------------------------------
     @property

@@ -116,7 +116,7 @@ class ServerWatch:
     # ---- the thread of one server --------------------------------------------------------------------------------
     def _suspect(self, server: int) -> None:
         """The client could not reach the server: block it until the watch has checked it."""
-        self._client.block(server)
+        self._client.dispatcher.block(server)
         self._suspects[server].set()
 
     def _run(self, index: int, server: Server) -> None:
@@ -135,7 +135,7 @@ class ServerWatch:
             suspect.clear()
             if self._healthy(server):
                 if suspected:
-                    self._client.unblock(index)
+                    self._client.dispatcher.unblock(index)
                 next_health = time.monotonic() + _HEALTH_EVERY_S
                 continue
             if self._stopping.is_set():
@@ -167,7 +167,7 @@ class ServerWatch:
 
     def _try_restart(self, index: int, server: Server, restarts: int) -> bool:
         """False: the server is given up. True: it is back, or failed again before it was ready."""
-        self._client.block(index)
+        self._client.dispatcher.block(index)
         hung = server.alive
         self._note(index, "hung" if hung else "died", server.reason())
         if restarts > self._max_restarts:
@@ -190,12 +190,12 @@ class ServerWatch:
             return self._give_up(index, problem)
         self._suspects[index].clear()
         self._note(index, "restarted", f"policy version {expected}")
-        self._client.unblock(index)
+        self._client.dispatcher.unblock(index)
         return True
 
     def _give_up(self, index: int, detail: str) -> bool:
         self._note(index, "given_up", detail)
-        self._client.retire(index)
+        self._client.dispatcher.retire(index)
         return False
 
     def _note(self, server: int, kind: EventKind, detail: str) -> None:
