@@ -41,7 +41,7 @@ def test_private_parts_are_declared(package: str) -> None:
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
         and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", "os", "sys"))
     }  # fmt: skip
-    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef)} | {"_replace"}  # a NamedTuple's, public
     own |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self"}
     rows = RECORDS[package]()
     declared = set(re.findall(r"\w+", " ".join(row["replaces"] + " " + row["reads"] for row in rows)))

@@ -18,7 +18,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from types import BuiltinFunctionType, CodeType, FunctionType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from .errors import PlinthError
 
@@ -60,9 +60,8 @@ class Fence:
     ) -> None:
         self.tested = dict(tested)
         self.patches: list[Patch] = []
-        self._warn, self._refusal = warn, refusal
-        self.announce = announce
-        self._warned: set[str] = set()
+        self.warn, self.refusal, self.announce = warn, refusal, announce
+        self.warned: set[str] = set()
 
     def patch(
         self,
@@ -86,17 +85,6 @@ class Fence:
         if installed is None:
             return f"{distribution} is not installed"
         return None if is_within(installed, tested) else f"{distribution} {installed} is not tested ({tested} is)"
-
-    def say_stock(self, patch: "Patch", problem: str) -> None:
-        """Say once that upstream's own path runs instead of the feature."""
-        if patch.name not in self._warned:
-            self._warned.add(patch.name)
-            self._warn(f"{patch.name}: upstream's own path is used: {problem}")
-
-    def refuse(self, patch: "Patch", problem: str) -> NoReturn:
-        """Raise the package's error: the feature may not be used."""
-        remedy = f"install {patch.tested}"
-        raise self._refusal(f"{patch.name} cannot work: {problem}", remedy=remedy)
 
     def records(self, modules: Iterable[str] = ()) -> list[dict[str, str]]:
         """One row for each patch, with its state here: active, stock path, refused or not installed.
@@ -160,8 +148,10 @@ class Patch:
         if problem is None:
             return True
         if self.otherwise == "refused":
-            self.fence.refuse(self, problem)
-        self.fence.say_stock(self, problem)
+            raise self.fence.refusal(f"{self.name} cannot work: {problem}", remedy=f"install {self.tested}")
+        if self.name not in self.fence.warned:
+            self.fence.warned.add(self.name)
+            self.fence.warn(f"{self.name}: upstream's own path is used: {problem}")
         return False
 
     def replace(self, target: Any, **values: Any) -> Callable[[], None]:

@@ -28,11 +28,6 @@ class MicroBatchPlan:
 
     assignment: tuple[tuple[tuple[int, ...], ...], ...]
     """`[rank][micro batch]` -> sample indices; equally many micro batches on every rank, each sample once."""
-    num_samples: int
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self.assignment)
 
     @property
     def num_micro_batches(self) -> int:
@@ -101,7 +96,7 @@ def plan_micro_batches(
             if total >= largest * num_ranks:
                 break  # every rank has its share of the fewest tokens
     assignment = tuple(tuple(tuple(sorted(micro)) for micro in rank) for rank in ranks)
-    return MicroBatchPlan(assignment=assignment, num_samples=len(lengths))
+    return MicroBatchPlan(assignment=assignment)
 
 
 def split_mini_batches(group_ids: Sequence[int], num_groups: int) -> tuple[tuple[int, ...], ...]:
