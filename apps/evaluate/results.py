@@ -72,23 +72,21 @@ class Comparison:
 
 def compare_all(evaluations: Sequence[Evaluation], config: EvaluateConfig) -> list[Comparison]:
     """Each model against the first one."""
+    comparisons = []
     baseline, *others = evaluations
-    return [_compare(baseline, other, config) for other in others]
+    before, right_before = baseline.columns(config.pass_at), _shares_right(baseline)
+    for other in others:
+        after, changes = other.columns(config.pass_at), _shares_right(other) - right_before
+        differences = intervals({key: after[key] - before[key] for key in before if key in after}, config)
+        gains, losses = int((changes > 0).sum()), int((changes < 0).sum())
+        comparisons.append(
+            Comparison(
+                baseline=baseline.name, other=other.name, num_gains=gains, num_losses=losses, differences=differences
+            )
+        )
+    return comparisons
 
 
-def _compare(baseline: Evaluation, other: Evaluation, config: EvaluateConfig) -> Comparison:
-    pairs = zip(baseline.prompts, other.prompts, strict=True)
-    changes = np.array([_share_right(after) - _share_right(before) for before, after in pairs])
-    before, after = baseline.columns(config.pass_at), other.columns(config.pass_at)
-    return Comparison(
-        baseline=baseline.name,
-        other=other.name,
-        num_gains=int((changes > 0).sum()),
-        num_losses=int((changes < 0).sum()),
-        differences=intervals({key: after[key] - before[key] for key in before if key in after}, config),
-    )
-
-
-def _share_right(result: PromptResult) -> float:
-    """Share of right samples; NaN without samples."""
-    return result.num_right / len(result.samples) if result.samples else float("nan")
+def _shares_right(one: Evaluation) -> npt.NDArray[np.float64]:
+    """Share of right samples of each prompt; NaN without samples."""
+    return np.array([row.num_right / len(row.samples) if row.samples else np.nan for row in one.prompts])

@@ -6,7 +6,7 @@ from typing import Any
 
 from ds_engine import EngineConfig, LoraConfig, OptimConfig
 from rl_runtime import JobConfig, TrainerConfig
-from rl_runtime.rules import Feature, Rule, check_at_least, check_features, check_seconds, check_value
+from rl_runtime.rules import Feature, Rule, check_at_least, check_features, check_seconds, check_value, value_of
 
 CLIENT_SECTIONS = ("data", "task", "reward", "episode", "oversampling", "dynamic_sampling", "sampling", "validation")
 """Sections of a job that the program of the client decides."""
@@ -44,8 +44,8 @@ class ApiConfig:
         check_seconds(self, "session_timeout_s")
 
 
-def _has_default(config: Any, *, section: str) -> bool:
-    return bool(getattr(config, section) == getattr(JobConfig(), section))
+def _is_default(config: Any, *, key: str) -> bool:
+    return bool(value_of(config, key) == value_of(JobConfig(), key))
 
 
 SERVED = Feature(
@@ -53,16 +53,9 @@ SERVED = Feature(
     rules=(
         *(
             Rule(
-                field=section,
-                allowed="not set: the program of the client decides it",
-                holds=partial(_has_default, section=section),
+                field=key, allowed="not set: the program of the client decides it", holds=partial(_is_default, key=key)
             )
-            for section in CLIENT_SECTIONS
-        ),
-        Rule(
-            field="actor.optim",
-            allowed="not set: every optim_step of the client has its own settings",
-            holds=lambda c: c.actor.optim == JobConfig().actor.optim,
+            for key in (*CLIENT_SECTIONS, "actor.optim")
         ),
         Rule(field="actor.zero.stage", allowed="2, 3", holds=lambda c: c.actor.zero.stage > 1),
         Rule(field="actor.zero.step_each_micro", allowed="false", holds=lambda c: not c.actor.zero.step_each_micro),

@@ -13,15 +13,13 @@ from .signals import stopping_signal
 from .tracking.config import TrackingConfig
 from .tracking.curves import import_matplotlib
 from .tracking.metrics_table import MetricsTable, atomic_write
-from .tracking.progress import Progress, duration_text
+from .tracking.progress import SCORE, Progress, duration_text
 from .tracking.rollouts import write_rollouts
 from .tracking.run_folder import RunFolder, name_s
 from .tracking.run_state import StateFile
 from .tracking.services import SentOnce, check_tracking, open_services
 from .tracking.summary import summarize, tail_mean
 from .tracking.writers import TensorBoardWriter
-
-SCORE = "critic/score/mean"
 
 
 class Tracker:
@@ -81,14 +79,7 @@ class Tracker:
         """
         self._record(self.table, step, metrics)
         self._steps_taken.add(step)
-        row = self.table.row(step)
-        self.progress.step(
-            step,
-            score=row.get(SCORE),
-            throughput=row.get("perf/throughput"),
-            step_s=row.get("timing_s/step"),
-            extra={} if SCORE in row else {k.rpartition("/")[2]: v for k, v in row.items() if k.endswith("/loss")},
-        )
+        self.progress.step(step, self.table.row(step))
         if step == self.progress.total_steps and (self._config.curves or self._config.report):
             # The import takes a second or more: as long as the ranks and servers of the run take to end.
             self._importing = Thread(target=import_matplotlib, name="import matplotlib", daemon=True)

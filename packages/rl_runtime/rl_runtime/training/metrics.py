@@ -142,8 +142,3 @@ def update_metrics(prefix: str, stats: Sequence[StepStats]) -> dict[str, float]:
         f"{prefix}/skipped_inactive_micro": float(sum(s.num_skipped_empty_micro_batches for s in stats)),
         **{f"{prefix}/{name}": float(np.mean([s.metrics[name] for s in made])) for name in names},
     }
-
-
-def throughput(num_tokens: int, step_s: float, num_gpus: int) -> float:
-    """Prompt and response tokens per second and GPU, without padding; on the CPU per second."""
-    return num_tokens / (step_s * max(1, num_gpus))

@@ -17,7 +17,6 @@ from ..rollout.groups import Collected
 from ..rollout.validation import Validation
 from ..samples import group_numbers
 from .ledger import SampleLedger
-from .metrics import throughput
 
 
 class RunRecord:
@@ -67,7 +66,8 @@ class RunRecord:
     def log_step(self, step: int, collected: Collected, metrics: dict[str, float], timer: PhaseTimer) -> None:
         """Writes the step's metrics, with times, throughput and memory, and some of its rollouts."""
         started = time.perf_counter()
-        self.log(step, metrics, timer, num_tokens=_num_tokens(collected.samples))
+        num_tokens = sum(path.token_ids.size for sample in collected.samples for path in sample.paths)
+        self.log(step, metrics, timer, num_tokens=num_tokens)
         groups = group_numbers(collected.samples)
         self._tracker.log_rollouts(step, list(map(rollout_record, collected.samples, groups)))
         self._log_s = time.perf_counter() - started
@@ -79,7 +79,7 @@ class RunRecord:
         num_gpus = self._session.placement.num_gpus
         speed = {
             "perf/total_num_tokens": float(num_tokens),
-            "perf/throughput": throughput(num_tokens, times["timing_s/step"], num_gpus),
+            "perf/throughput": num_tokens / (times["timing_s/step"] * max(1, num_gpus)),  # per GPU; on the CPU in all
             "perf/log_s": self._log_s,
         }
         ranks = [rank for group in self._session.rank_groups for rank in group.run(TrainerWorker.memory_gb)]
@@ -117,7 +117,3 @@ def rollout_record(sample: Sample, group: int) -> dict[str, Any]:
         **({"tree": "\n".join(sample.tree)} if sample.tree else {}),
         **{name: value for name, value in sample.data.items() if name == "ignored_settings"},
     }
-
-
-def _num_tokens(samples: Sequence[Sample]) -> int:
-    return sum(path.token_ids.size for sample in samples for path in sample.paths)
