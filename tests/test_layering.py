@@ -42,10 +42,10 @@ NEIGHBORS: dict[str, dict[str, str]] = {
         "servers": "client config.py",
     },
     "weight_sync": {
-        "push": "adapter.py channel.py config.py plan.py sources tensors.py transports",
+        "push": "channel.py config.py plan.py sources tensors.py transports",
         "sources": "manifest.py plan.py tensors.py",
         "transports": "channel.py config.py plan.py",
-        "vllm_plugin": "adapter.py channel.py config.py plan.py tensors.py transports",
+        "vllm_plugin": "channel.py config.py plan.py tensors.py transports",
     },
     "ckpt": {
         "savers": "digest.py files.py manager.py reader.py store tensor_file.py upstream.py",

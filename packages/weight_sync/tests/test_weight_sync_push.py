@@ -1,6 +1,7 @@
 """A push: replies, the second pass, caches, the check of a server."""
 
 import json
+import os
 import re
 import time
 from types import SimpleNamespace
@@ -127,7 +128,7 @@ def test_servers_are_claimed_once_and_again_after_a_failed_push(new_model: Any) 
 
     class Claimed(ServerControl):
         def claim(self, init_info: dict[str, Any]) -> None:
-            calls.append(f"claim {init_info['trainer']}")
+            calls.append(f"claim of {init_info['pid']}")
 
         def world_size(self) -> int:
             calls.append("size")
@@ -135,16 +136,14 @@ def test_servers_are_claimed_once_and_again_after_a_failed_push(new_model: Any) 
 
     source = ModuleSource(new_model)
     plan = plan_buckets(source.manifest(), 20_000)
-    session = PushSession(
-        [Claimed(URL, None, 5.0)], ["tcp"], SyncConfig(host="127.0.0.1"), torch.device("cpu"), {"trainer": "t"}
-    )
+    session = PushSession([Claimed(URL, None, 5.0)], ["tcp"], SyncConfig(host="127.0.0.1"), torch.device("cpu"))
     failures = [None, ServerError(URL, "POST /update_weights", 500, "no owner"), None, None]
     for failure in failures:
         with patch.object(PushSession, "_transfer", side_effect=failure), patch.object(PushSession, "_publish"):
             error = session.send(source, plan, 1, must_fill_all=False)
         assert error is failure
     session.close()
-    assert calls == ["claim t", "size"] * 2
+    assert calls == [f"claim of {os.getpid()}", "size"] * 2
 
 
 def _vllm_config(backend: str | None) -> dict[str, Any]:

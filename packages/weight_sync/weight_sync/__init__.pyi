@@ -1,6 +1,6 @@
-from .adapter import Adapter as Adapter
-from .adapter import peft_name as peft_name
+from .config import Adapter as Adapter
 from .config import SyncConfig as SyncConfig
+from .config import peft_name as peft_name
 from .errors import ChannelError as ChannelError
 from .errors import ReceiverError as ReceiverError
 from .errors import ServerError as ServerError

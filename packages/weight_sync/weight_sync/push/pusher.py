@@ -1,20 +1,15 @@
 """WeightPusher: one call pushes a policy from a source into every server, or leaves all servers paused."""
 
 import logging
-import os
-import secrets
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ..adapter import Adapter
-from ..channel import PROTOCOL
-from ..config import SyncConfig
+from ..config import Adapter, SyncConfig
 from ..errors import ReceiverError, SyncConfigError, WeightManifestError, WeightSyncError
 from ..plan import BucketPlan, plan_buckets
 from ..sources.base import TensorSource
@@ -91,7 +86,7 @@ class WeightPusher:
             urls = [endpoint.url for endpoint in endpoints]
             self._transports = choose_transports(self._config, urls, on_gpu=self._device.type == "cuda")
             transports = [self._transports[url] for url in urls]
-            self._session = PushSession(controls, transports, self._config, self._device, _identity(), adapter)
+            self._session = PushSession(controls, transports, self._config, self._device, adapter)
 
     def push(self, version: int) -> SyncReport:
         """Send the weights to all servers and publish them as ``version``. A collective over the group.
@@ -189,7 +184,3 @@ class WeightPusher:
         if not (dist.is_available() and dist.is_initialized()):
             return 1
         return dist.get_world_size(self._group)
-
-
-def _identity() -> dict[str, Any]:
-    return {"trainer": secrets.token_hex(8), "pid": os.getpid(), "host": socket.gethostname(), "protocol": PROTOCOL}

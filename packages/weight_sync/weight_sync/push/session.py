@@ -5,8 +5,10 @@ them). The version is published only after every worker of every server has ackn
 """
 
 import contextlib
+import os
 import secrets
 import selectors
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +19,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..adapter import Adapter
-from ..channel import Channel, Listener, Message
-from ..config import SyncConfig
+from ..channel import PROTOCOL, Channel, Listener, Message
+from ..config import Adapter, SyncConfig
 from ..errors import ChannelError, ReceiverError, ServerError, SyncConfigError, WeightSyncError
 from ..plan import NUM_BUFFERS, Bucket, BucketPlan
 from ..sources.base import TensorSource
@@ -82,14 +83,13 @@ class PushSession:
         transports: Sequence[str],
         config: SyncConfig,
         device: torch.device,
-        identity: dict[str, Any],
         adapter: Adapter | None = None,
     ) -> None:
         self.timings = Timings()
         self._adapter = adapter
         self._controls = list(controls)
         self._config = config
-        self._identity = identity
+        self._trainer = secrets.token_hex(8)
         is_local = [bool(transport_kind(name).one_host) for name in transports]
         reached_by_ip = [control.url for control, local in zip(controls, is_local, strict=True) if not local]
         host = config.host or local_address(reached_by_ip)
@@ -135,13 +135,14 @@ class PushSession:
         """
         if self._num_workers is None:
             address_of = dict(zip(self._controls, self._addresses, strict=True))
-            self._each(lambda control: control.claim({**self._identity, "address": address_of[control]}))
+            own = {"trainer": self._trainer, "pid": os.getpid(), "host": socket.gethostname(), "protocol": PROTOCOL}
+            self._each(lambda control: control.claim({**own, "address": address_of[control]}))
             self._num_workers = self._each(lambda control: control.world_size())
 
     def _transfer(self, attempt: "_Attempt", filler: "_BucketFiller", plan: BucketPlan, version: int) -> None:
         for index, control in enumerate(self._controls):
             info = {
-                "trainer": self._identity["trainer"],
+                "trainer": self._trainer,
                 "address": self._addresses[index],
                 "token": self._listener.token,
                 "session": attempt.session,
@@ -315,7 +316,7 @@ class PushSession:
         for index, control in enumerate(self._controls):
             if index in attempt.started and attempt.futures[index].done() and not attempt.futures[index].exception():
                 with contextlib.suppress(ServerError):
-                    control.update({"trainer": self._identity["trainer"], "abort": str(error)}, _ABORT_WAIT_S)
+                    control.update({"trainer": self._trainer, "abort": str(error)}, _ABORT_WAIT_S)
 
     def _each(self, call: Callable[[ServerControl], T]) -> list[T]:
         """Call all servers in parallel. Raises the first error after all have answered."""

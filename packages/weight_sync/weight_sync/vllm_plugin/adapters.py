@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..adapter import Adapter
+from ..config import Adapter
 from ..errors import ReceiverError, SyncConfigError
 from ..plan import Bucket, BucketPlan, Slot
 from ..tensors import num_wrong_bytes, slot_view
