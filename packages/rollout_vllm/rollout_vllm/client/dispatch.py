@@ -17,7 +17,6 @@ class Dispatcher:
     """
 
     def __init__(self, num_servers: int, *, max_in_flight: int) -> None:
-        self.num_servers = num_servers
         self.max_in_flight = max_in_flight
         self.load = [0] * num_servers
         self.blocked = [False] * num_servers
@@ -38,7 +37,7 @@ class Dispatcher:
         indefinitely.
         """
         with self._lock:
-            allowed = [s for s in range(self.num_servers) if not self.blocked[s]]
+            allowed = [s for s in range(len(self.load)) if not self.blocked[s]]
             # With all servers in cooldown, probe the one whose cooldown ends first.
             first = sorted(allowed, key=lambda s: self._down_until[s])[:1]
             healthy = [s for s in allowed if self._down_until[s] <= now] or first

@@ -74,11 +74,6 @@ def completion_body(
     }
 
 
-def engine_request_id(request_id: str) -> str:
-    """vLLM's internal id of a completion request that was sent with the header X-Request-Id."""
-    return f"cmpl-{request_id}-0"
-
-
 def parse_completion(answer: Any, n: int, *, log_probs: bool = True, num_routed: int | None = None) -> list[Choice]:
     """The n choices in index order.
 

@@ -21,7 +21,7 @@ from ..errors import ControlError
 from ..samples import Request
 from .dispatch import Dispatcher
 from .metrics import ClientCounters
-from .protocol import Choice, MalformedAnswerError, completion_body, engine_request_id, parse_completion
+from .protocol import Choice, MalformedAnswerError, completion_body, parse_completion
 from .retry import ABORTED, CONNECTION_LOST, MALFORMED, TIMED_OUT, RetryDecision, backoff_s, classify_status
 from .transport import Transport
 
@@ -156,7 +156,7 @@ class RequestRunner:
         await asyncio.gather(*(self._abort(server, ids) for server, ids in wanted.items()))
 
     async def _abort(self, server: int, request_ids: list[str]) -> None:
-        body = {"request_ids": [engine_request_id(request_id) for request_id in request_ids]}
+        body = {"request_ids": [f"cmpl-{request_id}-0" for request_id in request_ids]}  # vLLM's ids of X-Request-Id
         try:
             status, _, raw = await self._transport.exchange(
                 server, "POST", "/abort_requests", body, timeout_s=_ABORT_TIMEOUT_S

@@ -87,7 +87,8 @@ class EpisodeTree:
             for index in children.get(parent, ()):
                 turn = self.turns[index]
                 before = 0 if parent is None else self.turns[parent].token_ids.size
-                shared = self._shared(index) if parent is None else 0
+                earlier = self.turns[:index] if parent is None else []
+                shared = max((_common(turn.prompt_ids, one.token_ids) for one in earlier), default=0)
                 parts = [
                     f"{ids.size} {kind}" + (f" {shown(text)}" if (text := self.decode(ids[start:]).strip()) else "")
                     for ids, start, kind in (
@@ -102,11 +103,6 @@ class EpisodeTree:
             return lines
 
         return below(None, 0)
-
-    def _shared(self, index: int) -> int:
-        """Tokens that the prompt of a turn has in common with an earlier turn."""
-        prompt = self.turns[index].prompt_ids
-        return max((_common(prompt, turn.token_ids) for turn in self.turns[:index]), default=0)
 
     def _up_to(self, leaf: int) -> tuple[int, ...]:
         turns = [leaf]
