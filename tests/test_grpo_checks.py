@@ -53,20 +53,6 @@ actor.lora: actor.match_servers=true actor.lora.rank=8
 max_lora_rank: rollout.max_lora_rank=8
 max_lora_rank: rollout.max_lora_rank=8 actor.lora.rank=16
 max_lora_rank: rollout.max_lora_rank=9 actor.lora.rank=4
-batch.mini_batch_size: algorithm.overlap_rollout=true batch.mini_batch_size=1
-algorithm.num_epochs: algorithm.overlap_rollout=true algorithm.num_epochs=2
-algorithm.advantage: algorithm.overlap_rollout=true algorithm.advantage=reinforce_pp
-algorithm.advantage: algorithm.overlap_rollout=true algorithm.advantage=remax
-algorithm.kl_coef: algorithm.overlap_rollout=true algorithm.kl_coef=0.1
-dynamic_sampling.max_rounds: algorithm.overlap_rollout=true dynamic_sampling.max_rounds=2
-oversampling.extra_prompts: algorithm.overlap_rollout=true oversampling.extra_prompts=1
-trainer.max_staleness: algorithm.overlap_rollout=true trainer.max_staleness=1
-trainer.take_turns: algorithm.overlap_rollout=true trainer.take_turns=servers
-rollout.deterministic: algorithm.overlap_rollout=true rollout.deterministic=true
-actor.zero.stage: algorithm.overlap_rollout=true actor.zero.stage=1
-actor.optim.name: algorithm.overlap_rollout=true actor.optim.name=muon
-actor.dtype: algorithm.overlap_rollout=true actor.dtype=float16
-actor.lora.dropout: algorithm.overlap_rollout=true actor.lora.rank=4 actor.lora.dropout=0.1
 sync.transport: sync.transport=nccl
 GPU: trainer.device=cuda
 actor.attention: trainer.device=cpu actor.attention=flash4

@@ -102,7 +102,7 @@ class Evaluator(ExitStack):
         assert self._servers is not None, "load a model first"
         prompts, num_done = self._inputs.val_prompts, 0
 
-        def on_scored(_: object) -> None:
+        def on_scored() -> None:
             nonlocal num_done
             num_done += 1
             if num_done % max(50, len(prompts) // 10) == 0:

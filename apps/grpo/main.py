@@ -65,9 +65,6 @@ def compose(job: "rl_runtime.Job", config: GrpoConfig) -> "rl_runtime.Algorithm"
     actor = job.trained("actor", config.actor, num_updates=num_updates(config))
     ref = job.reference(actor) if config.algorithm.kl_coef else None
     kl = rl_runtime.KlCoefficient(config.algorithm)
-    if config.algorithm.overlap_rollout:
-        update = rl_runtime.SummedUpdate(actor, config.algorithm, max_tokens=config.sampling.response_tokens)
-        return rl_runtime.Algorithm(roles={"actor": actor}, learn=update.learn, offer=update.offer, state={"kl": kl})
     step = partial(learn, config=config, actor=actor, ref=ref, kl=kl)
     return rl_runtime.Algorithm(roles={"actor": actor}, learn=step, state={"kl": kl})
 

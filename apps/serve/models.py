@@ -168,13 +168,12 @@ class Models:
         if not model.num_waiting:
             raise InputError("no gradient waits for it", field="optim_step", allowed="after forward_backward")
         with self.ranks:
-            stats = model.handle.step(settings)
+            grad_norm, applied = model.handle.step(settings)
         model.num_waiting = 0
         model.num_steps += 1
         model.version = self._new_key(model)
-        skipped = {} if stats.step_applied else {"skipped_steps:sum": 1.0}
-        norm = {"grad_norm:mean": stats.grad_norm} if np.isfinite(stats.grad_norm) else {}
-        return {"metrics": norm | skipped}
+        skipped = {} if applied else {"skipped_steps:sum": 1.0}
+        return {"metrics": {"grad_norm:mean": grad_norm, **skipped} if np.isfinite(grad_norm) else skipped}
 
     def save(self, model: Model, saved: Saved) -> None:
         """Writes weights and optimizer; a gradient that waits for a step is no part of them."""

@@ -5,10 +5,9 @@
 `apart` and `apart_sp2` have 4,096 tokens of response at ZeRO-3, for `--model qwen2-7b`. `whole` is W at ZeRO-3 on all
 GPUs, for models of several sizes, each in its own folder. `samples_4`, `samples_8` and `samples_16` are W on one GPU
 with so many samples a prompt, `budget_8`, `budget_16` and `budget_32` with micro batches of so many times 1,024 tokens.
-`tail_4` has long-tailed lengths (benchmarks/staleness/long_tail.py), `tail_4_drafts` with `rollout.speculative`. In
-`full_tail_1`, `full_tail_2` and `full_tail_4` samples wait for servers, and a step is one update, which
-`full_tail_1_overlap` and so on begin while others are generated. Every run has the collective guard. Further
-`section.key=value` arguments go to every run.
+`tail_4` has long-tailed lengths (benchmarks/staleness/long_tail.py), `tail_4_drafts` with `rollout.speculative`; in
+`full_tail_4` samples wait for servers. Every run has the collective guard. Further `section.key=value` arguments go to
+every run.
 """
 
 from benchmarks.grpo_step.cases import GUARD, MEMORY, SPEED, Case, metric, run_cases, timings
@@ -22,22 +21,10 @@ LONG = (*ZERO_3, "sampling.max_tokens=4096")
 TURNS = (*LONG, "trainer.take_turns=both")
 APART = (*LONG, "trainer.colocate=false", "trainer.num_ranks=4", "rollout.num_servers=4")
 TAIL = (*GUARDED, *LONG_TAIL)
+FULL = (*TAIL, "sampling.n=8")
 FEW = 16
 """Prompts of a step with long responses."""
 SIZES = (1, 2, 4, 8)
-
-
-def full_tail(gpus: int, *keys: str) -> Case:
-    """8 samples of twice W's prompts, in one update."""
-    one_update = f"batch.mini_batch_size={2 * gpus * NUM_PROMPTS}"
-    return Case(
-        gpus=gpus,
-        keys=(*TAIL, "sampling.n=8", one_update, *keys),
-        num_prompts=2 * gpus * NUM_PROMPTS,
-        relative_to=f"full_tail_{gpus}",
-    )
-
-
 CASES = {
     **{f"w_{n}": Case(gpus=n, keys=GUARDED, num_prompts=n * NUM_PROMPTS, relative_to="w_1") for n in SIZES},
     **{f"w_{n}_stale": Case(gpus=n, keys=STALE, num_prompts=n * NUM_PROMPTS, relative_to="w_1_stale") for n in SIZES},
@@ -52,8 +39,7 @@ CASES = {
     **{f"budget_{n}": Case(gpus=1, keys=(*GUARDED, f"batch.token_budget={n * 1024}")) for n in (8, 16, 32)},
     "tail_4": Case(gpus=4, keys=TAIL, num_prompts=4 * NUM_PROMPTS),
     "tail_4_drafts": Case(gpus=4, keys=(*TAIL, "rollout.speculative=ngram"), num_prompts=4 * NUM_PROMPTS),
-    **{f"full_tail_{n}": full_tail(n) for n in (1, 2, 4)},
-    **{f"full_tail_{n}_overlap": full_tail(n, "algorithm.overlap_rollout=true") for n in (1, 2, 4)},
+    "full_tail_4": Case(gpus=4, keys=FULL, num_prompts=8 * NUM_PROMPTS),
 }
 COLUMNS = {
     **timings("step", "gen", "old_log_prob", "update_actor", "sync", "sleep", "wake", "offload", "reload"),
@@ -62,8 +48,6 @@ COLUMNS = {
     **GUARD,
     "mismatch": metric("rollout/log_prob_mismatch"),
     "tokens a step with drafts": metric("rollout/tokens_per_step"),
-    "share trained early": metric("actor/early_share"),
-    "its seconds": metric("actor/early_s"),
 }
 
 

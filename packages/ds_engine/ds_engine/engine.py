@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -120,8 +120,6 @@ class ZeroEngine:
         )
         self._memory = EngineMemory(module, self._optimizer, self._deepspeed)
         self._loss_scale = LossScale(getattr(self._deepspeed, "optimizer", None))
-        self._guarded_before, self._num_waiting = 0, (0, 0)
-        """Guarded collectives before the first gradient that waits; micro batches of all that wait, and empty ones."""
         self._guard = start_guard(config.collective_guard)
 
     @classmethod
@@ -319,7 +317,9 @@ class ZeroEngine:
         guarded_before = num_guarded()
         num_empty = agree_on_plan("train_mini_batch", micro_batches, self.device, sp=self._sp)
         self._set_mode(training=True)
-        lr = self._schedule_lr(optimizer)
+        lr = learning_rate(self._num_steps, self.config.optim, self._total_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_scale", 1.0)
         loss_scale = self._loss_scale.value
         label = f"step {self._num_steps}"
         backward_before = self._micro_batches.num_backward
@@ -359,73 +359,34 @@ class ZeroEngine:
         """
         self._require_optimizer("accumulate")
         self._require_waiting_gradients()
-        num_empty = agree_on_plan("accumulate", micro_batches, self.device, sp=self._sp)
+        agree_on_plan("accumulate", micro_batches, self.device, sp=self._sp)
         self._set_mode(training=True)
-        waiting = self._micro_batches.num_waiting
-        if not waiting:
-            self._guarded_before, self._num_waiting = num_guarded(), (0, 0)
-        label = f"step {self._num_steps}, part {waiting}"
+        label = f"step {self._num_steps}, part {self._micro_batches.num_waiting}"
         losses, metrics = self._micro_batches.train(micro_batches, loss_fn, temperature, label=label, steps=False)
-        self._num_waiting = self._num_waiting[0] + len(micro_batches), self._num_waiting[1] + num_empty
         loss, totals, _ = sum_over_ranks(losses, metrics, 0, sp=self._sp)
         return loss, totals
 
-    def step(self, settings: StepSettings | None = None, *, gradient_scale: float = 1.0) -> StepStats:
-        """Take one optimizer step on the gradients that wait.
-
-        Args:
-            settings: of this step alone; the schedule is not used. None: those of the engine, and its schedule.
-            gradient_scale: factor of the gradients before clipping. Losses that are sums over tokens become means,
-                although the number of tokens was not known when they were accumulated. Not in fp16.
+    def step(self, settings: StepSettings) -> tuple[float, bool]:
+        """Take one optimizer step on the gradients that wait, with settings of its own; the schedule is not used.
 
         Returns:
-            The statistics of the step, with loss 0 and no metrics, which `accumulate` returned.
+            The gradient's norm before clipping, and False if it was not finite, so that nothing changed.
 
         Raises:
-            EngineError: no gradients wait, the optimizer has other settings than AdamW, or fp16 has a scale of its own.
+            EngineError: no gradients wait, or the optimizer has other settings than AdamW.
         """
         optimizer = self._require_optimizer("step")
         self._require_waiting_gradients()
         if not self._micro_batches.num_waiting:
             raise EngineError("no gradients wait for it", remedy="call accumulate() first")
-        if gradient_scale != 1.0 and self.config.model_dtype == "float16":
-            problem = "the loss scale of float16 changes in a step"
-            raise EngineError(problem, field="gradient_scale", value=gradient_scale, allowed="1")
-        if settings is None:
-            lr = self._schedule_lr(optimizer)
-        else:
-            lr = settings.lr
-            for group, is_decayed in zip(optimizer.param_groups, self._decays, strict=True):
-                decay = settings.weight_decay if is_decayed else 0.0
-                group.update(lr=lr, betas=settings.betas, eps=settings.eps, weight_decay=decay)
-            WAITING.replace(self._deepspeed.optimizer, clip_grad=settings.grad_clip)
-        loss_scale = self._loss_scale.value
-        scaled: AbstractContextManager[None] = nullcontext()
-        if gradient_scale != 1.0:  # the step divides gradients by the loss scale, which is 1
-            scaled = WAITING.replaced(self._deepspeed.optimizer.loss_scaler, cur_scale=1.0 / gradient_scale)
-        with scaled:
-            self._micro_batches.step()
+        for group, is_decayed in zip(optimizer.param_groups, self._decays, strict=True):
+            decay = settings.weight_decay if is_decayed else 0.0
+            group.update(lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=decay)
+        WAITING.replace(self._deepspeed.optimizer, clip_grad=settings.grad_clip)
+        self._micro_batches.step()
         self._num_steps += 1
         self._loss_scale.after_step()
-        num_micro_batches, num_empty = self._num_waiting
-        return StepStats(
-            loss=0.0,
-            metrics={},
-            grad_norm=float(self._deepspeed.get_global_grad_norm()),
-            lr=lr,
-            num_micro_batches=num_micro_batches,
-            num_empty_micro_batches=num_empty,
-            step_applied=bool(self._deepspeed.was_step_applied()),
-            loss_scale=loss_scale,
-            num_guarded_collectives=num_guarded() - self._guarded_before,
-        )
-
-    def _schedule_lr(self, optimizer: torch.optim.Optimizer) -> float:
-        """Give the optimizer the learning rate of the next step; returns it."""
-        lr = learning_rate(self._num_steps, self.config.optim, self._total_steps)
-        for group in optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_scale", 1.0)
-        return lr
+        return float(self._deepspeed.get_global_grad_norm()), bool(self._deepspeed.was_step_applied())
 
     def forget_optimizer(self) -> None:
         """Set the optimizer's states to those of a new one; the weights stay."""

@@ -81,32 +81,21 @@ def train(
 
 
 def train_in_parts(
-    model_path: str,
-    config: EngineConfig,
-    steps: list[list[list[Sample]]],
-    settings: StepSettings | None,
-    scale: float = 1.0,
+    model_path: str, config: EngineConfig, steps: list[list[list[Sample]]], settings: StepSettings
 ) -> dict[str, Any]:
-    """`train` by `accumulate` and `step`: each micro batch but the first two is a call, with log-probs in between.
-
-    The losses are divided by `scale`, which the step multiplies the gradients by.
-    """
-
-    def loss_fn(outputs: Any, batch: Any) -> LossOutput:
-        whole = weighted_loss(outputs, batch)
-        return LossOutput(loss=whole.loss / scale, metrics=whole.metrics)
-
+    """`train` by `accumulate` and `step`: each micro batch but the first two is a call, with log-probs in between."""
     with closing(build(model_path, config)) as engine:
-        losses, stats = [], []
+        losses, norms = [], []
         for micro in steps:
             batches = [make_batch(m) for m in micro]
-            loss = engine.accumulate(batches[:2], loss_fn)[0]
+            loss = engine.accumulate(batches[:2], weighted_loss)[0]
             for batch in batches[2:]:
                 engine.log_probs([batch])
-                loss += engine.accumulate([batch], loss_fn)[0]
+                loss += engine.accumulate([batch], weighted_loss)[0]
             losses.append(loss)
-            stats.append(engine.step(settings, gradient_scale=scale))
-        return {"losses": losses, "stats": stats, "weights": weights_of(engine)}
+            norms.append(engine.step(settings)[0])
+        weights = weights_of(engine)
+        return {"losses": losses, "norms": norms, "weights": weights}
 
 
 def train_side_by_side(
@@ -126,7 +115,7 @@ def train_side_by_side(
             result["losses"] += [engine.accumulate([make_batch(m)], weighted_loss)[0] for m in steps[number + index]]
             return
         settings = StepSettings(lr=1e-2 * (1 + index), grad_clip=0.05)
-        result["norms"].append(engine.step(settings).grad_norm)
+        result["norms"].append(engine.step(settings)[0])
         if number == len(steps) - len(engines) - 1:
             engine.save_checkpoint(folder, f"engine{index}")
 

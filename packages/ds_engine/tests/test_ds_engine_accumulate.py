@@ -56,35 +56,11 @@ def test_steps_in_parts_with_settings_of_their_own_equal_mini_batches(
     expected = two_ranks.run("train", per_rank, config=whole, **common)
     results = two_ranks.run("train_in_parts", per_rank, config=other, settings=settings, **common)
     for result, one in zip(results, expected, strict=True):
-        assert [stats.grad_norm for stats in result["stats"]] == [stats.grad_norm for stats in one["stats"]]
+        assert result["norms"] == [stats.grad_norm for stats in one["stats"]]
         assert result["weights"].keys() == one["weights"].keys()
         assert all(torch.equal(result["weights"][name], weight) for name, weight in one["weights"].items())
-    assert all(stats.grad_norm > 0.05 for stats in results[0]["stats"]), "clipping acts"
+    assert all(norm > 0.05 for norm in results[0]["norms"]), "clipping acts"
     assert results[0]["losses"] == pytest.approx([stats.loss for stats in expected[0]["stats"]], rel=1e-6)
-
-
-@pytest.mark.parametrize(("stage", "offload"), [(2, "none"), (2, "cpu"), (3, "none")])
-def test_sums_that_the_step_divides_are_steps_of_the_means_on_the_schedule(
-    two_ranks: RankPool, tiny_model: Path, stage: int, offload: str
-) -> None:
-    """By a power of two, so that no bit may differ."""
-    per_rank = [
-        {"steps": [[make_samples(2, seed=10 * n + 3 * micro + rank) for micro in range(3)] for n in range(3)]}
-        for rank in range(2)
-    ]
-    engine = config(stage, offload, "bfloat16")
-    engine = replace(engine, optim=replace(engine.optim, warmup_steps=2), collective_guard="lockstep")
-    common = {"model_path": str(tiny_model), "config": engine}
-    expected = two_ranks.run("train", per_rank, **common)
-    results = two_ranks.run("train_in_parts", per_rank, settings=None, scale=1 / 64, **common)
-    for result, one in zip(results, expected, strict=True):
-        done = [replace(stats, loss=0.0, metrics={}) for stats in one["stats"]]
-        guarded = [replace(stats, num_guarded_collectives=0) for stats in (*done, *result["stats"])]
-        assert guarded[:3] == guarded[3:]
-        assert all(torch.equal(result["weights"][name], weight) for name, weight in one["weights"].items())
-    assert results[0]["losses"] == pytest.approx([64 * stats.loss for stats in expected[0]["stats"]], rel=1e-6)
-    assert [stats.lr for stats in results[0]["stats"]] == [1.5e-3, 3e-3, 3e-3]
-    assert all(stats.num_guarded_collectives > 0 for stats in results[0]["stats"])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

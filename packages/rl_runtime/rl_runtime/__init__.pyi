@@ -71,7 +71,6 @@ from .training.preferences import score_batch as score_batch
 from .training.preferences import scores as scores
 from .training.preferences import sequence_log_probs as sequence_log_probs
 from .training.preferences import with_labels as with_labels
-from .training.summed_update import SummedUpdate as SummedUpdate
 from .training.supervised import packed as packed
 from .training.supervised_config import FineTuningConfig as FineTuningConfig
 from .training.supervised_config import LearningRates as LearningRates

@@ -115,11 +115,6 @@ class JobConfig(InputsConfig):
         return False
 
     @property
-    def trains_during_rollout(self) -> bool:
-        """True if the ranks train while servers generate, so that GPUs hold the memory of both."""
-        return self.trainer.max_staleness > 0
-
-    @property
     def frozen_engine(self) -> EngineConfig:
         """The engine of `frozen_models`: as the actor's, without adapters and what only a served model can have."""
         return replace(self.actor, lora=None, **UNSERVED)

@@ -10,7 +10,6 @@ import peft  # noqa: F401
 import rl_runtime_policy_loss_worker
 import rl_runtime_reference_worker
 import rl_runtime_reward_model_worker
-import rl_runtime_summed_update_worker
 import rl_runtime_supervised_worker
 import torch._dynamo
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
@@ -24,7 +23,6 @@ if __name__ == "__main__":
             rl_runtime_policy_loss_worker,
             rl_runtime_reference_worker,
             rl_runtime_reward_model_worker,
-            rl_runtime_summed_update_worker,
             rl_runtime_supervised_worker,
         ),
         join=partial(ds_engine.init_distributed, device=torch.device("cpu"), timeout_s=300.0),

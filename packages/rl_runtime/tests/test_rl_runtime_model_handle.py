@@ -66,9 +66,9 @@ class EchoEngine:
         self.train_mini_batch(micro_batches, loss_fn, temperature=temperature)
         return float(sum(output.loss for output in self.losses[-1])), {}
 
-    def step(self, settings: StepSettings | None, *, gradient_scale: float) -> StepStats:
-        self.settings = settings, gradient_scale
-        return stats(norm=2.0)
+    def step(self, settings: StepSettings) -> tuple[float, bool]:
+        self.settings = settings
+        return 2.0, True
 
     def train_mini_batch(
         self, micro_batches: list[Any], loss_fn: Any, *, temperature: float, head_term: object = None
@@ -430,8 +430,8 @@ def test_a_gradient_that_waits_brings_its_log_probs_in_the_order_of_the_batch() 
     assert sum(shares) == float((batch.columns["weights"] * own_K).sum())
     assert loss == sum(float(output.loss) for output in ranks.engines("actor")[0].losses[0]), "summed by the engine"
     settings = StepSettings(lr=0.5)
-    assert actor.step(settings, gradient_scale=0.25) == stats(norm=2.0)
-    assert [engine.settings for engine in ranks.engines("actor")] == [(settings, 0.25)] * 2
+    assert actor.step(settings) == (2.0, True)
+    assert [engine.settings for engine in ranks.engines("actor")] == [settings] * 2
 
 
 def test_models_of_different_layouts_on_the_same_ranks_keep_copies_of_their_own() -> None:

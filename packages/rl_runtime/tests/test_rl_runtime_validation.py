@@ -85,7 +85,7 @@ def test_a_validation_with_several_samples_has_pass_at_k_and_the_majority(scorer
     client = ScriptedClient([[2, 3, 2, 3], [3, 3, 2, 4], [2]], n=4)
     done: list[None] = []
     result = phase(client, scorer).validate(
-        [Prompt("a"), Prompt("b"), Prompt("c")], SamplingConfig(n=4), step=0, on_scored=lambda _: done.append(None)
+        [Prompt("a"), Prompt("b"), Prompt("c")], SamplingConfig(n=4), step=0, on_scored=lambda: done.append(None)
     )
     assert len(done) == 3
     assert [one.prompt_id for one in result.prompts] == ["a", "b", "c"]

@@ -35,11 +35,10 @@ WAITING = FENCE.patch(
     replaces={
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": ("clip_grad",),
         "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": ("clip_grad",),
-        "deepspeed.runtime.fp16.loss_scaler:LossScaler": ("cur_scale",),
     },
     reads={
-        f"deepspeed.runtime.zero.{optimizer}": ("finalize_gradient_accumulation_boundary()", "loss_scaler")
-        for optimizer in ("stage_1_and_2:DeepSpeedZeroOptimizer", "stage3:DeepSpeedZeroOptimizer_Stage3")
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": ("finalize_gradient_accumulation_boundary()",),
+        "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": ("finalize_gradient_accumulation_boundary()",),
     },
 )
 GRADIENTS = FENCE.patch(

@@ -41,8 +41,6 @@ class Advantage:
     returns [K])."""
     compares_group: bool = False
     """Compares the samples of a prompt, and needs two of them."""
-    compares_batch: bool = False
-    """Compares with the samples of the whole batch."""
     per_token: bool = False
     """Tokens of a sample have advantages of their own."""
     per_turn: bool = False
@@ -71,14 +69,9 @@ ADVANTAGES: Mapping[str, Advantage] = {
     "grpo": Advantage(function="group:group_advantages", compares_group=True),
     "dr_grpo": Advantage(function="group:dr_grpo_advantages", compares_group=True),
     "rloo": Advantage(function="group:rloo_advantages", compares_group=True),
-    "reinforce_pp": Advantage(
-        function="reinforce_pp:reinforce_pp_advantages", compares_batch=True, per_token=True, discounts=True
-    ),
+    "reinforce_pp": Advantage(function="reinforce_pp:reinforce_pp_advantages", per_token=True, discounts=True),
     "reinforce_pp_baseline": Advantage(
-        function="reinforce_pp:reinforce_pp_baseline_advantages",
-        compares_group=True,
-        compares_batch=True,
-        per_token=True,
+        function="reinforce_pp:reinforce_pp_baseline_advantages", compares_group=True, per_token=True
     ),
     "turn_grpo": Advantage(function="turns:turn_grpo_advantages", compares_group=True, per_turn=True, discounts=True),
     "turn_rloo": Advantage(function="turns:turn_rloo_advantages", compares_group=True, per_turn=True, discounts=True),

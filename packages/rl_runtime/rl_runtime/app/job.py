@@ -22,7 +22,6 @@ from ..launch.session import Session, begin_session_ahead, plan_session
 from ..ranks.environment import prepare_driver
 from ..ranks.model_handle import ModelHandle, Reference, WithoutAdapters
 from ..rollout.ahead import check_groups
-from ..rollout.phase import Offer
 from ..rollout.scoring import rewards_of_rows
 from ..training.checkpoints import Stateful
 from ..training.engines import check_architectures, check_engine, check_sequence_parallel, check_sight
@@ -45,8 +44,6 @@ class Algorithm:
     """The trained models by role, "actor" among them; saved and resumed."""
     learn: Learn
     """The update of one step on scored samples; returns its metrics."""
-    offer: Offer | None = None
-    """Trains on samples of a step while others are generated; `learn` then completes the update."""
     state: Mapping[str, Stateful] = field(default_factory=dict)
     """Further state that is saved and resumed, such as a KL controller; JSON-able."""
 

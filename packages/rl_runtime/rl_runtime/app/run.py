@@ -124,7 +124,6 @@ def _train(job: Job, algorithm: Algorithm, reward_model: RewardModel | None, res
             reward_model=reward_model,
             signal=_signal(job, scorer),
             is_exact=job.config.actor.match_servers,
-            offer=algorithm.offer,
         )
         return loop.run(algorithm.learn, job.resumed, stop=job.stop, restart=restart)
 

@@ -217,19 +217,14 @@ class ModelHandle:
             loss_fn: as in `update`; it gets the log-probs of its own forward pass, detached, as `column`.
 
         Returns:
-            The loss and the metrics, summed, with counts of tokens, and these log-probs, [K].
+            The loss and the metrics, summed, and these log-probs, [K].
         """
         (loss, metrics), own_K = self._train(batch, 0, loss_fn, own_log_probs=column, steps=False)
-        return loss, metrics | batch.token_counts(self._layout, 0), own_K
+        return loss, metrics, own_K
 
-    def step(self, settings: StepSettings | None = None, *, gradient_scale: float = 1.0) -> StepStats:
-        """One optimizer step on the gradients that wait; see `ZeroEngine.step`."""
-        return self.ranks.run(TrainerWorker.step, self.name, settings, gradient_scale)[0]
-
-    def fills_micro_batches(self, num_tokens: int, num_sequences: int) -> bool:
-        """True if so many sequences, of so many tokens in all, fill a micro batch on every rank."""
-        size, ranks = self._batch.micro_batch_size, self.ranks.world_size
-        return num_sequences >= size * ranks if size else num_tokens >= self._batch.max_packed_tokens * ranks
+    def step(self, settings: StepSettings) -> tuple[float, bool]:
+        """One optimizer step on the gradients that wait: the norm before clipping, and False if it was not finite."""
+        return self.ranks.run(TrainerWorker.step, self.name, settings)[0]
 
     def forget_optimizer(self) -> None:
         """Sets the optimizer's states to those of a new one; the weights stay."""

@@ -45,7 +45,6 @@ from ds_engine import (
     LossOutput,
     SharedBase,
     StepSettings,
-    StepStats,
     TokenOutputs,
     ZeroEngine,
     init_distributed,
@@ -300,11 +299,11 @@ class TrainerWorker(RankProfiler):
                 result = engine.accumulate(micro_batches, loss_fn, temperature=temperature)
         return result, torch.cat([part_K.cpu() for part_K in kept])
 
-    def step(self, role: str, settings: StepSettings | None, gradient_scale: float) -> StepStats:
+    def step(self, role: str, settings: StepSettings) -> tuple[float, bool]:
         """The optimizer step on the gradients that `train` accumulated; see `ZeroEngine.step`."""
         if self._saver is not None:
             self._saver.wait_copied()
-        return self._engines[role].step(settings, gradient_scale=gradient_scale)
+        return self._engines[role].step(settings)
 
     def forget_optimizer(self, role: str) -> None:
         """Sets the optimizer's states to those of a new one."""

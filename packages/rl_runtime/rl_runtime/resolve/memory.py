@@ -297,7 +297,7 @@ def _plans(
     tried: tuple[Turns, ...] = ("never",)
     if config.trainer.take_turns is not None:
         tried = (config.trainer.take_turns,)
-    elif _shares_gpus(config) and not config.trains_during_rollout:
+    elif _shares_gpus(config) and not config.trainer.max_staleness:
         tried = ("never", "servers", "both")
     for turns in tried:
         for shares in _KV_SHARES:

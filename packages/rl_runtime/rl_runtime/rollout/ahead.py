@@ -20,10 +20,12 @@ from ..samples import Phase
 from .dynamic_sampling import is_informative, select_informative
 from .groups import Collected, Finish, from_state, largest, to_state
 from .meter import RolloutMeter
-from .phase import CHECK_S, Offer
 from .schedule import Schedule
 from .step_rollouts import StepRollouts
 from .validation import Validation
+
+_CHECK_S = 0.5
+"""Seconds between two looks at the servers while a step waits for its groups."""
 
 
 @dataclass(kw_only=True)
@@ -84,11 +86,8 @@ class RolloutsAhead:
         self._note_ended()
         self._replace()
 
-    def collect(self, step: int, timed: Phase, offer: Offer | None = None) -> Collected:
+    def collect(self, step: int, timed: Phase) -> Collected:
         """The scored samples of a step; phase `gen` is the time for which the trainer waits for them.
-
-        Args:
-            offer: not used; a step trains on its whole batch, while the next ones are generated.
 
         Raises:
             RolloutFailed: no sample is left to train on.
@@ -152,7 +151,7 @@ class RolloutsAhead:
         self._replace()
         while not self._schedule.is_ready(step):
             try:
-                self._end(self._ended.get(timeout=CHECK_S))
+                self._end(self._ended.get(timeout=_CHECK_S))
                 self._replace()
             except queue.Empty:
                 self._check()

@@ -4,10 +4,9 @@ Generation, the user's rollout function and scoring run concurrently in the clie
 """
 
 import asyncio
-import queue
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, SupportsFloat
 
@@ -35,10 +34,6 @@ from .meter import RolloutMeter
 from .scoring import Scorer
 from .validation import PromptResult, Validation, prompt_result
 
-CHECK_S = 0.5
-"""Seconds between two looks at servers and scorer while a step waits for its groups."""
-Offer = Callable[[Sequence[Sample]], bool]
-"""Gets the samples of groups that have ended while others are generated; True if it has trained on them."""
 MorePrompts = Callable[[Sequence[Sample]], Sequence[Prompt]]
 """All scored samples of a step so far -> the prompts of its next round of generation, none to end."""
 
@@ -89,7 +84,6 @@ class RolloutPhase:
         step: int,
         phase: Phase | None = None,
         more: MorePrompts | None = None,
-        offer: Offer | None = None,
     ) -> Collected:
         """Generates and scores `sampling.n` samples of every prompt, and of the prompts that `more` adds.
 
@@ -103,8 +97,6 @@ class RolloutPhase:
         Args:
             more: called with all scored samples after each round of generation; returns the prompts of the next round,
                 none to end.
-            offer: without over-sampling and an extra rollout. The samples that it takes come first in the result, in
-                that order.
 
         Raises:
             RolloutFailed: no sample is left to train on (gives the first reason), or the reward hangs.
@@ -122,14 +114,10 @@ class RolloutPhase:
             num_groups = max(1, len(requests) - self._oversampling.extra_prompts)
             with phase("gen"):
                 started = time.perf_counter()
-                if offer is None:
-                    scoring = self._client.run(self._generate(requests, sampling, num_groups))
-                else:
-                    groups = self._offering(offer, requests, sampling, step)
+                scoring = self._client.run(self._generate(requests, sampling, num_groups))
                 gen_s += time.perf_counter() - started
-            if offer is None:
-                with phase("reward"):  # scoring that did not overlap with generation
-                    groups = self._client.run(_all(scoring))
+            with phase("reward"):  # scoring that did not overlap with generation
+                groups = self._client.run(_all(scoring))
             self.check_scorer(step)
             ended += groups
             chosen = largest(groups, self.min_samples(sampling), at_most=num_groups)
@@ -152,39 +140,6 @@ class RolloutPhase:
             ended=tuple(ended),
         )
 
-    def _offering(
-        self, offer: Offer, requests: Sequence[Request | Group], sampling: SamplingConfig, step: int
-    ) -> list[Group]:
-        """Generates and scores all groups, and meanwhile offers those that have ended; those that are taken come first.
-
-        Raises:
-            RolloutFailed: the reward hangs.
-        """
-        ended: queue.SimpleQueue[Group] = queue.SimpleQueue()
-
-        async def generate() -> list[Group]:
-            return await _all(await self._generate(requests, sampling, len(requests), on_scored=ended.put))
-
-        taken, waiting = list[Group](), list[Group]()
-        task = self._client.start(generate())
-        try:
-            while not task.done():
-                with suppress(queue.Empty):
-                    waiting.append(ended.get(timeout=CHECK_S))
-                    while True:
-                        waiting.append(ended.get_nowait())
-                self.check_scorer(step)
-                if len(taken) + len(waiting) == len(requests):
-                    break
-                ready = largest(waiting, self.min_samples(sampling), at_most=len(waiting))
-                if ready and offer([sample for group in ready for sample in group.samples]):
-                    taken, waiting = taken + waiting, []
-            groups = task.result()
-        finally:
-            task.cancel()
-        names = {group.prompt_id for group in taken}
-        return taken + [group for group in groups if group.prompt_id not in names]
-
     @property
     def is_resumable(self) -> bool:
         """True if an unfinished group can be continued from its tokens alone."""
@@ -200,13 +155,13 @@ class RolloutPhase:
         sampling: SamplingConfig,
         *,
         step: int,
-        on_scored: Callable[[Group], object] = lambda _: None,
+        on_scored: Callable[[], None] = lambda: None,
         finish: Finish | None = None,
     ) -> Validation:
         """Samples and scores held-out prompts.
 
         Args:
-            on_scored: called with each group once it is scored, in the client's thread.
+            on_scored: called when the samples of a prompt are scored, in the client's thread.
             finish: completes the scores of all samples, in the thread of the caller.
 
         Raises:
@@ -261,25 +216,21 @@ class RolloutPhase:
         sampling: SamplingConfig,
         num_groups: int | None,
         *,
-        on_scored: Callable[[Group], object] = lambda _: None,
+        on_scored: Callable[[], None] = lambda: None,
     ) -> list[asyncio.Task[Group]]:
         """Generates all groups; returns the scoring tasks of complete groups.
 
         Args:
             num_groups: number of complete groups that a training step waits for; None for held-out prompts.
-            on_scored: called with each group once it is scored.
+            on_scored: called when the samples of a group are scored.
         """
         scoring: dict[str, asyncio.Task[Group]] = {}
         extra: dict[str, asyncio.Task[Group]] = {}
 
-        async def score(group: Group) -> Group:
-            scored = await self._scored(group)
-            on_scored(scored)
-            return scored
-
         def score_into(tasks: dict[str, asyncio.Task[Group]]) -> Callable[[Group], None]:
             def on_group(group: Group) -> None:
-                tasks[group.prompt_id] = asyncio.create_task(score(group))
+                task = tasks[group.prompt_id] = asyncio.create_task(self._scored(group))
+                task.add_done_callback(lambda _: on_scored())
 
             return on_group
 

@@ -11,7 +11,7 @@ from ..samples import Phase
 from .config import DynamicSamplingConfig
 from .dynamic_sampling import DrawPrompts, DynamicSampling
 from .groups import Collected, Finish
-from .phase import Offer, RolloutPhase
+from .phase import RolloutPhase
 from .validation import Validation
 
 
@@ -38,8 +38,8 @@ class StepRollouts:
     def published(self, version: int) -> None:
         """Tells which weights the servers hold. Each step starts its own groups, with the weights of that time."""
 
-    def collect(self, step: int, timed: Phase, offer: Offer | None = None) -> Collected:
-        """The scored samples of a step; `offer`: see `RolloutPhase.collect`, without dynamic sampling.
+    def collect(self, step: int, timed: Phase) -> Collected:
+        """The scored samples of a step.
 
         Raises:
             RolloutFailed: no sample is left to train on.
@@ -47,7 +47,7 @@ class StepRollouts:
         draw = self._prompts_of_step()
         prompts = draw(self.train_batch_size)
         if not self.dynamic_sampling.max_rounds:
-            return self.phase.collect(prompts, self.sampling, step=step, phase=timed, offer=offer)
+            return self.phase.collect(prompts, self.sampling, step=step, phase=timed)
         dynamic = DynamicSampling(self.dynamic_sampling, self.train_batch_size, draw)
         collected = self.phase.collect(prompts, self.sampling, step=step, phase=timed, more=dynamic.more)
         return dynamic.select(collected, step=step)

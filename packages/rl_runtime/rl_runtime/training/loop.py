@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 from ckpt import Checkpoint
 from rl_core import Batch
@@ -19,7 +18,6 @@ from run_kit import StopRequest
 from ..config import TrainerConfig
 from ..errors import RankError, RolloutFailed
 from ..rollout.ahead import RolloutsAhead
-from ..rollout.phase import Offer
 from ..rollout.servers import RolloutServers
 from ..rollout.step_rollouts import StepRollouts
 from ..samples import Phase
@@ -78,19 +76,16 @@ class TrainingLoop:
         reward_model: RewardModel | None = None,
         signal: LearningSignal | None = None,
         is_exact: bool = False,
-        offer: Offer | None = None,
     ) -> None:
         """
         Args:
             reward_model: on the ranks; completes the scores that `rollouts` return.
             signal: warns of scores that teach nothing; None for a run that does not learn from scores.
             is_exact: warns if servers and ranks do not have the same bits (actor.match_servers).
-            offer: trains on samples of a step while others are generated.
         """
         self._trainer, self._rollouts, self._servers = trainer, rollouts, servers
         self._checkpoints, self._record, self._reward_model = checkpoints, record, reward_model
         self._signal, self._is_exact = signal, is_exact
-        self._offer = None if offer is None else partial(self._lend, offer)
         self._policies_differ = self._drafts_rarely = False
         """True if servers and ranks computed different policies in the last step."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="log")
@@ -166,7 +161,7 @@ class TrainingLoop:
         """One step; returns its metrics."""
         with self._record.step(step) as timer:
             self._servers.check()
-            collected = self._rollouts.collect(step, timer.phase, self._offer)
+            collected = self._rollouts.collect(step, timer.phase)
             self._written()
             if collected.reason:
                 self._record.info(f"step {step}: {collected.num_failed} samples left out: {collected.reason}")
@@ -195,10 +190,6 @@ class TrainingLoop:
         # While the next step is generated: the driver waits for the servers then, and services are far away.
         self._writing = self._writer.submit(self._record.log_step, step, collected, metrics, timer)
         return metrics
-
-    def _lend(self, offer: Offer, samples: Sequence[Sample]) -> bool:
-        with self._servers.lending_memory():  # a restarted server gets its weights before or after
-            return offer(samples)
 
     def _written(self) -> None:
         """Waits until the last step is written down; raises what prevented it."""

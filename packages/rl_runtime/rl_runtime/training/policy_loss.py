@@ -22,12 +22,7 @@ from .policy import PolicyConfig
 
 
 def loss_weights(
-    batch: rl_core.Batch,
-    config: PolicyConfig,
-    *,
-    max_tokens: int,
-    mini_batches: Sequence[Sequence[int]] | None = None,
-    totals: tuple[int, int] | None = None,
+    batch: rl_core.Batch, config: PolicyConfig, *, max_tokens: int, mini_batches: Sequence[Sequence[int]] | None = None
 ) -> dict[str, Tensor]:
     """The columns that turn token losses into the mini-batch loss: `weights`, and `mean_weights` for metrics.
 
@@ -37,37 +32,22 @@ def loss_weights(
     Args:
         max_tokens: `sampling.max_tokens`, the divisor of `fixed_length`.
         mini_batches: sequences of each mini batch; None: the batch is one mini batch.
-        totals: (tokens, samples) of a mini batch of which the batch is a part, as `loss_totals`; None: its own.
     """
     mode = config.loss_aggregation
     fixed_length = max_tokens if mode == "fixed_length" else None
-    num_tokens, num_samples = totals or (None, None)
-    lens_S, numbers_S = _counted_lens(batch, config), sample_numbers(batch)
+    lens_S, numbers_S = batch.response_lens_S, sample_numbers(batch)
+    if config.overlong_filter:
+        lens_S = lens_S * rl_core.overlong_keep(batch.per_sequence["is_truncated"])
     weights_S, mean_S = torch.zeros(len(lens_S), dtype=torch.float64), torch.zeros(len(lens_S), dtype=torch.float64)
     for indices in mini_batches or [range(len(lens_S))]:
         chosen = torch.tensor(indices)
         numbers_N, place = numbers_S[chosen].unique(return_inverse=True)
         lens_N = torch.zeros(len(numbers_N), dtype=lens_S.dtype).index_add(0, place, lens_S[chosen])
-        weights_N = rl_core.token_weights(
-            mode, lens_N, fixed_length=fixed_length, num_tokens=num_tokens, num_sequences=num_samples
-        )
-        weights_S[chosen] = weights_N.double()[place]
-        mean_S[chosen] = rl_core.token_weights("token_mean", lens_N, num_tokens=num_tokens).double()[place]
+        weights_S[chosen] = rl_core.token_weights(mode, lens_N, fixed_length=fixed_length).double()[place]
+        mean_S[chosen] = rl_core.token_weights("token_mean", lens_N).double()[place]
     per_token = rl_core.broadcast_to_tokens
     lens_S = batch.response_lens_S
     return {"weights": per_token(weights_S, lens_S), "mean_weights": per_token(mean_S, lens_S)}
-
-
-def loss_totals(batch: rl_core.Batch, config: PolicyConfig) -> tuple[int, int]:
-    """(tokens, samples) of a mini batch that `loss_weights` divides by."""
-    lens_S = _counted_lens(batch, config)
-    return int(lens_S.sum()), int(sample_numbers(batch)[lens_S > 0].unique().numel())
-
-
-def _counted_lens(batch: rl_core.Batch, config: PolicyConfig) -> Tensor:
-    """Tokens of each sequence that count in the loss, int64 [S]."""
-    lens_S = batch.response_lens_S
-    return lens_S * rl_core.overlong_keep(batch.per_sequence["is_truncated"]) if config.overlong_filter else lens_S
 
 
 def policy_loss(outputs: TokenOutputs, batch: rl_core.Batch, *, config: PolicyConfig, kl_coef: float) -> LossOutput:
