@@ -37,7 +37,7 @@ class Steps(Journal):
         self.learned: dict[int, dict[str, float]] = {}
         """Metrics of the update of a step."""
 
-    def collect(self, step: int, *_: Any) -> Any:
+    def collect(self, step: int, _phase: Any) -> Any:
         self.note("collect", step)
         return SimpleNamespace(reason="", note="", batch=lambda: None)
 
@@ -149,10 +149,10 @@ def test_a_step_is_written_down_while_the_next_one_is_generated(monkeypatch: pyt
         assert step == 2 or is_generating.wait(20), "before the second step"
         journal.note("log", step)
 
-    def collect_and_tell(step: int, *_: Any) -> Any:
+    def collect_and_tell(step: int, phase: Any) -> Any:
         if step == 2:
             is_generating.set()
-        return collect(step)
+        return collect(step, phase)
 
     monkeypatch.setattr(journal, "log_step", log_step)
     monkeypatch.setattr(journal, "collect", collect_and_tell)
