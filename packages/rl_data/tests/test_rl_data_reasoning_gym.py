@@ -69,7 +69,7 @@ def test_problems_for_training_and_validation_share_no_question(package: Path, m
         ("chain_sum?size=0", "size=1 or more"),
         ("chain_sum?seed=-1", "seed=0 or more"),
         ("chain_sum?min_terms=4&max_terms=2", None),
-        ("coin_flip?min_trials=1&max_trials=1&size=4000", "at most size="),
+        ("coin_flip?min_trials=1&max_trials=1&size=400", "at most size="),
     ],
 )
 def test_a_name_of_which_no_problems_can_be_made_is_refused(package: Path, rest: str, allowed: str | None) -> None:
