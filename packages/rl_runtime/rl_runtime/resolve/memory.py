@@ -40,8 +40,9 @@ TOKEN_BUDGETS = (DEFAULT_TOKEN_BUDGET, 8_192, 4_096)
 TILE_TOKENS = 4_096
 """Tokens of a tile of MLPs: enough for fast matrix products, and their activations take less than a layer's other ones
 of a long sequence."""
-_KV_SHARES = ((1.0, 0.75, 0.5), (0.4, 0.3, 0.2, 0.1))
-"""Sizes of the KV cache, relative to all sequences of a step at full length; the second group is a last resort."""
+_KV_SHARES = ((1.0, 0.75, 0.5, 0.4, 0.3), (0.2, 0.1))
+"""Sizes of the KV cache, relative to all sequences of a step at full length; the second group is a last resort. Few
+responses are that long, and recomputed layers in small micro batches cost more than a cache that fills now and then."""
 _KV_BLOCK = 16
 """Tokens of a block of vLLM's KV cache. A sequence takes whole blocks, and vLLM keeps one block empty."""
 _FRAGMENTATION = 1.12
