@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from plinth_base.adapters import ADAPTER_NAME, PEFT_PREFIX, without_adapter
 
-from ..errors import EngineConfigError, ModelError
+from ..errors import ModelError
 from ..upstream import FENCE
 from .folder_names import TensorView, folder_views
 from .nf4 import Nf4Linear, Nf4Packing, nf4_packings
@@ -123,15 +123,13 @@ def add_adapters(model: Any, lora: LoraConfig, *, head: Head, seed: int, vision:
         vision: add them to a vision tower and projector too.
 
     Raises:
-        EngineConfigError: PEFT is not installed.
+        EngineConfigError: PEFT is not installed, or not in a tested version.
         ModelError: a name in `target_modules` matches no linear layer of the backbone, the experts of a mixture, or
             layers that share a weight.
     """
-    try:
-        import peft
-    except ImportError as error:
-        raise EngineConfigError("it needs PEFT", field="lora", remedy="pip install peft") from error
     OFF.check()
+    import peft
+
     others = "|".join(map(re.escape, vision_names(model)))
     settings = peft.LoraConfig(
         r=lora.rank,

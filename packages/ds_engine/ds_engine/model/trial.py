@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -149,30 +149,43 @@ def _try(config: Any, head: Head, device: torch.device) -> Trial:
             problem = f"{architecture} cannot be trained: its experts are random in training"
             raise ModelError(problem, field=field, value=value, allowed="0")
         expected = _outputs_and_gradients(model, [_alone(model, ids, head) for ids in sequences])
+        case = _Case(small, model, head, sequences)
         reasons = {}
         for way in ("packed", "rows"):
-            reasons[way] = _inexactness(way, small, model, sequences, head, expected)
+            reasons[way] = _inexactness(way, case, expected)
             if not reasons[way]:
                 is_packed = way == "packed"
                 has_vision = bool(vision_names(model))
                 why_blind = f"packed {reasons['packed']}" if has_vision else ""
                 if has_vision and is_packed:
                     why_blind = _blindness(small, model, head)
+                vision = Vision.of(model) if has_vision and not why_blind else None
                 return Trial(
                     architecture=architecture,
                     way=cast("Any", way),
                     why_not_packed=reasons["packed"],
-                    why_not_shared=_inexactness("shared", small, model, sequences, head, expected)
+                    why_not_shared=_inexactness("shared", case, expected)
                     if is_packed
                     else f"packed {reasons['packed']}",
                     recurrent=recurrent_line(model) if is_packed else "",
-                    why_not_tiled=_inexactness(way, small, model, sequences, head, expected, tile=_TILE),
-                    sees=has_vision and not why_blind,
+                    why_not_tiled=_inexactness(way, case, expected, tile=_TILE),
+                    sees=vision is not None,
                     why_blind=why_blind,
-                    joins_images=has_vision and (vision := Vision.of(model)) is not None and vision.has_blocks,
+                    joins_images=vision is not None and vision.has_blocks,
                     seconds=time.monotonic() - started,
                 )
     raise ModelError(f"{architecture} cannot be trained: packed {reasons['packed']}; in padded rows {reasons['rows']}")
+
+
+class _Case(NamedTuple):
+    """Sequences, with images if there are any, that copies of the reference compute in several ways."""
+
+    small: Any
+    """Its configuration."""
+    reference: Any
+    head: Head
+    sequences: list[Tensor]
+    images: list[Any] | None = None
 
 
 Result = tuple[Tensor, Mapping[str, Tensor]]
@@ -187,7 +200,7 @@ def _blindness(small: Any, reference: Any, head: Head) -> str:
         expected = _outputs_and_gradients(reference, alone)
     except Exception as error:  # whatever a model raises whose images are of a kind that is not known here
         return f"upstream's own forward fails with {type(error).__name__}: {transformers_message(error)[:200]}"
-    return _inexactness("packed", small, reference, sequences, head, expected, images=images)
+    return _inexactness("packed", _Case(small, reference, head, sequences, images), expected)
 
 
 def _with_images(model: Any) -> tuple[list[Tensor], list[Any]]:
@@ -210,20 +223,10 @@ def _with_images(model: Any) -> tuple[list[Tensor], list[Any]]:
     return sequences, images
 
 
-def _inexactness(
-    way: str,
-    small: Any,
-    reference: Any,
-    sequences: list[Tensor],
-    head: Head,
-    expected: Result,
-    *,
-    tile: int = 0,
-    images: list[Any] | None = None,
-) -> str:
+def _inexactness(way: str, case: _Case, expected: Result, *, tile: int = 0) -> str:
     """Reason why sequences computed in this way do not equal each one alone; empty if they do."""
     try:
-        model, inputs = _copy_for(way, small, reference, sequences, head, tile=tile, images=images)
+        model, inputs = _copy_for(way, case, tile=tile)
         outputs, gradients = _outputs_and_gradients(model, [model(packed=inputs)])
     except ModelError as error:
         return f"it is refused: {error}"
@@ -232,7 +235,8 @@ def _inexactness(
     tolerance = TOLERANCE if outputs.device == CPU else TOLERANCE_ON_GPU
     difference = float((outputs - expected[0]).abs().max())
     if not difference <= tolerance * max(1.0, 0.1 * float(expected[0].abs().max())):
-        return f"its {'log-probs' if head == 'lm' else 'values'} differ by {difference:.1g} from each sequence alone"
+        outputs_name = "log-probs" if case.head == "lm" else "values"
+        return f"its {outputs_name} differ by {difference:.1g} from each sequence alone"
     largest = max(float(gradient.abs().max()) for gradient in expected[1].values())
     for name, gradient in expected[1].items():
         difference = float((gradients.get(name, torch.zeros(())) - gradient).abs().max())
@@ -241,17 +245,9 @@ def _inexactness(
     return ""
 
 
-def _copy_for(
-    way: str,
-    small: Any,
-    reference: Any,
-    sequences: list[Tensor],
-    head: Head,
-    *,
-    tile: int = 0,
-    images: list[Any] | None = None,
-) -> tuple[nn.Module, PackedInputs]:
-    """A model with the weights of `reference` that computes sequences in this way, and their inputs."""
+def _copy_for(way: str, case: _Case, *, tile: int = 0) -> tuple[nn.Module, PackedInputs]:
+    """A model with the weights of the reference that computes sequences in this way, and their inputs."""
+    small, reference, head, sequences, images = case
     register_packed_attention()
     options = {} if way == "rows" else attention_options(small)
     model = _build(small, head, **options)
@@ -284,7 +280,7 @@ def try_replay(config: Any, trial: Trial, *, device: torch.device = CPU) -> None
     ):
         torch.manual_seed(0)
         small, reference = _reference(config, "lm")
-        model, inputs = _copy_for(trial.way, small, reference, _sequences(reference), "lm")
+        model, inputs = _copy_for(trial.way, _Case(small, reference, "lm", _sequences(reference)))
         replay = install_replay(model)
         replay.begin(record=True)
         outputs, gradients = _outputs_and_gradients(model, [model(packed=inputs)])
