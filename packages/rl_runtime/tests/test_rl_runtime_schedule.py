@@ -214,6 +214,8 @@ def rollouts_of(
 class AheadMachine(RuleBasedStateMachine):
     """A training loop whose servers, pushes, checkpoints and deaths come in any order."""
 
+    patch = pytest.MonkeyPatch()
+
     @initialize(
         batch_size=st.integers(1, 3), staleness=st.integers(1, 3), extra=st.integers(0, 2), rounds=st.integers(0, 2)
     )
@@ -226,12 +228,12 @@ class AheadMachine(RuleBasedStateMachine):
             "extra_groups": min(extra, batch_size),
             "replaces": self.rounds > 0,
         }
-        ahead_module._CHECK_S = 0.0  # nothing else happens while the loop waits
+        self.patch.setattr(ahead_module, "CHECK_S", 0.0)  # nothing else happens while the loop waits
         self.step, self.ledger, self.saved = 0, {}, None
         self.start(None)
 
     def teardown(self) -> None:
-        ahead_module._CHECK_S = 0.5
+        self.patch.undo()
 
     def start(self, saved: tuple[int, str, dict[tuple[str, int], int]] | None) -> None:
         """A new process, from a checkpoint (step, state, ledger) or from the beginning."""
