@@ -228,7 +228,7 @@ class AheadMachine(RuleBasedStateMachine):
             "extra_groups": min(extra, batch_size),
             "replaces": self.rounds > 0,
         }
-        self.patch.setattr(ahead_module, "CHECK_S", 0.0)  # nothing else happens while the loop waits
+        self.patch.setattr(ahead_module, "_CHECK_S", 0.0)  # nothing else happens while the loop waits
         self.step, self.ledger, self.saved = 0, {}, None
         self.start(None)
 
