@@ -48,11 +48,9 @@ def test_mismatch_is_exactly_zero(
         *("batch.train_batch_size=8", "trainer.total_training_steps=3"),
     )
     assert app.finish() == 0, app.output
-    check_rows(tmp_path / "runs")
-
-
-def check_rows(runs: Path) -> None:
-    rows = metrics_rows(only(runs.iterdir()))
+    run = only((tmp_path / "runs").iterdir())
+    assert "started ahead: " in (run / "servers" / "server_0.log").read_text()
+    rows = metrics_rows(run)
     assert [row["step"] for row in rows] == ["1", "2", "3"]
     assert {float(row["rollout/log_prob_mismatch_max"]) for row in rows} == {0.0}
     assert all(float(row["actor/grad_norm"]) > 0 for row in rows)

@@ -4,12 +4,13 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
 from typing import NoReturn, TypeVar
 
-from rollout_vllm import RolloutConfig
+from rollout_vllm import RolloutConfig, RolloutConfigError
 from rollout_vllm.servers.device import Device
 from rollout_vllm.servers.spawn import prepare_servers
 from run_kit import run_cli
@@ -114,8 +115,14 @@ def _ahead(config: JobConfig | SupervisedJobConfig) -> Iterator[None]:
 
     with ExitStack() as stack:
         if isinstance(config, JobConfig):
-            trainer = config.trainer
-            stack.enter_context(servers_ahead(config.rollout, device=trainer.device, ray_address=trainer.ray_address))
+            trainer, rollout = config.trainer, config.rollout
+            # What these servers import differs, as `resolve.job` decides.
+            with suppress(RolloutConfigError):  # refused by its key then
+                if config.actor.match_servers:
+                    rollout = replace(rollout, match_trainer=True)
+                elif config.actor.router_replay == "R3" and rollout.routes is None:
+                    rollout = replace(rollout, routes=True)
+            stack.enter_context(servers_ahead(rollout, device=trainer.device, ray_address=trainer.ray_address))
             num_gpus = 0 if trainer.device == "cpu" or trainer.ray_address is not None else listed_gpus()
             if num_gpus:  # on the CPU, Ray's processes would take the cores from the imports
                 Thread(target=_import_app, daemon=True).start()
