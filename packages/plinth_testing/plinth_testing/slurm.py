@@ -92,10 +92,11 @@ class Slurm:
 
 def _srun(nodes: Sequence[Sequence[str]]) -> str:
     """A program that runs one task on each node, which SIGTERM ends; `nodes` are prefixes of their commands."""
-    lines = ["#!/bin/bash", "while [[ $1 == --* ]]; do shift; done"]
+    lines = ["#!/bin/bash", """trap 'ended=1; kill "${pids[@]}"' TERM""", "while [[ $1 == --* ]]; do shift; done"]
     # Tasks are children of another host's daemon, not of srun.
     lines += [f'SLURM_PROCID={task} setsid {shlex.join(prefix)} "$@" & pids+=($!)' for task, prefix in enumerate(nodes)]
-    return "\n".join([*lines, """trap 'kill "${pids[@]}"' TERM""", "wait", "wait", ""])
+    # The signal may come while they are started: then those that were not there yet are ended here.
+    return "\n".join([*lines, '[[ -z $ended ]] || kill "${pids[@]}"', "wait", "wait", ""])
 
 
 def _run_file(

@@ -32,14 +32,16 @@ trap 'pass_on TERM' TERM
 
 # FOLDER OPTION ...: a node of Ray until SIGTERM. Its folder, token and free ports let several jobs share a host.
 run_ray() {
-    local folder=$1 stopped=
+    local folder=$1 stopped='' ray=''
     mkdir -m 700 "$folder" || return # refuses a folder that another user has put there
+    trap 'stopped=1; [[ -z $ray ]] || kill "$ray"' TERM
     "$python" -m ray.scripts.scripts start --block --disable-usage-stats --temp-dir="$folder" "${@:2}" \
         --num-cpus="$cpus" --num-gpus="${SLURM_GPUS_ON_NODE:-0}" --object-store-memory="$object_store_bytes" \
         --min-worker-port=0 --max-worker-port=0 --dashboard-agent-listen-port=0 &>"$folder/ray_start.log" &
-    trap 'stopped=1; kill '$! TERM
-    wait $!
-    wait $! # a signal ends the first one
+    ray=$!
+    [[ -z $stopped ]] || kill "$ray" # the signal came while it was started
+    wait "$ray"
+    wait "$ray" # a signal ends the first one
     [[ -n $stopped ]] || { echo "error: Ray ended on $(hostname):" && tail -n 40 "$folder/ray_start.log"; } >&2
     rm -rf "$folder"
 }
