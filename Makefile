@@ -2,8 +2,9 @@
 # NVIDIA GPU they set up the CUDA stack and use the GPU. PLINTH_STACK=cpu or cuda chooses by hand.
 PYTHON := .venv/bin/python
 TYPED := $(patsubst %/py.typed,%,$(wildcard packages/*/*/py.typed))
-# Tests that start processes wait much of their time, so four workers suit two cores (478 s, three: 533 s): conftest.py groups these tests by
-# package, runs the longest first, and keeps one worker for the others; xdist's default order is by the number of tests.
+# Tests that start processes wait much of their time, so four workers suit two cores (478 s; three: 533 s). conftest.py
+# groups these tests by package, runs the longest first, and keeps one worker for the others; xdist's default order is by
+# the number of tests.
 WORKERS ?= -n 4 --dist loadgroup --no-loadscope-reorder
 # Two ranks and a server share the cores: one compute thread each is fastest.
 export OMP_NUM_THREADS ?= 1
