@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from plinth_base.errors import prefix_fields
 from rl_data import DataConfigError
@@ -17,6 +17,9 @@ from ..errors import InputError
 from ..launch.gpus import Gpu
 from ..ranks.environment import why_cpu
 from ..rules import value_of
+
+if TYPE_CHECKING:
+    from .memory import Plan
 
 ConfigT = TypeVar("ConfigT")
 
@@ -43,8 +46,8 @@ class ResolvedConfig(Generic[ConfigT]):
     """The memory plan in one line; empty without one."""
     rank_bytes: int = 0
     """Planned bytes of a rank at its peak."""
-    plan: Any = None
-    """`resolve.memory.Plan`, for a rank and a server on one GPU."""
+    plan: Plan | None = None
+    """The memory plan of a rank and a server on one GPU; None without one."""
 
     @classmethod
     def on_devices(cls, config: ConfigT, gpus: Sequence[Gpu]) -> ResolvedConfig[ConfigT]:
