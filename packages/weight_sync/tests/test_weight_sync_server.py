@@ -16,7 +16,7 @@ import weight_sync_helpers as helpers
 from torch import nn
 from weight_sync_helpers import ChangedSource, Server, assert_serves, flip_bytes, is_paused
 
-from plinth_testing import raises
+from plinth_testing import raises, start_process
 from weight_sync import (
     ModuleSource,
     ReceiverError,
@@ -222,6 +222,6 @@ def test_pusher_killed_during_a_push_leaves_the_server_paused(
     helpers.save_model(old_model, tmp_path / "model")
     script = Path(__file__).with_name("weight_sync_killed_pusher.py")
     command = [sys.executable, str(script), str(tmp_path / "model"), recovered.url]
-    pusher = helpers.start_process(command, tmp_path / "pusher.log")
+    pusher = start_process(command, tmp_path / "pusher.log")
     assert pusher.wait(120) == -signal.SIGKILL, (tmp_path / "pusher.log").read_text()
     assert is_paused(recovered)

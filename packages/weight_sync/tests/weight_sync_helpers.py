@@ -22,7 +22,7 @@ import torch
 import plinth_testing as testing
 from plinth_base import Endpoint, endpoint
 from plinth_base.endpoint import NO_ANSWER
-from plinth_testing import NetworkHost, free_port, start_process, stop_process, wait_until
+from plinth_testing import NetworkHost, free_port, stop_process, wait_until
 from plinth_testing.processes import CPU_ENVIRONMENT, die_with_parent
 from weight_sync import TensorSource, WeightManifest, server_args, server_env
 from weight_sync.channel import MAX_HELLO_BYTES, Listener
@@ -156,13 +156,12 @@ def start_server(
     if api_key:
         arguments += ["--api-key", api_key]
     url = f"http://{address}:{port}"
-    if host is None:
-        forked = _forker()
-        forked.stdin.write(json.dumps({"arguments": arguments, "log": str(log), "env": extra_env or {}}) + "\n")
-        forked.stdin.flush()
-        return Server(url, api_key, ForkedProcess(int(forked.stdout.readline())), log)
-    command = host.command(sys.executable, str(SERVER), *arguments)
-    return Server(url, api_key, start_process(command, log, _server_env() | (extra_env or {})), log)
+    network = host and f"/proc/{host.pid}/ns/net"
+    forked = _forker()
+    order = {"arguments": arguments, "log": str(log), "env": extra_env or {}, "network": network}
+    forked.stdin.write(json.dumps(order) + "\n")
+    forked.stdin.flush()
+    return Server(url, api_key, ForkedProcess(int(forked.stdout.readline())), log)
 
 
 SERVER = Path(__file__).with_name("weight_sync_server.py")
