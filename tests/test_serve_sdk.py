@@ -246,8 +246,12 @@ def test_all_weights_of_one_model_are_trained_at_a_time(server: Server) -> None:
         client.create_lora_training_client("another/model").result()
 
 
-def test_a_killed_server_resumes_to_the_bit(server: Server) -> None:
-    """Also the state whose client went away when it was accepted. Weights alone start with a new optimizer."""
+@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_a_saved_state_resumes_to_the_bit(server: Server, killed: bool) -> None:
+    """Also the state whose client went away when it was accepted. Weights alone start with a new optimizer.
+
+    With a kill before it, thorough: the runs that share the base below also resume in a server that has started again.
+    """
     with server.client() as client:
         training = client.create_lora_training_client(NAME, user_metadata={"name": "mine"}).result()
         step(training, make_data(1))
@@ -261,8 +265,10 @@ def test_a_killed_server_resumes_to_the_bit(server: Server) -> None:
     server.post("save_weights", model_id=model, seq_id=2, path="later")
     while f"tinker://{model}/weights/later" not in str(server.http.get("checkpoints").json()):
         time.sleep(0.1)
-    server.kill()
-    server.start()
+    server.post(f"sessions/{session}/finish", reason={"type": "success"})
+    if killed:
+        server.kill()
+        server.start()
     rest = tinker.RestClient(base_url=server.url, api_key=KEY)
     assert rest.get_training_run(run_id).result().user_metadata == {"name": "mine"}
     for path in (state, f"tinker://{model}/weights/dropped"):
@@ -319,7 +325,10 @@ def test_runs_that_share_the_base_are_those_of_runs_alone(tmp_path: Path, start_
 
     states: dict[str, str] = {}
     with server.client() as client:
-        runs = {name: client.create_lora_training_client(NAME, **kind).result() for name, kind in ADAPTERS.items()}
+        runs = {
+            name: client.create_lora_training_client(NAME, **kind, user_metadata={"name": name}).result()
+            for name, kind in ADAPTERS.items()
+        }
         with pytest.raises(tinker.RequestFailedError):
             client.create_lora_training_client(NAME).result()
         for number in range(3):
@@ -337,6 +346,9 @@ def test_runs_that_share_the_base_are_those_of_runs_alone(tmp_path: Path, start_
     assert alone["a"][0][2] != alone["b"][0][2]
     server.kill()
     server.start("actor.lora.rank=8", "rollout.max_lora_rank=8")
+    rest = tinker.RestClient(base_url=server.url, api_key=KEY)
+    for name, run in runs.items():
+        assert rest.get_training_run(run.get_info().model_id).result().user_metadata == {"name": name}
     with server.client() as client:
         resume = client.create_training_client_from_state_with_optimizer
         runs = {name: resume(path).result() for name, path in states.items()}

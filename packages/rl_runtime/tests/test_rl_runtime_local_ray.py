@@ -55,7 +55,7 @@ def test_what_ray_has_started_ends_with_the_driver(tmp_path: Path, end: str, cod
 
 
 @pytest.mark.slow
-@pytest.mark.long  # without the two sizes, every run of an app does it
+@pytest.mark.thorough  # without the two sizes, every run of an app does it
 def test_a_ray_that_started_ahead_serves_the_session_that_takes_it(tmp_path: Path) -> None:
     code = """
 import ray
