@@ -239,9 +239,13 @@ install_stack() {
   pip install --no-deps --no-compile -r "$(pins -v -E "^(deepspeed$([ "$stack" = cuda ] || echo '|torch'))==")"
   # Its build imports torch and must not compile operators: they are compiled on first use.
   DS_BUILD_OPS=0 pip install --no-deps --no-compile --no-build-isolation -r "$(pins '^deepspeed==')"
-  # Byte-compile on all cores; pip would use one. A third of the source is what hardly any program imports: tests, and the
-  # models and types of large packages, of which the first import compiles the few that it takes.
-  "$venv/bin/python" -m compileall -q -j 0 -x '/(tests?|testing|rllib)/|/transformers/models/\w+/|/(anthropic|openai)/types/' "$venv"/lib/python3.*/site-packages > /dev/null 2>&1 || true
+  # Byte-compile on all cores; pip would use one. A third of the source is what hardly any program imports: tests, models,
+  # types and tools of large packages, of which the first import compiles the few that it takes.
+  local rare="anthropic|deepspeed/inference|dns|fontTools|huggingface_hub/(cli|inference)|mpl_toolkits|mypyc?|numba/cuda"
+  rare+="|numpy/distutils|openai/(resources|types)|pygments/lexers|ray/(data|llm|rllib|serve|train|tune)|sentry_sdk"
+  rare+="|supervisor|sympy/(combinatorics|parsing|physics|polys/benchmarks|stats)|tensorboard/_vendor|torch/_vendor"
+  rare+="|transformers/(models/\\w+|pipelines)|trl|vllm/(benchmarks|model_executor/models|models)|werkzeug"
+  "$venv/bin/python" -m compileall -q -j 0 -x "/(tests?|testing)/|/site-packages/($rare)/" "$venv"/lib/python3.*/site-packages > /dev/null 2>&1 || true
   check_stack
   echo "$stack_line" >> "$stamp"
   say "the stack is installed after $((SECONDS - started)) s"
