@@ -62,7 +62,11 @@ if __name__ == "__main__":
     import vllm.v1.executor.multiproc_executor
     import vllm.v1.worker.cpu_model_runner
     import vllm.v1.worker.cpu_worker  # noqa: F401
+    from vllm.distributed.device_communicators import shm_broadcast
 
+    if hasattr(shm_broadcast, "SpinCondition"):
+        # Workers of two ranks and their engine spin for a second after each message, on the cores that others wait for.
+        shm_broadcast.SpinCondition.__init__.__defaults__ = (0.01,)  # type: ignore[misc]
     assert len(os.listdir("/proc/self/task")) == 1, "a fork of one thread of several"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # servers that end are not waited for
     for line in sys.stdin:
