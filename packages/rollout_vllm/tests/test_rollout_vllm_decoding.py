@@ -29,7 +29,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from rollout_vllm.servers.fast import buffering
 from rollout_vllm.servers.fast.buffering import buffer_in_engine_core
-from rollout_vllm.servers.fast.decoding import skip_needless_block_searches
+from rollout_vllm.servers.fast.decoding import decode_in_short_steps, skip_needless_block_searches
 from rollout_vllm.servers.patch import BUFFERING, DECODING, IDS_ONLY
 
 BLOCK = 16
@@ -185,6 +185,7 @@ def engine_core(*, shortcuts: bool) -> Iterator[None]:
         buffer_in_engine_core(replace(BUFFERING), IDS_ONLY, "publish_for_test")
         if shortcuts:
             skip_needless_block_searches(replace(DECODING))
+            decode_in_short_steps(replace(DECODING))
         else:  # vLLM looks at every token
             monkeypatch.setattr(buffering, "_is_plain_step", lambda *_: False)
         yield

@@ -81,6 +81,7 @@ def speed_up_engine_core() -> None:
 
     if patch.DECODING.check():
         decoding.skip_needless_block_searches(patch.DECODING.replace)
+        decoding.decode_in_short_steps(patch.DECODING.replace)
     if not is_on("GPU"):
         return
     if patch.WARM_UP.check():

@@ -92,12 +92,25 @@ DECODING = FENCE.patch(
         "vllm.v1.core.kv_cache_manager:KVCacheManager": (
             "allocate_slots",
             "cache_blocks(request, num_computed_tokens)",
-        )
+        ),
+        "vllm.v1.core.sched.scheduler:Scheduler": ("schedule(throttle_prefills)",),
     },
     reads={
         "vllm.v1.core.kv_cache_manager:KVCacheManager": ("create_kv_cache_blocks(blocks)",),
         "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": ("cache_blocks", "allocate_new_blocks"),
-        "vllm.v1.request:Request": ("num_tokens",),
+        "vllm.v1.core.sched.scheduler:Scheduler": ("get_request_counts()",),
+        "vllm.v1.core.sched.output:CachedRequestData": (
+            "__init__(req_ids, resumed_req_ids, new_token_ids, all_token_ids, new_block_ids, num_computed_tokens, "
+            "num_output_tokens)",
+        ),
+        "vllm.v1.core.sched.interface:PauseState": ("PAUSED_ALL", "UNPAUSED"),
+        "vllm.v1.request:Request": (
+            "num_tokens",
+            "num_tokens_with_spec",
+            "num_output_tokens",
+            "has_encoder_inputs",
+            "use_structured_output",
+        ),
     },
 )
 _FORWARD = "layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale"

@@ -23,6 +23,8 @@ import numpy
 
 from plinth_base.fence import Replace
 
+from .decoding import tables_of
+
 INTERVAL = 32
 """Tokens of a request per message. Counters such as `vllm:generation_tokens` advance in these steps. A request with
 stop strings has one token per message: the front end makes text of them, looks for the strings and ends the request."""
@@ -107,6 +109,10 @@ class _Unsent:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
+    room: int | None = None
+    """The number of tokens from which on vLLM looks at each again; None: not known yet."""
+    scored: bool = False
+    """True if the client asked for log-probs; known with `room`."""
     routes: list[numpy.ndarray] = field(default_factory=list)
     """Routed experts, if the server returns them: [tokens, layers, experts] each."""
 
@@ -114,6 +120,15 @@ class _Unsent:
         """The tokens that belong to no span yet are of `version`."""
         count = len(self.token_ids) - sum(count for _, count in self.spans)
         self.spans += [(version, count)] if count else []
+
+
+def _room(unsent: _Unsent, request: Any, scheduler: Any) -> int:
+    """Notes how many tokens `unsent` may have before vLLM looks at the next one: it completes a message or may be the
+    last."""
+    unsent.scored = request.sampling_params.logprobs is not None
+    left = min(request.max_tokens - request.num_output_tokens, scheduler.max_model_len - request.num_tokens)
+    unsent.room = 0 if unsent.ends is None else min(unsent.interval, len(unsent.token_ids) + left) - 1
+    return unsent.room
 
 
 class TokenBuffer:
@@ -168,33 +183,37 @@ class TokenBuffer:
 
         running, rest = RequestStatus.RUNNING, dict[str, int]()
         tokens_of, row_of, requests = sampled.sampled_token_ids, sampled.req_id_to_index, scheduler.requests
-        is_ahead, cache_blocks = isinstance(scheduler, AsyncScheduler), scheduler.kv_cache_manager.cache_blocks
+        manager = scheduler.kv_cache_manager
+        is_ahead, tables = isinstance(scheduler, AsyncScheduler), tables_of(manager)
+        size = 1 if tables is None else tables.block_size  # tokens from one block that is hashed and cached to the next
         for name, count in scheduled.items():
             unsent, request = self._unsent.get(name), requests.get(name)
             if (
                 unsent is None
                 or request is None
-                or unsent.ends is None
                 or count != 1
-                or len(unsent.token_ids) + 1 >= unsent.interval
                 or request.status is not running
                 or request.num_preemptions  # its tokens may be stale
                 or request.prefill_stats is not None
                 or request.events
+                or len(unsent.token_ids) >= (_room(unsent, request, scheduler) if unsent.room is None else unsent.room)
                 or len(tokens := tokens_of[row := row_of[name]]) != 1
                 or (token := tokens[0]) in unsent.ends
-                or request.num_output_tokens + 1 >= request.max_tokens
-                or request.num_tokens + 1 >= scheduler.max_model_len
             ):
                 rest[name] = count
                 continue
             request.num_in_flight_tokens -= 1
-            request.append_output_token_ids(token)
+            request._output_token_ids.append(token)
+            request._all_token_ids.append(token)
+            if not request.num_tokens % size:
+                request.update_block_hashes()
             if is_ahead:
                 request.num_output_placeholders -= 1
-                cache_blocks(request, request.num_computed_tokens - request.num_output_placeholders)
+                known = request.num_computed_tokens - request.num_output_placeholders
+                if not known % size:
+                    manager.cache_blocks(request, known)
             unsent.token_ids.append(token)
-            if column is not None and request.sampling_params.logprobs is not None:
+            if column is not None and unsent.scored:
                 unsent.log_probs.append(column[row])
         return rest
 
