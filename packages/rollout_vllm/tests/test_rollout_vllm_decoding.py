@@ -1,5 +1,6 @@
 """Short decoding steps: vLLM's scheduler decides and sends, step for step, what it does without the shortcuts."""
 
+import copy
 import dataclasses
 from collections import deque
 from collections.abc import Iterator
@@ -16,12 +17,16 @@ from hypothesis import strategies as st
 from rollout_vllm_helpers import restoring
 from transformers import Qwen3Config
 from vllm import SamplingParams
-from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, DeviceConfig, LoRAConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -37,32 +42,72 @@ BLOCK = 16
 
 @dataclass(frozen=True)
 class Plan:
-    """Events of a scheduler. arrivals: (step, prompt length, most tokens, prompt). aborts: (step, request)."""
+    """Events of a scheduler, by step, and what it is made of.
+
+    arrivals: (step, prompt length, most tokens, prompt). aborts: (step, request). pauses: (step, steps, state).
+    resets: steps before which all requests are preempted and the prefix cache is emptied. versions: steps before which
+    a policy version is published.
+    """
 
     arrivals: tuple[tuple[int, int, int, int], ...]
-    aborts: tuple[tuple[int, int], ...]
-    num_blocks: int
-    in_flight: int
-    prefix_caching: bool
-    sliding_window: bool
-    buffered: bool
-    log_probs: bool
+    aborts: tuple[tuple[int, int], ...] = ()
+    pauses: tuple[tuple[int, int, PauseState], ...] = ()
+    resets: tuple[int, ...] = ()
+    versions: tuple[int, ...] = ()
+    num_blocks: int = 60
+    seats: int = 6
+    """Most running requests."""
+    in_flight: int = 2
+    throttled: int = 1
+    """Prompts are computed in every so many-th step, as the replicas of a data-parallel server do."""
+    prefix_caching: bool = True
+    sliding_window: bool = False
+    buffered: bool = True
+    log_probs: bool = True
     stop_strings: bool = False
+    priorities: bool = False
+    adapters: bool = False
+    """Requests have one of two LoRA adapters, and only one of them fits."""
+    resumable: bool = False
+    """The first request waits for more of its prompt when it ends."""
+    v2_runner: bool = False
 
 
+STEPS = st.integers(0, 60)
+SELDOM = st.sampled_from((False, False, False, True))
+MAX_MODEL_LEN = 120
+MAX_NUM_BATCHED_TOKENS = 64
 plans = st.builds(
     Plan,
     arrivals=st.lists(
-        st.tuples(st.integers(0, 40), st.integers(1, 50), st.integers(1, 60), st.integers(0, 2)), min_size=1, max_size=8
+        st.tuples(
+            st.integers(0, 40),
+            st.one_of(st.integers(1, 50), st.integers(1, MAX_MODEL_LEN - 1)),
+            st.one_of(st.integers(1, 3), st.integers(1, 60)),
+            st.integers(0, 2),
+        ),
+        min_size=1,
+        max_size=8,
     ).map(tuple),
-    aborts=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 7)), max_size=2).map(tuple),
+    aborts=st.lists(st.tuples(STEPS, st.integers(0, 7)), max_size=2).map(tuple),
+    pauses=st.lists(
+        st.tuples(STEPS, st.integers(1, 5), st.sampled_from((PauseState.PAUSED_NEW, PauseState.PAUSED_ALL))), max_size=2
+    ).map(tuple),
+    resets=st.lists(STEPS, max_size=1).map(tuple),
+    versions=st.lists(STEPS, max_size=2).map(tuple),
     num_blocks=st.integers(9, 40),  # 8 hold the longest request
+    seats=st.sampled_from((1, 2, 3, 6)),
     in_flight=st.integers(1, 2),
+    throttled=st.sampled_from((1, 1, 1, 3)),
     prefix_caching=st.booleans(),
-    sliding_window=st.sampled_from((False, False, False, True)),
+    sliding_window=SELDOM,
     buffered=st.sampled_from((True, True, True, False)),
     log_probs=st.booleans(),
-    stop_strings=st.booleans(),
+    stop_strings=SELDOM,
+    priorities=SELDOM,
+    adapters=SELDOM,
+    resumable=SELDOM,
+    v2_runner=st.booleans(),
 )
 
 
@@ -81,16 +126,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @cache
-def configuration(model: str, asynchronous: bool, prefix_caching: bool) -> VllmConfig:
+def configuration(model: str, asynchronous: bool, prefix_caching: bool, priorities: bool, seats: int) -> VllmConfig:
     return VllmConfig(
-        model_config=ModelConfig(model=model, skip_tokenizer_init=True, dtype="float32", max_model_len=120),
+        model_config=ModelConfig(model=model, skip_tokenizer_init=True, dtype="float32", max_model_len=MAX_MODEL_LEN),
         scheduler_config=SchedulerConfig(
-            max_num_seqs=6,
-            max_num_batched_tokens=64,
-            max_model_len=120,
+            max_num_seqs=seats,
+            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+            max_model_len=MAX_MODEL_LEN,
             is_encoder_decoder=False,
             enable_chunked_prefill=True,
             async_scheduling=asynchronous,
+            policy="priority" if priorities else "fcfs",
         ),
         cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=prefix_caching),
         device_config=DeviceConfig(device="cpu"),
@@ -99,17 +145,44 @@ def configuration(model: str, asynchronous: bool, prefix_caching: bool) -> VllmC
 
 def scheduler_of(model: str, plan: Plan) -> Scheduler:
     asynchronous = plan.in_flight > 1
-    config = configuration(model, asynchronous, plan.prefix_caching)
+    config = configuration(model, asynchronous, plan.prefix_caching, plan.priorities, plan.seats)
     config.cache_config.num_gpu_blocks = plan.num_blocks
     sizes = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
     spec = SlidingWindowSpec(**sizes, sliding_window=24) if plan.sliding_window else FullAttentionSpec(**sizes)
-    return (AsyncScheduler if asynchronous else Scheduler)(
+    scheduler = (AsyncScheduler if asynchronous else Scheduler)(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(plan.num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
         block_size=BLOCK,
         hash_block_size=BLOCK,
         log_stats=True,
         structured_output_manager=StructuredOutputManager(config),
+    )
+    scheduler.use_v2_model_runner = plan.v2_runner
+    scheduler.lora_config = LoRAConfig(max_loras=1, max_lora_rank=8) if plan.adapters else None
+    return scheduler
+
+
+def request_of(plan: Plan, number: int, hasher: Any) -> Request:
+    _, length, most, prompt = plan.arrivals[number]
+    params = SamplingParams(
+        max_tokens=most,
+        stop_token_ids=[41],
+        stop=["x"] if plan.stop_strings else None,
+        logprobs=0 if plan.log_probs else None,
+        extra_args={IDS_ONLY: 1} if plan.buffered else None,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    return Request(
+        name_of(number),
+        [(prompt * 31 + i) % 89 for i in range(length)],
+        params,
+        None,
+        client_index=number % 2,
+        arrival_time=float(number),
+        lora_request=LoRARequest("one", 1 + number % 2, "/adapter") if plan.adapters else None,
+        priority=number % 3 if plan.priorities else 0,
+        block_hasher=hasher,
+        resumable=plan.resumable and number == 0,
     )
 
 
@@ -140,42 +213,74 @@ def message(output: Any) -> tuple[Any, ...]:
     return output.request_id, output.new_token_ids, values, output.finish_reason, output.stop_reason
 
 
-def play(model: str, plan: Plan) -> tuple[list[Any], int]:
-    """All that the scheduler decided and sent, and the state of its blocks; the number of preemptions."""
-    scheduler, history, waiting, preemptions = scheduler_of(model, plan), list[Any](), deque[Any](), 0
+def state(scheduler: Scheduler) -> tuple[Any, ...]:
+    """All that the next steps depend on."""
+    pool = scheduler.kv_cache_manager.block_pool
+    requests = [
+        (
+            name,
+            one.status,
+            one.num_tokens,
+            one.num_computed_tokens,
+            one.num_output_placeholders,
+            one.num_in_flight_tokens,
+            one.is_prefill_chunk,
+            len(one.block_hashes),
+            scheduler.kv_cache_manager.get_block_ids(name),
+        )
+        for name, one in scheduler.requests.items()
+    ]
+    return (
+        requests,
+        [one.request_id for one in scheduler.running],
+        [one.request_id for one in scheduler.waiting],
+        scheduler.current_step,
+        scheduler.pause_state,
+        scheduler.max_num_scheduled_tokens,
+        scheduler.prefill_capacity_bound,
+        set(scheduler.prev_step_scheduled_req_ids),
+        set(scheduler.finished_req_ids),
+        [block.block_id for block in pool.free_block_queue.get_all_free_blocks()],
+        len(getattr(pool.cached_block_hash_to_block, "_cache", ())),
+    )
+
+
+def play(model: str, plan: Plan) -> tuple[list[SchedulerOutput], list[Any]]:
+    """What the scheduler decided in each step, and all that it sent and knew after it."""
+    scheduler, decided, history, waiting = scheduler_of(model, plan), list[Any](), list[Any](), deque[Any]()
     function = get_hash_fn_by_name("sha256")
     init_none_hash(function)
     hasher = get_request_block_hasher(BLOCK, function) if plan.prefix_caching else None
-    for step in range(600):
-        for number, (arrival, length, most, prompt) in enumerate(plan.arrivals):
+    for step in range(900):
+        for number, (arrival, *_) in enumerate(plan.arrivals):
             if arrival == step:
-                ids = [(prompt * 31 + i) % 89 for i in range(length)]
-                params = SamplingParams(
-                    max_tokens=most,
-                    stop_token_ids=[41],
-                    stop=["x"] if plan.stop_strings else None,
-                    logprobs=0 if plan.log_probs else None,
-                    extra_args={IDS_ONLY: 1} if plan.buffered else None,
-                    output_kind=RequestOutputKind.FINAL_ONLY,
-                )
-                scheduler.add_request(Request(name_of(number), ids, params, None, block_hasher=hasher))
+                scheduler.add_request(request_of(plan, number, hasher))
         for at, number in plan.aborts:
             if at == step and name_of(number) in scheduler.requests:
                 scheduler.finish_requests([name_of(number)], RequestStatus.FINISHED_ABORTED)
-        if step > 40 and not scheduler.has_unfinished_requests() and not waiting:
+        for at, steps, paused in plan.pauses:
+            if step in (at, at + steps):
+                scheduler.set_pause_state(paused if step == at else PauseState.UNPAUSED)
+        if step in plan.resets and not plan.resumable:  # the blocks of one that waits for its prompt stay in use
+            scheduler.reset_prefix_cache(reset_running_requests=True)
+        if step in plan.versions:
+            EngineCoreProc.publish_for_test(None, step)
+        in_flight = any(one.num_scheduled_tokens for one, _ in waiting)
+        if step > 70 and not scheduler.has_unfinished_requests() and not in_flight:
             break
-        scheduled = scheduler.schedule()
-        preemptions += len(scheduled.preempted_req_ids or ())
-        pool = scheduler.kv_cache_manager.block_pool
-        new = [(one.req_id, one.block_ids, one.num_computed_tokens) for one in scheduled.scheduled_new_reqs]
-        history.append((scheduled.num_scheduled_tokens, repr(scheduled.scheduled_cached_reqs), new))
-        history.append((pool.get_num_free_blocks(), scheduled.num_common_prefix_blocks))
+        scheduled = scheduler.schedule(throttle_prefills=step % plan.throttled > 0)
+        decided.append(copy.deepcopy(scheduled))
+        history.append(state(scheduler))
         waiting.append((scheduled, answer(scheduler, scheduled, log_probs=plan.log_probs)))
         if len(waiting) == plan.in_flight or not scheduled.num_scheduled_tokens:
             outputs = scheduler.update_from_output(*waiting.popleft())
-            sent = [message(output) for client in outputs.values() for output in client.outputs]
-            history.append((sent, len(getattr(pool.cached_block_hash_to_block, "_cache", ()))))
-    return history, preemptions
+            sent = {index: [message(one) for one in client.outputs] for index, client in outputs.items()}
+            history.append({index: messages for index, messages in sent.items() if messages})
+            history.append([client.scheduler_stats for client in outputs.values() if client.scheduler_stats])
+            history.append(state(scheduler))
+    else:
+        pytest.fail("The requests do not end.")
+    return decided, history
 
 
 @contextmanager
@@ -197,17 +302,62 @@ def test_every_step_is_vllms_own(model: str, plan: Plan) -> None:
     assert BUFFERING.check()
     assert DECODING.check()
     with engine_core(shortcuts=False):
-        stock, _ = play(model, plan)
+        stock = play(model, plan)
     with engine_core(shortcuts=True):
-        short, _ = play(model, plan)
+        short = play(model, plan)
     assert short == stock
+
+
+def short_steps(model: str, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """The numbers of steps with tokens that vLLM did not schedule, and that it did."""
+    original, by_vllm = Scheduler._update_after_schedule, list[bool]()
+
+    def update(self: Any, scheduled: Any) -> None:
+        by_vllm.append(bool(scheduled.num_scheduled_tokens))
+        original(self, scheduled)
+
+    monkeypatch.setattr(Scheduler, "_update_after_schedule", update)
+    with engine_core(shortcuts=True):
+        decided, _ = play(model, plan)
+    ours = [bool(one.num_scheduled_tokens) and not stock for one, stock in zip(decided, by_vllm, strict=True)]
+    return sum(ours), sum(by_vllm)
+
+
+TWO = ((0, 30, 60, 0), (0, 30, 60, 1))
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "plan", "stock"),
+    [
+        ("the prompts", Plan(TWO), 1),
+        ("chunks of two prompts", Plan(((0, 100, 20, 0), (0, 100, 20, 1))), 4),
+        ("a later prompt", Plan((*TWO, (20, 20, 10, 2))), 2),
+        ("prompts that wait for a seat", Plan((*TWO, (0, 20, 10, 2)), seats=2), 2),
+        ("a pause", Plan(TWO, pauses=((10, 5, PauseState.PAUSED_ALL),)), 2),  # the first step after it
+        ("a pause, V2 model runner", Plan(TWO, pauses=((10, 5, PauseState.PAUSED_ALL),), v2_runner=True), 1),
+        ("steps without new requests", Plan(TWO, pauses=((10, 5, PauseState.PAUSED_NEW),)), 6),
+        ("a reset", Plan(TWO, resets=(10,)), 3),  # two chunks
+        ("an abort", Plan(TWO, aborts=((10, 0),)), 1),
+        ("throttled steps", Plan(TWO, throttled=3), 41),
+        ("a resumable request", Plan(TWO, resumable=True), 60),
+        ("a sliding window", Plan(TWO, sliding_window=True), 60),
+        ("an adapter that does not fit", Plan(TWO, adapters=True), 61),
+    ],
+)
+def test_vllm_schedules_what_it_has_to_decide_and_nothing_else(
+    model: str, monkeypatch: pytest.MonkeyPatch, name: str, plan: Plan, stock: int, in_flight: int
+) -> None:
+    ours, by_vllm = short_steps(model, dataclasses.replace(plan, in_flight=in_flight), monkeypatch)
+    assert (name, by_vllm) == (name, stock)
+    assert ours > 0 or name in ("a resumable request", "a sliding window")
 
 
 def test_most_tokens_take_the_shortcuts_and_preemptions_remain(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 
     arrivals = tuple((0, 30, 60, number) for number in range(3))
-    plan = Plan(arrivals, (), 9, 2, prefix_caching=True, sliding_window=False, buffered=True, log_probs=True)
+    plan = Plan(arrivals, num_blocks=9)
     calls = dict[str, int]()
 
     def count(owner: Any, name: str) -> None:
@@ -222,11 +372,11 @@ def test_most_tokens_take_the_shortcuts_and_preemptions_remain(model: str, monke
     count(KVCacheCoordinator, "allocate_new_blocks")
     count(AsyncScheduler, "_update_request_with_output")
     with engine_core(shortcuts=False):
-        stock, preempted = play(model, plan)
+        stock = play(model, plan)
     without, calls = calls, {}
     with engine_core(shortcuts=True):
-        short, _ = play(model, plan)
-    assert preempted > 0
+        short = play(model, plan)
+    assert any(one.preempted_req_ids for one in stock[0])
     assert short == stock
     assert 0 < calls["allocate_new_blocks"] < without["allocate_new_blocks"] / 5
     # Those of preempted requests, and those that end a request or complete a message.
@@ -236,8 +386,8 @@ def test_most_tokens_take_the_shortcuts_and_preemptions_remain(model: str, monke
 @pytest.mark.parametrize("stop_strings", [True, False])
 def test_a_request_with_stop_strings_sends_every_token(model: str, stop_strings: bool) -> None:
     """The front end makes text of them and ends the request; of others, 32 go at a time, or all at the end."""
-    plan = Plan(((0, 5, 15, 0),), (), 9, 1, prefix_caching=True, sliding_window=False, buffered=True, log_probs=True)
     with engine_core(shortcuts=True):
-        history, _ = play(model, dataclasses.replace(plan, stop_strings=stop_strings))
-    messages = [len(ids) for sent, *_ in history if isinstance(sent, list) for _, ids, *_ in sent]
+        _, history = play(model, Plan(((0, 5, 15, 0),), in_flight=1, stop_strings=stop_strings))
+    sent = [each for each in history if isinstance(each, dict)]
+    messages = [len(ids) for clients in sent for client in clients.values() for _, ids, *_ in client]
     assert messages == ([1] * 15 if stop_strings else [1, 14])

@@ -57,7 +57,13 @@ BUFFERING = FENCE.patch(
         "vllm.v1.core.sched.output:SchedulerOutput": ("num_scheduled_tokens", "scheduled_spec_decode_tokens"),
         "vllm.v1.core.sched.async_scheduler:AsyncScheduler": ("schedule",),
         "vllm.v1.core.kv_cache_manager:KVCacheManager": ("cache_blocks",),
-        "vllm.v1.request:Request": ("append_output_token_ids(token_ids)", "num_tokens", "num_output_tokens"),
+        "vllm.v1.request:Request": (
+            "_output_token_ids",
+            "_all_token_ids",
+            "update_block_hashes()",
+            "num_tokens",
+            "num_output_tokens",
+        ),
         "vllm.sampling_params:SamplingParams": (
             "extra_args",
             "output_kind",
@@ -98,18 +104,30 @@ DECODING = FENCE.patch(
     reads={
         "vllm.v1.core.kv_cache_manager:KVCacheManager": ("create_kv_cache_blocks(blocks)",),
         "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": ("cache_blocks", "allocate_new_blocks"),
-        "vllm.v1.core.sched.scheduler:Scheduler": ("get_request_counts()",),
+        "vllm.v1.core.sched.scheduler:Scheduler": (
+            "get_request_counts()",
+            "running",
+            "max_num_scheduled_tokens",
+            "prev_step_scheduled_req_ids",
+            "use_v2_model_runner",
+            "num_sampled_tokens_per_step",
+            "_pause_state",
+        ),
         "vllm.v1.core.sched.output:CachedRequestData": (
             "__init__(req_ids, resumed_req_ids, new_token_ids, all_token_ids, new_block_ids, num_computed_tokens, "
             "num_output_tokens)",
         ),
-        "vllm.v1.core.sched.interface:PauseState": ("PAUSED_ALL", "UNPAUSED"),
+        "vllm.v1.core.sched.interface:PauseState": ("UNPAUSED",),
         "vllm.v1.request:Request": (
             "num_tokens",
             "num_tokens_with_spec",
             "num_output_tokens",
+            "num_output_placeholders",
+            "num_in_flight_tokens",
+            "is_prefill_chunk",
             "has_encoder_inputs",
             "use_structured_output",
+            "resumable",
         ),
     },
 )

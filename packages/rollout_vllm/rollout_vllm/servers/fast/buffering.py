@@ -127,7 +127,7 @@ def _room(unsent: _Unsent, request: Any, scheduler: Any) -> int:
     last."""
     unsent.scored = request.sampling_params.logprobs is not None
     left = min(request.max_tokens - request.num_output_tokens, scheduler.max_model_len - request.num_tokens)
-    unsent.room = 0 if unsent.ends is None else min(unsent.interval, len(unsent.token_ids) + left) - 1
+    unsent.room = min(unsent.interval, len(unsent.token_ids) + left) - 1
     return unsent.room
 
 
@@ -190,6 +190,7 @@ class TokenBuffer:
             unsent, request = self._unsent.get(name), requests.get(name)
             if (
                 unsent is None
+                or unsent.ends is None
                 or request is None
                 or count != 1
                 or request.status is not running

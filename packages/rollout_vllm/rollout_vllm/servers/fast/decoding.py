@@ -89,18 +89,16 @@ def _decodes_alone(scheduler: Any) -> bool:
         and not scheduler.defer_block_free
         and not getattr(scheduler, "enable_return_routed_experts", False)  # vLLM 0.26
         and not any(getattr(scheduler, name, None) for name in ("connector", "ec_connector", "aux_output_connector"))
-        and tables_of(scheduler.kv_cache_manager) is not None
     )
 
 
-def _is_plain(request: Any, step: int) -> bool:
+def _is_plain(request: Any) -> bool:
     """True if a request decodes, and nothing but its tokens decides about it."""
     return (
         not request.is_prefill_chunk
         and not request.has_encoder_inputs
         and not request.use_structured_output
         and not request.resumable
-        and request.next_decode_eligible_step <= step
     )
 
 
@@ -116,32 +114,33 @@ def decode_in_short_steps(replace: Replace) -> None:
     # Number of computed tokens from which on a request has to be looked at: for a block, or because it may end.
     setattr(Request, "plinth_until", 0)  # noqa: B010  (vLLM's class has no such name)
 
-    def until(scheduler: Any, request: Any) -> int:
-        blocks, cached, size = tables_of(scheduler.kv_cache_manager)
-        name = request.request_id
-        room = len(blocks.get(name, ())) * size
+    def until(scheduler: Any, tables: Tables, request: Any) -> int:
+        blocks, cached, size = tables
+        room = len(blocks.get(request.request_id, ())) * size
         if cached is not None:  # vLLM caches a block with its last token
-            room = min(room, (cached.get(name, 0) + 1) * size - 1)
-        return min(room, request.num_prompt_tokens + request.max_tokens - 2, scheduler.max_model_len - 2)
+            room = min(room, (cached.get(request.request_id, 0) + 1) * size - 1)
+        ends: int = min(request.num_prompt_tokens + request.max_tokens, scheduler.max_model_len) - 2
+        return min(room, ends)
 
     def can_add(scheduler: Any) -> bool:
         running, waiting = scheduler.get_request_counts()
         most = min(scheduler.max_num_running_reqs, getattr(scheduler, "max_num_active_reqs", running + 1))
-        return waiting > 0 and running < most
+        return bool(waiting and running < most)
 
-    def short_step(scheduler: Any) -> Any:
+    def short_step(scheduler: Any, tables: Tables) -> Any:
         """The step's SchedulerOutput; None, and nothing has changed, if vLLM has to schedule it."""
-        running, step = scheduler.running, scheduler.current_step + 1
-        budget = min(scheduler.max_num_scheduled_tokens, scheduler.scheduler_config.max_num_batched_tokens)
+        running, most_tokens = scheduler.running, scheduler.max_num_scheduled_tokens
+        budget = min(most_tokens, scheduler.scheduler_config.max_num_batched_tokens)
         if not 0 < len(running) <= budget or scheduler._pause_state is not PauseState.UNPAUSED or can_add(scheduler):
             return None
-        requests, names, computed, generated, looked_at = [], [], [], [], []
+        requests, names, computed, generated = list[Any](), list[str](), list[int](), list[int]()
+        looked_at = list[tuple[int, Any]]()  # row, request
         for request in running:
             done, ahead = request.num_computed_tokens, request.num_output_placeholders
             if request.num_tokens_with_spec + ahead - done != 1 or request.spec_token_ids:
                 return None
             if done >= request.plinth_until:
-                if (not request.plinth_until and not _is_plain(request, step)) or done + 2 > scheduler.max_model_len:
+                if (not request.plinth_until and not _is_plain(request)) or done + 2 > scheduler.max_model_len:
                     return None
                 if ahead and done + 2 - ahead >= request.num_prompt_tokens + request.max_tokens:
                     continue  # its last token is being computed
@@ -159,13 +158,13 @@ def decode_in_short_steps(replace: Replace) -> None:
         for row, request in looked_at:
             blocks = manager.allocate_slots(request, 1, num_lookahead_tokens=0)
             new_blocks[row] = blocks.get_block_ids(allow_none=True)
-            request.plinth_until = until(scheduler, request)
-        # An empty step has what is not about these requests: those that have finished, and vLLM's own counters.
-        scheduler.running, scheduler._pause_state = [], PauseState.PAUSED_ALL
+            request.plinth_until = until(scheduler, tables, request)
+        # A step without tokens has all that is not about these requests: those that have finished, and vLLM's counters.
+        scheduler.max_num_scheduled_tokens = 0
         try:
             output = stock(scheduler)
         finally:
-            scheduler.running, scheduler._pause_state = running, PauseState.UNPAUSED
+            scheduler.max_num_scheduled_tokens = most_tokens
         output.num_scheduled_tokens, output.total_num_scheduled_tokens = dict.fromkeys(names, 1), len(names)
         output.scheduled_cached_reqs = CachedRequestData(
             req_ids=names,
@@ -176,8 +175,6 @@ def decode_in_short_steps(replace: Replace) -> None:
             num_computed_tokens=computed,
             num_output_tokens=generated,
         )
-        if output.num_common_prefix_blocks:  # vLLM 0.26
-            output.num_common_prefix_blocks = manager.get_num_common_prefix_blocks(running[0].request_id)
         if not scheduler.use_v2_model_runner:
             scheduler.prev_step_scheduled_req_ids.update(names)
         is_ahead = isinstance(scheduler, AsyncScheduler)
@@ -189,9 +186,10 @@ def decode_in_short_steps(replace: Replace) -> None:
         return output
 
     def schedule(self: Any, throttle_prefills: bool = False) -> Any:
-        if not hasattr(self, "plinth_decodes"):
-            self.plinth_decodes = _decodes_alone(self)
-        if self.plinth_decodes and not throttle_prefills and (output := short_step(self)) is not None:
+        if not hasattr(self, "plinth_tables"):
+            self.plinth_tables = tables_of(self.kv_cache_manager) if _decodes_alone(self) else None
+        tables = self.plinth_tables
+        if tables is not None and not throttle_prefills and (output := short_step(self, tables)) is not None:
             return output
         output = stock(self, throttle_prefills)
         # Its blocks are new, also if it was preempted.
