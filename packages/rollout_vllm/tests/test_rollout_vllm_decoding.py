@@ -255,7 +255,7 @@ def play(model: str, plan: Plan) -> tuple[list[SchedulerOutput], list[Any]]:
         for number, (arrival, *_) in enumerate(plan.arrivals):
             if arrival == step:
                 scheduler.add_request(request_of(plan, number, hasher))
-        for at, number in plan.aborts:
+        for at, number in (*plan.aborts, *([(100, 0)] if plan.resumable else [])):  # else it keeps its seat
             if at == step and name_of(number) in scheduler.requests:
                 scheduler.finish_requests([name_of(number)], RequestStatus.FINISHED_ABORTED)
         for at, steps, paused in plan.pauses:
