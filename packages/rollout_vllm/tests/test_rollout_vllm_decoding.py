@@ -299,6 +299,8 @@ def engine_core(*, shortcuts: bool) -> Iterator[None]:
 @settings(deadline=None, max_examples=60)
 # A seat gets free in a throttled step, and vLLM has noted that a prompt waits: it computes the prompt at once.
 @example(plan=Plan(((0, 30, 30, 0), (0, 10, 60, 1), (10, 40, 10, 2)), seats=2, throttled=3))
+# A request that had room for a token is computed again in two parts, of which the second has one token.
+@example(plan=Plan(((0, 50, 30, 1),), resets=(16,)))
 @given(plan=plans)
 def test_every_step_is_vllms_own(model: str, plan: Plan) -> None:
     assert BUFFERING.check()
