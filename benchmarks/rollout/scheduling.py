@@ -6,6 +6,7 @@ rollout servers. In a server, the engine core spends it in every step, beside la
 """
 
 import argparse
+import multiprocessing
 import statistics
 import tempfile
 import time
@@ -33,6 +34,7 @@ from rollout_vllm.servers.fast import buffering, decoding
 
 BLOCK = 16
 IN_FLIGHT = 2  # steps, as on a GPU
+CONTESTANTS = ("vLLM", "rollout servers")
 
 
 def scheduler(model: Path, args: argparse.Namespace) -> AsyncScheduler:
@@ -91,8 +93,19 @@ def answer(scheduled: Any) -> ModelRunnerOutput:
     )
 
 
-def measure(model: Path, args: argparse.Namespace) -> list[float]:
+def replace_parts_of_vllm() -> None:
+    """Make this process schedule as the engine core of a rollout server."""
+    assert patch.BUFFERING.check()
+    assert patch.DECODING.check()
+    buffering.buffer_in_engine_core(patch.BUFFERING.replace, patch.IDS_ONLY, "publish_policy_version")
+    decoding.skip_needless_block_searches(patch.DECODING.replace)
+    decoding.decode_in_short_steps(patch.DECODING.replace)
+
+
+def measure(contestant: str, model: Path, args: argparse.Namespace) -> list[float]:
     """Milliseconds of a decoding step: median and mean of `schedule`, median and mean of `update_from_output`."""
+    if contestant != CONTESTANTS[0]:
+        replace_parts_of_vllm()
     core, in_flight = scheduler(model, args), deque[Any]()
     seconds: dict[str, list[float]] = {"schedule": [], "update": []}
     while core.has_unfinished_requests():
@@ -120,21 +133,18 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    rows = []
+    rounds: dict[str, list[list[float]]] = {name: [] for name in CONTESTANTS}
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "model")
         write_random_model("qwen3-tiny", model)
-        for name in ("vLLM", "rollout servers"):
-            if name != "vLLM":  # replaced for good
-                assert patch.BUFFERING.check()
-                assert patch.DECODING.check()
-                buffering.buffer_in_engine_core(patch.BUFFERING.replace, patch.IDS_ONLY, "publish_policy_version")
-                decoding.skip_needless_block_searches(patch.DECODING.replace)
-                decoding.decode_in_short_steps(patch.DECODING.replace)
-            rounds = [measure(model, args) for _ in range(args.rounds)]
-            rows.append(table_row([name, *(statistics.median(column) for column in zip(*rounds, strict=True))]))
+        # In turns, because a processor's pace changes, and each in a process of its own: what is replaced stays so.
+        with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+            for _ in range(args.rounds):
+                for name, done in rounds.items():
+                    done.append(pool.apply(measure, (name, model, args)))
     print(table_header(["ms", "schedule, median step", "mean", "update_from_output, median step", "mean"]))
-    print("\n".join(rows))
+    for name, done in rounds.items():
+        print(table_row([name, *(statistics.median(column) for column in zip(*done, strict=True))]))
 
 
 if __name__ == "__main__":
