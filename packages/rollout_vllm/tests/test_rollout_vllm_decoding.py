@@ -246,7 +246,7 @@ def state(scheduler: Scheduler) -> tuple[Any, ...]:
 
 
 def play(model: str, plan: Plan) -> tuple[list[SchedulerOutput], list[Any]]:
-    """What the scheduler decided in each step, and all that it sent and knew after it."""
+    """The scheduler's decision in each step, and all that it sent and knew after it."""
     scheduler, decided, history, waiting = scheduler_of(model, plan), list[Any](), list[Any](), deque[Any]()
     function = get_hash_fn_by_name("sha256")
     init_none_hash(function)

@@ -123,8 +123,7 @@ class _Unsent:
 
 
 def _room(unsent: _Unsent, request: Any, scheduler: Any) -> int:
-    """Notes how many tokens `unsent` may have before vLLM looks at the next one: it completes a message or may be the
-    last."""
+    """Sets and returns `unsent.room`: the next token completes a message or may be the last of its request."""
     unsent.scored = request.sampling_params.logprobs is not None
     left = min(request.max_tokens - request.num_output_tokens, scheduler.max_model_len - request.num_tokens)
     unsent.room = min(unsent.interval, len(unsent.token_ids) + left) - 1

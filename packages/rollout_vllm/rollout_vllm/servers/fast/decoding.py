@@ -21,7 +21,7 @@ class Tables(NamedTuple):
     blocks: Mapping[str, Sequence[Any]]
     """Those of each request."""
     cached: Mapping[str, int] | None
-    """How many of a request's are in the prefix cache; None without one."""
+    """Number of each request's blocks in the prefix cache; None without one."""
     block_size: int
 
 
